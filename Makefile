@@ -9,7 +9,13 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Let the processes that tests start write compiled modules, whatever the environment says: it saves start-up time.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: train test proof lint types venv soak fuzz faults bench gpu docs clean
+# Trainers of others that ft_hsdp plugs into: examples/NAME is the example, tests/integrations/test_NAME.py its test.
+FRAMEWORKS := fabric accelerate transformers
+
+# The environment with torchft's nightly.
+NIGHTLY := .venvs/torchft-nightly
+
+.PHONY: train test proof lint types venv integrations compatibility torchft-nightly soak fuzz faults bench gpu docs clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -21,6 +27,9 @@ help:
 	@echo "make docs    build the documentation into docs/_build"
 	@echo "make bench   FTAR beside gloo, torchft and OpenMPI"
 	@echo "make gpu     check and measure the kernels; train configs/gpu.yaml if there is a GPU"
+	@echo "make integrations   test the examples of other trainers, each in an environment of its own: $(FRAMEWORKS)"
+	@echo "make torchft-nightly [NIGHTLY=FOLDER]   test ft_hsdp with torchft's nightly, in an environment of its own in FOLDER"
+	@echo "make compatibility  train each kind of script of docs/compatibility.md in a job, and with torch alone"
 	@echo "make soak    kill a rank at each failpoint, lose nodes, 1000 ring failures, 300 random pairs of faults; some hours"
 	@echo "make fuzz    a million random inputs for each parser of bytes from outside; about half an hour"
 	@echo "make faults  put each fault of tests/support/faults.txt into a copy of the source: a test must fail; about five minutes"
@@ -31,12 +40,48 @@ train: $(STAMP)
 
 # Tests that do not depend on time run four at a time, because they mostly wait. All other tests run alone after them.
 test: lint types
-	$(PYTEST) -n 4 --dist loadfile -m 'not proof and not soak and not multiproc'; one=$$?; \
-	$(PYTEST) -m 'not proof and not soak and multiproc'; two=$$?; exit $$((one ? one : two))
+	$(PYTEST) -n 4 --dist loadfile -m 'not proof and not soak and not integration and not multiproc'; one=$$?; \
+	$(PYTEST) -m 'not proof and not soak and not integration and multiproc'; two=$$?; exit $$((one ? one : two))
 
 # Long runs with real launchers and processes; twenty minutes or more.
 proof: $(TOOLS)
 	$(PYTEST) -m 'proof and not soak' --durations=15
+
+integrations: $(FRAMEWORKS:%=integration-%)
+
+integration-%: .venvs/%/.installed
+	PYTHONDONTWRITEBYTECODE= .venvs/$*/bin/python -m pytest -m integration tests/integrations/test_$*.py
+
+# Our tests of torchft, and the nightly's own with our process group. Delete the folder for a newer nightly.
+torchft-nightly: $(NIGHTLY)/.installed
+	$(NIGHTLY)/bin/python -m pip --disable-pip-version-check list 2>/dev/null | grep -i '^torch'
+	PYTHONDONTWRITEBYTECODE= $(NIGHTLY)/bin/python -m pytest -m 'proof or not proof' tests/compat \
+	  -W 'ignore:unclosed <socket:ResourceWarning'
+
+# The environment of a trainer lies on top of $(VENV): it takes torch and ft_hsdp from there.
+.PRECIOUS: .venvs/%/.installed
+.venvs/%/.installed: examples/%/requirements.txt $(TOOLS)
+	$(call on-top,.venvs/$*)
+	.venvs/$*/bin/python -m pip --disable-pip-version-check install -q -c .venvs/$*/constraints.txt -r $<
+	@touch $@
+
+$(NIGHTLY)/.installed: $(TOOLS)
+	$(call on-top,$(NIGHTLY))
+	$(NIGHTLY)/bin/python -m pip --disable-pip-version-check install -q -c $(NIGHTLY)/constraints.txt torchft-nightly
+	$(NIGHTLY)/bin/python -c 'import torchft.reconfigure_test'
+	@touch $@
+
+# Make the environment $(1) on top of $(VENV), with a constraint that keeps its torch.
+define on-top
+$(PYTHON) -m venv $(1)
+cd $(1)/lib/python3*/site-packages && \
+  echo 'import site; site.addsitedir("$(CURDIR)/$(VENV)/lib/'$$(basename $$(dirname $$PWD))'/site-packages")' > ft_hsdp.pth
+echo 'torch==$(TORCH)' > $(1)/constraints.txt
+endef
+
+# Each kind of training script in a job, beside plain torch; about five minutes. docs/compatibility.md tells it.
+compatibility: $(TOOLS)
+	$(PYTEST) -m '' tests/compatibility
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .
@@ -103,4 +148,4 @@ $(STAMP): pyproject.toml Makefile
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist docs/_build docs/_generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venvs build dist docs/_build docs/_generated *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -400,7 +400,7 @@ def api() -> str:
             continue
         error = inspect.isclass(value) and issubclass(value, Exception)
         kind = "autoexception" if error else "autoclass" if inspect.isclass(value) else "autofunction"
-        members = "   :members:\n" if kind == "autoclass" else ""
+        members = "   :members:\n   :inherited-members:\n" if kind == "autoclass" else ""
         parts.append(f"```{{eval-rst}}\n.. {kind}:: {'.'.join(target)}\n{members}```")
     parts += [
         "## The all-reduce alone",

@@ -4,7 +4,7 @@ Each replica shards the model over its ranks with FSDP2; the replicas all-reduce
 that survives the loss of a member. A replica that fails leaves the ring, the others repeat the step without it,
 and it comes back with the state of a living one. A user's loop stays its own:
 
-    job = ft_hsdp.join(config, replica=0)
+    job = ft_hsdp.join()
     model = job.shard(model)
     optim = job.optimizer(torch.optim.AdamW(model.parameters()))
     for batch in job.batches(dataset):
@@ -24,6 +24,7 @@ Read the packages in this order; each has an essay of its own:
     config    the configuration; errors: errors with their exit codes
     sim       the model checker: all orders of events on the production code of `core`
     compat    torchft's interfaces on top of ours; bench: measurements
+    integrations  the trainers of others
 
 The lighthouse, which decides who takes part in a step, is the package `lighthouse` beside this one.
 
@@ -43,10 +44,12 @@ if TYPE_CHECKING:
     from ft_hsdp.errors import FtHsdpError as FtHsdpError
     from ft_hsdp.train.job import Job as Job
     from ft_hsdp.train.join import join as join
+    from ft_hsdp.train.loop.callbacks import CommittedStep as CommittedStep
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "CommittedStep": ("ft_hsdp.train.loop.callbacks", "CommittedStep"),
     "Config": ("ft_hsdp.config", "Config"),
     "ConfigError": ("ft_hsdp.errors", "ConfigError"),
     "FtHsdpError": ("ft_hsdp.errors", "FtHsdpError"),
@@ -55,7 +58,7 @@ _PUBLIC = {
     "load_config": ("ft_hsdp.config", "load"),
 }
 
-__all__ = ["Config", "ConfigError", "FtHsdpError", "Job", "__version__", "join", "load_config"]
+__all__ = ["CommittedStep", "Config", "ConfigError", "FtHsdpError", "Job", "__version__", "join", "load_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,6 +12,7 @@ import resource
 from collections.abc import Callable, Iterator
 
 EXIT_OK = 0
+EXIT_USAGE = 2  # of a user's script that does not take its arguments: argparse ends with it
 EXIT_CONFIG = 64
 EXIT_UNREACHABLE = 69
 EXIT_RETRYABLE = 75

@@ -32,6 +32,8 @@ from typing import Any, Protocol
 
 PLACES = {
     "reduce-begin": "the first bucket is about to enter the ring",
+    "micro-batch": "a micro-batch of a step, but not its first one, is about to be trained",
+    "refill": "more of the step is asked for, because another replica was lost, and nothing of it is trained",
     "reduce-copy": "an own chunk is about to be sent",
     "reduce-scatter": "a partial sum is about to be made (reduce-scatter)",
     "reduce-boundary": "a shard's final sum is about to be made, which no member has yet",

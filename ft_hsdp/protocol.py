@@ -42,6 +42,7 @@ class QuorumRequest:
     numerics: str = ""
     # What `config_hash` is over, by dotted key, to name a difference; empty after the first grant.
     rules: dict[str, str] = field(default_factory=dict)
+    frozen: str = ""  # digest of the weights and buffers that are not part of the state; "": there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class RankBeat:
     pid: int  # its process
     host: str  # machine on which it runs
     progress: int  # counts up while the trainer works
+    pause: str = ""  # what its training loop does instead (`Job.pause`); "": it trains
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +110,7 @@ class Telemetry:
     commits: tuple[dict[str, Any], ...] = ()  # rows as they stand in the log of commits
     ranks: tuple[RankBeat, ...] = ()  # signs of life
     dropped: int = 0  # rows that were lost because the sender's buffer was full
+    logged: tuple[dict[str, Any], ...] = ()  # values that training loops log (`Job.log`)
 
 
 # Between a leader and its ranks. The leader's orders are the core's effects.
@@ -299,6 +302,7 @@ class RingBeat:
     sent: int  # chunks that it has sent on its data connection
     stall_ms: int = 0  # how much longer than usual it may be silent, because its host is overloaded
     pid: int = 0  # its process
+    pause_ms: int = 0  # for how long its training loop may go on with something else (`Job.pause`); 0: it trains
 
 
 @dataclass(frozen=True, slots=True)

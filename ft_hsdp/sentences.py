@@ -17,6 +17,12 @@ def _ids(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
+def _standing_by(e: Row) -> str:
+    roles = e.get("roles")
+    ids = [r for r, role in roles.items() if role == "standby"] if isinstance(roles, Mapping) else []
+    return f", {_ids(ids)} on standby" if ids else ""
+
+
 _LIFTED = {
     "disk_full": "the disk has room again",
     "slow_disk": "the disk is as fast as before",
@@ -90,14 +96,20 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     ),
     "LighthouseAwaited": lambda e: f"replica {e['replica']} waits for a lighthouse, to join again",
     "BatchGivenUp": lambda e: (
-        f"batch {e.get('index')} of data shard {e.get('shard')} is given up and will not be trained"
+        (f"{e['units']} units from " if "units" in e else "batch ")  # an earlier version counted batches
+        + f"{e.get('index')} of data shard {e.get('shard')} will not be trained: given up"
+    ),
+    "BatchReduced": lambda e: (
+        f"steps of epoch {e.get('epoch', '?')} have {e.get('units', '?')} units, not {e.get('units_wanted', '?')}"
     ),
     "DoubtResolved": lambda e: f"replica {e['replica']} applies step {e.get('step', '?')}, which was in doubt",
     "GrantRefused": lambda e: f"replica {e['replica']} refuses a grant",
     "RankEnded": lambda e: f"{_who(e)} ends itself",
     "Finished": lambda e: f"replica {e['replica']} holds the final state",
     "Left": lambda e: f"replica {e['replica']} leaves",
-    "EpochGranted": lambda e: f"epoch {e['epoch']}: members {_ids(e['members'])} at step {e['step']}",
+    "EpochGranted": lambda e: (
+        f"epoch {e['epoch']}: members {_ids(e['members'])} at step {e['step']}" + _standing_by(e)
+    ),
     "ReplicaExcluded": lambda e: f"replica {e['replica']} is left out",
     "ReplicaEvicted": lambda e: f"the lighthouse evicts replica {e['replica']}",
     "ExitReported": lambda e: f"exit of {e['incarnation']} reported",

@@ -13,7 +13,8 @@ from typing import NamedTuple
 from starlette.types import ASGIApp
 
 from ft_hsdp.config import Config, agreed, config_hash
-from ft_hsdp.core.replica_state import difference
+from ft_hsdp.core.replica_state import PROTOCOL, difference
+from ft_hsdp.core.units import UnitPolicy
 from ft_hsdp.errors import ConfigError
 from lighthouse.http.access import Keys
 from lighthouse.http.app import create_app
@@ -89,7 +90,8 @@ def _same_rules(state: LighthouseState, own: Agreement) -> None:
     if state.agreed is not None and state.agreed.rules and state.agreed.config_hash != own.config_hash:
         found = difference(dict(own.rules), dict(state.agreed.rules))
         if found is not None:
-            raise ConfigError(found[0], found[1], f"{found[2]}, on which this run has agreed")
+            how = ": go on with the version of ft_hsdp that began it" if found[0] == PROTOCOL else ""
+            raise ConfigError(found[0], found[1], f"{found[2]}, on which this run has agreed{how}")
 
 
 def _curves(config: Config, run: Path, database: SqliteDatabase) -> list[Sink]:
@@ -105,11 +107,12 @@ def _curves(config: Config, run: Path, database: SqliteDatabase) -> list[Sink]:
 def policy(config: Config) -> Policy:
     """Return the operator's choices that the decisions need."""
     quorum, timeouts = config.quorum, config.timeouts
+    allowed = tuple(sorted(n for n in set(quorum.allowed) if n >= quorum.min_replicas))
     return Policy(
         slots=config.slots,
         steps=config.train.steps,
         replicas=config.replicas,
-        min_replicas=quorum.min_replicas,
+        min_replicas=min(allowed, default=quorum.min_replicas),
         suspect_grace_s=timeouts.suspect_grace_s,
         silence_grace_s=timeouts.silence_grace_s,
         evict_s=timeouts.evict_s,
@@ -120,6 +123,15 @@ def policy(config: Config) -> Policy:
         on_lost_head=quorum.on_lost_head,
         edge_wait_s=timeouts.edge_wait_s,
         on_divergence=quorum.on_divergence,
+        units=UnitPolicy(
+            replicas=config.replicas,
+            accumulate=config.train.accumulate,
+            batch=quorum.batch,
+            refill=quorum.refill or "next_step",
+            allowed=allowed,
+            max_accumulate=quorum.max_accumulate or config.slots * config.train.accumulate,
+            shared=config.data.assignment == "global",
+        ),
     )
 
 
@@ -128,7 +140,7 @@ SHOWN = (
     *("model.dim", "model.layers", "model.heads"),
     *("train.seed", "train.micro_batch", "train.accumulate", "train.seq_len", "train.device", "train.precision"),
     *("data.path", "optim.lr", "optim.weight_decay", "optim.clip", "lr.schedule", "lr.warmup", "lr.intervention"),
-    *("quorum.min_replicas", "checkpoint.every", "spares"),
+    *("quorum.batch", "quorum.min_replicas", "checkpoint.every", "spares"),
 )
 
 

@@ -18,8 +18,8 @@ def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], wa
         waiting: What open requests wait for.
 
     Returns:
-        The state is booting (runs, has never asked), training, behind, asking, final, drained (and gone), down or
-        lost.
+        The state is booting (runs, has never asked), training, standby, behind, asking, final, drained (and gone),
+        down or lost.
     """
     view = s.views[replica]
     if view.lost:
@@ -43,7 +43,9 @@ def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], wa
     if s.grant is None or member is None:
         return "behind", f"not a member of epoch {s.epoch}"
     leaves = "" if wanted(s, replica) else ", leaves at the next step boundary"
-    return ("training" if member.role == "contribute" else "behind"), f"member of epoch {s.grant.epoch}{leaves}"
+    does = {"contribute": "training", "standby": "standby", "behind": "behind"}[member.role]
+    share = f", {member.units} units in each step" if member.role == "contribute" else ""
+    return does, f"member of epoch {s.grant.epoch}{share}{leaves}"
 
 
 def describe_job(name: str, s: LighthouseState, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:
@@ -63,6 +65,8 @@ def describe_job(name: str, s: LighthouseState, reports: Mapping[int, Report], w
         "finished": s.finished,
         "target": s.target,
         "members": list(s.grant.ring) if s.grant else [],
+        "units": sum(m.units for m in s.grant.members if m.role == "contribute") if s.grant else 0,
+        "units_wanted": s.grant.units if s.grant else 0,
         "replicas": [_row(s, replica, reports, waiting) for replica in range(s.policy.slots)],
     }
 

@@ -16,10 +16,11 @@ import ipaddress
 import re
 from collections.abc import Iterable
 
-from ft_hsdp.core.commit import AttemptId, CommitRecord
+from ft_hsdp.core.commit import MAX_ROWS, AttemptId, CommitRecord
 from ft_hsdp.core.grant import Refused, Report
 from ft_hsdp.core.incarnation import IncarnationId
-from ft_hsdp.core.replica_state import difference
+from ft_hsdp.core.ledger import MAX_UNIT
+from ft_hsdp.core.replica_state import ENTRY, PROTOCOL, difference
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_CONFIG, ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, QuorumRequest
@@ -35,6 +36,7 @@ NUMBER_LIMIT = 2**53  # weights, batches, bytes
 ATTEMPT_LIMIT = 2**20
 TEXT_LIMIT = 256  # characters of a name, a hash or a value
 RULES_LIMIT = 64
+_PUT_BACK = " file: put it back as it was when the job began, or start another job (job.name) with it"
 
 _OWNER = re.compile(r"[0-9A-Za-z-]{0,64}")
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
@@ -123,11 +125,13 @@ def refusal(agreed: Agreement, ask: QuorumRequest) -> Refused | None:
         if found is not None:
             key, theirs, mine = found
             line = f"{key} is {theirs} here, and {mine} in the job: all replicas need the same"
+            line += {PROTOCOL: " version of ft_hsdp", ENTRY: _PUT_BACK}.get(key, "")
             return Refused(line, EXIT_CONFIG)
     pairs = (
         ("config hash", agreed.config_hash, ask.config_hash),
         ("model layout", agreed.layout, ask.layout),
         ("numerics", agreed.numerics, ask.numerics),
+        ("digest of the frozen weights and buffers", agreed.frozen, ask.frozen),
     )
     for what, wanted, got in pairs:
         if wanted is not None and wanted != got:
@@ -138,11 +142,12 @@ def refusal(agreed: Agreement, ask: QuorumRequest) -> Refused | None:
 
 def with_first(agreed: Agreement, ask: QuorumRequest) -> Agreement:
     """Return ``agreed`` with the fields that are still None taken from ``ask``."""
-    if agreed.config_hash and agreed.layout and agreed.numerics is not None:
+    if agreed.config_hash and agreed.layout and agreed.numerics is not None and agreed.frozen is not None:
         return agreed
     numerics = ask.numerics if agreed.numerics is None else agreed.numerics
     rules = agreed.rules if agreed.config_hash else tuple(sorted(ask.rules.items()))
-    return Agreement(agreed.config_hash or ask.config_hash, agreed.layout or ask.layout, numerics, rules)
+    frozen = ask.frozen if agreed.frozen is None else agreed.frozen
+    return Agreement(agreed.config_hash or ask.config_hash, agreed.layout or ask.layout, numerics, rules, frozen)
 
 
 def incarnation(text: str) -> Incarnation:
@@ -191,9 +196,9 @@ def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, a
     if r.doubt is not None:
         _state("doubt", r.doubt, epochs, steps)
     if r.prepared is not None:
-        _record(r.prepared, epochs, steps, replicas)
-    if len(ask.config_hash) > TEXT_LIMIT or len(ask.layout) > TEXT_LIMIT or len(ask.numerics) > TEXT_LIMIT:
-        raise ProtocolViolation(f"config_hash, layout and numerics have at most {TEXT_LIMIT} characters")
+        _record(r.prepared, epochs, steps, replicas, s.policy.units.shared)
+    if max(map(len, (ask.config_hash, ask.layout, ask.numerics, ask.frozen))) > TEXT_LIMIT:
+        raise ProtocolViolation(f"config_hash, layout, numerics and frozen have at most {TEXT_LIMIT} characters")
     if ask.rules:
         _rules(ask.rules)
     check(ask.ring, ask.state, peer, allow)
@@ -259,23 +264,23 @@ def _fence(name: str, fence: AttemptId | CommitRecord, epochs: int, steps: int) 
     _within(f"{name}.attempt", fence.attempt, ATTEMPT_LIMIT)
 
 
-def _record(record: CommitRecord, epochs: int, steps: int, replicas: int) -> None:
+def _record(record: CommitRecord, epochs: int, steps: int, replicas: int, shared: bool) -> None:
     """Check that a commit record can be one of this job; the work is bounded by the number of replicas."""
     _fence("prepared", record, epochs, steps)
     _hash("prepared.prev", record.prev)
     _ids("prepared.ring", record.ring, replicas)
     _within("prepared.total", record.total, replicas + 1)
-    _ids("prepared.contributions", tuple(c.replica for c in record.contributions[: replicas + 2]), replicas)
     _ids("prepared.poisoned", record.poisoned, replicas)
-    _within("prepared.spoiled", len(record.spoiled), replicas + 1)
-    for batch in record.spoiled:
-        for number in batch:
-            _within("prepared.spoiled", number, NUMBER_LIMIT)
-    _within("prepared.retries", record.retries, NUMBER_LIMIT)
-    _within("prepared.chunk_bytes", record.chunk_bytes, NUMBER_LIMIT)
-    for c in record.contributions:
-        for what in ("weight", "shard", "index"):
-            _within(f"prepared.contributions.{what}", getattr(c, what), NUMBER_LIMIT)
+    _within("prepared.contributions", len(record.contributions), (replicas + 1) * MAX_ROWS)
+    if wrong := record.impossible(shared):
+        raise ProtocolViolation(f"prepared.contributions: {wrong}")
+    _within("prepared.spoiled", len(record.spoiled), (replicas + 1) * MAX_ROWS)
+    for shard, first, count in record.spoiled:
+        _within("prepared.spoiled", shard, replicas)
+        _within("prepared.spoiled", first, MAX_UNIT)
+        _within("prepared.spoiled", count, MAX_UNIT - first)
+    for name in ("retries", "wanted", "chunk_bytes"):
+        _within(f"prepared.{name}", getattr(record, name), NUMBER_LIMIT)
     if len(record.digest) > TEXT_LIMIT:
         raise ProtocolViolation(f"prepared.digest has {len(record.digest)} characters; at most {TEXT_LIMIT}")
 

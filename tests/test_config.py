@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.config import Config, agreed, config_hash, dump, load, parse
+from ft_hsdp.config import Config, agreed, config_hash, dump, load, parse, resume_hash
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.fault_injection import PLACES
 
@@ -69,6 +69,29 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ),
     ({"quorum": {"min_replicas": 4}}, "quorum.min_replicas", "at most replicas (3)"),
     ({"timeouts": {"evict_s": 0.5}}, "timeouts.silence_grace_s", "at most timeouts.evict_s (0.5)"),
+    ({"quorum": {"allowed": [4, 8]}}, "quorum.allowed", "a value from quorum.min_replicas (1) to replicas (3)"),
+    (
+        {"quorum": {"allowed": [1], "min_replicas": 2}},
+        "quorum.allowed",
+        "from quorum.min_replicas (2) to replicas",
+    ),
+    ({"quorum": {"allowed": [0, 2]}}, "quorum.allowed.0", "a whole number from 1 to 64"),
+    ({"quorum": {"refill": "same_step"}}, "quorum.refill", "null, unless quorum.batch is constant"),
+    ({"quorum": {"max_accumulate": 4}}, "quorum.max_accumulate", "null, unless quorum.batch is constant"),
+    ({"quorum": {"batch": "whole"}}, "quorum.batch", "adapt, constant"),
+    (
+        {"quorum": {"batch": "constant", "max_accumulate": 2}, "train": {"accumulate": 3}},
+        "quorum.max_accumulate",
+        "at least train.accumulate (3)",
+    ),
+    ({"quorum": {"max_accumulate": 70_000}}, "quorum.max_accumulate", "a whole number from 1 to 65536 or null"),
+    ({"entry": "train"}, "entry", "a script whose name ends in .py, module:function, or null"),
+    ({"entry": "a-b:main"}, "entry", "a script whose name ends in .py, module:function, or null"),
+    ({"args": ["--lr"]}, "args", "nothing, unless entry names a script or a function"),
+    ({"entry": "train.py", "args": [0.1]}, "args.0", "text"),
+    ({"entry_digest": "ab" * 16}, "entry_digest", "nothing, unless entry names a script or a function"),
+    ({"preload": ["a b"]}, "preload.0", "text that matches"),
+    ({"data": {"weight": "words"}}, "data.weight", "units, tokens"),
     ({"quorum": {"lease_s": 5}}, "timeouts.evict_s", "at most quorum.lease_s (5.0)"),
     ({"quorum": {"on_lost_head": "guess"}}, "quorum.on_lost_head", "wait, halt"),
     ({"timeouts": {"agent_s": 61}}, "timeouts.agent_s", "at most timeouts.ranks_s (60.0): a replica's ranks"),
@@ -321,6 +344,7 @@ def test_a_dump_spells_out_defaults_in_plain_lines() -> None:
         "--replicas=5",  # as many data shards
         "--max_replicas=5",
         "--data.assignment=global",
+        "--data.weight=tokens",
         "--checkpoint.every=5",
         "--checkpoint.dir=/elsewhere",
         "--quorum.catchup_log_steps=5",
@@ -347,6 +371,12 @@ def test_the_hash_changes_with_what_replicas_must_share(override: str) -> None:
 )
 def test_the_hash_leaves_out_what_they_need_not(override: str) -> None:
     assert config_hash(parse({}, [override])) == config_hash(Config())
+
+
+def test_a_job_may_resume_with_another_weighting() -> None:
+    """It changes what is trained from then on, and nothing that a state holds."""
+    assert resume_hash(parse({}, ["--data.weight=tokens"])) == resume_hash(Config())
+    assert resume_hash(parse({}, ["--data.path=other"])) != resume_hash(Config())
 
 
 def test_as_many_data_shards_are_no_difference() -> None:

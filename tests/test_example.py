@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from ft_hsdp.launch.run.directory import RunDir, read_jsonl
+from ft_hsdp.launch.run.verify import verify
 from tests.support.torchrun_job import ROOT, TorchrunJob, check
 
 EXAMPLE = ROOT / "docs" / "examples" / "own_loop.py"
@@ -28,7 +31,7 @@ def test_a_users_own_loop_survives_the_loss_of_a_rank(
 ) -> None:
     settings = SETTINGS.format(ranks=ranks, steps=steps, accumulate=accumulate)
     with TorchrunJob(tmp_path, settings) as job:
-        replicas = [job.torchrun(r, ranks, EXAMPLE, "CONFIG") for r in range(2)]
+        replicas = [job.torchrun(r, ranks, EXAMPLE) for r in range(2)]
         job.until(lambda: job.step(0) >= 10, "step 10")
         job.kill(replicas[1], victim)
         finals = job.finals(replicas)
@@ -37,6 +40,11 @@ def test_a_users_own_loop_survives_the_loss_of_a_rank(
         assert [r["step"] for r in rows] == list(range(1, steps + 1)), "the survivor missed a step"
         assert [0] in [r["contributors"] for r in rows], "the survivor waited for the other one"
         assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
+        job.until((job.run / "summary.json").exists, "the summary")
+        summary = json.loads((job.run / "summary.json").read_text())
+        assert (summary["steps"], summary["batches"]["duplicated"], summary["batches"]["skipped"]) == (steps, 0, 0)
+        assert [r["step"] for r in read_jsonl(job.run / "metrics.jsonl")] == list(range(1, steps + 1))
+        assert not verify(RunDir(job.run)).breaches
 
 
 def test_the_page_shows_the_lines_of_the_example() -> None:

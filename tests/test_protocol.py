@@ -39,7 +39,18 @@ records = st.builds(
 members = st.builds(Member, some, words, st.sampled_from(["contribute", "behind"]), addresses, addresses)
 crews = st.lists(members, max_size=3).map(tuple)
 grants = st.builds(
-    Grant, counts, counts, states, crews, some, words, st.lists(fences, max_size=2).map(tuple), words
+    Grant,
+    counts,
+    counts,
+    states,
+    crews,
+    some,
+    words,
+    st.lists(fences, max_size=2).map(tuple),
+    some,
+    st.booleans(),
+    some,
+    words,
 )
 maybe = st.none
 reports = st.builds(
@@ -67,7 +78,9 @@ tokens = st.builds(
 votes = st.builds(Vote, some, fences, words, floats, batches, rows, words, st.booleans())
 
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
-    protocol.QuorumRequest: st.builds(protocol.QuorumRequest, reports, addresses, addresses, words, words),
+    protocol.QuorumRequest: st.builds(
+        protocol.QuorumRequest, reports, addresses, addresses, words, words, frozen=words
+    ),
     protocol.Wait: st.builds(protocol.Wait, words),
     protocol.ProcessReport: st.builds(
         protocol.ProcessReport, st.dictionaries(some, maybe() | words, max_size=3), addresses, rows
@@ -86,6 +99,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.lists(st.dictionaries(words, floats, max_size=3), max_size=2).map(tuple),
         st.lists(st.builds(protocol.RankBeat, some, some, words, counts), max_size=2).map(tuple),
         counts,
+        st.lists(st.dictionaries(words, floats, max_size=3), max_size=2).map(tuple),
     ),
     protocol.RankHello: st.builds(protocol.RankHello, some, words, words),
     protocol.RankBroken: st.builds(protocol.RankBroken, some, counts, words, maybe() | some, st.booleans()),

@@ -1,14 +1,12 @@
 """A training loop of your own, made fault-tolerant: a classifier of spirals under FSDP2.
 
-    torchrun --standalone --nproc-per-node=2 --max-restarts=20 docs/examples/own_loop.py CONFIG --replica 0
+    python launcher.py up CONFIG --entry=docs/examples/own_loop.py
 
-docs/library.md shows the plain FSDP2 loop that this was, and what each changed line (marked FT) does.
+docs/library.md shows the plain FSDP2 loop that this was, what each changed line (marked FT) does, and how torchrun
+starts it.
 """
 
 from __future__ import annotations
-
-import argparse
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -56,14 +54,9 @@ class Spirals:
 
 def main() -> None:
     """Train until the job ends."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--replica", type=int, required=True)
-    args = parser.parse_args()
-
-    config = ft_hsdp.load_config(args.config)
+    job = ft_hsdp.join()  # FT
+    config = job.config
     data = Spirals(config.train.micro_batch, config.train.seed)
-    job = ft_hsdp.join(config, args.replica)  # FT
     torch.manual_seed(config.train.seed)
     model = job.shard(Classifier())  # FT
     adam = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)

@@ -1,16 +1,17 @@
 """What the events and commits of a run mean: the one analysis that all readers of a run share.
 
-Replicas, supervisors and the lighthouse write two kinds of rows. An event says that something happened, a commit
-that a step was decided. Everything that is said about a run afterwards is computed here, from these rows, once:
-the lighthouse's page, summary.json, `explain`, `trace`, the page of `replay` and `bench recovery` show the same
-figures because they call the same code (docs/adr/0018).
+Replicas, supervisors and the lighthouse write three kinds of rows. An event says that something happened, a commit
+that a step was decided; logged values come from a user's loop. Everything that is said about a run afterwards is
+computed here, from these rows, once: the lighthouse's page, summary.json, `explain`, `trace`, the page of `replay`
+and `bench recovery` show the same figures because they call the same code (docs/adr/0018).
 
 Read in this order:
 
 - `commits`: which of the commits that replicas logged are in the history that lasted;
 - `incarnations`: when each stage of a replica's start was over;
 - `failures`: which incarnations failed, who noticed when, and how the replica came back;
-- `goodput`: how much of the time trained the model, and where the rest went.
+- `goodput`: how much of the time trained the model, and where the rest went;
+- `logged`: the values of a user's loop.
 
 All of it is pure: rows come in, figures go out. It imports no library, no file, no clock, and of this product only
 `ft_hsdp.core`. So the launcher can use it, and the lighthouse, which imports neither the launcher nor torch (the

@@ -20,6 +20,8 @@ _SHOWN = (
     "lr_scale",
     "contributors",
     "total",
+    "units",
+    "units_wanted",
     "step_s",
     "waits",
     "ftar_bytes",
@@ -37,10 +39,23 @@ COUNTED = frozenset(_SHOWN) - {"given_up"} | {
     "contributions",
     "cursors",
 }  # and to be told and counted
+_MAX_UNITS = 2**24  # that a replica trains in one step; a number above that is damage, and is not counted up to
 Rewind = tuple[int, int]
 """An epoch and its first step: what earlier epochs committed from that step on did not last."""
 
 PATIENCE = 3  # steps after which a missing row is no longer waited for
+
+
+def counted(row: Row) -> bool:
+    """Return whether a row has all that is told and counted of a commit, with numbers that a step can have."""
+    if not row.keys() >= COUNTED:
+        return False
+    try:
+        runs = [(c["shard"], c["index"], c["units"]) for c in row["contributions"]]
+        runs += [(shard, first, count) for shard, first, count in row.get("given_up") or ()]
+    except (KeyError, TypeError, ValueError):
+        return False
+    return all(isinstance(number, int) and number >= 0 and run[2] <= _MAX_UNITS for run in runs for number in run)
 
 
 def metrics_row(row: Row) -> Row:

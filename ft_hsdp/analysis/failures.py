@@ -3,7 +3,7 @@
 Rows come late and out of order, so `Failures` keeps facts as they come, and computes phases when it is asked. A
 failure begins with its injection, else with the first evidence: a broken ring whose survivors suspect the
 replica, an exclusion by the lighthouse, or the exit of its process. It is over when the replica contributes to a
-commit again. A planned end (done, stopped, or left without an injection) is not a failure.
+commit again, or stands by. A planned end (done, stopped, or left without an injection) is not a failure.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class EpochSpan:
     t: float  # of the grant
     epoch: int
     members: tuple[int, ...]
-    contributors: frozenset[int]
+    holders: frozenset[int]  # members that contribute or stand by
     reason: str
     seq: int  # of the grant's row in the journal
     resumed: float | None = None  # when its first step was committed
@@ -215,14 +215,14 @@ class Failures:
         return next(self._above(before), None)
 
     def back(self, failure: Failure) -> EpochSpan | None:
-        """Return the first epoch in which the replica contributes again; None: there is none yet."""
+        """Return the first epoch in which the replica contributes or stands by again; None: there is none yet."""
         life = failure.next or (failure.life if failure.life.exited is None else None)
         if life is None:
             return None
         before = self.before(failure)
         since = (life.checked_in or life.started or 0.0) - 1.0 if failure.next else 0.0
         later = self._above(before)
-        return next((e for e in later if failure.replica in e.contributors and e.t >= since), None)
+        return next((e for e in later if failure.replica in e.holders and e.t >= since), None)
 
     def _above(self, epoch: int) -> Iterator[EpochSpan]:
         """Yield the epochs after one, in order."""
@@ -261,7 +261,9 @@ class Failures:
         epoch, members, roles = row.get("epoch"), row.get("members"), row.get("roles")
         if not isinstance(epoch, int) or not isinstance(members, list) or epoch in self.epochs:
             return
-        able = [r for r in members if not isinstance(roles, dict) or roles.get(str(r)) == "contribute"]
+        able = [
+            r for r in members if not isinstance(roles, dict) or roles.get(str(r)) in ("contribute", "standby")
+        ]
         reason = str(row.get("reason", ""))
         first = self._resumed.get(epoch)
         self.epochs[epoch] = EpochSpan(row["t"], epoch, tuple(members), frozenset(able), reason, seq, first)

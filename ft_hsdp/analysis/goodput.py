@@ -1,10 +1,11 @@
 """Goodput: how much of the time trained the model, and where the rest went. Pure; memory does not grow.
 
 `StepTimes` has the effective training time of FT-HSDP §6.1: the sum over steps of (median fault-free step x
-contributors / total). The page and summary.json divide it by the wall time since the first step. `Goodput` adds
-what only the page shows. Its `wall_clock` counts a step that is done twice each time, as the paper does;
-`with_replay` counts it once. `renewal` is what failures alone cost: t / (t + lost), with t the training between
-two failures and lost what one failure takes away, both in seconds of all replicas.
+share). The share of a step is units / wanted units, which is contributors / total while the batch adapts. The page
+and summary.json divide the sum by the wall time since the first step. `Goodput` adds what only the page shows. Its
+`wall_clock` counts a step that is done twice each time, as the paper does; `with_replay` counts it once.
+`renewal` is what failures alone cost: t / (t + lost), with t the training between two failures and lost what one
+failure takes away, both in seconds of all replicas.
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ class Median:
 
 
 class StepTimes:
-    """How long steps take, and how much of the replicas contributed to them."""
+    """How long steps take, and how much of the wanted batch they train."""
 
     def __init__(self) -> None:
         self._whole, self._any = Median(), Median()  # steps of all replicas that were wanted, and of fewer
         self._first: tuple[float, float] | None = None  # t and step_s of the first commit
         self._last = 0.0  # t of the newest commit
-        self.share = 0.0  # sum of contributors / total
+        self.share = 0.0  # sum over the steps
 
     def add(self, row: Mapping[str, Any]) -> tuple[float, float]:
-        """Take a commit; return contributors / total, and the seconds since the commit before."""
-        t, step_s, contributors, total = row["t"], row["step_s"], len(row["contributors"]), row["total"]
-        (self._whole if contributors >= total else self._any).add(step_s)
-        share = min(1.0, contributors / total)
+        """Take a commit; return its share of the wanted units, and the seconds since the commit before."""
+        t, step_s = row["t"], row["step_s"]
+        (self._whole if len(row["contributors"]) >= row["total"] else self._any).add(step_s)
+        share = share_of(row)
         self.share += share
         if self._first is None:
             self._first, self._last = (t, step_s), t - step_s
@@ -80,6 +81,11 @@ class StepTimes:
     def median(self) -> float:
         """Return the median step in seconds: of those with all wanted replicas, or of any if there are none."""
         return self._whole.exact() or self._any.exact()
+
+    @property
+    def whole_seen(self) -> bool:
+        """Return whether all wanted replicas contributed to any step."""
+        return self._whole.near() > 0
 
     @property
     def typical(self) -> float:
@@ -98,8 +104,16 @@ class StepTimes:
 
     @property
     def trained_s(self) -> float:
-        """Return the effective training time: the sum of median step x contributors / total, in seconds."""
+        """Return the effective training time: the sum of median step x share, in seconds."""
         return self.median * self.share
+
+
+def share_of(row: Mapping[str, Any]) -> float:
+    """Return units / wanted units of a commit, 1.0 at most; contributors / total of a row without units."""
+    units, wanted = row.get("units"), row.get("units_wanted")
+    if units is None or not wanted:
+        units, wanted = len(row["contributors"]), row["total"]
+    return min(1.0, float(units / wanted))
 
 
 def fault_free_step(rows: Iterable[Mapping[str, Any]]) -> float:
@@ -121,7 +135,7 @@ class Goodput:
         self.commits = 0
         self.failed = False  # whether an incarnation has failed
         self._missing = 0.0  # lost by absent contributors, at the usual step of that time
-        self._share_again = 0.0  # sum of contributors / total of repeated steps
+        self._share_again = 0.0  # sum of the shares of repeated steps
         self._highest = 0
         self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         self._usual: dict[str, float] = {}  # exposed waits of a usual step, in seconds
@@ -149,7 +163,10 @@ class Goodput:
         else:
             self._highest = step
         typical = self.steps.typical
-        excess = gap - typical
+        # Fewer contributors with as many units take longer, unless the usual step is one of fewer contributors.
+        present = min(1.0, len(row["contributors"]) / row["total"]) if self.steps.whole_seen else share
+        expected = typical * share / present if present else typical
+        excess = gap - expected
         if self.commits == 1:
             pass  # its excess is the startup, which `effective` computes once the usual step is known
         elif self._marks or excess > 0.1 * typical:
@@ -158,7 +175,7 @@ class Goodput:
             self._learn(row["waits"])
         if self._marks:
             self._marks = {}
-        self._missing += typical * (1.0 - share)
+        self._missing += expected * (1.0 - present)
         return typical * share, gap
 
     def effective(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ Read in this order:
 - `scope`: how a bench starts its processes, waits for them, and ends them;
 - `workers`, `contenders`: processes that do one thing on command, and what each of them measures;
 - one module or package for each bench: `allreduce` (bench ftar), `quorum`, `state_fetch` (bench fetch),
-  `recovery`, `overhead` with `hsdp`, `strangers`, `tls`, `driver`;
+  `recovery`, `overhead` with `hsdp`, `units`, `strangers`, `tls`, `driver`;
 - `trainee`: the models that recovery and overhead train.
 
 Only `contenders` may import torchft (an import contract holds this), and no part of the product imports this

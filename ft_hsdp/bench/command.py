@@ -19,6 +19,8 @@ from ft_hsdp.errors import ConfigError
 FTAR = ("bandwidth", "spin", "kill", "reconfigure", "link")
 FETCH = ("large", "small")
 RECOVERY = ("kill", "torchft", "rejoin", "return", "stop", "readers", "local")
+UNITS = ("constant", "rate", "refill", "loss", "tokens", "kills")
+KILLS = {"recovery": 200, "units": 50}  # where the user does not say
 OVERHEAD = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # rounds where the user does not say
 OVERHEAD_BY_DEFAULT = ("steady", "snapshot", "ray")
 QUORUM_MEMBERS = (3, 12, 64)
@@ -69,6 +71,15 @@ class RecoveryOptions:
     sizes: tuple[int, ...]  # of a state that is recovered locally, in bytes
 
 
+@dataclass(frozen=True, slots=True)
+class UnitsOptions:
+    """What `bench units` measures."""
+
+    measures: tuple[str, ...]
+    kills: int  # SIGKILLs of each kind of batch; refill gets fewer
+    rounds: int  # of what is interleaved
+
+
 def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
     """Run one bench, as the words of the command line say; progress goes to ``stream``.
 
@@ -97,6 +108,10 @@ def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
         from ft_hsdp.bench.recovery import bench
 
         return bench.run(recovery_options(args), stream)
+    if name == "units":
+        from ft_hsdp.bench.units import bench as units
+
+        return units.run(units_options(args), stream)
     if name == "overhead":
         from ft_hsdp.bench import overhead
 
@@ -141,8 +156,13 @@ def fetch_options(args: Namespace) -> FetchOptions:
 
 def recovery_options(args: Namespace) -> RecoveryOptions:
     """Return what `bench recovery` is to do."""
-    measures, kills = measures_of(args.measure or "all", RECOVERY), count_of("--kills", args.kills)
+    measures, kills = measures_of(args.measure or "all", RECOVERY), kills_of(args, "recovery")
     return RecoveryOptions(measures, kills, rounds_of(args, 5), sizes_of(args.sizes) or (256 * MIB,))
+
+
+def units_options(args: Namespace) -> UnitsOptions:
+    """Return what `bench units` is to do."""
+    return UnitsOptions(measures_of(args.measure or "all", UNITS), kills_of(args, "units"), rounds_of(args, 4))
 
 
 def overhead_rounds(args: Namespace) -> Mapping[str, int]:
@@ -161,6 +181,11 @@ def measures_of(word: str, known: tuple[str, ...]) -> tuple[str, ...]:
 def rounds_of(args: Namespace, default: int) -> int:
     """Return how often what is interleaved is repeated."""
     return count_of("--rounds", default if args.rounds is None else args.rounds)
+
+
+def kills_of(args: Namespace, bench: str) -> int:
+    """Return how often ``bench`` kills."""
+    return count_of("--kills", KILLS[bench] if args.kills is None else args.kills)
 
 
 def count_of(key: str, count: int) -> int:

@@ -75,7 +75,7 @@ def measure(steps: int = STEPS, log: TextIO = sys.stderr) -> dict[str, Any]:
 
 
 def _measure(run: RunDir, steps: int, log: TextIO) -> dict[str, Any]:
-    config = parse({"replicas": REPLICAS, "train": {"steps": steps}})
+    config = parse({"replicas": REPLICAS, "ranks_per_replica": 1, "train": {"steps": steps}})
     for replica in range(REPLICAS):
         run.replica(replica).mkdir(parents=True)
     logs, recorder = Logs(run, config), Recorder(run, config, lambda _: None, lambda _: None)
@@ -149,7 +149,7 @@ def _event(name: str, t: float, replica: int, life: int) -> Row:
 
 
 def _fed(replica: int, step: int) -> Row:
-    line = {"t": float(step), "step": step, "shard": replica, "index": step - 1}
+    line = {"t": float(step), "step": step, "shard": replica, "index": step - 1, "units": 1}
     return {**line, "incarnation": f"{replica}-a-0"}
 
 
@@ -166,7 +166,16 @@ def _commit(step: int) -> Row:
         "ring": [*who],
         "contributors": [*who],
         "contributions": [
-            {"replica": r, "weight": 1, "shard": r, "index": step - 1, "loss": 2.0 + step % 7} for r in who
+            {
+                "replica": r,
+                "weight": 1,
+                "shard": r,
+                "index": step - 1,
+                "loss": 2.0 + step % 7,
+                "units": 1,
+                "part": 0,
+            }
+            for r in who
         ],
         "digest": _lineage(step),
         "poisoned": [],
@@ -177,6 +186,8 @@ def _commit(step: int) -> Row:
         "lr_scale": 1.0,
         "norm": 1.0,
         "total": REPLICAS,
+        "units": len(who),
+        "units_wanted": REPLICAS,
         "chunk_bytes": 1 << 20,
         "step_s": 1.0 + (step % 13) * 1e-3,
         "waits": {"quorum": 0.001, "ftar": 0.01, "commit": 0.002},

@@ -5,6 +5,7 @@ The functions that are named for a bench take a result of it and yield every goa
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -45,6 +46,8 @@ READERS_TIMES, LOCAL_TIMES = 1.0, 5.0
 
 STEADY, RAY = 1.02, 1.02
 SNAPSHOT = {"computing": 1.10, "waiting": 1.02}
+
+UNIT_TIMES, REFILL_STEPS, TOKEN_MEAN = 1.03, 0.15, 1e-6
 
 STRANGERS_TIMES, STRANGERS_BROKEN, STRANGERS_MIB = 1.10, 0, 32.0
 TLS_RING, TLS_FETCH = 0.35, 0.5  # of the plain one's speed
@@ -198,6 +201,27 @@ def overhead(result: Row) -> Verdicts:
     yield from ftar({"link": result.get("link", ())})
 
 
+def units(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench units`."""
+    for row in result["constant"]:
+        short = len(row["others"]) + (row["refill"] == "same_step" and row["at_loss"] != row["wanted"])
+        text = f"{row['refill']}, {row['assignment']}: short steps"
+        yield most(text, row, 0, short)
+    for row in result["rate"]:
+        yield most("time of a unit, constant / adapt", row, UNIT_TIMES, row["times"]["constant"]["ratio"])
+    for row in result["refill"]:
+        yield most("refill: beyond its units, p50, of a step", row, REFILL_STEPS, row["steps"]["p50"])
+    for row in result["loss"]:
+        seen = row["with_failures"]["constant"]["outside_last"]
+        yield most("loss with failures, outside the seeds", row, 0, seen)
+    for row in result["tokens"]:
+        seen = max(row["gradient"], row["loss"]) if row["alike"] else math.inf
+        yield most("token mean beside one big batch", row, TOKEN_MEAN, seen)
+    for row in result["kills"]:
+        wrong = row["twice"] + row["skipped"] + (not row["replayed"]) + len(row["breaches"])
+        yield most(f"{row['batch']}, {row['kills']} kills: what is wrong", row, 0, wrong)
+
+
 def strangers(result: Row) -> Verdicts:
     """Yield the verdicts on a result of `bench strangers`."""
     for row in result["strangers"]:
@@ -225,6 +249,7 @@ JUDGES: Mapping[str, Callable[[Row], Verdicts]] = {
     "fetch": fetch,
     "recovery": recovery,
     "overhead": overhead,
+    "units": units,
     "strangers": strangers,
     "tls": tls,
 }

@@ -25,6 +25,12 @@ SPANS = {
     "rejoin_wait": "the others' waits for that",
 }
 RETURNS = ("a step", "less one", "p99", "max", "all of it", "contributes", "of")
+TOKENS = {
+    "gradient": "gradient, weight: tokens",
+    "loss": "loss, weight: tokens",
+    "one_batch": "gradient of one big batch in fp32",
+    "mean_over_units": "gradient, mean over units",
+}
 LAST_PHASE = "step"
 STARTS = {
     "warm": "a process that waits, its model built",
@@ -266,6 +272,50 @@ def _shape(row: Row) -> str:
     return f"{row['replicas']} replicas of {row['ranks']} ranks"
 
 
+def _units(result: Row, console: Console) -> None:
+    heads: Sequence[str]
+    if result["constant"]:
+        heads = ("refill", "data", "steps", "without 1", "wanted", "at the loss", "short")
+        keys = ("refill", "assignment", "steps", "away", "wanted", "at_loss")
+        table = [[*(str(row[key]) for key in keys), str(len(row["others"]))] for row in result["constant"]]
+        _table(console, "Units of a step, constant batch; other steps that are short", heads, table)
+    for row in result["rate"]:
+        rows = [(name, *_figures(each, LIMITS, 4), str(each["count"])) for name, each in row["unit"].items()]
+        title = f"Time of a unit, {row['survivors']} survivors of {row['replicas']} replicas"
+        _table(console, title, ("batch", "p50, ms", "min", "max", "turns"), rows)
+        console.print(_interval(row["times"]["constant"]))
+    for row in result["refill"]:
+        title = f"same_step: the step of a loss beyond its units' own time, {row['kills']} kills"
+        steps = _figures(row["steps"], ("p50", "min", "max"))
+        beyond = ("ms", *_figures(row["beyond"], LIMITS))
+        _table(console, title, ("", "p50", "min", "max"), [beyond, (f"steps of {row['step_ms']:.0f} ms", *steps)])
+    for row in result["loss"]:
+        _losses(row, console)
+    for row in result["tokens"]:
+        rows = [(text, f"{row[key]:.2g}") for key, text in TOKENS.items()]
+        _table(console, f"Relative difference to one big batch in fp64, {row['steps']} steps", ("", "most"), rows)
+    if result["kills"]:
+        heads = ("batch", "kills", "steps", "units", "twice", "skipped", "replay", "breaches")
+        keys, equal = ("batch", "kills", "steps", "trained", "twice", "skipped"), {True: "equal", False: "DIFFERS"}
+        table = [
+            [*(str(row[key]) for key in keys), equal[row["replayed"]], str(len(row["breaches"]))]
+            for row in result["kills"]
+        ]
+        _table(console, "SIGKILL of random ranks at random moments", heads, table)
+
+
+def _losses(row: Row, console: Console) -> None:
+    """Print where the curves end."""
+    runs = {f"seed {seed}, no failure": run for seed, run in row["clean"].items()}
+    runs |= {f"{name}, seed {row['seed']}": run for name, run in row["with_failures"].items()}
+    rows = []
+    for name, run in runs.items():
+        out = [f"{run[key]:.4f}" for key in ("outside_last", "outside_most") if key in run] or ["", ""]
+        rows.append((name, f"{run['last']:.4f}", *out, str(run["units"])))
+    title = f"Mean loss of the last {row['of_last']} of {row['steps']} steps, and how far outside of the seeds"
+    _table(console, title, ("", "loss", "outside", f"any {row['block']}", "units"), rows)
+
+
 def _strangers(result: Row, console: Console) -> None:
     names = {"sink": "an idle sink", "job": "the job"}
     for row in result["strangers"]:
@@ -304,6 +354,7 @@ _FIGURES: Mapping[str, Callable[[Any, Console], None]] = {
     "fetch": _fetch,
     "recovery": _recovery,
     "overhead": _overhead,
+    "units": _units,
     "strangers": _strangers,
     "tls": _tls,
 }

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import NamedTuple, Self
+from typing import Annotated, NamedTuple, Self, cast
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict, JsonValue
@@ -32,6 +33,17 @@ def _having(section: str, key: str, value: JsonValue) -> JsonDict:
     return {"required": [section], "properties": {section: there}}
 
 
+_MODULE = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
+ENTRY_PATTERN = rf"^([^\n\x00]*[^/\n\x00]\.py|{_MODULE}:[A-Za-z_][A-Za-z0-9_]*)$"
+
+
+def _with_pattern(schema: JsonDict) -> None:
+    """Put the pattern of `entry` into its schema; the check itself says in words what is allowed."""
+    text = next(each for each in cast(list[JsonDict], schema["anyOf"]) if each["type"] == "string")
+    text["pattern"] = ENTRY_PATTERN
+
+
+Module = Annotated[str, Field(pattern=rf"^{_MODULE}$")]
 _ON_GPUS = _having("train", "device", "cuda")
 
 
@@ -59,6 +71,23 @@ class Config(Section):
         description="warm processes in reserve, each with a model; a multiple of ranks_per_replica, because a "
         "lost replica is replaced as a whole",
     )
+    entry: str | None = Field(
+        None,
+        json_schema_extra=_with_pattern,
+        description="what each rank runs: a Python script, such as my_train.py, or module:function; null: the "
+        "built-in trainer",
+    )
+    args: tuple[str, ...] = Field((), description="arguments of entry, which finds them in sys.argv")
+    preload: tuple[Module, ...] = Field(
+        (),
+        description="modules that the process from which ranks are forked imports once, and a restart need not; "
+        "their import must start no thread and use no GPU",
+    )
+    entry_digest: str | None = Field(
+        None,
+        pattern="^[0-9a-f]{32}$",
+        description="hash of entry's file, on which all replicas agree; the launcher sets it when the job starts",
+    )
     train: TrainConfig = Field(default_factory=TrainConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     data: DataConfig = Field(default_factory=DataConfig)
@@ -82,6 +111,11 @@ class Config(Section):
         return self.replicas if self.max_replicas is None else self.max_replicas
 
     @property
+    def data_shards(self) -> int:
+        """How many data shards there are: one that all replicas take from, or one for each."""
+        return 1 if self.data.assignment == "global" else self.slots
+
+    @property
     def takes_faults(self) -> bool:
         """Whether its processes listen for faults that they have to carry out themselves."""
         return self.debug.faults or any(rule.kind in fault_injection.HOOKED for rule in self.chaos)
@@ -91,6 +125,11 @@ class Config(Section):
         wrong = _refusal(self)
         if wrong is not None:
             raise wrong
+        if self.entry is not None and not re.fullmatch(ENTRY_PATTERN, self.entry):
+            raise refuse("entry", self.entry, "a script whose name ends in .py, module:function, or null")
+        for key in ("args", "entry_digest"):
+            if self.entry is None and getattr(self, key):
+                raise refuse(key, getattr(self, key), "nothing, unless entry names a script or a function")
         if self.slots < self.replicas:
             raise refuse("max_replicas", self.max_replicas, f"at least replicas ({self.replicas}), or null")
         if self.spares % self.ranks_per_replica:
@@ -104,6 +143,16 @@ class Config(Section):
             raise refuse("optim.offload", True, "false with train.device cpu: all is in host memory there")
         if self.quorum.min_replicas > self.replicas:
             raise refuse("quorum.min_replicas", self.quorum.min_replicas, f"at most replicas ({self.replicas})")
+        least = self.quorum.min_replicas
+        if self.quorum.allowed and not any(least <= n <= self.replicas for n in self.quorum.allowed):
+            wanted = f"a value from quorum.min_replicas ({least}) to replicas ({self.replicas})"
+            raise refuse("quorum.allowed", list(self.quorum.allowed), wanted)
+        most = self.quorum.max_accumulate
+        for name, given in {"refill": self.quorum.refill, "max_accumulate": most}.items():
+            if given is not None and self.quorum.batch != "constant":
+                raise refuse(f"quorum.{name}", given, "null, unless quorum.batch is constant")
+        if most is not None and most < self.train.accumulate:
+            raise refuse("quorum.max_accumulate", most, f"at least train.accumulate ({self.train.accumulate})")
         for i, rule in enumerate(self.chaos):
             ends = [] if rule.edge is None else [end for end in rule.edge if end != "lighthouse"]
             if any(r >= self.slots for r in (*rule.replicas, *ends) if isinstance(r, int)):

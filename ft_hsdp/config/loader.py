@@ -13,9 +13,14 @@ import yaml
 from pydantic import ValidationError
 
 from ft_hsdp.config.config import Config
+from ft_hsdp.config.entry import title
 from ft_hsdp.config.explain import explain, knows, schema_of, unknown_key
+from ft_hsdp.core.replica_state import ENTRY, PROTOCOL
 from ft_hsdp.errors import ConfigError
 
+# Of the messages and of the rules behind them. Raise it when replicas or a lighthouse of the version before cannot
+# take part any more. 1, which stood nowhere, counted batches; 2 counts units.
+PROTOCOL_VERSION = 2
 VALUE_LIMIT = 160  # characters of one agreed value
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
@@ -90,8 +95,10 @@ def dump(config: Config) -> str:
 def agreed(config: Config) -> dict[str, str]:
     """Return the values that all replicas of a job must have in common, as JSON text by dotted key.
 
-    They are all that change what is trained, on which data, or by which rule. `max_replicas` is `Config.slots`;
-    `checkpoint.dir` says only whether there is one. A long value is cut, with its hash in place of the rest.
+    They are all that change what is trained, on which data, or by which rule, and `PROTOCOL_VERSION`. Of an
+    `entry` they are the name and the digest of its file, which may be in another folder on another machine.
+    `max_replicas` is `Config.slots`; `checkpoint.dir` says only whether there is one. A long value is cut, with
+    its hash in place of the rest.
 
     Args:
         config: of one replica.
@@ -108,12 +115,17 @@ def agreed(config: Config) -> dict[str, str]:
         "optim": config.optim.model_dump(exclude={"offload"}),
         "lr": config.lr.model_dump(),
         "train": train,
-        "quorum": config.quorum.model_dump(include={"catchup_log_steps"}),
+        "quorum": config.quorum.model_dump(
+            include={"catchup_log_steps", "batch", "refill", "allowed", "max_accumulate"}
+        ),
         "checkpoint": {"every": config.checkpoint.every, "dir": config.checkpoint.dir and "given"},
         "ftar": config.ftar.model_dump(include={"chunk_bytes"}),
     }
     flat = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     flat |= {"ranks_per_replica": config.ranks_per_replica, "max_replicas": config.slots}
+    flat |= {PROTOCOL: PROTOCOL_VERSION}
+    if config.entry is not None:
+        flat |= {ENTRY: f"{title(config.entry)} {config.entry_digest}", "args": config.args}
     return {key: _short(_canonical(value)) for key, value in sorted(flat.items())}
 
 
@@ -137,7 +149,7 @@ def resume_hash(config: Config) -> str:
     train = config.train
     shared = {
         "model": _model(config),
-        "data": config.data.model_dump(exclude={"assignment"}),
+        "data": config.data.model_dump(exclude={"assignment", "weight"}),
         "optim": config.optim.model_dump(exclude={"offload"}),
         "seed": train.seed,
         "seq_len": train.seq_len,

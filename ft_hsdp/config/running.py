@@ -91,6 +91,30 @@ class QuorumConfig(Section):
         "single step is always given up",
     )
 
+    batch: Literal["adapt", "constant"] = Field(
+        "adapt",
+        description="adapt: a step has fewer units (one rank's micro-batches) while a replica is away; constant: "
+        "the others train its units, so that each step has as many as with all replicas",
+    )
+    refill: Literal["next_step", "same_step"] | None = Field(
+        None,
+        description="with batch constant, when a replica is lost in the middle of a step: next_step (null means "
+        "that) commits the step with what the others hold, same_step has them train what is missing first",
+    )
+    allowed: tuple[Annotated[Int, Field(ge=1, le=MAX_REPLICAS)], ...] = Field(
+        (),
+        max_length=MAX_REPLICAS,
+        description="numbers of replicas that may contribute to a step; others that are healthy stand by, with "
+        "the same state; empty: any number",
+    )
+    max_accumulate: Int | None = Field(
+        None,
+        ge=1,
+        le=65536,
+        description="with batch constant, most micro-batches per step and rank while replicas are away; null: as "
+        "many as needed",
+    )
+
 
 class StateConfig(Section):
     """Copies of committed states in host memory, from which replicas that are behind catch up."""

@@ -167,6 +167,11 @@ class TimeoutsConfig(Section):
         description="how long a trainer may make no progress (no micro-batch, no gradient) before its rank ends "
         "itself; longer than a compilation or an evaluation",
     )
+    pause_s: PositiveSeconds = Field(
+        600.0,
+        description="longest pause that a training loop may announce (job.pause), for an evaluation for example: "
+        "the others wait for so long, and then as for a trainer that hangs",
+    )
     start_wait_s: Seconds | None = Field(
         None, description="how long the first step waits for all replicas; null waits for all that can be placed"
     )

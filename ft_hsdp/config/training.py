@@ -32,7 +32,7 @@ class TrainConfig(Section):
         3,
         ge=1,
         le=10**6,
-        description="a batch is given up after so many steps that went without it because its gradient was not "
+        description="a unit is given up after so many steps that went without it because its gradient was not "
         "finite",
     )
     recompute: bool = Field(
@@ -98,6 +98,11 @@ class DataConfig(Section):
         description="per_replica: each replica trains a data shard of its own; global: all take from one "
         "sequence, and what a lost replica had taken is trained by the others",
     )
+    weight: Literal["units", "tokens"] = Field(
+        "units",
+        description="what counts alike in the mean of a step: units (one rank's micro-batches), or tokens, whose "
+        "number may differ between units",
+    )
     max_bytes: Int = Field(64 * 2**20, ge=1, le=2**40, description="bytes of text that are read at most")
 
 
@@ -124,5 +129,5 @@ class LrConfig(Section):
     min_ratio: Number = Field(0.1, ge=0, le=1, description="end of the schedule, as a part of optim.lr")
     intervention: Literal["none", "linear", "sqrt"] = Field(
         "none",
-        description="scale of the learning rate by contributors / replicas while some are away (FT-HSDP §4)",
+        description="scale of the learning rate by units / wanted units while replicas are away (FT-HSDP §6.2)",
     )

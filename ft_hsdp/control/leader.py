@@ -251,6 +251,7 @@ class Leader:
             prev=self.replica.ring_state.lineage,
             ring=grant.ring,
             total=grant.total,
+            wanted=grant.units,
             intervention=settings.intervention,
             chunk_bytes=settings.chunk_bytes,
         )

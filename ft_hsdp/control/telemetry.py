@@ -68,8 +68,9 @@ class Decisions:
                 case effects.Reduce(fence) if _again(before, fence, self.torn):
                     reason = "the same gradient is reduced again on another ring"
                     self._journal.event("StepRetried", reason, **_fence(fence))
-                case effects.Commit(record) if record.skipped:
-                    reason = f"gradient of replicas {list(record.poisoned)} is not finite: no weight changes"
+                case effects.Commit(record) if not record.updates:
+                    poisoned = f"gradient of replicas {list(record.poisoned)} is not finite"
+                    reason = f"{poisoned if record.skipped else 'none of its tokens counts'}: no weight changes"
                     self._journal.event(
                         "StepSkipped", reason, replicas=list(record.poisoned), **_fence(record.fence)
                     )
@@ -207,6 +208,7 @@ class Reporter:
         self._beat = beat
         self._events = Rows()
         self._commits = Rows()
+        self._logged = Rows()
         self._refused = 0
         self._most = MAX_ROWS
         # By rank of this replica: when it spoke, its sign of life, how many rows it dropped.
@@ -221,7 +223,8 @@ class Reporter:
     def dropped(self) -> int:
         """Rows that were given up since the start, those of other ranks included."""
         others = sum(dropped for _, _, dropped in self._others.values())
-        return self._events.dropped + self._commits.dropped + self._refused + others
+        here = sum(rows.dropped for rows in (self._events, self._commits, self._logged))
+        return here + self._refused + others
 
     def event(self, row: Mapping[str, object]) -> None:
         """Add an event; it is sent after `GATHER_S` seconds, together with others of that time."""
@@ -234,6 +237,10 @@ class Reporter:
     def commit(self, row: Mapping[str, object]) -> None:
         """Add a committed step; it is sent with the next sign of life."""
         self._commits.put(row)
+
+    def log(self, row: Mapping[str, object]) -> None:
+        """Add values that the training loop logs; they are sent with the next sign of life."""
+        self._logged.put(row)
 
     def relay(self, telemetry: Telemetry) -> None:
         """Add the rows and the sign of life of another rank of this replica. On the loop."""
@@ -259,14 +266,14 @@ class Reporter:
 
     async def _run(self) -> None:
         backoff = BACKOFF_S
-        while not self._closing.is_set() or self._events or self._commits:
+        while not self._closing.is_set() or self._events or self._commits or self._logged:
             if not await self._send():
                 await _wait(self._closing, backoff)
                 await asyncio.sleep(GATHER_S)
                 backoff = min(2 * backoff, BACKOFF_MAX_S)
                 continue
             backoff = BACKOFF_S
-            if not self._events and not self._commits and not self._closing.is_set():
+            if not (self._events or self._commits or self._logged or self._closing.is_set()):
                 await _wait(self._wake, PERIOD_S)
                 await _wait(self._closing, GATHER_S)
 
@@ -277,39 +284,43 @@ class Reporter:
         """
         self._called = False  # before rows are taken: a later one wakes this task again
         self._wake.clear()
-        events = self._events.take(self._most, MAX_BYTES)
-        size = sum(map(len, events))
-        commits = self._commits.take(self._most - len(events), MAX_BYTES - size)
-        if self._beat is None and not events and not commits:
+        rows, room, size = [], self._most, MAX_BYTES
+        for waiting in (self._events, self._commits, self._logged):
+            rows.append(waiting.take(room, size))
+            room, size = room - len(rows[-1]), size - sum(map(len, rows[-1]))
+        count = self._most - room
+        if self._beat is None and not count:
             return True
         try:
             async with asyncio.timeout(TELL_S):
-                await self._tell(self._message(events, commits))
+                await self._tell(self._message(*rows))
         except NotTaken as error:
-            if len(events) + len(commits) == 1:
+            if count == 1:
                 self._refused += 1
                 _log.warning("the lighthouse refuses a row: %s", error)
                 return False
-            self._most = max(1, (len(events) + len(commits)) // 2)
-            self._return(events, commits)
-            return bool(events or commits)
+            self._most = max(1, count // 2)
+            self._return(*rows)
+            return bool(count)
         except Exception as error:  # no error of telemetry may end the rank
             if not isinstance(error, LighthouseUnreachable | TimeoutError):
                 _log.warning("telemetry is not sent: %s: %s", type(error).__name__, error)
-            self._return(events, commits)
+            self._return(*rows)
             return False
         self._most = min(2 * self._most, MAX_ROWS)
         return True
 
-    def _return(self, events: list[str], commits: list[str]) -> None:
+    def _return(self, events: list[str], commits: list[str], logged: list[str]) -> None:
         self._events.give_back(events)
         self._commits.give_back(commits)
+        self._logged.give_back(logged)
 
-    def _message(self, events: list[str], commits: list[str]) -> Telemetry:
+    def _message(self, events: list[str], commits: list[str], logged: list[str]) -> Telemetry:
         now = asyncio.get_running_loop().time()
         own = () if self._beat is None else (self._beat(),)
         others = tuple(beat for heard, beat, _ in self._others.values() if now - heard < HEARD_S)
-        return Telemetry(self._source, _rows(events), _rows(commits), (*own, *others), self.dropped)
+        ranks = (*own, *others)
+        return Telemetry(self._source, _rows(events), _rows(commits), ranks, self.dropped, _rows(logged))
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:

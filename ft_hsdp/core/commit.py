@@ -9,13 +9,19 @@ step.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal
 
-from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.ledger import MAX_UNIT, Ledger, Run, overlaps
 from ft_hsdp.core.state_id import Digests, StateId, advance, digest
 
 Intervention = Literal["none", "linear", "sqrt"]
+MAX_RUNS = 8  # runs of units that a replica trains in one step
+MAX_PARTS = 4  # in which it reduces them (`Contribution.part`); the end of a part may cut a run in two
+MAX_ROWS = MAX_RUNS + MAX_PARTS - 1  # contributions of a replica to one step
+MAX_WEIGHT = 2**31  # of a unit
 _POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
@@ -30,13 +36,48 @@ class AttemptId:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one replica put into a step."""
+    """One run of units that one replica put into a step; it may put in several."""
 
     replica: int  # replica id
-    weight: int  # of its gradient in the sum; the sum is divided by the sum of the weights
-    shard: int  # data shard of its batch
-    index: int  # number of its batch in that data shard
-    loss: float = 0.0  # mean loss over the batch, for metrics only
+    weight: int  # units, or tokens in them, of the run; the sum is divided by the sum of the weights
+    shard: int  # data shard of the units
+    index: int  # number of the first unit in that data shard
+    loss: float = 0.0  # weighted mean loss of the replica in this step, for metrics only
+    units: int = 1  # how many units
+    # 0: reduced inside the replica with its other runs of part 0. 1 and above: trained later, because another
+    # contributor was lost, and added to the parts before.
+    part: int = 0
+
+    @property
+    def run(self) -> Run:
+        """The units as a run of the ledger."""
+        return self.shard, self.index, self.units
+
+
+def impossible(rows: Sequence[Contribution]) -> str:
+    """Return why no replica can have put these contributions into one step.
+
+    Args:
+        rows: of one replica, in the order in which it says them.
+
+    Returns:
+        What is said and what is allowed, in one line; "" if it can be true.
+    """
+    if len(rows) > MAX_ROWS:
+        return f"{len(rows)} contributions; at most {MAX_ROWS} are allowed"
+    part = 0
+    for c in rows:
+        if not (0 <= c.index <= MAX_UNIT and 0 < c.units <= MAX_UNIT - c.index):
+            return f"{c.units} units from {c.index}; allowed: at least 1, from unit 0 to unit {MAX_UNIT - 1}"
+        if not 0 <= c.weight <= c.units * MAX_WEIGHT:
+            return f"a weight of {c.weight} for {c.units} units; allowed: 0 to {MAX_WEIGHT} for each"
+        if c.part not in (part, part + 1) or c.part >= MAX_PARTS:
+            return f"part {c.part} after part {part}; allowed: the same or the next one, below {MAX_PARTS}"
+        part = c.part
+    runs = sorted(c.run for c in rows)
+    if any(a[0] == b[0] and a[1] + a[2] > b[1] for a, b in pairwise(runs)):
+        return "one unit twice"
+    return "units of two data shards" if len({shard for shard, _, _ in runs}) > 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +94,20 @@ class CommitRecord:
     prev: str  # lineage of the state that the step builds on
     ring: tuple[int, ...]  # replica ids in the order of addition
     total: int  # replicas of the job, for the learning rate
-    contributions: tuple[Contribution, ...]  # whose gradients are in the sum
+    contributions: tuple[Contribution, ...]  # what is in the sum, sorted
     digest: str  # hash of the reduced shards' hashes, in rank order
-    norm: float = 0.0  # of the reduced gradient, after the division; squares are summed in rank order
-    lr_scale: float = 1.0  # factor on the learning rate for a step with fewer contributors (FT-HSDP §6.2)
+    norm: float = 0.0  # of the gradient, after the division; squares are summed in rank order
+    lr_scale: float = 1.0  # factor on the learning rate for a step with fewer units (FT-HSDP §6.2)
     chunk_bytes: int = 0  # size of a chunk, which with `ring` fixes the order of addition
     poisoned: tuple[int, ...] = ()  # contributors whose gradient is not finite
-    # Batches (data shard, index) that the step goes without: not finite in an earlier attempt.
-    spoiled: tuple[tuple[int, int], ...] = ()
-    retries: int = 0  # a spoiled batch that was left out of so many steps is given up
+    spoiled: tuple[Run, ...] = ()  # units that the step goes without: not finite in an earlier attempt
+    retries: int = 0  # a spoiled unit that was left out of so many steps is given up
+    wanted: int = 0  # units of a step to which all replicas contribute
 
     @property
     def state_id(self) -> StateId:
         """The state that this record leads to, applied to its predecessor."""
-        batches = [(c.replica, c.weight, c.shard, c.index) for c in self.contributions]
+        batches = [(c.replica, c.weight, *c.run, c.part) for c in self.contributions]
         reduced = digest("skipped", self.digest) if self.skipped else self.digest
         if self.spoiled:
             reduced = digest("spoiled", self.spoiled, self.retries, reduced)
@@ -81,41 +122,71 @@ class CommitRecord:
     @property
     def contributors(self) -> tuple[int, ...]:
         """The replicas whose gradients are in the sum, sorted."""
-        return tuple(sorted(c.replica for c in self.contributions))
+        return tuple(sorted({c.replica for c in self.contributions}))
 
     @property
     def doubled(self) -> tuple[int, ...]:
-        """The contributors, sorted, whose batch another contributor with a lower id has too.
+        """The contributors, sorted, that have a unit which another contributor with a lower id has too.
 
         It must not count twice.
         """
-        lowest: dict[tuple[int, int], int] = {}
-        for c in sorted(self.contributions, key=lambda c: c.replica):
-            lowest.setdefault((c.shard, c.index), c.replica)
-        mine = {c.replica for c in self.contributions if lowest[c.shard, c.index] != c.replica}
-        return tuple(sorted(mine))
+        runs = {r: [c.run for c in self.contributions if c.replica == r] for r in self.contributors}
+        return tuple(r for r in runs if any(overlaps(runs[r], runs[lower]) for lower in runs if lower < r))
+
+    def impossible(self, shared: bool) -> str:
+        """Return why the contributions cannot be those of one step.
+
+        Args:
+            shared: whether all contributors take from one data shard, number 0; otherwise each from its own.
+
+        Returns:
+            Who says what, and what is allowed, in one line; "" if it can be true.
+        """
+        if strange := sorted(set(self.contributors) - set(self.ring)):
+            return f"replicas {strange} contributed; allowed: those of the ring {list(self.ring)}"
+        for replica in self.contributors:
+            rows = [c for c in self.contributions if c.replica == replica]
+            shard = 0 if shared else replica
+            if wrong := impossible(rows):
+                return f"replica {replica} says {wrong}"
+            if rows[0].shard != shard:
+                return f"replica {replica} says units of data shard {rows[0].shard}; allowed: of {shard}"
+        return ""
+
+    @property
+    def units(self) -> int:
+        """How many units are in the sum."""
+        return sum(c.units for c in self.contributions)
 
     @property
     def divisor(self) -> int:
-        """What the sum is divided by: the sum of the contributors' weights, never the size of the ring."""
+        """The sum of the contributors' weights, never the size of the ring.
+
+        The sum of the gradients is divided by it. FSDP2 has divided by the number of ranks before.
+        """
         return sum(c.weight for c in self.contributions)
 
     @property
     def skipped(self) -> bool:
         """Whether the step changes no weight, because its sum is not finite.
 
-        It still counts, and its batches are spent.
+        It still counts, and its units are spent.
         """
         return bool(self.poisoned)
 
     @property
-    def loss(self) -> float:
-        """The weighted mean loss over the contributors.
+    def updates(self) -> bool:
+        """Whether the step changes the weights: its sum is finite, and something in it counts."""
+        return not self.skipped and self.divisor > 0
 
-        Of a skipped step over those whose loss is finite, or NaN.
+    @property
+    def loss(self) -> float:
+        """The weighted mean loss over the contributors; NaN if nothing counts.
+
+        Of a skipped step over those whose loss is finite.
         """
-        finite = [c for c in self.contributions if math.isfinite(c.loss)] if self.skipped else self.contributions
-        return sum(c.weight * c.loss for c in finite) / sum(c.weight for c in finite) if finite else math.nan
+        counted = [c for c in self.contributions if c.weight and (math.isfinite(c.loss) or not self.skipped)]
+        return sum(c.weight * c.loss for c in counted) / sum(c.weight for c in counted) if counted else math.nan
 
     def ledger(self, before: Ledger) -> Ledger:
         """Return the ledger after this step.
@@ -127,43 +198,42 @@ class CommitRecord:
             The ledger of `state_id`.
 
         Raises:
-            ValueError: a batch of the record was trained before, or too many batches would be left out.
+            ValueError: a unit of the record was trained before, or too many would be left out.
         """
-        batches = ((c.shard, c.index) for c in self.contributions)
-        return before.advance(batches, self.contributors, self.spoiled, self.retries)
+        return before.advance((c.run for c in self.contributions), self.spoiled, self.retries)
 
-    def given_up(self, before: Ledger) -> tuple[tuple[int, int], ...]:
-        """Return the batches that this step spends without training them: their gradients were never finite.
+    def given_up(self, before: Ledger) -> tuple[Run, ...]:
+        """Return the units that this step spends without training them: their gradients were never finite.
 
         Args:
             before: the ledger of the state that the step builds on.
 
         Returns:
-            (data shard, index), sorted.
+            Runs of units, sorted.
         """
         return before.given_up(self.spoiled, self.retries)
 
 
-def lr_scale(intervention: Intervention, contributors: int, total: int) -> float:
-    """Return the factor on the learning rate of a step to which not all replicas contributed (FT-HSDP §6.2).
+def lr_scale(intervention: Intervention, units: int, wanted: int) -> float:
+    """Return the factor on the learning rate of a step with fewer units than wanted (FT-HSDP §6.2).
 
     It is computed from the commit record, so it is right on the step on which a replica leaves and on the one on
-    which it returns. 11 of 12 contributors give 0.9167 (linear) or 0.9574 (sqrt).
+    which it returns. 11 of 12 units give 0.9167 (linear) or 0.9574 (sqrt).
 
     Args:
-        intervention: how the factor depends on the share of contributors.
-        contributors: replicas in the sum.
-        total: replicas of the job.
+        intervention: how the factor depends on the share of units.
+        units: in the sum.
+        wanted: units of a step to which all replicas contribute.
 
     Returns:
-        A factor in (0, 1].
+        A factor in (0, 1]; 1 also for a step with more units than wanted.
 
     Raises:
-        ValueError: `contributors` is not in 1..`total`.
+        ValueError: a number is less than 1.
     """
-    if not 0 < contributors <= total:
-        raise ValueError(f"contributors must be within 1..{total}, got {contributors}")
-    return float((contributors / total) ** _POWER[intervention])
+    if units < 1 or wanted < 1:
+        raise ValueError(f"units and wanted units must be at least 1, got {units} and {wanted}")
+    return float(min(1.0, units / wanted) ** _POWER[intervention])
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +285,8 @@ class Vote:
     fence: AttemptId  # the attempt that it voted on
     digest: str  # hash of the reduced shard
     sumsq: float  # sum of squares of the reduced shard, before the division
-    contributions: tuple[Contribution, ...]  # as the frame headers of its ring named them, with this rank's losses
+    # As the frame headers of its ring named them: with the weights and losses of ranks of this number only.
+    contributions: tuple[Contribution, ...]
     poisoned: tuple[int, ...] = ()  # replicas whose gradient was not finite
     state_digest: str = ""  # hash of the slice of the base state that is compared at this step; "": not held
     kept: bool = False  # whether this rank's host has a complete copy of its shard of the base state
@@ -252,33 +323,39 @@ class VoteTally:
         return digest(digests) if all(digests) else ""
 
     def record(
-        self, prev: str, ring: tuple[int, ...], total: int, intervention: Intervention, chunk_bytes: int
+        self,
+        prev: str,
+        ring: tuple[int, ...],
+        total: int,
+        wanted: int,
+        intervention: Intervention,
+        chunk_bytes: int,
     ) -> CommitRecord | None:
         """Return the record that the votes add up to; None if the ranks saw different contributors.
 
-        The loss of a contributor is the mean over the ranks. If all gradients are finite and their sum is not, no
-        single replica can be blamed: all contributors count as poisoned.
+        The weight of a contribution is the sum over the ranks, its loss their weighted mean. If all gradients are
+        finite and their sum is not, no single replica can be blamed: all contributors count as poisoned.
 
         Args:
             prev: lineage of the state that the step builds on.
             ring: replica ids in ring order.
             total: replicas of the job.
-            intervention: how the learning rate depends on the share of contributors.
+            wanted: units of a step to which all replicas contribute.
+            intervention: how the learning rate depends on the share of units.
             chunk_bytes: size of a chunk of the all-reduce.
 
         Returns:
             The record, or None.
         """
-        batches = {tuple((c.replica, c.weight, c.shard, c.index) for c in v.contributions) for v in self.votes}
-        if len(batches) != 1:
+        if len({tuple((c.replica, *c.run, c.part) for c in v.contributions) for v in self.votes}) != 1:
             return None
-        per_rank = zip(*(v.contributions for v in self.votes), strict=True)
-        contributions = tuple(replace(row[0], loss=sum(c.loss for c in row) / len(row)) for row in per_rank)
+        contributions = tuple(_over_ranks(row) for row in zip(*(v.contributions for v in self.votes), strict=True))
         poisoned = tuple(sorted({r for v in self.votes for r in v.poisoned}))
         square = float(sum(v.sumsq for v in self.votes))
         if not poisoned and not math.isfinite(square):
-            poisoned = tuple(c.replica for c in contributions)
-        norm = 0.0 if poisoned else square**0.5 / max(1, sum(c.weight for c in contributions))
+            poisoned = tuple(sorted({c.replica for c in contributions}))
+        weight, units = sum(c.weight for c in contributions), sum(c.units for c in contributions)
+        norm = 0.0 if poisoned or not weight else square**0.5 / (weight / self.ranks)
         return CommitRecord(
             epoch=self.fence.epoch,
             attempt=self.fence.attempt,
@@ -289,7 +366,15 @@ class VoteTally:
             contributions=contributions,
             digest=digest([v.digest for v in self.votes]),
             norm=norm,
-            lr_scale=lr_scale(intervention, len(contributions), total) if contributions else 1.0,
+            wanted=wanted,
+            lr_scale=lr_scale(intervention, units, wanted) if contributions else 1.0,
             chunk_bytes=chunk_bytes,
             poisoned=poisoned,
         )
+
+
+def _over_ranks(row: tuple[Contribution, ...]) -> Contribution:
+    """Return one contribution as a whole, from what the ranks of the replica have of it."""
+    weight = sum(c.weight for c in row)
+    loss = sum(c.weight * c.loss for c in row if c.weight) / weight if weight else 0.0
+    return replace(row[0], weight=weight, loss=loss)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken
 from ft_hsdp.core.grant import Grant, Member, Report, Role
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.units import Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +41,9 @@ class Reduce:
     """Every rank reduces the buckets of one attempt."""
 
     fence: AttemptId  # the attempt
-    role: Role  # "behind": relay only, add nothing
+    role: Role  # other than "contribute": relay only, add nothing
     prev: str  # lineage of the state that the attempt builds on
+    places: Places = ()  # what this replica trains; units that it has trained beyond them count, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +87,15 @@ class InstallSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class RunBatch:
-    """Every rank runs forward and backward of its next batch, for `step`.
+    """Every rank runs forward and backward for `step`.
 
     All ranks get this order at the same place among their orders, so that their collectives match.
     """
 
     step: int
+    # What is trained if the membership stays as it is. The order to reduce the step says what counts.
+    places: Places = ()
+    following: int = 0  # first place of the next step, counted like these, if the membership stays as it is
 
 
 @dataclass(frozen=True, slots=True)

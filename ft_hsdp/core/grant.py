@@ -10,8 +10,9 @@ from typing import Literal
 
 from ft_hsdp.core.commit import AttemptId, CommitRecord
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.units import Places, deal, size
 
-Role = Literal["contribute", "behind"]
+Role = Literal["contribute", "standby", "behind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +21,19 @@ class Member:
 
     replica: int  # replica id
     incarnation: str  # the life of the replica that is meant; another one is no member
-    role: Role  # "behind": it relays, and fetches the base
+    # "behind": it relays, and fetches the base. "standby": it holds the base, and relays until it is needed.
+    role: Role
     ring: tuple[str, ...] = ()  # addresses of its ranks' ring listeners, "host:port", in rank order
     state: tuple[str, ...] = ()  # addresses from which its ranks' state is served, "host:port", in rank order
     number: int = 0  # what the lighthouse numbered this incarnation with when it first admitted it
+    units: int = 1  # that it trains in each step; of one that is behind: once it contributes
+    # Places of the first step of the epoch, where they are others than those of an undisturbed step.
+    places: Places = ()
+
+    @property
+    def holds_base(self) -> bool:
+        """Whether it holds the state that the first step of the epoch builds on."""
+        return self.role != "behind"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,9 @@ class Grant:
     reason: str = field(compare=False)  # why this membership was formed, for the journal
     # Attempts that are known never to be committed, so a record of them may be dropped.
     void: tuple[AttemptId, ...] = ()
+    units: int = 1  # wanted in each step: those of a step to which all replicas contribute
+    shared: bool = False  # whether all contributors take from one data shard
+    dealt: int = 0  # places that were dealt on `base`, by this grant and those before it; 0: by no other
     mac: str = ""  # authenticates the grant when one member shows it to another (`protocol.sign`)
 
     @property
@@ -60,7 +73,37 @@ class Grant:
     @property
     def donors(self) -> tuple[Member, ...]:
         """The members that hold the base and can serve it."""
-        return tuple(m for m in self.members if m.role == "contribute")
+        return tuple(m for m in self.members if m.holds_base)
+
+    def places(self, step: int) -> dict[int, Places]:
+        """Return which places each member takes among the untrained units of the state before `step`.
+
+        Args:
+            step: the number of a step of this epoch.
+
+        Returns:
+            By replica id. First the contributors in ring order; then, but not for the first step, those that are
+            behind: what they will probably take in the epoch that makes them contributors.
+        """
+        first = step == self.base.step + 1
+        able = [m for m in self.members if m.role == "contribute"]
+        takers = able if first else able + [m for m in self.members if m.role == "behind"]
+        dealt = zip(takers, deal([m.units for m in takers], self.shared), strict=True)
+        return {m.replica: m.places if first and m.places else usual for m, usual in dealt}
+
+    def following(self, step: int, replica: int) -> int:
+        """Return the first place of a member in the step after `step`, counted like those of `step`.
+
+        Args:
+            step: the number of a step of this epoch.
+            replica: id of a member that does not stand by.
+
+        Returns:
+            A place, if the membership stays as it is.
+        """
+        now, later = self.places(step), self.places(step + 1)[replica]
+        before = [m.replica for m in self.members if m.role == "contribute"] if self.shared else [replica]
+        return sum(size(now[r]) for r in before) + (later[0][0] if later else 0)
 
 
 @dataclass(frozen=True, slots=True)

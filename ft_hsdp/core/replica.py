@@ -21,7 +21,6 @@ from ft_hsdp.core.effects import (
     Fetch,
     InstallSnapshot,
     Keep,
-    Reduce,
     StopRing,
     WriteCheckpoint,
 )
@@ -46,7 +45,16 @@ from ft_hsdp.core.events import (
 from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.core.replica_state import Phase, Replica, Step
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.core.voting import ask, ask_again, break_ring, leave_job, reduced, run_batch, token_arrived
+from ft_hsdp.core.voting import (
+    ask,
+    ask_again,
+    break_ring,
+    leave_job,
+    reduce_step,
+    reduced,
+    run_batch,
+    token_arrived,
+)
 
 
 def transition(s: Replica, event: Event) -> Step:
@@ -207,7 +215,7 @@ def _proceed(s: Replica) -> Step:
     if s.phase is not Phase.ASKING or not s.intact:
         return s, ()
     s = replace(s, phase=Phase.REDUCING)
-    return s, (Reduce(s.fence, s.role, s.ring_state.lineage),)
+    return s, (reduce_step(s),)
 
 
 def _adopt(s: Replica, grant: Grant) -> Step:
@@ -258,6 +266,7 @@ def _adopt(s: Replica, grant: Grant) -> Step:
         token=None,
         fetching=grant.base if behind else None,
         fed_state=None if behind else s.fed_state,
+        fed_places=() if behind else s.fed_places,
         log=(),
         void=None,
         up_to_date=(),
@@ -273,9 +282,9 @@ def _adopt(s: Replica, grant: Grant) -> Step:
     effects.append((Configure(grant),))
     if behind:
         effects.append((Fetch(grant.base, grant.donors),))
-    s, fed = run_batch(s) if s.role == "contribute" else (s, ())
+    s, fed = run_batch(s)
     effects.append(fed)
-    effects.append((Reduce(s.fence, s.role, s.ring_state.lineage),))
+    effects.append((reduce_step(s),))
     return s, sum(effects, ())
 
 
@@ -319,6 +328,6 @@ def _catch_up(s: Replica, answer: CatchUp) -> Step:
         kept = () if final else (Keep(base),)  # the final state is kept anyway, and for longer
         s, asked = ask(s, superseded_epoch=s.seen[1])
         return s, (*effects, *kept, *asked)
-    s = replace(s, phase=Phase.FETCHING, fetching=base, log=(), fed_state=None)
+    s = replace(s, phase=Phase.FETCHING, fetching=base, log=(), fed_state=None, fed_places=())
     where = f"training ended at {base}" if final else f"holds {s.state}, the others hold {base}"
     return s, (*effects, DropGradient(f"left behind: {where}"), Fetch(base, answer.donors))

@@ -15,7 +15,9 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken
 from ft_hsdp.core.effects import Effect
 from ft_hsdp.core.grant import Grant, Role
+from ft_hsdp.core.ledger import Run
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.units import Places
 
 Poison = Literal["exclude_contributor", "skip_step"]
 
@@ -29,14 +31,18 @@ class ReplicaPolicy:
     # A gradient is not finite: try the step again without it, or commit the step without changing a weight.
     poison: Poison = "exclude_contributor"
     keep_last: bool = False  # if all replicas that hold the state leave on request, one writes a checkpoint first
-    poison_retries: int = 3  # a batch that was left out of so many steps is given up
+    poison_retries: int = 3  # a unit that was left out of so many steps is given up
 
 
 DEFAULT = ReplicaPolicy()
 
 
+PROTOCOL = "protocol"  # the key, among those that replicas must have in common, of the version of the messages
+ENTRY = "entry"  # the key of the name and the digest of what the ranks run
+
+
 def difference(theirs: Mapping[str, str], agreed: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """Return the first dotted key, in sorted order, in which two configurations differ.
+    """Return the first dotted key, in sorted order but `PROTOCOL` first, in which two configurations differ.
 
     Args:
         theirs: values by dotted key, as `config.agreed` writes them.
@@ -46,7 +52,7 @@ def difference(theirs: Mapping[str, str], agreed: Mapping[str, str]) -> tuple[st
         The key, the value in `theirs` and the value in `agreed`; "nothing" stands for a key that one side does
         not have. None if the two are equal.
     """
-    for key in sorted(theirs.keys() | agreed.keys()):
+    for key in sorted(theirs.keys() | agreed.keys(), key=lambda key: (key != PROTOCOL, key)):
         mine, other = theirs.get(key, "nothing"), agreed.get(key, "nothing")
         if mine != other:
             return key, mine, other
@@ -94,11 +100,9 @@ class Replica:
     seen: tuple[int, int] = (0, 0)  # (term, epoch) of the newest grant heard of, adopted or not
     intact: bool = False  # whether the ring of `grant` stands
     attempt: int = 0  # number of the attempt at the step, from 0; a new grant starts at 0
-    excluded: tuple[
-        int, ...
-    ] = ()  # replicas that only relay in this attempt: poisoned or doubled in an earlier one
-    # Batches (data shard, index) that this attempt goes without: their gradients were not finite.
-    spoiled: tuple[tuple[int, int], ...] = ()
+    # Replicas that only relay in this attempt: they were poisoned or doubled in an earlier one.
+    excluded: tuple[int, ...] = ()
+    spoiled: tuple[Run, ...] = ()  # units that this attempt goes without: their gradients were not finite
 
     # The vote on this attempt.
     record: CommitRecord | None = None  # set once all ranks hold the reduced gradient
@@ -108,13 +112,12 @@ class Replica:
 
     # What its ranks are busy with.
     fed_state: StateId | None = None  # the state on which the newest batch was started
+    fed_places: Places = ()  # what was to be trained of it
     fetching: StateId | None = None  # the base that the ranks fetch
-    log: tuple[
-        CommitRecord, ...
-    ] = ()  # committed, to be applied on top of `fetching`; `catchup_log_steps` at most
-    void: AttemptId | None = (
-        None  # an attempt for which this replica never votes yes: its ring broke before the vote
-    )
+    # Committed records, to be applied on top of `fetching`; `catchup_log_steps` at most.
+    log: tuple[CommitRecord, ...] = ()
+    # An attempt for which this replica never votes yes: its ring broke before the vote.
+    void: AttemptId | None = None
 
     # What the last commit token said: sorted replica ids. A new grant clears all but `unwritable`.
     up_to_date: tuple[int, ...] = ()  # hold the state that the step led to
@@ -180,8 +183,19 @@ class Replica:
         It contributes only if the grant says so, it holds the base, and no earlier attempt excluded it.
         """
         mine = self.grant.member(self.me, self.incarnation) if self.grant else None
-        granted = mine is not None and mine.role == "contribute" and self.me not in self.excluded
-        return "contribute" if granted and self.verified else "behind"
+        if mine is None or not self.verified or mine.role == "behind":
+            return "behind"
+        return "standby" if self.me in self.excluded else mine.role
+
+    @property
+    def places(self) -> Places:
+        """What this replica trains in this step, as places among the untrained units of the ring's state.
+
+        Of a replica that was behind and is not any more: what it will probably train.
+        """
+        if self.grant is None or not self.verified:
+            return ()
+        return self.grant.places(self.ring_state.step + 1).get(self.me, ())
 
 
 Step = tuple[Replica, tuple[Effect, ...]]

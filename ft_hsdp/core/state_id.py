@@ -60,7 +60,7 @@ def advance(
     epoch: int,
     attempt: int,
     step: int,
-    contributions: Iterable[tuple[int, int, int, int]],
+    contributions: Iterable[tuple[int, ...]],
     reduced: str,
 ) -> str:
     """Return the lineage after one more step.
@@ -70,7 +70,7 @@ def advance(
         epoch: of the attempt that was committed.
         attempt: its number.
         step: number of the step.
-        contributions: (replica, weight, data shard, batch index), in any order.
+        contributions: (replica, weight, data shard, first unit, units, part), in any order.
         reduced: rank-ordered hash of the reduced gradient shards.
 
     Returns:

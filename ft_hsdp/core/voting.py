@@ -25,6 +25,7 @@ from ft_hsdp.core.effects import (
 )
 from ft_hsdp.core.grant import Report
 from ft_hsdp.core.replica_state import Phase, Replica, Step
+from ft_hsdp.core.units import head, size
 
 
 def ask(s: Replica, superseded_epoch: int = 0, pause: bool = False) -> Step:
@@ -127,15 +128,31 @@ def ask_again(s: Replica, why: str) -> Step:
 def run_batch(s: Replica) -> Step:
     """Start on the next batch, unless its gradient is computed or being computed already.
 
+    What is computed already counts if it begins with the same units as what is due; then only the rest is missing.
+
     Args:
         s: the replica.
 
     Returns:
-        The replica, and `RunBatch` if the batch is new.
+        The replica, and `RunBatch` if the batch is new; before it `DropGradient` if another one was started.
     """
-    if s.fed_state is not None and state_id.same(s.fed_state, s.state):
+    places = s.places
+    if not places:
         return s, ()
-    return replace(s, fed_state=s.state), (RunBatch(s.state.step + 1),)
+    started = s.fed_state is not None and state_id.same(s.fed_state, s.state)
+    common = min(size(places), size(s.fed_places))
+    if started and head(places, common) == head(s.fed_places, common):
+        return replace(s, fed_places=max(places, s.fed_places, key=size)), ()
+    dropped = (DropGradient("the grant deals other units than those that were started"),) if started else ()
+    assert s.grant is not None
+    step = s.state.step + 1
+    fed = RunBatch(step, places, s.grant.following(step, s.me))
+    return replace(s, fed_state=s.state, fed_places=places), (*dropped, fed)
+
+
+def reduce_step(s: Replica) -> Reduce:
+    """Return the order to reduce the attempt that is under way."""
+    return Reduce(s.fence, s.role, s.ring_state.lineage, s.places if s.role == "contribute" else ())
 
 
 LEFT = "left on request"
@@ -177,8 +194,10 @@ def _vote(s: Replica) -> tuple[bool, str]:
         return False, f"gradient of replicas {list(s.record.poisoned)} is not finite"
     if not s.record.contributions:
         return False, "no replica contributed"
+    if wrong := s.record.impossible(s.grant is not None and s.grant.shared):
+        return False, wrong
     if s.record.doubled:
-        return False, f"replicas {list(s.record.doubled)} brought batches that others bring"
+        return False, f"replicas {list(s.record.doubled)} brought units that others bring"
     return True, ""
 
 
@@ -350,7 +369,7 @@ def _retry(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> Step:
     assert s.record is not None
     poisoned = () if _skips(s, s.record) else s.record.poisoned
     excluded = tuple(sorted({*s.excluded, *(poisoned or s.record.doubled)}))
-    spoiled = {(c.shard, c.index) for c in s.record.contributions if c.replica in poisoned}
+    spoiled = {c.run for c in s.record.contributions if c.replica in poisoned}
     if s.attempt + 1 < MAX_ATTEMPTS:
         s = replace(
             s,
@@ -362,7 +381,7 @@ def _retry(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> Step:
             forwarded=False,
             token=None,
         )
-        return s, (*forward, Reduce(s.fence, s.role, s.ring_state.lineage))
+        return s, (*forward, reduce_step(s))
     s = replace(s, forwarded=False)
     s, effects = break_ring(s, s.fence.epoch)
     return s, (*forward, *effects)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ft_hsdp import protocol
 from ft_hsdp.address import split
 from ft_hsdp.core import state_id
+from ft_hsdp.core.commit import Contribution
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConnectFailed, FTARError, InvalidArgument, RemoteAbort, StaleEpoch
@@ -241,7 +242,8 @@ class Communicator:
             self._check_open()
             step, self._count = self._count, self._count + 1
             key = Key(self._group.epoch, step % 2**32, 0, 0, _NOTHING)
-            mine = Entry(self._member % 2**16, int(contribute), 0, 0, 0.0)
+            number = self._member % 2**16
+            mine = Entry(number, (Contribution(number, 1, 0, 0),) if contribute else ())
             flat = target.detach().view(-1)
             local = flat if tensor.data_ptr() == flat.data_ptr() else tensor.detach().view(-1)
             return self._group.all_reduce(key, local if contribute else None, flat, mine)

@@ -9,13 +9,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
+from ft_hsdp.core.commit import MAX_ROWS, Contribution, impossible
 from ft_hsdp.core.ring import Operation, RingPlan, Span
 from ft_hsdp.errors import ProtocolViolation, StaleEpoch
 
 MAGIC = 0x46544152  # "FTAR"
 HEADER = struct.Struct("!IIIHHHBBII16s")
-ENTRY = struct.Struct("!HHHHQd")
+_ENTRY_HEAD = struct.Struct("!HHHHd")  # replica, data shard, flags, number of runs, loss
+_ENTRY_RUN = struct.Struct("!QQIHH")  # first unit, weight, units, part, zero
+# All entries are equally long: a peer tells us no size.
+ENTRY_BYTES = _ENTRY_HEAD.size + MAX_ROWS * _ENTRY_RUN.size
 EMPTY = 1  # flag of a chunk without a payload
 
 
@@ -35,24 +40,51 @@ class Entry:
     """What one member contributed. Entries travel with the frames of the reduce-scatter."""
 
     replica: int
-    weight: int  # 0: it relayed and added nothing
-    shard: int  # shard of the data that its batch came from
-    index: int  # index of the batch in that shard
-    loss: float
+    contributions: tuple[Contribution, ...] = ()  # at most `MAX_ROWS`, of one data shard; (): it relayed
     poisoned: bool = False  # its gradient, or the squares of it, are not finite
 
+    @property
+    def weight(self) -> int:
+        """The weight of all that it contributed; 0: nothing, or nothing that counts."""
+        return sum(c.weight for c in self.contributions)
+
     def pack(self) -> bytes:
-        """Return the 24 bytes of this entry on the wire."""
-        flags = int(self.poisoned)
-        return ENTRY.pack(self.replica, self.weight, self.shard, flags, self.index, self.loss)
+        """Return the `ENTRY_BYTES` of this entry on the wire.
+
+        Raises:
+            ValueError: it has more than `MAX_ROWS` contributions.
+        """
+        runs = self.contributions
+        if len(runs) > MAX_ROWS:
+            raise ValueError(f"{len(runs)} contributions do not fit into an entry of {MAX_ROWS}")
+        shard, loss = (runs[0].shard, runs[0].loss) if runs else (0, 0.0)
+        head = _ENTRY_HEAD.pack(self.replica, shard, int(self.poisoned), len(runs), loss)
+        body = b"".join(_ENTRY_RUN.pack(c.index, c.weight, c.units, c.part, 0) for c in runs)
+        return (head + body).ljust(ENTRY_BYTES, b"\0")
 
 
 def unpack_entries(data: bytes) -> tuple[Entry, ...]:
-    """Return the entries in `data`, whose length is a multiple of 24 bytes."""
-    return tuple(
-        Entry(replica, weight, shard, index, loss, bool(flags))
-        for replica, weight, shard, flags, index, loss in ENTRY.iter_unpack(data)
-    )
+    """Return the entries in `data`, whose length is a multiple of `ENTRY_BYTES`.
+
+    Raises:
+        ProtocolViolation: an entry says what no replica can have trained.
+    """
+    return tuple(_unpack_entry(data[at : at + ENTRY_BYTES]) for at in range(0, len(data), ENTRY_BYTES))
+
+
+# The entry of a member comes again with each chunk and bucket of a step, so it is looked at once.
+@lru_cache(maxsize=256)
+def _unpack_entry(data: bytes) -> Entry:
+    replica, shard, flags, count, loss = _ENTRY_HEAD.unpack_from(data)
+    if count > MAX_ROWS:
+        raise ProtocolViolation(f"replica {replica} says {count} contributions; at most {MAX_ROWS} are allowed")
+    rows: list[Contribution] = []
+    for at in range(count):
+        index, weight, units, part, _ = _ENTRY_RUN.unpack_from(data, _ENTRY_HEAD.size + at * _ENTRY_RUN.size)
+        rows.append(Contribution(replica, weight, shard, index, loss, units, part))
+    if wrong := impossible(rows):
+        raise ProtocolViolation(f"replica {replica} says {wrong}")
+    return Entry(replica, tuple(rows), bool(flags))
 
 
 @dataclass(frozen=True, slots=True)

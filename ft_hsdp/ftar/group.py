@@ -70,6 +70,7 @@ class Group:
         events: callbacks to the owner.
         plane: copies and adds the chunks; None: on the CPU.
         arena: registered memory that neighbours on this host can map; None: a new one.
+        pause_s: returns for how many seconds this member's training loop may pause from now; 0: it does not.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Group:
         events: GroupEvents,
         plane: Plane | None = None,
         arena: Arena | None = None,
+        pause_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self.arena = arena or Arena()
         self.state = GroupState.NEW
@@ -87,6 +89,7 @@ class Group:
         self._identity = identity
         self._settings = settings
         self._events = events
+        self._pause_s = pause_s
         self._listener = Listener(identity, self._arrived, self._exhausted)
         self._context = MemberContext(identity, settings, self._listener, self.arena, host_id(), self._heard)
         self._plane = plane or CpuPlane()
@@ -158,7 +161,7 @@ class Group:
         self._executor.expect(grant.epoch)
         if len(grant.members) > 1:
             self._heartbeat = Heartbeat(
-                self._settings, rendezvous, self._sentinel, partial(self._break, rendezvous)
+                self._settings, rendezvous, self._sentinel, partial(self._break, rendezvous), self._pause_s
             )
         self._forming = self._spawn(self._form(rendezvous))
         for hello, peer in self._parked.pop(grant.epoch, []):
@@ -289,9 +292,12 @@ class Group:
             await peer.close()
 
     def _refuse(self, hello: RingHello, peer: Peer) -> None:
-        """Tell a caller that its epoch is over, and send it the newer grant if there is one."""
+        """Tell a caller that its epoch is over, and send it the newer grant if there is one.
+
+        A member that left this epoch, or never wanted it, has not failed: the abort is a planned one.
+        """
         newer = self._current.grant if self._current and self._current.grant.epoch > hello.grant.epoch else None
-        abort = RingAbort(hello.grant.epoch, self._reason or "stale", None)
+        abort = RingAbort(hello.grant.epoch, self._reason or "stale", None, planned=True)
         if self._last_abort is not None and self._last_abort.epoch == abort.epoch and not self._last_abort.planned:
             abort = self._last_abort  # the caller's ring has just broken: tell it the cause and the suspect
         peer.say(replace(abort, grant=newer))

@@ -3,7 +3,8 @@
 Each member tells its neighbours every `beat_s` how many all-reduces it has entered. A member that sends nothing is
 presumed dead (phi accrual). On an overloaded host that takes longer, unless its process is seen to be stopped. A
 member that sends heartbeats but does not enter, within `timeout_s`, the all-reduce in which its right neighbour
-waits, is stuck. A neighbour that itself waits is not blamed: the cause lies further left and is found there.
+waits, is stuck. A neighbour that itself waits is not blamed: the cause lies further left and is found there. Nor
+is one whose training loop has announced a pause, as long as that may last: its heartbeats say so.
 
 The load of the host comes from a few small files in /proc, which are read every `LOAD_S`.
 """
@@ -11,6 +12,7 @@ The load of the host comes from a few small files in /proc, which are read every
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Callable
@@ -139,6 +141,7 @@ class Heartbeat:
         rendezvous: has the edges; those that are made later are watched from then on.
         sentinel: how long this host may stall.
         broken: called with the error when a neighbour is dead or stuck.
+        pause_s: returns for how many seconds this member's training loop may pause from now; 0: it does not.
     """
 
     def __init__(
@@ -147,12 +150,14 @@ class Heartbeat:
         rendezvous: Rendezvous,
         sentinel: HostSentinel,
         broken: Callable[[FTARError], None],
+        pause_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._epoch = rendezvous.grant.epoch
         self._settings = settings
         self._rendezvous = rendezvous
         self._sentinel = sentinel
         self._broken = broken
+        self._pause_s = pause_s
         self._loop = asyncio.get_running_loop()
         self._ring: Ring | None = None
         self._detectors: dict[Peer, PhiAccrual] = {}
@@ -194,7 +199,8 @@ class Heartbeat:
         ring = self._ring
         entered, sent = (ring.entered, ring.sent) if ring is not None else (0, 0)
         stall_ms = round(1000 * self._sentinel.stall_s(time.monotonic()))
-        frame = protocol.frame(RingBeat(self._epoch, entered, sent, stall_ms, os.getpid()))
+        pause_ms = math.ceil(1000 * self._pause_s())
+        frame = protocol.frame(RingBeat(self._epoch, entered, sent, stall_ms, os.getpid(), pause_ms))
         for peer in self._rendezvous.edges:
             peer.send_heartbeat(frame)
 
@@ -234,13 +240,14 @@ class Heartbeat:
         ring, left = self._ring, self._rendezvous.left
         if ring is None or left is None or left.member is None:
             return None
-        progress = ring.entered, ring.received
-        if not ring.busy or progress != self._progress:
+        progress, newest = (ring.entered, ring.received), left.newest
+        pauses = newest.epoch == self._epoch and newest.pause_ms > 0
+        if not ring.busy or pauses or progress != self._progress:
             self._progress, self._moved = progress, now
         waited_s = now - self._moved
         if waited_s < self._settings.timeout_s:
             return None
-        who, newest = left.member.replica, left.newest
+        who = left.member.replica
         if newest.epoch != self._epoch or newest.entered < ring.entered:
             why = f"replica {who} lives, but has not entered an all-reduce for {waited_s:.1f} s"
             return PeerTimeout(why, suspect=who)

@@ -29,6 +29,7 @@ class Settings:
     connections: int = 1  # K: data connections of an edge
     receivers: bool | None = None  # a thread reads each connection while the engine adds
     timeout_s: float = 60.0  # a member that makes no progress for so long is stuck
+    pause_s: float = 0.0  # the longest pause of a training loop, for which the others wait beyond that
     connect_timeout_s: float = 5.0  # to connect to both neighbours
     beat_s: float = 0.05  # between two heartbeats
     silence_s: float = 0.5  # the shortest silence after which a member is suspected
@@ -46,12 +47,12 @@ class Settings:
 
     @property
     def patient(self) -> Settings:
-        """The same settings with twice the timeout, for data connections.
+        """The same settings with twice the timeout and the longest pause, for data connections.
 
         A data connection that waits too long gives up only after the heartbeats have had time to name the member
-        at fault.
+        at fault. They know of pauses, and it does not.
         """
-        return replace(self, timeout_s=2 * self.timeout_s)
+        return replace(self, timeout_s=2 * self.timeout_s + self.pause_s)
 
     @property
     def slots(self) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from ft_hsdp.config import Config
+from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import DISK
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
@@ -33,6 +34,7 @@ def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | 
     Raises:
         ConfigError: The job cannot run here; nothing was started.
     """
+    config = stamped(config)
     check_port(config)
     check_device(config)
     prepare_data(config)
@@ -62,7 +64,7 @@ def local_resources(
         backend = LocalBackend(
             run,
             entry=entry,
-            preload=preload,
+            preload=(*preload, *config.preload),
             boot_s=config.timeouts.boot_s,
             spawn_s=config.timeouts.spawn_s,
             spares=config.spares // config.ranks_per_replica,
@@ -89,15 +91,13 @@ def check_device(config: Config) -> str:
     return describe(config.train.device, config.ranks_per_replica)
 
 
-def prepare_data(config: Config) -> Path:
-    """Return the path of the file of tokens, and make the file if it does not exist.
+def prepare_data(config: Config) -> None:
+    """Make the folder of runs, and in it the file of tokens for the built-in trainer, if they do not exist.
 
     Raises:
         ConfigError: data.path cannot be read, or job.runs_dir cannot be made.
         Retryable: The file cannot be written.
     """
-    from ft_hsdp.train import tokens  # numpy is not needed for --help
-
     runs_dir = Path(config.job.runs_dir).resolve()
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
@@ -105,4 +105,7 @@ def prepare_data(config: Config) -> Path:
         if error.errno in DISK:
             raise
         raise ConfigError("job.runs_dir", str(runs_dir), f"a folder that can be made ({error.strerror})") from None
-    return tokens.prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, runs_dir / ".cache")
+    if config.entry is None:
+        from ft_hsdp.train import tokens  # numpy is not needed for --help
+
+        tokens.prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, runs_dir / ".cache")

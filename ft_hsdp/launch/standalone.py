@@ -13,6 +13,7 @@ import httpx
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import Config, agreed, dump, load
+from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.lighthouse_client import parse_urls, urls_of_run
 from ft_hsdp.core.replica_state import difference
 from ft_hsdp.errors import (
@@ -24,6 +25,7 @@ from ft_hsdp.errors import (
     LighthouseUnreachable,
 )
 from ft_hsdp.jsonl import Journal
+from ft_hsdp.launch.backend.forkserver import PRELOAD
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.job import END_S
@@ -31,6 +33,7 @@ from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.lighthouse_process import check_port
 from ft_hsdp.launch.local import prepare_data
 from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.run import follow
 from ft_hsdp.launch.run.directory import (
     Row,
     RunDir,
@@ -53,8 +56,8 @@ INJECTIONS_S = 0.2  # between two reads of the log of injected failures
 def lighthouse(config: Config, url: str | None = None) -> int:
     """Replace this process by the lighthouse of a job, or by one of several if lighthouse.etcd elects the leader.
 
-    The run directory of a job that has not ended is continued. A new one takes the token of the environment, if
-    there is one.
+    Another process beside it writes metrics.jsonl and summary.json (`run.follow`). The run directory of a job that
+    has not ended is continued. A new one takes the token of the environment, if there is one.
 
     Args:
         config: The job's configuration.
@@ -63,6 +66,7 @@ def lighthouse(config: Config, url: str | None = None) -> int:
     Raises:
         ConfigError: The job has a lighthouse here, or another configuration, or the address is not free.
     """
+    config = stamped(config)
     run = run_of(config)
     recorded = read_json(run.lighthouse)
     if another(recorded) and not config.lighthouse.etcd:
@@ -74,6 +78,7 @@ def lighthouse(config: Config, url: str | None = None) -> int:
     else:
         _check_agreed(run, config)
         run.config.write_text(dump(config))
+    follow.start(run)
     where = () if url is None else ("--url", parse_urls(url, "--url")[0])
     command = [sys.executable, "-m", "lighthouse", "--run", str(run.path), *where]
     os.execve(sys.executable, command, environment())  # noqa: S606 - no shell is what we want
@@ -114,6 +119,7 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
         raise ConfigError(
             "--replica", replica_id, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
         )
+    config = stamped(config)
     run = run_of(config)
     if url is not None:
         _join_elsewhere(run, config, url)
@@ -121,9 +127,9 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
     urls = wait_for_lighthouse(run, tls.trusted(config.network), math.inf if again else config.timeouts.reach_s)
     prepare_data(config)
     if "RANK" in os.environ:
-        from ft_hsdp.train import trainer  # torch is only needed here
+        from ft_hsdp.launch.backend import entry  # torch is only needed here
 
-        return int(trainer.main(config, replica_id, run.path))
+        return int(entry.main(config, replica_id, run.path))
     return asyncio.run(_supervise(config, run, replica_id, urls))
 
 
@@ -169,6 +175,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
     progress = Progress()
     backend = LocalBackend(
         run,
+        preload=(*PRELOAD, *config.preload),
         boot_s=config.timeouts.boot_s,
         spawn_s=config.timeouts.spawn_s,
         spares=config.spares // config.ranks_per_replica,

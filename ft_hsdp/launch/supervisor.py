@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ft_hsdp.config import Config
+from ft_hsdp.config.entry import title
 from ft_hsdp.core import restart
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, Retryable
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, EXIT_USAGE, Retryable
 from ft_hsdp.launch.backend.base import DONE, LEAVING, LEFT, STRAY, Backend, ReplicaProcess, ReplicaSpec, kind_of
 from ft_hsdp.launch.backend.processes import no_room, stands_still
 from ft_hsdp.launch.progress import Progress
@@ -383,7 +384,7 @@ class ReplicaSupervisor:
             return Outcome("done", why)
         if self._stopping:
             return Outcome("stopped", why)
-        if code == EXIT_CONFIG and not self._proven():
+        if code in (EXIT_CONFIG, EXIT_USAGE) and not self._proven():
             return Outcome("config", why)
         if code == EXIT_HARDWARE:
             return self._lose(why)
@@ -454,13 +455,21 @@ class ReplicaSupervisor:
             )
             late = not checked_in and now - began >= timeouts.start_s
             if late and not no_room(self._run.path):  # on a full disk the line CheckedIn may be missing
-                self.evict(current.name, f"it has not checked in within {timeouts.start_s:g} s (timeouts.start_s)")
+                self.evict(current.name, f"{self._late} within {timeouts.start_s:g} s (timeouts.start_s)")
             for rank in current.living:
                 if not stands_still(rank.pid, rank.process.host):
                     stopped.pop(rank.rank, None)
                 elif now - stopped.setdefault(rank.rank, now) >= STOPPED * timeouts.evict_s:
                     reason = f"rank {rank.rank} has been stopped for {now - stopped[rank.rank]:.1f} s"
                     self.evict(current.name, reason)
+
+    @property
+    def _late(self) -> str:
+        """Return what an incarnation has not done that is too late."""
+        entry = self._config.entry
+        if entry is None:
+            return "it has not checked in"
+        return f"{title(entry)} has not come to the first batch of job.batches()"
 
     def _look(self) -> None:
         """Read the replica's new commits; only the newest, if there are many."""

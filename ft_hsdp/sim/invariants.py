@@ -11,9 +11,11 @@ from typing import NoReturn
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.grant import Answer, Grant, Refused
+from ft_hsdp.core.ledger import Run
 from ft_hsdp.core.replica_state import Phase, Replica
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.sim.world import Content, Flip, Kept, same_run
+from ft_hsdp.core.units import Places, UnitPolicy
+from ft_hsdp.sim.world import Content, Flip, Kept, same_run, weight
 
 EPOCHS_WITHOUT_A_STEP = 12
 
@@ -22,17 +24,50 @@ class Violation(Exception):
     """A safety property does not hold; the message names it."""
 
 
-def exactly_once(r: int, before: Content, batches: Iterable[tuple[int, int]], holes: int) -> None:
-    """Check that no batch counts twice and at most `holes` are left out when replica `r` applies `batches`."""
+def exactly_once(r: int, before: Content, units: Iterable[tuple[int, int]], holes: int) -> None:
+    """Check that no unit counts twice and at most `holes` are left out when replica `r` applies `units`."""
     inside = {(shard, index) for step in before for shard, index, _ in step}
-    for shard, index in sorted(batches):
+    for shard, index in sorted(units):
         if (shard, index) in inside:
-            raise Violation(f"exactly once: replica {r} applies batch {index} of data shard {shard} once more")
+            raise Violation(f"exactly once: replica {r} applies unit {index} of data shard {shard} once more")
         inside.add((shard, index))
     ends = dict(sorted(inside))
     out = [(s, i) for s, end in ends.items() for i in range(end) if (s, i) not in inside]
     if len(out) > holes:
-        raise Violation(f"exactly once: replica {r} leaves out {len(out)} batches, {holes} may be: {out}")
+        raise Violation(f"exactly once: replica {r} leaves out {len(out)} units, {holes} may be: {out}")
+
+
+def trains_what_is_due(r: int, trained: Places, due: Places) -> None:
+    """Check that what replica `r` has trained of a step is what it is asked for, as far as both go."""
+    if trained != due:
+        raise Violation(f"other units: replica {r} has trained the places {trained}, it is asked for {due}")
+
+
+def counts_what_was_brought(r: int, record: CommitRecord, brought: Iterable[tuple[int, Run]]) -> None:
+    """Check that the record on which replica `r` votes counts what was brought into the ring, with its weight."""
+    known = {(replica, run): weight(run) for replica, run in brought}
+    if other := {(c.replica, c.run) for c in record.contributions} - known.keys():
+        raise Violation(f"other units: replica {r} counts {sorted(other)}, which are not in the sum")
+    if record.divisor != sum(known.values()):
+        raise Violation(f"other weights: replica {r} divides by {record.divisor}, the sum has {known}")
+
+
+def as_many_units_as_wanted(r: int, record: CommitRecord, grant: Grant, policy: UnitPolicy) -> None:
+    """Check the number of units of a step that replica `r` commits on `grant`, if the batch is constant.
+
+    Only the first step of an epoch may have fewer, when a contributor was lost in the middle of it, and more, when
+    another one came back and the others had trained its units.
+    """
+    cap = len(record.contributors) * policy.max_accumulate
+    if policy.batch != "constant" or record.poisoned or cap < grant.units:
+        return
+    first = record.step == grant.base.step + 1
+    if record.units < grant.units and not (first and policy.refill == "next_step"):
+        raise Violation(
+            f"too few units: replica {r} commits {record.units} of {grant.units} in step {record.step}"
+        )
+    if record.units > grant.units and not first:
+        raise Violation(f"too many units: replica {r} commits {record.units}, {grant.units} are wanted")
 
 
 def agreement(r: int, state: StateId, contents: Sequence[Content], replicas: Sequence[Replica | None]) -> None:

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 from ft_hsdp.core import effects, events, state_id
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken, Contribution
+from ft_hsdp.core.commit import CommitRecord, CommitToken, Contribution
 from ft_hsdp.core.grant import Continue, Finish, Refused
-from ft_hsdp.core.ledger import BatchAssigner
+from ft_hsdp.core.ledger import Run
 from ft_hsdp.core.replica_state import Phase, Replica
+from ft_hsdp.core.units import Places, head, size
 from ft_hsdp.core.voting import LEFT
 from ft_hsdp.sim import invariants
 from ft_hsdp.sim.world import (
@@ -39,6 +40,7 @@ from ft_hsdp.sim.world import (
     replica_at,
     same_run,
     severed,
+    weight,
 )
 from lighthouse.quorum import state as quorum
 from lighthouse.quorum import transition
@@ -52,8 +54,9 @@ class Model:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self._dealer = BatchAssigner(bounds.assignment, bounds.replicas)
-        self._holes = bounds.replicas - 1 if bounds.assignment == "global" else 0
+        self._shards = 1 if bounds.units.shared else bounds.replicas
+        self._units = replace(bounds.units, replicas=bounds.replicas)
+        self._holes = bounds.units.shared * bounds.replicas * bounds.units.accumulate * (1 + bounds.deaths)
         self.cores: Cores[Replica, events.Event, effects.Effect] = Cores(core.transition)
         self.quorums: Cores[quorum.LighthouseState, quorum.Event, quorum.Effect] = Cores(transition.transition)
         self._contents: Interned[Content] = Interned()
@@ -63,7 +66,12 @@ class Model:
         """Return the world in which all replicas are warm and have asked; the lighthouse is empty."""
         b = self.bounds
         policy = quorum.Policy(
-            b.replicas, b.steps, min_replicas=b.min_replicas, silence_grace_s=GRACE_S, evict_s=EVICT_S
+            b.replicas,
+            b.steps,
+            min_replicas=b.min_replicas,
+            silence_grace_s=GRACE_S,
+            evict_s=EVICT_S,
+            units=self._units,
         )
         born = tuple(self._born(r, named(r, 0)) for r in range(b.replicas))
         lighthouse = self.quorums.id(quorum.LighthouseState.empty(policy, 1))
@@ -95,10 +103,12 @@ class Model:
             return None
         if any(severed(self.bounds, w, edge) for edge in edges(me.grant)):
             return None
-        batches = tuple(Contribution(e.replica, e.weight, e.shard, e.batch) for e in sorted(entries) if e.weight)
+        runs = ((e.replica, run) for e in sorted(entries) for run in e.runs)
+        parts = tuple(Contribution(r, weight(run), run[0], run[1], units=run[2]) for r, run in runs)
         f, grant = me.fence, me.grant
         return CommitRecord(
-            f.epoch, f.attempt, f.step, me.ring_state.lineage, grant.ring, grant.total, batches, "sum"
+            *(f.epoch, f.attempt, f.step, me.ring_state.lineage, grant.ring, grant.total, parts, "sum"),
+            wanted=grant.units,
         )
 
     def halted(self, w: World) -> bool:
@@ -171,6 +181,8 @@ class Model:
 
     def reduced(self, w: World, r: int, record: CommitRecord) -> World:
         """Return the world after replica `r` holds the sum and votes. All of its state is compared at once."""
+        brought = ((e.replica, run) for e in dict(w.rings)[record.fence] for run in e.runs)
+        invariants.counts_what_was_brought(r, record, brought)
         digest = ("corrupt" if self._flipped(w, r) else "sound") if self.bounds.flips else ""
         return self.tell(w, r, events.Reduced(record.fence, record, digest))
 
@@ -206,6 +218,7 @@ class Model:
             late=w.late | {r} if replica_at(w, r) in self.lighthouse(w).drained else w.late,
             replicas=put(w.replicas, r, -1),
             content=put(w.content, r, self._contents.id(())),
+            trained=put(w.trained, r, ()),
             asked=put(w.asked, r, None),
             answers=put(w.answers, r, None),
             tokens=tuple(t for t in w.tokens if t[0] != r),
@@ -236,6 +249,7 @@ class Model:
             content=(*w.content, self._contents.id(())),
             kept=(*w.kept, ()),
             local=(*w.local, 0),
+            trained=(*w.trained, ()),
             asked=(*w.asked, None),
             answers=(*w.answers, None),
             lives=(*w.lives, 0),
@@ -280,8 +294,13 @@ class Model:
             case effects.RequestGrant():
                 w = w._replace(asked=put(w.asked, r, effect), answers=put(w.answers, r, None))
                 return w if effect.pause else self.deliver(w, r)
-            case effects.Reduce(fence, role, prev):
-                return self._enter(w, r, fence, role, prev)
+            case effects.RunBatch(_, places):
+                begun = places if self.bounds.eager else head(places, 1)
+                return w._replace(trained=put(w.trained, r, begun))
+            case effects.DropGradient():
+                return w._replace(trained=put(w.trained, r, ()))
+            case effects.Reduce():
+                return self._enter(w, r, effect)
             case effects.SendToken(token):
                 return self._send(w, r, token)
             case effects.Commit(record):
@@ -315,16 +334,17 @@ class Model:
         w = w._replace(asked=put(w.asked, r, replace(ask, pause=False)))
         return self.consult(w, quorum.Asked(quorum.OpenRequest(ask.report, id=r), 0.0))
 
-    def _enter(self, w: World, r: int, fence: AttemptId, role: str, prev: str) -> World:
-        content = self._contents.items[w.content[r]]
-        me = replica_at(w, r)
-        shard, index = me, w.local[r]
-        if self.bounds.replicated_cursors:
-            shard, index = self._dealer.assign(ledger(content, self._dealer.shards), me)
-        here = self.replica(w, r)
+    def _enter(self, w: World, r: int, order: effects.Reduce) -> World:
+        me, here, fence = replica_at(w, r), self.replica(w, r), order.fence
         assert here is not None
         assert here.grant is not None
-        entry = WorldEntry(me, name_at(w, r), here.grant.term, int(role == "contribute"), shard, index, prev)
+        runs: tuple[Run, ...] = ()
+        if order.role == "contribute":
+            w, places = self._train(w, r, order.places)
+            shard = 0 if self._units.shared else me
+            runs = ledger(self._contents.items[w.content[r]], self._shards).at(shard, places)
+            runs = runs if self.bounds.replicated_cursors else ((me, w.local[r], 1),)
+        entry = WorldEntry(me, name_at(w, r), here.grant.term, runs, order.prev)
         rings = dict(w.rings)
         if any(e[:3] == entry[:3] for e in rings.get(fence, ())):
             return w
@@ -332,6 +352,14 @@ class Model:
         current = {p.fence for p in self._replicas(w) if p is not None}
         rings = {f: e for f, e in rings.items() if f == fence or f in current}
         return w._replace(rings=tuple(sorted(rings.items(), key=lambda i: (i[0].epoch, i[0].step, i[0].attempt))))
+
+    def _train(self, w: World, r: int, places: Places) -> tuple[World, Places]:
+        """Return the world in which replica `r` has trained `places`, and all that it has trained then."""
+        before = w.trained[r]
+        common = min(size(before), size(places))
+        invariants.trains_what_is_due(r, head(before, common), head(places, common))
+        trained = max(places, before, key=size)
+        return w._replace(trained=put(w.trained, r, trained)), trained
 
     def _send(self, w: World, r: int, token: CommitToken) -> World:
         me = self.replica(w, r)
@@ -365,10 +393,13 @@ class Model:
         before = self._contents.items[w.content[r]]
         invariants.on_sound_states(r, record, [f for f in w.flipped if f.life == w.lives[f.replica]])
         invariants.enough(r, record, self.bounds.min_replicas)
-        batches = [(c.shard, c.index) for c in record.contributions]
-        invariants.exactly_once(r, before, batches, self._holes)
-        content = (*before, frozenset((c.shard, c.index, c.replica) for c in record.contributions))
-        w = self._hold(w, r, record.state_id, content)
+        units = [(c.shard, c.index + n, c.replica) for c in record.contributions for n in range(c.units)]
+        invariants.exactly_once(r, before, [(shard, unit) for shard, unit, _ in units], self._holes)
+        me = self.replica(w, r)
+        if me is not None and me.grant is not None and me.grant.epoch == record.epoch:
+            invariants.as_many_units_as_wanted(r, record, me.grant, self._units)
+        content = (*before, frozenset(units))
+        w = self._hold(w._replace(trained=put(w.trained, r, ())), r, record.state_id, content)
         if not self.bounds.replicated_cursors and replica_at(w, r) in record.contributors:
             w = w._replace(local=put(w.local, r, w.local[r] + 1))
         held, replicas = self._held(w), self._sound(w)

@@ -2,7 +2,7 @@
 
 A world is a small tuple of interned ids, so hashing a state and repeating a transition cost almost nothing.
 Gradients are replaced by their meaning: the *content* of a replica is the list of steps that it has applied, each
-the set of (data shard, batch, contributor) inside it. Two replicas that claim one StateId must have one content.
+the set of (data shard, unit, contributor) inside it. Two replicas that claim one StateId must have one content.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.core.effects import RequestGrant
 from ft_hsdp.core.grant import Answer, Grant, Member
 from ft_hsdp.core.incarnation import IncarnationId
-from ft_hsdp.core.ledger import Assignment, Ledger
+from ft_hsdp.core.ledger import Ledger, Run
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.units import EACH_ITS_BATCH, Places, UnitPolicy
 
 RUN, SECOND_RUN = "a", "b"  # a second supervisor names its run otherwise
 
@@ -76,7 +77,7 @@ class Bounds:
     breaks: int = 0  # links that break although both ends live
     lapses: int = 0  # answers of the lighthouse that come too late
     late_tokens: bool = False  # a token outlives its ring
-    # Batches are taken from the replicated ledger; False: each replica counts its own.
+    # Units are taken from the replicated ledger; False: each replica counts its own.
     replicated_cursors: bool = True
     recovery: bool = False  # a replica that is restarted may find one of its two newest states
     flips: int = 0  # states that change silently in their replica's memory
@@ -89,7 +90,9 @@ class Bounds:
     shortages: int = 0  # replicas that have no descriptor, port or memory left to connect with
     exiles: int = 0  # replicas that cannot reach the lighthouse for longer than their lease
     min_replicas: int = 1  # fewer contributors make no step
-    assignment: Assignment = "per_replica"  # which batches each replica takes
+    units: UnitPolicy = EACH_ITS_BATCH  # how the units of a step are shared out
+    # A replica has trained all units that it started with when a grant asks for fewer; False: only the first one.
+    eager: bool = False
 
 
 class WorldEntry(NamedTuple):
@@ -98,9 +101,7 @@ class WorldEntry(NamedTuple):
     replica: int
     incarnation: str
     term: int  # of its grant
-    weight: int  # 0: it relays
-    shard: int
-    batch: int  # index in the data shard
+    runs: tuple[Run, ...]  # what it trained; (): it relays
     prev: str  # lineage that it builds on
 
 
@@ -133,7 +134,8 @@ class World(NamedTuple):
     replicas: tuple[int, ...]  # ids of their cores; -1: dead
     content: tuple[int, ...]  # ids of what they have applied
     kept: tuple[tuple[Kept, ...], ...]  # snapshots, newest first, that outlive a replica's death on its machine
-    local: tuple[int, ...]  # how many batches each has taken, without `replicated_cursors`
+    local: tuple[int, ...]  # how many units each has taken, without `replicated_cursors`
+    trained: tuple[Places, ...]  # what each has trained of the step under way
     lighthouse: int  # id of its core
     asked: tuple[RequestGrant | None, ...]  # open requests
     answers: tuple[Answer | None, ...]  # answers on their way
@@ -177,6 +179,7 @@ def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -
         content=(content,) * b.replicas,
         kept=((),) * b.replicas,
         local=(0,) * b.replicas,
+        trained=((),) * b.replicas,
         lighthouse=lighthouse,
         asked=(None,) * b.replicas,
         answers=(None,) * b.replicas,
@@ -203,6 +206,12 @@ def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -
     )
 
 
+def weight(run: Run) -> int:
+    """Return the weight of a run of units, which have unequal ones, as tokens have."""
+    _, begin, count = run
+    return sum(1 + unit % 3 for unit in range(begin, begin + count))
+
+
 def put(row: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
     """Return `row` with its item `i` replaced."""
     return (*row[:i], value, *row[i + 1 :])
@@ -214,8 +223,7 @@ def ledger(content: Content, shards: int) -> Ledger:
     if not content:
         return Ledger.empty(shards)
     *before, newest = content
-    takers = tuple(sorted(replica for _, _, replica in newest))
-    return ledger(tuple(before), shards).advance(((s, i) for s, i, _ in newest), takers)
+    return ledger(tuple(before), shards).advance((s, i, 1) for s, i, _ in newest)
 
 
 def named(replica: int, life: int, run: str = RUN) -> str:

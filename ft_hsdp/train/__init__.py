@@ -9,16 +9,18 @@ Read the modules in this order:
     trainer        the loop that comes with ft_hsdp, an example of the public API
     join           how a process becomes one rank of a replica
     job            the public API, and the main thread: feed, step, apply
+    loop           what the user's loop hears and tells: callbacks, its own state, logged values
     identity       where a rank runs, on which device, and of which incarnation it is
     runtime        the control loop: leader, lighthouse, ring, signs of life
     orders         the leader's orders: carried out at once, or put into the mailbox
     gradients      a rank's gradient through FTAR, attempt by attempt, and its vote
-    fsdp           FSDP2 inside the replica, and its buckets
+    fsdp           (package) FSDP2 inside the replica, and its buckets
     live_state     the committed state that the rank holds: apply, load, copy
-    optimizer      the user's optimizer inside that state
+    optimizer      a package: the user's optimizers inside that state, and torch's schedulers
     snapshots      copies of each state in the memory of the host's state agent
     checkpointing  with which state a rank begins, and checkpoints
-    data, tokens   batches and seeds as pure functions of their place
+    data           batches and seeds as pure functions of their place, read ahead of time
+    tokens         the text of the built-in trainer as tokens
     step_log       the replica's files in the run's directory
     model          the built-in model
 

@@ -11,6 +11,7 @@ files are those of `state.checkpoint`.
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ class Checkpoints:
     config_hash: str  # of the keys of the configuration that a checkpoint must have been made with
     replicas: int
     shards: int  # data shards of the job; a checkpoint may be of another number of them
+    batch: tuple[int, int]  # micro-batches of a rank, and ranks, of a batch of the job
     key: bytes | None  # with which they have to be signed; None: any are trusted
 
 
@@ -73,7 +75,8 @@ def open_checkpoints(
         ConfigError: The folder or the key cannot be used.
     """
     folder = Path(config.checkpoint.dir) if config.checkpoint.dir else run / "checkpoints"
-    origin = CheckpointOrigin(incarnation, config.slots, resume_hash(config), config.model_dump(mode="json"))
+    accumulate, hashed = config.train.accumulate, resume_hash(config)
+    origin = CheckpointOrigin(incarnation, config.slots, hashed, config.model_dump(mode="json"), accumulate)
     # Rank 0 alone signs and authenticates; it tells the others what it chose.
     key = secret.run_key(run, config.checkpoint.key) if ranks.rank == 0 else b""
     checkpointer = Checkpointer(
@@ -85,9 +88,11 @@ def open_checkpoints(
         live_state.params,
         live_state.optim,
         ranks,
+        live_state.user,
     )
     required = None if config.checkpoint.trust else key
-    return Checkpoints(folder, resume_hash(config), config.slots, shards, required), checkpointer
+    batch = accumulate, config.ranks_per_replica
+    return Checkpoints(folder, hashed, config.slots, shards, batch, required), checkpointer
 
 
 def missed(config: Config, folder: Path, step: int, journal: Journal) -> int:
@@ -183,16 +188,23 @@ def _resume(live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints
             live_state.optim,
             ranks,
             checkpoints.key,
+            live_state.user,
         )
     if found is None:
         return
     try:
-        ledger = found.ledger.resharded(checkpoints.shards)
+        ledger = found.ledger.rescaled(found.batch, checkpoints.batch)
+    except ValueError as error:
+        was, ranks_then = found.batch
+        allowed = f"{was} with ranks_per_replica {ranks_then}, as in the checkpoint ({error})"
+        raise ConfigError("train.accumulate", checkpoints.batch[0], allowed) from None
+    try:
+        ledger = ledger.resharded(checkpoints.shards, math.prod(checkpoints.batch))
     except ValueError as error:
         raise ConfigError(
             "replicas", checkpoints.replicas, f"the number that the checkpoint has ({error})"
         ) from None
-    live_state.resumed(found.state, ledger, found.hyper)
+    live_state.resumed(found.state, ledger, found.hyper, found.user)
     if ranks.rank == 0:
         for passed in found.skipped:
             journal.event("CheckpointPassedOver", passed.reason, checkpoint=passed.name)
@@ -235,7 +247,7 @@ class CheckpointSaver:
         if manifest is None or packed is None:  # the other ranks have to hear of it
             written = self._checkpointer.write(None, Header(state, Ledger(()), ()))
         else:
-            header = Header(state, manifest.ledger, manifest.hyper)
+            header = Header(state, manifest.ledger, manifest.hyper, manifest.user)
             written = self._checkpointer.write(torch.from_numpy(packed), header)
         written.add_done_callback(self._done)
 

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from ft_hsdp import fault_injection
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.effects import Reduce
+from ft_hsdp.core.units import Places, size
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
@@ -37,11 +38,11 @@ SURE_NORM = 1e18  # its square is far below LARGEST
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """The batch that the main thread runs: batch ``index`` of data shard ``shard``, for ``step``."""
+    """What the main thread trains for ``step``."""
 
     step: int
-    shard: int
-    index: int
+    # Takes what an order to reduce asks for, and returns how many units of that this rank's replica can train.
+    trainable: Callable[[Places], int] = size
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ class Local:
     """The local gradient of a bucket."""
 
     flat: torch.Tensor  # fp32 [numel]
+    contributions: tuple[Contribution, ...]  # what is in it, with this rank's weights
     poisoned: bool  # it is not usable: it does not count, and the vote says so
     after: torch.cuda.Event | None  # when it is complete; None: it is
 
@@ -75,6 +77,7 @@ class Reducer:
         voted: Callable[[Vote], None],
         device: torch.device = CPU,
         checked: Callable[[str], str] = lambda prev: "",
+        gradients: int | None = None,
     ) -> None:
         """Make the reducer of a rank.
 
@@ -88,18 +91,21 @@ class Reducer:
             checked: Takes the lineage that an attempt builds on, and returns the digest of the slice of the state
                 that this rank compares with other replicas (`core.state_id`), "" if the rank does not hold that
                 state; called on FTAR's thread.
+            gradients: How many buckets, the first ones, are gradients and count in the norm; None: all.
         """
         self._group = group
         self._sizes = tuple(sizes)
+        self._gradients = gradients
         self._replica = replica
         self._rank = rank
         self._voted = voted
         self._checked = checked
         self._lock = threading.RLock()  # a work may be done before its callback is set
         self._device = device
-        self._locals: dict[int, Local] = {}  # by bucket
+        # By bucket: what is in it after each part of the step. An attempt takes the first one with the units that
+        # it asks for, so all ranks take the same one.
+        self._locals: dict[int, list[Local]] = {}
         self._feeding: Feeding | None = None
-        self._loss = 0.0
         self._order: Reduce | None = None  # the attempt under way
         self._submitted = 0  # buckets of it
         self._results: list[AllReduceResult] = []
@@ -119,13 +125,14 @@ class Reducer:
             self._locals.clear()
             self._idle_since, self._held_up = None, 0.0
 
-    def ready(self, bucket: int, flat: torch.Tensor, loss: float) -> None:
-        """Take the local gradient of a bucket; does not block.
+    def ready(self, bucket: int, flat: torch.Tensor, contributions: tuple[Contribution, ...]) -> None:
+        """Take the local gradient of a bucket, or more of it, which is added; does not block.
 
         Args:
             bucket: Its index.
             flat: The rank's shard of it, fp32 [numel]; not to be written from now on, until it is reduced.
-            loss: Of the batch so far; it goes into the commit record.
+            contributions: All that is in the bucket now, with this rank's weights; the loss goes into the commit
+                record.
 
         Raises:
             ValueError: The shard has another size than planned.
@@ -134,11 +141,13 @@ class Reducer:
             return
         if flat.numel() != self._sizes[bucket]:
             raise ValueError(f"bucket {bucket} has {flat.numel()} elements, planned {self._sizes[bucket]}")
+        before = self._locals.get(bucket)
+        if before is not None:
+            flat = before[-1].flat + flat  # not in place: an attempt may read what was here
         after = written(flat)
         poisoned = not usable(flat)
         with self._lock:
-            self._locals[bucket] = Local(flat, poisoned, after)
-            self._loss = loss
+            self._locals.setdefault(bucket, []).append(Local(flat, contributions, poisoned, after))
             self._time()
             self._pump()
 
@@ -208,14 +217,17 @@ class Reducer:
         return torch.empty(numel, device=self._device)
 
     def _mine(self, order: Reduce, bucket: int) -> tuple[Entry | None, Local | None]:
-        """Return this rank's entry and local gradient for a bucket; None twice while the gradient is not there."""
-        if order.role == "behind":
-            return Entry(self._replica, 0, self._replica, 0, 0.0), None
+        """Return this rank's entry and local gradient for a bucket; None twice while the gradient is not whole."""
+        if order.role != "contribute":
+            return Entry(self._replica), None
         feeding = self._feeding
         if feeding is None or feeding.step != order.fence.step or bucket not in self._locals:
             return None, None
-        local = self._locals[bucket]
-        return Entry(self._replica, 1, feeding.shard, feeding.index, self._loss, local.poisoned), local
+        due = feeding.trainable(order.places)
+        local = next((x for x in self._locals[bucket] if sum(c.units for c in x.contributions) >= due), None)
+        if local is None:
+            return None, None
+        return Entry(self._replica, local.contributions, local.poisoned), local
 
     # FTAR's thread.
 
@@ -249,7 +261,7 @@ class Reducer:
             rank=self._rank,
             fence=fence,
             digest=state_id.digest([checksum(t) for t in sums]),
-            sumsq=sum_of_squares(sums),
+            sumsq=sum_of_squares(sums[: self._gradients]),
             contributions=contributions(results),
             poisoned=tuple(sorted({e.replica for r in results for e in r.entries if e.poisoned})),
             state_digest=state_digest,
@@ -258,16 +270,9 @@ class Reducer:
 
 def contributions(results: Sequence[AllReduceResult]) -> tuple[Contribution, ...]:
     """Return who put what into the sums; () if the buckets disagree, so that the vote cannot pass."""
-    said = {
-        tuple(
-            (e.replica, e.weight, e.shard, e.index) for e in sorted(r.entries, key=lambda e: e.replica) if e.weight
-        )
-        for r in results
-    }
-    if len(said) != 1:
-        return ()
-    losses = {e.replica: e.loss for e in results[-1].entries}
-    return tuple(Contribution(*entry, loss=losses[entry[0]]) for entry in said.pop())
+    said = [[c for e in sorted(r.entries, key=lambda e: e.replica) for c in e.contributions] for r in results]
+    alike = {tuple(replace(c, loss=0.0) for c in each) for each in said}
+    return tuple(said[-1]) if len(alike) == 1 else ()
 
 
 def usable(flat: torch.Tensor) -> bool:

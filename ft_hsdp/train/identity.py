@@ -10,11 +10,15 @@ it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
+import signal
 import socket
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -116,6 +120,35 @@ def _start_agent(config: Config, place: RankPlace, replica: int) -> Starter:
     starter = Starter(place.token, replica, host, os.getppid(), log, config.timeouts.linger_s, config.network.tls)
     starter.ensure()
     return starter
+
+
+@contextlib.contextmanager
+def leaving_on_sigterm(leave: Callable[[], None]) -> Iterator[list[int]]:
+    """Let SIGTERM call ``leave`` within a ``with`` block, and not end this process at once: it is a member there.
+
+    A handler that the program has set stays, and does what it does. In another thread than the main one nothing
+    changes: signals are not handled there. Once SIGTERM has come, later ones do no more after the block either:
+    schedulers repeat it.
+
+    Yields:
+        The signals that came so far.
+    """
+    told: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield told
+        return
+
+    def note(number: int, _: object) -> None:
+        told.append(number)
+        leave()
+
+    signal.signal(signal.SIGTERM, note)
+    try:
+        yield told
+    finally:
+        if not told and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def describe(name: str, ranks: int) -> str:

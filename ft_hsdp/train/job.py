@@ -1,6 +1,6 @@
 """The public API of training: a user's own FSDP2 loop, made fault-tolerant.
 
-    job = ft_hsdp.join(config, replica=0)
+    job = ft_hsdp.join()
     model = job.shard(model)
     optim = job.optimizer(torch.optim.AdamW(model.parameters()), schedule)
     for batch in job.batches(dataset):
@@ -8,41 +8,52 @@
         optim.step()
 
 `Job` is one rank's part in the job. Retry, catch-up and commit happen inside ``batches`` and ``step`` (FT-HSDP
-§4.1, §4.3): there the main thread takes orders from its `Mailbox` and carries them out, in the order in which the
-leader gave them to all ranks of the replica. Everything else runs on the control loop (`train.runtime`).
+§4.1, §4.3): there the main thread takes orders from its `Mailbox`, in the order in which the leader gave them to
+all ranks of the replica, and carries them out (`train.step_driver`). Everything else runs on the control loop
+(`train.runtime`).
 
 All methods are for the main thread, except `Job.leave`.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ft_hsdp import fault_injection
 from ft_hsdp.config import Config, config_hash
-from ft_hsdp.control.rank_store import RankStore
 from ft_hsdp.core import state_id
-from ft_hsdp.core.effects import DropGradient, Exit, RunBatch, WriteCheckpoint
-from ft_hsdp.core.ledger import BatchAssigner
-from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
+from ft_hsdp.core.effects import Exit, RunBatch
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.train.checkpointing import CheckpointSaver, missed, open_checkpoints, restore
-from ft_hsdp.train.data import Prefetcher, Source, move, stream
-from ft_hsdp.train.fsdp import FP32, Sharded
-from ft_hsdp.train.gradients import Feeding, Reducer
-from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin
+from ft_hsdp.train.data.prefetch import Reader, Source
+from ft_hsdp.train.data.sources import DataSources
+from ft_hsdp.train.data.step_plan import checked_weight
+from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, parts_of, shard
+from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_sigterm
 from ft_hsdp.train.live_state import LiveState
-from ft_hsdp.train.optimizer import Groups, Schedule, create_state
-from ft_hsdp.train.orders import ApplyOrder, LoadOrder, Mailbox
+from ft_hsdp.train.loop.callbacks import CommittedStep
+from ft_hsdp.train.loop.logged_values import checked, checked_step, counts
+from ft_hsdp.train.loop.pauses import checked_pause
+from ft_hsdp.train.loop.user_loop import UserLoop
+from ft_hsdp.train.optimizer.creation import create_state
+from ft_hsdp.train.optimizer.groups import Groups, Optimizers, Schedule
+from ft_hsdp.train.orders import Mailbox
 from ft_hsdp.train.runtime import RankRuntime
-from ft_hsdp.train.step_log import StepLog, Timing, exposed
+from ft_hsdp.train.step_driver import Joined, StepDriver
+from ft_hsdp.train.step_log import StepLog
+
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 Batch = TypeVar("Batch")
 
@@ -64,9 +75,9 @@ class Ended(FtHsdpError):
 class Optimizer:
     """The optimizer that `Job.optimizer` returns; use it in place of the wrapped one."""
 
-    def __init__(self, job: Job) -> None:
-        """Make the optimizer of ``job``; only `Job.optimizer` calls this."""
-        self._job = job
+    def __init__(self, driver: StepDriver) -> None:
+        """Make the optimizer of a job, whose steps are those of ``driver``; only `Job.optimizer` calls this."""
+        self._driver = driver
 
     @property
     def clip(self) -> float | None:
@@ -75,35 +86,42 @@ class Optimizer:
         Set it before the first batch, on all ranks. Gradients are not reduced yet after backward, so clipping has
         to happen inside ``step``.
         """
-        return self._job._clip
+        return self._driver.clip
 
     @clip.setter
     def clip(self, norm: float | None) -> None:
         """Set the largest norm to ``norm``."""
-        self._job._clip = norm
+        self._driver.clip = norm
 
-    def step(self) -> bool:
+    def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Reduce, vote, commit and apply one step (FT-HSDP §4.1).
 
         Blocks until the step is committed, with or without this replica's gradient, until this replica is left
         behind, or until the job ends it. With accumulation, all but the last micro-batch of a step return at once.
 
+        Args:
+            loss: Mean loss of this rank's micro-batch, for metrics: a number, or a tensor of one element. None
+                takes what the model's forward has returned, if that is a scalar or has one under ``loss``.
+
         Returns:
             True if the gradient of this replica is in the committed step.
 
         Raises:
-            ConfigError: The optimizer was changed so that its state would not be part of the committed one.
+            ConfigError: The optimizer was changed so that its state would not be part of the committed one, or the
+                loss is no scalar.
         """
-        return self._job._step()
+        contributed = self._driver.end(loss)
+        self._driver.groups.note_loop(contributed)
+        return contributed
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing, whatever ``set_to_none`` says: the gradients are dropped when the step is committed."""
 
 
-class Job:
+class Job(DataSources, UserLoop):
     """One rank's part in the job; `ft_hsdp.join` makes it.
 
-    The order of calls is `shard`, `optimizer`, optionally `warm_up`, then `batches`.
+    The order of calls is `shard` or `adopt`, `optimizer`, optionally `warm_up`, then `batches`.
     """
 
     def __init__(
@@ -113,7 +131,7 @@ class Job:
         source: IncarnationSource,
         identity: RankIdentity | None,
         device: torch.device,
-        store: RankStore | None = None,
+        leave_group: Callable[[], None] = lambda: None,
     ) -> None:
         """Make the part of one rank.
 
@@ -123,38 +141,29 @@ class Job:
             source: Where a spare hears of its incarnation.
             identity: Which incarnation this rank is of; None for a spare that has not been assigned one yet.
             device: Where the model's shards are.
-            store: The process group's store, to be closed with it; None if it is torch's own.
+            leave_group: Leaves the process group, when the job is closed.
         """
-        self.config = config
+        DataSources.__init__(self, config, place)
+        UserLoop.__init__(self)
         self.device = device
         self.rank = place.rank
         self.ranks = place.ranks  # of this replica
         self.built_in = False  # whether the trainer of this package runs it, so that a replay can repeat it
-        self._place = place
         self._source = source
         self._identity = identity
-        self._store = store
+        self._leave_group = leave_group
         self._mailbox = Mailbox()
-        self._assigner = BatchAssigner(config.data.assignment, config.slots)
-        # Made by `shard`, `optimizer` and `batches`, in this order.
-        self._sharded: Sharded
-        self._model = ""  # class of the model
+        self._shards = config.data_shards
+        # Made by `adopt`, `optimizer` and `batches`, in this order.
+        self._adopted: AdoptedModel
         self._groups: Groups | None = None
         self._live_state: LiveState
+        self._driver: StepDriver | None = None
         self._runtime: RankRuntime | None = None
-        self._reducer: Reducer | None = None
         self._saver: CheckpointSaver | None = None
         self._log: StepLog | None = None  # on rank 0
-        # The step under way.
-        self._feeding: Feeding | None = None
-        self._losses: list[float] = []  # one for each micro-batch
-        self._micro = 0
-        self._accumulate = 1
-        self._clip: float | None = None
-        self._tokens = 0  # of the step, over the ranks of this replica
-        self._since = time.monotonic()  # the last commit
+        self._logged_names: set[str] = set()
         self._leaves = False
-        self._committed = False  # whether this incarnation has applied a step
 
     # The user's few lines.
 
@@ -177,67 +186,102 @@ class Job:
     ) -> nn.Module:
         """Shard ``model`` in place with FSDP2 over this replica's ranks, on the device of the configuration.
 
-        A collective of the replica's ranks.
+        It is `fully_shard` for each of ``parts`` and for the model, and then `adopt`. A collective of the ranks of
+        the replica.
 
         Args:
-            model: With the same initial weights on all ranks and replicas; its parameters are fp32.
-            parts: Modules that are sharded each for itself, in forward order; one bucket of gradients each. None
-                takes ``model.shards()`` if there is one, else every module in its ModuleLists. The embedding and
-                the output should be parts of their own, or their gradients go last and are not hidden behind
+            model: With the same initial weights on all ranks and replicas.
+            parts: Modules that are sharded each for itself; one bucket of gradients each. None takes
+                ``model.shards()`` if there is one, else every module in its outermost ModuleLists. The embedding
+                and the output should be parts of their own, or their gradients go last and are not hidden behind
                 backward.
-            policy: May compute in bf16; the parameters' shards and the sums of gradients stay fp32.
+            policy: Types of forward and backward, and of the sums inside the replica. Those over the replicas are
+                fp32.
 
         Returns:
             ``model``.
 
         Raises:
-            InvalidArgument: A parameter is not fp32.
+            ConfigError: It cannot be adopted, or there is one already.
         """
-        if parts is None:
-            shards = getattr(model, "shards", None)
-            lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-            parts = shards() if callable(shards) else [part for each in lists for part in each]
         if self.device.type != "cpu":
             model.to(self.device)
         mesh = init_device_mesh(self.device.type, (self.ranks,))
-        self._model = f"{type(model).__module__}.{type(model).__qualname__}"
-        self._sharded = Sharded(model, parts, mesh, self._ready, policy)
-        model.register_forward_hook(self._saw_loss)
-        return model
+        shard(model, parts_of(model) if parts is None else parts, mesh, policy)
+        return self.adopt(model)
 
-    def optimizer(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None) -> Optimizer:
-        """Wrap ``optimizer``, which holds the parameters of the sharded model and is the only one.
+    def adopt(self, model: nn.Module, find_unused_parameters: bool = False) -> nn.Module:
+        """Take over a model that `fully_shard` has sharded over this replica's ranks, whoever called it.
 
-        Its state is made now, as torch would make it in the first step; a state that was loaded before stays.
+        Nothing of the model changes: not its parameters, not how it is sharded, not its types. Each parameter
+        group of FSDP2 with trainable parameters becomes one bucket of gradients. State, snapshots and fetches hold
+        the trainable parameters; the others must be the same on all replicas. Does not block.
 
         Args:
-            optimizer: Made after ``shard``, from the sharded model's parameters.
-            schedule: ``schedule(step)`` (from 1) is a factor on the learning rate; None keeps it constant. A torch
-                scheduler is refused: its state would not be part of the committed one.
+            model: The whole model, with its weights, the same on all replicas. It is what the loop calls. Its
+                trainable parameters are of float32 or bfloat16.
+            find_unused_parameters: Whether a batch may leave trainable parameters unused, such as experts to which
+                no token goes. A parameter that no contributor has used in a step is not updated in it, as in
+                torch. It costs one small all-reduce more in each step. Without it such a batch is refused.
+
+        Returns:
+            ``model``.
+
+        Raises:
+            ConfigError: It cannot be adopted, or there is one already.
+        """
+        if hasattr(self, "_adopted"):
+            raise ConfigError("job.adopt", type(model).__name__, "one model in a job: put several into one module")
+        self._adopted = AdoptedModel(model, self.ranks, self._ready, find_unused_parameters)
+        model.register_forward_hook(self._returned)
+        return model
+
+    def optimizer(self, optimizer: Optimizers, schedule: Schedule | None = None) -> Optimizer:
+        """Wrap the optimizers of the model; each trainable parameter is in exactly one of them.
+
+        Their state is made now, as torch would make it in the first step; a state that was loaded before stays.
+
+        Args:
+            optimizer: Made after `shard` or `adopt`, from the model's parameters: one, or several in a list or in
+                any other container that iterates over them.
+            schedule: ``schedule(step)`` (from 1) is a factor on the learning rates, or one for each parameter
+                group; None keeps them constant. Or a torch scheduler of an optimizer, or several of them: then
+                each committed step is one ``step()`` of it, and calls in the loop do nothing.
 
         Returns:
             The optimizer for the loop.
 
         Raises:
-            ConfigError: There is one already, a torch scheduler is attached, a parameter is not the sharded
-                model's, or the optimizer's state cannot be made before its first step.
+            ConfigError: This is the second call; a torch scheduler is attached that was not given; a parameter is
+                frozen nowhere and in no optimizer, or in two, or not the model's; or an optimizer's state
+                cannot be made before its first step.
         """
-        name = type(optimizer).__name__
         if self._groups is not None:
-            first = type(self._groups.optimizer).__name__
-            raise ConfigError("job.optimizer", name, f"one optimizer; {first} is there (use its parameter groups)")
-        known = {id(p) for p in self._sharded.params.values()}
-        strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
-        if strange:
-            allowed = f"parameters of the model that job.shard returned ({strange} are others)"
+            name = type(optimizer).__name__
+            allowed = f"one call ({self._groups.name} is there); it takes several optimizers: [muon, adamw]"
             raise ConfigError("job.optimizer", name, allowed)
-        groups = self._groups = Groups(optimizer, schedule)
+        groups = Groups(optimizer, schedule)
+        groups.check_parameters(self._adopted.params)
         groups.check()
-        create_state(optimizer)
+        groups.check_length(self.config.train.steps)
+        for each in groups.optimizers:
+            create_state(each)
+        self._groups = groups
         offload = self.config.optim.offload
-        ledger = self._assigner.begin()
-        self._live_state = LiveState(self._sharded, groups, ledger, self.rank, self.ranks, offload)
-        return Optimizer(self)
+        ledger = Ledger.empty(self._shards)
+        self._live_state = LiveState(self._adopted, groups, ledger, self.rank, self.ranks, offload)
+        self._driver = StepDriver(
+            self.config,
+            self.rank,
+            self.ranks,
+            self.device,
+            self._adopted,
+            groups,
+            self._live_state,
+            self._mailbox,
+            self._callbacks,
+        )
+        return Optimizer(self._driver)
 
     def warm_up(self, once: Callable[[], None]) -> None:
         """Run ``once`` before check-in, so that the first step is as fast as the later ones.
@@ -246,49 +290,88 @@ class Job:
             once: A forward and backward on any batch; its gradient is thrown away.
         """
         once()
-        self._sharded.clear()
-        self._losses.clear()
+        self._adopted.clear()
 
-    def batches(self, source: Source[Batch], accumulate: int = 1) -> Iterator[Batch]:
+    def batches(self, source: Source[Batch], accumulate: int | None = None) -> Iterator[Batch]:
         """Yield the batches that this replica has to train, each exactly once; end when training has ended.
 
         The first ``next`` joins the job. A spare blocks there until a replica needs it. A replica that is behind
         catches up inside, so only a contributor gets a batch. torch's generator is seeded from the batch's place
         before each micro-batch, for dropout and the like.
 
+        From then to the end SIGTERM means `leave`, unless the program has a handler of its own.
+
         Args:
             source: The data.
-            accumulate: Micro-batches for each step; each is yielded by itself.
+            accumulate: Micro-batches of a rank in a step, each of which is yielded by itself. It must be
+                `train.accumulate`, which is what None stands for.
 
         Yields:
             One micro-batch of this rank, on the job's device.
 
         Raises:
             Ended: The job ends this replica.
-            ConfigError: The optimizer or the checkpoints cannot be used.
+            SystemExit: SIGTERM came, and this replica has left before the end.
+            ConfigError: The optimizer or the checkpoints cannot be used, or ``accumulate`` is another number.
             AgentGone: This host has no state agent, and none could be started.
+            CallbackFailed: A callback on leave has raised an error, which is its cause.
         """
-        self._accumulate = accumulate
-        if self._groups is not None:
-            self._groups.check()
-        prefetcher = Prefetcher(source, self.rank, accumulate)
-        ledger = self._live_state.ledger
-        prefetcher.guess(*self._assigner.assign(ledger, 0 if self._identity is None else self.replica))
-        try:
-            self._check_in(prefetcher)
+        if accumulate not in (None, self.config.train.accumulate):
+            allowed = f"train.accumulate, which is {self.config.train.accumulate}, or nothing"
+            raise ConfigError("job.batches(accumulate)", accumulate, allowed)
+        driver = self._driver
+        if driver is None or self._groups is None:
+            raise ConfigError("job.batches", None, "a call after job.optimizer(...)")
+        self._groups.check()
+        self._adopted.check()
+        self._callbacks.fix()
+        self._user.fix()
+        self._live_state.hold(self._user)
+        if self.over:
+            return  # the end of training is the end of all epochs
+        reader = self._open_reader(source)
+        with contextlib.closing(reader), leaving_on_sigterm(self.leave) as told:
+            if self._identity is not None:
+                driver.guess(reader, self.replica)
+            self._check_in(driver, reader)
             while True:
                 match self._mailbox.get():
-                    case RunBatch(step):
-                        yield from self._feed(prefetcher, step)
+                    case RunBatch() as order:
+                        yield from driver.feed(reader, order)
                     case Exit(code, reason):
-                        self.close()
+                        try:
+                            self._callbacks.left(reason)
+                        finally:
+                            self.close() if self.built_in else self._part()
                         if code != EXIT_OK:
                             raise Ended(code, reason)
+                        if told and not self.over:
+                            raise SystemExit(EXIT_LEFT)
                         return
                     case order:
-                        self._do(order)
-        finally:
-            prefetcher.close()
+                        driver.carry_out(order)
+
+    def weigh(self, tokens: int) -> None:
+        """Say how many tokens of the current micro-batch count, with `data.weight: tokens`.
+
+        The loss of a micro-batch stays the mean over its own tokens. Its gradient is multiplied by ``tokens`` in
+        backward, and the sum of a step is divided by all tokens in it: the step has the gradient of one big batch,
+        the mean over all tokens. Call it for each micro-batch on each rank, after `batches` has yielded it and
+        before its backward. It does not block. During `warm_up` it has no effect.
+
+        Args:
+            tokens: An integer from 0 to 2**31, for example the number of targets that are not padding. With 0 the
+                micro-batch has no gradient, and its loss does not count: it may be 0/0, as long as what it is
+                computed from is finite. Forward and backward have to run all the same: FSDP2 calls collectives.
+
+        Raises:
+            ConfigError: ``tokens`` is something else, it comes too late, or `data.weight` is units.
+        """
+        if self.config.data.weight != "tokens":
+            raise ConfigError("job.weigh", tokens, "no call, unless data.weight is tokens (it is units)")
+        weight, driver = checked_weight(tokens), self._driver
+        if driver is not None and driver.current is not None:
+            driver.current.weigh(weight)
 
     def leave(self) -> None:
         """Leave the job at the next commit, without disturbing it.
@@ -300,13 +383,108 @@ class Job:
             self._runtime.leave()
 
     @property
+    def step(self) -> int:
+        """The committed step that this rank holds, from 1; 0 before the first one."""
+        return 0 if self._driver is None else self._driver.step
+
+    @property
+    def last(self) -> CommittedStep | None:
+        """The committed step that led to the state that this rank holds.
+
+        None before the first one, and while the state is one that was fetched or loaded.
+        """
+        return None if self._driver is None else self._driver.last
+
+    def log(self, values: Mapping[str, float], step: int | None = None) -> None:
+        """Log values of the training loop, such as the loss of an evaluation, for metrics.jsonl and the curves.
+
+        Call it alike on all replicas and ranks, in the loop or in a callback. The value of rank 0 of the lowest
+        contributor to the last committed step counts, so each is written once. It does not block.
+
+        Args:
+            values: Finite numbers, or tensors of one element, by name: 1 to 64 letters, digits and ``. _ / -``. A
+                job has at most 64 names.
+            step: The committed step that they are of; None: the newest one.
+
+        Raises:
+            ConfigError: A name, a value or the step is something else, or this rank has not joined the job, or has
+                left it.
+        """
+        numbers, newest = checked(values, self._logged_names), self.step
+        of = checked_step(step, newest)
+        state = None if self._runtime is None else self._live_state.state
+        if state is None:
+            raise ConfigError(
+                "job.log", ", ".join(numbers), "a call in the loop over job.batches, or in a callback"
+            )
+        if self._log is not None and numbers and counts(self.replica, newest, self.last):
+            self._log.logged(of, state.commit_epoch, numbers)
+
+    @contextlib.contextmanager
+    def pause(self, what: str, limit_s: float | None = None) -> Iterator[None]:
+        """Announce work that is no training and no hang, such as an evaluation, for a ``with`` block.
+
+        The other replicas wait for this one beyond `ftar.timeout_s`, and `timeouts.step_s` does not count; status
+        and page show it. A rank that dies meanwhile, or whose process stands still, is found at once as ever.
+
+        Args:
+            what: What it does, in a few words.
+            limit_s: After so many seconds it counts as a hang that begins then. At most `timeouts.pause_s`, which
+                is what None stands for.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            ConfigError: It is within another pause, or an argument is something else.
+        """
+        announced = checked_pause(what, limit_s, self.config.timeouts.pause_s)
+        runtime = self._runtime
+        if runtime is None:  # nobody waits for this rank
+            yield
+            return
+        runtime.pauses.begin(*announced)
+        try:
+            yield
+        finally:
+            runtime.pauses.end()
+            runtime.moved()
+
+    @property
     def over(self) -> bool:
         """Whether this rank holds the final state."""
         state = self._live_state.state
         return state is not None and state.step >= self.config.train.steps
 
+    def full_state_dict(self) -> dict[str, Any]:
+        """Gather the whole model in host memory, in the loop between two steps, or after it.
+
+        A collective of the replica's ranks. Frozen parameters and buffers are in it; parameters are of the types
+        that they are trained in.
+
+        Returns:
+            On rank 0 the unsharded tensors by name, as the model's ``state_dict`` names them; {} on the others.
+
+        Raises:
+            ConfigError: There is no model yet, or the job is closed.
+        """
+        if not hasattr(self, "_adopted") or not dist.is_initialized():
+            allowed = "a call after job.shard or job.adopt, and before job.close"
+            raise ConfigError("job.full_state_dict", None, allowed)
+        return get_model_state_dict(self._adopted.model, options=WHOLE)
+
     def close(self) -> None:
-        """Leave the process group and end all threads. Blocks for at most `timeouts.save_s` and a little."""
+        """Leave the job and the process group, and end all threads; when the process ends, at the latest.
+
+        Blocks for at most `timeouts.save_s` and a little.
+        """
+        self._part()
+        atexit.unregister(self._leave_group)
+        self._leave_group()
+
+    def _part(self) -> None:
+        """Leave the job. The process group stays until the process ends: the model may still be gathered."""
+        atexit.register(self._leave_group)  # after a crash nothing is waited for
         if self._saver is not None:
             self._saver.close(self.config.timeouts.save_s)
             self._saver = None
@@ -316,17 +494,22 @@ class Job:
         runtime, self._runtime = self._runtime, None  # a signal may come at any time
         if runtime is not None:
             runtime.close()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if self._store is not None:
-            self._store.close()
+
+    # The model's hooks; during `warm_up` there is no step.
+
+    def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return output if self._driver is None else self._driver.returned(module, args, output)
+
+    def _ready(self, bucket: int, flat: torch.Tensor) -> None:
+        if self._driver is not None:
+            self._driver.ready(bucket, flat)
 
     # Joining the job.
 
-    def _check_in(self, prefetcher: Prefetcher[Any]) -> None:
+    def _check_in(self, driver: StepDriver, reader: Reader[Any]) -> None:
         """Do all that any rank can do, wait for the incarnation if this is a spare, and join the job as that."""
         live_state, config = self._live_state, self.config
-        runtime = RankRuntime(config, self._place, self.device, self._sharded.sizes, live_state, self._mailbox)
+        runtime = RankRuntime(config, self._place, self.device, self._adopted.sizes, live_state, self._mailbox)
         self._runtime = runtime
         live_state.state = state_id.initial(config_hash(config), state_id.digest(runtime.facts.weights))
         warm = time.time()
@@ -334,167 +517,36 @@ class Job:
             self._identity = begin(config, self._place, self._source.wait())
             warm = self._identity.began
         runtime.start(self._identity)
-        self._reducer = runtime.reducer
         if self.rank == 0:
             runtime.journal.note(
                 self._identity.began, "ReplicaBooted", "its processes know which replica they are"
             )
-            parameters = sum(p.numel() for p in self._sharded.params.values())
+            model = f"{type(self._adopted.model).__module__}.{type(self._adopted.model).__qualname__}"
+            parameters = sum(p.numel() for p in self._adopted.params.values())
             why = "model, optimizer and process group are ready"
-            runtime.journal.note(warm, "ReplicaWarmed", why, model=self._model, parameters=parameters)
+            runtime.journal.note(warm, "ReplicaWarmed", why, model=model, parameters=parameters)
             folder = self._place.run / "replicas" / str(self.replica)
             incarnation, lost = self._identity.incarnation, runtime.journal.lost
-            self._log = StepLog(folder, incarnation, runtime.reporter.commit, lost)
+            self._log = StepLog(folder, incarnation, runtime.reporter.commit, lost, runtime.reporter.log)
         checkpoints, checkpointer = open_checkpoints(
             config,
             self._place.run,
             self._identity.incarnation,
             live_state,
             runtime.ranks,
-            self._assigner.shards,
+            self._shards,
         )
         self._saver = CheckpointSaver(checkpointer, runtime.snapshots, self.rank, runtime.report)
         current = config.state.snapshot == "every_step"
         restore(live_state, runtime.snapshots, runtime.ranks, checkpoints, current, runtime.journal)
-        prefetcher.guess(*self._assigner.assign(live_state.ledger, self.replica))
+        driver.guess(reader, self.replica)
         runtime.snapshots.mark_current(live_state.state)
         step = live_state.state.step
         wanted = missed(config, checkpoints.folder, step, runtime.journal) if self.rank == 0 else 0
         runtime.check_in(live_state.state, wanted)
         if self._leaves:
             runtime.leave()
-        self._conclude_at_end()
-
-    # One step.
-
-    def _saw_loss(self, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, torch.Tensor) and output.dim() == 0:
-            self._losses.append(float(output.detach()))
-
-    def _ready(self, bucket: int, flat: torch.Tensor) -> None:
-        """Take the local gradient of a bucket to the reducer; FSDP2 calls it inside backward."""
-        if self._reducer is not None and self._runtime is not None:
-            loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
-            self._reducer.ready(bucket, flat, loss)
-            self._runtime.moved()
-
-    def _feed(self, prefetcher: Prefetcher[Batch], step: int) -> Iterator[Batch]:
-        """Yield the micro-batches of this replica's next batch."""
-        assert self._runtime is not None
-        assert self._reducer is not None
-        ledger = self._live_state.ledger
-        shard, index = self._assigner.assign(ledger, self.replica)
-        self._feeding = Feeding(step, shard, index)
-        self._losses.clear()
-        self._reducer.open(self._feeding)
-        if self._log is not None:
-            self._log.fed(step, shard, index)
-        after = self._assigner.predict(ledger, self.replica)
-        for micro, batch in enumerate(prefetcher.batches(shard, index, after)):
-            self._micro = micro
-            self._sharded.sync(micro == self._accumulate - 1)
-            if self._log is not None:
-                self._tokens = _tokens(batch) * self.ranks * self._accumulate
-            number = index * self._assigner.shards + shard
-            torch.manual_seed(stream(self.config.train.seed, "batch", number, self.rank, micro))
-            self._runtime.moved()
-            yield move(batch, self.device)
-
-    def _step(self) -> bool:
-        """After backward, carry orders out until the step that was fed is committed or given up.
-
-        Raises:
-            RuntimeError: An order to train another batch came before the verdict on this one.
-        """
-        if self._micro < self._accumulate - 1:
-            return False
-        assert self._feeding is not None
-        if self._groups is not None:
-            self._groups.check()
-        step, began = self._feeding.step, time.monotonic()
-        while True:
-            order = self._mailbox.get()
-            if isinstance(order, RunBatch):
-                raise RuntimeError(f"told to feed step {order.step} while step {step} is open")
-            if isinstance(order, Exit):
-                self._mailbox.put(order)  # for `batches`, which ends the loop
-                return False
-            self._do(order, time.monotonic() - began)
-            if isinstance(order, DropGradient):
-                return False
-            if isinstance(order, ApplyOrder) and order.record.step == step:
-                return self.replica in order.record.contributors
-
-    def _do(self, order: ApplyOrder | DropGradient | LoadOrder | WriteCheckpoint, waited_s: float = 0.0) -> None:
-        """Carry out an order; ``waited_s`` is how long `step` has waited for it."""
-        assert self._runtime is not None
-        match order:
-            case ApplyOrder():
-                self._apply(order, waited_s)
-            case DropGradient():
-                assert self._reducer is not None
-                self._reducer.open(None)
-                self._sharded.clear()
-            case LoadOrder(manifest, packed):
-                self._live_state.load(manifest, packed)
-                self._runtime.snapshots.mark_current(manifest.state)
-                self._conclude_at_end()
-            case WriteCheckpoint(state):
-                assert self._saver is not None
-                self._saver.save(state)
-        self._runtime.moved()
-
-    def _apply(self, order: ApplyOrder, waited_s: float) -> None:
-        """Apply a committed step. Nothing may fail here: an error ends the rank, and with it the replica."""
-        assert self._runtime is not None
-        assert self._reducer is not None
-        record, live_state = order.record, self._live_state
-        self._reducer.open(None)
-        now = time.monotonic()
-        if self._log is not None:  # before it is applied: a replica that serves a state has logged what led to it
-            traffic = self._reducer.traffic
-            waits = exposed(now, waited_s, traffic.ended, traffic.held_up)
-            if live_state.offload is not None:
-                waits["offload"] = live_state.offload.lap()  # of the update before
-            timing = Timing(now - self._since, waits, traffic.bytes_sent, traffic.seconds)
-            tokens = self._tokens * len(record.contributors)
-            mine = self.replica in record.contributors
-            ledger, given_up = record.ledger(live_state.ledger), record.given_up(live_state.ledger)
-            self._log.committed(record, live_state.rate(record), tokens, timing, mine, ledger, given_up)
-            for shard, index in given_up:
-                reason = f"its gradient was not finite in {record.retries} steps (train.poison_retries)"
-                facts = {"step": record.step, "shard": shard, "index": index}
-                self._runtime.journal.event("BatchGivenUp", reason, **facts)
-            if not self._committed:
-                how = "contributes to it" if mine else "was behind"
-                self._runtime.journal.event("FirstStepCommitted", f"this replica {how}", step=record.step)
-                self._committed = True
-        fault_injection.reach("apply-begin", record.step)
-        live_state.apply(record, order.reduced, self._clip, self._accumulate)
-        fault_injection.reach("apply-end", record.step)
-        self._runtime.snapshots.mark_current(record.state_id)
-        self._reducer.give_back(order.reduced)
-        self._since = now
-        self._conclude_at_end()
-
-    def _conclude_at_end(self) -> None:
-        """If the final state is here, serve it, write its digest down, then report that. A collective."""
-        assert self._runtime is not None
-        state = self._live_state.state
-        assert state is not None
-        if state.step < self.config.train.steps:
-            return
-        self._runtime.snapshots.request(state, self.config.timeouts.final_wait_s)
-        digest = self._live_state.digest()
-        if self._log is not None:
-            self._log.final(state, digest, self.built_in, config_hash(self.config))
-        self._runtime.concluded()
-
-
-def _tokens(batch: Any) -> int:
-    """Return the number of tokens in one rank's micro-batch: the elements of its first tensor."""
-    first = batch[0] if isinstance(batch, tuple | list) else batch
-    return int(first.numel()) if isinstance(first, torch.Tensor) else 0
+        driver.begin(Joined(runtime, self._saver, self._log, self.built_in))
 
 
 __all__ = ["Ended", "Job", "Optimizer", "Source"]

@@ -1,15 +1,22 @@
 """How a process becomes one rank of a replica: from torchrun's environment and the files of the run.
 
 `join` chooses the device, starts the state agent of its host, and forms the process group on which FSDP2 shards
-the model. Nothing here talks to the lighthouse: the job is joined in `Job.batches`, when all is warm.
+the model, or takes the one that there is. Nothing here talks to the lighthouse: the job is joined in
+`Job.batches`, when all is warm.
+
+A process that a launcher of ft_hsdp has started for an `entry` is `launched`: it knows its configuration and where
+it hears of its incarnation, and `join` needs no arguments. Elsewhere they may be in the environment.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import os
 import socket
+import time
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,58 +27,122 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ft_hsdp import address, handshake, record_layer, secret
 from ft_hsdp.config import Config, load
+from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.lighthouse_client import parse_urls, urls_of_run
 from ft_hsdp.control.rank_store import RankStore, connect, serve
-from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, RankPlace, backend, begin, choose
 from ft_hsdp.train.job import Job
+from ft_hsdp.train.replay_job import Recorded, ReplayJob
+
+CONFIG_VARIABLE = "FT_HSDP_CONFIG"  # the configuration's file, for `join` without arguments
+REPLICA_VARIABLE = "FT_HSDP_REPLICA"  # the replica's id
+LOOK_S = 0.1  # between two looks for the lighthouse of the run
+
+
+@dataclass(slots=True)
+class Launch:
+    """What a launcher of ft_hsdp knows of the rank that it started in this process."""
+
+    config: Config
+    source: IncarnationSource
+    run: Path  # the run's directory
+    recorded: Recorded | None = None  # the steps that the entry repeats, if this is a replay
+
+
+class RankGroup:
+    """torch's default process group, of the ranks of one replica; there is one in a process."""
+
+    def __init__(self, store: RankStore | None, *, made: bool) -> None:
+        """Note the group.
+
+        Args:
+            store: Its store, to be closed with it; None if it is torch's own.
+            made: Whether it was made here, so that it is destroyed here.
+        """
+        self._store = store
+        self._made = made
+
+    def close(self) -> None:
+        """Destroy the group, unless it was there before, and close its store."""
+        if self._made and dist.is_initialized():
+            dist.destroy_process_group()
+        self._made = False
+        if self._store is not None:
+            self._store.close()
+        _process.joined = False
+
+
+@dataclass(slots=True)
+class _Process:
+    """What this process is."""
+
+    launch: Launch | None = None  # set by `launched`
+    asked: bool = False  # whether `join` was called
+    joined: bool = False  # whether it is a rank now
+
+
+_process = _Process()
+
+
+def launched(launch: Launch) -> None:
+    """Note what `join` takes when it is called without arguments.
+
+    Args:
+        launch: What the launcher knows of this rank.
+    """
+    _process.launch = launch
+
+
+def has_joined() -> bool:
+    """Return whether `join` was called in this process."""
+    return _process.asked
 
 
 def join(
-    config: Config | str | Path,
-    replica: int | IncarnationSource,
+    config: Config | str | Path | None = None,
+    replica: int | IncarnationSource | None = None,
     run: Path | None = None,
     lighthouse: str | None = None,
 ) -> Job:
     """Make this process one rank of a replica.
 
-    Reads the rank, the number of ranks and the address of rank 0 from torchrun's environment. A collective: blocks
-    until all ranks of the replica are there, at most `timeouts.ranks_s`. Also sets torch's number of threads.
+    Takes the rank, the number of ranks and the address of rank 0 from torchrun's environment. If there is a
+    default process group already, it must be of this replica's ranks; it is used, and it stays. Also sets torch's
+    number of threads.
+
+    A collective. Blocks until the run has a lighthouse, at most `timeouts.reach_s`, and then until all ranks of
+    the replica are there, at most `timeouts.ranks_s`.
 
     Args:
-        config: The job's configuration, or its file; the same for all replicas.
-        replica: The replica's id, from 0. ft_hsdp's own launcher passes the source from which a spare hears of it.
+        config: The job's configuration, or its file; the same for all replicas. None: what the launcher knows, if
+            the job has an `entry`, else the file that `FT_HSDP_CONFIG` names.
+        replica: The replica's id, from 0. None: what the launcher knows, else `FT_HSDP_REPLICA`. ft_hsdp's own
+            launcher passes the source from which a spare hears of it.
         run: The run's directory; None takes the one that the configuration names.
         lighthouse: The lighthouse's URL, or several with commas between; None reads them from the run's directory.
 
     Returns:
-        The rank's part in the job. It joins the job with the first batch.
+        The rank's part in the job. It joins the job with the first batch. `Job.config` is the configuration.
 
     Raises:
-        ConfigError: The configuration cannot be used, or the run does not exist.
+        ConfigError: The configuration cannot be used, this process is a rank already, or the default process group
+            is of other ranks.
+        LighthouseUnreachable: The run has no lighthouse in time.
         Retryable: The other ranks of the replica did not come in time, or rank 0 cannot listen.
     """
-    if not isinstance(config, Config):
-        config = load(Path(config))
-    source = FromEnvironment(replica) if isinstance(replica, int) else replica
-    if isinstance(replica, int) and not 0 <= replica < config.slots:
-        raise ConfigError(
-            "replica", replica, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
-        )
-    run = run or Path(config.job.runs_dir) / config.job.name
+    if _process.joined or (_process.launch is not None and _process.asked):
+        raise ConfigError("ft_hsdp.join", "a second call", "one: this process is a rank of its replica already")
+    given = _given(config, replica, run)
+    config, source = given.config, given.source
+    if given.recorded is not None:
+        return _repeat(config, given.run, given.recorded)
+    run = given.run.absolute()
     file = run / "lighthouse.json"
-    allowed = "the directory of a run with a lighthouse"
-    try:
-        urls = parse_urls(lighthouse) if lighthouse else urls_of_run(json.loads(file.read_text()))
-        token = os.environ.get(TOKEN_VARIABLE) or secret.current(run / "token")
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError("run", str(run), f"{allowed} ({error})") from error
-    if not urls:
-        raise ConfigError("run", str(run), f"{allowed} (lighthouse.json names none)")
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if ranks != config.ranks_per_replica:
-        raise ConfigError("WORLD_SIZE", ranks, f"ranks_per_replica, which is {config.ranks_per_replica}")
+    urls = parse_urls(lighthouse) if lighthouse else _find_lighthouse(file, config.timeouts.reach_s)
+    token = os.environ.get(TOKEN_VARIABLE) or _token(run)
+    rank, ranks = _own_rank(config)
     record_layer.use(config.network.tls)
     handshake.use(config.timeouts.hello_s)
     device = choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
@@ -82,9 +153,115 @@ def join(
     place = RankPlace(rank, ranks, run, urls, token, host, first, None if lighthouse else file, parent)
     assigned = source.poll()
     identity = None if assigned is None else begin(config, place, assigned)  # the state agent starts meanwhile
-    incarnation = "" if identity is None else identity.incarnation
-    store = _connect_ranks(rank, ranks, incarnation, backend(device), config, token)
-    return Job(config, place, source, identity, device, store)
+    if dist.is_initialized():
+        group = RankGroup(None, made=False)
+    else:
+        incarnation = "" if identity is None else identity.incarnation
+        store = _connect_ranks(rank, ranks, incarnation, backend(device), config, token)
+        group = RankGroup(store, made=True)
+    _process.asked = _process.joined = True
+    return Job(config, place, source, identity, device, group.close)
+
+
+def _repeat(config: Config, run: Path, recorded: Recorded) -> ReplayJob:
+    """Return the job of a rank that repeats recorded steps: it has no lighthouse, and the other ranks alone."""
+    rank, ranks = _own_rank(config)
+    device = choose(config.train.device, rank)
+    torch.set_num_threads(config.train.threads)
+    token = os.environ[TOKEN_VARIABLE]
+    place = RankPlace(rank, ranks, run, (), token, os.environ["MASTER_ADDR"], starts_agent=False)
+    group = RankGroup(_connect_ranks(rank, ranks, "replay", backend(device), config, token), made=True)
+    _process.asked = _process.joined = True
+    return ReplayJob(config, place, device, recorded, group.close)
+
+
+def _given(
+    config: Config | str | Path | None, replica: int | IncarnationSource | None, run: Path | None
+) -> Launch:
+    """Return what `join` was given, by the launcher, as arguments, or in the environment.
+
+    Raises:
+        ConfigError: It was given nothing, or twice, or it cannot be used.
+    """
+    launch = _process.launch
+    if launch is not None:
+        given = {"config": config, "replica": replica, "run": run}
+        for name, value in given.items():
+            if value is not None:
+                allowed = "no argument, as the launcher of this job's entry has given it"
+                raise ConfigError(f"ft_hsdp.join({name})", value, allowed)
+        return launch
+    config = os.environ.get(CONFIG_VARIABLE) if config is None else config
+    if config is None:
+        how = f"a configuration: as an argument, in {CONFIG_VARIABLE}, or this script as `entry` of one"
+        raise ConfigError("ft_hsdp.join(config)", None, how)
+    config = stamped(config if isinstance(config, Config) else load(Path(config)))
+    ids = f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
+    if replica is None:
+        text = os.environ.get(REPLICA_VARIABLE)
+        if text is None or not text.isdecimal():
+            allowed = f"{ids}, as an argument or in {REPLICA_VARIABLE}"
+            raise ConfigError("ft_hsdp.join(replica)", text, allowed)
+        replica = int(text)
+    if isinstance(replica, int) and not 0 <= replica < config.slots:
+        raise ConfigError("replica", replica, ids)
+    source = FromEnvironment(replica) if isinstance(replica, int) else replica
+    return Launch(config, source, run or Path(config.job.runs_dir) / config.job.name)
+
+
+def _find_lighthouse(file: Path, reach_s: float) -> tuple[str, ...]:
+    """Return the addresses of the lighthouses in a run's lighthouse.json; wait until one has written it.
+
+    A rank that torchrun started again waits without a limit, as later for the lighthouse's answers.
+
+    Raises:
+        LighthouseUnreachable: There is no such file within ``reach_s``.
+    """
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    until = math.inf if again else time.monotonic() + reach_s
+    while True:
+        try:
+            urls = urls_of_run(json.loads(file.read_text()))
+        except (OSError, ValueError):
+            urls = ()
+        if urls and (file.parent / "token").exists():
+            return urls
+        if time.monotonic() > until:
+            how = "start `ft-hsdp lighthouse` with the same configuration first"
+            raise LighthouseUnreachable(f"the run has no lighthouse within {reach_s:g} s: no {file}; {how}")
+        time.sleep(LOOK_S)
+
+
+def _token(run: Path) -> str:
+    """Return the job's token from the run's directory.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        return secret.current(run / "token")
+    except (OSError, ValueError) as error:
+        raise ConfigError("run", str(run), f"the directory of a run with a lighthouse ({error})") from error
+
+
+def _own_rank(config: Config) -> tuple[int, int]:
+    """Return this process's rank in its replica, and the number of ranks there.
+
+    Raises:
+        ConfigError: There are other ranks than a replica's, or no launcher has started this process.
+    """
+    if dist.is_initialized():
+        rank, ranks, key = dist.get_rank(), dist.get_world_size(), "the default process group's size"
+    else:
+        missing = next((name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ), None)
+        if missing is not None:
+            raise ConfigError(missing, None, "a process that torchrun, or a launcher of ft_hsdp, has started")
+        rank, ranks, key = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "WORLD_SIZE"
+    if ranks != config.ranks_per_replica:
+        raise ConfigError(
+            key, ranks, f"ranks_per_replica, which is {config.ranks_per_replica}: one replica's ranks"
+        )
+    return rank, ranks
 
 
 def _connect_ranks(
@@ -118,7 +295,7 @@ def _connect_ranks(
         store = ours = connect(rank, token, host, port, config.timeouts.ranks_s)
     prefixed = dist.PrefixStore(incarnation, store)
     dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=meeting)
-    later_s = max(2 * config.ftar.timeout_s, config.timeouts.ranks_s)
+    later_s = max(2 * config.ftar.timeout_s, config.timeouts.ranks_s, config.timeouts.pause_s)
     _set_pg_timeout(timedelta(seconds=later_s), dist.group.WORLD)
     return ours
 
@@ -159,4 +336,4 @@ def _interface(host: str) -> str | None:
     return None
 
 
-__all__ = ["join"]
+__all__ = ["Launch", "RankGroup", "has_joined", "join", "launched"]

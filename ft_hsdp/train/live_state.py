@@ -1,4 +1,4 @@
-"""The live state of one rank: parameters, optimizer tensors, hyper-parameters and ledger.
+"""The live state of one rank: parameters, optimizer tensors, hyper-parameters, the user's own state, and ledger.
 
 `LiveState` is the only place that changes them. They move together from one committed state to the next: `apply`
 adds a committed step, `load` swaps a fetched shard in, `resumed` follows a load from a checkpoint. Snapshots are
@@ -15,7 +15,7 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,8 +33,9 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer.shard_manifest import Layout, RunningChecksums, ShardManifest
-from ft_hsdp.train.fsdp import Sharded
-from ft_hsdp.train.optimizer import Groups, finish, tensors
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
+from ft_hsdp.train.loop.user_state import UserState, Values
+from ft_hsdp.train.optimizer.groups import Groups, finish
 
 PIECE = 256 << 10  # bytes that are copied and hashed together, so that they are in the CPU's cache the second time
 
@@ -99,37 +100,54 @@ class LiveState:
     """The committed state that this rank holds."""
 
     def __init__(
-        self, sharded: Sharded, groups: Groups, ledger: Ledger, rank: int, ranks: int, offload: bool = False
+        self, model: AdoptedModel, groups: Groups, ledger: Ledger, rank: int, ranks: int, offload: bool = False
     ) -> None:
         """Take over a model and its optimizer.
 
         Args:
-            sharded: The model under FSDP2.
-            groups: The optimizer's parameter groups; its state exists.
+            model: The model; its trainable parameters are part of the state.
+            groups: The optimizers' parameter groups; their state exists.
             ledger: The batches that are inside the state.
             rank: This rank.
             ranks: How many ranks the replica has.
             offload: Whether the optimizer's tensors are in host memory between updates.
         """
-        self._sharded = sharded
+        self._model = model
         self._groups = groups
         self._rank = rank
         self._ranks = ranks
-        names = {id(p): n for n, p in sharded.params.items()}
-        self._optim = tensors(groups.optimizer, names)
-        self.layout = Layout.of(sharded.params, self._optim)
+        names = {id(p): n for n, p in model.params.items()}
+        self._optim = groups.tensors(names)
+        self.layout = Layout.of(model.params, self._optim)
         self.offload = Offload(list(self._optim.values())) if offload else None
         kept = self.offload.host if self.offload is not None else list(self._optim.values())
-        self._live: list[torch.Tensor] = [*sharded.params.values(), *kept]
+        self._live: list[torch.Tensor] = [*model.params.values(), *kept]
+        self._user = UserState()
         self.ledger = ledger
         self.state: StateId | None = None  # its name; set before check-in
         self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
         self._lock = threading.Lock()  # held by what changes or copies the state
 
     @property
+    def gradient_buckets(self) -> int:
+        """How many of the reduced buckets, the first ones, are gradients."""
+        return self._model.gradients
+
+    @property
     def params(self) -> Mapping[str, torch.Tensor]:
         """The parameters, by name."""
-        return self._sharded.params
+        return self._model.params
+
+    def hold(self, user: UserState) -> None:
+        """Take the user's own state in; before the layout is used."""
+        self._user = user
+        self.layout = Layout.of(self.params, self._optim, user.tensors)
+        self._live += user.tensors.values()
+
+    @property
+    def user(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of the user's own state, by name."""
+        return self._user.tensors
 
     @property
     def optim(self) -> Mapping[str, torch.Tensor]:
@@ -149,15 +167,35 @@ class LiveState:
             self.offload.leave()
 
     def weights_digest(self) -> str:
-        """Return the xxh3-128 of this rank's packed shard, in hex."""
+        """Return the xxh3-128 of this rank's packed shard and of the user's JSON values, in hex."""
         packed = np.empty(self.layout.nbytes, dtype=np.uint8)
         pack(self.layout, self._live, torch.from_numpy(packed))
-        return xxhash.xxh3_128_hexdigest(packed.data)
+        hashed = xxhash.xxh3_128(packed.data)
+        hashed.update(self._user.encoded)
+        return hashed.hexdigest()
+
+    def frozen_digest(self) -> str:
+        """Return the xxh3-128 of what this rank holds of the model beside the state, in hex; "": nothing.
+
+        That are frozen parameters and the buffers that a state dict has. Training changes none of them, and all
+        replicas need the same.
+        """
+        frozen, hashed = self._model.frozen(), xxhash.xxh3_128()
+        for name, tensor in sorted(frozen.items()):
+            shard = local(tensor)
+            hashed.update(state_id.canonical([name, str(shard.dtype), list(shard.shape)]).encode())
+            array: Any = as_bytes(shard).cpu().numpy()
+            hashed.update(array.data)
+        return hashed.hexdigest() if frozen else ""
 
     def apply(
-        self, record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | None, accumulate: int
+        self,
+        record: CommitRecord,
+        reduced: Sequence[torch.Tensor],
+        clip: float | None,
+        then: Callable[[], None] = lambda: None,
     ) -> None:
-        """Apply a committed step; of one that is skipped, the ledger and the name only. On the main thread.
+        """Apply a committed step; of one without an update, the ledger and the name only. On the main thread.
 
         Blocks while a snapshot is copied.
 
@@ -165,21 +203,27 @@ class LiveState:
             record: The commit; every replica applies the same one.
             reduced: Sums over the contributors, one flat fp32 shard for each bucket; changed in place.
             clip: Largest norm of the gradient; None does not clip.
-            accumulate: Micro-batches whose gradients were added up.
+            then: Called when the weights are updated, before the state has its name: the user's callbacks.
 
         Raises:
+            ConfigError: A learning rate scheduler cannot go on.
             RuntimeError: The record does not build on the state that is held.
+            CallbackFailed: The user's own state cannot be read.
         """
         with self._lock:
             if self.state is None or record.prev != self.state.lineage:
                 raise RuntimeError(f"record of step {record.step} does not build on {self.state}")
-            if not record.skipped:
-                finish(record, reduced, clip, accumulate)
-                self._sharded.assign(reduced)
+            if record.updates:
+                finish(record, reduced, clip, self._ranks)
+                self._model.assign(reduced)
                 with self.here():
                     self._groups.step(record)
+            self._groups.advance(record)
             fault_injection.reach("apply-middle", record.step)
-            self._sharded.clear()
+            self._model.clear()
+            then()
+            self._user.refresh()
+            self._renew()
             self.ledger = record.ledger(self.ledger)
             self.state = record.state_id
             if fault_injection.hit("state-flip", record.step):
@@ -197,7 +241,8 @@ class LiveState:
             packed: Its bytes, uint8 [layout.nbytes].
 
         Raises:
-            ValueError: The hyper-parameters are of another optimizer.
+            ConfigError: The hyper-parameters are of other optimizers.
+            CallbackFailed: The user's own state cannot be loaded.
         """
         with self._lock:
             self._groups.adopt(manifest.hyper)
@@ -205,16 +250,31 @@ class LiveState:
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
                 buffer = torch.from_numpy(packed)
             unpack(self.layout, buffer, self._live)
-            self._become(manifest.state, manifest.ledger)
+            self._become(manifest.state, manifest.ledger, manifest.user)
 
-    def resumed(self, state: StateId, ledger: Ledger, hyper: Sequence[dict[str, Any]]) -> None:
-        """Note that the live tensors were filled with ``state``, from a checkpoint."""
+    def resumed(
+        self, state: StateId, ledger: Ledger, hyper: Sequence[dict[str, Any]], user: Values | None = None
+    ) -> None:
+        """Note that the live tensors were filled with ``state``, from a checkpoint.
+
+        Raises:
+            ConfigError: The hyper-parameters are of other optimizers.
+            CallbackFailed: The user's own state cannot be loaded.
+        """
         with self._lock:
             self._groups.adopt(hyper)
-            self._become(state, ledger)
+            self._become(state, ledger, user or {})
 
-    def _become(self, state: StateId, ledger: Ledger) -> None:
-        self._sharded.clear()
+    def _renew(self) -> None:
+        """Take the tensors that the user's functions have returned last: they need not be the same objects."""
+        tensors = self._user.tensors
+        if tensors:
+            self._live[-len(tensors) :] = tensors.values()
+
+    def _become(self, state: StateId, ledger: Ledger, user: Values) -> None:
+        self._user.load(user)
+        self._renew()
+        self._model.clear()
         self.ledger = ledger
         self.state = state
 
@@ -247,9 +307,9 @@ class LiveState:
                 ledger.cursors,
                 self._groups.hyper(),
                 ledger.holes,
-                ledger.takers,
                 sums,
                 ledger.spoilt,
+                dict(self._user.values),
             )
 
     def slice_digest(self, lineage_held: str) -> str:
@@ -274,20 +334,28 @@ class LiveState:
         recorded, then = self._recorded
         if recorded == lineage_held and then != digest:
             where = f"slice {state_id.slice_number(state.step)} of {state}"
-            raise DataCorruption(f"{where} changed in this rank's memory after the step was applied")
+            tensors = [self.layout.tensors[index] for index, _, _ in self._pieces(state)]
+            names = [tensor.name for tensor in tensors if tensor.kind == "user"]
+            users = f"; state of job.register_state may change in job.on_commit alone: {names[0]}" if names else ""
+            raise DataCorruption(f"{where} changed in this rank's memory after the step was applied{users}")
         return digest
+
+    def _pieces(self, state: StateId) -> tuple[tuple[int, int, int], ...]:
+        return within(self.layout, *state_id.slice_bounds(self.layout.nbytes, state.step))
 
     def _slice(self, state: StateId) -> str:
         hashed = xxhash.xxh3_128()
-        for index, start, stop in within(self.layout, *state_id.slice_bounds(self.layout.nbytes, state.step)):
+        for index, start, stop in self._pieces(state):
             piece: Any = as_bytes(local(self._live[index]))[start:stop].cpu().numpy()
             hashed.update(piece.data)
+        hashed.update(self._user.encoded)
         return hashed.hexdigest()
 
     def digest(self) -> str:
         """Return the digest of the whole state. A collective of all ranks of the replica."""
         with self.here():
-            return state_digest(self._sharded.params, self._optim, self._groups.hyper())
+            values = self._user.values
+            return state_digest(self._model.params, self._optim, self._groups.hyper(), self.user, values)
 
 
 def within(layout: Layout, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
@@ -355,15 +423,20 @@ def unpack(layout: Layout, buffer: torch.Tensor, targets: Sequence[torch.Tensor]
 
 
 def state_digest(
-    params: Mapping[str, torch.Tensor], optim: Mapping[str, torch.Tensor], hyper: Sequence[dict[str, Any]]
+    params: Mapping[str, torch.Tensor],
+    optim: Mapping[str, torch.Tensor],
+    hyper: Sequence[dict[str, Any]],
+    user: Mapping[str, torch.Tensor] | None = None,
+    values: Values | None = None,
 ) -> str:
     """Return the blake3 of a state in hex, independent of its sharding; a collective if there are DTensors.
 
     Over the sorted names of (name, dtype, global shape, blake3 of the full row-major bytes) of parameters,
-    then of optimizer tensors, then canonical JSON of the hyper-parameters before lr_scale.
+    then of optimizer tensors and of those of the user, then canonical JSON of the hyper-parameters before lr_scale
+    and of the user's values, if there are any.
     """
     total = blake3.blake3()
-    for named in (params, optim):
+    for named in (params, optim, user or {}):
         for name in sorted(named):
             tensor = named[name]
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -372,4 +445,6 @@ def state_digest(
             dtype = str(full.dtype).removeprefix("torch.")
             total.update(state_id.canonical([name, dtype, list(full.shape), content]).encode())
     total.update(state_id.canonical(hyper).encode())
+    if values:
+        total.update(state_id.canonical(values).encode())
     return total.hexdigest()

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ft_hsdp.train.data import stream
+from ft_hsdp.train.data.batches import IGNORED
+from ft_hsdp.train.data.randomness import stream
 
 if TYPE_CHECKING:
     from ft_hsdp.config import ModelConfig
@@ -96,9 +97,13 @@ class Transformer(nn.Module):
         return out
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the mean cross-entropy in nats, a scalar, of (inputs, targets), int64 [batch, seq] each."""
+        """Return the mean cross-entropy in nats, a scalar, of (inputs, targets), int64 [batch, seq] each.
+
+        It is the mean over the targets that are not `IGNORED`; NaN if there is none.
+        """
         inputs, targets = batch
-        return functional.cross_entropy(self.logits(inputs).flatten(0, 1).float(), targets.flatten())
+        logits = self.logits(inputs).flatten(0, 1).float()
+        return functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED)
 
     @torch.no_grad()
     def reset(self, seed: int) -> None:

@@ -55,7 +55,15 @@ class LoadOrder:
     packed: Bytes  # uint8
 
 
-Order = effects.RunBatch | effects.DropGradient | effects.WriteCheckpoint | effects.Exit | ApplyOrder | LoadOrder
+Order = (
+    effects.RunBatch
+    | effects.Reduce
+    | effects.DropGradient
+    | effects.WriteCheckpoint
+    | effects.Exit
+    | ApplyOrder
+    | LoadOrder
+)
 """What the main thread may have to do."""
 
 
@@ -72,6 +80,11 @@ class Mailbox:
         with self._arrived:
             self._orders.append(order)
             self._arrived.notify()
+
+    def put_back(self, order: Order) -> None:
+        """Make an order that `get` returned the next one again; does not block."""
+        with self._arrived:
+            self._orders.appendleft(order)
 
     def get(self) -> Order:
         """Return the next order; blocks until there is one.
@@ -151,6 +164,8 @@ class OrderHandler:
                 self._report(RankStopped(self._rank, epoch))
             case effects.Reduce():
                 self._reducer.begin(order)
+                if order.role == "contribute":
+                    self._mailbox.put(order)  # it may ask for more than is trained
             case Settled(state, everywhere):
                 self._snapshots.mark_settled(state, everywhere)
             case effects.Commit(record):
@@ -180,7 +195,7 @@ class OrderHandler:
     def _configure(self, grant: Grant) -> None:
         """Form the ring of ``grant``; if this rank may be a donor, have the base ready for those behind."""
         mine = next(m for m in grant.members if m.replica == self._replica)
-        if mine.role == "contribute" and any(m.role == "behind" for m in grant.members):
+        if mine.holds_base and any(m.role == "behind" for m in grant.members):
             self._snapshots.request(grant.base, self._fetching.deadline_s)
         else:
             self._snapshots.release()

@@ -34,7 +34,6 @@ from ft_hsdp import fault_injection, protocol, tls
 from ft_hsdp.config import Config, agreed, config_hash
 from ft_hsdp.control import exit_watch
 from ft_hsdp.control import leader as control
-from ft_hsdp.control.exit_watch import process_space
 from ft_hsdp.control.leader import Leader, LeaderSettings
 from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
 from ft_hsdp.control.rank_channel import RankHub, RankLine
@@ -73,6 +72,7 @@ from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.identity import RankIdentity, RankPlace, numerics
 from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.snapshots import AgentHome, SnapshotWriter
 
@@ -90,6 +90,7 @@ class ReplicaFacts:
     port: int  # of the leader, on rank 0's host
     weights: tuple[str, ...]  # digests of the initial shards
     layouts: tuple[str, ...]  # digests of the layouts
+    frozen: tuple[str, ...]  # digests of what training does not change; "" where there is nothing
     pids: tuple[int, ...] = ()  # of all ranks, if they share one machine
 
 
@@ -102,6 +103,7 @@ def ring_settings(config: Config) -> RingSettings:
         ftar.chunks,
         ftar.connections,
         timeout_s=ftar.timeout_s,
+        pause_s=timeouts.pause_s,
         connect_timeout_s=timeouts.connect_s,
         beat_s=timeouts.beat_s,
         silence_s=timeouts.silence_s,
@@ -165,6 +167,7 @@ class RankRuntime:
         self._ending = False  # from now on connections may close
         self._started = False  # `start` is done
         self._progress = 0  # what the main thread has got done: see `moved`
+        self.pauses = Pauses()  # of the main thread
         self._arena = Arena()
         self._plane = device_plane(device, self._arena, ring_settings(config), max(sizes))
         self._loop = asyncio.new_event_loop()
@@ -189,10 +192,11 @@ class RankRuntime:
 
         port = self._call(self._listen()) if place.rank == 0 else 0
         self.ranks = ReplicaGroup(config.timeouts.ranks_s)
-        mine = [port, live_state.weights_digest(), live_state.layout.fingerprint, os.getpid(), process_space()]
+        digests = live_state.weights_digest(), live_state.layout.fingerprint, live_state.frozen_digest()
+        mine = [port, *digests, os.getpid(), exit_watch.process_space()]
         gathered = [json.loads(each) for each in self.ranks.gather(json.dumps(mine).encode())]
-        ports, weights, layouts, pids, spaces = zip(*gathered, strict=True)
-        self.facts = ReplicaFacts(ports[0], weights, layouts, pids if len(set(spaces)) == 1 else ())
+        ports, weights, layouts, frozen, pids, spaces = zip(*gathered, strict=True)
+        self.facts = ReplicaFacts(ports[0], weights, layouts, frozen, pids if len(set(spaces)) == 1 else ())
         self.ranks.wait_for(config.timeouts.load_s)
 
     async def _listen(self) -> int:
@@ -325,6 +329,7 @@ class RankRuntime:
         if self._journal is not None:
             self._journal.event("RankEnded", reason, code=code)
         with contextlib.suppress(OSError):
+            sys.stderr.write(f"{reason}\n")  # the last line of its log is what the supervisor tells
             sys.stderr.flush()
         os._exit(code)
 
@@ -362,7 +367,7 @@ class RankRuntime:
 
     def _beat(self) -> RankBeat:
         """Return this rank's sign of life for the lighthouse."""
-        return RankBeat(self._place.rank, os.getpid(), socket.gethostname(), self._progress)
+        return RankBeat(self._place.rank, os.getpid(), socket.gethostname(), self._progress, self.pauses.what)
 
     # The control loop: what the ring reports.
 
@@ -393,12 +398,11 @@ class RankRuntime:
         if isinstance(error, ConnectionError) or self._ending:
             return
         if isinstance(error, LocalResourceError):
-            sys.stderr.write(f"{error}\n")
             self.end(str(error), error.exit_code)
-        sys.stderr.write(f"control loop: {context.get('message')}\n")
         if error is not None:
             traceback.print_exception(error)
-        self.end("the control loop failed", error.exit_code if isinstance(error, FTARError) else EXIT_RETRYABLE)
+        why = f"the control loop failed: {context.get('message')}" + (f": {error}" if error is not None else "")
+        self.end(why, error.exit_code if isinstance(error, FTARError) else EXIT_RETRYABLE)
 
     def _snapshots_failed(self, error: BaseException) -> None:
         """Take an error of the snapshots' thread to the loop."""
@@ -432,8 +436,8 @@ class RankRuntime:
             self._line.send(alive)
 
     def main_progress(self) -> int | None:
-        """Return how far the main thread has come; None while it waits for an order."""
-        return None if self._mailbox.waited_for else self._progress
+        """Return how far the main thread has come; None while it waits for an order, or pauses."""
+        return None if self._mailbox.waited_for or self.pauses.left_s() else self._progress
 
     # The control loop: start, check-in and end.
 
@@ -450,6 +454,7 @@ class RankRuntime:
             GroupEvents(self._ring_connected, self._ring_broken, self._grant_shown, self._token_came),
             self._plane,
             self._arena,
+            self.pauses.left_s,
         )
         self._ring_address = group.listen(own_address(config.network.host, place.lighthouses[0]))
         self.reducer = Reducer(
@@ -460,6 +465,7 @@ class RankRuntime:
             self.send_vote,
             self._device,
             self._slice_digest,
+            self._live_state.gradient_buckets,
         )
         self._orders = OrderHandler(
             identity.replica,
@@ -508,6 +514,7 @@ class RankRuntime:
             state_id.digest(self.facts.layouts),
             numerics(self._device),
             agreed(config),
+            state_id.digest(self.facts.frozen) if any(self.facts.frozen) else "",
         )
         return Leader(
             control.initial(identity.replica, identity.incarnation, train.steps, state, policy, wanted),
@@ -557,10 +564,9 @@ class RankRuntime:
             self._leader.close()
         if self._client is not None:
             await self._client.close()
-        if self._line is not None:
-            self._line.close()
-        if self._hub is not None:
-            self._hub.close()
+        for link in (self._line, self._hub):
+            if link is not None:
+                link.close()
         await asyncio.sleep(0)
         tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         _, pending = await asyncio.wait(tasks, timeout=1.0) if tasks else ((), ())

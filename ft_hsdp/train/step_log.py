@@ -1,4 +1,4 @@
-"""The files of one replica in the run's directory: batches fed, steps committed, the final state."""
+"""The files of one replica in the run's directory: units fed, steps committed, values logged, the final state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ft_hsdp.core.commit import CommitRecord
-from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.ledger import Ledger, Run
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import LineWriter, Lost, replace_json, reserve
 
@@ -44,7 +44,7 @@ def exposed(now: float, waited: float, reduced: float, held_up: float) -> dict[s
 
 
 class StepLog:
-    """Writes fed.jsonl, commits.jsonl and final.json; on rank 0.
+    """Writes fed.jsonl, commits.jsonl, logged.jsonl and final.json; on rank 0.
 
     A disk that takes no line costs that line, and never a step.
     """
@@ -55,6 +55,7 @@ class StepLog:
         incarnation: str,
         tee: Callable[[Mapping[str, object]], None] | None = None,
         lost: Callable[[Lost], None] | None = None,
+        tee_logged: Callable[[Mapping[str, object]], None] | None = None,
     ) -> None:
         """Open the files.
 
@@ -63,20 +64,23 @@ class StepLog:
             incarnation: Its name; stands in each row.
             tee: Takes the row of each commit.
             lost: Takes what a disk did not take, later.
+            tee_logged: Takes each row of logged values.
         """
         self._incarnation = incarnation
         self._tee = tee
+        self._tee_logged = tee_logged
         self._lost = lost
         self._fed = LineWriter(folder / "fed.jsonl", lost)
         self._commits = LineWriter(folder / "commits.jsonl", lost)
+        self._folder = folder
+        self._logged: LineWriter | None = None  # made by the first row
         self._final = folder / "final.json"
         reserve(self._final)
 
-    def fed(self, step: int, shard: int, index: int) -> None:
-        """Note that a batch is about to be fed to the model."""
-        self._fed.write(
-            {"t": time.time(), "step": step, "shard": shard, "index": index, "incarnation": self._incarnation}
-        )
+    def fed(self, step: int, shard: int, index: int, units: int) -> None:
+        """Note that a micro-batch is about to be fed to the model: ``units`` units from ``index`` on."""
+        where = {"step": step, "shard": shard, "index": index, "units": units}
+        self._fed.write({"t": time.time(), **where, "incarnation": self._incarnation})
 
     def committed(
         self,
@@ -86,7 +90,7 @@ class StepLog:
         timing: Timing,
         contributed: bool,
         ledger: Ledger,
-        given_up: Sequence[tuple[int, int]] = (),
+        given_up: Sequence[Run] = (),
     ) -> None:
         """Note that a step is committed, before it is applied here.
 
@@ -97,7 +101,7 @@ class StepLog:
             timing: Of this replica.
             contributed: Whether this replica's gradient is in it.
             ledger: The one after the step.
-            given_up: (shard, index) of batches that the step has spent although no replica has trained them.
+            given_up: Units that the step has spent although no replica has trained them.
         """
         state = record.state_id
         row = {
@@ -122,6 +126,8 @@ class StepLog:
             "lr_scale": record.lr_scale,
             "norm": record.norm,
             "total": record.total,
+            "units": record.units,
+            "units_wanted": record.wanted,
             "chunk_bytes": record.chunk_bytes,
             "step_s": timing.step_s,
             "waits": timing.waits,
@@ -129,11 +135,27 @@ class StepLog:
             "ftar_s": timing.ftar_s,
             "tokens": tokens,
             "incarnation": self._incarnation,
-            "role": "contribute" if contributed else "behind",
+            "role": "contribute" if contributed else "behind",  # also of one that stands by: it adds nothing
         }
         self._commits.write(row)
         if self._tee is not None:
             self._tee(row)
+
+    def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+        """Note values that the training loop logs.
+
+        Args:
+            step: That they are of.
+            epoch: In which the newest step was committed: tells values of a step that is rolled back later.
+            values: By name.
+        """
+        where = {"step": step, "epoch": epoch}
+        row = {"t": time.time(), **where, "values": dict(values), "incarnation": self._incarnation}
+        if self._logged is None:
+            self._logged = LineWriter(self._folder / "logged.jsonl", self._lost)
+        self._logged.write(row)
+        if self._tee_logged is not None:
+            self._tee_logged(row)
 
     def final(self, state: StateId, digest: str, built_in: bool, config: str) -> None:
         """Note the final state.
@@ -158,3 +180,5 @@ class StepLog:
         """Close the files; lines that were lost until now are reported."""
         self._fed.close()
         self._commits.close()
+        if self._logged is not None:
+            self._logged.close()

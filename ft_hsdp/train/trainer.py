@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import signal
 import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp.config import Config
-from ft_hsdp.core.ledger import BatchAssigner
-from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, FtHsdpError
-from ft_hsdp.train.data import Batches, move
-from ft_hsdp.train.fsdp import FP32
+from ft_hsdp.errors import EXIT_OK, FtHsdpError
+from ft_hsdp.train.data.batches import IGNORED, Batches
+from ft_hsdp.train.data.prefetch import move
+from ft_hsdp.train.fsdp.adopted_model import FP32
 from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.join import join
 from ft_hsdp.train.model import ModelArgs, Transformer
@@ -31,10 +31,16 @@ def dataset(config: Config) -> Batches:
         t.seq_len,
         t.micro_batch,
         t.seed,
-        BatchAssigner(config.data.assignment, config.slots).shards,
+        config.data_shards,
         ranks=config.ranks_per_replica,
         accumulate=t.accumulate,
+        ignore_first=config.data.weight == "tokens",
     )
+
+
+def weight(config: Config, batch: tuple[Tensor, Tensor]) -> int:
+    """Return the weight of one rank's micro-batch: 1, or the number of its targets that count."""
+    return int((batch[1] != IGNORED).sum()) if config.data.weight == "tokens" else 1
 
 
 def build(config: Config) -> Transformer:
@@ -72,12 +78,8 @@ def factor(config: Config, step: int) -> float:
             return c.min_ratio + (1.0 - c.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def train(config: Config, replica: int | IncarnationSource, run: Path) -> int:
-    """Train until the job ends, or until SIGTERM: then the replica leaves at the next commit.
-
-    Returns:
-        The exit code.
-    """
+def train(config: Config, replica: int | IncarnationSource, run: Path) -> None:
+    """Train until the job ends, or until SIGTERM: then the replica leaves at the next commit (`Job.batches`)."""
     data = dataset(config)
     job = join(config, replica, run)
     job.built_in = True
@@ -86,23 +88,18 @@ def train(config: Config, replica: int | IncarnationSource, run: Path) -> int:
     optim = job.optimizer(optimizer, lambda step: factor(config, step))
     optim.clip = config.optim.clip
     job.warm_up(lambda: model(move(data.batch(0, 0, job.rank), job.device)).backward())
-    told: list[int] = []
-
-    def leave(number: int, _: object) -> None:
-        told.append(number)
-        job.leave()
-
-    signal.signal(signal.SIGTERM, leave)  # until now SIGTERM ends this process at once: it is no member
     for batch in job.batches(data, config.train.accumulate):
+        if config.data.weight == "tokens":
+            job.weigh(weight(config, batch))
         model(batch).backward()
         optim.step()
-    return EXIT_LEFT if told and not job.over else EXIT_OK
 
 
 def main(config: Config, replica: int | IncarnationSource, run: Path) -> int:
     """Run one rank, of a replica that is known or will be assigned; return the exit code."""
     try:
-        return train(config, replica, run)
+        train(config, replica, run)
+        return EXIT_OK
     except FtHsdpError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -18,12 +18,18 @@ export const CHARTS = [
   { name: "gbps", label: "FTAR", value: rate, tick: rate, floor: 0, about: "bytes that one rank sends in all-reduces, for each second in which they are under way" },
   { name: "loss", label: "Loss", value: (v) => (v ?? NaN).toFixed(4), tick: (v) => short(v, 3), floor: null, about: "mean loss of a step; the axis does not begin at 0" },
   { name: "healthy", label: "Healthy replicas", value: (v) => `${v}`, tick: (v) => (Number.isInteger(v) ? `${v}` : ""), floor: 0, step: true, about: "replicas that contributed to a step" },
+  { name: "units", label: "Units", value: (v) => `${v}`, tick: (v) => (Number.isInteger(v) ? `${v}` : ""), floor: 0, step: true, about: "micro-batches of one rank in a step; the axis ends at a step to which all replicas contribute" },
 ];
+
+/** A strip for each value that the training loop logs. */
+const loggedCharts = (names) =>
+  names.map((name) => ({ name, logged: true, color: "loss", label: name, value: (v) => short(v, 5), tick: (v) => short(v, 3), floor: null, about: "logged by the training loop; the axis does not begin at 0" }));
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function reach(chart, low, high, total) {
-  if (chart.name === "healthy") return [0, Math.max(total, high ?? 0) * 1.08 || 1];
+function reach(chart, low, high, { job, head }) {
+  const whole = { healthy: job.total, units: head.units_wanted ?? 0 }[chart.name];
+  if (whole !== undefined) return [0, Math.max(whole, high ?? 0) * 1.08 || 1];
   if (low === null || low === undefined) return [0, 1];
   const room = (high - low) * 0.08 || Math.abs(high) * 0.08 || 1;
   return [chart.floor === null ? low - room : Math.min(chart.floor, low), high + room];
@@ -48,7 +54,7 @@ function options(chart, last, width) {
     padding: [5, 0, last ? 0 : 5, 0],
     legend: { show: false },
     cursor: { y: false, points: { size: 5 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => null } },
-    scales: { x: { time: false, range: () => windowOf(store.get()) }, y: { range: (_, low, high) => reach(chart, low, high, store.get().overview.job.total) } },
+    scales: { x: { time: false, range: () => windowOf(store.get()) }, y: { range: (_, low, high) => reach(chart, low, high, store.get().overview) } },
     axes: [
       { ...axis, grid, splits, size: last ? AXIS : 0, values: last ? times : () => [], gap: 2 },
       { ...axis, grid, size: gutter(), gap: 8, space: 22, values: (_, found) => found.map(chart.tick) },
@@ -56,8 +62,8 @@ function options(chart, last, width) {
     series: [
       {},
       {
-        stroke: () => css(`--c-${chart.name}`),
-        fill: () => css(`--f-${chart.name}`),
+        stroke: () => css(`--c-${chart.color ?? chart.name}`),
+        fill: () => css(`--f-${chart.color ?? chart.name}`),
         width: 1.25,
         points: { show: false },
         spanGaps: false,
@@ -67,16 +73,18 @@ function options(chart, last, width) {
   };
 }
 
-const columns = (state, name) => {
-  const series = state.at === null ? state.overview.series : until(state.overview.series, state.at);
-  return [series.t, series[name]];
+const NONE = { t: [], step: [], value: [] };
+
+const columns = ({ overview, at }, chart) => {
+  const all = chart.logged ? (overview.logged[chart.name] ?? NONE) : overview.series;
+  const series = at === null ? all : until(all, at);
+  return [series.t, series[chart.logged ? "value" : chart.name]];
 };
 
 function Readout({ chart }) {
   const text = useStore((state) => {
-    const { series } = state.overview;
-    const n = indexAt(series.t, Math.min(state.cursor ?? Infinity, nowOf(state)));
-    const value = series[chart.name][n];
+    const [times, values] = columns(state, chart);
+    const value = values[indexAt(times, Math.min(state.cursor ?? Infinity, nowOf(state)))];
     return value === null || value === undefined ? "–" : chart.value(value);
   });
   const pointed = useStore((state) => state.cursor !== null);
@@ -99,7 +107,7 @@ function Strip({ chart, last }) {
         setCursor: [(u) => !own && store.set({ cursor: u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null })],
       },
     });
-    const plot = new uPlot(set, columns(store.get(), chart.name), host.current);
+    const plot = new uPlot(set, columns(store.get(), chart), host.current);
     const doubled = () => zoom(null);
     plot.over.addEventListener("dblclick", doubled);
     const point = (state) => {
@@ -116,7 +124,7 @@ function Strip({ chart, last }) {
       if (!state.overview) return;
       if (state.theme !== before.theme) plot.redraw(false);
       if (state.overview !== before.overview || state.at !== before.at || state.zoom !== before.zoom || state.span !== before.span) {
-        plot.setData(columns(state, chart.name));
+        plot.setData(columns(state, chart));
       }
       if (state.cursor !== before.cursor) point(state);
     });
@@ -135,5 +143,8 @@ function Strip({ chart, last }) {
 }
 
 export function Charts() {
-  return html`<div class="strips">${CHARTS.map((chart, n) => html`<${Strip} key=${chart.name} chart=${chart} last=${n === CHARTS.length - 1} />`)}</div>`;
+  const names = useStore(({ overview }) => Object.keys(overview.logged).join(" "));
+  const charts = [...CHARTS, ...loggedCharts(names ? names.split(" ") : [])];
+  const strips = charts.map((chart, n) => [chart, n === charts.length - 1]); // the last one has the time axis
+  return html`<div class="strips">${strips.map(([chart, last]) => html`<${Strip} key=${`${chart.logged ? "logged " : ""}${chart.name} ${last}`} chart=${chart} last=${last} />`)}</div>`;
 }

@@ -67,7 +67,7 @@ function Open({ replica }) {
       <header>
         <h2 id="drawer">Replica ${replica.replica}</h2>
         <span class="state"><${Swatch} state=${replica.state} width=${22} /> ${replica.state}</span>
-        ${replica.straggler && html`<span class="tag warn">straggler</span>`}${replica.drained && html`<span class="tag">drained</span>`}
+        ${replica.straggler && html`<span class="tag warn">straggler</span>`}${replica.drained && html`<span class="tag">drained</span>`}${replica.pause && html`<span class="tag">pauses: ${replica.pause}</span>`}
         <span class="grow" /><button type="button" class="quiet-button" onClick=${close}>close</button>
       </header>
       <p class="quiet">${STATES[replica.state]?.about ?? ""}${replica.reason && html`<br />${replica.reason}`}</p>

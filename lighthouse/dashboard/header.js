@@ -39,9 +39,11 @@ function Fact({ label, children, note, warn, about }) {
 }
 
 export function Header() {
-  const { job, head, effective } = useStore((s) => s.overview);
+  const { job, head, effective, replicas } = useStore((s) => s.overview);
   const share = job.steps ? Math.min(1, head.step / job.steps) : 0;
   const left = head.steps_per_s > 0 && !job.finished ? (job.steps - head.step) / head.steps_per_s : null;
+  const { units, units_wanted: wanted } = head;
+  const spare = replicas.filter((replica) => replica.state === "standby").length;
   const halted = job.halted || (job.finished ? "finished" : "");
   return html`
     <header class="top">
@@ -58,7 +60,8 @@ export function Header() {
         <${Fact} label="left" about="time to the last step, at the present rate">${left === null ? "–" : span(left)}<//>
         <${Fact} label="rate" note="steps/s">${short(head.steps_per_s)}<//>
         <${Fact} label="tokens" note="/s">${short(head.tokens_per_s)}<//>
-        <${Fact} label="healthy" about="replicas that contribute to a step" note=${`of ${job.total}`} warn=${head.healthy < job.total && !job.finished}>${head.healthy}<//>
+        <${Fact} label="healthy" about="replicas that contribute to a step" note=${`of ${job.total}${spare ? `, ${spare} on standby` : ""}`} warn=${head.healthy < job.total && !job.finished}>${head.healthy}<//>
+        <${Fact} label="units" about="micro-batches of one rank in the newest step, of those in a step to which all replicas contribute" note=${wanted && `of ${count(wanted)}`} warn=${units < wanted && !job.finished}>${units === null ? "–" : count(units)}<//>
         <${Fact} label="effective time" about="share of the time that trained the model">${percent(effective.wall_clock)}<//>
         <${Fact} label="epoch" about="number of the present membership: a new one begins when a replica leaves or joins">${count(head.epoch)}<//>
         <${Fact} label="loss">${Number.isFinite(head.loss) ? head.loss.toFixed(4) : "–"}<//>

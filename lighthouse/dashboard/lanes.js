@@ -137,11 +137,11 @@ export function Lanes() {
       <div class="lane-names" role="group" aria-label="Replicas">
         ${replicas.map(
           (r) => html`<button
-            type="button" class="lane-name" key=${r.replica} title=${`Replica ${r.replica}: ${r.state}`}
+            type="button" class="lane-name" key=${r.replica} title=${`Replica ${r.replica}: ${r.state}${r.pause ? `, pauses: ${r.pause}` : ""}`}
             aria-label=${`Replica ${r.replica}, ${r.state}${r.straggler ? ", a straggler" : ""}`}
             onClick=${() => store.set({ replica: r.replica })}
           ><span class="lane-id">r${r.replica}</span><${Swatch} state=${r.state} />
-          ${r.straggler ? html`<span class="lane-flag">slow</span>` : html`<span class="lane-state">${r.state}</span>`}</button>`,
+          ${r.straggler ? html`<span class="lane-flag">slow</span>` : html`<span class="lane-state">${r.pause ? "pauses" : r.state}</span>`}</button>`,
         )}
       </div>
       <div

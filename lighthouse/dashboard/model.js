@@ -73,6 +73,8 @@ function committed(row) {
   if (!overview) return;
   const head = { ...overview.head, step: row.step, epoch: row.epoch, loss: row.loss, lr: row.lr, lr_scale: row.lr_scale };
   head.step_s = row.step_s;
+  head.units = row.units ?? null;
+  head.units_wanted = row.units_wanted ?? null;
   head.contributors = row.contributors;
   head.healthy = row.contributors.length;
   const series = zoom ? overview.series : extended(overview.series, row);
@@ -82,6 +84,7 @@ function committed(row) {
 
 function arrived(kind, row) {
   if (kind === "commit") return committed(row);
+  if (kind === "logged") return refresh();
   tell(row);
   refresh();
 }

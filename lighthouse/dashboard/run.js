@@ -31,7 +31,7 @@ function rows({ job, run: { model, parameters, config } }) {
   if (Object.keys(config).length) {
     const every = of("checkpoint.every");
     found.push(
-      ["with k of n", `${INTERVENTION[of("lr.intervention")]}; at least ${plural(of("quorum.min_replicas"), "replica")}`, "while k of n replicas contribute: lr.intervention, quorum.min_replicas"],
+      ["with k of n", `${of("quorum.batch") === "constant" ? "constant batch, " : ""}${INTERVENTION[of("lr.intervention")]}; at least ${plural(of("quorum.min_replicas"), "replica")}`, "k of n wanted units are in a step: quorum.batch, lr.intervention, quorum.min_replicas"],
       ["checkpoint", every ? `every ${plural(every, "step")}` : "on demand", "checkpoint.every"],
       ["device", `${of("train.device")}, ${of("train.precision")}`, "train.device, train.precision"],
       ["seed", `${of("train.seed")}`, "train.seed: the initial weights and the order of the data follow from it"],

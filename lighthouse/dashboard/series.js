@@ -5,8 +5,8 @@ export function extended(series, row) {
   const last = series.t.at(-1);
   if (last !== undefined && row.t <= last) return series;
   const gbps = row.ftar_s > 0 ? row.ftar_bytes / row.ftar_s / 1e9 : null;
-  const { t, step, loss, step_s, lr_scale } = row;
-  const more = { t, step, loss, step_s, lr_scale, gbps, healthy: row.contributors.length };
+  const { t, step, loss, step_s, lr_scale, units } = row;
+  const more = { t, step, loss, step_s, lr_scale, units, gbps, healthy: row.contributors.length };
   return Object.fromEntries(
     Object.entries(series).map(([name, column]) => [name, [...column, more[name] ?? column.at(-1) ?? null]]),
   );

@@ -5,6 +5,7 @@ import { useStore } from "./store.js";
 
 export const STATES = {
   training: { about: "contributes to every step", pattern: "plain" },
+  standby: { about: "holds the state and trains nothing, until it is needed (quorum.allowed)", pattern: "dash" },
   behind: { about: "holds an older state than the head", pattern: "rising" },
   fetching: { about: "fetches the state from a donor", pattern: "falling" },
   warming: { about: "does the work before it checks in", pattern: "upright" },
@@ -19,7 +20,7 @@ export const STATES = {
 
 // From what may be painted over to what has to be seen, where many share one pixel.
 export const BY_WEIGHT = [
-  "training", "final", "down", "drained", "behind", "booting", "warming", "fetching", "retrying", "stalled", "dead",
+  "training", "standby", "final", "down", "drained", "behind", "booting", "warming", "fetching", "retrying", "stalled", "dead",
 ];
 
 const TILE = 6;
@@ -27,6 +28,7 @@ const STROKES = {
   rising: [[0, 6, 6, 0]],
   falling: [[0, 0, 6, 6]],
   upright: [[3, 0, 3, 6]],
+  dash: [[1, 3, 4, 3]],
   level: [[0, 1.5, 6, 1.5], [0, 4.5, 6, 4.5]],
   cross: [[0, 6, 6, 0], [0, 0, 6, 6]],
   grid: [[3, 0, 3, 6], [0, 3, 6, 3]],

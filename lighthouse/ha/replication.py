@@ -89,5 +89,5 @@ def _entries(blocks: list[bytes]) -> Iterator[JournalEntry]:
             float(entry.row["t"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise httpx.DecodingError(f"not a row: {error}") from error
-        if kind in ("event", "commit"):
+        if kind in ("event", "commit", "logged"):
             yield entry

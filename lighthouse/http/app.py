@@ -146,7 +146,11 @@ def create_app(
     @v1.get("/status", dependencies=viewer)
     async def status() -> JobStatus:
         """The state of the running job."""
-        return JobStatus.model_validate(service.status())
+        document = service.status()
+        pauses = {} if journal is None else journal.pauses()
+        for row in document["replicas"]:
+            row["pause"] = pauses.get(row["replica"], "")
+        return JobStatus.model_validate(document)
 
     @app.get("/healthz", response_class=PlainTextResponse)
     async def healthz() -> Response:

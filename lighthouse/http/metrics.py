@@ -21,7 +21,19 @@ from lighthouse.http.access import Bearer, Keys
 from lighthouse.journal.journal import JobJournal
 
 STATES = (
-    *("down", "booting", "warming", "fetching", "training", "behind", "stalled", "retrying", "drained", "dead"),
+    *(
+        "down",
+        "booting",
+        "warming",
+        "fetching",
+        "training",
+        "standby",
+        "behind",
+        "stalled",
+        "retrying",
+        "drained",
+        "dead",
+    ),
     "final",
 )
 WAITS = ("quorum", "ftar", "commit", "offload")
@@ -111,6 +123,9 @@ class Meter:
         waits = row.get("waits")
         for cause, seconds in waits.items() if isinstance(waits, Mapping) else ():
             self._waits.labels(cause if cause in WAITS else OTHER).inc(_amount(seconds))
+
+    def logged(self, seq: int, row: Mapping[str, Any]) -> None:
+        """Ignore logged values: their names would be labels without a bound."""
 
     def close(self) -> None:
         """Do nothing; no file is open."""
@@ -216,9 +231,11 @@ def _job(overview: Mapping[str, Any]) -> Iterator[Metric]:
         ("target_steps", "Steps of the whole job", job["steps"]),
         ("loss", "Loss of the newest step", head["loss"]),
         ("learning_rate", "Learning rate of the newest step", head["lr"]),
-        ("learning_rate_scale", "Its part that follows from who contributed", head["lr_scale"]),
+        ("learning_rate_scale", "Its part that follows from units per wanted units", head["lr_scale"]),
         ("replicas", "Replicas of the job", job["total"]),
         ("healthy_replicas", "Replicas that contributed to the newest step", head["healthy"]),
+        ("units", "Units in the newest step", head["units"]),
+        ("units_wanted", "Units of a step to which all replicas contribute", head["units_wanted"]),
         ("epoch", "Newest membership that was granted", lighthouse["epoch"]),
         ("term", "Leadership of this lighthouse", lighthouse["term"]),
         ("finished", "1 once the job has its final state", job["finished"]),

@@ -18,7 +18,9 @@ from pydantic.json_schema import JsonSchemaMode
 
 from ft_hsdp.config.running import MAX_REPLICAS
 from ft_hsdp.core import incarnation
+from ft_hsdp.core.commit import MAX_PARTS, MAX_ROWS, MAX_WEIGHT
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused
+from ft_hsdp.core.ledger import MAX_UNIT
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Telemetry, Wait, tag_of
 from lighthouse.http import quorum_route
 from lighthouse.http.access import Bearer, Keys, Role, may
@@ -51,7 +53,7 @@ _BOUNDS: dict[str, Document] = {
     "Ask": {
         "ring": _HOSTS,
         "state": _HOSTS,
-        **{key: {"maxLength": 256} for key in ("config_hash", "layout", "numerics")},
+        **{key: {"maxLength": 256} for key in ("config_hash", "layout", "numerics", "frozen")},
         "rules": {"maxProperties": 64, "additionalProperties": {"type": "string", "maxLength": 256}},
     },
     "Report": {
@@ -61,8 +63,18 @@ _BOUNDS: dict[str, Document] = {
     },
     "StateId": {"commit_epoch": _NUMBER, "step": _NUMBER, "lineage": _HASH},
     "AttemptId": dict.fromkeys(("epoch", "step", "attempt"), _NUMBER),
-    "CommitRecord": {**dict.fromkeys(("epoch", "step", "attempt", "chunk_bytes"), _NUMBER), "prev": _HASH},
-    "Contribution": {"replica": _REPLICA, **dict.fromkeys(("weight", "shard", "index"), _NUMBER)},
+    "CommitRecord": {
+        **dict.fromkeys(("epoch", "step", "attempt", "chunk_bytes", "wanted", "retries"), _NUMBER),
+        **{key: {"maxItems": MAX_REPLICAS * MAX_ROWS} for key in ("contributions", "spoiled")},
+        "prev": _HASH,
+    },
+    "Contribution": {
+        **dict.fromkeys(("replica", "shard"), _REPLICA),
+        "weight": {"minimum": 0, "maximum": MAX_UNIT * MAX_WEIGHT},
+        "index": {"minimum": 0, "maximum": MAX_UNIT - 1},
+        "units": {"minimum": 1, "maximum": MAX_UNIT},
+        "part": {"minimum": 0, "maximum": MAX_PARTS - 1},
+    },
 }
 _ASK: Document = {  # the one route that the framework does not know
     "summary": "Quorum",

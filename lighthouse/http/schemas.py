@@ -25,6 +25,7 @@ class ReplicaStatus(BaseModel):
     state: str
     step: int
     reason: str
+    pause: str = ""  # what its training loop does instead of training
 
 
 class JobStatus(BaseModel):
@@ -37,6 +38,8 @@ class JobStatus(BaseModel):
     finished: bool
     target: int = Field(description="how many replicas are wanted: those with lower ids")
     members: list[int]
+    units: int = Field(description="that the members train in each step of the epoch")
+    units_wanted: int = Field(description="of a step to which all replicas contribute")
     replicas: list[ReplicaStatus]
 
 
@@ -85,6 +88,8 @@ class Head(BaseModel):
     tokens_per_s: float
     contributors: list[int]
     healthy: int
+    units: int | None  # in it; None: the row is of an earlier version
+    units_wanted: int | None  # those of a step to which all replicas contribute
 
 
 class Effective(BaseModel):
@@ -115,6 +120,7 @@ State = Literal[
     "fetching",
     "training",
     "behind",
+    "standby",
     "stalled",
     "retrying",
     "drained",
@@ -137,6 +143,7 @@ class ReplicaView(BaseModel):
     busy_s: float | None
     straggler: bool
     drained: bool
+    pause: str
     ranks: list[RankView]
 
 
@@ -191,7 +198,16 @@ class SeriesView(BaseModel):
     gbps: list[float]
     healthy: list[int]
     lr_scale: list[float]
+    units: list[int | None]
     effective: list[float | None]
+
+
+class LoggedView(BaseModel):
+    """The curve of a value that the training loop logs: each list has as many values."""
+
+    t: list[float]
+    step: list[int]
+    value: list[float]
 
 
 class OverviewView(BaseModel):
@@ -209,6 +225,7 @@ class OverviewView(BaseModel):
     epochs: list[EpochView]
     failures: list[FailureView]
     series: SeriesView
+    logged: dict[str, LoggedView]
 
 
 class Event(BaseModel):

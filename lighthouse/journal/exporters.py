@@ -33,18 +33,20 @@ WAITING = 20_000  # newest points that wait to be written; older ones are droppe
 READ = 500  # rows of the journal that one read takes
 YIELD_S = 0.005  # between two such reads, so that the lighthouse is not delayed
 WRITTEN = "written.json"
+LOGGED_STEP = "logged_step"  # the axis of logged values at W&B
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """The figures of one committed step."""
+    """The figures of one committed step, or values that a training loop has logged of it."""
 
     seq: int  # its number in the journal
     step: int
     t: float  # Unix seconds
     values: dict[str, float]  # by the name of the curve
+    logged: bool = False
 
     @staticmethod
     def of(seq: int, row: Mapping[str, Any]) -> Point:
@@ -57,11 +59,18 @@ class Point:
             "lr_scale": row.get("lr_scale"),
             "step_s": row.get("step_s"),
             "healthy": healthy,
+            "units": row.get("units"),
+            "units_wanted": row.get("units_wanted"),
             "gbps": _ratio(row.get("ftar_bytes"), row.get("ftar_s"), 1e-9),
             "tokens_per_s": _ratio(row.get("tokens"), row.get("step_s")),
         }
         values = {name: float(v) for name, v in figures.items() if _is_number(v) and math.isfinite(v)}
         return Point(seq, int(row["step"]), float(row["t"]), values)
+
+    @staticmethod
+    def of_logged(seq: int, row: Mapping[str, Any]) -> Point:
+        """Return the point of logged values."""
+        return Point(seq, int(row["step"]), float(row["t"]), dict(row["values"]), True)
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -106,6 +115,11 @@ class CurveSink(ABC):
         """Add a committed step. It does not block."""
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             self._waiting.append(Point.of(seq, row))
+
+    def logged(self, seq: int, row: Mapping[str, Any]) -> None:
+        """Add logged values. It does not block."""
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+            self._waiting.append(Point.of_logged(seq, row))
 
     def close(self) -> None:
         """Write the waiting points and end the thread; blocks for at most `CLOSE_S`."""
@@ -159,7 +173,8 @@ class CurveSink(ABC):
             rows = self._journal.read(seq, READ)
             if not rows:
                 return
-            self._put([Point.of(e.seq, e.row) for e in rows if e.kind == "commit" and e.seq <= self._until])
+            made = {"commit": Point.of, "logged": Point.of_logged}
+            self._put([made[e.kind](e.seq, e.row) for e in rows if e.kind in made and e.seq <= self._until])
             seq = rows[-1].seq
             time.sleep(YIELD_S)
 
@@ -211,14 +226,14 @@ class TensorBoardSink(CurveSink):
             self._writer = self._records.RecordWriter(str(self._file))
             self._record(wall_time=points[0].t, file_version="brain.Event:2")
         for point in points:
-            if point.step <= self._step:
+            if not point.logged and point.step <= self._step:
                 start = self._events.SessionLog(status=self._events.SessionLog.START)
                 self._record(wall_time=point.t, step=point.step, session_log=start)
             values = [
                 self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()
             ]
             self._record(wall_time=point.t, step=point.step, summary=self._summaries.Summary(value=values))
-            self._step = point.step
+            self._step = self._step if point.logged else point.step
         self._writer.flush()
         return {"number": self._number, "bytes": self._file.stat().st_size, "step": self._step}
 
@@ -264,7 +279,12 @@ class WandbSink(CurveSink):
 
     def _write(self, points: Sequence[Point]) -> dict[str, Any]:
         for point in points:
-            self._run_there.log(point.values, step=point.step)
+            if point.logged:  # W&B takes no step below its newest: these have an axis of their own
+                for name in point.values:
+                    self._run_there.define_metric(name, step_metric=LOGGED_STEP)
+                self._run_there.log({**point.values, LOGGED_STEP: point.step})
+            else:
+                self._run_there.log(point.values, step=point.step)
         return {"id": self._id}
 
     def _shut(self) -> None:

@@ -44,6 +44,9 @@ class Sink(Protocol):
     def commit(self, seq: int, row: Mapping[str, Any]) -> None:
         """Take a commit: once per step and lineage, as the first replica reported it."""
 
+    def logged(self, seq: int, row: Mapping[str, Any]) -> None:
+        """Take values that a training loop has logged."""
+
     def close(self) -> None:
         """Release everything; no more rows come."""
 
@@ -119,9 +122,10 @@ class JobJournal:
         who = row_checks.sender(telemetry.source, self.about)
         events = [row_checks.event(raw, who, self.about, now) for raw in telemetry.events]
         commits = [row_checks.commit(raw, self.about, now) for raw in telemetry.commits]
+        logged = [row_checks.logged(raw, self.about, now) for raw in telemetry.logged]
         beats = row_checks.beats(telemetry.ranks, who, self.about)
-        if commits and who.replica is None:
-            raise ProtocolViolation("commits come from replicas")
+        if (commits or logged) and who.replica is None:
+            raise ProtocolViolation("commits and logged values come from replicas")
         if self._closed:
             return
         for row in events:
@@ -130,9 +134,10 @@ class JobJournal:
             self._vitals.hear(who.replica, beats, self._monotonic())
         self._number("event", events + self._missed(telemetry, now))
         self._number("commit", [row | {"incarnation": who.incarnation} for row in commits if self._first(row)])
-        for row in commits:
+        self._number("logged", [row | {"incarnation": who.incarnation} for row in logged])
+        for row, raw in zip(commits, telemetry.commits, strict=True):
             assert who.replica is not None
-            verdicts = self._stragglers.add(who.replica, row)
+            verdicts = self._stragglers.add(who.replica, row, row_checks.units_of(raw, who.replica))
             self._tell((v.event, {"replica": v.replica, "reason": v.reason}) for v in verdicts)
         self._watch()
         self._arm()
@@ -217,6 +222,10 @@ class JobJournal:
         found = self._vitals.newest(replica, self._monotonic())
         return max((age for _, age in found), default=math.inf), tuple(beat for beat, _ in found)
 
+    def pauses(self) -> dict[int, str]:
+        """Return what the training loops of replicas do instead of training, by replica."""
+        return self._vitals.pauses(self._monotonic())
+
     def close(self) -> None:
         """Store pending rows, end subscribers and sinks; the database stays open. Later rows are dropped."""
         if self._closed:
@@ -288,7 +297,8 @@ class JobJournal:
     def _sink(self, entry: JournalEntry) -> None:
         for sink in self._sinks:
             try:
-                (sink.commit if entry.kind == "commit" else sink.event)(entry.seq, entry.row)
+                take = {"commit": sink.commit, "event": sink.event, "logged": sink.logged}[entry.kind]
+                take(entry.seq, entry.row)
             except Exception:
                 _log.exception("a sink did not take row %d", entry.seq)
 
@@ -371,6 +381,7 @@ class JobJournal:
             replica = row["replica"]
             row["step_s"] = self._stragglers.step_s.get(replica) if live else None
             row["busy_s"] = self._stragglers.busy_s.get(replica) if live else None
+            row["pause"] = self._vitals.pauses(now).get(replica, "") if live else ""
             row["ranks"] = [
                 {"rank": b.rank, "pid": b.pid, "host": b.host, "progress": b.progress, "age_s": age}
                 for b, age in (self._vitals.newest(replica, now) if live else ())

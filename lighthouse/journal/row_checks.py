@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ft_hsdp.analysis.logged import MAX_VALUES, VALUE_NAME
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import RankBeat
@@ -19,6 +20,7 @@ MAX_ROW = 8192  # bytes of a row as JSON
 MAX_REASON = 2000  # characters
 MAX_DEPTH = 6
 MAX_HOST = 255  # characters
+MAX_PAUSE = 80  # characters
 MAX_WAITS = 16
 LIMIT = 2**53  # no number of a step, an epoch or a pid is larger; a page can show it
 
@@ -30,6 +32,7 @@ _NUMBERS = ("loss", "lr", "lr_scale", "norm", "ftar_bytes", "ftar_s", "tokens")
 # Only the lighthouse may send these events: the overview believes them.
 _DECISIONS = frozenset(
     {
+        "BatchReduced",
         "EdgeBroken",
         "EpochGranted",
         "ExitReported",
@@ -141,7 +144,36 @@ def commit(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
     for key in _NUMBERS:
         value: Any = raw.get(key)
         row[key] = value if _finite(value) and abs(value) <= LIMIT else None
+    for key in ("units", "units_wanted"):  # a row of an earlier version has none
+        row[key] = None if raw.get(key) is None else _count(raw[key], key, LIMIT)
     return row | {"role": role}
+
+
+def logged(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
+    """Return a row of logged values as it may be stored. Raises ProtocolViolation."""
+    values = raw.get("values")
+    if not isinstance(values, Mapping) or not 0 < len(values) <= MAX_VALUES:
+        raise ProtocolViolation(f"logged: values are not 1 to {MAX_VALUES} numbers by name")
+    for name, value in values.items():
+        if not isinstance(name, str) or not VALUE_NAME.fullmatch(name):
+            raise ProtocolViolation(f"logged: {str(name)[:80]!r} is no name of a value")
+        if not _finite(value):
+            raise ProtocolViolation(f"logged: {name} is {str(value)[:40]!r}, which is no finite number")
+    return {
+        "t": _time(raw.get("t"), now),
+        "step": _count(raw.get("step"), "step", about.steps),
+        "epoch": _count(raw.get("epoch"), "epoch", LIMIT),
+        "values": {name: float(value) for name, value in values.items()},
+    }
+
+
+def units_of(raw: Mapping[str, Any], replica: int) -> int:
+    """Return how many units of a commit row ``replica`` has trained; 1 if the row does not say."""
+    runs = raw.get("contributions")
+    mine = (
+        (c for c in runs if isinstance(c, Mapping) and c.get("replica") == replica) if type(runs) is list else ()
+    )
+    return min(LIMIT, max(1, sum(int(c["units"]) for c in mine if type(c.get("units")) is int)))
 
 
 def plain(raw: Mapping[str, Any]) -> Row:
@@ -226,4 +258,7 @@ def beats(ranks: Sequence[RankBeat], who: RowSender, about: JobInfo) -> list[Ran
         _index(beat.rank, "rank", about.ranks)
         _count(beat.pid, "pid", LIMIT)
         _count(beat.progress, "progress", LIMIT)
-    return [replace(beat, host=str(_plain(beat.host[:MAX_HOST], 0))) for beat in ranks]
+    return [
+        replace(beat, host=str(_plain(beat.host[:MAX_HOST], 0)), pause=str(_plain(beat.pause[:MAX_PAUSE], 0)))
+        for beat in ranks
+    ]

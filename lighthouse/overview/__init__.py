@@ -10,7 +10,7 @@ Read in this order:
 - `overview`: a row of the journal (`JournalEntry`), what does not change about a job (`JobInfo`), `Overview`, and
   in it `Timeline`: the job, its lighthouse and its epochs;
 - `replicas`: the lane of each replica, that is which state it was in when;
-- `series`: curves of commits, thinned out to what a page can draw;
+- `series`, `logged`: curves of commits, and of the values of users' loops, thinned out to what a page can draw;
 - `liveness`: stragglers and stalled replicas, found while the job runs.
 
 The package is pure: no library, no file, no clock; the time comes in as an argument (an import contract in

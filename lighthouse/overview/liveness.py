@@ -2,8 +2,9 @@
 
 Stragglers. All replicas commit a step together, so `step_s` does not tell them apart: fast replicas wait for slow
 ones. The own work of a replica is ``busy_s = step_s - sum(waits)``: data, forward, backward and optimizer. A
-straggler has more than twice the median of the others in 20 of its last 24 steps, and stops being one when that
-is so in at most 12.
+straggler has more than twice the median of the others, for each unit that it trains, in 20 of its last 24 steps,
+and stops being one when that is so in at most 12. (With `quorum.batch: constant` one replica may train twice as
+many units as another.)
 
 Limits: it cannot tell *which rank* of a replica is slow (its ranks wait for each other inside FSDP's
 collectives, where no wait is counted); nor a slow *link* (both ends, and then the whole ring, wait in ``ftar``,
@@ -11,8 +12,8 @@ and no replica is busier than another); nor what is slow beside the step, such a
 beside backward count as busy time as long as no replica waits for them. With two replicas the slower one is
 compared with the faster.
 
-Vitals. Ranks send beats; a replica is stalled if a rank's beats stop, or if they show no progress.
-"""
+Vitals. Ranks send beats; a replica is stalled if a rank's beats stop, or if they show no progress. While a
+training loop pauses, on purpose, no replica has to make progress: all wait for it."""
 
 from __future__ import annotations
 
@@ -47,13 +48,14 @@ class Stragglers:
     def __init__(self, slots: int) -> None:
         self.busy_s: dict[int, float] = {}  # of the newest step of each replica
         self.step_s: dict[int, float] = {}
-        self._open: dict[int, dict[int, float]] = {}  # step -> replica -> busy seconds
+        # step -> replica -> busy seconds, and units
+        self._open: dict[int, dict[int, tuple[float, int]]] = {}
         self._slow: list[deque[bool]] = [deque(maxlen=WINDOW) for _ in range(slots)]
         self._named: set[int] = set()
         self._judged = 0
 
-    def add(self, replica: int, row: Mapping[str, Any]) -> list[StragglerVerdict]:
-        """Take a step as one of its contributors measured it; return what changes."""
+    def add(self, replica: int, row: Mapping[str, Any], units: int = 1) -> list[StragglerVerdict]:
+        """Take a step as a contributor that trained ``units`` of it has measured it; return what changes."""
         if row["role"] != "contribute":
             return []
         step = row["step"]
@@ -64,7 +66,7 @@ class Stragglers:
         if step <= self._judged:
             return []
         here = self._open.setdefault(step, {})
-        here[replica] = busy
+        here[replica] = busy, units
         due = {s for s in self._open if s <= step - OPEN_STEPS}
         if len(here) >= len(row["contributors"]):
             due.add(step)
@@ -80,14 +82,14 @@ class Stragglers:
         self.step_s.pop(replica, None)
 
     def _judge(self, step: int) -> list[StragglerVerdict]:
-        busy = self._open.pop(step)
+        reported = self._open.pop(step)
         self._judged = max(self._judged, step)
         found: list[StragglerVerdict] = []
-        for replica, mine in busy.items():
-            others = [seconds for r, seconds in busy.items() if r != replica]
+        for replica, (mine, units) in reported.items():
+            others = [seconds / count for r, (seconds, count) in reported.items() if r != replica]
             if not others:
                 continue
-            usual = median(others)
+            usual = median(others) * units
             window = self._slow[replica]
             window.append(mine > FACTOR * usual and mine - usual > FLOOR_S)
             slow = sum(window)
@@ -156,9 +158,9 @@ class Vitals:
             now: monotonic seconds.
         """
         found = []
-        patience = max(STUCK_S, STUCK_STEPS * typical)
+        patience, pauses = max(STUCK_S, STUCK_STEPS * typical), bool(self.pauses(now))
         for replica in active:
-            rank, why = self._trouble(replica, patience, now)
+            rank, why = self._trouble(replica, patience, pauses, now)
             if why and replica not in self._stalled:
                 self._stalled.add(replica)
                 found.append(Change("ReplicaStalled", replica, rank, why))
@@ -167,10 +169,21 @@ class Vitals:
                 found.append(Change("ReplicaResumed", replica, None, "its ranks beat and make progress"))
         return found
 
-    def _trouble(self, replica: int, patience: float, now: float) -> tuple[int | None, str]:
+    def pauses(self, now: float) -> dict[int, str]:
+        """Return what the training loops of replicas do instead of training, by replica."""
+        found = {}
+        for replica, mine in sorted(self._of.items()):
+            said = [k.beat.pause for k in mine.values() if k.beat.pause and now - k.heard <= SILENT_S]
+            if said:
+                found[replica] = said[0]
+        return found
+
+    def _trouble(self, replica: int, patience: float, pauses: bool, now: float) -> tuple[int | None, str]:
         for rank, known in sorted(self._of.get(replica, {}).items()):
             if now - known.heard > SILENT_S:
                 return rank, f"no beat of rank {rank} for {now - known.heard:.0f} s"
-            if now - known.moved > patience:
+            if pauses:
+                known.moved = now
+            elif now - known.moved > patience:
                 return rank, f"rank {rank} beats, but makes no progress for {now - known.moved:.0f} s"
         return None, ""

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from ft_hsdp.analysis.failures import EpochSpan, Failure, Failures
 from ft_hsdp.analysis.goodput import Goodput
 from ft_hsdp.sentences import fault
+from lighthouse.overview.logged import LoggedCurves
 from lighthouse.overview.replicas import Lane, Lanes
 from lighthouse.overview.series import Series
 
@@ -23,13 +24,17 @@ SHOWN_EPOCHS = 1000  # newest epochs in one answer
 SHOWN_FAILURES = 200  # newest failures in one answer
 SPEED = 20  # commits over which the speed is measured
 
-Kind = Literal["event", "commit"]
+Kind = Literal["event", "commit", "logged"]
 Row = dict[str, Any]
 Json = dict[str, Any]
 
 
 class JournalEntry(NamedTuple):
-    """A row and its number. An event has "t" (Unix seconds) and "event", a commit has "t" and "step"."""
+    """A row and its number.
+
+    An event has "t" (Unix seconds) and "event", a commit has "t" and "step", logged values have "t", "step",
+    "epoch" and "values".
+    """
 
     seq: int
     kind: Kind
@@ -187,6 +192,7 @@ class Overview:
         self.timeline = Timeline(about.slots, about.ranks, about.replicas)
         self.goodput = Goodput()
         self.series = Series()
+        self.logged = LoggedCurves()
         self._head: Mapping[str, Any] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=SPEED)  # t and tokens of the newest commits
 
@@ -195,6 +201,8 @@ class Overview:
         self.seq, kind, row = entry
         if kind == "commit":
             self._commit(row)
+        elif kind == "logged":
+            self.logged.add(row)
         else:
             self.timeline.event(self.seq, row)
             self.goodput.event(row)
@@ -234,10 +242,11 @@ class Overview:
             "epochs": timeline.epochs(start, end),
             "failures": timeline.told(start, end, self.goodput.steps.median),
             "series": self.series.between(start, end, points),
+            "logged": self.logged.between(start, end, points),
         }
 
     def _commit(self, row: Mapping[str, Any]) -> None:
-        t, loss, ftar_s, scale = row["t"], row["loss"], row["ftar_s"], row["lr_scale"]
+        t, loss, ftar_s, scale, units = row["t"], row["loss"], row["ftar_s"], row["lr_scale"], row.get("units")
         self.timeline.commit(row)
         useful, gap = self.goodput.commit(row)
         self.series.add(
@@ -249,6 +258,7 @@ class Overview:
                 (row["ftar_bytes"] or 0) / ftar_s / 1e9 if ftar_s else 0.0,
                 len(row["contributors"]),
                 1.0 if scale is None else scale,
+                math.nan if units is None else units,
                 useful,
                 gap,
             )
@@ -281,7 +291,7 @@ class Overview:
         return {
             "step": row.get("step", 0),
             "epoch": row.get("epoch", 0),
-            **{key: row.get(key) for key in ("loss", "lr", "lr_scale", "step_s")},
+            **{key: row.get(key) for key in ("loss", "lr", "lr_scale", "step_s", "units", "units_wanted")},
             "steps_per_s": (len(times) - 1) / span if span > 0 else 0.0,
             "tokens_per_s": tokens / span if span > 0 else 0.0,
             "contributors": list(row.get("contributors", ())),

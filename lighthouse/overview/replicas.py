@@ -7,7 +7,7 @@ from typing import Any
 
 MAX_SEGMENTS = 4096  # of one lane; the oldest are dropped, their events stay in the database
 # States of a replica that has a place in a ring.
-RUN = frozenset({"training", "retrying", "behind", "fetching", "stalled"})
+RUN = frozenset({"training", "standby", "retrying", "behind", "fetching", "stalled"})
 
 Segment = tuple[float, float | None, str]
 """From, to (None: still) in Unix seconds, and the state."""
@@ -45,6 +45,7 @@ class Lane:
         self.drained = False
         self.beyond = False  # the job was scaled down and does not want this replica
         self.straggler = False
+        self.standby = False  # by its newest grant it stands by
         self.segments: list[Segment] = []
         self._ranks = ranks
         self._done: set[int] = set()  # ranks that have fetched
@@ -111,6 +112,7 @@ class Lane:
         self.incarnation = incarnation
         self.incarnations += 1
         self.straggler = False
+        self.standby = False
         self._done = set()
         self._proof = 0.0
         self._enter("booting", t, reason)
@@ -150,15 +152,18 @@ class Lane:
             return
         if state == "stalled" and self.state not in RUN:
             return
-        if state == "retrying" and self.state in ("behind", "fetching"):
+        if state == "retrying" and self.state in ("standby", "behind", "fetching"):
             return  # it only relays in the ring, and goes on with its fetch
-        self._enter(state, t, reason)
+        self._enter("standby" if state == "training" and self.standby else state, t, reason)
 
     def _adopted(self, t: float, role: object, reason: str) -> None:
-        if role == "behind":
+        self.standby = role == "standby"
+        if self.standby:
+            self._enter("standby", t, reason)
+        elif role == "behind":
             if self.state != "fetching":
                 self._enter("behind", t, reason)
-        elif self.state in ("booting", "warming"):
+        elif self.state in ("booting", "warming", "standby"):
             self._enter("training", t, reason)
 
     def _enter(self, state: str, t: float, reason: str) -> None:
@@ -240,6 +245,7 @@ class Lanes:
 
 _WORSE = (
     "training",
+    "standby",
     "retrying",
     "warming",
     "final",

@@ -14,18 +14,19 @@ from typing import Any
 KEPT = 8192  # records of each level, at least; the oldest are dropped once there are twice as many
 FANOUT = 4
 LEVELS = 9  # the last one spans 8192 x 4^8 commits
-FIELDS = ("t", "step", "loss", "step_s", "gbps", "healthy", "lr_scale", "useful", "gap")
+FIELDS = ("t", "step", "loss", "step_s", "gbps", "healthy", "lr_scale", "units", "useful", "gap")
 WIDTH = len(FIELDS)
-COLUMNS = ("t", "step", "loss", "step_s", "gbps", "healthy", "lr_scale", "effective")
+COLUMNS = ("t", "step", "loss", "step_s", "gbps", "healthy", "lr_scale", "units", "effective")
 
-_T, _STEP, _LOSS, _STEP_S, _GBPS, _HEALTHY, _LR, _USEFUL, _GAP = range(WIDTH)
+_T, _STEP, _LOSS, _STEP_S, _GBPS, _HEALTHY, _LR, _UNITS, _USEFUL, _GAP = range(WIDTH)
 
 
 class Series:
     """Records of commits.
 
     A record has t (Unix seconds), step, loss (NaN: none), step_s, GB/s of FTAR, the number of contributors,
-    lr_scale, and the useful and the whole seconds that `Goodput.commit` returns.
+    lr_scale, the number of units (NaN: not known), and the useful and the whole seconds that `Goodput.commit`
+    returns.
     """
 
     def __init__(self) -> None:
@@ -63,8 +64,8 @@ class Series:
     def between(self, start: float, end: float, points: int) -> dict[str, list[Any]]:
         """Return at most ``points`` buckets of equal length from ``start`` to ``end`` (Unix seconds), as columns.
 
-        Empty buckets are left out. step_s is the longest of a bucket, healthy the fewest, t and step are the last;
-        the others are means.
+        Empty buckets are left out. step_s is the longest of a bucket, healthy and units the fewest, t and step are
+        the last; the others are means.
         """
         buckets: dict[int, list[float]] = {}
         records = self._records(start, end, points)
@@ -115,6 +116,7 @@ def _at(level: array[float], t: float, after: bool = False) -> int:
 def _sum(records: array[float]) -> list[float]:
     """Return several records as one."""
     losses = [x for x in records[_LOSS::WIDTH] if not math.isnan(x)]
+    units = [x for x in records[_UNITS::WIDTH] if not math.isnan(x)]
     n = len(records) // WIDTH
     return [
         records[_T - WIDTH],
@@ -124,6 +126,7 @@ def _sum(records: array[float]) -> list[float]:
         sum(records[_GBPS::WIDTH]) / n,
         min(records[_HEALTHY::WIDTH]),
         sum(records[_LR::WIDTH]) / n,
+        min(units, default=math.nan),
         sum(records[_USEFUL::WIDTH]),
         sum(records[_GAP::WIDTH]),
     ]
@@ -133,6 +136,7 @@ def _columns(rows: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
     """Return records as the columns that the page draws."""
     out: dict[str, list[Any]] = {name: [row[n] for row in rows] for n, name in enumerate(COLUMNS[:-1])}
     out["loss"] = [None if math.isnan(x) else x for x in out["loss"]]
+    out["units"] = [None if math.isnan(x) else int(x) for x in out["units"]]
     out["step"] = [int(x) for x in out["step"]]
     out["healthy"] = [int(x) for x in out["healthy"]]
     out["effective"] = [min(1.0, row[_USEFUL] / row[_GAP]) if row[_GAP] > 0 else None for row in rows]

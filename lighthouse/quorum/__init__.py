@@ -20,8 +20,8 @@ supervisor that may start a replica, so that two supervisors do not fence each o
 Read in this order. No module does I/O, reads a clock, draws a random number or imports a library (import-linter
 checks that), so the model checker `ft_hsdp.sim` explores this very code.
 
-- `rules`: the decision on reports alone: the highest state, who contributes, which epochs are not covered, which
-  members cannot connect.
+- `rules`: the decision on reports alone: the highest state, who contributes, which members cannot connect.
+- `units`: how many units each member trains, and which places it takes.
 - `state`: what is known (`LighthouseState`), events, effects, and the changes that decisions share.
 - `transition`: one event in, one decision out; which incarnation of a replica counts.
 - `membership`: the next membership, settled on a ring that works or by a round; the end of training.

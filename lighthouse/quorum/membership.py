@@ -76,7 +76,7 @@ def settle(s: LighthouseState, report: Report, now: float) -> Step:
     newcomers = {j.report.replica for j in joiners}  # an earlier incarnation of theirs may be a member still
     voids = rules.distinct_attempts(overruled_attempts(s, (j.report for j in joiners)))
     base = Base(report.state, None, voids)
-    holders = {m.replica for m in grant.members if m.role == "contribute"} | set(report.equal) | {report.replica}
+    holders = {m.replica for m in grant.members if m.holds_base} | set(report.equal) | {report.replica}
     gone = [m for m in grant.members if (m.replica, m.incarnation) in s.exited or m.replica in report.leaving]
     caught_up = [m for m in grant.members if m.role == "behind" and m.replica in holders]
     stale = [m for m in grant.members if m.replica in report.lagging and m.replica not in holders]
@@ -98,9 +98,9 @@ def settle(s: LighthouseState, report: Report, now: float) -> Step:
     )
     told = [f"{what}: replica {','.join(map(str, ids))}" for what, ids in whys if ids]
     why = "; ".join([*told, *([f"{size} replicas are wanted"] if size != grant.total else [])])
-    s, note = new_epoch(s, base, tuple(members), why)
+    s, notes = new_epoch(s, base, tuple(members), why, refill=True)
     s, replies = answer_settled(s)
-    return s, (*turned_away, note, *replies)
+    return s, (*turned_away, *notes, *replies)
 
 
 def _unwanted(s: LighthouseState, replica: int) -> str:
@@ -334,9 +334,10 @@ def _grant_or_wait(
             Note("ReplicaExcluded", "silent beyond its grace", {"replica": r, "suspected": r in suspected})
             for r, _ in silent
         ]
-    s, note = new_epoch(replace(s, rewinding=False), base, members, why)
+    refill = s.policy.units.refill == "same_step"
+    s, granted = new_epoch(replace(s, rewinding=False), base, members, why, refill)
     s, replies = answer_settled(s)
-    return s, (*notes, note, *replies)
+    return s, (*notes, *granted, *replies)
 
 
 def _catch_up(s: LighthouseState, base: StateId, members: tuple[Member, ...], why: str) -> Step:

@@ -216,7 +216,9 @@ def describe(members: Iterable[Member], base: StateId, why: str) -> str:
     ordered = sorted(members, key=lambda m: m.replica)
     able = [str(m.replica) for m in ordered if m.role == "contribute"]
     behind = [str(m.replica) for m in ordered if m.role == "behind"]
+    standby = [str(m.replica) for m in ordered if m.role == "standby"]
     text = f"{why}; replicas {','.join(able) or 'none'} contribute on {base}"
+    text += f"; {','.join(standby)} stand by" if standby else ""
     return text + (f"; {','.join(behind)} behind" if behind else "")
 
 
@@ -231,12 +233,15 @@ def grant(term: int, epoch: int, base: Base, members: tuple[Member, ...], total:
         total: How many replicas the contributors are a share of.
         why: Why the membership changed, for `Grant.reason`.
 
+    Returns:
+        A grant whose units are not shared out yet (`units.apportion`), without a reason.
+
     Raises:
         AssertionError: a replica is named twice.
     """
     ids = [m.replica for m in members]
     assert len(set(ids)) == len(ids), f"a grant names each replica once, not {ids}"
-    return Grant(term, epoch, base.state, members, total, describe(members, base.state, why), base.voids)
+    return Grant(term, epoch, base.state, members, total, why, base.voids)
 
 
 # Edges.

@@ -14,8 +14,10 @@ from typing import Literal
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Answer, Continue, Grant, Member, Report
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.units import EACH_ITS_BATCH, UnitPolicy
 from lighthouse.quorum import rules
 from lighthouse.quorum.rules import NO_EDGES, AdmittedIncarnation, Base, Edges, Epoch, Incarnation, Lease
+from lighthouse.quorum.units import apportion
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,7 @@ class Policy:
     on_lost_head: Literal["wait", "halt", "rollback"] = "halt"  # if no copy of the newest committed state is left
     edge_wait_s: float = 30.0  # first pause of a replica that is left out for its failed connections
     on_divergence: Literal["halt", "checkpoint"] = "halt"  # if states differ and no majority tells which is right
+    units: UnitPolicy = EACH_ITS_BATCH  # how the units of a step are shared out
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class Agreement:
     layout: str | None = None
     numerics: str | None = None
     rules: tuple[tuple[str, str], ...] = ()  # (dotted key, value as JSON text)
+    frozen: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +299,8 @@ def member(request: OpenRequest, base: Base) -> Member:
 
 
 def new_epoch(
-    s: LighthouseState, base: Base, members: tuple[Member, ...], why: str
-) -> tuple[LighthouseState, Note]:
+    s: LighthouseState, base: Base, members: tuple[Member, ...], why: str, refill: bool
+) -> tuple[LighthouseState, tuple[Note, ...]]:
     """Grant the next epoch: number the membership, remember it and make it the current one.
 
     A committed step in the epoch that ends clears the failures of its edges. The ring is ordered so that replicas
@@ -307,14 +311,17 @@ def new_epoch(
         base: The state that the epoch builds on.
         members: The members in any order.
         why: Why the membership changed, for humans.
+        refill: Whether members that stay may take more units in the first step than they were to take before.
 
     Returns:
-        The state with the grant, of which no member has been told yet, and the event for the journal.
+        The state with the grant, of which no member has been told yet, and the events for the journal.
     """
     if s.grant is not None and progressed(s):
         s = replace(s, edges=rules.without_failures(s.edges, s.grant.ring))
     ring = rules.arrange(members, s.edges.avoided)
     grant = rules.grant(s.term, s.epoch + 1, base, ring, total(s, len(members)), why)
+    grant = apportion(grant, s.grant, s.policy.units, refill)
+    grant = replace(grant, reason=rules.describe(grant.members, base.state, why))
     if base.state.step > 0 and (s.head is None or state_id.newer(base.state, s.head)):
         s = raise_head(s, base.state)
     epoch = Epoch(grant.epoch, tuple((m.replica, m.incarnation) for m in grant.members), base.state)
@@ -337,8 +344,16 @@ def new_epoch(
         "members": list(grant.ring),
         "total": grant.total,
         "roles": {str(m.replica): m.role for m in grant.members},
+        "units": {str(m.replica): m.units for m in grant.members if m.role == "contribute"},
+        "units_wanted": grant.units,
     }
-    return s, Note("EpochGranted", grant.reason, facts)
+    notes = [Note("EpochGranted", grant.reason, facts)]
+    taken = sum(m.units for m in grant.members if m.role == "contribute")
+    if s.policy.units.batch == "constant" and taken < grant.units:
+        cap = f"a rank trains at most {s.policy.units.max_accumulate} micro-batches (quorum.max_accumulate)"
+        counts = {"epoch": grant.epoch, "step": base.state.step + 1, "units": taken, "units_wanted": grant.units}
+        notes.append(Note("BatchReduced", cap, counts))
+    return s, tuple(notes)
 
 
 def progressed(s: LighthouseState) -> bool:

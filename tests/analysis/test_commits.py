@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.analysis.commits import PATIENCE, CommitMerger, metrics_row
+from ft_hsdp.analysis.commits import PATIENCE, CommitMerger, counted, metrics_row
 from ft_hsdp.launch.run.directory import Row
 from tests.support.launch.launch_rows import commit
 
@@ -124,3 +124,26 @@ def test_a_metrics_row_has_what_the_contract_names() -> None:
     assert {"t", "step", "epoch", "loss", "lr", "lr_scale", "contributors", "step_s", "waits"} <= row.keys()
     assert {"ftar_bytes", "ftar_s", "attempt", "lineage", "tokens", "holes"} <= row.keys()
     assert "contributions" not in row
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"units": 2**40},
+        {"units": -1},
+        {"index": -1},
+        {"index": "0"},
+        {"shard": None},
+        {"units": 1.5},
+    ],
+)
+def test_a_commit_whose_units_are_damaged_is_not_counted_up_to(changed: Row) -> None:
+    """2^40 units are what a flipped bit makes of one."""
+    row = commit(4)
+    assert counted(row)
+    assert counted({**row, "given_up": [[0, 3, 2]]})
+    assert not counted({**row, "given_up": [[0, 3, 2**40]]})
+    assert not counted({**row, "given_up": [[0, 3]]})
+    assert not counted({**row, "contributions": [{**row["contributions"][0], **changed}]})
+    assert not counted({**row, "contributions": [{"replica": 0}]})
+    assert not counted({key: value for key, value in row.items() if key != "cursors"})

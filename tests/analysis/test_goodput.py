@@ -89,6 +89,26 @@ def test_a_replica_that_is_missing_costs_its_share():
     adds_up(found)
 
 
+def test_as_many_units_as_wanted_by_fewer_replicas_is_the_whole_of_a_step():
+    """With `quorum.batch: constant` the others train the units of the one that is away, in a longer step."""
+    rows, t = [], 0.0
+    for n in range(1, 11):
+        who, took = ((0, 1, 2), 4 / 3) if n > 5 else ((0, 1, 2, 3), 1.0)
+        t += took
+        rows.append(commit(t, n, who, took) | {"units": 12, "units_wanted": 12})
+    found = fold(rows).effective()
+    assert found["useful_s"] == pytest.approx(10)
+    assert found["lost_s"]["missing"] == pytest.approx(5 / 3)
+    assert found["lost_s"]["other"] == pytest.approx(0, abs=1e-9)
+    half = fold([commit(n, n) | {"units": 6, "units_wanted": 12} for n in range(1, 11)]).effective()
+    assert half["wall_clock"] == pytest.approx(0.5)
+    adds_up(found)
+    # Never more than two of three contribute (`quorum.allowed`): nothing is missing.
+    two = [commit(n, n, (0, 1), total=3) | {"units": 9, "units_wanted": 9} for n in range(1, 11)]
+    assert fold(two).effective()["lost_s"]["missing"] == 0
+    assert fold([commit(n, n, (0, 1, 2)) for n in range(1, 11)]).effective()["lost_s"]["missing"] == 2.5
+
+
 def test_steps_that_are_done_twice_count_once_with_replay():
     rows = [commit(n, n) for n in range(1, 7)] + [commit(n + 2, n) for n in range(5, 9)]
     found = fold(rows).effective()

@@ -1,24 +1,46 @@
-"""torchft's own tests of process groups and of its Manager, from its wheel, with ours in gloo's place."""
+"""torchft's own tests of process groups, its Manager, LocalSGD and DiLoCo, with our process group in gloo's place.
+
+They are those of the wheel that is installed: 0.2.0, or the nightly in the environment of
+`make torchft-nightly`. Where the two differ, this module asks for what is there.
+"""
 
 from __future__ import annotations
 
+import gc
+import json
+import warnings
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
+from importlib import import_module, util
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torchft import Manager, manager_integ_test, process_group_test
+from torchft import (
+    Manager,
+    diloco_regression_test,
+    local_sgd_integ_test,
+    local_sgd_test,
+    manager_integ_test,
+    process_group_test,
+)
+from torchft._test import diloco_trainer
 from torchft.checkpointing import pg_transport_test
+from torchft.coordination import LighthouseServer
 
 from ft_hsdp.compat.torchft import ProcessGroupFTAR
 
-# torchft's own: its logger where torch has no flight recorder of NCCL, its walk over checkpoints.
+# torchft's own: its logger where torch has no flight recorder of NCCL, its walk over checkpoints and how it reads
+# them, the sockets of its transport, a test that asks for the gradient of a result.
 pytestmark = [
     pytest.mark.multiproc,  # the names of the shipped tests differ from process to process
     pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
+    pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
 ]
 made: list[ProcessGroupFTAR] = []
@@ -28,15 +50,15 @@ class Tracked(ProcessGroupFTAR):
     """The shipped tests drop their groups without a word."""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
-        super().__init__(timeout)
+        super().__init__(timeout, host="127.0.0.1")
         made.append(self)
 
 
 class Seeded(manager_integ_test.MyModel):  # type: ignore[misc]
     """The same weights in all threads: the shipped ones come from torch's own generator, which all of them use."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
         generator = torch.Generator().manual_seed(42)
         for parameter in self.parameters():
             torch.nn.init.uniform_(parameter, -0.5, 0.5, generator)
@@ -47,16 +69,47 @@ def any_port(**kwargs: Any) -> Manager:
     return Manager(**{**kwargs, "port": 0})
 
 
+def patient_lighthouse(**kwargs: Any) -> LighthouseServer:
+    """By default it goes on after 0.1 s without a replica that is slow, and the test ends without it."""
+    return LighthouseServer(**{"join_timeout_ms": 1000, **kwargs})
+
+
+def with_a_rank_that_never_comes(group: ProcessGroupFTAR) -> None:
+    """The nightly's test names it by a handle of gloo's, which ours refuses before it waits for anybody."""
+    mine = group.get_reconfigure_handle()
+    theirs = json.dumps({**json.loads(mine), "id": "0" * 32})
+    options = process_group_test.ReconfigureOptions()
+    options.uuid, options.handles = 1, [mine, theirs]
+    group.reconfigure(options).wait()
+
+
+NEW = "torchft.reconfigure_test"  # the nightly has it
+reconfigure_test: Any = import_module(NEW) if util.find_spec(NEW) else None
+
+GROUPS = (process_group_test, pg_transport_test, manager_integ_test, local_sgd_integ_test, diloco_trainer)
+OURS: list[tuple[Any, str, Any]] = [
+    *((module, "ProcessGroupGloo", Tracked) for module in (*GROUPS, reconfigure_test)),
+    *((module, "Manager", any_port) for module in (manager_integ_test, local_sgd_integ_test, diloco_trainer)),
+    *((module, "MyModel", Seeded) for module in (manager_integ_test, local_sgd_integ_test)),
+    *(
+        (module, "LighthouseServer", patient_lighthouse)
+        for module in (local_sgd_integ_test, diloco_regression_test)
+    ),
+    # The wheel has no fixtures; then the tests compute what is right.
+    (diloco_regression_test, "handle_fixture", lambda *_: None),
+    (process_group_test, "_reconfigure_with_missing_peer", with_a_rank_that_never_comes),
+]
+MOCKED = {"TestLocalSGD", "TestDiLoCo"}  # their Manager is a mock: no group takes part
+
+
 @pytest.fixture(autouse=True)
-def _ours() -> Iterator[None]:
-    with (
-        patch.object(process_group_test, "ProcessGroupGloo", Tracked),
-        patch.object(pg_transport_test, "ProcessGroupGloo", Tracked),
-        patch.object(manager_integ_test, "ProcessGroupGloo", Tracked),
-        patch.object(manager_integ_test, "Manager", any_port),
-        patch.object(manager_integ_test, "MyModel", Seeded),
-    ):
+def _ours(request: pytest.FixtureRequest) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module, name, ours in OURS:
+            if hasattr(module, name):
+                stack.enter_context(patch.object(module, name, ours))
         yield
+    assert made or request.cls.__name__ in MOCKED, "the shipped tests did not use ours"
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -64,10 +117,12 @@ def _ours() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="module")
 def _shut_down() -> Iterator[None]:
     yield
-    assert made, "the shipped tests did not use ours"
     for group in made:
         group.shutdown()
     made.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()  # or a later test would be told of the sockets
 
 
 class TestProcessGroup(process_group_test.ProcessGroupTest):
@@ -102,3 +157,41 @@ class TestTransport(pg_transport_test.PGTransportTest):
     """Checkpoints by send and recv."""
 
     test_pg_transport_baby_nccl = test_pg_transport_baby_nccl_inplace = None
+
+
+class TestLocalSGD(local_sgd_test.LocalSGDTest):
+    """When LocalSGD asks for a quorum and reduces."""
+
+
+class TestDiLoCo(local_sgd_test.DiLoCoTest):
+    """What DiLoCo reduces, and how it applies it."""
+
+
+QUICK = {
+    "test_local_sgd_recovery_0",
+    "test_streaming_diloco_commit_failure_11",
+    "test_diloco_mocked_updates_4",
+}
+
+
+def _the_rest_takes_long(cases: tuple[type, ...]) -> None:
+    for case in cases:
+        for name in {name for name in dir(case) if name.startswith("test")} - QUICK:
+            pytest.mark.proof(getattr(case, name))
+
+
+_the_rest_takes_long((local_sgd_integ_test.LocalSGDIntegTest, diloco_regression_test.DiLoCoMockedUpdateTest))
+
+
+class TestLocalSGDOfTwoReplicas(local_sgd_integ_test.LocalSGDIntegTest):
+    """LocalSGD and streaming DiLoCo: a replica fails, a third one comes, an all-reduce fails."""
+
+
+class TestDiLoCoRegression(diloco_regression_test.DiLoCoMockedUpdateTest):
+    """The weights of DiLoCo after each step, with and without a replica that fails."""
+
+
+if reconfigure_test is not None:
+
+    class TestReconfigure(reconfigure_test.ReconfigureTest):  # type: ignore[misc]
+        """Handles and the exchange of them; its native groups are torch's own."""

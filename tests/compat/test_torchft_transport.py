@@ -14,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import TestCase
+from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing.transport_test import run_multi_recovery_test
 from torchft.coordination import LighthouseServer
 
@@ -65,6 +67,36 @@ def test_torchfts_own_test_of_transports() -> None:
         return StateTransport(timeout=SOON, num_chunks=next(chunks, 0), host="127.0.0.1")
 
     run_multi_recovery_test(case, init, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("kind", "num_chunks"), [(HTTPTransport, 0), (StateTransport, 0), (StateTransport, 3)])
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")
+def test_a_caller_sees_what_torchfts_own_transport_does(kind: type, num_chunks: int) -> None:
+    state: dict[str, Any] = {
+        "state": "dict",
+        "tensor": torch.rand(5, 2),
+        "nested": {"lr": 0.1, "step": 3, "none": None},
+    }
+    sender, receiver = (kind(timeout=SOON, num_chunks=num_chunks) for _ in range(2))
+    for step in (1234, 2345):
+        assert sender.send_checkpoint(dst_ranks=[1], step=step, state_dict=state, timeout=SOON) is None
+        told = sender.metadata()
+        assert isinstance(told, str)
+        got = receiver.recv_checkpoint(src_rank=0, metadata=told, step=step, timeout=SOON)
+        assert torch.equal(got.pop("tensor"), state["tensor"])
+        assert got == {k: v for k, v in state.items() if k != "tensor"}
+    for step in (1234, 3456):  # no longer offered, and not yet
+        with pytest.raises(OSError, match=str(step)) as caught:
+            receiver.recv_checkpoint(src_rank=0, metadata=told, step=step, timeout=timedelta(seconds=0.2))
+        if isinstance(caught.value, HTTPError):
+            caught.value.close()
+    sender.disallow_checkpoint()
+    sender.disallow_checkpoint()
+    for transport in (sender, receiver):
+        transport.shutdown(wait=True)
+        if kind is HTTPTransport:
+            transport._server.server_close()  # it leaves this to the collector
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from ft_hsdp.control import leader as control
 from ft_hsdp.core import effects, state_id
-from ft_hsdp.core.commit import AttemptId
+from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.grant import CatchUp, Continue, Finish
 from ft_hsdp.core.replica_state import Phase, ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
@@ -56,8 +56,8 @@ async def test_a_step_alone_from_check_in_to_the_next_ask(s: Scene) -> None:
     fence = AttemptId(1, 1, 0)
     assert s.orders == [
         effects.Configure(grant(1, 0)),
-        effects.RunBatch(1),
-        effects.Reduce(fence, "contribute", "0" * 32),
+        effects.RunBatch(1, ((0, 1),), 1),
+        effects.Reduce(fence, "contribute", "0" * 32, ((0, 1),)),
     ]
     s.vote(1, fence)
     assert not s.named(effects.Commit), "committed with one vote of two"
@@ -66,7 +66,7 @@ async def test_a_step_alone_from_check_in_to_the_next_ask(s: Scene) -> None:
     record = commit.record
     assert (record.contributors, record.loss, record.norm) == ((0,), 0.5, 2.0)
     assert (record.chunk_bytes, record.ring, record.total) == (64, (0,), 2)
-    assert s.orders[-2:] == [commit, effects.RunBatch(2)]
+    assert s.orders[-2:] == [commit, effects.RunBatch(2, ((0, 1),), 1)]
     await s.until(lambda: len(s.lighthouse.asks) == 2, "asks for step 2")
     assert s.lighthouse.asks[1].report.state == record.state_id
     s.lighthouse.answers.put_nowait(Continue(1, 2))
@@ -527,6 +527,16 @@ async def test_a_step_that_is_skipped_is_journalled(s: Scene) -> None:
     assert (commit.record.skipped, commit.record.norm) == (True, 0.0)
     (event,) = s.events("StepSkipped")
     assert (event["replicas"], event["step"]) == ([0], 1)
+
+
+async def test_a_step_of_which_nothing_counts_is_journalled(s: Scene) -> None:
+    await s.granted(grant(1, 0))
+    for rank in (0, 1):
+        s.leader.received(Vote(rank, AttemptId(1, 1, 0), "d", 0.0, (Contribution(0, 0, 0, 0),)))
+    (commit,) = s.named(effects.Commit)
+    assert not commit.record.updates
+    (event,) = s.events("StepSkipped")
+    assert (event["replicas"], event["reason"]) == ([], "none of its tokens counts: no weight changes")
 
 
 async def test_a_replica_checks_in_with_the_state_that_it_found(s: Scene) -> None:

@@ -322,3 +322,14 @@ async def test_the_client_says_whether_to_try_again(s: Scene, status: int, kind:
     with pytest.raises(LighthouseUnreachable, match=str(status)) as caught:
         await s.client.tell(Telemetry("0-x-0"))
     assert type(caught.value) is kind
+
+
+async def test_logged_values_wait_for_a_lighthouse_that_is_away_and_arrive_once(fast, s: Scene) -> None:
+    s.lighthouse.answer = lambda _: 503
+    s.reporter.log({"step": 1, "values": {"a": 1.0}})
+    await s.until(lambda: any(t.logged for _, t in s.lighthouse.seen), "it was told")
+    s.lighthouse.answer = lambda _: 204
+    await s.until(lambda: any(t.logged for t in s.lighthouse.taken), "it was taken")
+    s.reporter.log({"step": 2, "values": {"a": 2.0}})
+    await s.until(lambda: len([r for t in s.lighthouse.taken for r in t.logged]) > 1, "the next one")
+    assert [row["step"] for t in s.lighthouse.taken for row in t.logged] == [1, 2]

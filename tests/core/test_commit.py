@@ -1,14 +1,28 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution, Vote, VoteTally, fenced, lr_scale, void
-from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.commit import (
+    MAX_PARTS,
+    MAX_ROWS,
+    MAX_WEIGHT,
+    AttemptId,
+    CommitRecord,
+    Contribution,
+    Vote,
+    VoteTally,
+    fenced,
+    impossible,
+    lr_scale,
+    void,
+)
+from ft_hsdp.core.ledger import MAX_UNIT, Ledger
 
 FENCE = AttemptId(3, 8, 1)
 ALL = (Contribution(0, 1, 0, 7, 2.0), Contribution(2, 3, 2, 5, 4.0))
@@ -33,6 +47,8 @@ def vote(rank: int, fence: AttemptId = FENCE, **changes: object) -> Vote:
         {"contributions": (ALL[0], replace(ALL[1], weight=4))},
         {"contributions": (ALL[0], replace(ALL[1], shard=1))},
         {"contributions": (ALL[0], replace(ALL[1], index=6))},
+        {"contributions": (ALL[0], replace(ALL[1], units=2))},
+        {"contributions": (ALL[0], replace(ALL[1], part=1))},
         {"digest": "other"},
     ],
 )
@@ -51,11 +67,11 @@ def test_what_a_record_adds_up_to() -> None:
     assert RECORD.loss == pytest.approx((1 * 2.0 + 3 * 4.0) / 4)
     assert RECORD.contributors == (0, 2)
     assert RECORD.fence == FENCE
-    assert RECORD.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6), (), (0, 2))
+    assert RECORD.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6))
 
 
 def test_a_ledger_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="batch 7 of data shard 0 was trained before"):
+    with pytest.raises(ValueError, match="a unit of 7 to 7 of data shard 0 was trained before"):
         RECORD.ledger(Ledger((8, 9, 5)))
 
 
@@ -64,6 +80,20 @@ def test_whoever_brings_the_batch_of_a_lower_replica_is_named() -> None:
     third = Contribution(1, 1, 2, 5)
     assert replace(RECORD, contributions=(*ALL, third)).doubled == (2,)
     assert replace(RECORD, contributions=(*ALL, third, Contribution(3, 1, 0, 7))).doubled == (2, 3)
+    long = (Contribution(1, 9, 2, 0, units=5), Contribution(1, 1, 2, 9), Contribution(2, 2, 2, 8, units=2))
+    assert replace(RECORD, contributions=long).doubled == (2,)
+    assert replace(RECORD, contributions=(long[0], replace(long[2], index=5))).doubled == ()
+
+
+def test_a_replica_may_bring_several_runs() -> None:
+    runs = (
+        Contribution(0, 2, 0, 7, units=2),
+        Contribution(0, 1, 0, 12, part=1),
+        Contribution(2, 3, 2, 5, units=3),
+    )
+    record = replace(RECORD, contributions=runs)
+    assert (record.contributors, record.units, record.divisor) == ((0, 2), 6, 6)
+    assert record.ledger(Ledger((7, 9, 5))) == Ledger((13, 9, 8), ((0, 9, 3),))
 
 
 @pytest.mark.parametrize(
@@ -101,7 +131,7 @@ def test_only_the_very_same_attempt_is_fenced_in(a: AttemptId, b: AttemptId) -> 
 def test_the_record_of_a_tally() -> None:
     losses = tuple(replace(c, loss=c.loss + 2) for c in ALL)
     tally = VoteTally(FENCE, 2).add(vote(1, contributions=losses)).add(vote(0, sumsq=16.0))
-    record = tally.record("prev", (0, 1, 2), 3, "linear", 4096)
+    record = tally.record("prev", (0, 1, 2), 3, 3, "linear", 4096)
     assert record is not None
     assert (record.epoch, record.step, record.attempt) == (3, 8, 1)
     assert [c.loss for c in record.contributions] == [3.0, 5.0]
@@ -113,17 +143,43 @@ def test_the_record_of_a_tally() -> None:
 @pytest.mark.parametrize("sumsq", [16.0, math.inf, math.nan])
 def test_a_poisoned_step_has_a_name_of_its_own_and_a_norm_that_can_be_written_down(sumsq: float) -> None:
     tally = VoteTally(FENCE, 2).add(vote(1, poisoned=(2,))).add(vote(0, sumsq=sumsq))
-    record = tally.record("prev", (0, 1, 2), 3, "linear", 4096)
+    record = tally.record("prev", (0, 1, 2), 3, 3, "linear", 4096)
     assert record is not None
     assert (record.poisoned, record.norm, record.skipped) == ((2,), 0.0, True)
-    assert record.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6), takers=(0, 2))
+    assert record.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6))
     assert record.state_id != replace(record, poisoned=()).state_id
     assert replace(record, contributions=(ALL[0], replace(ALL[1], loss=math.nan))).loss == ALL[0].loss
 
 
+def test_a_loss_without_weight_does_not_count() -> None:
+    """Of a micro-batch without tokens the mean loss is NaN."""
+    nothing = tuple(replace(c, weight=0, loss=math.nan) for c in ALL)
+    tally = VoteTally(FENCE, 2).add(vote(1, contributions=nothing)).add(vote(0))
+    record = tally.record("prev", (0, 1, 2), 3, 3, "linear", 4096)
+    assert record is not None
+    assert [(c.weight, c.loss) for c in record.contributions] == [(1, 2.0), (3, 4.0)]
+    assert replace(record, contributions=(ALL[0], nothing[1])).loss == ALL[0].loss
+    assert record.updates
+
+
+def test_a_step_of_which_nothing_counts_is_committed_and_updates_nothing() -> None:
+    nothing = tuple(replace(c, weight=0, loss=math.nan) for c in ALL)
+    tally = VoteTally(FENCE, 1).add(vote(0, contributions=nothing, sumsq=0.0))
+    record = tally.record("prev", (0, 1, 2), 3, 3, "linear", 4096)
+    assert record is not None
+    assert (record.skipped, record.updates, record.norm) == (False, False, 0.0)
+    assert [c.loss for c in record.contributions] == [0.0, 0.0], "a NaN is no JSON"
+    assert math.isnan(record.loss)
+    assert record.lr_scale == pytest.approx(2 / 3), "it depends on units alone"
+    assert record.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6))
+
+
 def test_finite_gradients_whose_sum_is_not_are_nobodys_fault() -> None:
     record = (
-        VoteTally(FENCE, 2).add(vote(1)).add(vote(0, sumsq=math.inf)).record("prev", (0, 1, 2), 3, "linear", 4096)
+        VoteTally(FENCE, 2)
+        .add(vote(1))
+        .add(vote(0, sumsq=math.inf))
+        .record("prev", (0, 1, 2), 3, 3, "linear", 4096)
     )
     assert record is not None
     assert record.poisoned == record.contributors == (0, 2)
@@ -139,12 +195,22 @@ def test_the_digests_of_the_state_count_only_together() -> None:
 
 def test_the_order_of_votes_does_not_show_in_the_record() -> None:
     one, two = VoteTally(FENCE, 2).add(vote(0)).add(vote(1)), VoteTally(FENCE, 2).add(vote(1)).add(vote(0))
-    assert one.record("p", (0, 2), 3, "linear", 1) == two.record("p", (0, 2), 3, "linear", 1)
+    assert one.record("p", (0, 2), 3, 3, "linear", 1) == two.record("p", (0, 2), 3, 3, "linear", 1)
 
 
 def test_swapped_shards_give_another_state() -> None:
-    one = VoteTally(FENCE, 2).add(vote(0, digest="a")).add(vote(1, digest="b")).record("p", (0, 2), 3, "linear", 1)
-    two = VoteTally(FENCE, 2).add(vote(0, digest="b")).add(vote(1, digest="a")).record("p", (0, 2), 3, "linear", 1)
+    one = (
+        VoteTally(FENCE, 2)
+        .add(vote(0, digest="a"))
+        .add(vote(1, digest="b"))
+        .record("p", (0, 2), 3, 3, "linear", 1)
+    )
+    two = (
+        VoteTally(FENCE, 2)
+        .add(vote(0, digest="b"))
+        .add(vote(1, digest="a"))
+        .record("p", (0, 2), 3, 3, "linear", 1)
+    )
     assert one is not None
     assert two is not None
     assert one.state_id != two.state_id
@@ -153,11 +219,11 @@ def test_swapped_shards_give_another_state() -> None:
 def test_ranks_that_saw_different_contributors_have_no_record() -> None:
     tally = VoteTally(FENCE, 2).add(vote(0)).add(vote(1, contributions=ALL[:1]))
     assert tally.complete
-    assert tally.record("prev", (0, 1, 2), 3, "linear", 4096) is None
+    assert tally.record("prev", (0, 1, 2), 3, 3, "linear", 4096) is None
 
 
 def test_a_step_without_contributors_has_a_record_to_vote_no_on() -> None:
-    record = VoteTally(FENCE, 1).add(vote(0, contributions=())).record("prev", (0, 1), 3, "linear", 4096)
+    record = VoteTally(FENCE, 1).add(vote(0, contributions=())).record("prev", (0, 1), 3, 3, "linear", 4096)
     assert record is not None
     assert record.contributors == ()
     assert record.lr_scale == 1.0
@@ -179,11 +245,11 @@ def test_what_makes_an_attempt_void(known: AttemptId, expected: bool) -> None:
 
 def test_what_a_step_goes_without_is_in_its_name() -> None:
     """Replicas that disagree on it hold different states, so the token tells them apart."""
-    without = replace(RECORD, spoiled=((1, 9),), retries=3)
+    without = replace(RECORD, spoiled=((1, 9, 1),), retries=3)
     assert len({r.state_id for r in (RECORD, without, replace(without, retries=4))}) == 3
-    before = Ledger((7, 9, 5), spoilt=((1, 9, 2),))
-    assert without.given_up(before) == ((1, 9),)
-    assert without.ledger(before) == Ledger((8, 10, 6), (), (0, 2))
+    before = Ledger((7, 9, 5), spoilt=((1, 9, 1, 2),))
+    assert without.given_up(before) == ((1, 9, 1),)
+    assert without.ledger(before) == Ledger((8, 10, 6))
 
 
 @pytest.mark.parametrize(
@@ -195,10 +261,14 @@ def test_the_interventions_of_the_paper(contributors: int, linear: float, sqrt: 
     assert lr_scale("none", contributors, 12) == 1.0
 
 
-@pytest.mark.parametrize("contributors", [0, -1, 13])
-def test_nobody_or_more_than_everybody_is_refused(contributors: int) -> None:
-    with pytest.raises(ValueError, match=rf"within 1\.\.12, got {contributors}"):
-        lr_scale("linear", contributors, 12)
+@pytest.mark.parametrize(("units", "wanted"), [(0, 12), (-1, 12), (3, 0)])
+def test_a_step_without_units_has_no_scale(units: int, wanted: int) -> None:
+    with pytest.raises(ValueError, match=f"must be at least 1, got {units} and {wanted}"):
+        lr_scale("linear", units, wanted)
+
+
+def test_more_units_than_wanted_do_not_raise_the_learning_rate() -> None:
+    assert lr_scale("linear", 13, 12) == lr_scale("sqrt", 13, 12) == 1.0
 
 
 @given(st.integers(1, 512).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))))
@@ -207,3 +277,52 @@ def test_linear_cuts_deeper_than_sqrt_and_neither_raises(pair: tuple[int, int]) 
     linear, sqrt = (lr_scale(kind, contributors, total) for kind in ("linear", "sqrt"))
     assert 0 < linear <= sqrt <= 1
     assert (linear == 1) == (contributors == total)
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([Contribution(0, 1, 0, 5, units=0)], "0 units from 5; allowed: at least 1"),
+        ([Contribution(0, 1, 0, -1)], "1 units from -1; allowed: at least 1, from unit 0"),
+        ([Contribution(0, 1, 0, MAX_UNIT)], f"1 units from {MAX_UNIT}; .* to unit {MAX_UNIT - 1}"),
+        ([Contribution(0, 1, 0, 2, units=MAX_UNIT)], f"{MAX_UNIT} units from 2"),
+        ([Contribution(0, -1, 0, 0)], "a weight of -1 for 1 units"),
+        ([Contribution(0, 2 * MAX_WEIGHT + 1, 0, 0, units=2)], f"a weight of {2 * MAX_WEIGHT + 1} for 2 units"),
+        ([Contribution(0, 1, 0, 0, part=2)], "part 2 after part 0"),
+        ([Contribution(0, 1, 0, 0, part=1), Contribution(0, 1, 0, 1)], "part 0 after part 1"),
+        ([Contribution(0, 1, 0, n, part=n) for n in range(MAX_PARTS + 1)], f"below {MAX_PARTS}"),
+        ([Contribution(0, 3, 0, 4, units=3), Contribution(0, 3, 0, 2, units=3)], "one unit twice"),
+        ([Contribution(0, 1, 0, 4), Contribution(0, 1, 1, 4)], "units of two data shards"),
+        ([Contribution(0, 1, 0, 2 * n) for n in range(MAX_ROWS + 1)], f"at most {MAX_ROWS} are allowed"),
+    ],
+)
+def test_contributions_that_no_replica_can_have_made(rows: list[Contribution], why: str) -> None:
+    assert re.search(why, impossible(rows))
+
+
+def test_contributions_that_a_replica_can_have_made() -> None:
+    """Runs in any order, in parts, and units without a token."""
+    assert not impossible([])
+    assert not impossible([Contribution(0, 3, 1, 9, units=3), Contribution(0, 0, 1, 2, units=4, part=1)])
+    assert not impossible([Contribution(0, MAX_WEIGHT, 0, MAX_UNIT - 1)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "shared", "why"),
+    [
+        ([Contribution(0, 1, 0, 4), Contribution(1, 1, 1, 4)], False, ""),
+        ([Contribution(0, 1, 0, 4), Contribution(1, 1, 0, 5)], True, ""),
+        (
+            [Contribution(0, 1, 0, 4), Contribution(7, 1, 7, 4)],
+            False,
+            r"replicas \[7\] contributed; allowed: those of",
+        ),
+        ([Contribution(0, 1, 0, 4), Contribution(0, 1, 0, 4)], False, "replica 0 says one unit twice"),
+        ([Contribution(1, 1, 5, 4)], False, "replica 1 says units of data shard 5; allowed: of 1"),
+        ([Contribution(1, 1, 1, 4)], True, "replica 1 says units of data shard 1; allowed: of 0"),
+        ([Contribution(2, 1, 2, 4, units=0)], False, "replica 2 says 0 units from 4"),
+    ],
+)
+def test_a_record_of_what_cannot_be_names_who_said_it(rows: list[Contribution], shared: bool, why: str) -> None:
+    said = replace(RECORD, contributions=tuple(rows)).impossible(shared)
+    assert re.match(why or "^$", said)

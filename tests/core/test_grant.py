@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ft_hsdp.core.commit import AttemptId
@@ -12,7 +14,7 @@ MEMBERS = (
     Member(0, "0-b", "behind"),
     Member(2, "2-a", "contribute"),
 )
-GRANT = Grant(1, 7, StateId(6, 12, "abc"), MEMBERS, 5, "joined: replica 0", (AttemptId(6, 13, 0),), "mac")
+GRANT = Grant(1, 7, StateId(6, 12, "abc"), MEMBERS, 5, "joined: replica 0", (AttemptId(6, 13, 0),), mac="mac")
 
 
 def test_the_ring_is_the_order_of_the_members() -> None:
@@ -30,9 +32,25 @@ def test_a_grant_names_incarnations_not_replicas() -> None:
 
 
 def test_a_reason_is_for_humans_only() -> None:
-    other = Grant(1, 7, GRANT.base, MEMBERS, 5, "another story", GRANT.void, "mac")
+    other = Grant(1, 7, GRANT.base, MEMBERS, 5, "another story", GRANT.void, mac="mac")
     assert other == GRANT
     assert hash(other) == hash(GRANT)
+
+
+def test_places_are_those_of_an_undisturbed_step_unless_the_grant_says_otherwise() -> None:
+    members = (
+        Member(4, "4-a", "contribute", units=3, places=((0, 2), (9, 1))),
+        Member(0, "0-b", "behind", units=2),
+        Member(1, "1-b", "standby", units=0),
+        Member(2, "2-a", "contribute", units=3),
+    )
+    own = Grant(1, 7, StateId(6, 12, "abc"), members, 5, "", units=6)
+    assert own.places(13) == {4: ((0, 2), (9, 1)), 2: ((0, 3),)}
+    assert own.places(14) == {4: ((0, 3),), 2: ((0, 3),), 0: ((0, 2),)}
+    assert [own.following(14, r) for r in (4, 2, 0)] == [3, 3, 2]
+    shared = replace(own, shared=True)
+    assert shared.places(14) == {4: ((0, 3),), 2: ((3, 3),), 0: ((6, 2),)}
+    assert [shared.following(14, r) for r in (4, 2, 0)] == [6, 9, 12]
 
 
 def test_decisions_cannot_be_changed() -> None:

@@ -1,204 +1,231 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.ledger import MAX_HOLES, BatchAssigner, Ledger
+from ft_hsdp.core.ledger import MAX_HOLES, Ledger, Run, overlaps
+
+Unit = tuple[int, int]  # (data shard, number)
 
 
-def trained(ledger: Ledger) -> set[tuple[int, int]]:
-    """The batches (data shard, index) inside a state."""
-    below = {(s, i) for s, cursor in enumerate(ledger.cursors) for i in range(cursor)}
-    return below - set(ledger.holes)
+def units(runs: list[Run] | tuple[Run, ...]) -> list[Unit]:
+    return [(shard, n) for shard, first, count in runs for n in range(first, first + count)]
 
 
-def numbers(ledger: Ledger) -> set[int]:
-    """The same, as places in the whole data."""
-    return {index * len(ledger.cursors) + shard for shard, index in trained(ledger)}
+def trained(ledger: Ledger) -> set[Unit]:
+    """The units inside a state."""
+    below = {(s, n) for s, cursor in enumerate(ledger.cursors) for n in range(cursor)}
+    return below - set(units(ledger.holes))
 
 
-@st.composite
-def ledgers(draw: st.DrawFn) -> Ledger:
-    """Any ledger that training leads to."""
-    shards = draw(st.integers(1, 5))
-    done = draw(st.sets(st.tuples(st.integers(0, shards - 1), st.integers(0, 12)), max_size=40))
-    return Ledger.empty(shards).advance(sorted(done), (0, 2))
+run = st.tuples(st.integers(0, 2), st.integers(0, 20), st.integers(1, 5))
+runs = st.lists(run, max_size=4)
 
 
 def test_only_contributors_move_on() -> None:
-    assert Ledger((4, 4, 3)).advance([(0, 4), (2, 3)]) == Ledger((5, 4, 4))
+    assert Ledger((4, 4, 3)).advance([(0, 4, 2), (2, 3, 1)]) == Ledger((6, 4, 4))
     assert Ledger.empty(3).advance([]) == Ledger((0, 0, 0))
 
 
 def test_what_is_jumped_over_is_a_hole_until_it_is_trained() -> None:
-    ledger = Ledger((4,)).advance([(0, 4), (0, 7)], (0, 3))
-    assert ledger == Ledger((8,), ((0, 5), (0, 6)), (0, 3))
-    assert [ledger.untrained(0, place) for place in range(4)] == [5, 6, 8, 9]
-    assert ledger.advance([(0, 6), (0, 8)]) == Ledger((9,), ((0, 5),))
+    ledger = Ledger((4,)).advance([(0, 4, 1), (0, 7, 2)])
+    assert ledger == Ledger((9,), ((0, 5, 2),))
+    assert ledger.at(0, [(0, 5)]) == ((0, 5, 2), (0, 9, 3))
+    assert ledger.at(0, [(3, 1), (0, 1)]) == ((0, 10, 1), (0, 5, 1))
+    assert ledger.advance([(0, 6, 1), (0, 9, 3)]) == Ledger((12,), ((0, 5, 1),))
+    assert ledger.advance([(0, 5, 2)]) == Ledger((9,))
 
 
-@pytest.mark.parametrize("index", [0, 3])
-def test_a_batch_that_was_trained_is_refused(index: int) -> None:
-    with pytest.raises(ValueError, match=rf"batch {index} of data shard 1 was trained before"):
-        Ledger((9, 4), ((1, 2),)).advance([(1, index)])
+@pytest.mark.parametrize("bad", [(1, 0, 1), (1, 3, 1), (1, 2, 2), (1, 3, 4), (1, 1, 2)])
+def test_a_unit_that_was_trained_is_refused(bad: Run) -> None:
+    with pytest.raises(ValueError, match=r"a unit of \d+ to \d+ of data shard 1 was trained before"):
+        Ledger((9, 4), ((1, 2, 1),)).advance([bad])
 
 
-def test_a_batch_counts_once_even_within_a_step() -> None:
-    for ledger in (Ledger((0, 0)), Ledger((3, 0), ((0, 0),))):
-        with pytest.raises(ValueError, match="batch 0 of data shard 0 was trained before"):
-            ledger.advance([(0, 0), (0, 0)])
+def test_a_unit_counts_once_even_within_a_step() -> None:
+    for ledger in (Ledger((0, 0)), Ledger((3, 0), ((0, 0, 2),))):
+        with pytest.raises(ValueError, match="was trained before"):
+            ledger.advance([(0, 0, 2), (0, 1, 1)])
+
+
+@pytest.mark.parametrize("bad", [(0, 5, 0), (0, -1, 2), (0, 2**62, 1), (1, 0, 1), (-1, 0, 1)])
+def test_a_run_that_cannot_be_is_refused(bad: Run) -> None:
+    with pytest.raises(ValueError, match="cannot be"):
+        Ledger.empty(1).advance([bad])
 
 
 def test_holes_are_bounded() -> None:
-    assert len(Ledger.empty(1).advance([(0, MAX_HOLES)]).holes) == MAX_HOLES
-    for far in (MAX_HOLES + 1, 2**63):
-        with pytest.raises(ValueError, match="too far beyond the next one, 0"):
-            Ledger.empty(2).advance([(1, far)])
+    full = Ledger((2 * MAX_HOLES + 1,), tuple((0, 2 * n, 1) for n in range(MAX_HOLES)))
+    assert len(full.advance([(0, 2 * MAX_HOLES + 1, 1)]).holes) == MAX_HOLES
+    with pytest.raises(ValueError, match=f"{MAX_HOLES + 1} runs of units were left out; at most {MAX_HOLES} are"):
+        full.advance([(0, 2 * MAX_HOLES + 2, 1)])
     with pytest.raises(ValueError, match=f"{MAX_HOLES + 1} batches were left out; at most {MAX_HOLES} are"):
-        Ledger((0, MAX_HOLES + 1)).resharded(3)
+        Ledger((0, 2 * (MAX_HOLES + 1))).resharded(3, 2)
 
 
 @pytest.mark.parametrize(
     ("cursors", "holes", "why"),
     [
-        ((2, -1), (), "none may be negative"),
-        ((3,), ((0, 1), (0, 0)), "not sorted"),
-        ((3,), ((0, 1), (0, 1)), "stands there twice"),
-        ((3,), ((0, 2),), "hole 2 of data shard 0 is not below its last trained batch"),
-        ((3,), ((1, 0),), "hole 0 of data shard 1 is not below"),
-        ((3,), ((0, -1),), "hole -1"),
+        ((2, -1), (), "each must be from 0"),
+        ((3,), ((0, 1, 1), (0, 0, 1)), "not sorted"),
+        ((9,), ((0, 1, 3), (0, 2, 1)), "overlap"),
+        ((9,), ((0, 1, 2), (0, 3, 1)), "touch each other"),
+        ((3,), ((0, 2, 1),), "hole at 2 of data shard 0 is not below its last trained unit"),
+        ((3,), ((0, 1, 1), (1, 0, 1)), "of data shard 1 cannot be"),
+        ((3,), ((0, -1, 1),), "from -1 of data shard 0 cannot be"),
+        ((3,), ((0, 0, 0),), "0 units from 0"),
     ],
 )
 def test_what_training_cannot_lead_to_is_refused(
-    cursors: tuple[int, ...], holes: tuple[tuple[int, int], ...], why: str
+    cursors: tuple[int, ...], holes: tuple[Run, ...], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
         Ledger(cursors, holes)
 
 
-@given(st.lists(st.sets(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=5), max_size=12))
-def test_every_batch_at_most_once_in_any_order(steps: list[set[tuple[int, int]]]) -> None:
-    ledger, done = Ledger.empty(3), set[tuple[int, int]]()
-    for batches in steps:
-        if batches & done:
+@given(st.lists(st.tuples(runs, runs), max_size=10), st.integers(1, 3))
+def test_every_unit_at_most_once_in_any_order(steps: list[tuple[list[Run], list[Run]]], retries: int) -> None:
+    """Against sets of single units, with units that are left out and given up."""
+    ledger, done, times = Ledger.empty(3), set[Unit](), dict[Unit, int]()
+    for taken, candidates in steps:
+        new = units(taken)
+        if len(set(new)) < len(new) or set(new) & done:
             with pytest.raises(ValueError, match="was trained before"):
-                ledger.advance(batches)
+                ledger.advance(taken)
             continue
-        ledger = ledger.advance(batches)
+        spoiled: list[Run] = []
+        for each in candidates:
+            if not set(units([each])) & (done | set(new) | set(units(spoiled))):
+                spoiled.append(each)
+        given_up = {u for u in units(spoiled) if times.get(u, 0) + 1 >= retries}
+        assert set(units(ledger.given_up(spoiled, retries))) == given_up
+        ledger = ledger.advance(taken, spoiled, retries)
         assert ledger == ledger.advance([])
-        done |= batches
+        done |= set(new) | given_up
+        for u in units(spoiled):
+            times[u] = times.get(u, 0) + 1
+        times = {u: n for u, n in times.items() if u not in done}
         assert trained(ledger) == done
+        assert {u: n for *each, n in ledger.spoilt for u in units([(each[0], each[1], each[2])])} == times
         for shard in range(3):
-            places = [ledger.untrained(shard, place) for place in range(15)]
-            left = (i for i in itertools.count() if (shard, i) not in done)
-            assert places == list(itertools.islice(left, 15))
+            left = list(itertools.islice((n for n in itertools.count() if (shard, n) not in done), 20))
+            found = [n for _, n in units(ledger.at(shard, [(3, 4), (0, 2), (10, 6)]))]
+            assert found == left[3:7] + left[:2] + left[10:16]
 
 
-@given(ledgers(), st.integers(1, 6))
-def test_on_other_replicas_the_same_batches_are_trained(ledger: Ledger, shards: int) -> None:
-    other = ledger.resharded(shards)
-    assert len(other.cursors) == shards
-    assert numbers(other) == numbers(ledger)
-    assert other.takers == ()
-    assert other.resharded(len(ledger.cursors)) == ledger.resharded(len(ledger.cursors))
+@given(st.integers(1, 4), st.integers(1, 4), st.lists(run, max_size=8), st.integers(1, 5))
+def test_on_other_replicas_the_same_units_are_trained(
+    shards: int, batch: int, taken: list[Run], after: int
+) -> None:
+    ledger = Ledger.empty(shards)
+    for shard, first, count in taken:
+        if not set(units([(shard % shards, first, count)])) & trained(ledger):
+            ledger = ledger.advance([(shard % shards, first, count)])
+
+    def whole(of: Ledger) -> set[Unit]:
+        """The units as (batch of the whole data, place in it)."""
+        return {(n // batch * len(of.cursors) + shard, n % batch) for shard, n in trained(of)}
+
+    other = ledger.resharded(after, batch)
+    assert len(other.cursors) == after
+    assert whole(other) == whole(ledger)
+    assert other.resharded(shards, batch) == ledger.resharded(shards, batch)
+
+
+def test_whole_batches_are_taken_over_by_ranks_of_another_number() -> None:
+    ledger = Ledger((12, 6), ((0, 6, 3),))
+    assert ledger.rescaled((3, 1), (3, 1)) == ledger
+    assert ledger.rescaled((3, 1), (1, 2)) == Ledger((8, 4), ((0, 4, 2),))
+
+
+@pytest.mark.parametrize("ledger", [Ledger((13, 6)), Ledger((12, 6), ((0, 6, 2),)), Ledger((12, 6), ((0, 5, 4),))])
+@pytest.mark.parametrize("other", [(1, 3), (2, 3)])
+def test_a_batch_that_is_trained_in_part_has_other_units_for_other_ranks(
+    ledger: Ledger, other: tuple[int, int]
+) -> None:
+    """Even if it has as many: the data is laid out by rank and micro-batch."""
+    assert ledger.rescaled((3, 1), (3, 1)) == ledger
+    with pytest.raises(ValueError, match="was trained in part"):
+        ledger.rescaled((3, 1), other)
 
 
 def test_a_shard_that_is_far_behind_becomes_holes() -> None:
-    assert Ledger((3, 0, 3)).resharded(1) == Ledger((9,), ((0, 1), (0, 4), (0, 7)))
-    assert Ledger((9,), ((0, 1), (0, 4), (0, 7))).resharded(3) == Ledger((3, 0, 3))
-    assert Ledger.empty(4).resharded(2) == Ledger.empty(2)
+    assert Ledger((3, 0, 3)).resharded(1, 1) == Ledger((9,), ((0, 1, 1), (0, 4, 1), (0, 7, 1)))
+    assert Ledger((9,), ((0, 1, 1), (0, 4, 1), (0, 7, 1))).resharded(3, 1) == Ledger((3, 0, 3))
+    assert Ledger((6, 0, 6)).resharded(1, 2) == Ledger((18,), ((0, 2, 2), (0, 8, 2), (0, 14, 2)))
+    assert Ledger((3, 0)).resharded(1, 2) == Ledger((5,), ((0, 2, 2),)), "half a batch stays half a batch"
+    assert Ledger.empty(4).resharded(2, 3) == Ledger.empty(2)
 
 
-def test_a_batch_that_is_left_out_often_enough_is_given_up() -> None:
+def test_a_unit_that_is_left_out_often_enough_is_given_up() -> None:
     """It is spent then, like those that were trained, so that no replica brings it again."""
     ledger = Ledger((4, 4))
     for step in range(2):
-        ledger = ledger.advance([(0, 4 + step)], (0,), [(1, 4)], 3)
-        assert ledger.spoilt == ((1, 4, step + 1),)
-        assert ledger.untrained(1, 0) == 4, "it is tried again"
-    assert ledger.given_up([(1, 4)], 3) == ((1, 4),)
-    ledger = ledger.advance([(0, 6)], (0,), [(1, 4)], 3)
-    assert ledger == Ledger((7, 5), (), (0,))
-    assert ledger.untrained(1, 0) == 5
+        ledger = ledger.advance([(0, 4 + step, 1)], [(1, 4, 2)], 3)
+        assert ledger.spoilt == ((1, 4, 2, step + 1),)
+        assert ledger.at(1, [(0, 1)]) == ((1, 4, 1),), "it is tried again"
+    assert ledger.given_up([(1, 4, 2)], 3) == ((1, 4, 2),)
+    assert ledger.given_up([(1, 5, 4)], 3) == ((1, 5, 1),), "each unit is counted by itself"
+    ledger = ledger.advance([(0, 6, 1)], [(1, 4, 2)], 3)
+    assert ledger == Ledger((7, 6))
 
 
-def test_a_batch_that_becomes_finite_is_trained_and_forgotten() -> None:
-    ledger = Ledger((1, 0)).advance([(0, 1)], (0,), [(1, 0)], 3)
-    assert ledger.advance([(0, 2), (1, 0)], (0, 1)) == Ledger((3, 1), (), (0, 1))
+def test_a_unit_that_becomes_finite_is_trained_and_forgotten() -> None:
+    ledger = Ledger((1, 0)).advance([(0, 1, 1)], [(1, 0, 2)], 3)
+    assert ledger.advance([(0, 2, 1), (1, 0, 1)]) == Ledger((3, 1), (), ((1, 1, 1, 1),))
 
 
 def test_a_hole_can_be_given_up() -> None:
-    ledger = Ledger((6,), ((0, 3),), (0, 1), ((0, 3, 1),))
-    assert ledger.advance([(0, 6)], (1,), [(0, 3)], 2) == Ledger((7,), (), (1,))
+    ledger = Ledger((6,), ((0, 3, 1),), ((0, 3, 1, 1),))
+    assert ledger.advance([(0, 6, 1)], [(0, 3, 1)], 2) == Ledger((7,))
 
 
 @pytest.mark.parametrize(
-    "spoilt", [((0, 1, 0),), ((3, 1, 1),), ((0, -1, 1),), ((0, 2, 1), (0, 1, 1)), ((0, 1, 1),) * 2]
+    "spoilt",
+    [((0, 1, 1, 0),), ((3, 1, 1, 1),), ((0, -1, 1, 1),), ((0, 2, 1, 1), (0, 1, 1, 1)), ((0, 1, 1, 1),) * 2],
 )
-def test_what_was_left_out_is_checked(spoilt: tuple[tuple[int, int, int], ...]) -> None:
-    with pytest.raises(ValueError, match=r"left out|sorted"):
-        Ledger((1,), (), (), spoilt)
+def test_what_was_left_out_is_checked(spoilt: tuple[tuple[int, int, int, int], ...]) -> None:
+    with pytest.raises(ValueError, match=r"cannot be|sorted"):
+        Ledger((1,), (), spoilt)
 
 
-HISTORIES = st.lists(st.sets(st.integers(0, 4), min_size=1), max_size=20)
+@given(
+    st.integers(1, 4), st.integers(1, 4), st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9)), unique=True)
+)
+def test_whole_batches_stay_trained_on_ranks_of_any_number(
+    before: int, after: int, batches: list[tuple[int, int]]
+) -> None:
+    ledger = Ledger.empty(2)
+    for shard, index in batches:
+        ledger = ledger.advance([(shard, index * before, before)])
+    other = ledger.rescaled((1, before), (after, 1))
+    assert trained(other) == {(s, i * after + n) for s, i in batches for n in range(after)}
+    assert other.rescaled((after, 1), (1, before)) == ledger
 
 
-def step(dealer: BatchAssigner, ledger: Ledger, who: set[int]) -> Ledger:
-    """The ledger after a step to which ``who`` contribute."""
-    return ledger.advance([dealer.assign(ledger, r) for r in sorted(who)], tuple(sorted(who)))
+@given(runs, runs)
+def test_runs_overlap_if_they_have_a_unit_in_common(a: list[Run], b: list[Run]) -> None:
+    assert overlaps(a, b) is bool(set(units(a)) & set(units(b)))
 
 
-def test_each_replica_has_a_shard_of_its_own() -> None:
-    dealer = BatchAssigner("per_replica", 3)
-    ledger = step(dealer, step(dealer, dealer.begin(), {0, 1, 2}), {0, 2})
-    assert ledger.cursors == (2, 1, 2)
-    assert [dealer.assign(ledger, r) for r in range(3)] == [(0, 2), (1, 1), (2, 2)]
-    resumed = Ledger((4, 2), ((0, 1),))
-    assert BatchAssigner("per_replica", 2).assign(resumed, 0) == (0, 1)
+def test_a_full_ledger_costs_no_seconds() -> None:
+    """As many holes as there may be, all of them left out before and now once more."""
+    runs = [(0, 4 * n, 2) for n in range(MAX_HOLES)]
+    full = Ledger((4 * MAX_HOLES + 1,), tuple(runs), tuple((*run, 1) for run in runs))
+    began = time.process_time()
+    assert full.given_up(runs, 2) == tuple(runs)
+    assert full.advance([(0, 4 * MAX_HOLES + 1, 8)], runs, 3).spoilt == tuple((*run, 2) for run in runs)
+    assert full.advance([], runs, 2) == Ledger(full.cursors)
+    assert not overlaps([(0, 4 * n + 2, 2) for n in range(MAX_HOLES)], runs)
+    assert time.process_time() - began < 10.0  # with each run against each other run it is an hour
+    with pytest.raises(ValueError, match=f"{MAX_HOLES + 1} runs of units were left out"):
+        Ledger((0,), (), tuple((0, 2 * n, 1, 1) for n in range(MAX_HOLES + 1)))
 
 
-def test_all_take_from_one_sequence_and_what_is_left_comes_first() -> None:
-    dealer = BatchAssigner("global", 4)
-    ledger = step(dealer, dealer.begin(), {0, 1, 2, 3})
-    assert (ledger.cursors, ledger.holes) == ((4,), ())
-    ledger = step(dealer, ledger, {0, 2, 3})  # 1 is lost with batch 5
-    assert ledger.holes == ((0, 5),)
-    assert [dealer.assign(ledger, r) for r in (0, 2, 3)] == [(0, 5), (0, 8), (0, 9)]
-    assert dealer.assign(ledger, 1) == (0, 10)  # if it is back so soon, after the others
-    assert step(dealer, ledger, {0, 2, 3}) == Ledger((10,), (), (0, 2, 3))
-
-
-def test_the_order_of_the_hands() -> None:
-    dealer = BatchAssigner("global", 5)
-    ledger = Ledger((20,), (), (1, 4))
-    assert [dealer.assign(ledger, r)[1] - 20 for r in (1, 4, 0, 2, 3)] == [0, 1, 2, 3, 4]
-
-
-@given(HISTORIES)
-def test_no_two_replicas_hold_one_batch_and_nothing_is_left_out_for_long(steps: list[set[int]]) -> None:
-    for assignment in ("per_replica", "global"):
-        dealer = BatchAssigner(assignment, 5)
-        ledger = dealer.begin()
-        for who in steps:
-            hands = [dealer.assign(ledger, r) for r in range(5)]
-            assert len(set(hands)) == 5
-            before, ledger = ledger, step(dealer, ledger, who)
-            assert len(ledger.holes) <= (4 if assignment == "global" else 0)
-            if set(before.takers) == who and len(before.holes) <= len(who):
-                assert ledger.holes == ()
-
-
-@given(HISTORIES)
-def test_the_next_batch_is_foreseen_while_the_contributors_stay_the_same(steps: list[set[int]]) -> None:
-    for assignment in ("per_replica", "global"):
-        dealer = BatchAssigner(assignment, 5)
-        ledger = dealer.begin()
-        for who in steps:
-            guesses = {r: dealer.predict(ledger, r) for r in who}
-            right = assignment == "per_replica" or who == set(ledger.takers or range(5))
-            ledger = step(dealer, ledger, who)
-            if right:
-                assert guesses == {r: dealer.assign(ledger, r) for r in who}
+def test_runs_overlap_in_one_data_shard_only() -> None:
+    assert overlaps([(0, 3, 2)], [(0, 4, 1)])
+    assert not overlaps([(0, 3, 2)], [(1, 4, 1), (0, 5, 9)])

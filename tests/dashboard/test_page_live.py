@@ -66,6 +66,26 @@ def test_a_commit_extends_head_and_charts(live, own):
     assert state(live, "s.overview.head.healthy") == 3
 
 
+def test_a_value_that_a_loop_logs_gets_a_strip_of_its_own(live, own):
+    strips = live.locator(".strip").count()
+    row = {"t": time.time(), "step": 1, "epoch": 10_000, "values": {"eval/accuracy": 0.625}}
+    own.tell(0, logged=(row,))
+    expect(live.locator(".strip", has_text="eval/accuracy")).to_contain_text("0.625")
+    assert live.locator(".strip").count() == strips + 1
+
+
+def test_the_units_of_a_step_and_a_replica_on_standby_are_shown(live, own):
+    step = state(live, "s.overview.head.step") + 1
+    own.tell(0, commits=(commit(step) | {"t": time.time() + 1, "units": 31, "units_wanted": 40},))
+    expect(live.locator(".fact", has_text="units")).to_contain_text("31 of 40")
+    expect(live.locator(".strip", has_text="Units")).to_contain_text("31")
+    role = {"t": time.time() + 2, "event": "GrantAdopted", "reason": "more than are allowed", "role": "standby"}
+    own.tell(5, {**role, "rank": 0, "epoch": 10_001})
+    expect(live.locator(".lane-name").nth(5)).to_contain_text("standby")
+    expect(live.locator(".fact", has_text="healthy")).to_contain_text("of 20, 1 on standby")
+    expect(live.locator(".legend")).to_contain_text("standby")
+
+
 def test_an_event_extends_the_log(live, own):
     own.tell(1, said(7))
     until(lambda: told(live) == [7])

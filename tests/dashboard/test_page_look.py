@@ -36,9 +36,9 @@ def test_a_day_of_twenty_replicas_is_painted(whole_day, capsys):
         with capsys.disabled():
             print(f"\na day of 20 replicas, lighthouse {when}: painted in {painted:.0f} ms")
     assert page.locator(".lane-name").count() == 20
-    for label in ("step", "rate", "epoch", "healthy", "effective time", "lr scale"):
+    for label in ("step", "rate", "epoch", "healthy", "units", "effective time", "lr scale"):
         expect(page.locator(".facts")).to_contain_text(label)
-    expect(page.locator(".u-over")).to_have_count(4)
+    expect(page.locator(".u-over")).to_have_count(5)
     assert colours(page) > 50
 
 

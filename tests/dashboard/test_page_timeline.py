@@ -40,7 +40,7 @@ def test_a_drag_on_the_lanes_zooms_lanes_and_charts(page, frame, seen):
     until(lambda: any("start=" in url and "end=" in url for url in seen.asked))
     page.mouse.move(frame["x"] + frame["width"] * 0.7, frame["y"] + 100)
     until(lambda: cursors(page)[1] > 0)
-    assert cursors(page) == pytest.approx([0.7] * 5, abs=0.01)
+    assert cursors(page) == pytest.approx([0.7] * 6, abs=0.01)
 
 
 def test_a_drag_on_a_chart_zooms_too_and_a_double_click_ends_it(page, frame):
@@ -49,7 +49,7 @@ def test_a_drag_on_a_chart_zooms_too_and_a_double_click_ends_it(page, frame):
     until(lambda: state(page, "s.zoom"))
     page.mouse.move(frame["x"] + frame["width"] * 0.3, frame["y"] + 60)
     until(lambda: cursors(page)[1] > 0)
-    assert cursors(page) == pytest.approx([0.3] * 5, abs=0.01)
+    assert cursors(page) == pytest.approx([0.3] * 6, abs=0.01)
     box = page.locator(".u-over").nth(0).bounding_box()
     page.mouse.dblclick(box["x"] + 50, box["y"] + 20)
     until(lambda: state(page, "s.zoom") is None)
@@ -59,8 +59,8 @@ def test_a_pointer_on_a_chart_moves_every_cursor_and_every_value(page):
     box = page.locator(".u-over").nth(1).bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 20)
     until(lambda: cursors(page)[0] > 0)
-    assert cursors(page) == pytest.approx([0.4] * 5, abs=0.01)
-    expect(page.locator(".readout.pointed")).to_have_count(4)
+    assert cursors(page) == pytest.approx([0.4] * 6, abs=0.01)
+    expect(page.locator(".readout.pointed")).to_have_count(5)
 
 
 def test_the_pointer_explains_a_failure(page, frame):

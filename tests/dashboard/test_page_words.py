@@ -55,12 +55,14 @@ def test_ticks_are_round_and_within(page):
 
 
 def test_a_series_grows_by_a_commit_and_is_cut_at_a_time(page):
-    series = "{t: [1, 2], step: [1, 2], loss: [3, null], gbps: [1, 1], healthy: [2, 2], effective: [0.9, 0.8]}"
-    commit = "{t: 3, step: 3, loss: 2, ftar_bytes: 4e9, ftar_s: 2, contributors: [0]}"
+    counts = "healthy: [2, 2], units: [6, 6]"
+    series = f"{{t: [1, 2], step: [1, 2], loss: [3, null], gbps: [1, 1], {counts}, effective: [0.9, 0.8]}}"
+    commit = "{t: 3, step: 3, loss: 2, ftar_bytes: 4e9, ftar_s: 2, contributors: [0], units: 5}"
     grown = ask(page, "series.js", f"m.extended({series}, {commit})")
     assert grown["t"] == [1, 2, 3]
     assert grown["gbps"] == [1, 1, 2]
     assert grown["healthy"] == [2, 2, 1]
+    assert grown["units"] == [6, 6, 5]
     assert grown["effective"] == [0.9, 0.8, 0.8]
     assert ask(page, "series.js", f"m.extended({series}, {{t: 2}}).t") == [1, 2]
     assert ask(page, "series.js", f"m.until({series}, 1.5).loss") == [3]
@@ -69,7 +71,7 @@ def test_a_series_grows_by_a_commit_and_is_cut_at_a_time(page):
 
 def test_no_two_states_share_a_colour_and_a_pattern(page):
     looks = ask(page, "states.js", "Object.values(m.inks(1)).map(l => l.fill + ' ' + l.pattern)")
-    assert len(looks) == len(set(looks)) == 11
+    assert len(looks) == len(set(looks)) == 12
     patterns = ask(
         page, "states.js", "Object.entries(m.STATES).filter(([n]) => n !== 'final').map(([, s]) => s.pattern)"
     )

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ft_hsdp.core.commit import MAX_ROWS, Contribution
 from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.errors import ProtocolViolation, StaleEpoch
 from ft_hsdp.ftar import frame
-from ft_hsdp.ftar.frame import Entry, FrameOrder, Framing, Key
+from ft_hsdp.ftar.frame import ENTRY_BYTES, Entry, FrameOrder, Framing, Key
 
 KEY = Key(epoch=3, step=7, attempt=1, bucket=2, prev="ab" * 16)
 PLAN = RingPlan(100, 3, 4, 2)
@@ -20,12 +21,31 @@ LEFT = Framing(KEY, PLAN, operations(0, 3), 4, 0)
 
 def test_an_entry_survives_the_wire() -> None:
     entries = [
-        Entry(0, 1, 0, 2**40, 1.25, poisoned=True),
-        Entry(65535, 0, 7, 0, float("-inf")),
-        Entry(1, 65535, 65535, 2**64 - 1, 0.1),
+        Entry(0, (Contribution(0, 1, 0, 2**40, 1.25),), poisoned=True),
+        Entry(65535),
+        Entry(
+            1, tuple(Contribution(1, 2**52, 65535, 2**61 + n * 2**32, 0.1, 2**31, n // 4) for n in range(MAX_ROWS))
+        ),
     ]
     assert frame.unpack_entries(b"".join(e.pack() for e in entries)) == tuple(entries)
-    assert len(entries[0].pack()) == frame.ENTRY.size == 24
+    assert {len(e.pack()) for e in entries} == {ENTRY_BYTES}
+    assert [e.weight for e in entries] == [1, 0, MAX_ROWS * 2**52]
+
+
+def test_an_entry_with_too_many_contributions_is_refused() -> None:
+    data = bytearray(Entry(1, (Contribution(1, 1, 0, 0),)).pack())
+    data[6:8] = (MAX_ROWS + 1).to_bytes(2, "big")
+    with pytest.raises(ProtocolViolation, match=f"says {MAX_ROWS + 1} contributions; at most {MAX_ROWS} are"):
+        frame.unpack_entries(bytes(data))
+    with pytest.raises(ValueError, match=f"{MAX_ROWS + 1} contributions do not fit into an entry of {MAX_ROWS}"):
+        Entry(1, tuple(Contribution(1, 1, 0, n) for n in range(MAX_ROWS + 1))).pack()
+
+
+def test_an_entry_says_only_what_can_be_trained() -> None:
+    """Of a stranger's numbers none becomes part of a record."""
+    data = Entry(3, (Contribution(3, 2, 0, 5, units=2), Contribution(3, 2, 0, 6, units=2))).pack()
+    with pytest.raises(ProtocolViolation, match="replica 3 says one unit twice"):
+        frame.unpack_entries(data)
 
 
 def test_what_the_left_neighbour_writes_is_what_is_expected_here() -> None:

@@ -106,7 +106,7 @@ async def test_a_stale_caller_gets_the_newer_grant() -> None:
         late.group.configure(grant(3, {2: late.address, 0: ring.addresses[0]}))
         await until(lambda: late.broken, "it is refused")
         assert late.shown == [newer]
-        assert late.broken[0].epoch == 3
+        assert (late.broken[0].epoch, late.broken[0].planned) == (3, True)
         await ring.check(4, ring.peers[:2])
 
 
@@ -156,6 +156,7 @@ async def test_a_parked_caller_is_refused_once_its_epoch_is_over() -> None:
         other.group.stop(2, "holds a newer state")
         await until(lambda: early.broken, "it is refused")
         assert early.broken[0].cause == "holds a newer state"
+        assert early.broken[0].planned, "nothing failed: no ring is reported as broken"
 
 
 async def test_closing_lets_go_of_parked_callers() -> None:
@@ -456,7 +457,7 @@ async def test_what_cannot_be_summed_is_refused_at_once(local: torch.Tensor | No
     async with Ring(0) as ring:
         await ring.form(1)
         with pytest.raises(ValueError, match="is torch"):
-            ring.peers[0].group.all_reduce(Key(1, 1, 0, 0, "00" * 16), local, out, Entry(0, 1, 0, 0, 0.0))
+            ring.peers[0].group.all_reduce(Key(1, 1, 0, 0, "00" * 16), local, out, Entry(0))
         await ring.check(1)
 
 

@@ -112,6 +112,41 @@ async def test_only_who_does_not_enter_is_blamed(victim: int, transport: Transpo
             assert "has not entered an all-reduce" in abort.cause
 
 
+@pytest.mark.parametrize("transport", ["tcp", "auto", "c10d"])
+async def test_who_has_announced_a_pause_is_waited_for_by_all_and_then_counts_as_ever(
+    transport: Transport,
+) -> None:
+    async with Ring(0, 1, 2, timeout_s=0.3, transport=transport) as ring:
+        await ring.form(1)
+        await ring.check(1)
+        ring.peers[1].pause_until = time.monotonic() + 5
+        outs = [torch.empty(9) for _ in ring.peers]
+        works = [ring.peers[at].reduce(1, outs[at], 2) for at in (0, 2)]
+        await asyncio.sleep(1.2)  # four times what a hang may last, twice what a data connection waits without it
+        assert not any(work.done() for work in works)
+        works.append(ring.peers[1].reduce(1, outs[1], 2))
+        for work in works:
+            assert await error(work) is None
+        ring.peers[1].pause_until = time.monotonic() + 0.6
+        began = time.monotonic()
+        failed = await error(ring.peers[2].reduce(1, torch.empty(9), 3))
+        assert isinstance(failed, PeerTimeout)
+        assert failed.suspect == 1
+        assert 0.8 < time.monotonic() - began < 3, "from the end of the pause on it is a hang"
+
+
+async def test_who_dies_in_a_pause_is_found_as_ever() -> None:
+    async with Ring(0, 1, 2, timeout_s=MINUTE_S) as ring:
+        await ring.form(1)
+        ring.peers[1].pause_until = time.monotonic() + MINUTE_S
+        work = ring.peers[2].reduce(1, torch.empty(9))
+        await asyncio.sleep(0.2)  # its beats say that it pauses
+        mute(ring.peers[1])
+        failed = await error(work)
+        assert isinstance(failed, PeerDead | RemoteAbort)
+        assert "no sign of life" in str(failed)
+
+
 async def test_a_slow_member_that_enters_in_time_is_not_blamed() -> None:
     async with Ring(0, 1, timeout_s=0.5) as ring:
         await ring.form(1)

@@ -196,7 +196,7 @@ def test_explain_tells_every_decision_with_its_reason_and_each_failure(
     assert "0.000 s  epoch 1: members 0, 1, 2 at step 1 - because" in text
     assert "2.500 s  replica 1 is down: SIGKILL - because" in text
     assert "SomethingNew replica 1 rank 0 - because" in text
-    assert "seen after 3 ms; the others lost 0.40 s; it contributed again after 3.90 s" in text
+    assert "seen after 3 ms; the others lost 0.40 s; it was back after 3.90 s" in text
     assert "replica 2 was lost" in text
     assert main(["explain", "job", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["events"]) == 3

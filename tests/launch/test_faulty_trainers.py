@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from ft_hsdp.errors import EXIT_CONFIG
 from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
+from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.replay import replay
 from tests.support.launch.faulty_trainer import POISON, VICTIM
 from tests.support.launch.launch_helpers import train
@@ -22,6 +24,13 @@ def summary_of(run: RunDir) -> dict[str, Any]:
 def lives(run: RunDir) -> dict[int, int]:
     """How many incarnations each replica had."""
     return {int(r): s["incarnations"] for r, s in summary_of(run)["replicas"].items()}
+
+
+def poisoned(folder: Path, retries: int, **settings: Any) -> RunDir:
+    """A job of two replicas; the gradient of one batch is never finite."""
+    settings["train"]["poison_retries"] = retries
+    entry = "tests.support.launch.faulty_trainer:poisoned"
+    return train(folder, entry, replicas=2, ranks_per_replica=1, optim={"clip": None}, **settings)
 
 
 def one_state(run: RunDir) -> bool:
@@ -114,14 +123,7 @@ def test_a_rank_without_descriptors_is_replaced_and_no_healthy_one_is_left_out(t
 def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
     """It is left out of some steps first."""
     retries = 2
-    run = train(
-        tmp_path,
-        "tests.support.launch.faulty_trainer:poisoned",
-        replicas=2,
-        ranks_per_replica=1,
-        train={"steps": 12, "poison_retries": retries},
-        optim={"clip": None},
-    )
+    run = poisoned(tmp_path, retries, train={"steps": 12})
     assert one_state(run)
     assert set(lives(run).values()) == {1}, "nobody was ended for it"
     batches = summary_of(run)["batches"]
@@ -132,6 +134,33 @@ def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
     for replica in (0, 1):
         (event,) = [e for e in read_jsonl(run.replica_events(replica)) if e["event"] == "BatchGivenUp"]
         assert (event["shard"], event["index"]) == POISON
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+@pytest.mark.parametrize("refill", ["next_step", "same_step"])
+def test_units_that_are_never_finite_are_given_up_under_a_constant_batch(tmp_path: Path, refill: str) -> None:
+    """They are left out of some steps first. Each of those has the units of the other replica alone."""
+    retries = 2
+    run = poisoned(
+        tmp_path,
+        retries,
+        train={"steps": 14, "accumulate": 2},
+        quorum={"batch": "constant", "refill": refill},
+        lr={"intervention": "linear"},
+        chaos=[{"at_step": 8, "replicas": [0], "down_steps": 2}],
+    )
+    assert one_state(run)
+    assert lives(run) == {0: 2, 1: 1}
+    batches = summary_of(run)["batches"]
+    assert (batches["duplicated"], batches["skipped"], batches["given_up"]) == (0, 0, 2)
+    rows = commits_of(run)
+    fewer = [row for row in rows if row["contributors"] == [0]]
+    assert [(row["units"], row["units_wanted"], row["lr_scale"]) for row in fewer] == [(2, 4, 0.5)] * retries
+    late = [row for row in rows if row["step"] > 10]
+    assert {row["units"] for row in late} == {4}
+    (event,) = [e for e in read_jsonl(run.replica_events(1)) if e["event"] == "BatchGivenUp"]
+    assert (event["shard"], event["index"], event["units"]) == (POISON[0], 2 * POISON[1], 2)
 
 
 # A whole job on the GPU data plane: a replica is killed and heals, and a replay on the CPU has the same bits.
@@ -155,3 +184,21 @@ def test_a_staged_job_loses_a_replica_and_heals(tmp_path: Path) -> None:
     assert any(e["event"] == "FetchCompleted" for e in read_jsonl(run.replica_events(1)))
     verdict = replay(run)
     assert verdict.equal, str(verdict)
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+def test_a_loop_that_does_not_weigh_ends_the_job_with_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its ranks are in the middle of a backward, whose collectives hang without the one that ends."""
+    train(
+        tmp_path,
+        "tests.support.launch.faulty_trainer:unweighed",
+        code=EXIT_CONFIG,
+        replicas=2,
+        ranks_per_replica=2,
+        data={"weight": "tokens"},
+    )
+    said = "job.weigh: got None; allowed: an integer from 0 to 2147483648, before each backward"
+    assert said in capfd.readouterr().err

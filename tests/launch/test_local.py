@@ -82,7 +82,7 @@ async def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -
     assert 0 <= failure["detect_s"] < 10.0
     assert failure["rejoin_s"] is not None
     assert {n: r["incarnations"] for n, r in summary["replicas"].items()} == {"0": 1, "1": 2, "2": 1}
-    assert summary["batches"] == {"trained": 40, "duplicated": 0, "skipped": 0}
+    assert summary["batches"] == {"trained": 80, "duplicated": 0, "skipped": 0}
     assert [row["step"] for row in read_jsonl(job.run.metrics)] == list(range(1, 41))
     (injected,) = job.events("FailureInjected")
     assert 7 <= max(r["step"] for r in read_jsonl(job.run.commits(0)) if r["t"] <= injected["t"]) < 38

@@ -71,6 +71,7 @@ def test_a_lighthouse_goes_on_with_a_run_until_its_store_says_that_it_has_ended(
     store.save(replace(store.load(Policy(slots=2, steps=10)), finished=finished))
     store.close()
     started: list[list[str]] = []
+    monkeypatch.setattr(standalone.follow, "start", lambda _: None)
     monkeypatch.setattr("os.execve", lambda program, command, _: started.append(command))
     standalone.lighthouse(config)
     assert len(started) == 1

@@ -68,7 +68,12 @@ class World:
     """A supervisor of replica 1 over stand-in ranks."""
 
     def __init__(
-        self, run: RunDir, replicas: int = 3, timeouts: dict[str, float] | None = None, **restart: Any
+        self,
+        run: RunDir,
+        replicas: int = 3,
+        timeouts: dict[str, float] | None = None,
+        entry: str | None = None,
+        **restart: Any,
     ) -> None:
         self.run = run
         self.book = Book()
@@ -83,6 +88,7 @@ class World:
                 {
                     "restart": restart,
                     "timeouts": timeouts or {},
+                    "entry": entry,
                     "replicas": replicas,
                     "max_replicas": 3,
                     "ranks_per_replica": 2,
@@ -104,6 +110,8 @@ class World:
         """Pids of the ranks of a restart, once they are all up."""
         files = [self.run.path / f"waiting-1-{restart}-{rank}" for rank in (0, 1)]
         await until(lambda: all(file.exists() for file in files), f"the ranks of restart {restart}")
+        # A rank may be up before the supervisor has heard that all are.
+        await until(lambda: len(self.named("ReplicaStarted")) > restart, f"the event of restart {restart}")
         assert self.supervisor.current is not None
         return [rank.pid for rank in self.supervisor.current.ranks.values()]
 
@@ -188,7 +196,7 @@ async def test_a_replica_beyond_those_that_the_job_begins_with_rests_until_it_is
         assert [e["reason"] for e in world.named("ReplicaStarted")] == ["it is wanted"]
 
 
-@pytest.mark.parametrize(("code", "kind"), [(64, "config"), (76, "lost")])
+@pytest.mark.parametrize(("code", "kind"), [(2, "config"), (64, "config"), (76, "lost")])
 @pytest.mark.parametrize("step", [0, 5])
 async def test_what_a_restart_cannot_mend_is_not_restarted(
     run_dir: RunDir, plan: Plan, code: int, kind: str, step: int
@@ -471,6 +479,14 @@ async def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: R
         )
         assert exited["kind"] == "evicted"
         assert expected in exited["reason"]
+
+
+async def test_a_script_that_never_joins_is_named(run_dir: RunDir) -> None:
+    waits = {"start_s": 0.5, "ranks_s": 0.5, "agent_s": 0.5, "agent_answer_s": 0.5, "hello_s": 0.5}
+    async with World(run_dir, timeouts=waits, entry="mine/train.py").running() as world:
+        await world.waiting(1)
+        said = "train.py has not come to the first batch of job.batches() within 0.5 s (timeouts.start_s)"
+        assert said in world.named("ReplicaExited")[0]["reason"]
 
 
 async def test_a_replica_that_does_not_hear_of_the_end_of_the_job_is_ended(run_dir: RunDir) -> None:

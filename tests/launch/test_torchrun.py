@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -27,7 +28,7 @@ optim: {{clip: 1.0}}
 def test_replicas_under_torchrun_survive_the_loss_of_a_leader(tmp_path: Path) -> None:
     with TorchrunJob(tmp_path, SETTINGS) as job:
         launcher = ROOT / "launcher.py"
-        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG") for r in range(2)]
+        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG", "--replica", "REPLICA") for r in range(2)]
         job.until(lambda: job.step(1) >= 5, "step 5")
         job.kill(replicas[0], 0)
         check(job.finals(replicas), STEPS, ["1", "0"])
@@ -40,7 +41,7 @@ def test_a_rank_that_is_told_to_end_takes_its_replica_with_it_and_torchrun_start
     """No step is repeated for it, whichever rank it is."""
     with TorchrunJob(tmp_path, SETTINGS.replace(f"steps: {STEPS}", f"steps: {4 * STEPS}")) as job:
         launcher = ROOT / "launcher.py"
-        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG") for r in range(2)]
+        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG", "--replica", "REPLICA") for r in range(2)]
         job.until(lambda: job.step(1) >= 5, "step 5")
         job.kill(replicas[0], 1, signal.SIGTERM)
         check(job.finals(replicas), 4 * STEPS, ["1", "0"])
@@ -50,12 +51,38 @@ def test_a_rank_that_is_told_to_end_takes_its_replica_with_it_and_torchrun_start
 
 
 @pytest.mark.multiproc
+@pytest.mark.proof
+def test_a_users_script_runs_under_torchrun_and_under_a_supervisor_and_an_edited_one_is_refused(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text((ROOT / "docs" / "examples" / "own_loop.py").read_text())
+    settings = "replicas: 2\nranks_per_replica: 2\nentry: mine.py\ntrain: {steps: 120, micro_batch: 16}"
+    with TorchrunJob(tmp_path, settings) as job:
+        launcher = ROOT / "launcher.py"
+        replicas = [job.torchrun(0, 2, launcher, "replica", "CONFIG", "--replica", "REPLICA"), job.replica(1)]
+        job.until(lambda: min(job.step(0), job.step(1)) >= 5, "step 5")
+        whole = script.read_text()
+        script.write_text(f"{whole}\n# edited\n")
+        job.kill(replicas[0], 0)
+        job.until(lambda: "all replicas need the same file: put it back" in job.tails(), "the refusal")
+        script.write_text(whole)
+        finals = job.finals(replicas)
+        assert len({(f["step"], f["digest"]) for f in finals}) == 1
+        job.until((job.run / "summary.json").exists, "the summary")
+        summary = json.loads((job.run / "summary.json").read_text())
+        assert (summary["steps"], summary["batches"]["duplicated"], summary["batches"]["skipped"]) == (120, 0, 0)
+        assert summary["replicas"]["0"]["incarnations"] >= 2
+        assert summary["replicas"]["1"]["incarnations"] == 1
+
+
+@pytest.mark.multiproc
 @pytest.mark.soak
 def test_the_ranks_of_a_torchrun_that_is_killed_leave_and_end(tmp_path: Path) -> None:
     """Nobody would end them, or start them again; the others repeat no step for it."""
     with TorchrunJob(tmp_path, SETTINGS.replace(f"steps: {STEPS}", "steps: 100000")) as job:
         launcher = ROOT / "launcher.py"
-        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG") for r in range(2)]
+        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG", "--replica", "REPLICA") for r in range(2)]
         job.until(lambda: min(job.step(0), job.step(1)) >= 5, "step 5")
         ranks = [c for c in psutil.Process(replicas[0].pid).children() if "RANK" in c.environ()]
         assert len(ranks) == 2

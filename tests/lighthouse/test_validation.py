@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ft_hsdp.config import agreed, config_hash, parse
-from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution
+from ft_hsdp.core.commit import MAX_ROWS, MAX_RUNS, AttemptId, CommitRecord, Contribution
 from ft_hsdp.core.grant import Grant, Refused
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, ProtocolViolation
@@ -60,10 +60,18 @@ RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),),
         (ask(0, step=10**5000), "step is a very large number"),
         (ask(0, prepared=replace(RECORD, ring=tuple(range(10**6)))), "prepared.ring names 1000000 replicas"),
         (ask(0, prepared=replace(RECORD, contributions=RECORD.contributions * 10**5)), "prepared.contributions"),
-        (ask(0, prepared=replace(RECORD, contributions=(Contribution(0, 2**60, 0, 0),))), "contributions.weight"),
+        (ask(0, prepared=replace(RECORD, contributions=(Contribution(0, 2**60, 0, 0),))), "a weight of"),
+        (
+            ask(0, prepared=replace(RECORD, contributions=(Contribution(0, 1, 7, 0),))),
+            "replica 0 says units of data shard 7",
+        ),
+        (ask(0, prepared=replace(RECORD, contributions=(Contribution(1, 1, 0, 0, units=0),))), "0 units from 0"),
+        (ask(0, prepared=replace(RECORD, wanted=2**60)), "prepared.wanted"),
+        (ask(0, prepared=replace(RECORD, spoiled=((0, 0, 1),) * 10**5)), "prepared.spoiled is 100000"),
+        (ask(0, prepared=replace(RECORD, spoiled=((0, 5, 2**62),))), "prepared.spoiled"),
         (
             ask(0, prepared=replace(RECORD, contributions=(Contribution(7, 1, 0, 0),))),
-            "prepared.contributions is 7",
+            "prepared.contributions: replicas .7. contributed; allowed: those of the ring",
         ),
         (ask(0, prepared=replace(RECORD, prev="z" * 32)), "prepared.prev"),
         (ask(0, prepared=replace(RECORD, digest="d" * 10**5)), "prepared.digest has 100000 characters"),
@@ -83,6 +91,15 @@ async def test_an_ask_that_cannot_be_true_is_refused(bad, field):
         await service.ask(bad)
     assert service.state == before
     assert [r["event"] for r in rows] == ["AskRefused"]
+
+
+def test_a_record_of_replicas_that_trained_several_runs_is_believed():
+    """In holes and at the cursor, and more of them after a loss."""
+    service, _ = make_service()
+    runs = range(MAX_ROWS)
+    rows = tuple(Contribution(r, 4, r, 9 * n, 1.0, 4, max(0, n - MAX_RUNS + 1)) for r in (0, 1) for n in runs)
+    record = replace(RECORD, contributions=rows, spoiled=tuple(c.run for c in rows), retries=3, wanted=60)
+    validation.check_ask(service.state, ask(0, prepared=record))
 
 
 async def test_limits_follow_the_head_and_the_epoch():
@@ -120,6 +137,16 @@ async def test_another_configuration_is_refused_and_named():
     assert service.state.views[0].incarnation is None
 
 
+async def test_a_replica_of_another_version_is_refused_and_told_so():
+    """An earlier version names no protocol, and lacks keys that this one has."""
+    mine, theirs = {"data.weight": '"units"', "protocol": "2"}, {"train.steps": "60"}
+    service, _ = make_service(config_hash="d" * 32, rules=mine | theirs)
+    answer = await service.ask(replace(ask(0), rules=theirs))
+    assert isinstance(answer, Refused)
+    said = "protocol is nothing here, and 2 in the job: all replicas need the same version of ft_hsdp"
+    assert (answer.reason, answer.exit_code) == (said, 64)
+
+
 async def test_another_rule_is_refused_with_its_key_and_both_values():
     rules = {"max_replicas": "3", "train.steps": "60"}
     service, _ = make_service(config_hash="d" * 32, rules=rules)
@@ -130,6 +157,17 @@ async def test_another_rule_is_refused_with_its_key_and_both_values():
     answer = await service.ask(replace(ask(0), rules={"train.steps": "60"}))
     assert isinstance(answer, Refused)
     assert answer.reason.startswith("max_replicas is nothing here, and 3 in the job")
+
+
+async def test_another_script_is_refused_with_the_way_out():
+    service, _ = make_service(config_hash="d" * 32, rules={"entry": '"train.py ab"'})
+    answer = await service.ask(replace(ask(0), rules={"entry": '"train.py cd"'}))
+    assert isinstance(answer, Refused)
+    said = (
+        'entry is "train.py cd" here, and "train.py ab" in the job: all replicas need the same file: put it back'
+    )
+    assert answer.reason.startswith(said)
+    assert answer.reason.endswith("or start another job (job.name) with it")
 
 
 async def test_what_was_agreed_with_the_first_grant_outlives_the_lighthouse():
@@ -147,6 +185,7 @@ async def test_what_was_agreed_with_the_first_grant_outlives_the_lighthouse():
         ),
         (replace(ask(1), layout="other"), "model layout"),
         (replace(ask(1), numerics="other"), "numerics"),
+        (replace(ask(1), frozen="other"), "frozen weights"),
     ):
         answer = await again.ask(other)
         assert isinstance(answer, Refused)
@@ -164,7 +203,10 @@ async def test_rules_are_bounded(rules):
         await service.ask(replace(ask(0), rules=rules))
 
 
-@pytest.mark.parametrize(("field", "called"), [("layout", "model layout"), ("numerics", "numerics")])
+@pytest.mark.parametrize(
+    ("field", "called"),
+    [("layout", "model layout"), ("numerics", "numerics"), ("frozen", "digest of the frozen weights and buffers")],
+)
 async def test_what_differs_from_the_first_is_refused(field, called):
     service, _ = make_service(config_hash=CONFIG_HASH)
     first = asyncio.create_task(service.ask(ask(0)))

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.config import Config, parse
+from ft_hsdp.config import Config, dump, load, parse
+from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.ray import logs, placement
-from ft_hsdp.launch.ray.actor import make_folder
+from ft_hsdp.launch.ray.actor import make_folder, place_script
 from ft_hsdp.launch.ray.backend import loopback
 from ft_hsdp.launch.ray.cluster import RayOutput, destination
 from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
 from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, within_reach
-from ft_hsdp.launch.run.directory import write_json
+from ft_hsdp.launch.run.directory import RunDir, write_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -328,3 +329,26 @@ def test_a_folder_that_others_control_is_refused(tmp_path: Path, monkeypatch: py
     assert own.parent.name == f"of-{os.getuid()}"
     assert own.parent.stat().st_mode & 0o777 == 0o700
     assert "{uid}" in parse({}).ray.folder, "two users of a node do not need the same folder"
+
+
+def test_a_node_without_the_script_gets_it_and_another_one_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "mine" / "train.py"
+    script.parent.mkdir()
+    script.write_text("print(1)\n")
+    begun = stamped(config(entry="mine/train.py"))
+    run = RunDir(tmp_path / "actor")
+    run.path.mkdir()
+    for there in (True, False):
+        run.config.write_text(dump(begun))
+        if not there:
+            shutil.rmtree(script.parent)
+        place_script(run, b"print(1)\n")
+        placed = load(run.config)
+        assert placed.entry == ("mine/train.py" if there else str(run.path / "entry" / "train.py"))
+        assert stamped(placed) == placed, "its digest is the one with which the job began"
+    run.config.write_text(dump(config()))
+    place_script(run, b"")
+    assert load(run.config).entry is None

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from ft_hsdp.launch.run.directory import RunDir, read_json
-from tests.support.launch.ray_cluster import SLOW, Cluster, Job, command
+from tests.support.launch.ray_cluster import ROOT, SLOW, Cluster, Job, command, kill
 
 pytestmark = pytest.mark.multiproc
 
@@ -92,3 +94,21 @@ def audit(summary: dict, steps: int) -> None:
     assert len({(r["step"], r["lineage"], r["digest"]) for r in summary["replicas"].values()}) == 1
     assert summary["replicas"]["0"]["step"] == steps
     assert (summary["batches"]["duplicated"], summary["batches"]["skipped"]) == (0, 0)
+
+
+@pytest.mark.proof
+def test_a_users_script_survives_the_loss_of_a_rank(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "docs" / "examples" / "own_loop.py", tmp_path / "mine.py")
+    settings: dict[str, Any] = {
+        "replicas": 2,
+        "ranks_per_replica": 2,
+        "entry": "mine.py",
+        "train__micro_batch": 16,
+    }
+    with Cluster() as cluster:
+        cluster.add(2, 2)
+        with Job(cluster, tmp_path, 150, **settings) as job:
+            job.until(lambda: job.newest()["step"] >= 5 and job.contribute(0, 1), "the start")
+            kill(job.ranks(1)[1]["pid"])
+            audit(job.end(), 150)
+            assert [s["restarts"] for s in job.events("ReplicaStarted", replica=1)] == [0, 1]

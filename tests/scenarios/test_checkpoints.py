@@ -24,12 +24,18 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     return {"checkpoint__every": 5, "checkpoint__keep": 9, "checkpoint__dir": str(folder / "checkpoints"), **more}
 
 
-def trained(job: Job) -> list[int]:
-    """The batches of the whole data that a run's commits hold."""
+def trained(job: Job, batch: int) -> list[int]:
+    """The batches of the whole data, of so many units, that a run's commits hold."""
     shards = len({c["shard"] for r in job.rows("replicas/0/commits.jsonl") for c in r["contributions"]})
     rows = job.rows("metrics.jsonl")
     steps = {r["step"]: r for n in range(3) for r in job.rows(f"replicas/{n}/commits.jsonl")}
-    return [c["index"] * shards + c["shard"] for r in rows for c in steps[r["step"]]["contributions"]]
+    units = (
+        (c["shard"], c["index"] + n)
+        for r in rows
+        for c in steps[r["step"]]["contributions"]
+        for n in range(c["units"])
+    )
+    return sorted({unit // batch * shards + shard for shard, unit in units})
 
 
 @pytest.mark.proof
@@ -39,15 +45,16 @@ def test_on_other_numbers_of_replicas_and_ranks(tmp_path: Path) -> None:
     two.mkdir()
     with Job(one, 12, **settings(tmp_path, replicas=2)) as job:
         check(job.end(), 12)
-        before = trained(job)
-    more = {"replicas": 3, "ranks_per_replica": 1, "train.micro_batch": 4, "data.assignment": "global"}
+        before = trained(job, 2)
+    data = {"data.assignment": "global", "data.weight": "tokens"}
+    more = {"replicas": 3, "ranks_per_replica": 1, "train.micro_batch": 4, **data}
     with Job(two, 40, **settings(tmp_path), **{k.replace(".", "__"): v for k, v in more.items()}) as job:
         job.until(lambda: job.step() >= 16, "step 16")
         job.signal(1, 0, signal.SIGKILL)
         check(job.end(), 40)
         assert [r["step"] for r in job.rows("metrics.jsonl")] == list(range(13, 41))
         assert {e["step"] for e in job.events("StateRestored") if e["origin"] != "agent"} == {12}
-        after = trained(job)
+        after = trained(job, 1)
         assert not set(before) & set(after), "a batch was trained by both jobs"
         assert job.replayed()["equal"]
 

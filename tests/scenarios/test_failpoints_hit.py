@@ -96,6 +96,10 @@ def test_each(tmp_path: Path, place: str, rank: int) -> None:
         inapplicable("only the leader is ever there")
     settings: dict[str, Any] = {}
     point = {"replicas": [1], "rank": rank, "step": 8}
+    if place in ("micro-batch", "refill"):
+        settings |= {"train__accumulate": 2, "quorum__batch": "constant", "quorum__refill": "same_step"}
+    if place == "refill":
+        settings["chaos"] = [{**FIRST_KILL, "replicas": [2]}, {**FIRST_KILL, "replicas": [2], "at_step": 9}]
     if place == "fetch":
         settings["chaos"] = [FIRST_KILL]
         point |= {"life": 1}

@@ -457,6 +457,7 @@ def _is_readable(result: Exploration) -> None:
             "storm: ",
             "accused: ",
             "too few: ",
+            "other weights: ",
         )
     )
     assert f"{len(result.transcript):3d}. {result.transcript[-1]}" in str(result)

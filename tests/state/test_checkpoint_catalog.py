@@ -1,18 +1,23 @@
 from __future__ import annotations
 
 import fcntl
+import hmac
+import json
 import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import ANY
 
+import blake3
 import pytest
 
 from ft_hsdp.core.ledger import Ledger
-from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.state_id import StateId, canonical
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, writer
 from ft_hsdp.state.checkpoint.checkpoint_manifest import (
+    FORMAT,
     CheckpointManifest,
     File,
     Stored,
@@ -32,7 +37,7 @@ def manifest(
     tensors = (Stored("param", "w", "float32", (3, 4)), Stored("optim", "w.step", "float32", ()))
     state = StateId(epoch, step, "ab" * 16)
     return CheckpointManifest(
-        2, state, incarnation, 3, 2, "hash", {"a": 1.5}, Ledger((4, 5)), HYPER, tensors, files or {}
+        FORMAT, state, incarnation, 3, 2, "hash", {"a": 1.5}, 2, Ledger((4, 5)), HYPER, tensors, files or {}
     )
 
 
@@ -135,7 +140,7 @@ def test_a_renamed_one_is_not_newer(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        ({"format": 1}, "format 1, this version reads 2"),
+        ({"format": 1}, "format 1, this version reads 2 and 3"),
         ({"files": {"../../x": File(1, "")}}, "files that no checkpoint has"),
         ({"files": {".metadata": File(1, ""), "/etc/passwd": File(1, "")}}, "files that no checkpoint has"),
         ({"files": {"__0_0.distcp": File(1, "")}}, "files that no checkpoint has"),
@@ -147,6 +152,9 @@ def test_a_renamed_one_is_not_newer(tmp_path) -> None:
             {"files": {".metadata": File(1, "")}, "pieces": (TensorPiece(-1, (0,), (1,), ".metadata", 0, 1),)},
             "pieces of what it does not have",
         ),
+        ({"accumulate": 0}, "ranks with 0 micro-batches each"),
+        ({"accumulate": 2**63}, "ranks with 9223372036854775808 micro-batches"),
+        ({"ranks": 0}, "has 0 ranks"),
     ],
 )
 def test_a_manifest_that_fits_its_digest_can_still_be_wrong(spoilt, said) -> None:
@@ -154,10 +162,63 @@ def test_a_manifest_that_fits_its_digest_can_still_be_wrong(spoilt, said) -> Non
         checkpoint_manifest.decode(checkpoint_manifest.encode(replace(manifest(1, 1), **spoilt)))
 
 
-@pytest.mark.parametrize("data", [b"", b"{}", b"[" * 100_000, b"\xff\0", b'{"format": 1}'])
+@pytest.mark.parametrize("data", [b"", b"[]", b"[" * 100_000, b"\xff\0", b'{"format": 3}'])
 def test_junk_is_no_manifest(tmp_path, data) -> None:
     (checkpoint(tmp_path, 1) / "manifest.json").write_bytes(data)
     assert "manifest.json is not valid" in reason(tmp_path)
+
+
+def of_batches(path: Path, key: bytes, **changes: object) -> None:
+    """Write the manifest of `path` anew as the version before wrote it."""
+    was = json.loads((path / "manifest.json").read_bytes())
+    was.pop("accumulate", None)
+    ledger = {"cursors": [4, 5], "holes": [[0, 1], [0, 2], [1, 0]], "takers": [0, 1], "spoilt": [[0, 1, 2]]}
+    was |= {
+        "format": 2,
+        "config": {"train": {"accumulate": 3}},
+        "ledger": ledger,
+        "digest": "",
+        "mac": "",
+    } | changes
+    was["mac"] = hmac.new(key, b"ft_hsdp checkpoint\0" + canonical(was).encode(), "sha256").hexdigest()
+    was["digest"] = blake3.blake3(canonical(was).encode()).hexdigest()
+    (path / "manifest.json").write_bytes(canonical(was).encode())
+
+
+def test_a_checkpoint_that_counts_batches_is_read_as_one_that_counts_their_units(tmp_path) -> None:
+    path = checkpoint(tmp_path, 1)
+    of_batches(path, KEY)
+    found = catalog.newest(tmp_path, KEY).checkpoint
+    assert found is not None
+    read = found.manifest
+    assert (read.format, read.accumulate, read.ranks) == (FORMAT, 3, 2)
+    assert read.ledger == Ledger((24, 30), ((0, 6, 12), (1, 0, 6)))  # a batch is 3 micro-batches of 2 ranks
+    assert checkpoint_manifest.decode(checkpoint_manifest.encode(read)) == replace(read, digest=ANY)
+    of_batches(path, b"another key")
+    with pytest.raises(Unauthentic):
+        catalog.newest(tmp_path, KEY)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"config": {}},
+        {"ledger": {"cursors": ["4"]}},
+        {"ledger": {"cursors": [1], "holes": [[0, 5]]}},
+        {"ranks": "x" * 99},
+    ],
+)
+def test_junk_that_counts_batches_is_no_manifest(tmp_path, changes) -> None:
+    of_batches(checkpoint(tmp_path, 1), KEY, **changes)
+    assert "manifest.json is not valid" in reason(tmp_path)
+
+
+def test_a_flipped_byte_of_a_checkpoint_that_counts_batches_shows(tmp_path) -> None:
+    path = checkpoint(tmp_path, 1)
+    of_batches(path, KEY)
+    data = (path / "manifest.json").read_bytes()
+    (path / "manifest.json").write_bytes(data.replace(b'"replicas":3', b'"replicas":4'))
+    assert reason(tmp_path) == "manifest.json does not fit its digest"
 
 
 def test_an_incarnation_of_any_kind_makes_a_name(tmp_path) -> None:

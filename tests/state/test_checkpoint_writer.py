@@ -109,6 +109,7 @@ def test_what_two_ranks_wrote_loads_bitwise_on_any_number(replica, two, ranks) -
             "state": [1, 2, f"{2:032x}"],
             "ledger": [2, 4, 5],
             "hyper": True,
+            "values": True,
             "skipped": [],
         }
     assert replica(1, "save", folder, {"seed": 7}, steps=[])[0]["digest"] != digest, "it was not there before"
@@ -206,7 +207,7 @@ def test_a_file_that_cannot_grow_fails_it_on_all_ranks_and_the_next_one_works(
 
 
 def test_a_full_disk_fails_it_and_keeps_what_is_there(replica, tmp_path) -> None:
-    answers = replica(1, "with_a_small_disk", tmp_path / "disk", {"disk_bytes": 2_600_000, "width": 12_000})
+    answers = replica(1, "with_a_small_disk", tmp_path / "disk", {"disk_bytes": 2_600_000, "width": 9_000})
     if "cannot" in answers[0]:
         pytest.skip("no tmpfs can be mounted here")
     assert kinds(answers) == ["Published", "Published", "CheckpointNotPublished"]

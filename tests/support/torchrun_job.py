@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -41,7 +42,8 @@ class TorchrunJob:
                 ranks = psutil.Process(process.pid).children(recursive=True)
                 process.kill()
                 for rank in ranks:
-                    rank.kill()
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        rank.kill()
             process.wait()
 
     def _start(self, name: str, arguments: list[str], **variables: str) -> subprocess.Popen[bytes]:
@@ -58,11 +60,17 @@ class TorchrunJob:
         return process
 
     def torchrun(self, replica: int, ranks: int, script: Path, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start ``script`` with ``arguments``, where CONFIG is the job's file."""
+        """Start ``script`` with ``arguments``, where CONFIG is the job's file and REPLICA the replica.
+
+        Both are in the environment as well.
+        """
         options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=3"]
-        words = [str(self._config) if a == "CONFIG" else a for a in arguments]
-        command = ["-m", "torch.distributed.run", *options, str(script), *words, "--replica", str(replica)]
-        return self._start(f"replica{replica}", command)
+        given = {"CONFIG": str(self._config), "REPLICA": str(replica)}
+        words = [given.get(a, a) for a in arguments]
+        variables = {f"FT_HSDP_{name}": value for name, value in given.items()}
+        return self._start(
+            f"replica{replica}", ["-m", "torch.distributed.run", *options, str(script), *words], **variables
+        )
 
     def replica(self, replica: int, *more: str, **variables: str) -> subprocess.Popen[bytes]:
         """Start a replica by hand, with its own supervisor, ``more`` arguments and environment ``variables``."""

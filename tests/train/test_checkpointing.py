@@ -35,7 +35,7 @@ def came_back(
         live.state = CHECKPOINTED
 
     monkeypatch.setattr(restoring, "_resume", resume)
-    checkpoints = Checkpoints(place.folder, "", 1, 1, None)
+    checkpoints = Checkpoints(place.folder, "", 1, 1, (1, 1), None)
     restore(live, writer, ReplicaGroup(), checkpoints, current=True, journal=place.journal)
     return live.state
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_is_taken_if_the_agent_dies_between_its_answers(
     live: Any = Held()
     ranks: Any = Alone()
     writer: Any = Keeper()
-    checkpoints = Checkpoints(tmp_path, "hash", 1, 1, None)
+    checkpoints = Checkpoints(tmp_path, "hash", 1, 1, (1, 1), None)
     restore(live, writer, ranks, checkpoints, current, Journal(tmp_path / "events.jsonl"))
     assert looked == [tmp_path], "once"
     assert live.state == WRITTEN

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections import UserDict
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,11 +13,22 @@ from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError, LocalSystemError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.shm import Arena
-from ft_hsdp.train import data, gradients, identity
-from ft_hsdp.train.data import stream
+from ft_hsdp.train import gradients, identity
+from ft_hsdp.train.data import prefetch
+from ft_hsdp.train.data.randomness import stream
 from ft_hsdp.train.runtime import RankRuntime, device_plane
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for a device that tensors are moved to
+
+
+class Encoding(UserDict[str, Any]):
+    """A mapping with more attributes, as BatchEncoding of transformers is one."""
+
+    encodings: Any = None
+
+    def __init__(self, **tensors: Any) -> None:
+        super().__init__(tensors)
+        self.encodings = ["of a tokenizer"]
 
 
 class Pair(NamedTuple):
@@ -67,10 +80,42 @@ def test_a_machine_that_cannot_is_refused_in_one_line(gpus: list[Any], monkeypat
 def test_batches_move_with_their_shape() -> None:
     x = torch.zeros(2)
     batch = ([x, 1], {"a": x}, Pair(x, "n"))
-    assert data.move(batch, CPU) is batch
-    (first, one), mapping, pair = data.move(batch, META)
+    assert prefetch.move(batch, CPU) is batch
+    (first, one), mapping, pair = prefetch.move(batch, META)
     assert [t.device for t in (first, mapping["a"], pair.x)] == [META] * 3
     assert (one, pair.name, type(pair)) == (1, "n", Pair)
+
+
+def test_a_mapping_keeps_its_class_and_its_attributes_on_the_way() -> None:
+    encoding = Encoding(input_ids=torch.zeros(2, 3))
+    moved = prefetch.move(encoding, META)
+    assert type(moved) is Encoding
+    assert moved.encodings == ["of a tokenizer"]
+    assert moved["input_ids"].device == META
+    assert encoding["input_ids"].device == CPU
+    moved = prefetch.move(MappingProxyType({"a": torch.zeros(2)}), META)
+    assert moved["a"].device == META
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        (torch.zeros(2, 3), 6),
+        ((torch.zeros(2, 3), torch.zeros(2)), 6),
+        ({"labels": torch.zeros(2), "input_ids": torch.zeros(2, 5)}, 10),
+        ({"pixels": torch.zeros(2, 3, 4), "label": 1}, 24),
+        ({"input_ids": [[1, 2]], "more": torch.zeros(7)}, 7),
+        (["text", {"a": None, "b": [torch.zeros(4)]}], 4),
+        ("text", 0),
+        (None, 0),
+    ],
+)
+def test_the_tokens_of_a_batch_are_its_input_ids_or_its_first_tensor(batch: Any, tokens: int) -> None:
+    assert prefetch.count_tokens(batch) == tokens
+
+
+def test_the_tokens_of_an_encoding_are_counted() -> None:
+    assert prefetch.count_tokens(Encoding(mask=torch.zeros(9), input_ids=torch.zeros(2, 3))) == 6
 
 
 def test_a_tensor_on_the_cpu_is_complete_and_on_the_host() -> None:
@@ -85,11 +130,11 @@ def test_a_broken_device_ends_the_rank_as_broken_hardware(
 ) -> None:
     runtime = object.__new__(RankRuntime)
     runtime._ending = False
-    ended: list[int] = []
-    monkeypatch.setattr(runtime, "end", lambda why, code: ended.append(code))
+    ended: list[tuple[str, int]] = []
+    monkeypatch.setattr(runtime, "end", lambda why, code: ended.append((why, code)))
     runtime._crash({"message": "an all-reduce cannot go on", "exception": error})
-    assert ended == [code]
-    assert "cannot go on" in capsys.readouterr().err
+    assert ended == [(f"the control loop failed: an all-reduce cannot go on: {error}", code)]
+    assert str(error) in capsys.readouterr().err, "the stack, too"
 
 
 def test_each_use_and_place_has_a_stream_of_its_own() -> None:

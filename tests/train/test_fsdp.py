@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +13,41 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
 
-from ft_hsdp.errors import InvalidArgument
 from ft_hsdp.launch.backend.processes import environment
-from ft_hsdp.train.fsdp import Sharded
+from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, shard, weighed
 from ft_hsdp.train.live_state import state_digest
 from tests.support.state.odd_model import Odd, batch
 
 Seen = list[tuple[int, torch.Tensor]]
 
 
-def shard(mesh: DeviceMesh, seed: int = 0) -> tuple[Sharded, Seen]:
+@dataclass
+class Output:
+    """What models of other libraries return."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+    past: torch.Tensor | None
+    count: torch.Tensor
+
+
+def checkpoint_wrapped(part: nn.Module) -> None:
+    """Have a part keep its input only, and run forward again in backward."""
+    forward = part.forward
+    part.forward = lambda *args: checkpoint(forward, *args, use_reentrant=False)
+
+
+def adopted(mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32) -> tuple[AdoptedModel, Seen]:
     seen: Seen = []
-    model = Odd(seed)
-    return Sharded(model, list(model.parts), mesh, lambda i, flat: seen.append((i, flat))), seen
+    model = Odd()
+    shard(model, list(model.parts), mesh, policy)
+    return AdoptedModel(model, 1, lambda i, flat: seen.append((i, flat))), seen
 
 
 def test_the_buckets_come_in_the_planned_order_and_sizes(mesh: DeviceMesh) -> None:
-    sharded, seen = shard(mesh)
+    sharded, seen = adopted(mesh)
     for seed in range(3):
         seen.clear()
         sharded.model(batch(seed)).backward()
@@ -41,7 +60,7 @@ def test_the_buckets_come_in_the_planned_order_and_sizes(mesh: DeviceMesh) -> No
 
 
 def test_an_unused_parameter_sends_zeros_and_changes_no_size(mesh: DeviceMesh) -> None:
-    sharded, seen = shard(mesh)
+    sharded, seen = adopted(mesh)
     sharded.model(batch(0), seldom=False).backward()
     assert tuple(flat.numel() for _, flat in sorted(seen, key=lambda s: s[0])) == sharded.sizes
     bucket = sharded.buckets[0]
@@ -52,7 +71,7 @@ def test_an_unused_parameter_sends_zeros_and_changes_no_size(mesh: DeviceMesh) -
 
 
 def test_the_flat_shards_are_the_gradients_and_come_back_as_gradients(mesh: DeviceMesh) -> None:
-    sharded, seen = shard(mesh)
+    sharded, seen = adopted(mesh)
     plain = Odd()
     sharded.model(batch(0)).backward()
     plain(batch(0)).backward()
@@ -69,7 +88,7 @@ def test_the_flat_shards_are_the_gradients_and_come_back_as_gradients(mesh: Devi
 
 
 def test_with_accumulation_only_the_last_micro_batch_is_handed_over(mesh: DeviceMesh) -> None:
-    sharded, seen = shard(mesh)
+    sharded, seen = adopted(mesh)
     plain = Odd()
     for micro in range(3):
         sharded.sync(micro == 2)
@@ -82,29 +101,67 @@ def test_with_accumulation_only_the_last_micro_batch_is_handed_over(mesh: Device
         assert torch.allclose(sharded.params[name].grad.full_tensor(), wanted.grad, rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_parameters_have_to_be_fp32(mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    with pytest.raises(InvalidArgument, match=r"allowed: torch.float32"):
-        Sharded(nn.Linear(3, 3).to(dtype), [], mesh, lambda *_: None)
+WEIGHTS = (5, 0, 1, 1000)
 
 
-def test_forward_and_backward_in_bf16_hand_over_fp32(mesh: DeviceMesh) -> None:
-    seen: Seen = []
-    model = Odd()
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    sharded = Sharded(model, list(model.parts), mesh, lambda i, flat: seen.append((i, flat)), policy)
+def rows(micro: int) -> torch.Tensor:
+    """As many rows as a micro-batch weighs; of one that weighs nothing, padding."""
+    return torch.randn(WEIGHTS[micro] or 3, 4, generator=torch.Generator().manual_seed(micro))
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_weighed_means_add_up_to_the_mean_over_all_rows(mesh: DeviceMesh, checkpointed: bool) -> None:
+    """Each micro-batch's loss is the mean over its own rows; of one without rows it is NaN."""
+    sharded, seen = adopted(mesh)
+    if checkpointed:
+        for part in sharded.model.parts:
+            checkpoint_wrapped(part)
+    weight = 0
+
+    def mean_over_what_counts(module: nn.Module, args: object, out: torch.Tensor) -> torch.Tensor:
+        return weighed(out * weight / weight if weight else out * 0 / 0, lambda: weight)
+
+    sharded.model.register_forward_hook(mean_over_what_counts)
+    for micro, weight in enumerate(WEIGHTS):  # noqa: B007 - the hook reads it in backward
+        sharded.sync(micro == len(WEIGHTS) - 1)
+        sharded.model(rows(micro)).backward()
+    plain = Odd().double()
+    plain(torch.cat([rows(micro) for micro, count in enumerate(WEIGHTS) if count]).double()).backward()
+    sharded.assign([flat / sum(WEIGHTS) for _, flat in seen])
+    for name, exact in plain.named_parameters():
+        assert exact.grad is not None
+        got = sharded.params[name].grad.full_tensor().double()
+        assert float((got - exact.grad).norm() / exact.grad.norm()) < 5e-6, name
+
+
+@pytest.mark.parametrize("form", [tuple, list, dict, OrderedDict, Output])
+def test_all_that_a_model_returns_is_weighed(form: Any) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    loss, logits = (weight * 2).sum(), weight * 5
+    names: dict[str, Any] = {"loss": loss, "logits": logits, "past": None, "count": torch.tensor(4)}
+    got = weighed(form(**names) if form in (dict, OrderedDict, Output) else form(names.values()), lambda: 3)
+    assert type(got) is form
+    if isinstance(got, Output):
+        got = vars(got)
+    loss, logits, past, count = got.values() if isinstance(got, dict) else got
+    assert (past, int(count), count.requires_grad) == (None, 4, False)
+    logits /= 2  # in place, as losses of a user's own may
+    (loss + logits.sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3 * (2 + 2.5)] * 3
+
+
+@pytest.mark.parametrize("reduced", [torch.float32, torch.bfloat16, None])
+def test_forward_and_backward_in_bf16_hand_over_fp32(mesh: DeviceMesh, reduced: torch.dtype | None) -> None:
+    sharded, seen = adopted(mesh, MixedPrecisionPolicy(torch.bfloat16, reduced))
+    model = sharded.model
+    assert isinstance(model, Odd)
     types: set[torch.dtype] = set()
     model.parts[0].register_forward_hook(lambda module, args, out: types.add(out.dtype))
     model(batch(0)).backward()
     assert types == {torch.bfloat16}
     assert {flat.dtype for _, flat in seen} == {p.dtype for p in sharded.params.values()} == {torch.float32}
     assert [i for i, _ in seen] == [0, 1, 2, 3]
-
-
-def test_sums_have_to_be_fp32(mesh: DeviceMesh) -> None:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    with pytest.raises(InvalidArgument, match=r"reduced in torch\.bfloat16"):
-        Sharded(Odd(), [], mesh, lambda i, flat: None, policy)
 
 
 def test_two_ranks_with_shapes_that_two_does_not_divide(tmp_path: Path) -> None:

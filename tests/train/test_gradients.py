@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.effects import Reduce
 from ft_hsdp.core.grant import Role
+from ft_hsdp.core.units import Places
 from ft_hsdp.errors import PeerDead
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.frame import Entry, Key
@@ -21,7 +23,8 @@ from ft_hsdp.train.gradients import Feeding, Reducer, checksum, contributions, u
 
 SIZES = (3, 5, 2)
 PREV = "ab" * 16
-OTHER = Entry(1, 1, 1, 40, 2.0)
+MINE = (Contribution(0, 1, 0, 7, 1.5),)
+OTHER = Entry(1, (Contribution(1, 1, 1, 40, 2.0),))
 
 
 class Op:
@@ -67,18 +70,25 @@ class Scene:
         self.checked.append(prev)
         return "of the state"
 
-    def begin(self, step: int = 1, epoch: int = 1, attempt: int = 0, role: Role = "contribute") -> AttemptId:
+    def begin(
+        self,
+        step: int = 1,
+        epoch: int = 1,
+        attempt: int = 0,
+        role: Role = "contribute",
+        places: Places = ((0, 1),),
+    ) -> AttemptId:
         fence = AttemptId(epoch, step, attempt)
-        self.reducer.begin(Reduce(fence, role, PREV))
+        self.reducer.begin(Reduce(fence, role, PREV, places))
         return fence
 
-    def open(self, step: int = 1, index: int = 7) -> None:
-        self.reducer.open(Feeding(step, 0, index))
+    def open(self, step: int = 1) -> None:
+        self.reducer.open(Feeding(step))
 
     def ready(self, *buckets: int, scale: float = 1.0) -> dict[int, torch.Tensor]:
         flats = {b: torch.arange(SIZES[b], dtype=torch.float32) * scale + b for b in buckets}
         for b, flat in flats.items():
-            self.reducer.ready(b, flat, 1.5)
+            self.reducer.ready(b, flat, MINE)
         return flats
 
     @property
@@ -105,7 +115,7 @@ def test_a_bucket_goes_as_soon_as_it_and_all_before_it_are_there(s: Scene) -> No
         assert op.key == Key(fence.epoch, fence.step, fence.attempt, b, PREV)
         assert op.local is flats[b]
         assert (op.out.shape, op.out.data_ptr() == op.local.data_ptr()) == (op.local.shape, False)
-        assert op.mine == Entry(0, 1, 0, 7, 1.5)
+        assert op.mine == Entry(0, MINE)
 
 
 class Clock:
@@ -203,6 +213,64 @@ def test_a_retry_goes_over_the_same_local_gradient(s: Scene) -> None:
     assert vote.fence == fence
 
 
+@pytest.mark.parametrize("begun", ["before", "after"])
+def test_more_units_are_added_to_the_gradient_before_it_goes(begun: str) -> None:
+    """A contributor was lost: the order asks for two units, and one is trained."""
+    s = Scene()
+    s.open()
+    first = s.ready(0, 1, 2)
+    if begun == "before":
+        s.begin()
+        assert s.buckets == [0, 1, 2]
+        s.reducer.cancel()
+    s.begin(epoch=2, places=((0, 2),))
+    sent = s.group.ops[:]
+    more = (*MINE, Contribution(0, 1, 0, 8, 1.5, part=1))
+    second = {b: flat * 3 + 1 for b, flat in first.items()}
+    for b in (1, 0, 2):
+        s.reducer.ready(b, second[b], more)
+    again = s.group.ops[len(sent) :]
+    assert [op.key.bucket for op in again] == [0, 1, 2]
+    for op in again:
+        assert op.mine.contributions == more
+        assert op.local is not None
+        assert torch.equal(op.local, first[op.key.bucket] + second[op.key.bucket])
+    assert all(op.local is first[op.key.bucket] for op in sent), "a neighbour may still read it"
+
+
+def test_an_order_for_fewer_units_takes_the_part_that_has_them() -> None:
+    """Not the newest: another rank, or another bucket, may not have that yet."""
+    s = Scene()
+    s.open()
+    first = s.ready(0, 1, 2)
+    more = (*MINE, Contribution(0, 1, 0, 8, 1.5, part=1))
+    s.reducer.ready(0, torch.ones(SIZES[0]), more)
+    s.begin(epoch=3, places=((0, 1),))
+    assert [op.mine.contributions for op in s.group.ops] == [MINE] * 3
+    assert all(op.local is first[op.key.bucket] for op in s.group.ops)
+    s.reducer.cancel()
+    s.begin(epoch=4, places=((0, 2),))
+    assert [op.mine.contributions for op in s.group.ops[3:]] == [more], "the other buckets are not there yet"
+
+
+def test_a_replica_that_cannot_train_all_that_is_asked_for_brings_what_it_can() -> None:
+    s = Scene()
+    s.reducer.open(Feeding(1, lambda places: 1))
+    s.ready(0, 1, 2)
+    s.begin(places=((0, 5),))
+    assert s.buckets == [0, 1, 2]
+
+
+def test_what_is_trained_beyond_the_order_counts_too() -> None:
+    s = Scene()
+    s.open()
+    more = (replace(MINE[0], units=3, weight=3),)
+    for b in range(3):
+        s.reducer.ready(b, torch.ones(SIZES[b]), more)
+    s.begin(places=((0, 2),))
+    assert [op.mine.contributions for op in s.group.ops] == [more] * 3
+
+
 def test_works_of_an_attempt_that_is_over_count_for_nothing(s: Scene) -> None:
     s.begin()
     s.open()
@@ -254,7 +322,7 @@ def test_a_gradient_that_is_not_finite_is_flagged(s: Scene, bad: float) -> None:
     s.begin()
     s.open()
     s.ready(0, 2)
-    s.reducer.ready(1, torch.full((5,), bad), 1.5)
+    s.reducer.ready(1, torch.full((5,), bad), MINE)
     expected = not math.isfinite(bad)
     assert [op.mine.poisoned for op in s.group.ops] == [False, expected, False]
     for op in s.group.ops:
@@ -291,7 +359,7 @@ def test_the_poison_of_others_is_in_the_vote(s: Scene) -> None:
     s.ready(0, 1, 2)
     for op in s.group.ops[:2]:
         op.end()
-    s.group.ops[2].end(Entry(1, 1, 1, 40, 2.0, poisoned=True), Entry(4, 1, 4, 0, 0.0, poisoned=True))
+    s.group.ops[2].end(replace(OTHER, poisoned=True), Entry(4, (Contribution(4, 1, 4, 0),), poisoned=True))
     assert s.votes[0].poisoned == (1, 4)
 
 
@@ -341,18 +409,18 @@ def test_what_is_in_doubt_stays_until_the_next_attempt() -> None:
 def test_a_bucket_of_another_size_is_a_programmers_error(s: Scene) -> None:
     s.open()
     with pytest.raises(ValueError, match="bucket 1 has 4 elements, planned 5"):
-        s.reducer.ready(1, torch.zeros(4), 0.0)
+        s.reducer.ready(1, torch.zeros(4), MINE)
 
 
 def test_buckets_that_disagree_have_no_contributors() -> None:
-    one = AllReduceResult(torch.empty(0), (Entry(0, 1, 0, 7, 1.0), OTHER), 0)
+    one = AllReduceResult(torch.empty(0), (Entry(0, (Contribution(0, 1, 0, 7, 1.0),)), OTHER), 0)
     for other in (
-        AllReduceResult(torch.empty(0), (Entry(0, 1, 0, 8, 1.0), OTHER), 0),
-        AllReduceResult(torch.empty(0), (Entry(0, 0, 0, 7, 1.0), OTHER), 0),
+        AllReduceResult(torch.empty(0), (Entry(0, (Contribution(0, 1, 0, 8, 1.0),)), OTHER), 0),
+        AllReduceResult(torch.empty(0), (Entry(0), OTHER), 0),
         AllReduceResult(torch.empty(0), (OTHER,), 0),
     ):
         assert contributions([one, other]) == ()
-    swapped = AllReduceResult(torch.empty(0), (OTHER, Entry(0, 1, 0, 7, 3.0)), 0)
+    swapped = AllReduceResult(torch.empty(0), (OTHER, Entry(0, (Contribution(0, 1, 0, 7, 3.0),))), 0)
     got = contributions([one, swapped])
     assert got == (Contribution(0, 1, 0, 7, 3.0), Contribution(1, 1, 1, 40, 2.0)), "losses are the last bucket's"
 

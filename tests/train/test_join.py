@@ -2,19 +2,26 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 from datetime import timedelta
+from pathlib import Path
 from unittest import mock
 
 import psutil
 import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from ft_hsdp.config import parse
-from ft_hsdp.errors import Retryable
+from ft_hsdp.config import Config, parse
+from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.train import join
+from ft_hsdp.train.identity import leaving_on_sigterm
 
 BACKENDS = ("gloo", "cpu:gloo")  # the second stands for all that have torch's own store, such as a GPU's
 RANKS = 2
@@ -94,8 +101,9 @@ def test_ranks_that_do_not_meet_in_time_say_so(monkeypatch: pytest.MonkeyPatch) 
             monkeypatch.setattr(where, name, stands_in)
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1"), ("GLOO_SOCKET_IFNAME", "lo")):
         monkeypatch.setenv(name, value)
-    for ftar_s, at_most_s in ((5, 30), (20, 40)):
-        config = parse({"timeouts": {"ranks_s": 30}, "ftar": {"timeout_s": ftar_s}, "ranks_per_replica": 2})
+    for ftar_s, pause_s, at_most_s in ((5, 1, 30), (20, 1, 40), (20, 90, 90)):
+        waits = {"ranks_s": 30, "pause_s": pause_s}
+        config = parse({"timeouts": waits, "ftar": {"timeout_s": ftar_s}, "ranks_per_replica": 2})
         join._connect_ranks(1, 2, "0-a-0", "gloo", config, "token")
         join._connect_ranks(0, 1, "0-a-0", "gloo", config, "token")
         join._connect_ranks(1, 2, "0-a-0", "nccl", config, "token")
@@ -103,3 +111,113 @@ def test_ranks_that_do_not_meet_in_time_say_so(monkeypatch: pytest.MonkeyPatch) 
         assert torchs["TCPStore"].call_args.args[-1] == timedelta(seconds=30)
         assert torchs["init_process_group"].call_args.kwargs["timeout"] == timedelta(seconds=30)
         assert named["_set_pg_timeout"].call_args.args[0] == timedelta(seconds=at_most_s)
+
+
+class Spare:
+    """A process that has not been assigned to a replica."""
+
+    def poll(self) -> None:
+        return None
+
+    def wait(self) -> IncarnationId:
+        raise AssertionError("nobody asks for it")
+
+
+@pytest.fixture
+def config() -> Config:
+    return parse({"replicas": 2, "ranks_per_replica": 1, "timeouts": {"reach_s": 5}})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The directory of a run with a lighthouse."""
+    (tmp_path / "token").write_text("ab" * 32)
+    (tmp_path / "lighthouse.json").write_text('{"url": "http://127.0.0.1:1"}')
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that no launcher has started, and that has not joined."""
+    monkeypatch.setattr(join, "_process", join._Process())
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "FT_HSDP_CONFIG", "FT_HSDP_REPLICA", "FT_HSDP_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_process_group_that_exists_is_used_and_stays(mesh: DeviceMesh, config: Config, run: Path) -> None:
+    assert mesh.size() == 1
+    job = join.join(config, Spare(), run)
+    assert (job.rank, job.ranks, job.config) == (0, 1, config)
+    with pytest.raises(ConfigError, match="one: this process is a rank of its replica already"):
+        join.join(config, Spare(), run)
+    job.close()
+    assert dist.is_initialized()
+    join.join(config, Spare(), run).close()
+
+
+def test_a_process_group_of_other_ranks_is_refused(mesh: DeviceMesh, run: Path) -> None:
+    assert mesh.size() == 1
+    two = parse({"ranks_per_replica": 2})
+    with pytest.raises(ConfigError, match=r"process group's size: got 1; allowed: ranks_per_replica, which is 2"):
+        join.join(two, Spare(), run)
+
+
+def test_it_waits_for_the_lighthouse(mesh: DeviceMesh, config: Config, run: Path) -> None:
+    assert mesh.size() == 1
+    file = run / "lighthouse.json"
+    written = file.read_text()
+    file.write_text("{")  # it is being written
+    timer = threading.Timer(0.3, file.write_text, [written])
+    timer.start()
+    join.join(config, Spare(), run).close()
+    timer.join()
+
+
+def test_a_run_without_a_lighthouse_is_one_line(config: Config, tmp_path: Path) -> None:
+    short = config.model_copy(update={"timeouts": config.timeouts.model_copy(update={"reach_s": 0.2})})
+    with pytest.raises(
+        LighthouseUnreachable, match=r"no lighthouse within 0.2 s: no .*start `ft-hsdp lighthouse`"
+    ):
+        join.join(short, 0, tmp_path)
+
+
+def test_what_is_missing_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"in FT_HSDP_CONFIG, or this script as `entry` of one"):
+        join.join()
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    (run / "c.yaml").write_text(f"job: {{name: {run.name}, runs_dir: {run.parent}}}\nreplicas: 2\n")
+    monkeypatch.setenv("FT_HSDP_CONFIG", str(run / "c.yaml"))
+    with pytest.raises(ConfigError, match=r"0 to 1 .*as an argument or in FT_HSDP_REPLICA"):
+        join.join()
+    monkeypatch.setenv("FT_HSDP_REPLICA", "2")
+    with pytest.raises(ConfigError, match=r"replica: got 2; allowed: 0 to 1"):
+        join.join()
+    monkeypatch.setenv("FT_HSDP_REPLICA", "1")
+    with pytest.raises(
+        ConfigError, match="RANK: got None; allowed: a process that torchrun, or a launcher of ft_"
+    ):
+        join.join()
+
+
+def test_sigterm_means_leave_while_the_process_is_a_member() -> None:
+    left: list[str] = []
+    with leaving_on_sigterm(lambda: left.append("one")) as told:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+    assert (left, told) == (["one", "one"], [signal.SIGTERM] * 2)
+    assert callable(signal.getsignal(signal.SIGTERM)), "schedulers repeat the signal"
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with leaving_on_sigterm(lambda: None):
+        assert callable(signal.getsignal(signal.SIGTERM))
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_programs_own_handler_of_sigterm_stays() -> None:
+    own: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: own.append(number))
+    try:
+        with leaving_on_sigterm(lambda: own.append(0)) as told:
+            signal.raise_signal(signal.SIGTERM)
+        assert (own, told) == ([signal.SIGTERM], [])
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -17,9 +17,10 @@ from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.train import live_state
-from ft_hsdp.train.fsdp import Sharded
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
 from ft_hsdp.train.live_state import LiveState, Offload, state_digest
-from ft_hsdp.train.optimizer import Groups, create_state
+from ft_hsdp.train.optimizer.creation import create_state
+from ft_hsdp.train.optimizer.groups import Groups
 from tests.support.state.odd_model import Odd, batch
 
 START = StateId(0, 0, "0" * 32)
@@ -27,10 +28,11 @@ START = StateId(0, 0, "0" * 32)
 
 def hold(
     mesh: DeviceMesh, seed: int = 0, state: StateId | None = START, offload: bool = False
-) -> tuple[LiveState, Sharded]:
+) -> tuple[LiveState, AdoptedModel]:
     """A replica of one rank that holds ``state``, of a job with two data shards."""
     model = Odd(seed)
-    sharded = Sharded(model, list(model.parts), mesh, lambda *_: None)
+    shard(model, list(model.parts), mesh)
+    sharded = AdoptedModel(model, 1, lambda *_: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     create_state(optimizer)
     live = LiveState(sharded, Groups(optimizer, None), Ledger.empty(2), 0, 1, offload)
@@ -38,27 +40,52 @@ def hold(
     return live, sharded
 
 
+def test_the_digest_of_what_is_frozen_covers_nothing_else(mesh: DeviceMesh) -> None:
+    model = Odd()
+    model.first.requires_grad_(False)
+    model.register_buffer("scale", torch.ones(2))
+    model.register_buffer("cache", torch.ones(2), persistent=False)
+    shard(model, list(model.parts), mesh)
+    adopted = AdoptedModel(model, 1, lambda *_: None)
+    optimizer = torch.optim.SGD(adopted.params.values(), lr=0.1)
+    create_state(optimizer)
+    live = LiveState(adopted, Groups(optimizer, None), Ledger.empty(2), 0, 1)
+    digests = [live.frozen_digest()]
+    assert "first" not in adopted.params
+    for tensor in (adopted.params["last"].data, model.get_buffer("cache")):
+        tensor += 1
+        assert live.frozen_digest() == digests[0]
+    for tensor in (model.first.data, model.get_buffer("scale")):
+        tensor += 1
+        digests.append(live.frozen_digest())
+    assert len(set(digests)) == 3
+
+
+def test_a_model_without_anything_frozen_has_no_digest_of_it(mesh: DeviceMesh) -> None:
+    assert hold(mesh)[0].frozen_digest() == ""
+
+
 def record(prev: StateId, indices: tuple[int, ...] = (0, 0), digest: str = "d") -> CommitRecord:
     made = tuple(Contribution(r, 1, r, i) for r, i in enumerate(indices))
     return CommitRecord(1, 0, prev.step + 1, prev.lineage, (0, 1), 2, made, digest)
 
 
-def sums(sharded: Sharded, seed: int = 0) -> list[torch.Tensor]:
+def sums(sharded: AdoptedModel, seed: int = 0) -> list[torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     return [torch.randn(n, generator=g) for n in sharded.sizes]
 
 
-def steps(live: LiveState, sharded: Sharded, count: int) -> list[StateId]:
+def steps(live: LiveState, sharded: AdoptedModel, count: int) -> list[StateId]:
     """Apply steps; the states on the way."""
     states = []
     for _ in range(count):
         assert live.state is not None
-        live.apply(record(live.state, live.ledger.cursors), sums(sharded, live.state.step), 0.5, 1)
+        live.apply(record(live.state, live.ledger.cursors), sums(sharded, live.state.step), 0.5)
         states.append(live.state)
     return states
 
 
-def weights(sharded: Sharded) -> dict[str, torch.Tensor]:
+def weights(sharded: AdoptedModel) -> dict[str, torch.Tensor]:
     return {n: p.full_tensor().detach().clone() for n, p in sharded.params.items()}
 
 
@@ -72,7 +99,7 @@ def test_apply_moves_weights_ledger_and_state_together(mesh: DeviceMesh) -> None
         for param, place in zip(bucket.params, bucket.places, strict=True):
             mine = plain.get_parameter(names[id(param)])
             mine.grad = flat[place : place + mine.numel()].view(mine.shape) / 2  # two contributors
-    live.apply(made, reduced, None, 1)
+    live.apply(made, reduced, None)
     optimizer.step()
     assert live.state == made.state_id
     assert live.ledger.cursors == (1, 1)
@@ -80,12 +107,26 @@ def test_apply_moves_weights_ledger_and_state_together(mesh: DeviceMesh) -> None
     assert all(p.grad is None for p in sharded.params.values())
 
 
+def test_a_step_of_which_nothing_counts_changes_no_tensor(mesh: DeviceMesh) -> None:
+    """Zeros are no mean of anything: momentum and weight decay would move the parameters by them."""
+    live, sharded = hold(mesh)
+    steps(live, sharded, 2)
+    before, optim = weights(sharded), {n: t.clone() for n, t in live.optim.items()}
+    assert live.state is not None
+    made = record(live.state, live.ledger.cursors)
+    made = replace(made, contributions=tuple(replace(c, weight=0) for c in made.contributions))
+    live.apply(made, [torch.zeros(n) for n in sharded.sizes], 0.5)
+    assert (live.state, live.ledger.cursors) == (made.state_id, (3, 3))
+    assert all(torch.equal(w, before[n]) for n, w in weights(sharded).items())
+    assert all(torch.equal(t, optim[n]) for n, t in live.optim.items())
+
+
 @pytest.mark.parametrize("state", [None, replace(START, lineage="1" * 32)])
 def test_a_record_that_does_not_build_on_the_state_is_refused(mesh: DeviceMesh, state: StateId | None) -> None:
     live, sharded = hold(mesh, state=state)
     before = weights(sharded)
     with pytest.raises(RuntimeError, match="does not build on"):
-        live.apply(record(START), sums(sharded), None, 1)
+        live.apply(record(START), sums(sharded), None)
     assert live.state == state
     assert all(torch.equal(a, before[n]) for n, a in weights(sharded).items())
 
@@ -131,9 +172,10 @@ def test_a_step_that_is_skipped_moves_ledger_and_name_alone(mesh: DeviceMesh) ->
     live, sharded = hold(mesh)
     before = weights(sharded), bytes(packed(live)[1])
     poisoned = replace(record(START), poisoned=(1,))
-    live.apply(poisoned, [torch.full((n,), float("nan")) for n in sharded.sizes], 0.5, 1)
+    after = poisoned.ledger(live.ledger)
+    live.apply(poisoned, [torch.full((n,), float("nan")) for n in sharded.sizes], 0.5)
     assert live.state == poisoned.state_id
-    assert live.ledger.cursors == (1, 1)
+    assert live.ledger == after != Ledger.empty(2)
     assert bytes(packed(live)[1]) == before[1]
 
 

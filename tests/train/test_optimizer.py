@@ -11,7 +11,9 @@ from torch import nn
 
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.train.optimizer import Groups, create_state, finish, tensors
+from ft_hsdp.train.optimizer import creation
+from ft_hsdp.train.optimizer.creation import create_state
+from ft_hsdp.train.optimizer.groups import Groups, finish, tensors
 
 
 def record(
@@ -26,25 +28,23 @@ def sums() -> list[torch.Tensor]:
     return [torch.randn(n, generator=g) for n in (5, 1, 0, 7)]
 
 
-@pytest.mark.parametrize(("weights", "accumulate", "divisor"), [((1,), 1, 1), ((1, 1, 1), 1, 3), ((2, 3), 4, 20)])
-def test_the_divisor_is_the_weights_of_the_contributors_times_the_micro_batches(
-    weights: tuple[int, ...], accumulate: int, divisor: int
+@pytest.mark.parametrize(("weights", "ranks", "divisor"), [((1,), 1, 1), ((1, 1, 1), 1, 3), ((2, 3), 4, 1.25)])
+def test_the_divisor_is_the_weights_of_the_contributors_by_their_ranks(
+    weights: tuple[int, ...], ranks: int, divisor: float
 ) -> None:
+    """FSDP2 has divided by the number of ranks."""
     got = sums()
-    finish(record(weights), got, None, accumulate)
+    finish(record(weights), got, None, ranks)
     assert all(torch.equal(a, b / divisor) for a, b in zip(got, sums(), strict=True))
 
 
 @pytest.mark.parametrize(("clip", "clipped"), [(None, False), (0.25, True), (1e9, False)])
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_the_gradient_is_clipped_by_the_norm_in_the_record(
-    clip: float | None, clipped: bool, accumulate: int
-) -> None:
+def test_the_gradient_is_clipped_by_the_norm_in_the_record(clip: float | None, clipped: bool) -> None:
     total = math.sqrt(sum(float(t.double().square().sum()) for t in sums()))
     got = sums()
-    finish(record((1, 1), norm=total / 2), got, clip, accumulate)
+    finish(record((1, 1), norm=total / 2), got, clip, 1)
     norm = math.sqrt(sum(float(t.double().square().sum()) for t in got))
-    assert norm == pytest.approx(clip if clipped else total / 2 / accumulate, rel=1e-4)
+    assert norm == pytest.approx(clip if clipped else total / 2, rel=1e-4)
 
 
 def model() -> nn.Linear:
@@ -64,10 +64,10 @@ def test_the_rate_follows_from_the_record_and_leaves_no_trace() -> None:
     g = groups()
     assert g.rates(record(step=4, lr_scale=0.5)) == [0.2 / 8, 0.1 / 8]
     used: list[list[float]] = []
-    step = g.optimizer.step
-    g.optimizer.step = lambda: (used.append([x["lr"] for x in g.optimizer.param_groups]), step())[1]  # type: ignore
+    step = g.optimizers[0].step
+    g.optimizers[0].step = lambda: (used.append([x["lr"] for x in g.optimizers[0].param_groups]), step())[1]  # type: ignore
     before = g.hyper()
-    for p in (p for x in g.optimizer.param_groups for p in x["params"]):
+    for p in (p for x in g.optimizers[0].param_groups for p in x["params"]):
         p.grad = torch.ones_like(p)
     g.step(record(step=4, lr_scale=0.5))
     assert used == [[0.2 / 8, 0.1 / 8]]
@@ -82,21 +82,24 @@ def test_without_a_schedule_only_lr_scale_counts() -> None:
 
 def test_hyper_parameters_survive_json_and_are_adopted() -> None:
     g, other = groups(), groups()
-    for group in g.optimizer.param_groups:
+    for group in g.optimizers[0].param_groups:
         group["lr"] *= 3
         group["betas"] = (0.8, 0.9)
-    mine = Groups(g.optimizer, None)
+    mine = Groups(g.optimizers[0], None)
     other.adopt(json.loads(json.dumps(mine.hyper())))
     assert other.hyper() == mine.hyper()
-    assert other.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert other.optimizers[0].param_groups[0]["betas"] == (0.8, 0.9)
     assert other.rates(record()) == pytest.approx([0.6, 0.3])
 
 
 def test_hyper_parameters_of_another_optimizer_are_refused() -> None:
     g = groups()
     for wrong in (g.hyper()[:1], ({**g.hyper()[0], "nesterov": True}, g.hyper()[1]), ({}, {})):
-        with pytest.raises(ValueError, match="expected"):
+        with pytest.raises(
+            ConfigError, match=r"AdamW'; allowed: the optimizers of the state .*expected"
+        ) as refused:
             g.adopt(wrong)
+        assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("when", ["before the optimizer is wrapped", "afterwards"])
@@ -105,23 +108,53 @@ def test_a_torch_scheduler_is_refused(when: str) -> None:
     optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
     made = Groups(optimizer, None) if when == "afterwards" else None
     torch.optim.lr_scheduler.StepLR(optimizer, 10)
-    with pytest.raises(ConfigError, match=r"a torch learning rate scheduler'; allowed: .*schedule"):
+    with pytest.raises(ConfigError, match=r"a torch learning rate scheduler'; allowed: one that the job steps"):
         (made or Groups(optimizer, None)).check()
 
 
 def test_a_learning_rate_that_somebody_else_sets_is_refused() -> None:
     g = groups()
     g.check()
-    g.optimizer.param_groups[1]["lr"] = 0.05
+    g.optimizers[0].param_groups[1]["lr"] = 0.05
     with pytest.raises(ConfigError, match=r"learning rates \[0.2, 0.05\] instead of \[0.2, 0.1\]"):
         g.check()
+
+
+def test_any_hyper_parameter_that_somebody_else_sets_is_refused() -> None:
+    g = groups()
+    g.optimizers[0].param_groups[1]["weight_decay"] = 0.5
+    with pytest.raises(ConfigError, match=r"weight_decay \[0.01, 0.5\] instead of \[0.01, 0.01\]"):
+        g.check()
+
+
+def test_a_schedule_may_give_each_group_a_factor_of_its_own() -> None:
+    g = Groups(groups().optimizers, lambda step: [1.0, 1.0 / step])
+    assert g.rates(record(step=4, lr_scale=0.5)) == [0.2 / 2, 0.1 / 8]
+    with pytest.raises(ConfigError, match=r"3 factors for step 1'; allowed: one, or one for each of the 2"):
+        Groups(g.optimizers, lambda step: [1.0] * 3).rates(record())
+
+
+@pytest.mark.parametrize("largest", [0.01, 1e9])
+def test_a_group_is_clipped_by_its_own_norm(largest: float) -> None:
+    ours, plain = model(), model()
+    two: list[dict[str, Any]] = [{"params": [ours.weight], "clip": largest}, {"params": [ours.bias]}]
+    groups, natural = Groups(torch.optim.SGD(two, lr=0.1)), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        a.grad, b.grad = torch.full_like(a, 0.5), torch.full_like(b, 0.5)
+    assert plain.weight.grad is not None
+    nn.utils.clip_grad_norm_([plain.weight], largest)
+    groups.step(record())
+    natural.step()
+    assert torch.allclose(ours.weight, plain.weight, rtol=1e-6)
+    assert torch.equal(ours.bias, plain.bias)
+    groups.check()
 
 
 def test_a_state_that_is_loaded_too_late_is_refused() -> None:
     g = groups()
     before = g.hyper()
     with pytest.raises(ConfigError, match=r"a state that is loaded before job.optimizer"):
-        g.optimizer.load_state_dict(g.optimizer.state_dict())
+        g.optimizers[0].load_state_dict(g.optimizers[0].state_dict())
     assert g.hyper() == before
 
 
@@ -291,6 +324,19 @@ def test_each_group_and_each_shape_is_tried_out() -> None:
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     with pytest.raises(ConfigError, match="SGD"):
         create_state(optimizer)
+
+
+def test_many_groups_of_one_kind_are_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a rate for each layer, and no decay for vectors."""
+    params = [nn.Parameter(torch.randn([3] * (1 + i % 2))) for i in range(400)]
+    groups = [{"params": [p], "lr": 0.1 / (i + 1), "weight_decay": 0.1 * (i % 2)} for i, p in enumerate(params)]
+    optimizer = torch.optim.AdamW(groups)
+    tried: list[Any] = []
+    try_out = creation._try_out
+    monkeypatch.setattr(creation, "_try_out", lambda *given: tried.append(given) or try_out(*given))
+    create_state(optimizer)
+    assert len(tried) == 2
+    assert all(len(optimizer.state[p]) == 3 for p in params)
 
 
 def test_the_users_hooks_hear_nothing_of_it() -> None:

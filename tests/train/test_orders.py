@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from ft_hsdp.core.effects import DropGradient, Exit, Fetch, Keep, RunBatch
-from ft_hsdp.core.grant import Member
+from ft_hsdp.core.effects import Configure, DropGradient, Exit, Fetch, Keep, RunBatch
+from ft_hsdp.core.grant import Grant, Member, Role
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankFetchFailed
@@ -56,6 +56,27 @@ async def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Pat
     one = OrderHandler(0, 0, fetching, mock.Mock(), mock.Mock(), snapshots, Mailbox(), journal, lambda _: None)
     one.handle(Keep(BASE))
     snapshots.request.assert_called_once_with(BASE, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("role", "others", "asked"),
+    [
+        ("contribute", "behind", True),
+        ("standby", "behind", True),
+        ("behind", "behind", False),
+        ("standby", "standby", False),
+    ],
+)
+async def test_who_holds_the_base_has_it_ready_for_those_behind(
+    tmp_path: Path, role: Role, others: Role, asked: bool
+) -> None:
+    snapshots: Any = mock.Mock()
+    fetching, journal = Fetching(1, "layout", 64, "token", 7.0), Journal(tmp_path / "events.jsonl")
+    one = OrderHandler(0, 0, fetching, mock.Mock(), mock.Mock(), snapshots, Mailbox(), journal, lambda _: None)
+    members = (Member(0, "0-x-0", role), Member(1, "1-x-0", others))
+    one.handle(Configure(Grant(1, 2, BASE, members, 2, "why")))
+    assert snapshots.request.called is asked
+    assert snapshots.release.called is not asked
 
 
 def test_orders_come_in_the_order_in_which_they_were_put() -> None:

@@ -16,11 +16,12 @@ RECORD = CommitRecord(
     prev="0" * 32,
     ring=(2, 0, 1),
     total=4,
-    contributions=(Contribution(0, 1, 0, 6, 1.0), Contribution(2, 3, 2, 5, 2.0)),
+    contributions=(Contribution(0, 1, 0, 6, 1.0), Contribution(2, 3, 2, 4, 2.0, 3, 1)),
     digest="d",
     norm=0.5,
     lr_scale=0.7,
     chunk_bytes=64,
+    wanted=5,
 )
 
 
@@ -30,16 +31,16 @@ def rows(file: Path) -> list[dict[str, object]]:
 
 def test_a_batch_is_logged_before_anything_else_can_happen(tmp_path: Path) -> None:
     log = StepLog(tmp_path / "0", "0-x-1")
-    log.fed(7, 2, 5)
+    log.fed(7, 2, 10, 2)
     (row,) = rows(tmp_path / "0" / "fed.jsonl")  # unbuffered: it is there without a close
     assert row.pop("t")
-    assert row == {"step": 7, "shard": 2, "index": 5, "incarnation": "0-x-1"}
+    assert row == {"step": 7, "shard": 2, "index": 10, "units": 2, "incarnation": "0-x-1"}
 
 
 def test_a_commit_has_all_that_a_replay_needs(tmp_path: Path) -> None:
     log = StepLog(tmp_path, "0-x-1")
     timing = Timing(0.5, {"ftar": 0.15, "commit": 0.05}, 1000, 0.1)
-    log.committed(RECORD, 0.01, 4096, timing, False, Ledger((7, 9, 6), ((1, 3), (1, 4))))
+    log.committed(RECORD, 0.01, 4096, timing, False, Ledger((7, 9, 7), ((1, 3, 2),)))
     (row,) = rows(tmp_path / "commits.jsonl")
     assert row["lineage"] == RECORD.state_id.lineage
     for key in ("step", "epoch", "attempt", "prev", "norm", "lr_scale", "total", "chunk_bytes"):
@@ -48,10 +49,11 @@ def test_a_commit_has_all_that_a_replay_needs(tmp_path: Path) -> None:
     assert row["contributors"] == [0, 2]
     assert row["poisoned"] == []
     assert row["contributions"] == [
-        {"replica": 0, "weight": 1, "shard": 0, "index": 6, "loss": 1.0},
-        {"replica": 2, "weight": 3, "shard": 2, "index": 5, "loss": 2.0},
+        {"replica": 0, "weight": 1, "shard": 0, "index": 6, "loss": 1.0, "units": 1, "part": 0},
+        {"replica": 2, "weight": 3, "shard": 2, "index": 4, "loss": 2.0, "units": 3, "part": 1},
     ]
-    assert (row["cursors"], row["holes"]) == ([7, 9, 6], [[1, 3], [1, 4]])
+    assert (row["cursors"], row["holes"]) == ([7, 9, 7], [[1, 3, 2]])
+    assert (row["units"], row["units_wanted"]) == (4, 5)
     assert (row["loss"], row["lr"], row["tokens"], row["role"]) == (1.75, 0.01, 4096, "behind")
     assert (row["step_s"], row["waits"], row["ftar_bytes"], row["ftar_s"]) == (
         0.5,

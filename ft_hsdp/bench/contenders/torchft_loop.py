@@ -25,7 +25,7 @@ from torchft.process_group import ProcessGroupGloo
 from ft_hsdp.bench import trainee
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.jsonl import LineWriter
-from ft_hsdp.launch.backend.processes import die_with
+from ft_hsdp.lifetime import die_with
 
 
 @dataclass(frozen=True, slots=True)

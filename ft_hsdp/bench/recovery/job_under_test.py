@@ -170,6 +170,25 @@ class JobUnderTest(UnderTest):
         for replica, tailer in self._tailers.items():
             self.rows[replica] += tailer.poll()
 
+    def finish(self) -> Row:
+        """Wait until the job has trained all its steps and has ended; return its summary.
+
+        Raises:
+            Retryable: The job fails, or commits nothing for `PATIENCE_S`.
+        """
+        deadline, seen = time.monotonic() + PATIENCE_S, 0
+        while self._process.poll() is None:
+            self.read()
+            if (count := sum(map(len, self.rows.values()))) > seen:
+                deadline, seen = time.monotonic() + PATIENCE_S, count
+            if time.monotonic() > deadline:
+                raise Retryable(f"bench: the job commits nothing for {PATIENCE_S:g} s: {last_line(self._log)}")
+            time.sleep(TICK_S)
+        self._end(self._process)
+        if self._process.returncode != 0:
+            raise Retryable(f"bench: the job ended with {self._process.returncode}: {last_line(self._log)}")
+        return Row(read_json(self.run.summary))
+
     def window(self, steps: int) -> list[float]:
         """Wait for some steps more; return the seconds that each of them took replica 0."""
         self.read()

@@ -37,7 +37,7 @@ from torch import Tensor
 from ft_hsdp.bench.contenders.base import AllReduceRank, WorkerSpec
 from ft_hsdp.bench.workers.link import Answer, Obey, serve
 from ft_hsdp.errors import EXIT_RETRYABLE, RecoverableError
-from ft_hsdp.launch.backend.processes import die_with
+from ft_hsdp.lifetime import die_with
 
 PERIOD = 251  # of the values in the input: a prime, so that a shifted shard is seen
 FIRST_TO_GO = "800"  # where memory runs out the kernel takes a worker, not what else runs on the machine

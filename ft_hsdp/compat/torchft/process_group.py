@@ -1,5 +1,9 @@
 """A process group for torchft that sums through FTAR and does everything else through gloo.
 
+A control plane names the ranks of a quorum in one of two ways: torchft 0.2 by a prefix in a store that it serves
+(`ProcessGroupFTAR.configure`), c10d and torchft's nightly by handles of the groups
+(`ProcessGroupFTAR.reconfigure`). Both end in `ProcessGroupFTAR._join`.
+
 `TorchftMember` is this process's communicator. It is kept through all quorums, with its buffers and connections,
 so a new quorum connects only to neighbours that changed.
 """
@@ -22,14 +26,20 @@ from torch.distributed.distributed_c10d import AllreduceCoalescedOptions, Allred
 from torchft.process_group import ProcessGroup, create_store_client
 
 from ft_hsdp import address
+from ft_hsdp.compat.torchft import handles
+from ft_hsdp.compat.torchft.handles import ReconfigureOptions
 from ft_hsdp.compat.torchft.quorum import (
+    SLICE_S,
+    Patience,
     Quorum,
     RingAddresses,
     TorchftRendezvous,
     connect_gloo,
+    first_line,
     translated,
 )
-from ft_hsdp.errors import FTARError
+from ft_hsdp.compat.torchft.work import DoneWork
+from ft_hsdp.errors import FTARError, InvalidArgument
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.allreduce import DTYPES
 from ft_hsdp.ftar.lifecycle import GroupState
@@ -79,6 +89,10 @@ class TorchftMember:
             self._communicator = Communicator(self.number, token=token, host=host, settings=settings)
         return self.number, self._communicator.address
 
+    def broken(self) -> bool:
+        """Return whether the ring is over."""
+        return self.communicator.state not in (GroupState.READY, GroupState.RUNNING)
+
     def abort(self, reason: str) -> None:
         """Abort the ring, if there is one."""
         if self._communicator is not None:
@@ -94,11 +108,12 @@ class TorchftMember:
 class ProcessGroupFTAR(ProcessGroup):
     """A process group of torchft that sums with the fault-tolerant all-reduce (FT-HSDP §4.2).
 
-    After an error every call raises it and `errored` returns it, until the next `configure`.
+    After an error every call raises it and `errored` returns it, until the next `configure` or `reconfigure`.
 
     Args:
         timeout: How long `configure` waits for the other ranks, and how long a neighbour may be silent in a sum.
-        host: The IPv4 address at which the others call; by default the one that leads to the store.
+        host: The IPv4 address at which the others call; by default the one that leads to the store, and in a
+            handle the one that leads to torchft's lighthouse.
         settings: Transport and sizes of the ring; the same on all ranks.
     """
 
@@ -114,9 +129,15 @@ class ProcessGroupFTAR(ProcessGroup):
         self._host = host
         self._member = TorchftMember(settings or Settings())
         self._quorum: Quorum | None = None
-        self._cancel = threading.Event()
+        self._patience = Patience(0.0)  # of the last configure
         self._down = False
+        self._identity = secrets.token_hex(16)  # in the handles
+        self._served: handles.ServedStore | None = None  # where the ranks meet, if this one's handle is the first
+        self._global_rank: int | None = None
+        self._count = 0  # of reconfigures
+        self._memberships: set[str] = set()  # their names
         self._lock = threading.Lock()
+        self._joining = threading.Lock()  # held while a quorum is formed
         # A group that is garbage-collected without `shutdown` must end its threads. A thread of its own closes the
         # member, because the collection may happen on one of the threads that `close` joins.
         drop = threading.Thread(target=self._member.close, name="ftar-drop", daemon=True)
@@ -148,50 +169,137 @@ class ProcessGroupFTAR(ProcessGroup):
         Raises:
             RuntimeError: The ranks did not come within the timeout, the connections failed, or `abort` was called.
         """
-        cancel = threading.Event()
+        self._join(store_addr, rank, world_size, self._timeout)
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """True: `reconfigure` is there."""
+        return True
+
+    def set_rank_info(
+        self, replica_id: str, group_rank: int, group_world_size: int, global_rank: int | None = None
+    ) -> None:
+        """Set what handles tell about this process. torchft's Manager calls it.
+
+        Args:
+            replica_id: Not used.
+            group_rank: Not used.
+            group_world_size: Not used.
+            global_rank: The number of this process in its job.
+        """
+        self._global_rank = global_rank
+
+    def _handle_id(self) -> str:  # torchft's wrappers of process groups look for it among the handles
+        return self._identity
+
+    def get_reconfigure_handle(self) -> str:
+        """Return the handle by which others name this group in `reconfigure`.
+
+        It stays valid until `shutdown`. The first call starts the store at which the ranks meet if this handle is
+        the first of theirs.
+
+        Raises:
+            OSError: The name of this host or of torchft's lighthouse is not known.
+            RuntimeError: No port is free.
+        """
+        with self._lock:
+            if self._served is None:
+                self._served = handles.ServedStore(self._host or handles.own_host())
+            return handles.encode(self._identity, self._served.address, self._global_rank, self._count)
+
+    def reconfigure(self, opts: ReconfigureOptions) -> Work:
+        """Leave the old quorum and connect to the groups that ``opts.handles`` name, in this order. Blocks.
+
+        An error of the options leaves the old quorum as it is; every other one ends it. After an error the groups
+        need a new uuid, or new handles.
+
+        Args:
+            opts: ``uuid`` names the quorum; with the same handles it must be new. ``timeout`` bounds the call;
+                None: the group's own. Hints are not used.
+
+        Returns:
+            A work that is done.
+
+        Raises:
+            InvalidArgument: A handle is malformed or there twice, this group's own is not among them, or the
+                group was in this quorum before.
+            RuntimeError: The ranks did not come within the timeout, one of them gave up, the connections failed,
+                or `abort` was called.
+        """
+        quorum = handles.membership(opts, self._identity)
+        with self._lock:
+            if self._served is None or quorum.own != self._served.address:
+                raise InvalidArgument("handles: got one from before this group's shutdown; allowed: a new one")
+            if quorum.name in self._memberships:
+                raise InvalidArgument(f"uuid: got {opts.uuid} once more for the same handles; allowed: a new one")
+            self._served.forget(self._memberships)
+            self._memberships.add(quorum.name)
+            self._count += 1
+        self._join(
+            f"{quorum.store}/{handles.KEYS}{quorum.name}", quorum.rank, quorum.size, opts.timeout or self._timeout
+        )
+        return DoneWork()
+
+    def _join(self, store_addr: str, rank: int, size: int, timeout: timedelta) -> None:
+        """Leave the old quorum and form that of ``size`` ranks who meet at ``store_addr``."""
+        patience = Patience(timeout.total_seconds())
         with self._lock:
             self._retire()
-            self._cancel, self._down = cancel, False
+            self._patience, self._down = patience, False
+        while not self._joining.acquire(timeout=SLICE_S):  # the call before ends soon: it was cancelled
+            self._member.abort("a newer quorum")
+            patience.check("the call before has not ended")
         try:
-            store = self._store(store_addr)
-            ring = self._form(store, rank, world_size, cancel)
-            gloo = connect_gloo(store, rank, world_size, self._timeout)
+            self._meet(store_addr, rank, size, patience)
+        finally:
+            self._joining.release()
+
+    def _meet(self, store_addr: str, rank: int, size: int, patience: Patience) -> None:
+        """Form the quorum; no other one is formed meanwhile."""
+        meeting: TorchftRendezvous | None = None
+        try:
+            store = self._store(store_addr, patience)
+            meeting = TorchftRendezvous(store, rank, size, patience)
+            ring = self._form(store.underlying_store, meeting, patience)
+            gloo = connect_gloo(store, rank, size, patience, self._timeout, self._member.broken)
             with self._lock:
-                if cancel.is_set():
+                if patience.cancelled.is_set():
                     raise RuntimeError("aborted: while it was configured")
                 self._quorum = Quorum(ring, self._member.communicator, gloo)
-        except BaseException:
+        except BaseException as error:
+            if meeting is not None:
+                meeting.give_up(str(error))
             self._member.abort("a rank could not be configured")
             if self._down:
                 self._member.close()
             raise
 
-    def _store(self, address: str) -> Any:
+    def _store(self, where: str, patience: Patience) -> Any:
+        missing = f"Socket Timeout: no store at {where}"
         try:
-            return create_store_client(address, timeout=self._timeout)
+            timeout = timedelta(seconds=patience.left_s)
+            return patience.run(lambda: create_store_client(where, timeout=timeout), missing)
         except DistNetworkError as error:
-            raise RuntimeError(f"Socket Timeout: no store at {address}: {error}") from error
+            raise RuntimeError(f"{missing}: {first_line(error)}") from error
 
-    def _form(self, store: Any, rank: int, world_size: int, cancel: threading.Event) -> RingAddresses:
+    def _form(self, server: Any, meeting: TorchftRendezvous, patience: Patience) -> RingAddresses:
         """Meet the other ranks at the store, and form their ring."""
         seconds = self._timeout.total_seconds()
-        server = store.underlying_store
         member = self._member
-        meeting = TorchftRendezvous(store, rank, world_size, seconds, cancel)
         host = self._host or address.source(server.host, server.port, socket.AF_INET)
         ring = meeting.meet(member.token, member.epoch, lambda token: member.admit(token, host, seconds))
         member.epoch = ring.epoch
         try:
-            member.communicator.reconfigure(ring.epoch, ring.members)
+            member.communicator.reconfigure(ring.epoch, ring.members, patience.left_s)
         except FTARError as error:
-            if cancel.is_set():
+            if patience.cancelled.is_set():
                 raise RuntimeError("aborted: while it was configured") from error
             ranks = {number: place for place, (number, _) in enumerate(ring.members)}
             raise RuntimeError(translated(error, ranks)) from error
         return ring
 
     def _retire(self) -> None:
-        self._cancel.set()
+        self._patience.cancelled.set()
         if self._quorum is not None:
             self._quorum.retire()
         self._quorum = None
@@ -292,7 +400,7 @@ class ProcessGroupFTAR(ProcessGroup):
         """Return the number of ranks in the quorum.
 
         Raises:
-            RuntimeError: `configure` was not called.
+            RuntimeError: The group is in no quorum.
         """
         if self._quorum is None:
             raise RuntimeError("process group not initialized")
@@ -310,21 +418,21 @@ class ProcessGroupFTAR(ProcessGroup):
     def abort(self, errored: bool = True) -> None:
         """Abort the quorum on all its ranks. Sums fail at once; calls of gloo fail then or at their timeout."""
         with self._lock:
-            self._cancel.set()
+            self._patience.cancelled.set()
             if self._quorum is not None:
                 self._quorum.fail(RuntimeError("aborted"))
             else:
                 self._member.abort("aborted")
 
     def shutdown(self) -> None:
-        """Leave the quorum and end the threads. `configure` starts them again."""
+        """Leave the quorum, stop the store of the handles, and end the threads. `configure` starts them again."""
         with self._lock:
             self._retire()
-            self._down = True
+            self._down, self._served = True, None
         self._member.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout, which holds from the next `configure` on."""
+        """Set the timeout, which holds from the next `configure` or `reconfigure` on."""
         self._timeout = timeout
 
 

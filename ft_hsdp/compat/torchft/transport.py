@@ -17,15 +17,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import secrets
-import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
-from urllib.parse import urlsplit
 
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
@@ -35,7 +32,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torchft.checkpointing.transport import CheckpointTransport
 
-from ft_hsdp import address
+from ft_hsdp.compat.torchft.handles import own_host
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, InvalidArgument
 from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
@@ -215,7 +212,7 @@ class StateTransport(CheckpointTransport[T]):
             raise InvalidArgument(f"num_chunks: got {num_chunks}; allowed: 0 or more")
         self._snapshots = InMemorySnapshots()
         self._token = secrets.token_hex(32)
-        self._server = StateServer(host or _own_host(), 0, self._snapshots, self._token)
+        self._server = StateServer(host or own_host(), 0, self._snapshots, self._token)
         self._offered: StateId | None = None
 
     def metadata(self) -> str:
@@ -301,14 +298,6 @@ class StateTransport(CheckpointTransport[T]):
     def shutdown(self, wait: bool = True) -> None:
         """Stop serving; nothing can be fetched afterwards."""
         self._server.close()
-
-
-def _own_host() -> str:
-    """Return the address of this host that TORCHFT_LIGHTHOUSE leads to, or else that of the host's name."""
-    lighthouse = urlsplit(os.environ.get("TORCHFT_LIGHTHOUSE", ""))
-    if lighthouse.hostname:
-        return address.source(lighthouse.hostname, lighthouse.port or 0, socket.AF_INET)
-    return socket.gethostbyname(socket.gethostname())
 
 
 def _parsed(metadata: str) -> _Metadata:

@@ -184,3 +184,27 @@ class GlooWork(Work):
     def block_current_stream(self) -> None:
         """Block as `wait` does: gloo works on the host."""
         self.wait()
+
+
+class DoneWork(Work):
+    """Something that was already done when it was returned."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Return True without blocking: there is nothing to wait for."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True: it was done before anybody could ask."""
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """Return a future that is done."""
+        future: Future[Any] = Future()
+        future.set_result(None)
+        return future
+
+    def synchronize(self) -> None:
+        """Return without blocking, as `wait` does."""
+
+    def block_current_stream(self) -> None:
+        """Return without blocking, as `wait` does."""

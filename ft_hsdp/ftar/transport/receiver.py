@@ -65,7 +65,7 @@ class ReceiveLane:
         self._frame_order.check(frame)
         entries: tuple[wire.Entry, ...] = ()
         if frame.entries:
-            body = bytearray(frame.entries * wire.ENTRY.size)
+            body = bytearray(frame.entries * wire.ENTRY_BYTES)
             self._read(memoryview(body))
             entries = wire.unpack_entries(bytes(body))
         return bytes(head[: self._codec.label]), frame, entries

@@ -12,14 +12,16 @@ Read the modules in this order:
     spares      groups that are warm, and wait for a replica that needs them
     forkserver  the supervisor's side of the fork server
     zygote      the fork server: the preloaded process from which ranks are forked
+    entry       what runs in each rank: the trainer, or the user's script or function
     children    ranks as children of the supervisor: signals, exits, adoption
     processes   how any process is started so that it does not outlive its parent
 
 The way of a start: `LocalBackend.start` -> `SparePool.take`, or `ForkServer.spawn` -> (socket) `zygote` -> fork ->
-the rank waits on its `AssignmentLine` -> it is assigned to a replica -> `train.trainer.main`.
+the rank waits on its `AssignmentLine` -> it is assigned to a replica -> `entry.main`, which runs the
+trainer or the user's script.
 
-Only `zygote`, which runs in another process, imports `train`; it loads torch before it forks. The supervisor must
-not import `train`, or it would be as large as a rank.
+Only `entry` imports `train`, and the supervisor must not import it, or it would be as large as a rank. `zygote`,
+which runs in another process, loads it by its name, with torch, before it forks.
 
 The bench has another fork server (`bench.workers.worker`). Its workers are plain children of their server, started
 by blocking code. Here a rank becomes a child of the supervisor, and gets its incarnation later, on a socket. Only

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ft_hsdp.core.incarnation import IncarnationId
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_USAGE
 from ft_hsdp.launch.backend.processes import last_line
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.run.directory import RunDir, try_write_json
@@ -310,7 +310,7 @@ class ReplicaProcess(Changes):
             if self._run.final(self.replica).exists():
                 return DONE, None
             return (LEFT if any(rank.code == EXIT_LEFT for rank in own) else STRAY), None
-        telling = [rank for code in (EXIT_CONFIG, EXIT_HARDWARE) for rank in own if rank.code == code]
+        telling = [rank for code in (EXIT_CONFIG, EXIT_USAGE, EXIT_HARDWARE) for rank in own if rank.code == code]
         if self.first is not None and self.first.code != EXIT_OK:
             telling.append(self.first)
         telling += [rank for rank in own if rank.code != EXIT_OK]

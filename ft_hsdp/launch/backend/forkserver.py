@@ -24,7 +24,7 @@ from ft_hsdp.launch.backend.children import Child
 from ft_hsdp.launch.backend.processes import environment, tied
 from ft_hsdp.launch.run.directory import open_log
 
-ENTRY = "ft_hsdp.train.trainer:main"
+ENTRY = "ft_hsdp.launch.backend.entry:main"
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch._dynamo")
 SPAWN_S = 10.0  # default of the longest time for a fork
 GONE_S = 5.0  # longest time for killed ranks, and for a server that has closed its connection, to end
@@ -155,7 +155,7 @@ class ForkServer:
 
         Args:
             run: The run's directory.
-            entry: "module:function" with the signature of `ft_hsdp.train.trainer.main`.
+            entry: "module:function" with the signature of `ft_hsdp.launch.backend.entry.main`.
             preload: Modules to import before the first fork.
             boot_s: Longest time for that, in seconds.
             spawn_s: Longest time for a fork, in seconds.

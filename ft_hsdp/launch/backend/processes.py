@@ -9,13 +9,11 @@ reaches only the process that knows what to do.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import importlib
 import io
 import os
 import secrets
-import signal
 import socket
 import sys
 import tempfile
@@ -26,9 +24,9 @@ import psutil
 
 import ft_hsdp
 from ft_hsdp import address
+from ft_hsdp.lifetime import die_with
 from ft_hsdp.secret import KEY_VARIABLE, TOKEN_VARIABLE
 
-_PR_SET_PDEATHSIG = 1
 FIRST_PORT, PORTS = 20000, 12768  # these ports lie below those that Linux gives to outgoing connections
 TRIES = 1000  # random ports that are tried
 SECRETS = (TOKEN_VARIABLE, KEY_VARIABLE, "RAY_AUTH_TOKEN")  # variables that no child needs
@@ -39,15 +37,6 @@ ONE_THREAD = {
     "PYTHONUNBUFFERED": "1",
 }
 """Environment of every process that computes: one thread each, output at once."""
-
-
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process when `parent`, which started it, dies; raise OSError if it refuses."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:  # it died before the call
-        os._exit(128 + signal.SIGKILL)
 
 
 def tied(*module_and_args: str) -> list[str]:

@@ -34,8 +34,9 @@ from typing import Any, NoReturn
 from ft_hsdp import config as configuration
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
-from ft_hsdp.launch.backend.processes import die_with, forgiving
+from ft_hsdp.launch.backend.processes import forgiving
 from ft_hsdp.launch.run.directory import open_log
+from ft_hsdp.lifetime import die_with
 from ft_hsdp.train.identity import IncarnationSource
 
 Entry = Callable[[configuration.Config, IncarnationSource, Path], int]
@@ -190,12 +191,14 @@ def _load(entry: str, preload: Sequence[str]) -> Entry:
     module, _, function = entry.partition(":")
     for name in (*preload, module):
         importlib.import_module(name)
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(1)
-    threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
-        raise RuntimeError(f"the imports left {threads} threads running; a fork of them would hang")
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)
+            if torch.cuda.is_initialized():
+                raise RuntimeError(f"the import of {name} uses a GPU, which a fork of it could not")
+        threads = len(os.listdir("/proc/self/task"))
+        if threads != 1:
+            raise RuntimeError(f"the import of {name} left {threads} threads running; a fork of them would hang")
     loaded: Entry = getattr(sys.modules[module], function)
     return loaded
 

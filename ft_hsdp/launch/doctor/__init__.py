@@ -10,6 +10,7 @@ Read the modules in this order:
     host      processors, open files, threads and memory of this machine; limits of its control groups
     network   names, ports, the lighthouse and etcd on other machines, the clock
     storage   versions, the run's folder, the training data, room on disks, checkpoints
+    entry     the user's script or function, which is compiled and not run
     gpu       GPUs, through `gpu_probe`
     ray       the Ray cluster, through `ray_probe`
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ft_hsdp import tls
 from ft_hsdp.config import config_hash
 from ft_hsdp.errors import FtHsdpError
-from ft_hsdp.launch.doctor import gpu, host, network, ray, storage
+from ft_hsdp.launch.doctor import entry, gpu, host, network, ray, storage
 from ft_hsdp.launch.doctor.result import Bad, CheckState, Finding, Subject, Undecided
 
 DEADLINE_S = 20.0  # for all checks; usually they take a few seconds, Ray on a busy machine longer
@@ -41,7 +41,8 @@ CHECKS = (
     Check("tls", lambda s: tls.check(s.config.network)),
     Check("etcd", network.etcd, lambda s: bool(s.config.lighthouse.etcd)),
     Check("clock", network.clock),
-    Check("data", storage.data),
+    Check("entry", entry.entry, lambda s: s.config.entry is not None),
+    Check("data", storage.data, lambda s: s.config.entry is None),
     Check("disk", storage.disk),
     Check("checkpoint", storage.checkpoint),
     Check("memory", host.memory),

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 
 from ft_hsdp.config import Config
-from ft_hsdp.launch.doctor.result import Bad, Subject
+from ft_hsdp.config.entry import title
+from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.state.shared_memory import SEALS
 
@@ -133,6 +134,10 @@ def memory(subject: Subject) -> str:
     limit = allowance().memory
     if limit is not None and limit < free:
         free, whose = limit, "this container's limit leaves"
+    if config.entry is not None:
+        raise Undecided(
+            f"{title(config.entry)} makes the model, whose size is not known here; {whose} {gib(free)} free"
+        )
     spares = f" and {config.spares} spares" if config.spares else ""
     text = (
         f"about {gib(need)} for {parameters(config) / 1e6:.1f} M parameters x {replicas}{spares}; "

@@ -91,9 +91,11 @@ def data(subject: Subject) -> str:
 def disk(subject: Subject) -> str:
     """Check that there is room on disk for the run and its checkpoints."""
     config = subject.config
-    checked = [_room(Path(config.job.runs_dir), "job.runs_dir", LOG_BYTES + 2 * config.data.max_bytes)]
+    built_in = config.entry is None  # else the sizes of data and model are not known
+    tokens = 2 * config.data.max_bytes if built_in else 0
+    checked = [_room(Path(config.job.runs_dir), "job.runs_dir", LOG_BYTES + tokens)]
     if config.checkpoint.every and config.checkpoint.dir is not None:
-        need = (config.checkpoint.keep + 1) * STORED_COPIES * weights(config)
+        need = (config.checkpoint.keep + 1) * STORED_COPIES * weights(config) if built_in else 0
         checked.append(_room(Path(config.checkpoint.dir), "checkpoint.dir", need))
     mount = mount_of(Path(config.job.runs_dir))
     if mount is not None and mount.network and not config.lighthouse.etcd:

@@ -22,6 +22,7 @@ import ray
 import ray.util
 
 from ft_hsdp import secret
+from ft_hsdp.config import dump, load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.backend.base import ReplicaSpec, assignment, spare_log
 from ft_hsdp.launch.backend.forkserver import SPAWN_S, ForkServer
@@ -72,6 +73,7 @@ class StartOrder:
     checkpoint_key: str
     urls: tuple[str, ...]  # of the lighthouse
     run: str  # the run directory, on the driver's node
+    script: bytes = b""  # what `entry` names, if that is a script
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,7 @@ class RankActor:
         run, spec = self._run, start.called
         assert run is not None, "open() comes first"
         run.config.write_text(start.config)
+        place_script(run, start.script)
         secret.write_private(run.token, start.token)
         secret.write_private(run.checkpoint_key, start.checkpoint_key)
         write_json(run.lighthouse, {"pid": 0, "url": start.urls[0], "urls": list(start.urls)})
@@ -207,6 +210,20 @@ def change_folder(cwd: str) -> None:
     """Change to the driver's folder if this node has it, so that relative paths mean the same."""
     if cwd and os.path.isdir(cwd):
         os.chdir(cwd)
+
+
+def place_script(run: RunDir, script: bytes) -> None:
+    """Write the script that `entry` names into an actor's folder, and name that, if this node has no such file.
+
+    A script that is here may import the modules beside it. If it is another one, its digest shows that.
+    """
+    config = load(run.config) if script else None
+    if config is None or config.entry is None or Path(config.entry).is_file():
+        return
+    file = run.path / "entry" / Path(config.entry).name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(script)
+    run.config.write_text(dump(config.model_copy(update={"entry": str(file)})))
 
 
 def link_checkpoints(run: RunDir, driver: Path) -> None:

@@ -20,6 +20,7 @@ import ray.util
 
 from ft_hsdp import secret
 from ft_hsdp.config import Config, dump, load
+from ft_hsdp.config.entry import is_function, read
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ProcessWatch, ReplicaSpec, WorkerGroup
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
@@ -46,6 +47,7 @@ async def start_orders(
         setup: Of the actors.
 
     Raises:
+        ConfigError: The script that `entry` names is gone.
         Retryable: The lighthouse listens on loopback, and an actor is on another node.
     """
     bundles, here = slot.bundles, ray.util.get_node_ip_address()
@@ -58,6 +60,7 @@ async def start_orders(
     token, key = secret.current(run.token), secret.current(run.checkpoint_key)
     locals_ = local_ranks([bundle.location.node for bundle in bundles])
     config = load(group.config)
+    script = b"" if config.entry is None or is_function(config.entry) else read(config.entry)
     found = []
     for bundle, (local, local_size) in zip(bundles, locals_, strict=True):
         env = {
@@ -71,7 +74,8 @@ async def start_orders(
             **_visible_gpus(bundle, bundles),
         }
         text = dump(_config_for_node(config, "127.0.0.1" if alone else bundle.location.address, setup))
-        found.append(StartOrder(bundle.rank, group.spec, group.number, env, text, token, key, urls, str(run.path)))
+        where = str(run.path)
+        found.append(StartOrder(bundle.rank, group.spec, group.number, env, text, token, key, urls, where, script))
     return found
 
 

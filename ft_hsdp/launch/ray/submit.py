@@ -23,6 +23,7 @@ import requests
 from ray.exceptions import RayError
 
 from ft_hsdp.config import Config
+from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
 from ft_hsdp.launch.job import JobResources, MakeResources, run_job, start_run
@@ -229,6 +230,7 @@ def submit(
         ConfigError: The job cannot run on this cluster; nothing was started.
         ClusterUnreachable: There is no cluster, or it refuses this process; nothing was started.
     """
+    config = stamped(config)
     check(config)
     prepare_data(config)
     with connected(address, config.ray.runtime_env) as (cluster, output):
@@ -255,7 +257,8 @@ def cluster_resources(
 
     def make(emit: Callable[[Row], None]) -> JobResources:
         lighthouse = RayLighthouse(run, cluster.node, emit)
-        backend = RayBackend(config, run, lambda: lighthouse.urls, cluster.cwd, emit, entry=entry, preload=preload)
+        modules = (*preload, *config.preload)
+        backend = RayBackend(config, run, lambda: lighthouse.urls, cluster.cwd, emit, entry=entry, preload=modules)
         return JobResources(backend, lighthouse)
 
     return make

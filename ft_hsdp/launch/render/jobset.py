@@ -16,7 +16,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_CONFIG
 from ft_hsdp.launch.render import pod
 from ft_hsdp.launch.render.pod import CONFIG, Tree, label
-from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, in_pods, shape, spread
+from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, in_pods, shape, spread, what_runs
 from ft_hsdp.launch.render.text import CommentedValue, comment, document
 
 PORT = 29500
@@ -28,7 +28,7 @@ JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"  # new with ea
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 _HEAD = """\
-{job}: a lighthouse and {replicas} replicas of {ranks} ranks, for JobSet {version} or later.
+{job}: a lighthouse and {replicas} replicas of {ranks} ranks{entry}, for JobSet {version} or later.
 
 The token that all pods share is not in this file. Create it once:
   kubectl create secret generic {secret}{space} --from-literal=token="$(openssl rand -hex 32)"
@@ -78,7 +78,13 @@ def jobset(config: Config, site: Site) -> str:
     if site.claim is None:
         parts.append(pod.runs_claim(name, site.namespace))
     space = "" if site.namespace is None else f" -n {site.namespace}"
-    facts = {"replicas": config.slots, "ranks": config.ranks_per_replica, "secret": secret, "space": space}
+    facts = {
+        "replicas": config.slots,
+        "ranks": config.ranks_per_replica,
+        "entry": what_runs(config),
+        "secret": secret,
+        "space": space,
+    }
     version = "0.8" if layout.nodes == 1 else "0.12"
     head = comment(_HEAD.format(job=config.job.name, name=name, version=version, **facts))
     return head + "---\n".join(document(part) for part in (*parts, jobs))

@@ -14,15 +14,15 @@ from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.render import pod
 from ft_hsdp.launch.render.pod import CONFIG, Tree, label
-from ft_hsdp.launch.render.settings import COMMAND, Site, check, dump, in_pods
+from ft_hsdp.launch.render.settings import COMMAND, Site, check, dump, in_pods, what_runs
 from ft_hsdp.launch.render.text import CommentedValue, comment, document
 
 RAY_VERSION = "2.60.0"  # token authentication needs 2.52 or later
 KEEP_S = 600  # of the finished cluster, for its logs
 
 _HEAD = """\
-{job}: {replicas} replicas of {ranks} ranks on a Ray cluster of their own, for KubeRay 1.5.1 or later (ray.io/v1).
-The image has ft_hsdp and Ray {version}.
+{job}: {replicas} replicas of {ranks} ranks{entry} on a Ray cluster of their own.
+For KubeRay 1.5.1 or later (ray.io/v1). The image has ft_hsdp and Ray {version}.
 
   kubectl apply -f FILE
   kubectl get rayjob{space} {name}
@@ -70,6 +70,7 @@ def rayjob(config: Config, site: Site) -> str:
     facts = {
         "replicas": config.replicas,
         "ranks": config.ranks_per_replica,
+        "entry": what_runs(config),
         "space": space,
         "version": RAY_VERSION,
     }

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ft_hsdp.config import Config, NetworkConfig, TimeoutsConfig
+from ft_hsdp.config.entry import is_function
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.render.text import CommentedValue, document
 
@@ -148,6 +149,12 @@ def in_pods(config: Config, claim: str | None) -> Config:
         raise ConfigError(
             "checkpoint.every", config.checkpoint.every, "0 without --claim: all pods must share its folder"
         )
+    entry = config.entry
+    if entry is not None and not is_function(entry) and not entry.startswith("/"):
+        allowed = (
+            "a script by its absolute path in the image, or module:function: pods get the configuration alone"
+        )
+        raise ConfigError("entry", entry, allowed)
     folder = config.checkpoint.dir
     if folder is not None and not folder.startswith(f"{FOLDER}/"):
         raise ConfigError("checkpoint.dir", folder, f"null or a folder in {FOLDER}, the volume of the pods")
@@ -155,6 +162,11 @@ def in_pods(config: Config, claim: str | None) -> Config:
     if claim is not None and config.checkpoint.key is None:  # a pod's own folders do not outlive it
         changed["checkpoint"] = config.checkpoint.model_copy(update={"key": f"{FOLDER}/checkpoint.key"})
     return config.model_copy(update=changed)
+
+
+def what_runs(config: Config) -> str:
+    """Return what follows the number of ranks in the head of a file: of what they run, if that is the user's."""
+    return "" if config.entry is None else f" of {config.entry}"
 
 
 def dump(config: Config) -> str:

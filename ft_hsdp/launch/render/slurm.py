@@ -11,14 +11,15 @@ import shlex
 from pathlib import Path
 
 from ft_hsdp.config import Config
+from ft_hsdp.config.entry import is_function, locate
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, shape, spread
+from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, shape, spread, what_runs
 
 NOTICE_S = 60  # Slurm checks time limits only this often
 
 _HEAD = """\
 #!/usr/bin/env bash
-# {name}: {replicas} replicas of {ranks} ranks, each an element of the array.
+# {name}: {replicas} replicas of {ranks} ranks{entry}, each an element of the array.
 #
 #   bash FILE                submit the lighthouse, the array, and the job that ends the lighthouse after the array
 #   sbatch FILE              submit the array only; its lighthouse uses the same folder of runs and runs elsewhere
@@ -174,6 +175,7 @@ def slurm(config: Config, site: Site) -> str:
         name=config.job.name,
         replicas=config.slots,
         ranks=config.ranks_per_replica,
+        entry=what_runs(config),
         directives="".join(f"#SBATCH {line}\n" for line in _directives(config, site, layout)),
         runs=shlex.quote(config.job.runs_dir),
         python=shlex.quote(site.python),
@@ -217,7 +219,8 @@ def _absolute(config: Config) -> Config:
     """Return `config` with absolute paths, which mean the same on every node.
 
     Raises:
-        ConfigError: job.runs_dir has characters that a directive of Slurm cannot contain.
+        ConfigError: job.runs_dir has characters that a directive of Slurm cannot contain, or there is no script as
+            `entry` says.
     """
     runs = str(Path(config.job.runs_dir).resolve())
     if set(runs) & set('"\\\n'):
@@ -226,6 +229,9 @@ def _absolute(config: Config) -> Config:
     data, checkpoint = config.data, config.checkpoint
     if data.path != "stdlib":
         data = data.model_copy(update={"path": str(Path(data.path).resolve())})
+    entry = config.entry
+    if entry is not None and not is_function(entry):
+        entry = str(locate(entry).resolve())
     if checkpoint.dir is not None:
         checkpoint = checkpoint.model_copy(update={"dir": str(Path(checkpoint.dir).resolve())})
-    return config.model_copy(update={"job": job, "data": data, "checkpoint": checkpoint})
+    return config.model_copy(update={"job": job, "entry": entry, "data": data, "checkpoint": checkpoint})

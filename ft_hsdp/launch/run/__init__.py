@@ -7,10 +7,11 @@ Read the modules in this order:
 
     directory  the names of the files, finding a run, atomic writes, and readers of logs that still grow
     recorder   merges all logs into events.jsonl, metrics.jsonl and summary.json
+    follow     does that beside a lighthouse that was started by itself
     grants     the grants that the lighthouses of the run logged
     summary    summary.json: the job in figures
     explain    `explain`: a run in words
-    audit      which batches were trained once, twice, or never
+    audit      which units were trained once, twice, or never
     verify     `verify`: checks that the logs are a history that the protocol allows
     replay     `replay`: one process trains the committed steps again, and compares every bit
     trace      `trace`: a file for ui.perfetto.dev

@@ -1,14 +1,15 @@
-"""The audit of batches: which ones were trained once, twice or never. Pure.
+"""The audit of units: which ones were trained once, twice or never. Pure.
 
-It compares the batches that canonical commits list with the batches that replicas logged when they fed them to the
-model. It takes rows one at a time and keeps only the newest; finished batches are kept as ranges of numbers.
+It compares the units that canonical commits list with those that replicas logged when they fed them to the model.
+All ranks of a replica train a micro-batch together, so the audit counts micro-batches, each of as many units as
+there are ranks. It takes rows one at a time and keeps only the newest; finished ones are ranges of numbers.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from ft_hsdp.core.incarnation import IncarnationId
@@ -18,7 +19,7 @@ WINDOW = 1000  # steps for which a line of fed.jsonl waits for its commit
 SLACK_S = 1.0  # largest difference between the clocks of a job's machines
 
 Feed = tuple[int, int, int, int]
-"""replica, step, data shard, index."""
+"""replica, step, data shard, number of the micro-batch there."""
 
 
 class Spans:
@@ -63,25 +64,27 @@ class Spans:
             yield from range(max(first, a[1]), min(end, b[0]))
 
 
-class BatchAudit:
-    """The batches of a run. It takes each replica's lines in the order of its log, and canonical commits by step.
+class UnitAudit:
+    """The units of a run. It takes each replica's lines in the order of its log, and canonical commits by step.
 
-    A batch is trained if a canonical commit lists it *and* its replica logged for that same step that it fed it.
-    So the ledger is checked against the batches that the model really got. A resumed run begins with the ledger
-    before its first step. A batch that is a hole of the last ledger is not counted as skipped. If the line of a
-    batch may have been lost, with its machine or because a disk was full, the batch is `unlogged`: neither trained
+    A unit is trained if a canonical commit lists it *and* its replica logged for that same step that it fed it.
+    So the ledger is checked against the units that the model really got. A resumed run begins with the ledger
+    before its first step. A unit that is in a hole of the last ledger is not counted as skipped. If the line of a
+    unit may have been lost, with its machine or because a disk was full, the unit is `unlogged`: neither trained
     nor skipped.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks  # of a replica
         self._fed: dict[int, set[Feed]] = {}  # by step: lines that wait for their commit
         self._logged: dict[int, dict[int, tuple[int, int]]] = {}  # replica -> restarts -> lowest and highest step
         self._trained: dict[int, Spans] = {}  # by data shard
-        self._listed: dict[int, int] = {}  # data shard -> the highest index that commits list
-        self._twice: set[tuple[int, int]] = set()  # data shard and index
-        self._open: dict[Feed, tuple[float, float]] = {}  # batches of commits without a line: fed after, before
+        # Below, numbers are those of micro-batches in a data shard.
+        self._listed: dict[int, int] = {}  # data shard -> the highest number that commits list
+        self._twice: set[tuple[int, int]] = set()  # data shard and number
+        self._open: dict[Feed, tuple[float, float]] = {}  # listed by commits without a line: fed after, before
         self._gaps: list[tuple[Row, Row]] = []  # commits around steps of which no replica logged a commit
-        self._given_up: set[tuple[int, int]] = set()  # data shard and index
+        self._given_up: set[tuple[int, int]] = set()  # data shard and number
         self._cut: list[str] = []  # incarnations whose last lines were lost with their machine
         self._losses: list[tuple[float, float]] = []  # Unix times between which a disk lost lines
         self._first: Row | None = None  # canonical commit
@@ -94,12 +97,12 @@ class BatchAudit:
 
     @property
     def awaited(self) -> int:
-        """Return the number of batches that commits list and no line has so far."""
-        return len(self._open)
+        """Return the number of units that commits list and no line has so far."""
+        return len(self._open) * self._ranks
 
     def fed(self, replica: int, line: Row) -> None:
         """Add a line of a replica's fed.jsonl, which it writes before each forward pass."""
-        feed = (replica, line["step"], line["shard"], line["index"])
+        feed = (replica, line["step"], line["shard"], line["index"] // self._ranks)
         logged, restarts = self._logged.setdefault(replica, {}), _replica_and_restarts(line["incarnation"])[1]
         low, high = logged.get(restarts, (line["step"], line["step"]))
         logged[restarts] = min(low, line["step"]), max(high, line["step"])
@@ -133,66 +136,80 @@ class BatchAudit:
         if self._last is not None and step > self._last["step"] + 1:
             self._gaps.append((_brief(self._last), _brief(row)))
         self._first, self._last = self._first or row, row
-        self._given_up |= {(shard, index) for shard, index in row.get("given_up") or ()}
+        self._given_up |= set(self._split(row.get("given_up") or ()))
         fed = self._fed.get(step, set())
         for c in row["contributions"]:
-            if c["weight"] <= 0:
-                continue
-            shard, index = c["shard"], c["index"]
-            self._listed[shard] = max(index, self._listed.get(shard, -1))
-            feed = (c["replica"], step, shard, index)
-            if feed in fed:
-                self._train(feed)
-            else:
-                self._open[feed] = row["t"] - row["step_s"], row["t"]
+            for shard, number in self._split([(c["shard"], c["index"], c["units"])]):
+                self._listed[shard] = max(number, self._listed.get(shard, -1))
+                feed = (c["replica"], step, shard, number)
+                if feed in fed:
+                    self._train(feed)
+                else:
+                    self._open[feed] = row["t"] - row["step_s"], row["t"]
         self._fed.pop(step - WINDOW, None)
         if step % WINDOW == 0:  # a gap leaves steps that the line above never pops
             self._fed = {at: feeds for at, feeds in self._fed.items() if at > step - WINDOW}
 
     def result(self) -> dict[str, int]:
-        """Return the numbers of batches that were trained, duplicated and skipped.
+        """Return the numbers of units that were trained, duplicated and skipped.
 
-        The keys given_up (their gradients were not finite) and unlogged are there only if there are such batches.
+        The keys given_up (their gradients were not finite) and unlogged are there only if there are such units.
         """
         unlogged: set[tuple[int, int]] = set()
         twice = set(self._twice)
         gaps = {replica: self._cuts(replica) for replica in {feed[0] for feed in self._open}}
-        for (replica, step, shard, index), (since, until) in self._open.items():
+        for (replica, step, shard, number), (since, until) in self._open.items():
             cut = any(after < step < before for after, before in gaps[replica])
             if not cut and not self._dark(since, until):
                 continue
-            if index in self._trained.get(shard, ()) or (shard, index) in unlogged:
-                twice.add((shard, index))
-            unlogged.add((shard, index))
+            if number in self._trained.get(shard, ()) or (shard, number) in unlogged:
+                twice.add((shard, number))
+            unlogged.add((shard, number))
         for before, after in self._gaps:
             if self._dark(before["t"], after["t"]):
-                unlogged |= set(_between(before, after, self._listed))
-        holes = _holes(self._last) if self._last else set()
+                unlogged |= set(self._between(before, after))
+        holes = set(self._split(self._last["holes"])) if self._last else set()
         skipped = 0
         for shard in self._listed:
-            known = {index for s, index in unlogged | holes | self._given_up if s == shard}
-            skipped += sum(index not in known for index in self._untrained(shard))
-        bare = sum(index not in self._trained.get(shard, ()) for shard, index in unlogged)
+            known = {number for s, number in unlogged | holes | self._given_up if s == shard}
+            skipped += sum(number not in known for number in self._untrained(shard))
+        bare = sum(number not in self._trained.get(shard, ()) for shard, number in unlogged)
         trained = sum(map(len, self._trained.values()))
         found = {"trained": trained, "duplicated": len(twice), "skipped": skipped}
         found |= {"given_up": len(self._given_up)} if self._given_up else {}
-        return found | ({"unlogged": bare} if unlogged else {})
+        found |= {"unlogged": bare} if unlogged else {}
+        return {what: count * self._ranks for what, count in found.items()}
+
+    def _split(self, runs: Iterable[Sequence[int]]) -> Iterator[tuple[int, int]]:
+        """Yield the micro-batches (data shard, number) of runs of units."""
+        for shard, first, count in runs:
+            for number in range(first // self._ranks, -(-(first + count) // self._ranks)):
+                yield shard, number
 
     def _train(self, feed: Feed) -> None:
         if not self._trained.setdefault(feed[2], Spans()).add(feed[3]):
             self._twice.add(feed[2:])
 
     def _untrained(self, shard: int) -> Iterator[int]:
-        """Yield the batches of a data shard that were trained neither before the first step nor since."""
+        """Yield the micro-batches of a data shard that were trained neither before the first step nor since."""
         assert self._first is not None
         first, end, trained = self._first, self._listed[shard] + 1, self._trained.get(shard, Spans())
         if first["step"] == 1:
             yield from trained.absent(0, end)
             return
-        own = {c["index"] for c in first["contributions"] if c["shard"] == shard}
-        left = own | {index for s, index in _holes(first) if s == shard}
-        yield from (index for index in sorted(left) if index not in trained)
-        yield from (index for index in trained.absent(first["cursors"][shard], end) if index not in left)
+        own = self._split((c["shard"], c["index"], c["units"]) for c in first["contributions"])
+        left = {number for s, number in (*own, *self._split(first["holes"])) if s == shard}
+        yield from (number for number in sorted(left) if number not in trained)
+        cursor = first["cursors"][shard] // self._ranks
+        yield from (number for number in trained.absent(cursor, end) if number not in left)
+
+    def _between(self, before: Row, after: Row) -> Iterator[tuple[int, int]]:
+        """Yield the micro-batches that the cursors passed between two commits."""
+        own = set(self._split((c["shard"], c["index"], c["units"]) for c in after["contributions"]))
+        for shard in self._listed:
+            if shard < min(len(before["cursors"]), len(after["cursors"])):
+                low, high = (row["cursors"][shard] // self._ranks for row in (before, after))
+                yield from ((shard, number) for number in range(low, high) if (shard, number) not in own)
 
     def _cuts(self, replica: int) -> list[tuple[int, float]]:
         """Return the steps (after, before) between which a replica may have lost lines.
@@ -217,21 +234,7 @@ def _brief(row: Row) -> Row:
     return {key: row[key] for key in ("t", "cursors", "contributions")}
 
 
-def _between(before: Row, after: Row, shards: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield the batches that the cursors passed between two commits."""
-    for shard in shards:
-        if shard < min(len(before["cursors"]), len(after["cursors"])):
-            own = {c["index"] for c in after["contributions"] if c["shard"] == shard}
-            span = range(before["cursors"][shard], after["cursors"][shard])
-            yield from ((shard, index) for index in span if index not in own)
-
-
 def _replica_and_restarts(incarnation: str) -> tuple[int, int]:
     """Return the replica and the number of restarts in the name of an incarnation; zeros if it is not a name."""
     name = IncarnationId.parse(incarnation)
     return (0, 0) if name is None else (name.replica, name.restarts)
-
-
-def _holes(row: Row) -> set[tuple[int, int]]:
-    """Return the batches (data shard, index) that are still to be trained after a commit."""
-    return {(shard, index) for shard, index in row["holes"]}

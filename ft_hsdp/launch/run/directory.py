@@ -46,7 +46,7 @@ class RunDir:
         self.lighthouse_events = path / "lighthouse" / "events.jsonl"  # events that the lighthouse logs
         self.supervisor = path / "supervisor.json"  # the `identity` of `up`
         self.events = path / "events.jsonl"  # all events, merged by the supervisor
-        self.metrics = path / "metrics.jsonl"  # a line for each committed step, merged by the supervisor
+        self.metrics = path / "metrics.jsonl"  # a line for each step, and for logged values; merged
         self.summary = path / "summary.json"  # the job in figures, written at its end
         self.spares = path / "spares"  # spares.json with the spares' pids, and their logs until they are assigned
 
@@ -63,8 +63,12 @@ class RunDir:
         return self.replica(replica) / "commits.jsonl"
 
     def fed(self, replica: int) -> Path:
-        """Return the path of a log with a line for each batch, written before its forward pass."""
+        """Return the path of a log with a line for each micro-batch, written before its forward pass."""
         return self.replica(replica) / "fed.jsonl"
+
+    def logged(self, replica: int) -> Path:
+        """Return the path of a log with a line for each call of `Job.log` that counts."""
+        return self.replica(replica) / "logged.jsonl"
 
     def replica_events(self, replica: int) -> Path:
         """Return the path of the events that the replica's ranks log."""

@@ -60,6 +60,7 @@ NOTABLE = frozenset(
         "LighthouseRestarted",
         "LeaseUsed",
         "BatchGivenUp",
+        "BatchReduced",
         "LighthouseAwaited",
         "LeaseEnded",
         "JobHalted",
@@ -104,7 +105,7 @@ def explain(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[
 def failure_in_words(failure: Row, start: float) -> str:
     """Return a failure of summary.json as a sentence; ``start`` is the time of the run's first event."""
     back = failure["rejoin_s"] if failure.get("back", True) else None
-    came = f"contributed again after {back:.2f} s" if back is not None else "did not contribute again"
+    came = f"was back after {back:.2f} s" if back is not None else "did not come back"
     seen = failure["detect_s"]
     noticed = f"seen after {seen * 1e3:.0f} ms" if seen is not None else "seen after an unknown time"
     donor = f", with the state of replica {failure['source']}" if failure["source"] else ""

@@ -24,6 +24,7 @@ class LoggedGrant:
     where: str  # file and line
     epoch: int
     base: tuple[str, int]  # lineage and step
+    wanted: int | None = None  # units of a step to which all replicas contribute; None: the log does not say
     used: bool = False  # a step was committed in its epoch
 
 
@@ -89,7 +90,8 @@ class LoggedGrants:
         if not roles.keys() <= set(members):
             self._breach(where, f"roles of {sorted(roles)}", f"of members {members} only")
         contributors = frozenset(replica for replica, role in roles.items() if role == "contribute")
-        grant = LoggedGrant(frozenset(members), contributors, where, epoch, (base[2], base[1]))
+        base_at, wanted = (base[2], base[1]), row.get("units_wanted")
+        grant = LoggedGrant(frozenset(members), contributors, where, epoch, base_at, wanted)
         self._epochs.setdefault(epoch, []).append(grant)
         if len(self._epochs) > KEPT:
             self.forgotten = max(self.forgotten, self._epochs.popitem(last=False)[0])

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from ft_hsdp.config import load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import Row, RunDir
-from ft_hsdp.launch.run.recorder import commits_of, events_of
+from ft_hsdp.launch.run.recorder import commits_of, events_of, logged_of
 from lighthouse.http.access import Keys, page_link
 from lighthouse.http.journal_routes import views
 from lighthouse.journal import row_checks
@@ -70,6 +70,7 @@ def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
         (row["t"], "event", row_checks.plain({"source": "replica", "reason": "", **row})) for row in events_of(run)
     ]
     rows += [(row["t"], "commit", row_checks.commit(row, job_info, row["t"])) for row in commits_of(run)]
+    rows += [(row["t"], "logged", row_checks.logged(row, job_info, row["t"])) for row in logged_of(run)]
     if not rows:
         raise ConfigError("RUN", run.name, "a run that has recorded something")
     rows.sort(key=lambda row: row[0])

@@ -9,13 +9,22 @@ import contextlib
 import math
 import os
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
-from ft_hsdp.analysis.commits import COUNTED, CommitMerger, canonical, metrics_row, newest_final
+from ft_hsdp.analysis.commits import (
+    CommitMerger,
+    canonical,
+    counted,
+    metrics_row,
+    newest_final,
+)
+from ft_hsdp.analysis.logged import is_logged, logged_row
 from ft_hsdp.config import Config
+from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Lost, Queued
 from ft_hsdp.launch.run.audit import WINDOW
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json, read_jsonl, write_json
@@ -46,6 +55,25 @@ def commits_of(run: RunDir) -> list[Row]:
     return canonical((read_jsonl(run.commits(n)) for n in run.replicas()), finals_of(run).values())
 
 
+def logged_of(run: RunDir) -> list[Row]:
+    """Return the values that the loops of a run have logged, by time."""
+    rows = chain.from_iterable(read_jsonl(run.logged(n)) for n in run.replicas())
+    return sorted(filter(is_logged, rows), key=lambda row: row["t"])
+
+
+def check_counts_units(run: RunDir) -> None:
+    """Check that a run's commits count units. Reads the beginning of each log.
+
+    Raises:
+        ConfigError: An earlier version made the run, whose commits count batches.
+    """
+    for replica in run.replicas():
+        for row in Tailer(run.commits(replica)).poll(FED_BYTES)[:1]:
+            if "contributions" in row and "units" not in row:
+                allowed = "a run that counts units: an earlier version of ft_hsdp made this one, and can check it"
+                raise ConfigError("RUN", run.name, allowed)
+
+
 def finals_of(run: RunDir) -> dict[int, Row]:
     """Return the final.json of each replica that has written one."""
     return {n: final for n in run.replicas() if (final := read_json(run.final(n)))}
@@ -60,7 +88,9 @@ def logs_of(run: RunDir, replicas: int) -> list[Path]:
 class Recorder:
     """The only writer of the merged files; `poll` is called until the job has ended, then `finish`."""
 
-    def __init__(self, run: RunDir, config: Config, on_commit: Sink, on_event: Sink) -> None:
+    def __init__(
+        self, run: RunDir, config: Config, on_commit: Sink, on_event: Sink, *, merge_events: bool = True
+    ) -> None:
         """Open the merged files.
 
         Args:
@@ -68,6 +98,7 @@ class Recorder:
             config: The job's configuration.
             on_commit: Called with each canonical commit.
             on_event: Called with each event.
+            merge_events: Whether to write events.jsonl.
         """
         self._run = run
         self._config = config
@@ -75,7 +106,7 @@ class Recorder:
         self._on_event = on_event
         self._logs = [Tailer(path) for path in logs_of(run, config.slots)]
         self._lost: deque[Lost] = deque()  # lines that the merged files lack; their threads append
-        self._events_file = Queued(run.events, self._lost.append)
+        self._events_file = Queued(run.events, self._lost.append) if merge_events else None
         self._metrics_file = Queued(run.metrics, self._lost.append)
         self._tally = RunTally(config)
         self._newest_epoch = -1  # of the commits that were published
@@ -83,16 +114,20 @@ class Recorder:
         self._begin(CommitMerger())
 
     def _begin(self, merger: CommitMerger) -> None:
-        """Read commits and fed batches from their first lines on."""
+        """Read commits and fed units from their first lines on."""
         run, slots = self._run, range(self._config.slots)
         self._merger = merger
         self._commits = [Tailer(run.commits(n)) for n in slots]
         self._fed = {n: Tailer(run.fed(n)) for n in slots}
         self._fed_to = dict.fromkeys(self._fed, 0)  # the newest step of each
+        self._logged = [Tailer(run.logged(n)) for n in slots]
+        self._early: list[Row] = []  # logged values of steps that are not published yet
+        self._epochs: list[tuple[int, int]] = []  # of published steps: first step of each epoch, and the epoch
+        self._published = 0  # the newest step
 
     @property
     def awaited(self) -> int:
-        """Return the number of batches that commits list and fed.jsonl does not show so far."""
+        """Return the number of units that commits list and fed.jsonl does not show so far."""
         return self._tally.audit.awaited
 
     @property
@@ -102,7 +137,8 @@ class Recorder:
 
     def emit(self, event: Row) -> None:
         """Record an event of this process, or one from another log."""
-        self._events_file.write(event)
+        if self._events_file is not None:
+            self._events_file.write(event)
         self._tally.event(event)
         self._on_event(event)
 
@@ -113,13 +149,15 @@ class Recorder:
         fresh = [event for log in self._logs for event in log.poll() if _is_event(event)]
         for event in sorted(fresh, key=lambda event: event["t"]):
             self.emit(event)
-        rows = [row for commits in self._commits for row in commits.poll() if row.keys() >= COUNTED]
+        rows = [row for commits in self._commits for row in commits.poll() if counted(row)]
         self._merger.add(rows)
         if self._merger.undone:
             self._rewind()
+        logged = [row for log in self._logged for row in log.poll() if is_logged(row)]
+        self._early += logged
         self._publish(self._merger.confirmed())
         fed = self._take_fed(ahead=WINDOW)
-        return bool(fresh or rows or fed)
+        return bool(fresh or rows or logged or fed)
 
     def finish(self, lost: Iterable[int] = ()) -> Summary:
         """Merge the last lines, write summary.json and return it; `lost` are the replicas that were given up."""
@@ -140,7 +178,8 @@ class Recorder:
 
     def close(self) -> None:
         """Close the merged files."""
-        self._events_file.close()
+        if self._events_file is not None:
+            self._events_file.close()
         self._metrics_file.close()
 
     def _publish(self, rows: list[Row]) -> None:
@@ -150,6 +189,19 @@ class Recorder:
             if row["epoch"] > self._silent_to:
                 self._on_commit(row)
             self._newest_epoch = max(self._newest_epoch, row["epoch"])
+            self._published = row["step"]
+            if not self._epochs or self._epochs[-1][1] != row["epoch"]:
+                self._epochs.append((row["step"], row["epoch"]))
+        due = [row for row in self._early if row["step"] <= self._published]
+        self._early = [row for row in self._early if row["step"] > self._published]
+        for row in due:
+            if row["epoch"] >= self._epoch_of(row["step"]):  # otherwise it is of a step that did not last
+                self._metrics_file.write(logged_row(row))
+
+    def _epoch_of(self, step: int) -> int:
+        """Return the epoch in which a published step was committed; 0 if it is not known."""
+        at = bisect_right(self._epochs, step, key=lambda first: first[0])
+        return self._epochs[at - 1][1] if at else 0
 
     def _rewind(self) -> None:
         """Write metrics.jsonl again from its first line, because some of its steps were undone."""
@@ -162,9 +214,9 @@ class Recorder:
         self._begin(CommitMerger(self._merger.rewinds))
 
     def _take_fed(self, ahead: float) -> bool:
-        """Read fed batches, up to `ahead` steps beyond the newest canonical one; return whether there were any.
+        """Read fed units, up to `ahead` steps beyond the newest canonical one; return whether there were any.
 
-        The audit keeps each commit until it has the lines of its batches, so this reads as far as the commits go.
+        The audit keeps each commit until it has the lines of its units, so this reads as far as the commits go.
         """
         taken = False
         for replica, log in self._fed.items():

@@ -1,4 +1,7 @@
-"""`replay`: one process trains the committed steps of a run again, unsharded, and compares every bit.
+"""`replay`: the committed steps of a run are trained again, and every bit is compared.
+
+A run of the built-in trainer is trained unsharded, in one process, which also checks what FSDP2 did. The entry of
+a user runs again in the ranks of one replica (`replay_entry`).
 
 It takes only the recorded contributors, batches, ring orders and chunk plans from the run. If it reaches the same
 lineage at every step and the same digest at the end, then sums, divisors, learning rates and data were as the
@@ -9,7 +12,7 @@ replay must run on the same kind of machine as the job.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +20,24 @@ import torch
 from torch import Tensor, nn
 
 from ft_hsdp import secret
-from ft_hsdp.analysis.commits import newest_final
+from ft_hsdp.analysis.commits import counted, newest_final
 from ft_hsdp.config import Config, load
 from ft_hsdp.core import state_id
-from ft_hsdp.core.commit import CommitRecord, Contribution
-from ft_hsdp.core.ledger import BatchAssigner, Ledger
-from ft_hsdp.core.ring import RingPlan, fold_order
+from ft_hsdp.core.commit import Contribution
+from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.launch.run import replay_entry
 from ft_hsdp.launch.run.directory import Row, RunDir
-from ft_hsdp.launch.run.recorder import commits_of, finals_of
+from ft_hsdp.launch.run.recorder import check_counts_units, commits_of, finals_of
 from ft_hsdp.state.checkpoint import catalog, dcp
 from ft_hsdp.state.checkpoint.catalog import UNSIGNED
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
 from ft_hsdp.train import trainer
 from ft_hsdp.train.gradients import checksum, sum_of_squares
 from ft_hsdp.train.live_state import state_digest
-from ft_hsdp.train.optimizer import Groups, create_state, finish, tensors
+from ft_hsdp.train.optimizer.creation import create_state
+from ft_hsdp.train.optimizer.groups import Groups, finish
+from ft_hsdp.train.replay_job import record_of, ring_sum
 from ft_hsdp.train.runtime import ring_settings
 
 
@@ -59,50 +63,62 @@ def replay(run: RunDir) -> ReplayVerdict:
     """Replay a finished run. This takes about the CPU time of the run without its failures.
 
     Raises:
-        ConfigError: The run is not finished, ran on GPUs or with a training loop of the user's, its logs have a
-            gap, or its first checkpoint is gone.
+        ConfigError: The run is not finished, ran on GPUs or with a training loop of the user's, an earlier version
+            made it, its logs have a gap, or its first checkpoint is gone.
     """
+    check_counts_units(run)
     config = load(run.config)
     if config.train.device != "cpu":
         raise ConfigError("RUN", run.name, f"a run on CPUs: a {config.train.device} sums in another order")
+    rows, recorded = _history(run, config)
+    if config.entry is not None:
+        if rows[0]["step"] != 1:
+            raise ConfigError("RUN", run.name, "a run from step 1: an entry is not resumed from a checkpoint here")
+        found = replay_entry.repeat(run, config)
+        equal = found.digest == recorded and found.differs_at is None
+        return ReplayVerdict(run.name, len(rows), equal, found.digest, recorded, found.differs_at)
     torch.set_num_threads(config.train.threads)
-    rows, recorded = _history(run)
     unsharded = _Unsharded(config)
-    assigner = BatchAssigner(config.data.assignment, config.slots)
-    ledger = (
-        assigner.begin() if rows[0]["step"] == 1 else unsharded.resume(run, rows[0]).resharded(assigner.shards)
-    )
+    shards, units = config.data_shards, config.train.accumulate * config.ranks_per_replica
+    first = rows[0]["step"] == 1
+    ledger = Ledger.empty(shards) if first else unsharded.resume(run, rows[0]).resharded(shards, units)
     differs_at = None
     for row in rows:
-        same, lineage = _as_assigned(assigner, ledger, row), unsharded.step(row)
-        ledger = _record(row, row["digest"], 0.0).ledger(ledger) if same else ledger
-        same_ledger = (list(ledger.cursors), [list(h) for h in ledger.holes]) == (row["cursors"], row["holes"])
-        if not same or lineage != row["lineage"] or not same_ledger:
+        after = _after(ledger, row)
+        if after is None or unsharded.step(row) != row["lineage"] or not _stands(after, row):
             differs_at = int(row["step"])
             break
+        ledger = after
     digest = unsharded.digest()
     return ReplayVerdict(
         run.name, len(rows), digest == recorded and differs_at is None, digest, recorded, differs_at
     )
 
 
-def _as_assigned(assigner: BatchAssigner, ledger: Ledger, row: Row) -> bool:
-    """Return whether the contributors of a recorded step trained the batches that were assigned to them."""
-    batches = [(c["shard"], c["index"]) for c in row["contributions"]]
-    return batches == [assigner.assign(ledger, c["replica"]) for c in row["contributions"]]
+def _after(ledger: Ledger, row: Row) -> Ledger | None:
+    """The ledger after a recorded step; None if a unit of it was trained before."""
+    try:
+        return record_of(row).ledger(ledger)
+    except ValueError:
+        return None
 
 
-def _history(run: RunDir) -> tuple[list[Row], str]:
+def _stands(ledger: Ledger, row: Row) -> bool:
+    """Whether a recorded step left the ledger that it should."""
+    return (list(ledger.cursors), [list(h) for h in ledger.holes]) == (row["cursors"], row["holes"])
+
+
+def _history(run: RunDir, config: Config) -> tuple[list[Row], str]:
     """Return the canonical commits of a run from its first step to the end, and the recorded final digest."""
     final = newest_final(finals_of(run).values())
     if final is None:
         raise ConfigError("RUN", run.name, "a run that has ended")
-    if final.get("loop") == "own":
-        allowed = "a run of the built-in trainer: what a training loop of your own computes cannot be repeated"
+    if final.get("loop") == "own" and config.entry is None:
+        allowed = "a run of the built-in trainer or of an `entry`: another loop cannot be started from here"
         raise ConfigError("RUN", run.name, f"{allowed} (`verify RUN` checks its logs and digests)")
     rows = commits_of(run)
     steps = [r["step"] for r in rows]
-    if not steps or steps != list(range(steps[0], final["step"] + 1)):
+    if not steps or steps != list(range(steps[0], final["step"] + 1)) or not all(map(counted, rows)):
         raise ConfigError("RUN", run.name, f"a run whose logs hold each of its steps up to {final['step']}")
     return rows, str(final["digest"])
 
@@ -113,6 +129,7 @@ class _Unsharded:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._ranks = config.ranks_per_replica
+        self._batch = config.train.accumulate, config.ranks_per_replica
         self._ring_settings = ring_settings(config)
         self._data = trainer.dataset(config)
         plain = config.train.model_copy(update={"recompute": False})  # recomputation changes no bit
@@ -143,51 +160,84 @@ class _Unsharded:
             allowed = f"a run from step 1, or one with its checkpoint of step {first['step'] - 1} in {folder}"
             raise ConfigError("RUN", run.name, allowed)
         params = {dcp.key("param", n): p for n, p in self._model.named_parameters()}
-        optim = {dcp.key("optim", n): t for n, t in tensors(self._groups.optimizer, self._names).items()}
+        optim = {dcp.key("optim", n): t for n, t in self._groups.tensors(self._names).items()}
         dcp.load(found.path, {**params, **optim}, found.manifest)
         self._groups.adopt(found.manifest.hyper)
-        return found.manifest.ledger
+        return found.manifest.ledger.rescaled((found.manifest.accumulate, found.manifest.ranks), self._batch)
 
     def step(self, row: Row) -> str:
         """Train one recorded step and return the lineage of the state after it."""
         config = self._config
-        if row["poisoned"]:  # it changed no weight, and the bits of a NaN cannot be compared
-            return _record(row, row["digest"], 0.0).state_id.lineage
-        gradients = {c["replica"]: self._replica(c["shard"], c["index"]) for c in row["contributions"]}
-        ring, chosen = row["ring"], frozenset(gradients)
+        record = record_of(row)
+        if record.skipped:  # the bits of a NaN cannot be compared
+            return record.state_id.lineage
+        runs: dict[int, list[Contribution]] = {}
+        for c in record.contributions:
+            runs.setdefault(c.replica, []).append(c)
+        gradients = {replica: self._replica(theirs) for replica, theirs in runs.items()}
         reduced = [
             [
-                _ring_sum({r: g[rank][b] for r, g in gradients.items()}, ring, chosen, self._ring_settings)
+                ring_sum({r: g[rank][b] for r, g in gradients.items()}, record.ring, self._ring_settings)
                 for b in range(len(self._buckets))
             ]
             for rank in range(self._ranks)
         ]
         digest = state_id.digest([state_id.digest([checksum(t) for t in shards]) for shards in reduced])
-        norm = sum(sum_of_squares(s) for s in reduced) ** 0.5 / sum(c["weight"] for c in row["contributions"])
-        record = _record(row, digest, norm)
+        counted = tuple(replace(c, weight=self._weight(c)) for c in record.contributions)
+        record = replace(record, contributions=counted, digest=digest)
+        if not record.updates:
+            return record.state_id.lineage
+        norm = sum(sum_of_squares(s) for s in reduced) ** 0.5 / (record.divisor / self._ranks)
+        record = replace(record, norm=norm)
         for shards in reduced:
-            finish(record, shards, config.optim.clip, config.train.accumulate)
+            finish(record, shards, config.optim.clip, self._ranks)
         for b, params in enumerate(self._buckets):
             self._assign(params, [reduced[rank][b] for rank in range(self._ranks)])
         self._groups.step(record)
         self._model.zero_grad(set_to_none=True)
         return record.state_id.lineage
 
-    def _replica(self, shard: int, index: int) -> list[list[Tensor]]:
-        """Return the contribution of one replica: for each of its ranks a flat shard of each bucket."""
-        per_rank = [self._rank(shard, index, rank) for rank in range(self._ranks)]
-        return [
-            [_average([g[b][rank] for g in per_rank], rank) for b in range(len(self._buckets))]
-            for rank in range(self._ranks)
-        ]
+    def _replica(self, runs: Sequence[Contribution]) -> list[list[Tensor]]:
+        """What one replica brings to the ring: for each of its ranks a flat shard of each bucket."""
+        total: list[list[Tensor]] = []
+        for part in sorted({c.part for c in runs}):
+            units = [u for c in runs if c.part == part for u in range(c.index, c.index + c.units, self._ranks)]
+            per_rank = [self._rank(runs[0].shard, units, rank) for rank in range(self._ranks)]
+            found = [
+                [_average([g[b][rank] for g in per_rank], rank) for b in range(len(self._buckets))]
+                for rank in range(self._ranks)
+            ]
+            sums = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(total, found, strict=False)]
+            total = sums or found
+        return total
 
-    def _rank(self, shard: int, index: int, rank: int) -> list[list[Tensor]]:
-        """Return one rank's gradient of its part of the batch: for each bucket the flat shard of each rank."""
-        for micro in range(self._config.train.accumulate):
-            self._loss(self._data.batch(shard, index, rank, micro)).backward()
+    def _rank(self, shard: int, units: Sequence[int], rank: int) -> list[list[Tensor]]:
+        """One rank's gradient of its micro-batches: for each bucket the flat shard of each rank.
+
+        Args:
+            shard: their data shard.
+            units: number of rank 0's unit of each micro-batch.
+            rank: the rank.
+        """
+        for unit in units:
+            batch = self._unit(shard, unit + rank)
+            weight = trainer.weight(self._config, batch)
+            if weight:
+                loss = self._loss(batch)
+                loss.backward(torch.full_like(loss, weight))
         pieces = [list(zip(*(self._cut(p) for p in params), strict=True)) for params in self._buckets]
         self._model.zero_grad(set_to_none=True)
         return [[torch.cat(parts) for parts in bucket] for bucket in pieces]
+
+    def _unit(self, shard: int, unit: int) -> Any:
+        """Return a unit of a data shard."""
+        index, within = divmod(unit, self._config.train.accumulate * self._ranks)
+        return self._data.batch(shard, index, within % self._ranks, within // self._ranks)
+
+    def _weight(self, run: Contribution) -> int:
+        """Return the weight of a run, counted again."""
+        units = range(run.index, run.index + run.units)
+        return sum(trainer.weight(self._config, self._unit(run.shard, unit)) for unit in units)
 
     def _loss(self, batch: Any) -> Tensor:
         """Return the loss, with the parameters in the dtype in which FSDP2 would gather them."""
@@ -199,10 +249,10 @@ class _Unsharded:
 
     def _cut(self, param: nn.Parameter) -> Iterator[Tensor]:
         """Return the flat, padded shards of one parameter's gradient, as FSDP2 cuts it along dimension 0."""
-        assert param.grad is not None
         rows = -(-param.shape[0] // self._ranks)
         whole = torch.zeros(rows * self._ranks, *param.shape[1:])
-        whole[: param.shape[0]] = param.grad
+        if param.grad is not None:  # None: no micro-batch of the rank has a weight
+            whole[: param.shape[0]] = param.grad
         return (piece.reshape(-1) for piece in whole.split(rows))
 
     def _assign(self, params: Sequence[nn.Parameter], shards: Sequence[Tensor]) -> None:
@@ -218,26 +268,7 @@ class _Unsharded:
     def digest(self) -> str:
         """Return the digest of the current state."""
         params = dict(self._model.named_parameters())
-        return state_digest(params, tensors(self._groups.optimizer, self._names), self._groups.hyper())
-
-
-def _record(row: Row, digest: str, norm: float) -> CommitRecord:
-    """Return the commit record of a recorded step with the digest and the norm of the sums of this process."""
-    return CommitRecord(
-        epoch=row["epoch"],
-        attempt=row["attempt"],
-        step=row["step"],
-        prev=row["prev"],
-        ring=tuple(row["ring"]),
-        total=row["total"],
-        contributions=tuple(Contribution(**c) for c in row["contributions"]),
-        digest=digest,
-        norm=norm,
-        lr_scale=row["lr_scale"],
-        poisoned=tuple(row["poisoned"]),
-        spoiled=tuple((shard, index) for shard, index in row.get("spoiled", ())),
-        retries=row.get("poison_retries", 0),
-    )
+        return state_digest(params, self._groups.tensors(self._names), self._groups.hyper())
 
 
 def _average(of_ranks: Sequence[Tensor], rank: int) -> Tensor:
@@ -247,19 +278,3 @@ def _average(of_ranks: Sequence[Tensor], rank: int) -> Tensor:
     for k in range(2, ranks + 1):
         total.add_(of_ranks[(rank - k) % ranks])
     return total.div_(ranks)
-
-
-def _ring_sum(
-    of_replicas: dict[int, Tensor], ring: Sequence[int], contributors: frozenset[int], settings: Settings
-) -> Tensor:
-    """Return the sum over replicas in the order of the ring, shard by shard in each partition."""
-    out = torch.empty_like(next(iter(of_replicas.values())))
-    plan = RingPlan.cut(out.numel(), out.element_size(), len(ring), settings.slots, settings.chunk_bytes)
-    for shard in range(len(ring)):
-        first, *others = fold_order(shard, ring, contributors)
-        for span in plan.shard_spans(shard):
-            piece = out[span.start : span.stop]
-            piece.copy_(of_replicas[first][span.start : span.stop])
-            for replica in others:
-                piece.add_(of_replicas[replica][span.start : span.stop])
-    return out

@@ -32,11 +32,13 @@ def status(run: RunDir) -> Status:
     newest = max((row["step"] for row in replicas), default=0)
     several = {"lighthouses": [{"url": url, "role": _role(url, trusted)} for url in urls]} if len(urls) > 1 else {}
     target = (answer or {}).get("target", config.replicas)
+    share: Row = {key: answer[key] for key in ("units", "units_wanted") if key in answer} if answer else {}
     scaled = {"target": target} if target != config.replicas else {}
     return {
         "job": config.job.name,
         "step": answer["step"] if answer else newest,
         "epoch": answer["epoch"] if answer else None,
+        **share,
         "lighthouse": {"pid": leader["pid"], "url": leader["url"]},
         **several,
         **scaled,
@@ -47,16 +49,18 @@ def status(run: RunDir) -> Status:
 def lines(run: RunDir, document: Status) -> list[str]:
     """Return the document of `status` as lines of text, with the link of the job's page."""
     leader = document["lighthouse"]
+    units = f"{document['units']} of {document['units_wanted']} units a step, " if "units" in document else ""
     found = [
-        f"{document['job']}: step {document['step']}, epoch {document['epoch']}, "
+        f"{document['job']}: step {document['step']}, epoch {document['epoch']}, {units}"
         f"lighthouse {leader['url']} (pid {leader['pid']})"
     ]
     found += [f"  scaled to {document['target']} replicas"] if "target" in document else []
     found += [f"  lighthouse {one['url']}  {one['role']}" for one in document.get("lighthouses", ())]
     for replica in document["replicas"]:
         ranks = ", ".join(f"rank {r['rank']} pid {r['pid']}{_host(r)} {r['state']}" for r in replica["ranks"])
+        pause = f"  pauses: {replica['pause']}" if replica.get("pause") else ""
         step = replica["step"]
-        found.append(f"  replica {replica['replica']}  {replica['state']:<12} step {step}  {ranks}")
+        found.append(f"  replica {replica['replica']}  {replica['state']:<12} step {step}  {ranks}{pause}")
     if leader["url"]:
         found.append(f"  page {page_link(leader['url'], secret.current(run.token))}")
     return found
@@ -70,7 +74,8 @@ def _replica(run: RunDir, replica: int, reported: Row | None) -> Row:
         for r in listed["ranks"]
     ]
     if reported is not None:
-        return {"replica": replica, "state": reported["state"], "step": reported["step"], "ranks": ranks}
+        pause = {"pause": reported["pause"]} if reported.get("pause") else {}
+        return {"replica": replica, "state": reported["state"], "step": reported["step"], **pause, "ranks": ranks}
     commits = read_jsonl(run.commits(replica))
     runs = any(r["state"] == "running" for r in ranks)
     step = commits[-1]["step"] if commits else 0

@@ -13,7 +13,7 @@ from typing import Any
 from ft_hsdp.analysis.failures import Failures
 from ft_hsdp.analysis.goodput import StepTimes
 from ft_hsdp.config import Config
-from ft_hsdp.launch.run.audit import BatchAudit
+from ft_hsdp.launch.run.audit import UnitAudit
 from ft_hsdp.launch.run.directory import Row
 
 BLOCKS = 2048  # most sums of losses in memory; up to so many steps the means of tenths are exact
@@ -29,10 +29,11 @@ class RunTally:
 
     def __init__(self, config: Config) -> None:
         self._replicas = config.replicas
-        self.audit = BatchAudit()
+        self.audit = UnitAudit(config.ranks_per_replica)
         self._failures = Failures(config.slots, most=None)
         self._events = 0
-        self._starts: Counter[int] = Counter()
+        self._starts: Counter[int] = Counter()  # by supervisors
+        self._boots: Counter[int] = Counter()  # incarnations that began to work: all that is known under torchrun
         self._unplaced: dict[int, bool] = {}  # whether a replica's newest event is that it has no place
         self._counted_to = -1  # failures of commits up to this epoch were counted before a rewind
         self._begin()
@@ -69,7 +70,7 @@ class RunTally:
 
     def fed(self, replica: int, line: Row) -> None:
         """Add the next line of a replica's fed.jsonl; lines of another form are skipped."""
-        if line.keys() >= {"step", "shard", "index", "incarnation"}:
+        if line.keys() >= {"step", "shard", "index", "units", "incarnation"}:
             self.audit.fed(replica, line)
 
     def event(self, event: Row) -> None:
@@ -82,6 +83,8 @@ class RunTally:
             return
         if name == "ReplicaStarted":
             self._starts[replica] += 1
+        if name == "ReplicaBooted":
+            self._boots[replica] += 1
         if name in ("ReplicaUnplaced", "ReplicaStarted"):
             self._unplaced[replica] = name == "ReplicaUnplaced"
 
@@ -108,7 +111,8 @@ class RunTally:
             "effective_training_ratio": self._steps.trained_s / wall if wall > 0 else 0.0,
             "stall_s": {cause: float(seconds) for cause, seconds in sorted(self._stalls.items())},
             "replicas": {
-                str(r): self._replica(r, finals.get(r)) for r in sorted({*range(self._replicas), *self._starts})
+                str(r): self._replica(r, finals.get(r))
+                for r in sorted({*range(self._replicas), *self._starts, *self._boots})
             },
             "batches": self.audit.result(),
             "failures": failures,
@@ -122,7 +126,8 @@ class RunTally:
     def _replica(self, replica: int, final: Row | None) -> Row:
         """Return how a replica ended; without its final state, the last step to which it contributed."""
         end = final or {"step": self._contributed.get(replica, 0), "lineage": "", "digest": ""}
-        return {**{key: end[key] for key in ("step", "lineage", "digest")}, "incarnations": self._starts[replica]}
+        incarnations = max(self._starts[replica], self._boots[replica])
+        return {**{key: end[key] for key in ("step", "lineage", "digest")}, "incarnations": incarnations}
 
 
 class TenthMeans:

@@ -75,6 +75,7 @@ class Terminal:
             live: Whether to show a table; None: if the stream is a terminal.
         """
         self._steps = config.train.steps
+        self._constant = config.quorum.batch == "constant"
         self._console = Console(
             file=cast(TextIO, _Forgiving(stream)), highlight=False, soft_wrap=True, force_terminal=live
         )
@@ -83,6 +84,7 @@ class Terminal:
         self._broken: set[object] = set()  # epochs whose broken ring was shown
         self._waiting: Row | None = None  # the lighthouse's newest Waiting, until it is over or was shown
         self._held: list[Row] = []  # events about a later step than the next one that is shown
+        self._contributed: set[int] = set()  # replicas that have contributed
         self._leaving: set[object] = set()  # replicas that were told to leave
         self._live = Live(self._table(), console=self._console, transient=True, auto_refresh=False)
         self._on_terminal = self._console.is_terminal if live is None else live
@@ -110,10 +112,12 @@ class Terminal:
         if self._on_terminal:
             self._live.update(self._table(), refresh=True)
         else:
-            self.say(step_line(row, self._steps))
+            self.say(step_line(row, self._steps, self._constant))
         self._show_held(row["step"])
         for replica in sorted(set(row["contributors"]) - set(before)):
-            self._tell(row["t"], f"replica {replica} contributes again at step {row['step']}", replica, "green")
+            again = " again" if replica in self._contributed or replica in self._failed_at else ""
+            self._tell(row["t"], f"replica {replica} contributes{again} at step {row['step']}", replica, "green")
+        self._contributed.update(row["contributors"])
 
     def event(self, event: Row) -> None:
         """Show an event if it is a failure, or news of a recovery; events.jsonl has all of them.
@@ -187,7 +191,7 @@ class Terminal:
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for name in ("step", "loss", "step s", "healthy", "epoch", "lr scale", "tokens/s"):
+        for name in ("step", "loss", "step s", "healthy", "units", "epoch", "lr scale", "tokens/s"):
             table.add_column(name, justify="right")
         for row in self._rows:
             cells = _cells(row)
@@ -197,17 +201,27 @@ class Terminal:
 
 
 WITH_REASON = frozenset(
-    {"ReplicaLost", "ReplicaUnplaced", "EvictionOrdered", "Waiting", "FetchRejected", "EpochGranted", "LeftBehind"}
+    {
+        *("ReplicaLost", "ReplicaUnplaced", "EvictionOrdered", "Waiting", "FetchRejected", "EpochGranted"),
+        *("LeftBehind", "BatchReduced"),
+    }
 )
 
 
-def step_line(row: Row, steps: int) -> str:
-    """Return a committed step as one line of at most 80 characters."""
-    loss, seconds, healthy, epoch, scale, rate = _cells(row)
+def step_line(row: Row, steps: int, constant: bool = False) -> str:
+    """Return a committed step as one line of at most 80 characters.
+
+    Args:
+        row: The commit.
+        steps: Number of steps of the whole job.
+        constant: With `quorum.batch: constant` the line shows the units of the step, and not the epoch.
+    """
+    loss, seconds, healthy, units, epoch, scale, rate = _cells(row)
     width = len(str(steps))
+    what = f"units {units}" if constant else f"epoch {epoch}"
     return (
         f"step {row['step']:>{width}}/{steps}  loss {loss}  {seconds} s  healthy {healthy}"
-        f"  epoch {epoch}  lr x{scale}  {rate} tok/s"
+        f"  {what}  lr x{scale}  {rate} tok/s"
     )
 
 
@@ -217,6 +231,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{row['loss']:.4f}" if row["loss"] is not None else "-",
         f"{row['step_s']:.2f}",
         f"{len(row['contributors'])}/{row['total']}",
+        f"{row['units']}/{row['units_wanted']}",
         str(row["epoch"]),
         f"{row['lr_scale']:.2f}",
         f"{rate:.0f}" if rate < 1e5 else f"{rate / 1e3:.0f}k",
@@ -234,7 +249,7 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
         summary: The run's summary.json.
         steps: Number of steps of the whole job; None if it is not known.
     """
-    batches = summary["batches"]
+    units = summary["batches"]
     ended = [r for r in summary["replicas"].values() if r["digest"]]
     states = {(r["step"], r["lineage"], r["digest"]) for r in ended}
     if not ended and steps is not None and summary["steps"] < steps:
@@ -256,9 +271,9 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
         ("time", f"{summary['wall_s']:.1f} s, {summary['effective_training_ratio']:.1%} of it effective"),
         ("final state", state),
         (
-            "batches",
-            f"{batches['trained']} trained, {batches['duplicated']} twice, {batches['skipped']} skipped"
-            + (f", {batches['unlogged']} in logs that are gone" if "unlogged" in batches else ""),
+            "units",
+            f"{units['trained']} trained, {units['duplicated']} twice, {units['skipped']} skipped"
+            + (f", {units['unlogged']} in logs that are gone" if "unlogged" in units else ""),
         ),
     ]
     for failure in summary["failures"]:

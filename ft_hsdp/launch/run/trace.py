@@ -2,7 +2,7 @@
 
 The trace has a process for each replica: a thread with its steps and what they waited for, one with its
 incarnations, and one for each rank with its events. A process for the job has failures and epochs as marks, and
-the loss and the number of healthy replicas as counters.
+the loss, the number of healthy replicas and the units of each step as counters.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def write(run: RunDir, out: Path | None = None) -> Path:
     events = events_of(run)
     if not events and not any(commits.values()):
         raise ConfigError("run", str(run.path), "a run that has recorded something")
-    steps = read_jsonl(run.metrics) or canonical(commits.values(), finals_of(run).values())
+    merged = [row for row in read_jsonl(run.metrics) if "logged" not in row]
+    steps = merged or canonical(commits.values(), finals_of(run).values())
     target = out or run.path / "trace.json"
     try:
         target.write_text(json.dumps(trace(run.name, events, commits, steps), allow_nan=False))
@@ -115,7 +116,19 @@ def _steps(clock: TraceClock, track: Track, rows: Iterable[Row]) -> Iterator[Eve
         start = max(free, clock.at(row["t"] - row["step_s"]))
         if end <= start:
             continue
-        keys = ("epoch", "attempt", "loss", "lr", "contributors", "tokens", "ftar_bytes", "ftar_s", "role")
+        keys = (
+            "epoch",
+            "attempt",
+            "loss",
+            "lr",
+            "contributors",
+            "units",
+            "units_wanted",
+            "tokens",
+            "ftar_bytes",
+            "ftar_s",
+            "role",
+        )
         yield _slice(track, f"step {row['step']}", start, end, {key: row.get(key) for key in keys})
         waits = row.get("waits") or {}
         lengths = [_microseconds(waits.get(cause)) for cause in WAITED]
@@ -170,7 +183,8 @@ def _marks(clock: TraceClock, events: Iterable[Row]) -> Iterator[Event]:
 
 def _counters(clock: TraceClock, rows: Iterable[Row]) -> Iterator[Event]:
     for row in rows:
-        values = {"loss": row.get("loss"), "healthy": len(row.get("contributors") or ())}
+        healthy = len(row.get("contributors") or ())
+        values = {"loss": row.get("loss"), "healthy": healthy, "units": row.get("units")}
         for name, value in values.items():
             if isinstance(value, int | float) and math.isfinite(value):
                 counter = {"ph": "C", "name": name, "pid": JOB, "tid": ALL, "ts": clock.at(row["t"])}

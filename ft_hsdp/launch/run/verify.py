@@ -15,20 +15,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.analysis.commits import COUNTED, CommitMerger, Rewind, newest_final
+from ft_hsdp.analysis.commits import CommitMerger, Rewind, counted, newest_final
 from ft_hsdp.config import config_hash, load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.audit import WINDOW
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, another, read_json
 from ft_hsdp.launch.run.grants import KEPT, LoggedGrant, LoggedGrants
-from ft_hsdp.launch.run.recorder import event_streams, finals_of
+from ft_hsdp.launch.run.recorder import check_counts_units, event_streams, finals_of
 from ft_hsdp.launch.run.summary import RunTally
 
 AT_ONCE = 64 << 10  # bytes of each log that are in memory
 SEARCHED = 64 * WINDOW  # most lineages that are read to find the commit of one line of metrics.jsonl
 FED_EVERY = 64  # steps between two reads of fed.jsonl
 # Fields that all commits of a lineage share, and figures of summary.json that are computed again.
-SAME = ("step", "epoch", "attempt", "prev", "contributors", "contributions", "digest", "cursors", "holes")
+SAME = (
+    "step",
+    "epoch",
+    "attempt",
+    "prev",
+    "contributors",
+    "contributions",
+    "digest",
+    "cursors",
+    "holes",
+    "units",
+    "units_wanted",
+)
 SUMMED = ("steps", "tokens", "batches", "replicas", "loss_first", "loss_last", "wall_s")
 
 
@@ -59,8 +71,9 @@ def verify(run: RunDir) -> Findings:
     """Check a run that has ended.
 
     Raises:
-        ConfigError: The run still runs, or its config.yaml cannot be loaded.
+        ConfigError: The run still runs, an earlier version made it, or its config.yaml cannot be loaded.
     """
+    check_counts_units(run)
     if another(read_json(run.supervisor)):
         raise ConfigError("run", str(run.path), "a run that has ended")
     return _Check(run).all()
@@ -110,7 +123,7 @@ class _Check:
         )
         self._commits = _Commits({r: Tailer(run.commits(r)) for r in self._replicas})
         self._fed = {r: Tailer(run.fed(r)) for r in self._replicas}
-        self._fed_to = dict.fromkeys(self._replicas, 0)  # step up to which the batches of a replica are read
+        self._fed_to = dict.fromkeys(self._replicas, 0)  # step up to which the units of a replica are read
         self._previous: dict[int, Row] = {}  # the last row that was read of each replica
         self._seen: OrderedDict[str, tuple[str, Row]] = OrderedDict()  # lineage -> its first place and row
         self._decided: OrderedDict[tuple[int, int, int], str] = OrderedDict()  # step, epoch, attempt -> lineage
@@ -184,6 +197,8 @@ class _Check:
         metrics = Tailer(self._run.metrics)
         for line in metrics.all():
             where = f"metrics.jsonl:{metrics.line}"
+            if "logged" in line:  # values of the user's loop
+                continue
             row = self._row_of(line)
             if row is None:
                 at = f"step {line.get('step')}, lineage {line.get('lineage')}"
@@ -230,7 +245,7 @@ class _Check:
             merger = CommitMerger(merger.rewinds)
             logs = [Tailer(self._run.commits(r)) for r in self._replicas]
             while not merger.undone and any(rows := [log.poll(AT_ONCE) for log in logs]):
-                merger.add(row for of_one in rows for row in of_one if row.keys() >= COUNTED)
+                merger.add(row for of_one in rows for row in of_one if counted(row))
                 merger.confirmed()
             again = merger.undone
         return merger.rewinds
@@ -254,7 +269,7 @@ class _Check:
             self._event = next(self._events, None)
 
     def _take_fed(self, until: float) -> None:
-        """Add the batches that were fed up to a step to the figures."""
+        """Add the units that were fed up to a step to the figures."""
         for replica, log in self._fed.items():
             while self._fed_to[replica] <= until and (lines := log.poll(AT_ONCE)):
                 for line in lines:
@@ -269,7 +284,7 @@ class _Check:
         while not taken and (rows := self._commits.read()):
             for replica, number, row in rows:
                 where = f"{self._name(self._run.commits(replica))}:{number}"
-                if not row.keys() >= COUNTED:
+                if not counted(row):
                     if row.keys() != {"torn"} and row:
                         self._breach(where, "no commit", "a row with all its fields")
                     continue
@@ -285,6 +300,9 @@ class _Check:
         contributors, ring = row["contributors"], row.get("ring", row["contributors"])
         if contributors != sorted(set(contributors)) or not set(contributors) <= set(ring or ()):
             self._breach(where, f"contributors {contributors}", f"each once, of the ring {ring}")
+        units = sum(c.get("units", 0) for c in row["contributions"])
+        if units != row["units"]:
+            self._breach(where, f"units {row['units']}", f"{units}, the sum over its contributions")
         self._in_epoch(where, row, set(ring or ()), set(contributors))
         self._bases.pop(row["lineage"], None)
         self._awaited.pop(row["lineage"], None)
@@ -330,6 +348,8 @@ class _Check:
         if not ring <= grant.members:
             members = sorted(grant.members)
             self._breach(where, f"ring {sorted(ring)}", f"of the members {members} of epoch {row['epoch']}")
+        elif grant.wanted not in (None, row["units_wanted"]):
+            self._breach(where, f"units_wanted {row['units_wanted']}", f"{grant.wanted}, as {grant.where} has")
         elif not fits(grant):
             self._breach(
                 where,
@@ -350,7 +370,7 @@ class _Check:
     # The end.
 
     def _check_ends(self) -> None:
-        """Check that equal states have equal digests, each batch was trained once, metrics.jsonl is complete."""
+        """Check that equal states have equal digests, each unit was trained once, metrics.jsonl is complete."""
         run, finals = self._run, finals_of(self._run)
         digests: dict[tuple[Any, ...], tuple[int, str]] = {}
         for replica, final in finals.items():
@@ -360,10 +380,10 @@ class _Check:
                 self._breach(where, f"digest {final['digest']}", f"{digest}, as replica {other} at the same state")
             if final.get("config_hash", self._config) != self._config:
                 self._breach(where, f"config_hash {final['config_hash']}", f"{self._config}, of config.yaml")
-        batches = self._tally.audit.result()
+        units = self._tally.audit.result()
         for name in ("duplicated", "skipped"):
-            if batches[name]:
-                self._breach("replicas/*/fed.jsonl", f"{batches[name]} batches {name}", "each exactly once")
+            if units[name]:
+                self._breach("replicas/*/fed.jsonl", f"{units[name]} units {name}", "each exactly once")
         if self.found.lost:
             return
         end, last = newest_final(finals.values()), self._last

@@ -125,9 +125,10 @@ def verify(path: Path, key: bytes | None) -> Checkpoint:
         Unauthentic: It was not signed with ``key``.
         Unusable: Something is missing, torn or changed.
     """
-    manifest = manifest_of(path)
+    data = _read_manifest(path)
+    manifest = _decoded(path, data)
     if key is not None:
-        authenticate(path.name, manifest, key)
+        authenticate(path.name, data, key)
     with ThreadPoolExecutor(min(MAX_READERS, os.cpu_count() or 1)) as pool:
         for check in [pool.submit(check_file, path / name, file) for name, file in manifest.files.items()]:
             check.result()
@@ -140,6 +141,10 @@ def manifest_of(path: Path) -> CheckpointManifest:
     Raises:
         Unusable: There is no manifest, it is not valid, or it is of another checkpoint.
     """
+    return _decoded(path, _read_manifest(path))
+
+
+def _read_manifest(path: Path) -> bytes:
     try:
         with (path / MANIFEST).open("rb") as file:
             data = file.read(MAX_MANIFEST + 1)
@@ -147,6 +152,10 @@ def manifest_of(path: Path) -> CheckpointManifest:
         raise Unusable(f"{MANIFEST}: {error.strerror}") from error
     if len(data) > MAX_MANIFEST:
         raise Unusable(f"{MANIFEST} has more than {MAX_MANIFEST} bytes")
+    return data
+
+
+def _decoded(path: Path, data: bytes) -> CheckpointManifest:
     manifest = decode(data)
     if name_of(manifest.state, manifest.incarnation) != path.name:
         raise Unusable(f"{MANIFEST} is of {name_of(manifest.state, manifest.incarnation)}")
@@ -193,7 +202,9 @@ class Resumed:
 
     state: StateId
     ledger: Ledger
+    batch: tuple[int, int]  # micro-batches of a rank, and ranks, of a batch in the job that wrote it
     hyper: tuple[dict[str, Any], ...]  # the optimizer's parameter groups before lr_scale
+    user: dict[str, dict[str, Any]]  # JSON values of the user's own state, by name
     path: Path  # of the checkpoint
     skipped: tuple[SkippedCheckpoint, ...]  # newer checkpoints that could not be used
     seconds: float
@@ -206,6 +217,7 @@ def resume(
     optim: Mapping[str, torch.Tensor],
     ranks: ReplicaGroup,
     key: bytes | None,
+    user: Mapping[str, torch.Tensor] | None = None,
 ) -> Resumed | None:
     """Load the newest valid checkpoint in ``folder`` into the replica's live tensors. A collective. Blocks.
 
@@ -216,6 +228,7 @@ def resume(
         optim: The live optimizer tensors by name, written in place.
         ranks: All ranks of the replica.
         key: The key that checkpoints must be signed with; None to trust every writer.
+        user: The live tensors of the user's own state by name, written in place.
 
     Returns:
         What was loaded, or None if the folder has no checkpoint.
@@ -225,8 +238,9 @@ def resume(
         RuntimeError: The ranks lost each other.
     """
     began = time.monotonic()
-    expected = dcp.stored(Layout.of(params, optim))
-    live = {dcp.key("param", n): t for n, t in params.items()} | {dcp.key("optim", n): t for n, t in optim.items()}
+    expected = dcp.stored(Layout.of(params, optim, user))
+    kinds = {"param": params, "optim": optim, "user": user or {}}
+    live = {dcp.key(kind, n): t for kind, named in kinds.items() for n, t in named.items()}
     unread: dict[str, SkippedCheckpoint] = {}
     while True:
         name, manifest, skipped = _choose(folder, unread, ranks, key)
@@ -239,7 +253,16 @@ def resume(
         failure = _read(folder / name, manifest, live, ranks)
         if not failure:
             seconds = time.monotonic() - began
-            return Resumed(manifest.state, manifest.ledger, manifest.hyper, folder / name, skipped, seconds)
+            return Resumed(
+                manifest.state,
+                manifest.ledger,
+                (manifest.accumulate, manifest.ranks),
+                manifest.hyper,
+                manifest.user,
+                folder / name,
+                skipped,
+                seconds,
+            )
         unread[name] = SkippedCheckpoint(name, failure)
 
 

@@ -1,15 +1,16 @@
 """The manifest of a checkpoint: canonical JSON with an HMAC of the operator's checkpoint key.
 
 It says where in the files every piece of a tensor lies. A reader needs no other index: DCP's own is a pickle.
-Decoding accepts only what `encode` makes, so every changed byte shows.
+Decoding accepts only what `encode` makes, or made in the format before, so every changed byte shows.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import json
 import re
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 
-FORMAT = 2
+FORMAT = 3
+OF_BATCHES = 2  # the format before, which is read too: its ledger counts batches
+MAX_SIZE = 2**20  # ranks of a replica, and micro-batches of a rank
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # DCP's index, for torch's tools; never read here
 _FILE = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp")
@@ -46,7 +49,7 @@ class File:
 class Stored:
     """A tensor of a checkpoint."""
 
-    kind: str  # "param" or "optim"
+    kind: str  # "param", "optim" or "user"
     name: str
     dtype: str  # the name without "torch."
     shape: tuple[int, ...]  # of the whole tensor
@@ -75,16 +78,20 @@ class CheckpointManifest:
     ranks: int  # of each replica of that job
     config_hash: str
     config: dict[str, Any]  # of that job, for people to read
+    accumulate: int  # micro-batches of a rank in a batch of that job: with `ranks`, what a unit of the ledger is
     ledger: Ledger
     hyper: tuple[dict[str, Any], ...]  # the optimizer's parameter groups before lr_scale
     tensors: tuple[Stored, ...]
     files: dict[str, File]  # by name
     pieces: tuple[TensorPiece, ...] = ()
+    user: dict[str, dict[str, Any]] = field(default_factory=dict)  # JSON values of the user's own state, by name
     mac: str = ""  # HMAC-SHA256 over the fields above
     digest: str = ""  # blake3 over all other fields, ``mac`` included
 
 
 _ADAPTER = TypeAdapter(CheckpointManifest)
+# What says which units a ledger of batches stands for: micro-batches, ranks, cursors and holes.
+_NAMED = TypeAdapter(tuple[int, int, tuple[int, ...], tuple[tuple[int, int], ...]])
 
 
 def encode(manifest: CheckpointManifest) -> bytes:
@@ -93,9 +100,13 @@ def encode(manifest: CheckpointManifest) -> bytes:
     Raises:
         ValueError: A value cannot be written as JSON.
     """
-    whole = state_id.canonical(_ADAPTER.dump_python(replace(manifest, digest=""), mode="json")).encode()
-    digest = blake3.blake3(whole).hexdigest()
-    return state_id.canonical(_ADAPTER.dump_python(replace(manifest, digest=digest), mode="json")).encode()
+    return _sealed(_ADAPTER.dump_python(manifest, mode="json"))
+
+
+def _sealed(written: dict[str, Any]) -> bytes:
+    """Return the canonical JSON of the fields of a manifest, with its digest in place of the one there."""
+    digest = blake3.blake3(state_id.canonical({**written, "digest": ""}).encode()).hexdigest()
+    return state_id.canonical({**written, "digest": digest}).encode()
 
 
 def signed(manifest: CheckpointManifest, key: bytes) -> CheckpointManifest:
@@ -104,39 +115,52 @@ def signed(manifest: CheckpointManifest, key: bytes) -> CheckpointManifest:
     Raises:
         ValueError: A value cannot be written as JSON.
     """
-    return replace(manifest, mac=_mac(manifest, key))
+    return replace(manifest, mac=_mac(_ADAPTER.dump_python(manifest, mode="json"), key))
 
 
-def authenticate(name: str, manifest: CheckpointManifest, key: bytes) -> None:
-    """Check that a manifest was signed with ``key``. ``name`` is its folder's, for the error.
+def authenticate(name: str, data: bytes, key: bytes) -> None:
+    """Check that a manifest was signed with ``key``.
+
+    Args:
+        name: Of its folder, for the error.
+        data: The manifest, which `decode` accepts.
+        key: The operator's.
 
     Raises:
         Unauthentic: It was not signed with ``key``, or was changed since.
     """
-    if not hmac.compare_digest(manifest.mac.encode(), _mac(manifest, key).encode()):
+    written = json.loads(data)
+    if not hmac.compare_digest(written["mac"].encode(), _mac(written, key).encode()):
         raise Unauthentic(name)
 
 
-def _mac(manifest: CheckpointManifest, key: bytes) -> str:
-    covered = state_id.canonical(_ADAPTER.dump_python(replace(manifest, digest="", mac=""), mode="json")).encode()
+def _mac(written: dict[str, Any], key: bytes) -> str:
+    covered = state_id.canonical({**written, "digest": "", "mac": ""}).encode()
     return hmac.new(key, b"ft_hsdp checkpoint\0" + covered, hashlib.sha256).hexdigest()
 
 
 def decode(data: bytes) -> CheckpointManifest:
-    """Return the manifest in ``data``, validated.
+    """Return the manifest in ``data``, validated; one of the format before as one of this format.
 
     Raises:
-        Unusable: ``data`` is not exactly what `encode` makes.
+        Unusable: ``data`` is not exactly what `encode` makes, or made in the format before.
     """
     try:
-        manifest = _ADAPTER.validate_json(data)
-        whole = encode(manifest) == data
-    except (ValidationError, ValueError, RecursionError) as error:
+        written = json.loads(data)
+        # The fields of other formats are others, so the format is looked at first.
+        found = written.get("format") if isinstance(written, dict) else FORMAT
+        if found not in (OF_BATCHES, FORMAT):
+            raise Unusable(
+                f"{MANIFEST} has format {str(found)[:20]}, this version reads {OF_BATCHES} and {FORMAT}"
+            )
+        manifest = _in_units(written) if found == OF_BATCHES else _ADAPTER.validate_json(data)
+        whole = (_sealed(written) if found == OF_BATCHES else encode(manifest)) == data
+    except (ValidationError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise Unusable(f"{MANIFEST} is not valid: {str(error).splitlines()[0][:120]}") from error
     if not whole:
         raise Unusable(f"{MANIFEST} does not fit its digest")
-    if manifest.format != FORMAT:
-        raise Unusable(f"{MANIFEST} has format {manifest.format}, this version reads {FORMAT}")
+    if not (0 < manifest.ranks <= MAX_SIZE and 0 < manifest.accumulate <= MAX_SIZE):
+        raise Unusable(f"{MANIFEST} has {manifest.ranks} ranks with {manifest.accumulate} micro-batches each")
     if METADATA not in manifest.files or not all(_FILE.fullmatch(name) for name in manifest.files):
         raise Unusable(f"{MANIFEST} names files that no checkpoint has")
     if not all(
@@ -144,6 +168,22 @@ def decode(data: bytes) -> CheckpointManifest:
     ):
         raise Unusable(f"{MANIFEST} names pieces of what it does not have")
     return manifest
+
+
+def _in_units(written: dict[str, Any]) -> CheckpointManifest:
+    """Return a manifest whose ledger counts batches, with a ledger that counts their units.
+
+    How often a batch was left out is forgotten. The signature of the result is not valid.
+
+    Raises:
+        KeyError, TypeError, ValueError: It is not such a manifest.
+    """
+    was = written["ledger"]
+    named = written["config"]["train"]["accumulate"], written["ranks"], was["cursors"], was["holes"]
+    accumulate, ranks, cursors, holes = _NAMED.validate_python(named)
+    ledger = Ledger.of_batches(cursors, holes, accumulate * ranks)
+    counted = {"format": FORMAT, "accumulate": accumulate, "ledger": asdict(ledger)}
+    return _ADAPTER.validate_json(json.dumps({**written, **counted}))
 
 
 def name_of(state: StateId, incarnation: str) -> str:

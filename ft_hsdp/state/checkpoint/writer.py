@@ -218,6 +218,7 @@ class Header:
     state: StateId
     ledger: Ledger
     hyper: tuple[dict[str, Any], ...]  # the optimizer's parameter groups before lr_scale
+    user: dict[str, dict[str, Any]] = field(default_factory=dict)  # JSON values of the user's own state, by name
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +229,7 @@ class CheckpointOrigin:
     replicas: int
     config_hash: str  # must be the same when a job resumes from the checkpoint
     config: dict[str, Any]  # for people to read
+    accumulate: int = 1  # micro-batches of a rank in a batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +288,7 @@ class Checkpointer:
         params: The live parameters by name, for their sharding only.
         optim: The live optimizer tensors by name, for their sharding only.
         ranks: The ranks of the replica; used on the checkpoint thread.
+        user: The live tensors of the user's own state by name, for their sharding only.
 
     Attributes:
         swept: The names of the drafts of dead writers that were removed (rank 0).
@@ -304,13 +307,14 @@ class Checkpointer:
         params: Mapping[str, torch.Tensor],
         optim: Mapping[str, torch.Tensor],
         ranks: ReplicaGroup,
+        user: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self._folder = folder
         self._keep = keep
         self._key = key
         self._about = about
         self._layout = layout
-        self._live = [*params.values(), *optim.values()]
+        self._live = [*params.values(), *optim.values(), *(user or {}).values()]
         self._ranks = ranks
         self._changed = threading.Condition()
         self._waiting: list[_Request] = []
@@ -478,9 +482,11 @@ class Checkpointer:
             self._ranks.size,
             self._about.config_hash,
             self._about.config,
+            self._about.accumulate,
             header.ledger,
             header.hyper,
             dcp.stored(self._layout),
             files,
             pieces,
+            header.user,
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import blake3
@@ -48,7 +48,7 @@ class PackedTensor:
     """One tensor of a shard, and where it lies in the packed bytes."""
 
     name: _Name
-    kind: _Word  # "param" or "optim"; "tensor" where torchft packs
+    kind: _Word  # "param", "optim" or "user"; "tensor" where torchft packs
     dtype: _Word  # the name without "torch."
     shape: _Shape  # of this rank's shard
     global_shape: _Shape  # of the whole tensor
@@ -64,11 +64,15 @@ class Layout:
     nbytes: int  # of the packed buffer
 
     @staticmethod
-    def of(params: Mapping[str, torch.Tensor], optim: Mapping[str, torch.Tensor]) -> Layout:
-        """Return the layout of the tensors ``params`` and ``optim``, by name. They may be DTensors."""
+    def of(
+        params: Mapping[str, torch.Tensor],
+        optim: Mapping[str, torch.Tensor],
+        user: Mapping[str, torch.Tensor] | None = None,
+    ) -> Layout:
+        """Return the layout of the tensors ``params``, ``optim`` and ``user``, by name. They may be DTensors."""
         tensors: list[PackedTensor] = []
         offset = 0
-        for kind, named in (("param", params), ("optim", optim)):
+        for kind, named in (("param", params), ("optim", optim), ("user", user or {})):
             for name, tensor in named.items():
                 shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
                 nbytes = shard.numel() * shard.element_size()
@@ -90,7 +94,7 @@ class Layout:
 class ShardManifest:
     """Describes the packed shard of one rank of one state.
 
-    ``cursors``, ``holes``, ``takers`` and ``spoilt`` are its ledger.
+    ``cursors``, ``holes`` and ``spoilt`` are its ledger.
     """
 
     state: StateId
@@ -101,11 +105,11 @@ class ShardManifest:
     tensors: tuple[PackedTensor, ...]
     cursors: tuple[_Size, ...]
     hyper: tuple[dict[str, Json], ...]  # the optimizer's parameter groups before lr_scale
-    holes: tuple[tuple[_Size, _Size], ...] = ()
-    takers: tuple[_Size, ...] = ()
+    holes: tuple[tuple[_Size, _Size, _Size], ...] = ()
     # xxh3-64 of each chunk of CHUNK_BYTES, made from the live tensors while they are packed; () until `seal`.
     checksums: tuple[_Sum, ...] = ()
-    spoilt: tuple[tuple[_Size, _Size, _Size], ...] = ()
+    spoilt: tuple[tuple[_Size, _Size, _Size, _Size], ...] = ()
+    user: dict[str, dict[str, Json]] = field(default_factory=dict)  # JSON values of the user's own state, by name
 
     @property
     def ledger(self) -> Ledger:
@@ -114,7 +118,7 @@ class ShardManifest:
         Raises:
             ValueError: The fields are not those of a valid ledger.
         """
-        return Ledger(self.cursors, self.holes, self.takers, self.spoilt)
+        return Ledger(self.cursors, self.holes, self.spoilt)
 
 
 _MANIFEST = TypeAdapter(ShardManifest)

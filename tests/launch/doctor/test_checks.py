@@ -15,7 +15,7 @@ import pytest
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.doctor import Bad, Subject, Undecided, gpu, network, result, storage
+from ft_hsdp.launch.doctor import CHECKS, Bad, Subject, Undecided, entry, gpu, network, result, storage
 from ft_hsdp.launch.doctor import host as host_checks
 from ft_hsdp.launch.doctor import ray as ray_checks
 from ft_hsdp.launch.doctor.host import Allowance, allowance
@@ -370,6 +370,42 @@ def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:
     config = parse({"data": {"path": str(text / "c")}})
     with pytest.raises(Bad, match=r"500 tokens, one step reads 3072; give more text"):
         storage.data(Subject(config))
+
+
+# The user's script.
+
+
+def test_a_script_is_compiled_and_its_imports_are_looked_for_and_it_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def found(text: str, name: str = "train.py") -> str:
+        (tmp_path / "train.py").write_text(text)
+        return entry.entry(Subject(parse({"entry": name})))
+
+    (tmp_path / "beside.py").touch()
+    good = "import beside, json.decoder\nfrom torch import nn\ntry:\n    import gone\nexcept ImportError: pass\n"
+    assert found(f"{good}raise SystemExit").endswith("; what it imports is here")
+    assert found("def main(): pass", "train:main").startswith("train:main compiles (digest ")
+    with pytest.raises(Bad, match=r"train.py imports no_such, nor_such: not installed here; pip install it"):
+        found("import no_such.part\nfrom nor_such import x\n")
+    with pytest.raises(Bad, match=r"train.py has no mian at its top level"):
+        found("def main(): pass", "train:mian")
+    with pytest.raises(ConfigError, match=r"line 1: invalid syntax"):
+        found("def f(:")
+    with pytest.raises(ConfigError, match=r"there is no such file in"):
+        found("", "other.py")
+
+
+def test_the_sizes_of_a_users_model_and_data_are_not_known() -> None:
+    subject = Subject(parse({"entry": "train.py"}))
+    with pytest.raises(Undecided, match=r"train.py makes the model, whose size is not known here; "):
+        host_checks.memory(subject)
+    wanted = {check.name for check in CHECKS if check.wanted(subject)}
+    assert "entry" in wanted
+    assert "data" not in wanted
+    assert {"entry", "data"} & {check.name for check in CHECKS if check.wanted(ALONE)} == {"data"}
 
 
 # Services, versions, devices.

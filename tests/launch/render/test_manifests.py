@@ -236,6 +236,7 @@ def test_a_rayjob_has_the_pods_that_the_placement_needs() -> None:
         (jobset, IMAGE, ("--checkpoint.every=5",), "checkpoint.every"),
         (rayjob, IMAGE, ("--checkpoint.every=5",), "checkpoint.every"),
         (jobset, IMAGE, ("--checkpoint.dir=ckpt",), "checkpoint.dir"),
+        (jobset, IMAGE, ("--entry=train.py",), "entry"),
         (jobset, IMAGE, ("--network.tls_certificate=a", "--network.tls_key=b"), "network.tls_certificate"),
         (jobset, IMAGE, ("--lighthouse.count=2", "--lighthouse.etcd=[http://a:2379]"), "lighthouse.count"),
         (jobset, IMAGE, ("--job.name=---",), "job.name"),
@@ -368,3 +369,10 @@ def test_a_secret_is_refused_without_being_shown(document: dict[str, Any], key: 
         settings.dump(parse(document))
     assert refused.value.key == key
     assert "hunter2" not in str(refused.value)
+
+
+@pytest.mark.parametrize("render", [jobset, rayjob])
+@pytest.mark.parametrize("entry", ["/app/train.py", "app.train:main"])
+def test_what_the_ranks_run_is_named(render: Any, entry: str) -> None:
+    head, *_ = render(parse({"entry": entry}), IMAGE).split("\n", 1)
+    assert f"replicas of 2 ranks of {entry}" in head

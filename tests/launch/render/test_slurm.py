@@ -271,6 +271,19 @@ def test_paths_mean_the_same_on_every_node(tmp_path: Path, monkeypatch: pytest.M
         assert path in text
 
 
+def test_a_users_script_is_named_and_has_one_path_on_every_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    text = slurm(parse({"entry": "train.py"}), Site())
+    assert f"3 replicas of 2 ranks of {tmp_path}/train.py, each an element" in text
+    assert f"\nentry: {tmp_path}/train.py\n" in text
+    assert "entry_digest" not in text, "the script may change until the job starts"
+    with pytest.raises(ConfigError, match="there is no such file in"):
+        slurm(parse({"entry": "gone.py"}), Site())
+
+
 def test_the_command_takes_the_python_that_renders(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["render", "slurm", str(ROOT / "configs/quickstart.yaml"), "--partition", "gpu"]) == 0
     assert f"python={shlex.quote(sys.executable)}\n" in capsys.readouterr().out

@@ -1,30 +1,48 @@
 from __future__ import annotations
 
+import json
+import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ft_hsdp.config import Config, dump
-from ft_hsdp.core.ledger import BatchAssigner, Ledger
+from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir, write_json
-from ft_hsdp.launch.run.replay import _as_assigned, replay
+from ft_hsdp.launch.run.recorder import commits_of
+from ft_hsdp.launch.run.replay import _after, replay
+from ft_hsdp.launch.run.verify import verify
+from tests.support.launch.launch_helpers import train
 from tests.support.launch.launch_rows import commit
 
-ROW = commit(3, who=[0, 2])  # both at batch 2 of their shards
+ROW = commit(3, who=[0, 2], digest="d", lr_scale=1.0, poisoned=[])  # both at unit 2 of their shards
 
 
 @pytest.mark.parametrize(
-    ("assigner", "ledger", "right"),
-    [
-        (BatchAssigner("per_replica", 3), Ledger((2, 1, 2)), True),
-        (BatchAssigner("per_replica", 3), Ledger((2, 1, 1)), False),
-        (BatchAssigner("per_replica", 3), Ledger((2, 1, 4), ((2, 2),)), True),
-        (BatchAssigner("global", 3), Ledger((2,)), False),
-    ],
+    ("ledger", "right"),
+    [(Ledger((2, 1, 2)), True), (Ledger((2, 1, 4), ((2, 2, 1),)), True), (Ledger((2, 1, 3)), False)],
 )
-def test_a_replay_sees_a_batch_that_was_not_assigned(assigner: BatchAssigner, ledger: Ledger, right: bool) -> None:
-    assert _as_assigned(assigner, ledger, ROW) is right
+def test_a_replay_sees_a_unit_that_was_trained_before(ledger: Ledger, right: bool) -> None:
+    assert (_after(ledger, ROW) is not None) is right
+
+
+@pytest.mark.parametrize("check", [replay, verify])
+def test_a_run_from_before_units_were_recorded_is_refused_with_the_reason(
+    tmp_path: Path, check: Callable[[RunDir], object]
+) -> None:
+    run = RunDir(tmp_path / "old")
+    run.final(0).parent.mkdir(parents=True)
+    run.config.write_text(dump(Config()))
+    row = {key: value for key, value in commit(1).items() if not key.startswith("units")}
+    row["contributions"] = [{"replica": 0, "weight": 1, "shard": 0, "index": 0, "loss": 2.0}]
+    run.commits(0).write_text(json.dumps(row) + "\n")
+    with pytest.raises(
+        ConfigError, match=r"^RUN: got 'old'; allowed: a run that counts units: an earlier version"
+    ) as e:
+        check(run)
+    assert e.value.exit_code == 64
 
 
 def test_a_run_of_a_users_own_loop_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -32,5 +50,32 @@ def test_a_run_of_a_users_own_loop_is_refused_with_the_reason(tmp_path: Path) ->
     run.final(0).parent.mkdir(parents=True)
     run.config.write_text(dump(Config()))
     write_json(run.final(0), {"step": 1, "commit_epoch": 1, "lineage": "L", "digest": "d", "loop": "own"})
-    with pytest.raises(ConfigError, match=r"allowed: a run of the built-in trainer: .*cannot be repeated"):
+    with pytest.raises(ConfigError, match=r"allowed: a run of the built-in trainer or of an `entry`"):
         replay(run)
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_run_with_unequal_numbers_of_tokens_is_replayed(tmp_path: Path, precision: str) -> None:
+    """Documents are short, and the first token of each does not count; a replica is killed on the way."""
+    text, chance = tmp_path / "text.jsonl", random.Random(0)
+    lengths = (chance.choice((1, 2, 9)) if n % 500 else 9000 for n in range(2500))
+    text.write_text("".join(json.dumps({"text": "abcdefgh"[n % 8] * n}) + "\n" for n in lengths))
+    run = train(
+        tmp_path,
+        "ft_hsdp.train.trainer:main",
+        replicas=2,
+        ranks_per_replica=2,
+        train={"steps": 25, "accumulate": 3, "micro_batch": 2, "seq_len": 64, "precision": precision},
+        model={"dim": 16, "layers": 2, "heads": 2},
+        data={"path": str(text), "weight": "tokens"},
+        chaos=[{"at_step": 6, "replicas": [1]}],
+    )
+    rows = commits_of(run)
+    weights = {c["weight"] / c["units"] for row in rows for c in row["contributions"]}
+    assert len(weights) > 25
+    assert max(weights) > 1.1 * min(weights)
+    assert all(row["tokens"] == sum(c["weight"] for c in row["contributions"]) for row in rows)
+    assert [0] in [row["contributors"] for row in rows]
+    assert replay(run).equal

@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from ft_hsdp.analysis.commits import CommitMerger
 from ft_hsdp.bench.driver import REPLICAS, Logs
 from ft_hsdp.config import parse
+from ft_hsdp.launch.run.audit import UnitAudit
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import RunTally
 from ft_hsdp.launch.run.terminal import summary_lines
 from tests.support.launch.launch_rows import batches, commit, event, fed, summarize
 
-CONFIG = parse({"replicas": 3})
+CONFIG = parse({"replicas": 3, "ranks_per_replica": 1})
 
 
 def history(steps: int, **fields: Any) -> list[Row]:
@@ -111,14 +112,15 @@ def test_the_first_cursor_is_zero_unless_the_run_was_resumed() -> None:
 def test_a_hole_is_not_skipped() -> None:
     rows = [commit(1), commit(3, prev="L1")]
     assert batches(rows, fed(rows))["skipped"] == 3
-    rows[-1]["holes"] = [[0, 1], [1, 1], [2, 1]]
+    rows[-1]["holes"] = [[0, 1, 1], [1, 1, 1], [2, 1, 1]]
     assert batches(rows, fed(rows))["skipped"] == 0
 
 
 def dealt(step: int, indices: dict[int, int], cursor: int, *holes: int) -> Row:
     """A row of a job whose replicas take from one sequence: replica -> index."""
-    contributions = [{"replica": r, "weight": 1, "shard": 0, "index": i, "loss": 2.0} for r, i in indices.items()]
-    left = [[0, hole] for hole in holes]
+    one = {"weight": 1, "shard": 0, "loss": 2.0, "units": 1, "part": 0}
+    contributions = [{**one, "replica": r, "index": i} for r, i in indices.items()]
+    left = [[0, hole, 1] for hole in holes]
     return commit(step, who=list(indices), contributions=contributions, cursors=[cursor], holes=left)
 
 
@@ -140,6 +142,27 @@ def test_a_resumed_run_trains_the_holes_that_it_finds() -> None:
     logs = fed(rows)
     del logs[0][0]  # nobody fed 5
     assert batches(rows, logs) == {"trained": 3, "duplicated": 0, "skipped": 2}
+
+
+def test_runs_of_units_are_trained_piece_by_piece() -> None:
+    """Two ranks: each line of the log is a micro-batch of two units, a contribution may have several of them."""
+    one = {"replica": 0, "shard": 0, "loss": 2.0, "weight": 6, "part": 0}
+    runs = [{**one, "index": 4, "units": 2}, {**one, "index": 10, "units": 6}]
+    rows = [
+        commit(1, ranks=2),
+        commit(2, who=[0], contributions=runs, cursors=[16, 2, 2], holes=[[0, 2, 2], [0, 6, 4]]),
+    ]
+    log = [{"step": 2, "shard": 0, "index": n, "units": 2, "incarnation": "0-a-0"} for n in (4, 10, 12, 14)]
+    first = fed(rows[:1])
+    audit = UnitAudit(2)
+    for replica, lines in {**first, 0: [*first[0], *log[:-1]]}.items():
+        for line in lines:
+            audit.fed(replica, line)
+    for row in rows:
+        audit.commit(row)
+    assert audit.result() == {"trained": 12, "duplicated": 0, "skipped": 2}
+    audit.fed(0, log[-1])
+    assert audit.result() == {"trained": 14, "duplicated": 0, "skipped": 0}
 
 
 @given(st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=1, max_size=12), st.data())
@@ -167,9 +190,8 @@ def test_a_month_is_summed_up_in_constant_memory() -> None:
         row = commit(step)
         merger.add([row, dict(row), dict(row)])
         for replica in range(3):
-            tally.fed(
-                replica, {"step": step, "shard": replica, "index": step - 1, "incarnation": f"{replica}-a-0"}
-            )
+            line = {"step": step, "shard": replica, "index": step - 1, "units": 1}
+            tally.fed(replica, {**line, "incarnation": f"{replica}-a-0"})
         for told in merger.confirmed():
             tally.commit(told)
         if step in (10_000, steps):
@@ -189,7 +211,10 @@ LOOKS, STEPS = 40, 50  # steps between two looks; in all more than what one look
 
 
 def test_what_was_fed_is_read_as_far_as_the_commits_even_if_each_look_finds_commits(tmp_path: Path) -> None:
-    run, config = RunDir(tmp_path / "job"), parse({"replicas": REPLICAS, "train": {"steps": LOOKS * STEPS}})
+    run, config = (
+        RunDir(tmp_path / "job"),
+        parse({"replicas": REPLICAS, "ranks_per_replica": 1, "train": {"steps": LOOKS * STEPS}}),
+    )
     for replica in range(REPLICAS):
         run.replica(replica).mkdir(parents=True)
     logs, recorder = Logs(run, config), Recorder(run, config, lambda _: None, lambda _: None)
@@ -220,7 +245,7 @@ def logs_without(without: set[int], life: dict[int, int] | None = None) -> dict[
         for replica in (0, 1):
             if replica == 0 or step not in without:
                 lives = (life or {}).get(step, 0) if replica else 0
-                line = {"step": step, "shard": replica, "index": step - 1, "t": 0.0}
+                line = {"step": step, "shard": replica, "index": step - 1, "units": 1, "t": 0.0}
                 logs[replica].append({**line, "incarnation": f"{replica}-abc-{lives}"})
     return logs
 
@@ -263,11 +288,11 @@ def test_only_the_log_of_rank_0_tells_what_was_fed_and_the_user_is_told() -> Non
     def cut(rank: int) -> dict[str, Any]:
         events = [event("LogCut", 0.0, replica=1, rank=rank, incarnation="1-abc-0")]
         logs = logs_without({10})
-        return summarize(parse({"replicas": 2, "ranks_per_replica": 2}), two_replicas(), logs, {}, events)
+        return summarize(parse({"replicas": 2, "ranks_per_replica": 1}), two_replicas(), logs, {}, events)
 
     assert cut(1)["batches"] == {"trained": 19, "duplicated": 0, "skipped": 1}
     assert cut(0)["batches"] == {"trained": 19, "duplicated": 0, "skipped": 0, "unlogged": 1}
-    assert ("batches", "19 trained, 0 twice, 0 skipped, 1 in logs that are gone") in summary_lines(cut(0))
+    assert ("units", "19 trained, 0 twice, 0 skipped, 1 in logs that are gone") in summary_lines(cut(0))
 
 
 def test_replicas_without_a_place_at_the_end_are_named() -> None:

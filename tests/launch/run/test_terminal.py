@@ -11,7 +11,7 @@ from ft_hsdp.launch.run.terminal import Terminal, step_line, summary_lines
 from ft_hsdp.sentences import tell
 from tests.support.launch.launch_rows import commit, event, fed, summarize
 
-CONFIG = parse({"train": {"steps": 5}})
+CONFIG = parse({"ranks_per_replica": 1, "train": {"steps": 5}})
 
 
 def shown(live: bool = False, width: int = 80) -> tuple[Terminal, io.StringIO]:
@@ -27,6 +27,31 @@ def test_a_step_is_one_plain_line_of_80_columns() -> None:
     assert line == "step 3/5  loss 2.9700  0.61 s  healthy 2/3  epoch 12  lr x0.82  5017 tok/s"
     big = commit(99999, epoch=1234, loss=10.5, tokens=10**9, step_s=123.45)
     assert len(step_line(big, 99999)) <= 90
+
+
+def test_a_line_shows_the_units_of_a_step_where_they_do_not_follow_from_the_contributors() -> None:
+    config = parse({"ranks_per_replica": 1, "train": {"steps": 5}, "quorum": {"batch": "constant"}})
+    out = io.StringIO()
+    Terminal(config, out, live=False).commit(
+        commit(3, who=[0, 2], units=9, units_wanted=9, tokens=3072, step_s=0.6)
+    )
+    line = out.getvalue().rstrip("\n")
+    assert line == "step 3/5  loss 2.9700  0.60 s  healthy 2/3  units 9/9  lr x1.00  5120 tok/s"
+
+
+def test_a_replica_on_standby_is_named_with_the_grant() -> None:
+    terminal, out = shown()
+    roles = {"0": "contribute", "1": "standby", "2": "contribute"}
+    terminal.event(event("EpochGranted", 1.0, epoch=2, step=3, members=[0, 1, 2], roles=roles))
+    assert "epoch 2: members 0, 1, 2 at step 3, 1 on standby" in out.getvalue()
+
+
+def test_a_replica_that_stood_by_until_now_does_not_contribute_again() -> None:
+    terminal, out = shown()
+    for step, who in enumerate(([0, 1], [1, 2], [0, 1, 2]), 1):
+        terminal.commit(commit(step, who=who))
+    lines = [x.split(" ", 1)[1] for x in out.getvalue().splitlines() if not x.startswith("step")]
+    assert lines == ["replica 2 contributes at step 2", "replica 0 contributes again at step 3"]
 
 
 def test_a_table_holds_the_last_steps_and_goes_away() -> None:
@@ -124,7 +149,7 @@ def test_the_summary_says_how_it_ended() -> None:
     terminal.summary(summarize(CONFIG, rows, fed(rows), finals, []), 0)
     text = out.getvalue()
     assert "all 3 replicas equal, digest abc" in text
-    assert "15 trained, 0 twice, 0 skipped" in text
+    assert re.search(r"units +15 trained, 0 twice, 0 skipped", text)
     del finals[2]
     terminal.summary(summarize(CONFIG, rows, fed(rows), finals, []), 0)
     assert "all 2 replicas equal, digest abc, 1 away" in out.getvalue()

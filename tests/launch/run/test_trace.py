@@ -32,6 +32,7 @@ def commit(step: int, t: float, **other: Any) -> dict[str, Any]:
         "lineage": f"l{step}",
         "prev": f"l{step - 1}",
         "contributors": [0, 1],
+        "units": 6,
         "loss": 2.0,
         "lr": 0.1,
         "step_s": 1.0,
@@ -104,7 +105,8 @@ def test_steps_with_their_waits_inside() -> None:
         ("commit", 1_700_000, 2_000_000),
     ]
     counters = [(e["name"], e["ts"], e["args"]) for e in shown if e["ph"] == "C"]
-    assert counters == [(name, ts, {name: 2}) for ts in (1_000_000, 2_000_000) for name in ("loss", "healthy")]
+    values = {"loss": 2, "healthy": 2, "units": 6}
+    assert counters == [(name, ts, {name: n}) for ts in (1_000_000, 2_000_000) for name, n in values.items()]
 
 
 def test_lives_fetches_marks_and_who_said_what() -> None:

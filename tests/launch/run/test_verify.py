@@ -19,6 +19,7 @@ from ft_hsdp.launch.run.verify import verify
 from tests.support.launch.launch_rows import commit, event, fed
 
 STEPS = 12
+CONFIG = parse({"replicas": 3, "ranks_per_replica": 1, "train": {"steps": STEPS}})
 ALL = {"0": "contribute", "1": "contribute", "2": "contribute"}
 
 
@@ -34,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a job of three replicas leaves behind; replica 1 was away from step 5 to step 8."""
     run, config = (
         RunDir(tmp_path_factory.mktemp("model") / "job"),
-        parse({"replicas": 3, "train": {"steps": STEPS}}),
+        CONFIG,
     )
     run.path.mkdir()
     run.config.write_text(dump(config))
@@ -137,7 +138,12 @@ def stopped(run: RunDir) -> None:
     """It was told to stop: no replica holds the last step of the configuration."""
     for replica in range(3):
         run.final(replica).unlink()
-    recorder = Recorder(run, parse({"replicas": 3, "train": {"steps": STEPS}}), lambda _: None, lambda _: None)
+    recorder = Recorder(
+        run,
+        CONFIG,
+        lambda _: None,
+        lambda _: None,
+    )
     run.metrics.unlink()
     recorder.finish()
     recorder.close()
@@ -167,7 +173,10 @@ def test_a_run_that_is_well_passes(run: RunDir, capsys: pytest.CaptureFixture[st
 
 def test_a_run_that_went_back_by_several_steps_passes(tmp_path: Path) -> None:
     """Its files hold the history that lasted, with the batches of that alone, though others were told before."""
-    run, config = RunDir(tmp_path / "job"), parse({"replicas": 3, "train": {"steps": STEPS}})
+    run, config = (
+        RunDir(tmp_path / "job"),
+        CONFIG,
+    )
     run.path.mkdir()
     run.config.write_text(dump(config))
     log = LineWriter(run.lighthouse_events)
@@ -234,6 +243,14 @@ PLANTED: dict[str, tuple[Callable[[RunDir], None], str]] = {
     "who was behind": (
         lambda r: edit(r.lighthouse_events, 4, lambda x: x["roles"].update({"1": "behind"})),
         "to contribute",
+    ),
+    "units that no contribution has": (
+        lambda r: edit(r.commits(0), 5, lambda x: x.update(units=9)),
+        "the sum over its contributions",
+    ),
+    "units that were not wanted": (
+        lambda r: edit(r.lighthouse_events, 3, lambda x: x.update(units_wanted=12)),
+        "units_wanted 3; expected: 12",
     ),
     "two tell one step apart": (
         lambda r: edit(r.commits(2), 3, lambda x: x.update(digest="e")),
@@ -304,3 +321,28 @@ def test_a_breach_ends_the_command_with_1(run: RunDir, capsys: pytest.CaptureFix
     assert (told["ok"], len(told["breaches"])) == (False, 1)
     assert cli.main(["verify", str(run.path)]) == 1
     assert capsys.readouterr().out.endswith(" grants: 1 breach\n")
+
+
+def test_logged_values_stand_in_the_metrics_once_and_not_of_steps_that_did_not_last(run: RunDir) -> None:
+    def row(step: int, epoch: int, **values: float) -> Row:
+        return {"t": 1000.0 + step, "step": step, "epoch": epoch, "values": values, "incarnation": "0-a-0"}
+
+    broken(run)
+    log = LineWriter(run.logged(0))
+    for each in (row(2, 1, a=0.5), row(4, 1, a=1.0), row(4, 2, a=2.0), row(STEPS, 3, a=3.0)):
+        log.write(each)
+    log.write({"step": "none"})
+    log.close()
+    run.metrics.unlink()
+    recorder = Recorder(run, CONFIG, lambda _: None, lambda _: None)
+    recorder.finish()
+    recorder.close()
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    steps = [line["step"] for line in lines if "logged" not in line]
+    assert steps == list(range(1, STEPS + 1))
+    assert [(line["step"], line["logged"]) for line in lines if "logged" in line] == [
+        (2, {"a": 0.5}),
+        (4, {"a": 2.0}),
+        (STEPS, {"a": 3.0}),
+    ]
+    assert not any("metrics" in breach for breach in verify(run).breaches)

@@ -88,8 +88,10 @@ async def test_processes_answers_the_protocols_message_with_one():
 
 async def test_status_and_health():
     status = (await call("GET", "/v1/status", make(2))).json()
-    assert status.keys() == {"job", "term", "epoch", "step", "finished", "target", "members", "replicas"}
-    assert [r.keys() for r in status["replicas"]] == [{"replica", "incarnation", "state", "step", "reason"}] * 2
+    job = {"job", "term", "epoch", "step", "finished", "target", "members", "units", "units_wanted", "replicas"}
+    assert status.keys() == job
+    of_replica = {"replica", "incarnation", "state", "step", "reason", "pause"}
+    assert [r.keys() for r in status["replicas"]] == [of_replica] * 2
     health = await call("GET", "/healthz", headers={})
     assert (health.status_code, health.headers["date"][-3:]) == (200, "GMT")
 

@@ -97,7 +97,9 @@ async def test_a_viewer_tells_nothing_and_an_admin_neither():
 
 
 async def test_what_is_told_is_shown(site):
-    told = Telemetry("1-a-0", (row(1, source="replica"),), (commit(1),), (RankBeat(0, 7, "node", 3),))
+    told = Telemetry(
+        "1-a-0", (row(1, source="replica"),), (commit(1) | {"units": 6},), (RankBeat(0, 7, "node", 3),)
+    )
     answer = await call("POST", "/v1/telemetry", site, WORKER, content=protocol.encode(told))
     assert (answer.status_code, answer.content) == (204, b"")
     site.journal._flush()
@@ -113,6 +115,8 @@ async def test_what_is_told_is_shown(site):
         "tokens_per_s": 0.0,
         "contributors": [0, 1],
         "healthy": 2,
+        "units": 6,
+        "units_wanted": None,
     }
     assert overview["replicas"][1]["ranks"][0]["host"] == "node"
     assert overview["job"]["live"]

@@ -40,6 +40,8 @@ def test_the_overview_is_in_gauges() -> None:
         "learning_rate_scale": 0.5,
         "replicas": 2,
         "healthy_replicas": 1,
+        "units": 10,
+        "units_wanted": 12,
         "epoch": 5,
         "term": 3,
         "finished": 0,
@@ -306,7 +308,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(real) -> None:
 
 def test_the_alarms_are_about_metrics_that_exist(real) -> None:
     asked = alarms()
-    assert len(asked) == 5
+    assert len(asked) == 6
     for expression in asked:
         check(expression, real)
 

@@ -25,7 +25,7 @@ from lighthouse.journal.database import MemoryDatabase, SqliteDatabase
 from lighthouse.journal.exporters import CurveSink, Point, TensorBoardSink, WandbSink
 from lighthouse.overview.overview import JournalEntry
 
-TAGS = ("loss", "lr", "lr_scale", "step_s", "healthy", "gbps", "tokens_per_s")
+TAGS = ("loss", "lr", "lr_scale", "step_s", "healthy", "units", "units_wanted", "gbps", "tokens_per_s")
 
 
 def row(step: int, **other: Any) -> dict[str, Any]:
@@ -33,6 +33,8 @@ def row(step: int, **other: Any) -> dict[str, Any]:
         "t": 1000.0 + step,
         "step": step,
         "contributors": [0, 2],
+        "units": 12,
+        "units_wanted": 16,
         "loss": 4.0 / step,
         "lr": 0.25,
         "lr_scale": 0.5,
@@ -85,7 +87,7 @@ def test_a_step_is_a_point_in_each_curve(tmp_path: Path) -> None:
     sink.close()
     (event,) = [e for e in events(tmp_path) if e.HasField("summary")]
     assert {v.tag: v.simple_value for v in event.summary.value} == dict(
-        zip(TAGS, (4.0, 0.25, 0.5, 2.0, 2.0, 2.0, 256.0), strict=True)
+        zip(TAGS, (4.0, 0.25, 0.5, 2.0, 2.0, 12.0, 16.0, 2.0, 256.0), strict=True)
     )
     assert (event.step, event.wall_time) == (1, 1001.0)
     assert events(tmp_path)[0].file_version == "brain.Event:2"
@@ -98,6 +100,7 @@ def test_a_step_is_a_point_in_each_curve(tmp_path: Path) -> None:
         ({"loss": None, "lr": "0.1"}, {"loss", "lr"}),
         ({"ftar_s": 0.0, "step_s": 0}, {"gbps", "tokens_per_s"}),
         ({"contributors": None, "tokens": True}, {"healthy", "tokens_per_s"}),
+        ({"units": None, "units_wanted": None}, {"units", "units_wanted"}),
     ],
 )
 def test_what_is_no_figure_is_left_out(odd: dict[str, Any], missing: set[str]) -> None:
@@ -305,3 +308,52 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch) -> None:
         assert time.monotonic() < deadline, "the file lacks points"
         time.sleep(0.05)
     assert '"seq": 3' in (tmp_path / exporters.WRITTEN).read_text()
+
+
+def values(step: int, **named: float) -> dict[str, Any]:
+    return {"t": 1000.0 + step, "step": step, "epoch": 1, "values": named}
+
+
+def test_logged_values_are_points_of_their_own_and_do_not_begin_the_curve_anew(tmp_path: Path) -> None:
+    database = MemoryDatabase()
+    database.append([JournalEntry(1, "commit", row(1)), JournalEntry(2, "logged", values(1, accuracy=0.5))])
+    sink = TensorBoardSink(tmp_path, database)
+    sink.commit(3, row(2))
+    sink.logged(4, values(1, late=1.0))
+    sink.logged(5, {"step": 1})
+    sink.commit(6, row(3))
+    sink.close()
+    found = [(e.step, [v.tag for v in e.summary.value]) for e in events(tmp_path) if e.HasField("summary")]
+    assert [(step, tags if len(tags) == 1 else []) for step, tags in found] == [
+        (1, []),
+        (1, ["accuracy"]),
+        (2, []),
+        (1, ["late"]),
+        (3, []),
+    ]
+    assert not any(event.HasField("session_log") for event in events(tmp_path))
+
+
+def test_logged_values_have_an_axis_of_their_own_at_weights_and_biases(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    told: list[Any] = []
+
+    class Run:
+        def define_metric(self, name: str, step_metric: str) -> None:
+            told.append((name, step_metric))
+
+        def log(self, values: dict[str, float], step: int | None = None) -> None:
+            told.append((values, step) if step is None else step)
+
+        def finish(self) -> None:
+            pass
+
+    class Sink(WandbSink):
+        def _open(self, written: Mapping[str, Any]) -> None:
+            self._run_there = Run()
+
+    sink = Sink("p", "n", tmp_path)
+    sink.commit(1, row(7))
+    sink.logged(2, values(5, accuracy=0.5))
+    sink.close()
+    assert told == [7, ("accuracy", "logged_step"), ({"accuracy": 0.5, "logged_step": 5}, None)]

@@ -19,7 +19,7 @@ from lighthouse.journal import journal as module
 from lighthouse.journal import subscribers
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase, SqliteDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.journal.row_checks import MAX_REASON, MAX_ROW
+from lighthouse.journal.row_checks import LIMIT, MAX_REASON, MAX_ROW, units_of
 from lighthouse.overview.liveness import SILENT_S, STUCK_S
 from lighthouse.overview.overview import JobInfo, JournalEntry
 from tests.support.lighthouse import day
@@ -64,6 +64,9 @@ class Taken:
 
     def commit(self, seq, row):
         self.rows.append((seq, row["step"]))
+
+    def logged(self, seq, row):
+        self.rows.append((seq, row["values"]))
 
     def close(self):
         self.closed += 1
@@ -613,9 +616,58 @@ async def test_a_flood_of_one_message_does_not_wait_in_memory(journal):
     assert journal._database.last >= module.MAX_PENDING
 
 
+@pytest.mark.parametrize(
+    ("runs", "units"),
+    [
+        ([{"replica": 1, "units": 2}, {"replica": 0, "units": 9}, {"replica": 1, "units": 4}], 6),
+        ([{"replica": 1, "units": 10**400}], LIMIT),
+        ([{"replica": 1, "units": -3}], 1),
+        ([{"replica": 1, "units": "3"}, {"replica": 1}, 7, None], 1),
+        (None, 1),
+        ({"replica": 1}, 1),
+    ],
+)
+def test_the_units_of_a_replica_are_a_number_whatever_it_says(runs, units):
+    assert units_of({"contributions": runs}, 1) == units
+
+
 def test_numbers_that_another_lighthouse_may_have_given_are_left_out():
     database = MemoryDatabase()
     database.append([JournalEntry(7, "event", event())])
     journal = JobJournal(database, ABOUT, gap=1000)
     journal.note([event("LighthouseStarted")])
     assert database.last == 1008
+
+
+def logged(step, **values):
+    return {"t": NOW, "step": step, "epoch": 1, "values": values, "incarnation": "0-a-0"}
+
+
+def test_logged_values_reach_sinks_and_the_overview_and_no_log_of_events():
+    sink = Taken()
+    journal = make(sinks=[sink])
+    tell(journal, commits=(commit(1),), logged=(logged(1, loss=0.5), logged(1, **{"eval/acc": 1})))
+    assert sink.rows == [(1, 1), (2, {"loss": 0.5}), (3, {"eval/acc": 1.0})]
+    shown = journal.overview()["logged"]
+    assert {name: curve["value"] for name, curve in shown.items()} == {"eval/acc": [1.0], "loss": [0.5]}
+    assert journal.events(after=0)["events"] == []
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        logged(1),
+        logged(1, loss=float("nan")),
+        logged(1, loss="low"),
+        logged(1, **{"a b": 1.0}),
+        logged(1, **{f"n{i}": 1.0 for i in range(65)}),
+        logged(-1, loss=1.0),
+        {**logged(1, loss=1.0), "epoch": "one"},
+        {"step": 1, "epoch": 1},
+    ],
+)
+def test_logged_values_that_are_none_are_refused(row):
+    with pytest.raises(ProtocolViolation):
+        make().take(Telemetry("0-a-0", logged=(row,)))
+    with pytest.raises(ProtocolViolation, match="come from replicas"):
+        make().take(Telemetry("supervisor", logged=(logged(1, loss=1.0),)))

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lighthouse.overview.liveness import SLOW, SLOW_NO_MORE, WINDOW, Stragglers
+from ft_hsdp.protocol import RankBeat
+from lighthouse.overview.liveness import SILENT_S, SLOW, SLOW_NO_MORE, STUCK_S, WINDOW, Stragglers, Vitals
 
 
 def row(step, busy, wait=0.0, contributors=(0, 1, 2), role="contribute"):
@@ -14,13 +15,17 @@ def row(step, busy, wait=0.0, contributors=(0, 1, 2), role="contribute"):
     return {"step": step, "step_s": busy + wait, "waits": waits, "contributors": list(contributors), "role": role}
 
 
-def run(stragglers, steps, busy, start=1):
-    """Feed steps of which `busy(step)` gives the busy seconds of each replica; all wait for the slowest."""
+def run(stragglers, steps, busy, start=1, units=None):
+    """Feed steps of which `busy(step)` gives the busy seconds of each replica; all wait for the slowest.
+
+    `units`: of each replica; one each by default.
+    """
     found = []
     for step in range(start, start + steps):
         here = busy(step)
         for replica, mine in here.items():
-            found += stragglers.add(replica, row(step, mine, max(here.values()) - mine, tuple(here)))
+            waited = row(step, mine, max(here.values()) - mine, tuple(here))
+            found += stragglers.add(replica, waited, (units or {}).get(replica, 1))
     return found
 
 
@@ -79,6 +84,14 @@ def test_one_of_two_is_measured_by_the_other():
     assert found.replica == 1
 
 
+def test_one_that_trains_more_units_is_compared_unit_by_unit(stragglers):
+    """With `quorum.batch: constant` a replica may have two micro-batches where another has one."""
+    quotas = {0: 1, 1: 3, 2: 1}
+    assert run(stragglers, WINDOW, slow, units=quotas) == []
+    (found,) = run(Stragglers(3), SLOW, lambda _: {0: 1.0, 1: 6.5, 2: 1.0}, units=quotas)
+    assert found.reason.startswith("busy 6.50 s where others need 3.00 s")
+
+
 def test_relays_and_single_replicas_are_not_judged(stragglers):
     for step in range(1, 50):
         assert stragglers.add(0, row(step, 1.0)) == []
@@ -114,3 +127,32 @@ def test_steps_that_go_down_are_bounded_too(stragglers):
     for step in range(10_000, 0, -1):
         stragglers.add(0, row(step, 1.0))
     assert len(stragglers._open) <= WINDOW
+
+
+def test_while_a_loop_pauses_no_replica_is_stalled_for_want_of_progress():
+    vitals, silent = Vitals(), SILENT_S / 2
+    now = 0.0
+    while now < 3 * STUCK_S:
+        vitals.hear(0, [RankBeat(0, 7, "h", 5, "evaluation")], now)
+        vitals.hear(1, [RankBeat(0, 8, "h", 5)], now)
+        assert vitals.judge([0, 1], 1.0, now) == []
+        assert vitals.pauses(now) == {0: "evaluation"}
+        now += silent
+    over = now
+    while now < over + STUCK_S + 2 * silent:
+        vitals.hear(0, [RankBeat(0, 7, "h", 5)], now)
+        vitals.hear(1, [RankBeat(0, 8, "h", 5)], now)
+        found = vitals.judge([0, 1], 1.0, now)
+        now += silent
+        if found:
+            break
+    assert [change.replica for change in found] == [0, 1]
+    assert vitals.pauses(now) == {}
+
+
+def test_a_replica_that_falls_silent_in_a_pause_is_stalled():
+    vitals = Vitals()
+    vitals.hear(0, [RankBeat(0, 7, "h", 5, "evaluation")], 0.0)
+    (change,) = vitals.judge([0], 1.0, 2 * SILENT_S)
+    assert "no beat of rank 0" in change.reason
+    assert vitals.pauses(2 * SILENT_S) == {}

@@ -220,6 +220,41 @@ def test_what_a_contribution_has_disproved_is_not_believed_later():
     assert [one.state for one in timeline.lanes.settle()] == ["training"] * 3
 
 
+def test_a_replica_that_stands_by_is_shown_so_until_it_contributes():
+    roles = {0: "contribute", 1: "standby", 2: "contribute"}
+    timeline = fold(
+        [
+            *START,
+            ev(9.1, "RingBroken", 1, epoch=1),
+            grant(9.2, 2, roles),
+            ev(9.3, "GrantAdopted", 1, role="standby", epoch=2),
+            ev(9.4, "StepRetried", 1),
+            commit(10, 6, 2, (0, 2)),
+            ev(20, "ReplicaStalled", 1),
+            ev(22, "ReplicaResumed", 1),
+            commit(23, 7, 2, (0, 2)),
+            ev(24, "GrantAdopted", 1, role="contribute", epoch=3),
+            commit(25, 8, 3),
+        ]
+    )
+    assert lane(timeline, 1)[2:] == [
+        ("training", 4.1),
+        ("retrying", 9.1),
+        ("standby", 9.3),
+        ("stalled", 20),
+        ("standby", 22),
+        ("training", 24),
+    ]
+
+
+def test_a_failure_is_over_when_its_replica_stands_by():
+    rows = [row for row in killed() if row.get("epoch") != 4 and row.get("event") != "Rejoined"]
+    rows += [grant(18, 4, {0: "contribute", 1: "standby", 2: "contribute"}), commit(20, 9, 4, (0, 2))]
+    (failure,) = fold(rows).told(0, 1e9, 1.0)
+    assert failure["done"]
+    assert failure["rejoin_s"] == pytest.approx(10.5)
+
+
 def test_an_end_on_purpose_is_no_failure():
     end = [ev(12, "ProcessExited", 1, kind="SIGTERM"), ev(12.1, "ReplicaExited", 1, kind="stopped")]
     assert fold([*START, *end]).told(0, 1e9, 1.0) == []

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from lighthouse.overview.series import COLUMNS, KEPT, WIDTH, Series
 
 
-def record(t, step=0, loss=1.0, step_s=1.0, healthy=3.0, useful=1.0, gap=1.0):
-    return (t, step, loss, step_s, 2.0, healthy, 1.0, useful, gap)
+def record(t, step=0, loss=1.0, step_s=1.0, healthy=3.0, units=6.0, useful=1.0, gap=1.0):
+    return (t, step, loss, step_s, 2.0, healthy, 1.0, units, useful, gap)
 
 
 def filled(n, **changes):
@@ -46,6 +46,13 @@ def test_loss_is_the_mean_of_a_bucket_and_leaves_out_what_is_none():
     found = filled(1000, loss=lambda t: math.nan if t % 2 else 4.0).between(0, 1000, 10)
     assert found["loss"] == [4.0] * len(found["loss"])
     assert filled(4, loss=lambda t: math.nan).between(0, 10, 10)["loss"] == [None] * 4
+
+
+def test_the_fewest_units_of_a_bucket_stay_visible_and_rows_without_units_are_left_out():
+    found = filled(20_000, units=lambda t: 4.0 if t == 7777 else 6.0).between(0, 20_000, 100)["units"]
+    assert (found.count(4), found.count(6)) == (1, len(found) - 1)
+    assert filled(1000, units=lambda t: math.nan if t % 2 else 6.0).between(0, 1000, 10)["units"][0] == 6
+    assert filled(4, units=lambda t: math.nan).between(0, 10, 10)["units"] == [None] * 4
 
 
 def test_effective_is_the_useful_share_of_a_bucket():

@@ -84,7 +84,10 @@ def test_a_grant_is_in_ring_order_and_says_why():
     grant = rules.grant(7, 3, Base(at(1, 1), None, ()), members, 3, "first epoch")
     assert grant.ring == (2, 0)
     assert (grant.term, grant.epoch, grant.total) == (7, 3, 3)
-    assert grant.reason == f"first epoch; replicas 0 contribute on {at(1, 1)}; 2 behind"
+    assert grant.reason == "first epoch"
+    told = (*members, Member(1, name(1), "standby"))
+    said = rules.describe(told, at(1, 1), "first epoch")
+    assert said == f"first epoch; replicas 0 contribute on {at(1, 1)}; 1 stand by; 2 behind"
 
 
 def test_the_example_of_the_package_is_true() -> None:

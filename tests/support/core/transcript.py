@@ -21,9 +21,10 @@ from pathlib import Path
 from ft_hsdp.core import effects, events, state_id
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken, Contribution
-from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Member, Refused
+from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Member, Refused, Role
 from ft_hsdp.core.replica_state import Replica, ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.units import Places
 
 FOLDER = Path(__file__).parents[2] / "core" / "transcripts"
 ZERO = state_id.initial("config", "weights")
@@ -116,14 +117,20 @@ class Driver:
         raise ValueError(f"no such event: {verb}")
 
     def _grant(self, words: Words) -> Grant:
-        members = tuple(
-            Member(int(m.strip("b!")), f"{m.strip('b!')}-{int('!' in m)}", "behind" if "b" in m else "contribute")
-            for m in words["members"].split(",")
-        )
+        """Members are replica ids, with "b" (behind), "s" (stands by) and "!" (its next incarnation).
+
+        "units=4,3" gives their units, "placesN=0+3/6+1" the first places of member N as first+count.
+        """
+        named = words["members"].split(",")
+        units = [int(n) for n in words["units"].split(",")] if "units" in words else [1] * len(named)
+        members = tuple(_member(m, n, words) for m, n in zip(named, units, strict=True))
         base = self.states[words["base"]] if words["base"] in self.states else self._name(words["base"])
         void = tuple(fence_of(v) for v in words.get("void", "").split(",") if v)
         term = int(words.get("term", "1"))
-        return Grant(term, int(words["epoch"]), base, members, 3, "the lighthouse says so", void)
+        shared = "shared" in words
+        return Grant(
+            term, int(words["epoch"]), base, members, 3, "the lighthouse says so", void, sum(units), shared
+        )
 
     def _name(self, name: str) -> StateId:
         """A state that this replica has not seen."""
@@ -145,9 +152,12 @@ class Driver:
         """The record that an honest reduction of ``fence`` has, unless ``words`` say otherwise."""
         grant = self.me.grant
         assert grant is not None
-        able = tuple(m.replica for m in grant.donors if m.replica not in self.me.excluded)
+        named = (m.replica for m in grant.members if m.role == "contribute")
+        able = tuple(r for r in named if r not in self.me.excluded)
+        by = numbers(words["by"]) if "by" in words else able
         put = tuple(
-            Contribution(r, 1, r, fence.step - 1) for r in (numbers(words["by"]) if "by" in words else able)
+            Contribution(r, 1, 0, 9 * fence.step + r) if grant.shared else Contribution(r, 1, r, fence.step - 1)
+            for r in by
         )
         poisoned = numbers(words.get("poisoned", ""))
         record = CommitRecord(
@@ -210,9 +220,9 @@ class Driver:
                 return f"configure epoch {grant.epoch}: ring {list(grant.ring)}"
             case effects.StopRing(epoch, reason):
                 return f"stop ring {epoch}: {reason}"
-            case effects.Reduce(fence, role, prev):
+            case effects.Reduce(fence, role, prev, places):
                 on = next((name for name, s in self.states.items() if s.lineage == prev), prev)
-                return f"reduce {short(fence)} on {on}: {role}"
+                return f"reduce {short(fence)} on {on}: {role}{_places(places)}"
             case effects.SendToken(t):
                 extra = [f"equal {list(t.equal)}"] if t.equal else []
                 extra += [f"leaving {list(t.leaving)}"] if t.leaving else []
@@ -226,7 +236,7 @@ class Driver:
                 return ", ".join([f"send token of {short(t.fence)}: {said}", *extra])
             case effects.Commit(record):
                 how = ", skipped" if record.skipped else ""
-                how += f", without batches {list(record.spoiled)}" if record.spoiled else ""
+                how += f", without units {list(record.spoiled)}" if record.spoiled else ""
                 return f"commit {self._called(record.state_id)}: {list(record.contributors)}{how}"
             case effects.BufferUpdate(record):
                 return f"log {self._called(record.state_id)}: {list(record.contributors)}"
@@ -235,8 +245,9 @@ class Driver:
                 return f"discard the local gradient{full}"
             case effects.InstallSnapshot(base):
                 return f"install {self._called(base)}"
-            case effects.RunBatch(step):
-                return f"feed step {step}"
+            case effects.RunBatch(step, places, following):
+                after = f", then {following}" if _places(places) else ""
+                return f"feed step {step}{_places(places)}{after}"
             case effects.Fetch(base, donors):
                 return f"fetch {self._called(base)} from {[d.replica for d in donors]}"
             case effects.Keep(state):
@@ -281,3 +292,16 @@ def _blocks(text: str) -> Iterator[str]:
 if __name__ == "__main__":
     for path in sorted(FOLDER.glob("*.txt")):
         path.write_text(replay(path.read_text()).rstrip("\n") + "\n")
+
+
+def _member(word: str, units: int, words: Words) -> Member:
+    number = word.strip("bs!")
+    role: Role = "behind" if "b" in word else "standby" if "s" in word else "contribute"
+    runs = (run.split("+") for run in words.get(f"places{number}", "").split("/") if run)
+    places = tuple((int(first), int(count)) for first, count in runs)
+    return Member(int(number), f"{number}-{int('!' in word)}", role, units=units, places=places)
+
+
+def _places(places: Places) -> str:
+    """Say which places these are, unless it is the first one alone."""
+    return "" if places in ((), ((0, 1),)) else " at " + "/".join(f"{first}+{count}" for first, count in places)

@@ -16,12 +16,13 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.ftar.connections import MemberIdentity
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Work
-from ft_hsdp.ftar.frame import Entry, Key
+from ft_hsdp.ftar.frame import Key
 from ft_hsdp.ftar.group import Group, GroupEvents
 from ft_hsdp.ftar.lifecycle import GroupState
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.protocol import RingAbort
+from tests.support.ftar.ring_values import entry
 
 TOKEN = "ab" * 32
 LAYOUT = "layout"
@@ -62,16 +63,24 @@ class Replica:
         self.shown: list[Grant] = []
         self.tokens: list[CommitToken] = []
         events = GroupEvents(self.connected.append, self.broken.append, self.shown.append, self.tokens.append)
-        settings = Settings(transport, chunk_bytes=256, timeout_s=timeout_s, connect_timeout_s=connect_s)
+        settings = Settings(
+            transport, chunk_bytes=256, timeout_s=timeout_s, pause_s=60.0, connect_timeout_s=connect_s
+        )
+        self.pause_until = 0.0  # of its training loop, on the monotonic clock
         self.plane = CpuPlane()
-        self.group = Group(MemberIdentity(replica, 0, layout, token), settings, events, self.plane)
+        self.group = Group(
+            MemberIdentity(replica, 0, layout, token), settings, events, self.plane, None, self._pause_s
+        )
         self.address = self.group.listen(host)
+
+    def _pause_s(self) -> float:
+        return max(0.0, self.pause_until - time.monotonic())
 
     def reduce(self, epoch: int, out: torch.Tensor, step: int = 1) -> Work:
         """Add one's own number to the sum."""
         key = Key(epoch, step, 0, 0, "00" * 16)
         local = torch.full_like(out, float(self.replica + 1))
-        return self.group.all_reduce(key, local, out, Entry(self.replica, 1, self.replica, 0, 0.0))
+        return self.group.all_reduce(key, local, out, entry(self.replica))
 
     @property
     def rendezvous(self) -> Rendezvous:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ft_hsdp.core.commit import Contribution
 from ft_hsdp.core.ring import RingPlan, fold_order
 from ft_hsdp.ftar.frame import Entry, Key
 
@@ -15,7 +16,7 @@ KEY = Key(epoch=1, step=1, attempt=0, bucket=0, prev="00" * 16)
 
 def entry(replica: int, weight: int = 1) -> Entry:
     """What this replica says of itself."""
-    return Entry(replica, weight, replica, 10 + replica, replica / 8)
+    return Entry(replica, (Contribution(replica, weight, replica, 10 + replica, replica / 8),) if weight else ())
 
 
 def values(count: int, n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:

@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Callable
 
-from ft_hsdp.ftar.frame import ENTRY, HEADER
+from ft_hsdp.ftar.frame import ENTRY_BYTES, HEADER
 from ft_hsdp.handshake import ANSWER_BYTES, MAGIC, Purpose
 from ft_hsdp.protocol import LENGTH
 
@@ -57,7 +57,7 @@ class Headers:
             return
         _, _, _, _, _, number, _, _, round_, nbytes, _ = HEADER.unpack(whole)
         entries = number if round_ == 0 and number < self.members else 0
-        self._skip = entries * ENTRY.size + (nbytes if self._inline else 0)
+        self._skip = entries * ENTRY_BYTES + (nbytes if self._inline else 0)
 
 
 class Pair:

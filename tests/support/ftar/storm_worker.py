@@ -27,7 +27,7 @@ from torch import Tensor
 from ft_hsdp.errors import FTARError, RecoverableError
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.executor import Work
-from ft_hsdp.launch.backend.processes import die_with
+from ft_hsdp.lifetime import die_with
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 MOST = 1 << 20  # elements of the largest message

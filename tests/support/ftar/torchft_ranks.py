@@ -16,10 +16,10 @@ from ft_hsdp.compat.torchft import ProcessGroupFTAR
 class Ranks:
     """``size`` groups, the first configure done; `all` calls a function for each of them at once."""
 
-    def __init__(self, size: int, timeout_s: float = 30.0) -> None:
+    def __init__(self, size: int, timeout_s: float = 30.0, host: str | None = None) -> None:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._prefixes = itertools.count()
-        self.groups = [ProcessGroupFTAR(timedelta(seconds=timeout_s)) for _ in range(size)]
+        self.groups = [ProcessGroupFTAR(timedelta(seconds=timeout_s), host=host) for _ in range(size)]
         self._threads = ThreadPoolExecutor(size)
         self.configure(self.groups)
 

@@ -24,8 +24,9 @@ from ft_hsdp import address, handshake, protocol
 from ft_hsdp.config import loader
 from ft_hsdp.control import rank_channel
 from ft_hsdp.control.rank_store import KeyTable, packed
-from ft_hsdp.core.commit import AttemptId, CommitToken, Vote
+from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken, Contribution, Vote
 from ft_hsdp.core.grant import Grant, Member, Report
+from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, DataCorruption, ProtocolViolation, StaleEpoch
@@ -40,12 +41,13 @@ from ft_hsdp.state.transfer import http, shard_manifest
 from ft_hsdp.state.transfer.http import DonorBusy, DonorConnection
 from lighthouse import validation
 from lighthouse.http import connections as lighthouse_door
+from lighthouse.quorum import state as quorum
 from tests.support.fuzz.fuzz_engine import Parser
 
 TOKEN = "ab" * 32
 BASE = StateId(1, 2, "0" * 32)
 MEMBERS = tuple(Member(r, f"{r}-x-0", "contribute", (f"10.0.0.{r}:80",), (f"[::{r}]:81",)) for r in range(3))
-GRANT = Grant(1, 3, BASE, MEMBERS, 3, "why", (AttemptId(1, 2, 3),), "ab" * 32)
+GRANT = Grant(1, 3, BASE, MEMBERS, 3, "why", (AttemptId(1, 2, 3),), mac="ab" * 32)
 ROW = {"event": "RingConnected", "t": 1.5, "replica": 1}
 
 SAID: list[object] = [
@@ -101,7 +103,7 @@ class _Frames:
     def __init__(self) -> None:
         self.framing = _framing()
         self.seeds = [
-            self.framing.header(operation, round_, False) + Entry(1, 2, 3, 4, 0.5).pack()
+            self.framing.header(operation, round_, False) + Entry(1, (Contribution(1, 2, 3, 4, 0.5),)).pack()
             for operation in list(self.framing.operations)[:-1]
             for round_ in range(2)
         ]
@@ -112,7 +114,7 @@ class _Frames:
         course.check(frame)
         assert frame.nbytes <= 900 * 4
         rest = data[size:]
-        wire_frame.unpack_entries(rest[: len(rest) // wire_frame.ENTRY.size * wire_frame.ENTRY.size])
+        wire_frame.unpack_entries(rest[: len(rest) // wire_frame.ENTRY_BYTES * wire_frame.ENTRY_BYTES])
 
 
 class _Bytes:
@@ -305,6 +307,31 @@ def _where(data: bytes) -> None:
     validation.check((text,), (text,), None, ())
 
 
+POLICY = quorum.Policy(slots=4, steps=10)
+SEVERAL = tuple(Contribution(1, 4, 1, 9 * n, 0.5, 4, n // 2) for n in range(4))
+RECORD = CommitRecord(1, 0, 3, "0" * 32, (0, 1), 2, SEVERAL, "d", spoiled=((0, 1, 2),), retries=2, wanted=24)
+PREPARED = protocol.QuorumRequest(Report(1, "1-x-0", BASE, 3, prepared=RECORD), (), (), "c", "l", "n")
+
+
+def _report(data: bytes) -> None:
+    """A replica's report, with a record of several runs: what is believed can be applied to a ledger."""
+    said = protocol.decode(data, protocol.QuorumRequest)
+    assert isinstance(said, protocol.QuorumRequest)
+    validation.check_ask(quorum.LighthouseState.empty(POLICY, 1), said)
+    record = said.report.prepared
+    if record is not None and not record.doubled:
+        record.ledger(Ledger.empty(4))
+
+
+def _entry(data: bytes) -> None:
+    """What a member says that it has trained: what is believed can be written and applied."""
+    size = wire_frame.ENTRY_BYTES
+    for entry in wire_frame.unpack_entries(data[: len(data) // size * size]):
+        assert wire_frame.unpack_entries(entry.pack())[0].pack() == entry.pack()
+        shards = max((c.shard for c in entry.contributions), default=0) + 1
+        Ledger.empty(shards).advance(c.run for c in entry.contributions)
+
+
 HEAD = b"GET /v1/state/1/2/" + b"0" * 32 + b"/0/manifest HTTP/1.1\r\nHost: x\r\n\r\n"
 RANGED = b"GET /v1/state/1/2/" + b"0" * 32 + b"/0/data HTTP/1.1\r\nRange: bytes=0-9\r\n\r\n"
 POST = b"POST /v1/quorum HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
@@ -319,7 +346,6 @@ MANIFEST = shard_manifest.encode(
         (shard_manifest.PackedTensor("a", "param", "float32", (2,), (2,), 0, 8),),
         (4,),
         ({"lr": 0.1},),
-        (),
         (),
         ("0" * 16,),
     )
@@ -348,6 +374,8 @@ def targets() -> dict[str, Callable[[], Parser]]:
     return {
         "protocol": lambda: Parser(_message, _said(), violation),
         "handshake": lambda: Parser(_handshake, [KNOWN, handshake.MAGIC + bytes(64)], violation),
+        "report": lambda: Parser(_report, [protocol.encode(PREPARED)], violation),
+        "entry": lambda: Parser(_entry, [Entry(1, SEVERAL).pack(), Entry(2).pack()], violation),
         "frame": lambda: Parser(f := _Frames(), f.seeds, (ProtocolViolation, StaleEpoch, struct.error)),
         "control": lambda: Parser(_control, [protocol.frame(protocol.RingBeat(1, 2, 3))], violation),
         "channel": lambda: Parser(_channel, [protocol.frame(protocol.RankStopped(1, 2))], ()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,11 @@ def poisoned(config: Config, replica: IncarnationSource, run: Path) -> int:
     return _train(config, replica, run, lambda *_: None, Data(poisoned=True))
 
 
+def unweighed(config: Config, replica: IncarnationSource, run: Path) -> int:
+    """Never says what a micro-batch weighs."""
+    return _train(config, replica, run, lambda *_: None)
+
+
 def _first(run: Path) -> bool:
     """Whether this is asked for the first time in this run."""
     mark = run / "failed_once"
@@ -106,5 +112,6 @@ def _train(config: Config, replica: IncarnationSource, run: Path, fault: Fault, 
             (model(batch) * batch[0]).backward()
             optim.step()
     except FtHsdpError as error:
+        sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0

@@ -28,13 +28,14 @@ async def until(ready: Callable[[], Any], what: str) -> None:
         await asyncio.sleep(0.005)
 
 
-def train(folder: Path, entry: str, deadline_s: float = 120.0, **settings: Any) -> RunDir:
-    """Run a job of trainers whose entry is given, until it has ended well; its run directory."""
-    config = parse({"job": {"name": "job", "runs_dir": str(folder)}, "data": {"max_bytes": 200_000}, **settings})
+def train(folder: Path, entry: str, deadline_s: float = 120.0, code: int = 0, **settings: Any) -> RunDir:
+    """Run a job of trainers whose entry is given, until it has ended with ``code``; its run directory."""
+    data = {"max_bytes": 200_000, **settings.pop("data", {})}
+    config = parse({"job": {"name": "job", "runs_dir": str(folder)}, "data": data, **settings})
     prepare_data(config)
     run = start_run(config)
     with Terminal(config, io.StringIO()) as terminal:
         job = JobRun(config, run, terminal, local_resources(config, run, entry=entry))
-        code, _ = asyncio.run(asyncio.wait_for(job.run(), deadline_s))
-    assert code == 0
+        ended, _ = asyncio.run(asyncio.wait_for(job.run(), deadline_s))
+    assert ended == code
     return run

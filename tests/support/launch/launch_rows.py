@@ -7,7 +7,7 @@ from typing import Any
 
 from ft_hsdp.analysis.failures import fold
 from ft_hsdp.config import Config
-from ft_hsdp.launch.run.audit import BatchAudit
+from ft_hsdp.launch.run.audit import UnitAudit
 from ft_hsdp.launch.run.directory import Row
 from ft_hsdp.launch.run.summary import RunTally, Summary
 
@@ -21,10 +21,12 @@ def commit(
     role: str = "contribute",
     epoch: int = 1,
     t: float | None = None,
+    ranks: int = 1,
     **fields: Any,
 ) -> Row:
-    """A row of commits.jsonl. Lineages are L1, L2, ...; replica r trains batch step - 1 of data shard r."""
-    contributions = [{"replica": r, "weight": 1, "shard": r, "index": step - 1, "loss": 2.0} for r in who]
+    """A row of commits.jsonl. Lineages are L1, L2, ...; replica r trains the next units of data shard r."""
+    one = {"weight": ranks, "index": (step - 1) * ranks, "loss": 2.0, "units": ranks, "part": 0}
+    contributions = [{**one, "replica": r, "shard": r} for r in who]
     return {
         "t": 1000.0 + step if t is None else t,
         "step": step,
@@ -35,6 +37,8 @@ def commit(
         "ring": [0, 1, 2],
         "contributors": sorted(who),
         "total": 3,
+        "units": len(who) * ranks,
+        "units_wanted": fields.get("total", 3) * ranks,
         "contributions": contributions,
         "cursors": [step] * 3,
         "holes": [],
@@ -58,7 +62,13 @@ def fed(rows: Sequence[Row]) -> dict[int, list[Row]]:
     logs: dict[int, list[Row]] = {}
     for row in rows:
         for c in row["contributions"]:
-            line = {"t": row["t"], "step": row["step"], "shard": c["shard"], "index": c["index"]}
+            line = {
+                "t": row["t"],
+                "step": row["step"],
+                "shard": c["shard"],
+                "index": c["index"],
+                "units": c["units"],
+            }
             logs.setdefault(c["replica"], []).append({**line, "incarnation": "x"})
     return logs
 
@@ -102,7 +112,7 @@ def batches(
 ) -> dict[str, int]:
     """The audit of rows that are all in memory. cut: incarnations whose machine took their last lines along;
     losses: when a disk took no lines, (from, to) in Unix seconds."""
-    audit = BatchAudit()
+    audit = UnitAudit(1)
     for name in cut:
         audit.event({"event": "LogCut", "rank": 0, "incarnation": name})
     for since, until in losses:

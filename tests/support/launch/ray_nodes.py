@@ -18,7 +18,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group_table
 
-from ft_hsdp.launch.backend.processes import die_with
+from ft_hsdp.lifetime import die_with
 
 STORE_BYTES = 80 * 2**20
 SYSTEM = {  # a node that is gone is noticed soon

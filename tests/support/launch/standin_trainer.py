@@ -27,7 +27,7 @@ def _healthy(run: RunDir, replica: int) -> bool:
 def main(config: Config, calling: IncarnationSource, path: Path) -> int:
     run = RunDir(path)
     call = calling.wait()
-    replica, restart = call.replica, call.restarts
+    replica, restart, ranks = call.replica, call.restarts, config.ranks_per_replica
     if (path / "refuse").exists():
         return 64
     if (path / "hang").exists():
@@ -45,8 +45,9 @@ def main(config: Config, calling: IncarnationSource, path: Path) -> int:
     commits, fed, events = (
         LineWriter(file) for file in (run.commits(replica), run.fed(replica), run.replica_events(replica))
     )
-    step = max((row["step"] for n in range(config.replicas) for row in read_jsonl(run.commits(n))), default=0)
+    step = 0  # also if it starts later than the others: its batches count
     if restart:
+        step = max((row["step"] for n in range(config.replicas) for row in read_jsonl(run.commits(n))), default=0)
         who = {"replica": replica, "incarnation": f"{replica}-{call.run_id}-{restart}"}
         about = {**who, "seconds": 0.1, "bytes": 10, "donor": 0, "reason": "test"}
         events.write({"t": time.time(), "event": "FetchCompleted", "source": "replica", **about})
@@ -55,11 +56,20 @@ def main(config: Config, calling: IncarnationSource, path: Path) -> int:
         while step == config.train.steps - 2 and (path / "hold").exists() and time.monotonic() < deadline:
             time.sleep(0.005)
         step += 1
-        fed.write({"step": step, "shard": replica, "index": step - 1, "t": time.time(), "incarnation": "x"})
+        fed.write(
+            {
+                "step": step,
+                "shard": replica,
+                "index": (step - 1) * ranks,
+                "units": ranks,
+                "t": time.time(),
+                "incarnation": "x",
+            }
+        )
         time.sleep(STEP_S)
         # No test disturbs replica 0. Its batch counts, even while its process list is being written.
         healthy = [0, *(n for n in range(1, config.replicas) if _healthy(run, n))]
-        row = commit(step, who=healthy, t=time.time(), step_s=STEP_S)
+        row = commit(step, ranks=ranks, who=healthy, t=time.time(), step_s=STEP_S)
         row["contributions"] = row["contributions"][:1]
         commits.write(row)
     final = {"step": step, "commit_epoch": 1, "lineage": f"L{step}", "digest": "d", "incarnation": "x"}

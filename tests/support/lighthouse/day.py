@@ -64,6 +64,8 @@ class _Day:
             "lr_scale": math.sqrt(share),
             "norm": 1 + self.random.random(),
             "total": self.replicas,
+            "units": 2 * len(contributors),
+            "units_wanted": 2 * self.replicas,
             "step_s": took,
             "waits": {"ftar": 0.03 * self.random.random(), "commit": 0.01 + 0.01 * self.random.random()},
             "ftar_bytes": 530_000_000,

@@ -57,6 +57,8 @@ OVERVIEW: dict[str, Any] = {
         "contributors": [0],
         "total": 2,
         "healthy": 1,
+        "units": 10,
+        "units_wanted": 12,
     },
     "effective": {
         "wall_clock": 0.75,

@@ -97,9 +97,15 @@ class Server:
         database.append([JournalEntry(database.last + 1 + n, "event", row(n)) for n in range(rows)])
         database.close()
 
-    def tell(self, replica: int, *events: dict[str, Any], commits: tuple[dict[str, Any], ...] = ()) -> None:
+    def tell(
+        self,
+        replica: int,
+        *events: dict[str, Any],
+        commits: tuple[dict[str, Any], ...] = (),
+        logged: tuple[dict[str, Any], ...] = (),
+    ) -> None:
         """What replica ``replica`` reports."""
-        body = protocol.encode(Telemetry(f"{replica}-run-0", events, commits))
+        body = protocol.encode(Telemetry(f"{replica}-run-0", events, commits, logged=logged))
         headers = {"Authorization": f"Bearer {TOKEN}"}
         answer = httpx.post(f"{self.url}/v1/telemetry", content=body, headers=headers, trust_env=False)
         assert answer.status_code == 204, answer.text

@@ -147,16 +147,15 @@ class Job(StartedJob):
         """The end of what the job printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
 
+    def replay_command(self) -> list[str]:
+        """What trains the recorded run again."""
+        command = [sys.executable, str(ROOT / "launcher.py"), "replay", self.run.name, "--json"]
+        return [*command, "--runs-dir", str(self.run.parent)]
+
     def replayed(self) -> dict[str, Any]:
-        """Train the recorded run again in one process; the verdict."""
-        command = [sys.executable, str(ROOT / "launcher.py"), "replay", "job", "--json"]
-        done = subprocess.run(
-            [*command, "--runs-dir", str(self.run.parent)],
-            cwd=self.run.parent,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-        )
+        """Train the recorded run again; the verdict."""
+        command, folder = self.replay_command(), self.run.parent
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S)
         verdict: dict[str, Any] = json.loads(done.stdout)
         return verdict
 

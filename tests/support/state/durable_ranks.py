@@ -32,7 +32,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, writer
 from ft_hsdp.state.checkpoint.catalog import resume
 from ft_hsdp.state.checkpoint.writer import Header
-from tests.support.state.durable_side import HYPER, KEY, Side, header, told
+from tests.support.state.durable_side import HYPER, KEY, VALUES, Side, header, told
 
 WAIT_S = 60.0
 
@@ -50,7 +50,7 @@ def load(side: Side, folder: str, config_hash: str = "hash", key: str | None = K
     wanted = None if key is None else key.encode()
     before = side.digest()
     try:
-        resumed = resume(Path(folder), config_hash, side.params, side.optim, side.ranks, wanted)
+        resumed = resume(Path(folder), config_hash, side.params, side.optim, side.ranks, wanted, side.user)
     except ConfigError as error:
         return {"refused": str(error)}
     if resumed is None:
@@ -62,6 +62,7 @@ def load(side: Side, folder: str, config_hash: str = "hash", key: str | None = K
         "state": [s.state.commit_epoch, s.state.step, s.state.lineage],
         "ledger": list(s.ledger.cursors),
         "hyper": s.hyper == HYPER,
+        "values": s.user == VALUES,
         "skipped": skipped,
     }
 

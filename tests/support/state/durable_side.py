@@ -16,9 +16,10 @@ from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Head
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.transfer.shard_manifest import Layout
 from ft_hsdp.train import live_state
-from ft_hsdp.train.fsdp import Sharded
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
 from ft_hsdp.train.live_state import state_digest
-from ft_hsdp.train.optimizer import create_state, tensors
+from ft_hsdp.train.optimizer.creation import create_state
+from ft_hsdp.train.optimizer.groups import tensors
 
 
 class Uneven(nn.Module):
@@ -38,7 +39,8 @@ class Side:
 
     def __init__(self, ranks: int, seed: int, width: int = 8) -> None:
         model = Uneven(seed, width)
-        sharded = Sharded(model, [], init_device_mesh("cpu", (ranks,)), lambda _, __: None)
+        shard(model, [], init_device_mesh("cpu", (ranks,)))
+        sharded = AdoptedModel(model, ranks, lambda _, __: None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         create_state(optimizer)
         self.params = sharded.params
@@ -48,23 +50,29 @@ class Side:
             mine = live_state.local(tensor)
             first = _first_row(tensor) if isinstance(tensor, DTensor) else 0
             mine.copy_(whole[first : first + mine.shape[0]] if isinstance(tensor, DTensor) else whole)
-        self.layout = Layout.of(self.params, self.optim)
+        # State of the user: averages of the weights, and a plain tensor that is alike on all ranks.
+        self.user = {f"ema/{n}": p.detach() * 2 for n, p in self.params.items()}
+        self.user["ema/decay"] = torch.tensor([seed * 1.5, 0.5])
+        self.layout = Layout.of(self.params, self.optim, self.user)
         self.ranks = ReplicaGroup(timeout_s=60.0)
 
     def packed(self) -> torch.Tensor:
         buffer = torch.empty(self.layout.nbytes, dtype=torch.uint8)
-        live_state.pack(self.layout, [*self.params.values(), *self.optim.values()], buffer)
+        live = [*self.params.values(), *self.optim.values(), *self.user.values()]
+        live_state.pack(self.layout, live, buffer)
         return buffer
 
     def digest(self) -> str:
-        return state_digest(self.params, self.optim, HYPER)
+        return state_digest(self.params, self.optim, HYPER, self.user)
 
     def checkpointer(self, folder: str, keep: int = 2, incarnation: str = "0-a-0") -> Checkpointer:
         about = CheckpointOrigin(incarnation, 3, "hash", {"model": {"dim": 8}})
-        return Checkpointer(Path(folder), keep, KEY, about, self.layout, self.params, self.optim, self.ranks)
+        live = self.params, self.optim
+        return Checkpointer(Path(folder), keep, KEY, about, self.layout, *live, self.ranks, self.user)
 
 
 KEY = b"operator's key"
+VALUES: dict[str, dict[str, Any]] = {"ema": {"steps": 3, "best": [0.5, None]}}
 HYPER = ({"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-08, "foreach": None},)
 
 
@@ -75,7 +83,7 @@ def _first_row(tensor: DTensor) -> int:
 
 
 def header(step: int, epoch: int = 1) -> Header:
-    return Header(StateId(epoch, step, f"{step:032x}"), Ledger((step, 2 * step, 5)), HYPER)
+    return Header(StateId(epoch, step, f"{step:032x}"), Ledger((step, 2 * step, 5)), HYPER, VALUES)
 
 
 def told(outcome: Outcome) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from ft_hsdp.train.fsdp import Sharded
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
 from ft_hsdp.train.live_state import state_digest
 from tests.support.state.odd_model import Odd, batch
 
@@ -18,7 +18,8 @@ rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2)
 model = Odd()
 seen: list[tuple[int, torch.Tensor]] = []
-sharded = Sharded(model, list(model.parts), init_device_mesh("cpu", (2,)), lambda i, flat: seen.append((i, flat)))
+shard(model, list(model.parts), init_device_mesh("cpu", (2,)))
+sharded = AdoptedModel(model, 2, lambda i, flat: seen.append((i, flat)))
 digest = state_digest(sharded.params, {}, ({"lr": 0.1},))
 model(batch(rank)).backward()
 grads = {n: p.grad.full_tensor().flatten().tolist() for n, p in sharded.params.items()}

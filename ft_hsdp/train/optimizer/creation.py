@@ -1,26 +1,21 @@
-"""The user's optimizer inside the committed state: its tensors, and its update.
+"""The tensors of the user's optimizers, made before their first step.
 
-`create_state` makes the optimizer's tensors before its first step. A state can be fetched, copied and compared
-only if all its tensors exist, and torch makes most of them in the first step. They get the values that torch
-would have given them. Whether an optimizer allows this is not looked up in a list: it is tried out on small
-tensors, and an optimizer that would train differently is refused by name.
-
-`finish` and `Groups.step` apply a committed step. The user's optimizer does the update; divisor, clipping and
-learning rate come from the commit record alone, so every replica does the same. The stored learning rate is the
-one before lr_scale.
+A state can be fetched, copied and compared only if all its tensors exist, and torch makes most of them in the
+first step. `create_state` gives them the values that torch would have given them. Whether an optimizer allows this
+is not looked up in a list: it is tried out on small tensors, and an optimizer that would train differently is
+refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.errors import ConfigError
 
 TRIAL_STEPS = 3
@@ -43,17 +38,24 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ConfigError: It would train differently with a state from here, or its state are not tensors alone.
     """
-    plan = [(*each, sorted(_try_out(optimizer, trial))) for each, trial in _trials(optimizer)]
+    tried: dict[Any, list[str]] = {}
+    plan = []
+    for group, dims in ((g, d) for g in optimizer.param_groups for d in sorted({p.dim() for p in _trainable(g)})):
+        like = next(p for p in _trainable(group) if p.dim() == dims)
+        kind = dims, like.dtype, like.device, getattr(like, "placements", None), _kind(group)
+        if kind not in tried:
+            tried[kind] = sorted(_try_out(optimizer, {**group, "params": [_small(like, 0).requires_grad_()]}))
+        plan.append((group, dims, tried[kind]))
     loaded = {id(p) for p, state in optimizer.state.items() if state}
     for group, dims, keys in plan:
-        for param in (p for p in group["params"] if p.dim() == dims and id(p) in loaded):
+        for param in (p for p in _trainable(group) if p.dim() == dims and id(p) in loaded):
             _check_loaded(optimizer, optimizer.state[param], keys)
     if hasattr(optimizer, "_init_group") or not loaded:
         _create(optimizer)
     elif loaded != {id(p) for p in _parameters(optimizer)}:
         raise _refused(optimizer, "a state was loaded for some of its parameters only")
     for group, dims, keys in plan:
-        for param in (p for p in group["params"] if p.dim() == dims):
+        for param in (p for p in _trainable(group) if p.dim() == dims):
             _fill(param, optimizer.state[param], keys)
 
 
@@ -67,17 +69,36 @@ def _check_loaded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keys:
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    """Return what the optimizer trains: a frozen parameter never has a gradient, and so no state."""
+    return [p for group in optimizer.param_groups for p in _trainable(group)]
 
 
-def _trials(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[dict[str, Any], int], dict[str, Any]]]:
-    """Yield, for each group and each number of dimensions in it, a group of that kind with one small parameter."""
-    for group in optimizer.param_groups:
-        for dims in sorted({p.dim() for p in group["params"]}):
-            like = next(p for p in group["params"] if p.dim() == dims)
-            drawn = torch.randn([TRIAL_ROWS] * dims, generator=torch.Generator().manual_seed(0))
-            small = drawn.to(device=like.device, dtype=like.dtype).requires_grad_()
-            yield (group, dims), {**group, "params": [small]}
+def _trainable(group: dict[str, Any]) -> list[torch.Tensor]:
+    return [p for p in group["params"] if p.requires_grad]
+
+
+def _kind(value: Any) -> Any:
+    """Return what groups have in common of which one trial is enough; numbers count by their sign."""
+    if isinstance(value, dict):
+        return tuple(sorted((k, _kind(v)) for k, v in value.items() if k not in ("params", "param_names")))
+    if isinstance(value, list | tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return type(value).__name__, "" if isinstance(value, torch.Tensor) else repr(value)
+    return "number", repr((value > 0) - (value < 0))
+
+
+def _small(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return a small tensor of the kind and the sharding of ``like``, with random numbers alike on all ranks."""
+    drawn = torch.randn([TRIAL_ROWS] * like.dim(), generator=torch.Generator().manual_seed(seed))
+    drawn = drawn.to(device=like.device, dtype=like.dtype)
+    if not isinstance(like, DTensor):
+        return drawn
+    return distribute_tensor(drawn, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
@@ -104,8 +125,7 @@ def _try_out(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str
         trial.state[param].update({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in eager.items()})
     try:
         for seed in range(TRIAL_STEPS):
-            drawn = torch.randn(theirs.shape, generator=torch.Generator().manual_seed(seed + 1))
-            grad = drawn.to(device=theirs.device, dtype=theirs.dtype)
+            grad = _small(theirs, seed + 1)
             theirs.grad, mine.grad = grad.clone(), None
             natural.step()
             if seed == 0:
@@ -125,7 +145,8 @@ def _try_out(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str
     after, here = natural.state[theirs], ours.state[mine]
     if {k for k, v in after.items() if v is not None} != keys or set(here) - set(after):
         raise _refused(optimizer, "its state gets other tensors after its first step")
-    if not torch.equal(theirs, mine) or any(not torch.equal(after[k], here[k]) for k in keys):
+    pairs = [(theirs, mine), *((after[k], here[k]) for k in keys)]
+    if not all(torch.equal(_local(a), _local(b)) for a, b in pairs):
         raise _refused(optimizer, "it trains differently when its state exists before its first step")
     return keys
 
@@ -214,107 +235,3 @@ def _refused(optimizer: torch.optim.Optimizer, why: str) -> ConfigError:
     return ConfigError(
         "job.optimizer", name, f"an optimizer whose state can be made before its first step ({why})"
     )
-
-
-Schedule = Callable[[int], float]
-CLIP_EPS = 1e-6
-
-
-def finish(record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | None, accumulate: int) -> None:
-    """Turn the sums into the gradient, in place: divide by the contributors' weights, then clip by the norm.
-
-    The norm in the record was summed in rank order over the replica, so that every replica clips alike.
-
-    Args:
-        record: The commit.
-        reduced: A flat fp32 sum for each bucket.
-        clip: Largest norm; None does not clip.
-        accumulate: Micro-batches whose gradients were added up.
-    """
-    for flat in reduced:
-        flat.div_(record.divisor * accumulate)
-    norm = record.norm / accumulate
-    if clip is not None and norm > clip:
-        for flat in reduced:
-            flat.mul_(clip / (norm + CLIP_EPS))
-
-
-_SCHEDULE = "learning rates that only job.optimizer(optimizer, schedule) sets, with schedule(step) -> factor"
-
-
-def _refuse_to_load(optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
-    name = type(optimizer).__name__
-    raise ConfigError("load_state_dict", name, "a state that is loaded before job.optimizer(...) is called")
-
-
-class Groups:
-    """The parameter groups of a torch optimizer, with the schedule's learning rate."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> None:
-        self.optimizer = optimizer
-        self._schedule = schedule
-        self._base = [float(g["lr"]) for g in optimizer.param_groups]
-        optimizer.register_load_state_dict_pre_hook(_refuse_to_load)
-
-    def check(self) -> None:
-        """Check that only the schedule sets learning rates: a replica that returns would not have any others.
-
-        Raises:
-            ConfigError: A torch scheduler is attached to the optimizer, or a group's learning rate was changed.
-        """
-        if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
-            raise ConfigError("job.optimizer", "an optimizer with a torch learning rate scheduler", _SCHEDULE)
-        rates = [float(g["lr"]) for g in self.optimizer.param_groups]
-        if rates != self._base:
-            raise ConfigError("job.optimizer", f"learning rates {rates} instead of {self._base}", _SCHEDULE)
-
-    def rates(self, record: CommitRecord) -> list[float]:
-        """Return the learning rate that ``record`` gives each group."""
-        factor = self._schedule(record.step) if self._schedule is not None else 1.0
-        return [base * factor * record.lr_scale for base in self._base]
-
-    def step(self, record: CommitRecord) -> None:
-        """Update the parameters; afterwards the groups hold the rates before schedule and lr_scale again."""
-        for group, rate in zip(self.optimizer.param_groups, self.rates(record), strict=True):
-            group["lr"] = rate
-        self.optimizer.step()
-        for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
-            group["lr"] = base
-
-    def hyper(self) -> tuple[dict[str, Any], ...]:
-        """Return the hyper-parameters of each group before lr_scale, as JSON."""
-        return tuple({k: _json(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups)
-
-    def adopt(self, hyper: Sequence[dict[str, Any]]) -> None:
-        """Take the hyper-parameters of a fetched state.
-
-        Raises:
-            ValueError: They are of another optimizer.
-        """
-        if len(hyper) != len(self.optimizer.param_groups):
-            raise ValueError(f"{len(hyper)} parameter groups, expected {len(self.optimizer.param_groups)}")
-        for group, new in zip(self.optimizer.param_groups, hyper, strict=True):
-            if set(new) != set(group) - {"params"}:
-                raise ValueError(f"hyper-parameters {sorted(new)}, expected {sorted(set(group) - {'params'})}")
-            for key, value in new.items():
-                group[key] = tuple(value) if isinstance(group[key], tuple) else value
-        self._base = [float(g["lr"]) for g in self.optimizer.param_groups]
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_json(v) for v in value]
-    if isinstance(value, torch.Tensor):
-        return value.item()
-    return value
-
-
-def tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, torch.Tensor | DTensor]:
-    """Return the optimizer's tensors by "parameter.key"; ``names`` maps id(parameter) to its name."""
-    found: dict[str, torch.Tensor | DTensor] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            for key, value in sorted(optimizer.state[param].items()):
-                if isinstance(value, torch.Tensor):
-                    found[f"{names[id(param)]}.{key}"] = value
-    return found

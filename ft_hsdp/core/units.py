@@ -1,0 +1,154 @@
+"""Units: how much each contributor trains in a step, and which units of the data it takes.
+
+A unit is one rank's micro-batch. With A micro-batches per step and R ranks per replica, batch b of a data shard
+has the units b*A*R to (b+1)*A*R - 1; unit u is micro-batch (u // R) % A of rank u % R of batch u // (A*R). A
+contributor trains m micro-batches on each of its ranks, so it takes m*R units.
+
+Two pure steps lead from a membership to units. `quotas` says how many units each contributor takes. `deal` says
+which *places* it takes: place p is the p-th untrained unit of the state that the step builds on, so a place needs
+no knowledge of the data, and the lighthouse can deal places. `Ledger.at` turns places into units.
+
+A batch is started before the grant of its step is known. Therefore a contributor that stays keeps the places that
+it was dealt before on the same state, and the units of a lost one are free again: `redeal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+BatchRule = Literal["adapt", "constant"]
+RefillRule = Literal["next_step", "same_step"]
+Places = tuple[tuple[int, int], ...]  # (first place, count), disjoint, in the order in which they are trained
+
+
+@dataclass(frozen=True, slots=True)
+class UnitPolicy:
+    """How the units of a step are shared out; agreed at the first grant."""
+
+    replicas: int = 1  # replicas that the job wants: with `accumulate` and the ranks, the wanted units of a step
+    accumulate: int = 1  # micro-batches of a rank in a step to which all replicas contribute
+    # "adapt": each contributor takes `accumulate` micro-batches. "constant": the contributors share the wanted
+    # number of units.
+    batch: BatchRule = "adapt"
+    # A contributor is lost in the middle of a step: "next_step" commits what the others hold, "same_step" has them
+    # train what is missing first.
+    refill: RefillRule = "next_step"
+    allowed: tuple[int, ...] = ()  # permitted numbers of contributors, sorted; (): any
+    max_accumulate: int = 1  # most micro-batches of a rank in a step
+    shared: bool = False  # all replicas take from one data shard; else each takes from its own
+
+    def contributors(self, able: int) -> int:
+        """Return how many of `able` replicas contribute: the largest allowed number, or 0 if none is allowed."""
+        if not self.allowed:
+            return able
+        return max((n for n in self.allowed if n <= able), default=0)
+
+    def quotas(self, count: int) -> tuple[int, ...]:
+        """Return the micro-batches per rank of each of `count` contributors, in ring order.
+
+        Two quotas differ by at most one. Their sum is `replicas * accumulate` unless the batch adapts, or
+        `max_accumulate` caps them.
+        """
+        if count < 1:
+            return ()
+        if self.batch == "adapt":
+            return (self.accumulate,) * count
+        each, more = divmod(self.replicas * self.accumulate, count)
+        return tuple(max(1, min(each + (i < more), self.max_accumulate)) for i in range(count))
+
+
+EACH_ITS_BATCH = UnitPolicy()
+
+
+def deal(counts: Iterable[int], shared: bool) -> tuple[Places, ...]:
+    """Return the places of each contributor in a step that nothing has disturbed.
+
+    Args:
+        counts: units of each contributor, in ring order.
+        shared: whether all take from one data shard, one contributor after the other.
+
+    Returns:
+        One run of places for each contributor; no two overlap if they share a data shard.
+    """
+    places, begin = [], 0
+    for count in counts:
+        places.append(((begin, count),) if count else ())
+        begin += count if shared else 0
+    return tuple(places)
+
+
+def redeal(
+    before: Mapping[int, Places], counts: Mapping[int, int], shared: bool, refill: bool, dealt: int = 0
+) -> tuple[dict[int, Places], int]:
+    """Return the places of each contributor under a new membership on a state on which places were dealt before.
+
+    A contributor that stays keeps its places from the first one on, because it may have trained them already. If
+    its quota shrinks, the places that it gives up stay free in this step: it may have trained them, too. What a
+    lost contributor had, and what lies behind all places, goes to those that need more.
+
+    Args:
+        before: the places of each contributor of the membership before.
+        counts: units of each contributor of the new one; the order is that in which places are dealt.
+        shared: whether all take from one data shard.
+        refill: whether contributors that stay get more places now, rather than in the next step.
+        dealt: places that were ever dealt on this state; those beyond the places in `before` are not free.
+
+    Returns:
+        The places of each contributor, and the number of places that were ever dealt on this state.
+    """
+    if not shared:
+        stay = {r: min(n, size(before[r])) if r in before and not refill else n for r, n in counts.items()}
+        return {r: ((0, n),) if n else () for r, n in stay.items()}, 0
+    end = max([dealt, *(first + count for places in before.values() for first, count in places)])
+    free = sorted(run for r, places in before.items() if r not in counts for run in places)
+    result: dict[int, Places] = {}
+    for replica, count in counts.items():
+        kept = head(before.get(replica, ()), count)
+        result[replica] = kept
+    for replica, count in counts.items():
+        missing = count - size(result[replica])
+        if missing and (refill or replica not in before):
+            taken, free = _take(free, missing)
+            more = missing - size(taken)
+            taken = (*taken, (end, more)) if more else taken
+            end += more
+            result[replica] = joined((*result[replica], *taken))
+    return result, end
+
+
+def size(places: Iterable[tuple[int, int]]) -> int:
+    """Return the number of places."""
+    return sum(count for _, count in places)
+
+
+def head(places: Places, count: int) -> Places:
+    """Return the first `count` of `places`, or all of them if there are fewer."""
+    taken, _ = _take(places, count)
+    return taken
+
+
+def joined(places: Iterable[tuple[int, int]]) -> Places:
+    """Return the same places in the same order, with neighbours joined."""
+    result: list[tuple[int, int]] = []
+    for first, count in places:
+        if result and sum(result[-1]) == first:
+            result[-1] = (result[-1][0], result[-1][1] + count)
+        elif count:
+            result.append((first, count))
+    return tuple(result)
+
+
+def _take(places: Sequence[tuple[int, int]], count: int) -> tuple[Places, list[tuple[int, int]]]:
+    """Return the first `count` of `places`, and the rest."""
+    taken: list[tuple[int, int]] = []
+    rest: list[tuple[int, int]] = []
+    for first, length in places:
+        now = min(length, count)
+        count -= now
+        if now:
+            taken.append((first, now))
+        if now < length:
+            rest.append((first + now, length - now))
+    return tuple(taken), rest

@@ -1,0 +1,145 @@
+"""What every launcher runs in a rank: the built-in trainer, or the user's script or function (`entry`).
+
+A script runs as `python my_train.py` would run it: as ``__main__``, with its arguments in ``sys.argv`` and its
+folder first on ``sys.path``. A function is called without arguments, as a console script is, and the working
+directory is first on ``sys.path``. Neither needs to know which launcher it is: `join` takes everything from here.
+
+The exit code of a rank decides whether its replica is started again:
+
+    an exception of ft_hsdp      its exit code
+    SystemExit                   its code, as Python does
+    another exception            75: it may not happen again
+    the same before `join`       64, unless it may be temporary (an error of the system or of a device): then the
+                                 script is wrong, on every rank
+    an end without `join`        64
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import importlib
+import os
+import runpy
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
+
+from ft_hsdp.config import Config
+from ft_hsdp.config.entry import anchored, is_function, stamped, title
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, FtHsdpError
+from ft_hsdp.train import trainer
+from ft_hsdp.train.identity import FromEnvironment, IncarnationSource
+from ft_hsdp.train.join import Launch, has_joined, launched
+from ft_hsdp.train.replay_job import Recorded
+
+TEMPORARY = (OSError, MemoryError, RuntimeError)  # torch's errors of devices are RuntimeErrors
+_OURS = (__file__, runpy.__file__, "<frozen runpy>", importlib.__file__, "<frozen importlib._bootstrap>")
+
+
+def main(config: Config, replica: int | IncarnationSource, run: Path, recorded: Recorded | None = None) -> int:
+    """Run one rank, of a replica that is known or will be assigned.
+
+    Args:
+        config: The job's configuration.
+        replica: The replica's id, or where this process hears of its incarnation.
+        run: The run's directory.
+        recorded: The steps that it repeats, if this is a replay; there is an entry then.
+
+    Returns:
+        The exit code.
+    """
+    entry = config.entry
+    if entry is None:
+        return trainer.main(config, replica, run)
+    try:
+        config = anchored(stamped(config))  # the digest is of the file that is about to run
+    except FtHsdpError as error:
+        _say(str(error))
+        return error.exit_code
+    source = FromEnvironment(replica) if isinstance(replica, int) else replica
+    launched(Launch(config, source, run, recorded))
+    if isinstance(source, FromEnvironment):  # elsewhere the supervisor watches
+        _watch(title(entry), config.timeouts.start_s)
+    code = _run(entry, config.args)
+    if not isinstance(source, FromEnvironment) and code != EXIT_RETRYABLE:
+        # The fork server's ranks end without the end of the interpreter, so what that does is done here.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    return code
+
+
+def _run(entry: str, args: tuple[str, ...]) -> int:
+    """Run the script or function to its end; return the exit code."""
+    name = title(entry)
+    try:
+        result = _call(entry, args)
+        code = EXIT_OK if result is None else _status(result)
+    except SystemExit as end:
+        code = _status(end.code)
+    except FtHsdpError as error:
+        _say(str(error) or type(error).__name__)
+        return error.exit_code
+    except Exception as error:
+        traceback.print_exception(type(error), error, _own_frames(error.__traceback__))
+        _say(f"{name}: {type(error).__name__}: {error}")
+        wrong = not has_joined() and not isinstance(error, TEMPORARY)
+        return EXIT_CONFIG if wrong else EXIT_RETRYABLE
+    if code == EXIT_OK and not has_joined():
+        _say(f"{name} has ended and never called ft_hsdp.join(): each rank has to join the job")
+        return EXIT_CONFIG
+    return code
+
+
+def _call(entry: str, args: tuple[str, ...]) -> object:
+    """Run a script, or call a function and return its result."""
+    sys.argv = [entry, *args]
+    if not is_function(entry):
+        path = Path(entry).resolve()
+        sys.path.insert(0, str(path.parent))
+        runpy.run_path(str(path), run_name="__main__")
+        return None
+    sys.path.insert(0, os.getcwd())
+    module, _, name = entry.partition(":")
+    return getattr(importlib.import_module(module), name)()
+
+
+def _status(code: object) -> int:
+    """Return the exit code for what `sys.exit` was given; anything but a number and None is a message."""
+    if code is None:
+        return EXIT_OK
+    if isinstance(code, int):
+        return code & 0xFF
+    sys.stderr.write(f"{code}\n")
+    return 1
+
+
+def _own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback from the first frame of the user's on."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in _OURS:
+        trace = trace.tb_next
+    return trace
+
+
+def _say(text: str) -> None:
+    """Write one line that can be shown anywhere: the last line of its log tells why a rank ended."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def _watch(name: str, start_s: float) -> None:
+    """End this process if it has not called `join` after ``start_s`` seconds; say where it hangs."""
+
+    def late() -> None:
+        if has_joined():
+            return
+        faulthandler.dump_traceback(all_threads=True)
+        _say(f"{name} has not called ft_hsdp.join() within {start_s:g} s (timeouts.start_s)")
+        os._exit(EXIT_RETRYABLE)
+
+    timer = threading.Timer(start_s, late)
+    timer.daemon = True
+    timer.start()

@@ -1,0 +1,129 @@
+"""How a job's loop says what its data is: `DataSources`, the part of `Job` that makes sources."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ft_hsdp.config import Config
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.data.loader import Loader, check
+from ft_hsdp.train.data.prefetch import Prefetcher, Reader
+from ft_hsdp.train.data.samples import JobShape, SampleReader
+from ft_hsdp.train.data.stream import BatchStream
+from ft_hsdp.train.data.workers import ReadOptions
+from ft_hsdp.train.identity import RankPlace
+
+
+class DataSources:
+    """Makes the data of a job: `Job` inherits it."""
+
+    def __init__(self, config: Config, place: RankPlace) -> None:
+        """Make sources for one rank.
+
+        Args:
+            config: The job's configuration.
+            place: Where this rank runs.
+        """
+        self.config = config
+        self.data_rank = place.rank  # ranks with one data rank train the same batches
+        self.data_ranks = place.ranks
+        self._place = place
+
+    @property
+    def _data_shape(self) -> JobShape:
+        config = self.config
+        return JobShape(config.replicas, config.data_shards, self.data_ranks, config.train.accumulate)
+
+    def _open_reader(self, source: Any) -> Reader[Any]:
+        """Return what reads the batches of ``source``.
+
+        Raises:
+            ConfigError: It is no source.
+        """
+        if isinstance(source, Loader | BatchStream):
+            return source.reader(self.data_rank)
+        if not callable(getattr(source, "batch", None)):
+            allowed = (
+                "job.loader(dataset, ...), job.stream(iterable), or what has batch(shard, index, rank, micro)"
+            )
+            raise ConfigError("job.batches", type(source).__name__, allowed)
+        return Prefetcher(source, self.data_rank)
+
+    def batches(self, source: Any, accumulate: int | None = None) -> Iterator[Any]:
+        """Yield the batches of ``source`` that this replica has to train, ``accumulate`` in a step: `Job` does."""
+        raise NotImplementedError
+
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        shuffle: bool = True,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = True,
+        seed: int | None = None,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        **others: Any,
+    ) -> Loader[Any]:
+        """Return the batches of a map-style dataset, for `batches`: each sample counts once per epoch of the job.
+
+        The arguments are those of `torch.utils.data.DataLoader`. Does not read anything yet, and does not block.
+
+        Args:
+            dataset: With ``__len__`` and ``__getitem__`` or ``__getitems__``; the same on all ranks.
+            batch_size: Samples of a micro-batch of one rank.
+            shuffle: Whether each epoch has a random order of its own; else the order is that of the dataset.
+            collate_fn: Makes a batch of a list of samples; None takes torch's `default_collate`.
+            drop_last: Whether the samples that do not fill the last batch of an epoch are left out; else that
+                batch is smaller. No batch has samples of two epochs.
+            seed: Of the order, and of what is random about a sample; None takes `train.seed`.
+            num_workers: Processes that read, which live as long as `batches`; with 0 the main thread reads.
+            prefetch_factor: Batches that each worker reads ahead.
+            pin_memory: Whether batches are copied into pinned memory.
+            timeout: The longest wait for a worker's batch, in seconds; with 0 only `timeouts.step_s` bounds it.
+            worker_init_fn: Called in each worker with its number.
+            multiprocessing_context: How workers are started.
+            others: Other arguments of a DataLoader; those that make no sense here are refused.
+
+        Returns:
+            The source. ``for batch in loader`` is ``for batch in job.batches(loader)``.
+
+        Raises:
+            ConfigError: An argument cannot be used, or the dataset has too few samples for one step.
+        """
+        options = ReadOptions(
+            num_workers, prefetch_factor, pin_memory, timeout, worker_init_fn, multiprocessing_context
+        )
+        check(dataset, batch_size, options, others)
+        seed = self.config.train.seed if seed is None else seed
+        reader = SampleReader(dataset, batch_size, collate_fn, shuffle, drop_last, seed)
+        return Loader(reader, self._data_shape, options, self.batches)
+
+    def stream(self, source: Any) -> BatchStream[Any]:
+        """Return the batches of an iterable, for `batches`: each data rank of each replica reads its own.
+
+        Each batch counts once if the iterable gives the same batches in each process, or has the methods
+        ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader and Hugging Face's streaming
+        datasets have. Does not read anything yet, and does not block.
+
+        Args:
+            source: The iterable of this rank, or a function of (shard, shards) that returns it: shard is a number
+                from 0 that only this data rank of this replica has. With `spares` it has to be a function.
+
+        Returns:
+            The source. ``for batch in stream`` is ``for batch in job.batches(stream)``.
+
+        Raises:
+            ConfigError: ``source`` is neither, or `data.assignment` is global.
+        """
+        if self.config.data.assignment == "global":
+            raise ConfigError(
+                "data.assignment", "global", "per_replica, with job.stream: each replica reads its own"
+            )
+        return BatchStream(source, self._data_shape, self._place.run, self._place.rank, self.batches)

@@ -1,0 +1,197 @@
+"""What one rank trains in a step: its micro-batches, their weights, and the contributions that they become."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ft_hsdp.core.commit import MAX_PARTS, MAX_RUNS, MAX_WEIGHT, Contribution
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.units import Places, head
+from ft_hsdp.errors import ConfigError
+
+MAX_MICRO_BATCHES = 65536  # of a rank in one step, whatever a grant says
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Micro-batch ``micro`` of batch ``index`` of data shard ``shard``: a unit of each rank (`core.units`)."""
+
+    shard: int
+    index: int
+    micro: int
+    unit: int  # number of the unit of rank 0 in the data shard; those of the other ranks follow
+
+
+def checked_weight(weight: object) -> int:
+    """Return the weight that a training loop gave a micro-batch.
+
+    Raises:
+        ConfigError: It is no integer from 0 to `MAX_WEIGHT`.
+    """
+    try:
+        number = -1 if isinstance(weight, bool) else operator.index(weight)  # type: ignore[arg-type]
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_WEIGHT:
+        raise ConfigError("job.weigh", weight, f"an integer from 0 to {MAX_WEIGHT}")
+    return number
+
+
+@dataclass(slots=True)
+class TrainedMicroBatch:
+    """A micro-batch whose forward has begun in this step."""
+
+    at: MicroBatch
+    part: int  # how often the step's gradients were reduced inside the replica before (`Contribution.part`)
+    weight: int | None = 1  # of this rank's unit; None: it is not known yet
+    loss: float = math.nan
+    scaled: bool = False  # whether a gradient was multiplied by the weight, which is fixed from then on
+
+    def weigh(self, weight: int) -> None:
+        """Set the weight of this rank's unit.
+
+        Raises:
+            ConfigError: A gradient was multiplied by another one.
+        """
+        if self.scaled and weight != self.weight:
+            raise ConfigError("job.weigh", weight, f"{self.weight}, by which a gradient was multiplied already")
+        self.weight = weight
+
+    def scale(self) -> int:
+        """Return the weight, by which a gradient is multiplied now.
+
+        Raises:
+            ConfigError: It is not known.
+        """
+        weight = self.known()
+        self.scaled = True
+        return weight
+
+    def known(self) -> int:
+        """Return the weight.
+
+        Raises:
+            ConfigError: It is not known.
+        """
+        if self.weight is None:
+            allowed = f"an integer from 0 to {MAX_WEIGHT}, before each backward: data.weight is tokens"
+            raise ConfigError("job.weigh", None, allowed)
+        return self.weight
+
+
+class StepPlan:
+    """The micro-batches of one rank in one step: what is trained already, and what is still to be trained.
+
+    The orders of the leader say which places are the replica's; `target` may grow while the step is open.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        shard: int,
+        ranks: int,
+        accumulate: int,
+        places: Places = (),
+        weighs: bool = False,
+    ) -> None:
+        """Plan to train ``places``.
+
+        Args:
+            ledger: Of the state that the step builds on.
+            shard: Data shard of the replica.
+            ranks: Ranks of the replica.
+            accumulate: Micro-batches of a batch.
+            places: Of the replica, among the untrained units of the data shard.
+            weighs: Whether `TrainedMicroBatch.weigh` says the weight of each micro-batch; otherwise it is 1.
+        """
+        self._weighs = weighs
+        self._ledger = ledger
+        self._shard = shard
+        self._ranks = ranks
+        self._accumulate = accumulate
+        self._part = 0
+        self._due: tuple[Places, int] = ((), 0)  # places, and how many units of them can be trained
+        self.ordered = False  # whether an order has confirmed, changed or ended what is to be trained
+        self.trained: list[TrainedMicroBatch] = []
+        self._target = self._micro_batches(places)
+
+    def at(self, place: int) -> MicroBatch:
+        """Return the micro-batch at a place of this replica's data shard."""
+        return self._micro_batches(((place, self._ranks),))[0]
+
+    @property
+    def left(self) -> Sequence[MicroBatch]:
+        """The micro-batches that are still to be trained, in order."""
+        return self._target[len(self.trained) :]
+
+    def begin(self) -> MicroBatch:
+        """Count the first micro-batch of `left` as trained, and return it."""
+        at = self.left[0]
+        self.trained.append(TrainedMicroBatch(at, self._part, None if self._weighs else 1))
+        return at
+
+    def trainable(self, places: Places) -> int:
+        """Return how many units of ``places`` can be trained in one step: no more than `MAX_RUNS` runs.
+
+        From any thread.
+        """
+        known, units = self._due
+        if known != places:
+            units = len(self._micro_batches(places)) * self._ranks
+            self._due = places, units
+        last = self._part == MAX_PARTS - 1  # what it has to train can grow no more
+        return min(units, len(self._target) * self._ranks) if last else units
+
+    def extend(self, places: Places) -> bool:
+        """Plan to train ``places`` instead; what is trained already stays. Return whether anything is left then.
+
+        If nothing was left before, the step's gradients have been reduced inside the replica: a new part begins,
+        unless there are `MAX_PARTS` of them. Else at least one micro-batch is left: its backward is the one that
+        reduces what is trained.
+        """
+        self.ordered = True
+        target, done = self._micro_batches(places), len(self.trained)
+        if self.left:
+            self._target = target if len(target) > done else self._target[: done + 1]
+        elif len(target) > done and self._part < MAX_PARTS - 1:
+            self._target = target
+            self._part += 1
+        return bool(self.left)
+
+    def close(self, more: int = 0) -> None:
+        """Train ``more`` micro-batches at most, then nothing more in this step."""
+        self.ordered = True
+        self._target = self._target[: len(self.trained) + more]
+
+    def contributions(self, replica: int) -> tuple[Contribution, ...]:
+        """Return what is trained as contributions of ``replica``, with this rank's weights and loss.
+
+        Raises:
+            ConfigError: The weight of a micro-batch is not known, or its gradient was not multiplied by it.
+        """
+        weights = [t.known() for t in self.trained]
+        for t, weight in zip(self.trained, weights, strict=True):
+            if self._weighs and weight and not t.scaled:
+                allowed = "0, or a loss made of what the model's forward returned, and its backward"
+                raise ConfigError("job.weigh", weight, allowed)
+        total = sum(weights)
+        loss = sum(w * t.loss for t, w in zip(self.trained, weights, strict=True) if w) / total if total else 0.0
+        runs: list[Contribution] = []
+        for t, weight in zip(self.trained, weights, strict=True):
+            before = runs[-1] if runs else None
+            if before is not None and (sum(before.run[1:]), before.part) == (t.at.unit, t.part):
+                runs[-1] = replace(before, units=before.units + self._ranks, weight=before.weight + weight)
+            else:
+                runs.append(Contribution(replica, weight, t.at.shard, t.at.unit, loss, self._ranks, t.part))
+        return tuple(runs)
+
+    def _micro_batches(self, places: Places) -> list[MicroBatch]:
+        each, found = self._accumulate * self._ranks, []
+        places = head(places, MAX_MICRO_BATCHES * self._ranks)
+        for shard, first, count in self._ledger.at(self._shard, places)[:MAX_RUNS]:
+            for unit in range(first, first + count, self._ranks):
+                found.append(MicroBatch(shard, unit // each, unit % each // self._ranks, unit))
+        return found

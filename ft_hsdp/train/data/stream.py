@@ -1,0 +1,228 @@
+"""`BatchStream`: batches that can only be read in order, one iterator for each data rank of each replica.
+
+Item n of a stream is the n-th batch that its iterator gives. The committed state says which micro-batches of the
+replica's data shard are trained, and so which items: micro-batch m of batch i is item i * A + m, with A
+micro-batches in a batch. An item is kept until it is trained, so whatever a replica has to train again, it has. A
+process that starts opens the iterator anew, with its newest saved state, and reads on to the first item that is
+not trained.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import replace_json
+from ft_hsdp.train.data import state_json
+from ft_hsdp.train.data.samples import JobShape
+from ft_hsdp.train.data.step_plan import MicroBatch
+
+Batch = TypeVar("Batch")
+
+SAVE_S = 1.0  # between two saved states of an iterator, at least
+
+
+class BatchStream(Generic[Batch]):
+    """Batches of an iterable; `Job.stream` makes it. It is for `Job.batches`."""
+
+    def __init__(
+        self,
+        source: Any,
+        shape: JobShape,
+        run: Path,
+        rank: int,
+        batches: Callable[[Any], Iterator[Batch]],
+    ) -> None:
+        """Make the stream of a job; the iterable is opened later.
+
+        Args:
+            source: The iterable, or a function of (shard, shards) that returns it.
+            shape: Of the job.
+            run: The run's directory, where the state of the iterator is saved.
+            rank: Of the replica; names the file.
+            batches: Joins the job, and yields the batches of this rank.
+
+        Raises:
+            ConfigError: The source is neither.
+        """
+        if not isinstance(source, Iterable) and not callable(source):
+            allowed = "an iterable of batches, or a function of (shard, shards) that returns one"
+            raise ConfigError("job.stream(source)", type(source).__name__, allowed)
+        self._source = source
+        self._shape = shape
+        self._run = run
+        self._rank = rank
+        self._batches = batches
+
+    def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Batch:
+        """Refuse: a stream has no batch at a place.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError("stream.batch", (shard, index, rank, micro), "no call: a stream is read in order")
+
+    def reader(self, rank: int) -> StreamReader[Batch]:
+        """Return what reads the items of a data rank."""
+        return StreamReader(self._source, self._shape, rank, self._run, self._rank)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches(self)
+
+
+class StreamReader(Generic[Batch]):
+    """Reads the stream of one data rank, on the main thread, and keeps what is not trained yet."""
+
+    def __init__(self, source: Any, shape: JobShape, rank: int, run: Path, file: int) -> None:
+        """Open nothing yet: which replica this is may not be known; the arguments are those of `BatchStream`."""
+        self._source = source
+        self._shape = shape
+        self._rank = rank
+        self._run = run
+        self._file = file
+        self._shard = -1  # of the data; -1: nothing was asked for yet
+        self._opened: Any = None  # the iterable
+        self._iterator: Iterator[Any] | None = None
+        self._next = 0  # number of the item that the iterator gives next
+        self._epoch = 0  # how often the iterator has ended
+        self._first = 0  # number of the first item that is not trained
+        self._kept: dict[int, Any] = {}  # items from that one on
+        self._state: tuple[int, int, Any] | None = None  # (next item, epoch, state of the iterable)
+        self._saved_at = 0.0
+
+    def guess(self, ahead: Iterable[MicroBatch]) -> None:
+        """Open the stream where the first of ``ahead`` comes next; blocks while what comes before is passed over.
+
+        Raises:
+            ConfigError: The iterable has no items, or its state cannot be loaded.
+        """
+        at = next(iter(ahead))
+        number = self._item(at)
+        if number:
+            self._first = number
+            self._seek(at, number)
+
+    def batch(self, at: MicroBatch, ahead: Iterable[MicroBatch]) -> Batch:
+        """Return a micro-batch; blocks while the stream is read. ``ahead`` does not matter.
+
+        Raises:
+            ConfigError: The iterable has no items.
+        """
+        number = self._item(at)
+        if number not in self._kept:
+            self._seek(at, number)
+            self._read()
+        return self._kept[number]
+
+    def trained(self, first: MicroBatch) -> None:
+        """Forget the items before ``first``, and save the state of the iterable from time to time."""
+        self._first = number = self._item(first)
+        self._kept = {n: item for n, item in self._kept.items() if n >= number}
+        if self._state is not None and self._state[0] <= number:
+            self._save(self._state)
+            self._state = None
+
+    def close(self) -> None:
+        """Drop the iterator and the items."""
+        self._iterator = self._opened = None
+
+    def _item(self, at: MicroBatch) -> int:
+        return at.index * self._shape.accumulate + at.micro
+
+    def _seek(self, at: MicroBatch, number: int) -> None:
+        """Bring the iterator to an item: from where it is, from its saved state, or else from its beginning."""
+        if at.shard != self._shard:
+            self._shard, self._iterator, self._kept = at.shard, None, {}
+        here = self._next if self._iterator is not None and self._next <= number else -1
+        saved = self._saved()
+        if saved is not None and here < saved[0] <= number:
+            self._open(*saved)
+        elif here < 0:
+            self._open(0, 0, None)
+        while self._next < number:
+            self._read()
+
+    def _open(self, number: int, epoch: int, state: Any) -> None:
+        """Open the iterable where ``number`` items were read, which its ``state`` says; None: at its beginning."""
+        shape = self._shape
+        made = self._source
+        if not isinstance(made, Iterable):
+            made = made(self._shard * shape.ranks + self._rank, shape.shards * shape.ranks)
+        if not isinstance(made, Iterable):
+            allowed = "a function of (shard, shards) that returns an iterable of batches"
+            raise ConfigError("job.stream(source)", type(made).__name__, allowed)
+        if state is not None:
+            made.load_state_dict(state)  # type: ignore[attr-defined]
+        self._opened, self._next, self._epoch, self._state = made, number, epoch, None
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        if callable(set_epoch := getattr(self._opened, "set_epoch", None)):
+            set_epoch(self._epoch)
+        self._iterator = iter(self._opened)
+
+    def _read(self) -> None:
+        """Read the next item, of the next epoch if the iterator ends."""
+        assert self._iterator is not None
+        for again in range(3):
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                self._epoch += 1
+                if again == 1 and not isinstance(self._source, Iterable):  # an iterator that can be used once
+                    self._open(self._next, self._epoch, None)
+                else:
+                    self._begin_epoch()
+                continue
+            if self._next >= self._first:
+                self._kept[self._next] = item
+            self._next += 1
+            self._note_state()
+            return
+        kind = type(self._opened).__name__
+        raise ConfigError(
+            "job.stream(source)", kind, "an iterable that gives batches each time it is iterated over"
+        )
+
+    # The saved state.
+
+    def _note_state(self) -> None:
+        """Ask the iterable for its state, if it has one and it is time for that."""
+        now = time.monotonic()
+        if now - self._saved_at >= SAVE_S and self._state is None and hasattr(self._opened, "load_state_dict"):
+            self._saved_at = now
+            self._state = self._next, self._epoch, self._opened.state_dict()
+
+    @property
+    def _path(self) -> Path:
+        return self._run / "replicas" / str(self._shard) / f"stream-{self._file}.json"
+
+    @property
+    def _layout(self) -> list[int]:
+        return [self._shape.shards, self._shape.ranks, self._shape.accumulate]
+
+    def _save(self, state: tuple[int, int, Any]) -> None:
+        number, epoch, inner = state
+        try:
+            encoded = state_json.encode(inner)
+        except TypeError as error:
+            raise ConfigError("job.stream: state_dict()", str(error), state_json.ALLOWED) from None
+        body = {"layout": self._layout, "items": number, "epoch": epoch, "state": encoded}
+        try:
+            replace_json(self._path, body)
+        except OSError:
+            return  # the next one may be written; until then a new process reads more items again
+
+    def _saved(self) -> tuple[int, int, Any] | None:
+        """Return what `_save` has written, if it is of this layout."""
+        try:
+            body = json.loads(self._path.read_text())
+            if body["layout"] != self._layout:
+                return None
+            return int(body["items"]), int(body["epoch"]), state_json.decode(body["state"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None

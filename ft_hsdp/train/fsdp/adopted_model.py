@@ -1,0 +1,375 @@
+"""An adopted model: the buckets in which its gradient shards go to FTAR (FT-HSDP §4.1).
+
+FSDP2's all-reduce hook gives one flat, padded, reduced shard for each parameter group (`param_groups`).
+The hook only keeps it: the bucket is ready when the last of its parameters has its gradient, which is after
+FSDP2's own division. Order and sizes of the buckets are static, because a replica that is behind takes part in
+every all-reduce without running backward. The order in which backward makes them may be any.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ft_hsdp.errors import ConfigError, InvalidArgument
+from ft_hsdp.train.fsdp import param_groups
+from ft_hsdp.train.fsdp.param_groups import ParamGroup
+
+FP32 = MixedPrecisionPolicy()
+SAMPLE = 8  # elements of each gradient, by which a change after backward shows: versions do not count foreach ops
+
+
+class Bucket:
+    """The gradient of one parameter group: what is all-reduced at once."""
+
+    def __init__(
+        self, index: int, group: ParamGroup, mean_over: int, ready: Callable[[int, torch.Tensor], None]
+    ) -> None:
+        """Take the group's gradients from now on.
+
+        Args:
+            index: Of the bucket.
+            group: The group.
+            mean_over: The gradient that is handed on is the sum over ranks, divided by this.
+            ready: Takes the index and the flat gradient shard; called inside backward.
+        """
+        self.index = index
+        self.name = group.name
+        self.params = group.params
+        self.changed = group.changed
+        self.places = [sum(group.sizes[:i]) for i in range(len(group.sizes))]  # where each shard begins
+        self.numel = sum(group.sizes)  # of the flat gradient shard, with padding
+        self._group = group
+        self._mean_over = mean_over
+        self._ready = ready
+        self._fresh: torch.Tensor | None = None  # reduced, but not divided yet
+        self._expected = 0  # how often backward will reduce it
+        self._reduced = 0  # how often it has
+        self._flat: torch.Tensor | None = None  # the sum of what was reduced, until it is handed on
+        self._handed: torch.Tensor | None = None  # a sample of the gradients then
+        self.used: set[int] = set()  # parameters to which backward gave a gradient, in this part of a step
+        group.on_forward(self._ran, self.used.add)
+        group.on_reduced(self._keep)
+        self.params[-1].register_post_accumulate_grad_hook(self._arrived)
+
+    def begin(self) -> None:
+        """Expect the gradient of another micro-batch."""
+        self._fresh = self._flat = self._handed = None
+        self._expected = self._reduced = 0
+
+    def finish(self) -> bool:
+        """Hand on what is left after backward; return whether there was a gradient.
+
+        Raises:
+            ConfigError: The gradient was changed since it was handed on.
+            InvalidArgument: It was accumulated, and never reduced.
+        """
+        if self._handed is None:
+            if self._reduced == 0 and self._group.pending():
+                raise InvalidArgument(f"{self.name} has gradients that backward did not reduce inside the replica")
+            if self._reduced == 0:  # not used by this batch
+                like = self.params[0]._local_tensor
+                self._flat = torch.zeros(self.numel, dtype=torch.float32, device=like.device)
+            self._hand_on()
+            return self._reduced > 0
+        now = self._sample()
+        if now is not None and not torch.equal(now, self._handed):
+            allowed = (
+                "gradients as backward leaves them, until optim.step has reduced them (optim.clip clips them)"
+            )
+            raise ConfigError("gradients", f"others in {self.name} after backward", allowed)
+        return True
+
+    def _ran(self) -> None:
+        self._expected += 1
+
+    def _keep(self, flat: torch.Tensor) -> None:
+        if self._handed is not None:
+            again = f"{self.name} in a second backward for the same batch"
+            raise ConfigError(
+                "gradients", again, "one backward for each batch of job.batches; add losses up before"
+            )
+        if flat.numel() != self.numel:
+            raise ConfigError(
+                "gradients",
+                f"{flat.numel()} elements of {self.name} instead of {self.numel}",
+                "the parameters that were trainable at job.adopt",
+            )
+        self._fresh = flat
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        fresh, self._fresh = self._fresh, None
+        assert fresh is not None
+        self._reduced += 1
+        self._flat = fresh.float() if self._flat is None else self._flat + fresh
+        if self._expected > 1:  # or the next gradient would be added in place to what is kept here
+            self.drop()
+        if self._reduced >= self._expected:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        flat, self._flat = self._flat, None
+        assert flat is not None
+        scale = self._group.divisor() / self._mean_over
+        if scale != 1:
+            flat.mul_(scale)
+        sample = self._sample()
+        self._handed = flat[:0] if sample is None else sample
+        self._ready(self.index, flat)
+
+    def _sample(self) -> torch.Tensor | None:
+        """Return a few elements of each gradient, as bytes; None if there are no gradients."""
+        grads = [p.grad._local_tensor.view(-1) for p in self.params if isinstance(p.grad, DTensor)]
+        if not grads:
+            return None
+        return torch.cat([grad[:: grad.numel() // SAMPLE + 1] for grad in grads]).view(torch.uint8)
+
+    def assign(self, flat: torch.Tensor) -> None:
+        """Make each parameter's gradient a view into ``flat``, or a copy if it has another type."""
+        for param, place in zip(self.params, self.places, strict=True):
+            shard = param._local_tensor
+            view = flat[place : place + shard.numel()].view(shard.shape)
+            param.grad = DTensor.from_local(
+                view.to(shard.dtype),
+                param.device_mesh,
+                param.placements,
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+
+    def drop(self) -> None:
+        """Have the parameters get new gradients in the next backward."""
+        for param in self.params:
+            param.grad = None
+
+
+class _Weigh(torch.autograd.Function):
+    """The identity, whose backward multiplies the gradient by a number that is asked for then."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, weight: Callable[[], int]) -> torch.Tensor:
+        ctx.weight = weight
+        return tensor.detach()  # not a view for autograd, so that the caller may change it in place
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        weight = ctx.weight()
+        # No gradient instead of zeros: torch's operations hand it on, while zeros would become NaN in a 0/0.
+        return (grads[0] * weight if weight else None), None
+
+
+def weighed(output: Any, weight: Callable[[], int]) -> Any:
+    """Return a model's output; every gradient that goes back through it is multiplied by a weight.
+
+    Args:
+        output: A tensor, or tuples, lists, mappings and dataclasses of them.
+        weight: Returns the weight, an integer; called in each backward. With 0 the output has no gradient. So a
+            loss that is 0/0 gives no NaN to a parameter, as long as what it is computed from is finite.
+    """
+    return _mapped(lambda t: _Weigh.apply(t, weight) if t.requires_grad else t, output)
+
+
+def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Return ``value`` with each tensor in it changed; what holds none is not copied."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made: Any = dataclasses.replace(value)
+        for field in dataclasses.fields(value):
+            setattr(made, field.name, _mapped(change, getattr(value, field.name)))
+        return made
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = _mapped(change, item)
+        return made
+    if isinstance(value, tuple | list):
+        items = [_mapped(change, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+class AdoptedModel:
+    """A model under FSDP2 that hands its gradient shards on, bucket by bucket, as backward makes them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: int,
+        ready: Callable[[int, torch.Tensor], None],
+        find_unused: bool = False,
+    ) -> None:
+        """Take a model over that `fully_shard` has sharded.
+
+        Args:
+            model: With its weights; nothing of it is changed but FSDP2's hooks.
+            ranks: Of the replica, over which it is sharded.
+            ready: Takes a bucket's index and flat gradient shard, the mean over the ranks, fp32 [numel]; called
+                inside backward.
+            find_unused: Whether batches may leave parameters unused. Then there is one bucket more: of each
+                parameter, on how many ranks it was used.
+
+        Raises:
+            ConfigError: The model cannot be adopted.
+        """
+        self.model = model
+        self._ready = ready
+        self._find_unused = find_unused
+        groups = param_groups.find(model, ranks)
+        trainable = {id(p) for group in groups for p in group.params}
+        self.params: dict[str, DTensor] = {
+            param_groups.plain_name(n): p
+            for n, p in model.named_parameters()
+            if id(p) in trainable and isinstance(p, DTensor)
+        }
+        self.buckets = [Bucket(i, group, ranks, ready) for i, group in enumerate(groups)]
+        gradients = [b.numel for b in self.buckets]
+        self.gradients = len(gradients)  # how many buckets are gradients
+        self.sizes = (*gradients, len(self.params)) if find_unused else tuple(gradients)
+
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """Return what a state dict of the model has beside `params`: frozen parameters and persistent buffers."""
+        param_groups.reshard(self.model)
+        found: dict[str, torch.Tensor] = {
+            param_groups.plain_name(n): p for n, p in self.model.named_parameters() if not p.requires_grad
+        }
+        for path, module in self.model.named_modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    found[param_groups.plain_name(f"{path}.{name}" if path else name)] = buffer
+        return found
+
+    def check(self) -> None:
+        """Check that the model still has the parameters that were taken over.
+
+        Raises:
+            ConfigError: Some were replaced, frozen or unfrozen since.
+        """
+        for bucket in self.buckets:
+            if bucket.changed():
+                allowed = "the parameters that job.adopt has seen: load_state_dict(assign=True) and"
+                what = f"other trainable parameters in {bucket.name}"
+                raise ConfigError("job.adopt", what, f"{allowed} requires_grad_ come before it")
+
+    def sync(self, last: bool) -> None:
+        """Prepare for a micro-batch: FSDP2 reduces gradients inside the replica in the ``last`` of a step only.
+
+        Raises:
+            ConfigError: The micro-batch before left parameters unused.
+        """
+        if not self._find_unused:
+            self._check_used()
+            for bucket in self.buckets:
+                bucket.used.clear()
+        for module in param_groups.fsdp_modules(self.model):
+            module.set_requires_gradient_sync(last, recurse=False)
+            module.set_is_last_backward(last)
+        for bucket in self.buckets:
+            bucket.begin()
+
+    def finish(self) -> None:
+        """After backward of the last micro-batch: hand on the buckets that were not, with zeros for unused ones.
+
+        Raises:
+            ConfigError: There was no backward, gradients were changed after it, or parameters since adoption.
+            InvalidArgument: Gradients were accumulated, and never reduced.
+        """
+        self.check()
+        reduced = [bucket.finish() for bucket in self.buckets]
+        if not any(reduced):
+            raise ConfigError("optim.step", "no gradient", "a call after the backward of each batch")
+        if self._find_unused:
+            used = [float(i in bucket.used) for bucket in self.buckets for i in range(len(bucket.params))]
+            like = self.buckets[0].params[0]._local_tensor
+            self._ready(self.gradients, torch.tensor(used, dtype=torch.float32, device=like.device))
+        else:
+            self._check_used()
+        for bucket in self.buckets:
+            bucket.used.clear()
+
+    def _check_used(self) -> None:
+        """Check that a micro-batch used all parameters: torch would not update the others, and zeros would.
+
+        Each micro-batch has to: how many of them a replica trains in a step may change with its quota.
+
+        Raises:
+            ConfigError: Some are unused.
+        """
+        used = [i in bucket.used for bucket in self.buckets for i in range(len(bucket.params))]
+        if all(used) or not any(used):  # without any, the weight of the micro-batch is 0, or there was none yet
+            return
+        names = {id(param): name for name, param in self.params.items()}
+        params = [param for bucket in self.buckets for param in bucket.params]
+        first, *more = [names[id(param)] for param, count in zip(params, used, strict=True) if not count]
+        which = f"no gradient of {first}" + (f" and {len(more)} more" if more else "")
+        out = "freeze what is never used, or job.adopt(model, find_unused_parameters=True)"
+        raise ConfigError("backward", which, f"a loss that uses all trainable parameters; else {out}")
+
+    def assign(self, reduced: Sequence[torch.Tensor]) -> None:
+        """Make each parameter's gradient one from the reduced flat shards, one for each bucket.
+
+        A parameter that no contributor has used gets none. With ``find_unused`` a collective of the replica.
+        """
+        for bucket, flat in zip(self.buckets, reduced[: self.gradients], strict=True):
+            bucket.assign(flat)
+        if self._find_unused:
+            counts = reduced[-1].clone()
+            dist.all_reduce(counts)
+            params = [param for bucket in self.buckets for param in bucket.params]
+            for param, count in zip(params, counts.tolist(), strict=True):
+                if not count:
+                    param.grad = None
+
+    def clear(self) -> None:
+        """Drop all gradients and flat shards."""
+        for bucket in self.buckets:
+            bucket.begin()
+            bucket.drop()
+            bucket.used.clear()
+
+    def release(self) -> None:
+        """Have the next backward make new gradients instead of adding to those that are here."""
+        for bucket in self.buckets:
+            bucket.drop()
+
+
+def shard(
+    model: nn.Module, parts: Sequence[nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32
+) -> None:
+    """Apply `fully_shard` to each of ``parts``, inner ones first, and to ``model``. A collective of ``mesh``."""
+    inside = {id(m): place for place, m in enumerate(model.modules())}
+    for part in sorted(parts, key=lambda part: -inside[id(part)]):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of ``model``: ``model.shards()`` if there is one, else what its outermost lists hold.
+
+    Lists are a ModuleList, and a ModuleDict of modules of one class.
+    """
+    shards = getattr(model, "shards", None)
+    return list(shards()) if callable(shards) else _layers(model, listed=False)
+
+
+def _layers(module: nn.Module, listed: bool) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for child in module.children():
+        alike = isinstance(child, nn.ModuleDict) and len({type(layer) for layer in child.values()}) == 1
+        if isinstance(child, nn.ModuleList) or alike:
+            found += _layers(child, listed=True)
+        elif listed and not isinstance(child, nn.ModuleDict):
+            found.append(child)
+        else:
+            found += _layers(child, listed=False)
+    return found

@@ -1,0 +1,235 @@
+"""The parameter groups of a model that `fully_shard` has sharded, by whoever called it.
+
+FSDP2 reduces the gradients of one parameter group at once. A group belongs to one module, to several
+(`fully_shard([norm, head])`), or to a part of the parameters of one (experts that have a mesh of their own).
+Everything of FSDP2 that is not public and that ft_hsdp uses is used here; what another torch does not have is
+asked for first.
+
+`find` refuses in one line what cannot be adopted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ft_hsdp.errors import ConfigError
+
+TRAINABLE = (torch.float32, torch.bfloat16)  # types of parameters whose gradients can be summed in fp32
+
+# What wrappers put into the names of parameters. Checkpoints of torch leave it out, too.
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter or module without what `torch.compile` and checkpoint wrappers add."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+@dataclass(frozen=True, eq=False)
+class ParamGroup:
+    """One parameter group of FSDP2 with trainable parameters."""
+
+    name: str  # of its modules, for messages
+    params: tuple[DTensor, ...]  # the trainable ones, in the order in which their gradients lie in the flat one
+    sizes: tuple[int, ...]  # elements of each in the flat gradient shard, with padding
+    ranks: int  # over which its parameters are sharded and its gradients are averaged
+    raw: Any  # torch's FSDPParamGroup
+
+    def divisor(self) -> float:
+        """Return by what FSDP2 divides the sum of its ranks' gradients (`set_gradient_divide_factor`)."""
+        factor: float | None = getattr(self.raw, "gradient_divide_factor", None)
+        return float(self.ranks) if factor is None else factor
+
+    def changed(self) -> bool:
+        """Return whether other parameters took the place of these, or some were frozen or unfrozen."""
+        now = [
+            getattr(p._module_info.module, p._module_info.param_name) if self.raw.is_sharded else p.sharded_param
+            for p in self.raw.fsdp_params
+        ]
+        trainable = [p for p in now if p.requires_grad]
+        return len(trainable) != len(self.params) or any(
+            a is not b for a, b in zip(trainable, self.params, strict=True)
+        )
+
+    def pending(self) -> bool:
+        """Return whether gradients were accumulated that FSDP2 has not reduced yet."""
+        return any(getattr(p, "unsharded_accumulated_grad", None) is not None for p in self.raw.fsdp_params)
+
+    def on_reduced(self, reduced: Callable[[torch.Tensor], None]) -> None:
+        """Have ``reduced`` called with each flat gradient shard, before the parameters get their gradients."""
+        self.raw._all_reduce_hook = reduced
+        self.raw.reduce_scatter_unused_params = True  # or the shard would have another size whenever one is unused
+
+    def _watch(self, used: Callable[[int], None]) -> None:
+        """Have ``used`` called with the index of each parameter to which backward gives a gradient.
+
+        FSDP2 makes the tensors that get the gradients when it gathers the parameters for the first time.
+        """
+        trainable = [p for p in self.raw.fsdp_params if p.sharded_param.requires_grad]
+        for index, fsdp_param in enumerate(trainable):
+            gathered = fsdp_param._unsharded_param
+            if not getattr(gathered, "_post_accumulate_grad_hooks", None):
+                gathered.register_post_accumulate_grad_hook(partial(_first, used, index))
+
+    def on_forward(self, ran: Callable[[], None], used: Callable[[int], None]) -> None:
+        """Watch each forward of the group's modules, and what backward makes of it.
+
+        Args:
+            ran: Called for each forward that will have FSDP2 reduce the group's gradients once. A module that is
+                run twice has its gradients reduced twice, in one backward.
+            used: Called in backward with the index of each parameter that gets a gradient.
+        """
+        register = getattr(self.raw, "_register_post_backward_hook", None)
+        if register is None:
+            return
+
+        def counted(args: Any, kwargs: Any) -> Any:
+            if torch.is_grad_enabled() and not _in_backward():  # recomputation registers again, without effect
+                self._watch(used)
+                given = register(args, kwargs)
+                if given[0] is not args or given[1] is not kwargs:
+                    ran()
+                return given
+            return register(args, kwargs)
+
+        self.raw._register_post_backward_hook = counted
+
+
+def _first(called: Callable[[int], None], value: int, _: torch.Tensor) -> None:
+    """Call ``called`` with ``value``, whatever a hook of autograd is given."""
+    called(value)
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules of ``model`` to which `fully_shard` was applied, outer ones first."""
+    return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Put the sharded parameters into ``model``: after a forward alone, the root has the whole ones."""
+    for module in fsdp_modules(model):
+        module.reshard()
+
+
+def find(model: nn.Module, ranks: int) -> list[ParamGroup]:
+    """Return the groups of ``model`` that have trainable parameters, in the order of their buckets.
+
+    It is the order in which backward usually ends with them: the last module first, an inner one before the outer
+    one, the root last. It depends on the structure of the model alone.
+
+    Args:
+        model: Sharded over the ranks of this replica.
+        ranks: How many there are.
+
+    Raises:
+        ConfigError: The model cannot be adopted.
+    """
+    reshard(model)
+    names = {id(m): plain_name(n) or "the model" for n, m in model.named_modules(remove_duplicate=False)}
+    found: list[ParamGroup] = []
+    for raw in _raw_groups(model):
+        name = ", ".join(dict.fromkeys(names.get(id(m), type(m).__name__) for m in raw.modules))
+        trainable = [p for p in raw.fsdp_params if p.sharded_param.requires_grad]
+        _check(name, raw, (p.sharded_param for p in raw.fsdp_params))
+        if not trainable:
+            continue
+        params = tuple(p.sharded_param for p in trainable)
+        _check_trainable(name, raw, params, ranks)
+        sizes = tuple(math.prod(p.padded_sharded_param_size) for p in trainable)
+        found.append(ParamGroup(name, params, sizes, raw.mesh_info.shard_mesh_size, raw))
+    _check_all(model, found)
+    _check_buffers(model)
+    return found[::-1]
+
+
+def _raw_groups(model: nn.Module) -> Iterator[Any]:
+    """Yield each of torch's groups once, those of outer modules first. Modules of one list share their state."""
+    seen: set[int] = set()
+    for module in fsdp_modules(model):
+        state = module._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.12 has one
+            groups = [state._fsdp_param_group]
+        for raw in groups:
+            if raw is not None and id(raw) not in seen:
+                seen.add(id(raw))
+                yield raw
+
+
+def _refused(name: str, what: str, allowed: str) -> ConfigError:
+    return ConfigError("job.adopt", f"{name} {what}", allowed)
+
+
+def _check(name: str, raw: Any, params: Iterable[torch.Tensor]) -> None:
+    """Check what holds for frozen parameters, too."""
+    if any(p.is_meta for p in params):
+        allowed = "parameters that exist: call to_empty(device=...) and load or initialise the weights first"
+        raise _refused(name, "on the meta device", allowed)
+    info = raw.mesh_info
+    if not hasattr(info, "shard_mesh_size") or hasattr(info, "replicate_process_group"):
+        allowed = "a mesh of one replica, fully_shard(mesh=init_device_mesh(device, (ranks,))): the job replicates"
+        raise _refused(name, "on a mesh with a dimension that replicates", allowed)
+    if getattr(raw.offload_policy, "pin_memory", None) is not None:
+        allowed = "no offload_policy (`optim.offload` keeps the optimizer's state in host memory)"
+        raise _refused(name, "with CPUOffloadPolicy", allowed)
+
+
+def _check_trainable(name: str, raw: Any, params: tuple[DTensor, ...], ranks: int) -> None:
+    if raw._all_reduce_hook is not None:
+        raise _refused(name, "with an all-reduce hook", "a model that is adopted once, and has no hook of its own")
+    types = {p.dtype for p in params}
+    if len(types) > 1 or not types <= set(TRAINABLE):
+        words = " and ".join(sorted(str(t).removeprefix("torch.") for t in types))
+        allowed = "trainable parameters of one type in each group, float32 or bfloat16"
+        raise _refused(name, f"with trainable parameters of {words}", allowed)
+    if raw.mesh_info.shard_mesh_size != ranks or any(p.device_mesh.size() != ranks for p in params):
+        allowed = f"a mesh of one dimension over the {ranks} ranks of this replica"
+        raise _refused(name, f"on {raw.mesh_info.mesh}", allowed)
+    if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in params):
+        allowed = "no register_post_accumulate_grad_hook: a gradient is local to the replica until optim.step"
+        raise _refused(name, "with hooks on gradients", allowed)
+
+
+def _check_all(model: nn.Module, groups: list[ParamGroup]) -> None:
+    """Check that every trainable parameter is in a group, and that there is one.
+
+    Raises:
+        ConfigError: It is not so.
+    """
+    known = {id(p) for group in groups for p in group.params}
+    outside = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
+    if outside:
+        more = f" and {len(outside) - 1} more" if len(outside) > 1 else ""
+        allowed = "fully_shard(model) as the last call and without ignored_params for it, or requires_grad_(False)"
+        raise _refused(outside[0] + more, "trainable, but not sharded", allowed)
+    if not groups:
+        raise _refused(
+            type(model).__name__, "without a trainable parameter", "a model that fully_shard has sharded"
+        )
+
+
+def _check_buffers(model: nn.Module) -> None:
+    """Check that forward changes no statistics: each rank would have others, and no state would have them.
+
+    Raises:
+        ConfigError: A module has running statistics, as BatchNorm does, and is not in eval mode.
+    """
+    for name, module in model.named_modules():
+        if module.training and getattr(module, "running_mean", None) is not None:
+            allowed = "its eval() before job.adopt (the statistics stay), track_running_stats=False, or GroupNorm"
+            raise _refused(plain_name(name) or "the model", "with statistics that forward changes", allowed)

@@ -1,0 +1,122 @@
+"""What the user's loop hears of the job: committed steps, states that were fetched, and the end.
+
+A callback on a commit is part of applying the step: it runs on every rank of every replica that applies it, in
+order, on the main thread, before the state gets its name. So what it does to state that the job holds
+(`train.user_state`) is part of the committed state. This includes the steps that a replica applies while it
+catches up, which its loop does not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ft_hsdp.core.commit import CommitRecord
+from ft_hsdp.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedStep:
+    """A committed step, as all replicas saw it."""
+
+    step: int  # from 1
+    contributors: tuple[int, ...]  # the replicas whose gradients are in it
+    loss: float  # weighted mean over the contributors; NaN if no replica told one
+    gradient_norm: float  # of the gradient that was applied, before clipping
+    lr: float  # learning rate of the first parameter group
+    units: int  # micro-batches of one rank that are in it
+    updated: bool  # whether it changed the weights: no if its gradient was not finite, or nothing in it counts
+
+    @staticmethod
+    def of(record: CommitRecord, lr: float) -> CommittedStep:
+        """Return what ``record`` says to the user's loop; ``lr`` is the learning rate that it leads to."""
+        return CommittedStep(
+            record.step, record.contributors, record.loss, record.norm, lr, record.units, record.updates
+        )
+
+
+OnCommit = Callable[[CommittedStep], object]
+OnRejoin = Callable[[int], object]
+OnLeave = Callable[[str], object]
+
+Callback = TypeVar("Callback", bound=Callable[..., object])
+
+
+class Callbacks:
+    """The callbacks of one rank, in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[Any]] = {"on_commit": [], "on_rejoin": [], "on_leave": []}
+        self._fixed = False
+
+    def fix(self) -> None:
+        """Take no more callbacks from now on: all replicas have to call the same ones from the first step on."""
+        self._fixed = True
+
+    def add(self, kind: str, callback: Callback) -> Callback:
+        """Add a callback, and return it: so it may be a decorator.
+
+        Args:
+            kind: "on_commit", "on_rejoin" or "on_leave".
+            callback: The user's function.
+
+        Raises:
+            ConfigError: It cannot be called, or the first batch was asked for.
+        """
+        if not callable(callback):
+            raise ConfigError(f"job.{kind}", callback, "a function")
+        if self._fixed:
+            raise ConfigError(f"job.{kind}", name_of(callback), "a call before the first batch of job.batches")
+        self._of[kind].append(callback)
+        return callback
+
+    def committed(self, step: CommittedStep) -> None:
+        """Call what waits for a commit.
+
+        Raises:
+            CallbackFailed: One of them raised an error.
+        """
+        self._call("on_commit", step)
+
+    def rejoined(self, step: int) -> None:
+        """Call what waits for a state that replaces the live one; ``step`` is that of the state.
+
+        Raises:
+            CallbackFailed: One of them raised an error.
+        """
+        self._call("on_rejoin", step)
+
+    def left(self, reason: str) -> None:
+        """Call what waits for the end.
+
+        Raises:
+            CallbackFailed: One of them raised an error.
+        """
+        self._call("on_leave", reason)
+
+    def _call(self, kind: str, argument: object) -> None:
+        for callback in self._of[kind]:
+            called(f"job.{kind}({name_of(callback)})", callback, argument)
+
+
+class CallbackFailed(Exception):
+    """A callback raised an error, which is its cause. The rank ends with it: its state is no committed one."""
+
+
+def called(what: str, function: Callable[..., object], *arguments: object) -> None:
+    """Call a function of the user; ``what`` names it in the error.
+
+    Raises:
+        CallbackFailed: It raised an error, which is the cause of this one.
+    """
+    try:
+        function(*arguments)
+    except Exception as error:
+        why = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+        raise CallbackFailed(f"{what} failed: {why}") from error
+
+
+def name_of(function: object) -> str:
+    """Return the name under which messages call a user's function."""
+    return str(getattr(function, "__qualname__", None) or type(function).__qualname__)

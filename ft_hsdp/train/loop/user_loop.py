@@ -1,0 +1,99 @@
+"""The part of `Job` by which a user's loop takes part in the committed state: callbacks, and state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ft_hsdp.train.loop.callbacks import Callbacks, OnCommit, OnLeave, OnRejoin
+from ft_hsdp.train.loop.user_state import Registered, UserState
+
+CommitCallback = TypeVar("CommitCallback", bound=OnCommit)
+RejoinCallback = TypeVar("RejoinCallback", bound=OnRejoin)
+LeaveCallback = TypeVar("LeaveCallback", bound=OnLeave)
+
+
+class UserLoop:
+    """What a loop registers before its first batch; `Job` is one."""
+
+    def __init__(self) -> None:
+        self._callbacks = Callbacks()
+        self._user = UserState()
+
+    def on_commit(self, callback: CommitCallback) -> CommitCallback:
+        """Have ``callback`` called with each committed step. A decorator, or a call before the first batch.
+
+        It runs on every rank of every replica that applies the step, in order, on the main thread: when the
+        weights are updated, and before the state has its name. That includes the steps that are applied while this
+        replica catches up. It has to do the same on all replicas, and may use collectives of the replica's ranks.
+        An error in it ends this rank.
+
+        Args:
+            callback: Called with a `CommittedStep`. The next step waits for it.
+
+        Returns:
+            ``callback``.
+
+        Raises:
+            ConfigError: It is no function, or the first batch was asked for.
+        """
+        return self._callbacks.add("on_commit", callback)
+
+    def on_rejoin(self, callback: RejoinCallback) -> RejoinCallback:
+        """Have ``callback`` called with the step of each state that replaces the live one.
+
+        That is a state of this host's memory, of a checkpoint, or of another replica. It runs on every rank of
+        this replica, on the main thread, when the state is there. A decorator, or a call before the first batch.
+        An error in it ends this rank.
+
+        Args:
+            callback: Called with the step of the state.
+
+        Returns:
+            ``callback``.
+
+        Raises:
+            ConfigError: It is no function, or the first batch was asked for.
+        """
+        return self._callbacks.add("on_rejoin", callback)
+
+    def on_leave(self, callback: LeaveCallback) -> LeaveCallback:
+        """Have ``callback`` called with the reason when the job has ended, or this replica leaves it in order.
+
+        It runs on every rank of this replica, on the main thread, before `batches` ends. A decorator, or a call
+        before the first batch. An error in it is raised from `batches`.
+
+        Args:
+            callback: Called with the reason, in words.
+
+        Returns:
+            ``callback``.
+
+        Raises:
+            ConfigError: It is no function, or the first batch was asked for.
+        """
+        return self._callbacks.add("on_leave", callback)
+
+    def register_state(
+        self,
+        name: str,
+        state_dict: Callable[[], Mapping[str, Any]],
+        load_state_dict: Callable[[dict[str, Any]], object],
+    ) -> None:
+        """Make state of yours a part of the committed state: snapshots, fetches, digests, checkpoints and resume.
+
+        It may change in a callback on a commit alone (`on_commit`), and there alike on all replicas. Both
+        functions run on the main thread of every rank, ``state_dict`` after each commit.
+
+        Args:
+            name: 1 to 64 letters, digits and ``. _ -``; the same on all replicas, as is the order of the calls.
+            state_dict: Returns tensors and JSON values by key. The keys, and the shape, type and device of each
+                tensor, stay as they are at the first batch. A tensor that is no DTensor, and each JSON value, must
+                be the same on all ranks of the replica.
+            load_state_dict: Takes such a mapping, of a state that replaces the live one. The tensors may be the
+                very ones that ``state_dict`` has returned: they hold the new values already.
+
+        Raises:
+            ConfigError: The name or a function cannot be used, or the first batch was asked for.
+        """
+        self._user.register(Registered(name, state_dict, load_state_dict))

@@ -1,0 +1,334 @@
+"""The user's optimizers inside the committed state: their hyper-parameters, and their update.
+
+`finish` and `Groups.step` apply a committed step. The user's optimizers do the update; divisor, clipping and
+learning rate come from the commit record and the committed state alone, so every replica does the same. The stored
+learning rate is the one before lr_scale.
+
+A job has one optimizer or several. Everything here goes by their parameter groups, in the order of the optimizers:
+base rates, hyper-parameters in a manifest, and the rates of a step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.lr_scheduler import LRScheduler
+
+from ft_hsdp.core.commit import CommitRecord
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.optimizer.lr_schedule import TorchSchedulers, from_json, to_json
+
+CLIP_EPS = 1e-6
+SCHEDULERS = "schedulers"  # the key of their states, in a dict behind those of the groups
+_SET_BY = "what the job sets: job.optimizer(optimizer, schedule), schedule(step) -> factor or a torch scheduler"
+_OWN = ("params", "param_names")  # of a group, and no hyper-parameters
+
+Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
+Factor = Callable[[int], float | Sequence[float]]
+Schedule = Factor | LRScheduler | Iterable[LRScheduler]
+
+
+def finish(record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | None, ranks: int) -> None:
+    """Turn the sums into the gradient, in place: divide by the contributors' weights, then clip by the norm.
+
+    FSDP2 has divided each contributor's gradient by its number of ranks already.
+
+    The norm in the record was summed in rank order over the replica, so that every replica clips alike.
+
+    Args:
+        record: The commit, of a step that updates.
+        reduced: A flat fp32 sum for each bucket.
+        clip: Largest norm; None does not clip.
+        ranks: Of each replica.
+    """
+    for flat in reduced:
+        flat.div_(record.divisor / ranks)
+    if clip is not None and record.norm > clip:
+        for flat in reduced:
+            flat.mul_(clip / (record.norm + CLIP_EPS))
+
+
+class Groups:
+    """The parameter groups of a job's torch optimizers, with the learning rates that the commits give them."""
+
+    def __init__(self, optimizers: Optimizers, schedule: Schedule | None = None) -> None:
+        """Take the optimizers over; from now on only `step`, `advance` and `adopt` change their groups.
+
+        Args:
+            optimizers: One, or several.
+            schedule: ``schedule(step)`` gives the factor on the learning rate in a step (from 1), one for all
+                groups or one for each; or torch schedulers of these optimizers.
+
+        Raises:
+            ConfigError: They cannot be used.
+        """
+        self.optimizers = _listed(optimizers)
+        self._factor, schedulers = _split(schedule)
+        for optimizer in self.optimizers:
+            optimizer.register_load_state_dict_pre_hook(_refuse_to_load)
+        for group in self.groups:
+            _check(group)
+        strange = [type(s).__name__ for s in schedulers if all(s.optimizer is not o for o in self.optimizers)]
+        if strange:
+            raise ConfigError("job.optimizer", ", ".join(strange), "schedulers of the optimizers that are given")
+        self._scheduled = [any(s.optimizer is o for s in schedulers) for o in self.optimizers]
+        self._schedulers = TorchSchedulers(schedulers) if schedulers else None
+        self._committed = self._values()
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """All parameter groups, in the order of the optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def name(self) -> str:
+        """The classes of the optimizers."""
+        return ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+
+    def check_parameters(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Check that each trainable parameter is in exactly one place.
+
+        Args:
+            params: Of the model, by name; frozen ones may be missing.
+
+        Raises:
+            ConfigError: One is in none or in two, or is not the model's.
+        """
+        names = {id(p): name for name, p in params.items()}
+        held = [p for group in self.groups for p in group["params"] if p.requires_grad]
+        strange = sum(id(p) not in names for p in held)
+        if strange:
+            allowed = (
+                f"parameters of the model that the job took over, trainable ones alone ({strange} are others)"
+            )
+            raise ConfigError("job.optimizer", self.name, allowed)
+        counts = Counter(id(p) for p in held)
+        wrong = [name for name, p in params.items() if counts[id(p)] != 1 and (counts[id(p)] or p.requires_grad)]
+        if wrong:
+            times = counts[id(params[wrong[0]])]
+            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            got = f"{wrong[0]} in {times or 'no'} optimizer{'s' * (times > 1)}{more}"
+            allowed = (
+                "each trainable parameter in exactly one; requires_grad_(False) freezes one that is not to train"
+            )
+            raise ConfigError("job.optimizer", got, allowed)
+
+    def check(self) -> None:
+        """Check that only the commits change hyper-parameters: a replica that returns would not have any others.
+
+        Raises:
+            ConfigError: A torch scheduler is attached that the job does not step, or a value was changed.
+        """
+        for optimizer, scheduled in zip(self.optimizers, self._scheduled, strict=True):
+            if hasattr(optimizer.step, "_wrapped_by_lr_sched") and not scheduled:
+                allowed = "one that the job steps: job.optimizer(optimizer, scheduler)"
+                raise ConfigError("job.optimizer", "an optimizer with a torch learning rate scheduler", allowed)
+        now, then = self._values(), self._committed
+        if now == then:
+            return
+        if len(now) != len(then):
+            raise ConfigError("job.optimizer", f"{len(now)} parameter groups", f"{len(then)}, as at the beginning")
+        changed = {k for a, b in zip(now, then, strict=True) for k in {*a, *b} if a.get(k) != b.get(k)}
+        key = "lr" if "lr" in changed else min(changed)
+        found, wanted = ([group.get(key) for group in values] for values in (now, then))
+        said = "learning rates" if key == "lr" else key
+        raise ConfigError("job.optimizer", f"{said} {found} instead of {wanted}", _SET_BY)
+
+    def check_length(self, steps: int) -> None:
+        """Check that no scheduler ends before ``steps`` steps.
+
+        Raises:
+            ConfigError: One does: it would raise in the middle of the job.
+        """
+        if self._schedulers is not None:
+            self._schedulers.check_length(steps)
+
+    def rates(self, record: CommitRecord) -> list[float]:
+        """Return the learning rate that ``record`` gives each group."""
+        groups = self.groups
+        factor = 1.0 if self._factor is None else self._factor(record.step)
+        factors = list(factor) if isinstance(factor, Sequence) else [float(factor)] * len(groups)
+        if len(factors) != len(groups):
+            allowed = f"one, or one for each of the {len(groups)} parameter groups"
+            raise ConfigError("schedule", f"{len(factors)} factors for step {record.step}", allowed)
+        return [float(g["lr"]) * f * record.lr_scale for g, f in zip(groups, factors, strict=True)]
+
+    def step(self, record: CommitRecord) -> None:
+        """Clip the groups that ask for it, and update; afterwards the groups hold the rates before lr_scale again.
+
+        A collective of the replica's ranks if a group has a ``clip`` of its own.
+        """
+        self._clip()
+        groups = self.groups
+        stored = [group["lr"] for group in groups]
+        for group, rate in zip(groups, self.rates(record), strict=True):
+            if float(group["lr"]) != rate:
+                group["lr"] = from_json(group["lr"], rate)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        for group, rate in zip(groups, stored, strict=True):
+            group["lr"] = rate
+
+    def advance(self, record: CommitRecord) -> None:
+        """Go on to the step after ``record``, whether it updated anything or not.
+
+        Raises:
+            ConfigError: A torch scheduler cannot go on.
+        """
+        if self._schedulers is not None:
+            self._schedulers.advance(record)
+        self._committed = self._values()
+
+    def _clip(self) -> None:
+        """Clip the gradients of each group that has a ``clip``, by the norm of that group over all ranks.
+
+        Squares are summed in rank order, so every replica clips alike.
+        """
+        clipped = [(group["clip"], _gradients(group)) for group in self.groups if group.get("clip") is not None]
+        if not clipped:
+            return
+        mine = torch.stack([_squares(grads) for _, grads in clipped])
+        ranks = [mine]
+        if dist.is_initialized():
+            ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+            dist.all_gather(ranks, mine)
+        for (clip, grads), *squares in zip(clipped, *(each.tolist() for each in ranks), strict=True):
+            norm = math.sqrt(sum(squares))
+            if norm > clip:
+                for grad in grads:
+                    _local(grad).mul_(clip / (norm + CLIP_EPS))
+
+    def note_loop(self, contributed: bool) -> None:
+        """Note that the loop called ``optim.step()``, and whether the step has this replica's gradient."""
+        if self._schedulers is not None:
+            self._schedulers.note_loop(contributed)
+
+    def tensors(self, names: Mapping[int, str]) -> dict[str, torch.Tensor | DTensor]:
+        """Return the optimizers' tensors by "parameter.key"; ``names`` maps id(parameter) to its name."""
+        return {n: t for optimizer in self.optimizers for n, t in tensors(optimizer, names).items()}
+
+    def _values(self) -> list[dict[str, Any]]:
+        return [{k: to_json(v) for k, v in group.items() if k not in _OWN} for group in self.groups]
+
+    def hyper(self) -> tuple[dict[str, Any], ...]:
+        """Return the hyper-parameters of each group before lr_scale, then the state of the schedulers, as JSON."""
+        schedulers = [{SCHEDULERS: self._schedulers.state()}] if self._schedulers is not None else []
+        return (*self._values(), *schedulers)
+
+    def adopt(self, hyper: Sequence[dict[str, Any]]) -> None:
+        """Take the hyper-parameters of a fetched or resumed state.
+
+        Raises:
+            ConfigError: They are of other optimizers or schedulers.
+        """
+        groups = self.groups
+        states = [each[SCHEDULERS] for each in hyper if set(each) == {SCHEDULERS}]
+        values = [{k: v for k, v in each.items() if k not in _OWN} for each in hyper[: len(hyper) - len(states)]]
+        try:
+            if len(values) != len(groups):
+                raise ValueError(f"{len(values)} parameter groups, expected {len(groups)}")
+            if bool(states) != (self._schedulers is not None):
+                raise ValueError(f"torch schedulers: {bool(states)}, expected {not states}")
+            for group, new in zip(groups, values, strict=True):
+                if set(new) != (mine := set(group) - set(_OWN)):
+                    raise ValueError(f"hyper-parameters {sorted(new)}, expected {sorted(mine)}")
+                group.update({key: from_json(group[key], value) for key, value in new.items()})
+            if self._schedulers is not None:
+                self._schedulers.adopt(states[0])
+        except (ValueError, TypeError) as error:
+            allowed = f"the optimizers of the state that is loaded ({error})"
+            raise ConfigError("job.optimizer", self.name, allowed) from error
+        self._committed = self._values()
+
+
+def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
+    """Return the optimizers; a container of optimizers, which may call itself one, counts as what is in it.
+
+    Raises:
+        ConfigError: There is none, or something else.
+    """
+    one = isinstance(optimizers, torch.optim.Optimizer) and not isinstance(optimizers, Iterable)
+    listed: list[Any] = [optimizers] if one else list(optimizers) if isinstance(optimizers, Iterable) else [None]
+    if not listed or not all(isinstance(each, torch.optim.Optimizer) for each in listed):
+        raise ConfigError("job.optimizer", optimizers, "a torch optimizer, or several: [muon, adamw]")
+    return listed
+
+
+def _split(schedule: Schedule | None) -> tuple[Factor | None, list[LRScheduler]]:
+    """Return the function of the step, if it is one, or else the schedulers.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if schedule is None:
+        return None, []
+    listed: list[Any] = [schedule] if isinstance(schedule, LRScheduler) else []
+    if not listed and isinstance(schedule, Iterable):
+        listed = list(schedule)
+    if listed and all(isinstance(each, LRScheduler) for each in listed):
+        return None, listed
+    if callable(schedule):
+        return schedule, []
+    raise ConfigError("job.optimizer", schedule, "schedule(step) -> factor, a torch scheduler, or a list of them")
+
+
+def _check(group: Mapping[str, Any]) -> None:
+    """Check that a group can be part of the state.
+
+    Raises:
+        ConfigError: It has no learning rate, a ``clip`` that is no norm, or a value that is not JSON.
+    """
+    if "lr" not in group:
+        raise ConfigError("job.optimizer", sorted(set(group) - set(_OWN)), 'parameter groups with "lr"')
+    clip = group.get("clip")
+    if clip is not None and not (isinstance(clip, int | float) and clip > 0):
+        raise ConfigError("clip of a parameter group", clip, "the largest norm of its gradient, above 0, or None")
+    for key, value in group.items():
+        if key not in _OWN:
+            try:
+                to_json(value)
+            except TypeError as error:
+                allowed = f"numbers and text (it is {error})"
+                raise ConfigError("job.optimizer", f"{key} of a parameter group", allowed) from None
+
+
+def _refuse_to_load(optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
+    name = type(optimizer).__name__
+    raise ConfigError("load_state_dict", name, "a state that is loaded before job.optimizer(...) is called")
+
+
+def _gradients(group: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [p.grad for p in group["params"] if p.grad is not None]
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return this rank's part of the sum of squares, in fp64; what several ranks hold is shared out among them."""
+    total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
+    for grad in grads:
+        copies = 1
+        if isinstance(grad, DTensor):
+            placed = zip(grad.device_mesh.shape, grad.placements, strict=True)
+            copies = math.prod(size for size, placement in placed if isinstance(placement, Replicate))
+        total += torch.linalg.vector_norm(_local(grad), dtype=torch.float64) ** 2 / copies
+    return total
+
+
+def tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor | DTensor]:
+    """Return the optimizer's tensors by "parameter.key"; ``names`` maps id(parameter) to its name."""
+    found: dict[str, torch.Tensor | DTensor] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            for key, value in sorted(optimizer.state.get(param, {}).items()):
+                if isinstance(value, torch.Tensor):
+                    found[f"{names[id(param)]}.{key}"] = value
+    return found

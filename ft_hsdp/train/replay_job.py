@@ -1,0 +1,364 @@
+"""A user's own loop, run again on the recorded steps of a finished run: `launcher.py replay` of an entry.
+
+The ranks of one replica run the loop once more, with no lighthouse and no ring. `RecordedOrders` stands in for the
+leader: for each recorded step it lets the loop train the units of one contributor after the other, adds their
+gradients up in the order of the recorded ring, and applies the sum. `StepDriver` and the loop do the same as in a
+run. So if each step leads to the recorded lineage, the sums, divisors, learning rates and data were as the records
+say, through all failures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from ft_hsdp.config import Config
+from ft_hsdp.core import state_id
+from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution
+from ft_hsdp.core.effects import DropGradient, Exit, Reduce, RunBatch
+from ft_hsdp.core.ledger import Ledger, Run
+from ft_hsdp.core.ring import RingPlan, fold_order
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.units import Places
+from ft_hsdp.errors import EXIT_OK, ConfigError
+from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.jsonl import replace_json
+from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.train.data.prefetch import Reader
+from ft_hsdp.train.gradients import Feeding, Traffic, checksum, sum_of_squares
+from ft_hsdp.train.identity import FromEnvironment, RankPlace
+from ft_hsdp.train.job import Job
+from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.loop.pauses import Pauses
+from ft_hsdp.train.orders import ApplyOrder, Mailbox, Order
+from ft_hsdp.train.runtime import ring_settings
+from ft_hsdp.train.step_driver import Joined, StepDriver
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What is repeated, and where rank 0 writes what was found."""
+
+    rows: tuple[Row, ...]  # canonical commits that follow each other, from step 1 on
+    outcome: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayOutcome:
+    """What a replay by the user's loop found; written by rank 0."""
+
+    steps: int  # how many were repeated
+    digest: str  # of the state that was reached
+    differs_at: int | None  # the first step with another lineage or ledger; None: none
+
+
+def record_of(row: Mapping[str, Any]) -> CommitRecord:
+    """Return the commit record of a recorded step, without the norm."""
+    return CommitRecord(
+        epoch=row["epoch"],
+        attempt=row["attempt"],
+        step=row["step"],
+        prev=row["prev"],
+        ring=tuple(row["ring"]),
+        total=row["total"],
+        wanted=row["units_wanted"],
+        contributions=tuple(Contribution(**c) for c in row["contributions"]),
+        digest=row["digest"],
+        lr_scale=row["lr_scale"],
+        poisoned=tuple(row["poisoned"]),
+        spoiled=tuple((shard, first, count) for shard, first, count in row.get("spoiled", ())),
+        retries=row.get("poison_retries", 0),
+    )
+
+
+def ring_sum(of_replicas: Mapping[int, Tensor], ring: Sequence[int], settings: Settings) -> Tensor:
+    """Return the sum over replicas in the order in which a ring adds, shard by shard in each partition.
+
+    Args:
+        of_replicas: Of each contributor, fp32 [numel].
+        ring: The members of the ring, in its order.
+        settings: Of the ring.
+    """
+    contributors = frozenset(of_replicas)
+    out = torch.empty_like(next(iter(of_replicas.values())))
+    plan = RingPlan.cut(out.numel(), out.element_size(), len(ring), settings.slots, settings.chunk_bytes)
+    for shard in range(len(ring)):
+        first, *others = fold_order(shard, ring, contributors)
+        for span in plan.shard_spans(shard):
+            piece = out[span.start : span.stop]
+            piece.copy_(of_replicas[first][span.start : span.stop])
+            for replica in others:
+                piece.add_(of_replicas[replica][span.start : span.stop])
+    return out
+
+
+def places_of(ledger: Ledger, runs: Sequence[Run]) -> Places:
+    """Return the places of units among the untrained units of their data shard: the inverse of `Ledger.at`.
+
+    Args:
+        ledger: Of the state that the step builds on.
+        runs: (data shard, first unit, count), of one data shard; each lies inside a hole or behind the cursor.
+    """
+    found: list[tuple[int, int]] = []
+    for shard, first, count in runs:
+        place = 0
+        for _, hole, length in (each for each in ledger.holes if each[0] == shard):
+            if hole <= first < hole + length:
+                place += first - hole
+                break
+            place += length
+        else:
+            place += first - ledger.cursors[shard]
+        found.append((place, count))
+    return tuple(found)
+
+
+class LocalGradients:
+    """Stands in for the `Reducer`: it keeps what the loop has trained for one contributor."""
+
+    def __init__(self, buckets: int) -> None:
+        self._buckets = buckets
+        self._kept: dict[int, tuple[Tensor, tuple[Contribution, ...]]] = {}
+        self.traffic = Traffic()
+
+    def open(self, feeding: Feeding | None) -> None:
+        """Forget the gradients of the contributor before."""
+        self._kept.clear()
+
+    def ready(self, bucket: int, flat: Tensor, contributions: tuple[Contribution, ...]) -> None:
+        """Take the local gradient of a bucket, or more of it, which is added."""
+        before = self._kept.get(bucket)
+        self._kept[bucket] = (flat if before is None else before[0] + flat, contributions)
+
+    def take(self) -> tuple[list[Tensor], tuple[Contribution, ...]]:
+        """Return the contributor's gradient of each bucket, and what is in it."""
+        kept = [self._kept[bucket] for bucket in range(self._buckets)]
+        return [flat for flat, _ in kept], kept[-1][1]
+
+    def give_back(self, out: list[Tensor]) -> None:
+        """Do nothing: the sums are not used again."""
+
+
+class RecordedOrders(Mailbox):
+    """The orders of a leader, made from recorded commits; each is made when the main thread asks for it."""
+
+    def __init__(self, rows: Sequence[Row], settings: Settings) -> None:
+        """Prepare to repeat ``rows``.
+
+        Args:
+            rows: Canonical commits that follow each other, from the first step on.
+            settings: Of the job's rings.
+        """
+        super().__init__()
+        self._rows = rows
+        self._settings = settings
+        self._script = self._run()
+        self.steps = 0
+        self.ended = False
+        self.differs_at: int | None = None
+        self._driver: StepDriver
+        self._live_state: LiveState
+        self._gradients: LocalGradients
+        self._ranks: ReplicaGroup
+
+    def start(
+        self, driver: StepDriver, live_state: LiveState, gradients: LocalGradients, ranks: ReplicaGroup
+    ) -> None:
+        """Take the rank that repeats the run, before the first order.
+
+        Args:
+            driver: Its loop trains.
+            live_state: What it trains.
+            gradients: What it has trained for one contributor.
+            ranks: Of its replica.
+        """
+        self._driver = driver
+        self._live_state = live_state
+        self._gradients = gradients
+        self._ranks = ranks
+
+    def get(self) -> Order:
+        """Return the next order; makes it, with collectives of the ranks."""
+        if not self._orders:
+            self._orders.append(next(self._script))
+        return self._orders.popleft()
+
+    def _run(self) -> Iterator[Order]:
+        for row in self._rows:
+            yield from self._step(row)
+            if self.differs_at is not None:
+                break
+            self.steps += 1
+        self.ended = True
+        yield Exit(EXIT_OK, "the recorded steps are repeated")
+
+    def _step(self, row: Row) -> Iterator[Order]:
+        """Repeat one step, or note that it cannot have been so."""
+        record, ledger = record_of(row), self._live_state.ledger
+        after = None
+        with contextlib.suppress(ValueError):  # a unit of it was trained before
+            after = record.ledger(ledger)
+        if after is None or (list(after.cursors), [list(h) for h in after.holes]) != (
+            row["cursors"],
+            row["holes"],
+        ):
+            self.differs_at = record.step
+            return
+        runs: dict[int, list[Contribution]] = {}
+        for each in record.contributions:
+            runs.setdefault(each.replica, []).append(each)
+        if record.skipped:  # the bits of a NaN cannot be compared
+            yield ApplyOrder(record, [])
+            return
+        trained: dict[int, list[Tensor]] = {}
+        said: list[Contribution] = []
+        for number, (replica, theirs) in enumerate(runs.items()):
+            if number:
+                yield DropGradient("the units of another contributor are next")
+            yield from self._contributor(record, ledger, replica, theirs)
+            trained[replica], mine = self._gradients.take()
+            said.extend(mine)
+        reduced = [
+            ring_sum({r: flats[bucket] for r, flats in trained.items()}, record.ring, self._settings)
+            for bucket in range(len(next(iter(trained.values()))))
+        ]
+        record = self._counted(record, said, reduced)
+        if record.state_id.lineage != row["lineage"]:
+            self.differs_at = record.step
+            return
+        yield ApplyOrder(record, reduced)
+
+    def _contributor(
+        self, record: CommitRecord, ledger: Ledger, replica: int, runs: Sequence[Contribution]
+    ) -> Iterator[Order]:
+        """Have the loop train the units of one contributor, in the parts in which it trained them."""
+        self._driver.replica = replica
+        parts = sorted({c.part for c in runs})
+        until = [places_of(ledger, [c.run for c in runs if c.part <= part]) for part in parts]
+        yield RunBatch(record.step, until[0])
+        for places in until:
+            yield Reduce(AttemptId(record.epoch, record.step, record.attempt), "contribute", record.prev, places)
+
+    def _counted(
+        self, record: CommitRecord, mine: Sequence[Contribution], reduced: Sequence[Tensor]
+    ) -> CommitRecord:
+        """Return ``record`` with the weights, the digest and the norm that were found now. A collective."""
+        found = {
+            "runs": [asdict(replace(c, loss=0.0)) for c in mine],
+            "digest": state_id.digest([checksum(t) for t in reduced]),
+            "sumsq": sum_of_squares(reduced[: self._live_state.gradient_buckets]).hex(),
+        }
+        told = [json.loads(each) for each in self._ranks.gather(json.dumps(found).encode())]
+        weights = [sum(c["weight"] for c in at) for at in zip(*(each["runs"] for each in told), strict=True)]
+        runs = [replace(Contribution(**c), weight=w) for c, w in zip(told[0]["runs"], weights, strict=True)]
+        losses = {(c.replica, c.run): c.loss for c in record.contributions}
+        counted = tuple(replace(c, loss=losses.get((c.replica, c.run), 0.0)) for c in runs)
+        norm = sum(float.fromhex(each["sumsq"]) for each in told) ** 0.5
+        record = replace(record, contributions=counted, digest=state_id.digest([each["digest"] for each in told]))
+        return replace(record, norm=norm / (record.divisor / self._ranks.size)) if record.updates else record
+
+
+class Silent:
+    """Stands in for what a replay has no use for: the journal, the snapshots and the leader."""
+
+    def event(self, *args: object, **facts: object) -> None:
+        """Pass over an event: the run's own journal has it."""
+
+    mark_current = request = event
+
+
+class ReplayRuntime:
+    """Stands in for the `RankRuntime`."""
+
+    def __init__(self, gradients: LocalGradients) -> None:
+        self.reducer = gradients
+        self.journal = self.snapshots = Silent()
+        self.pauses = Pauses()  # nobody waits for them
+
+    def moved(self) -> None:
+        """Do nothing: nobody watches this rank."""
+
+    def concluded(self) -> None:
+        """Do nothing: there is no leader."""
+
+    def end(self, reason: str, code: int) -> None:
+        """Do nothing: the error of the loop's callback ends the replay."""
+
+    def leave(self) -> None:
+        """Do nothing: a replay ends with its last step."""
+
+    def close(self) -> None:
+        """Do nothing: it has neither threads nor connections."""
+
+
+class ReplayJob(Job):
+    """A rank's part in a replay: what `ft_hsdp.join` returns to a loop that is run again."""
+
+    def __init__(
+        self,
+        config: Config,
+        place: RankPlace,
+        device: torch.device,
+        recorded: Recorded,
+        close_group: Callable[[], None],
+    ) -> None:
+        """Make the part of one rank.
+
+        Args:
+            config: Of the run.
+            place: Where this rank runs; its replica is the only one.
+            device: Where the model's shards are.
+            recorded: What is repeated.
+            close_group: Leaves the process group.
+        """
+        super().__init__(config, place, FromEnvironment(0), None, device, close_group)
+        self._recorded = recorded
+        self._written = False
+        self._mailbox = self._orders = RecordedOrders(recorded.rows, ring_settings(config))
+
+    @property
+    def replica(self) -> int:
+        """The replica whose units are trained now."""
+        return self._driver.replica if self._driver is not None else 0
+
+    def stream(self, source: Any) -> NoReturn:
+        """Refuse: what was trained cannot be read again in the order in which the records have it.
+
+        Raises:
+            ConfigError: Always.
+        """
+        allowed = "job.loader: each batch has to be a function of its place"
+        raise ConfigError("replay", "a loop over job.stream", allowed)
+
+    def _check_in(self, driver: StepDriver, reader: Reader[Any]) -> None:
+        """Begin with the state on which the first recorded step builds."""
+        ranks = ReplicaGroup(self.config.timeouts.ranks_s)
+        first = self._recorded.rows[0]
+        self._live_state.state = StateId(0, first["step"] - 1, first["prev"])
+        gradients = LocalGradients(len(self._adopted.sizes))
+        self._orders.start(driver, self._live_state, gradients, ranks)
+        stand_in: Any = ReplayRuntime(gradients)
+        self._runtime = stand_in
+        driver.begin(Joined(stand_in, stand_in, None, False))
+
+    def leave(self) -> None:
+        """Do nothing: a replay ends with its last step."""
+
+    def _part(self) -> None:
+        """Write what was found. A collective."""
+        if not self._written and self._orders.ended:
+            self._written = True
+            digest = self._live_state.digest()
+            outcome = ReplayOutcome(self._orders.steps, digest, self._orders.differs_at)
+            if self.rank == 0:
+                replace_json(self._recorded.outcome, asdict(outcome))
+        super()._part()

@@ -1,0 +1,404 @@
+"""The steps of one rank: what the user's loop trains in each, and the orders that end it (FT-HSDP §4.1, §4.3).
+
+`StepDriver` is where `Job.batches` and `Optimizer.step` meet. `feed` yields the micro-batches of an open step to
+the user's loop; FSDP2 calls `ready` inside backward; `end` carries the leader's orders out until the step is
+committed or given up. Orders that come while no step is open go through `carry_out`. All methods are for the main
+thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, count
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ft_hsdp import fault_injection
+from ft_hsdp.config import Config, config_hash
+from ft_hsdp.core.effects import DropGradient, Exit, Reduce, RunBatch, WriteCheckpoint
+from ft_hsdp.core.units import Places
+from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
+from ft_hsdp.train.checkpointing import CheckpointSaver
+from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
+from ft_hsdp.train.data.randomness import stream
+from ft_hsdp.train.data.step_plan import MicroBatch, StepPlan, TrainedMicroBatch
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
+from ft_hsdp.train.gradients import Feeding
+from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.loop.callbacks import CallbackFailed, Callbacks, CommittedStep
+from ft_hsdp.train.optimizer.groups import Groups
+from ft_hsdp.train.orders import ApplyOrder, LoadOrder, Mailbox
+from ft_hsdp.train.runtime import RankRuntime
+from ft_hsdp.train.step_log import StepLog, Timing, exposed
+
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """What a rank has once it has joined the job."""
+
+    runtime: RankRuntime
+    saver: CheckpointSaver
+    log: StepLog | None  # on rank 0
+    built_in: bool  # whether the trainer of this package runs it, so that a replay can repeat it
+
+
+class StepDriver:
+    """Runs one rank's steps, one after another."""
+
+    def __init__(
+        self,
+        config: Config,
+        rank: int,
+        ranks: int,
+        device: torch.device,
+        model: AdoptedModel,
+        groups: Groups,
+        live_state: LiveState,
+        mailbox: Mailbox,
+        callbacks: Callbacks,
+    ) -> None:
+        """Make the driver of a rank.
+
+        Args:
+            config: The job's configuration.
+            rank: This rank of its replica.
+            ranks: How many ranks the replica has.
+            device: Where batches go.
+            model: The model.
+            groups: Of the optimizer.
+            live_state: The committed state that this rank holds.
+            mailbox: Where the leader's orders come from.
+            callbacks: The user's.
+        """
+        self._config = config
+        self._rank = rank
+        self._ranks = ranks
+        self._device = device
+        self._model = model
+        self.groups = groups
+        self._live_state = live_state
+        self._mailbox = mailbox
+        self._callbacks = callbacks
+        self._weighs = config.data.weight == "tokens"  # whether the loop says what each micro-batch weighs
+        self._quotas_change = config.quorum.batch == "constant"  # whether grants may differ in the number of units
+        self.replica = 0  # set by `guess`
+        self.clip: float | None = None  # the largest norm of the reduced gradient
+        self._joined: Joined | None = None
+        # The step under way.
+        self.plan: StepPlan | None = None
+        self._last_bucket: torch.Tensor | None = None  # from backward until `end`, which may tell the loss
+        self._step = 0
+        self._awaited_s = 0.0  # that the main thread waited for the quota
+        self._tokens = 0  # of the newest unit
+        self._since = time.monotonic()  # the last commit
+        self._committed = False  # whether this incarnation has applied a step
+        self.last: CommittedStep | None = None  # led to the live state; None: it was applied elsewhere
+
+    @property
+    def here(self) -> Joined:
+        """What this rank has since it has joined."""
+        assert self._joined is not None
+        return self._joined
+
+    def guess(self, reader: Reader[Any], replica: int) -> None:
+        """Have read what ``replica``, which is this rank's, will take first if all replicas contribute."""
+        self.replica = replica
+        each = self._config.train.accumulate
+        plan, units = self._new_plan(), each * self._ranks
+        if self._config.data.assignment == "global":
+            reader.guess(self._following(plan, replica * units, self._config.replicas * units, each))
+        else:
+            reader.guess(self._following(plan, 0, units, each))
+
+    def begin(self, joined: Joined) -> None:
+        """Take what this rank has since it has joined the job. A collective if the final state is here."""
+        self._joined = joined
+        if self.step:
+            self._rejoined()
+        self._conclude_at_end()
+
+    @property
+    def step(self) -> int:
+        """The committed step that this rank holds; within a callback on a commit, that step."""
+        if self.last is not None:
+            return self.last.step
+        state = self._live_state.state
+        return 0 if state is None else state.step
+
+    # The model's hooks.
+
+    @property
+    def current(self) -> TrainedMicroBatch | None:
+        """The micro-batch that was yielded last in this step."""
+        return self.plan.trained[-1] if self.plan is not None and self.plan.trained else None
+
+    def returned(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Note the loss that the model returned, and have the gradients of its output weighed. A forward hook."""
+        current = self.current
+        if current is None:
+            return output
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+        if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
+            current.loss = float(loss.detach())
+        return weighed(output, current.scale) if self._weighs else output
+
+    def ready(self, bucket: int, flat: torch.Tensor) -> None:
+        """Take the local gradient of a bucket to the reducer; FSDP2 calls it inside backward.
+
+        The loss of a step is what its last bucket says. That one waits for `end`, which comes right after backward
+        and may be given the loss.
+        """
+        if self.plan is None or self._joined is None:
+            return
+        runtime = self._joined.runtime
+        contributions = self.plan.contributions(self.replica)
+        if bucket == len(self._model.sizes) - 1:
+            self._last_bucket = flat
+        else:
+            runtime.reducer.ready(bucket, flat, contributions)
+        runtime.moved()
+
+    # One step.
+
+    def _new_plan(self, places: Places = ()) -> StepPlan:
+        """Return a plan for the step after the live state."""
+        shard = 0 if self._config.data.assignment == "global" else self.replica
+        each = self._config.train.accumulate
+        return StepPlan(self._live_state.ledger, shard, self._ranks, each, places, self._weighs)
+
+    def _following(self, plan: StepPlan, first: int, stride: int, each: int) -> Iterator[MicroBatch]:
+        """Yield, without an end, what comes in the steps after that of ``plan`` if nothing changes.
+
+        Args:
+            plan: Of a step.
+            first: This replica's first place in the step after it.
+            stride: Places from there to the first one of the next step, and so on.
+            each: Micro-batches of a rank in each step.
+        """
+        for begin in count(first, stride):
+            for micro in range(each):
+                yield plan.at(begin + micro * self._ranks)
+
+    def feed(self, reader: Reader[Batch], order: RunBatch) -> Iterator[Batch]:
+        """Yield the micro-batches of this replica in the next step, as ``order`` says."""
+        log, runtime = self.here.log, self.here.runtime
+        plan = self.plan = self._new_plan(order.places)
+        self._step, self._awaited_s, self._last_bucket = order.step, 0.0, None
+        reader.trained(plan.at(0))
+        each = len(plan.left)
+        stride = max(order.following - (order.places[0][0] if order.places else 0), each * self._ranks)
+        runtime.reducer.open(Feeding(order.step, plan.trainable))
+        while plan.left:
+            # The first micro-batch is trained before the quota is known, unless the quota may turn out to be that
+            # one alone: its backward would not have reduced the gradients inside the replica.
+            early = self._config.train.accumulate > 1 or len(plan.left) == 1
+            if self._quotas_change and not plan.ordered and (plan.trained or not early):
+                self._await_quota(plan)
+                continue
+            if plan.trained:
+                fault_injection.reach("micro-batch", order.step)
+            at = plan.begin()
+            self._model.sync(not plan.left)
+            if log is not None:
+                log.fed(order.step, at.shard, at.unit, self._ranks)
+            later = self._following(plan, order.following, stride, each)
+            batch = reader.batch(at, chain(plan.left, later))
+            if log is not None:
+                self._tokens = count_tokens(batch)
+            number = at.index * self._config.data_shards + at.shard
+            torch.manual_seed(stream(self._config.train.seed, "batch", number, self._rank, at.micro))
+            runtime.moved()
+            yield move(batch, self._device)
+        self._hand_over(plan)  # a loop without optim.step holds nobody up
+
+    def _await_quota(self, plan: StepPlan) -> None:
+        """Wait for the order to reduce the step, which says how many units are this replica's.
+
+        Any other order ends the step. Gradients that were not reduced inside the replica yet cannot be dropped, so
+        one more micro-batch is trained before it is carried out.
+        """
+        began = time.monotonic()
+        while not plan.ordered:
+            match self._mailbox.get():
+                case Reduce(fence, places=places):
+                    if fence.step == self._step:
+                        plan.extend(places)
+                case WriteCheckpoint() as order:
+                    self.carry_out(order)
+                case order:
+                    self._mailbox.put_back(order)
+                    plan.close(more=1 if plan.trained else 0)
+        self._awaited_s += time.monotonic() - began
+
+    def end(self, loss: object = None) -> bool:
+        """After backward, carry orders out until the step that was fed is committed or given up.
+
+        Args:
+            loss: Of the micro-batch that was yielded last; None: what forward has returned.
+
+        Returns:
+            True if the gradient of this replica is in the committed step.
+
+        Raises:
+            ConfigError: The optimizer was changed so that its state would not be part of the committed one, or the
+                loss is no scalar.
+            RuntimeError: There was no batch yet, or an order to train another one came before the verdict on this.
+        """
+        plan = self.plan
+        if plan is None:
+            raise RuntimeError("optim.step comes before the first batch of job.batches")
+        if loss is not None and plan.trained:
+            plan.trained[-1].loss = scalar(loss)
+        if plan.left:
+            return False
+        self.groups.check()
+        self._model.finish()
+        self._hand_over(plan)
+        step, began = self._step, time.monotonic()
+        while True:
+            order = self._mailbox.get()
+            if isinstance(order, RunBatch):
+                raise RuntimeError(f"told to feed step {order.step} while step {step} is open")
+            if isinstance(order, Reduce):
+                if order.fence.step == step and plan.extend(order.places):
+                    fault_injection.reach("refill", step)
+                    self._model.release()
+                    return False  # a contributor was lost, and this replica trains some of its units
+                continue
+            if isinstance(order, Exit):
+                self._mailbox.put(order)  # for `batches`, which ends the loop
+                plan.close()
+                return False
+            self.carry_out(order, time.monotonic() - began)
+            if isinstance(order, DropGradient):
+                plan.close()
+                return False
+            if isinstance(order, ApplyOrder) and order.record.step == step:
+                return self.replica in order.record.contributors
+
+    def _hand_over(self, plan: StepPlan) -> None:
+        """Take the last bucket to the reducer, if backward has made it: the loss is known now."""
+        flat, self._last_bucket = self._last_bucket, None
+        if flat is not None:
+            last = len(self._model.sizes) - 1
+            self.here.runtime.reducer.ready(last, flat, plan.contributions(self.replica))
+
+    def carry_out(
+        self, order: ApplyOrder | DropGradient | LoadOrder | Reduce | WriteCheckpoint, waited_s: float = 0.0
+    ) -> None:
+        """Carry out an order.
+
+        Args:
+            order: The leader's.
+            waited_s: How long `end` has waited for it, in seconds.
+        """
+        runtime = self.here.runtime
+        match order:
+            case ApplyOrder():
+                self._apply(order, waited_s)
+            case DropGradient():
+                runtime.reducer.open(None)
+                self._model.clear()
+            case LoadOrder(manifest, packed):
+                with self._ends_the_rank():
+                    self._live_state.load(manifest, packed)
+                self.last = None
+                self._rejoined()
+                runtime.snapshots.mark_current(manifest.state)
+                self._conclude_at_end()
+            case WriteCheckpoint(state):
+                self.here.saver.save(state)
+        runtime.moved()
+
+    def _apply(self, order: ApplyOrder, waited_s: float) -> None:
+        """Apply a committed step. Nothing may fail here: an error ends the rank, and with it the replica."""
+        runtime, log = self.here.runtime, self.here.log
+        record, live_state = order.record, self._live_state
+        runtime.reducer.open(None)
+        now = time.monotonic()
+        if log is not None:  # before it is applied: a replica that serves a state has logged what led to it
+            self._note(log, order, now, waited_s)
+        fault_injection.reach("apply-begin", record.step)
+        last = self.last = CommittedStep.of(record, live_state.rate(record))
+        with self._ends_the_rank():
+            live_state.apply(record, order.reduced, self.clip, partial(self._callbacks.committed, last))
+        fault_injection.reach("apply-end", record.step)
+        runtime.snapshots.mark_current(record.state_id)
+        runtime.reducer.give_back(order.reduced)
+        self._since, self._awaited_s = now, 0.0
+        self._conclude_at_end()
+
+    def _rejoined(self) -> None:
+        with self._ends_the_rank():
+            self._callbacks.rejoined(self.step)
+
+    @contextlib.contextmanager
+    def _ends_the_rank(self) -> Iterator[None]:
+        """End the rank if a function of the user fails within: its state is not that of the other replicas."""
+        try:
+            yield
+        except CallbackFailed as failed:
+            cause = failed.__cause__
+            traceback.print_exception(cause)
+            code = cause.exit_code if isinstance(cause, FtHsdpError) else EXIT_RETRYABLE
+            self.here.runtime.end(str(failed), code)
+            raise  # the rank is ending anyway
+
+    def _note(self, log: StepLog, order: ApplyOrder, now: float, waited_s: float) -> None:
+        """Write down what a committed step is and has cost. On rank 0."""
+        record, live_state, journal = order.record, self._live_state, self.here.runtime.journal
+        traffic = self.here.runtime.reducer.traffic
+        waits = exposed(now, waited_s, traffic.ended, traffic.held_up)
+        waits["quorum"] += self._awaited_s
+        if live_state.offload is not None:
+            waits["offload"] = live_state.offload.lap()  # of the update before
+        timing = Timing(now - self._since, waits, traffic.bytes_sent, traffic.seconds)
+        tokens = record.divisor if self._weighs else self._tokens * record.units
+        mine = self.replica in record.contributors
+        ledger, given_up = record.ledger(live_state.ledger), record.given_up(live_state.ledger)
+        log.committed(record, live_state.rate(record), tokens, timing, mine, ledger, given_up)
+        for shard, index, units in given_up:
+            reason = f"its gradient was not finite in {record.retries} steps (train.poison_retries)"
+            facts = {"step": record.step, "shard": shard, "index": index, "units": units}
+            journal.event("BatchGivenUp", reason, **facts)
+        if not self._committed:
+            how = "contributes to it" if mine else "adds nothing to it"
+            journal.event("FirstStepCommitted", f"this replica {how}", step=record.step)
+            self._committed = True
+
+    def _conclude_at_end(self) -> None:
+        """If the final state is here, serve it, write its digest down, then report that. A collective."""
+        state = self._live_state.state
+        assert state is not None
+        if state.step < self._config.train.steps:
+            return
+        here = self.here
+        here.runtime.snapshots.request(state, self._config.timeouts.final_wait_s)
+        digest = self._live_state.digest()
+        if here.log is not None:
+            here.log.final(state, digest, here.built_in, config_hash(self._config))
+        here.runtime.concluded()
+
+
+def scalar(loss: object) -> float:
+    """Return the loss that the user's loop has given.
+
+    Raises:
+        ConfigError: It is no number and no tensor of one.
+    """
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex():
+        return float(loss.detach())
+    if isinstance(loss, int | float) and not isinstance(loss, bool):
+        return float(loss)
+    shape = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else loss
+    allowed = "a number, or a tensor of one element: the mean over the micro-batch"
+    raise ConfigError("optim.step(loss)", shape, allowed)

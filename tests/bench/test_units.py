@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import io
+import math
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from ft_hsdp.bench import goals
+from ft_hsdp.bench.command import UNITS, UnitsOptions, units_options
+from ft_hsdp.bench.recovery.analysis import Kill
+from ft_hsdp.bench.results import ProgressLog
+from ft_hsdp.bench.units import bench
+from ft_hsdp.bench.units.analysis import beyond, constancy, curve, micro_batch_s, outside, unit_seconds
+from ft_hsdp.errors import ConfigError
+from tests.support.bench.tables import shown
+
+ALL, REST = (0, 1, 2), (0, 2)
+
+
+def commit(
+    step: int, t: float, units: dict[int, int], *, step_s: float = 1.0, role: str = "contribute"
+) -> dict[str, Any]:
+    """A commit of replicas with so many units each; 6 are wanted."""
+    return {
+        "t": t,
+        "step": step,
+        "step_s": step_s,
+        "role": role,
+        "contributors": list(units),
+        "contributions": [{"replica": n, "units": count} for n, count in units.items()],
+        "units": sum(units.values()),
+        "units_wanted": 6,
+        "total": 3,
+    }
+
+
+WHOLE, SHORT, MORE = dict.fromkeys(ALL, 2), dict.fromkeys(REST, 2), dict.fromkeys(REST, 3)
+
+
+def test_every_step_but_that_of_the_loss_has_its_units() -> None:
+    rows = [commit(1, 1, SHORT), commit(2, 2, WHOLE), commit(3, 3, SHORT), commit(4, 4, MORE), commit(5, 5, WHOLE)]
+    found = constancy(rows, 1)
+    assert found == {"steps": 4, "wanted": 6, "away": 2, "at_loss": 4, "others": [], "back": True}
+    assert constancy([*rows[:4], commit(5, 5, SHORT)], 1)["others"] == [5]
+    assert constancy(rows[1:2], 1)["away"] == 0
+
+
+def test_the_time_of_a_unit_is_that_of_a_step_by_the_micro_batches() -> None:
+    rows = [commit(1, 1, MORE, step_s=1.5), commit(2, 2, SHORT), commit(3, 3, WHOLE, role="behind")]
+    assert unit_seconds(rows, 0, ranks=1) == [0.5, 0.5]
+    assert unit_seconds(rows[:1], 0, ranks=3) == [1.5]
+
+
+def test_a_micro_batch_lasts_until_the_next_one_of_the_same_step() -> None:
+    lines = [(1, "0-a-0", 0.0), (1, "0-a-0", 0.4), (2, "0-a-0", 5.0), (2, "0-a-0", 5.4), (2, "0-a-1", 9.0)]
+    assert micro_batch_s({"step": s, "incarnation": i, "t": t} for s, i, t in lines) == pytest.approx(0.4)
+
+
+def test_what_a_loss_costs_beyond_the_units_of_the_step() -> None:
+    """Two micro-batches of 0.4 s and 0.2 s besides in a whole step; the step of the loss takes 1.5 s for three."""
+    before = [commit(1, 1, WHOLE), commit(2, 2, WHOLE)]
+    rows = {0: [*before, commit(3, 3.5, MORE, step_s=1.5)], 2: [*before, commit(3, 3.4, MORE, step_s=1.4)]}
+    kill = Kill(2.5, 1, 0)
+    assert beyond(kill, {**rows, 1: before}, 0.4, 1) == pytest.approx(0.1)
+    late = {n: [*before, commit(3, 3, WHOLE), commit(4, 4.6, MORE, step_s=1.6)] for n in REST}
+    assert beyond(kill, late, 0.4, 1) == pytest.approx(0.2)  # the step before was committed with the victim
+    assert beyond(kill, {0: before, 2: rows[2]}, 0.4, 1) is None
+
+
+def test_a_curve_lies_outside_of_the_others_by_its_distance() -> None:
+    assert curve([1, 3, 5, 7, 9], 2) == [2, 6]
+    assert outside([2.5, 5, 7], [[1, 4, 6], [2, 3, 8]]) == [0.5, 1, 0]
+
+
+SPREAD = {"p50_ms": 12.0, "min_ms": -3.0, "max_ms": 60.0, "count": 20}
+RUN = {"curve": [4.0, 3.0], "last": 3.5, "units": 1600}
+RESULT: dict[str, Any] = {
+    "constant": [
+        {"replicas": 4, "refill": refill, "assignment": "per_replica", "steps": 170, "wanted": 12, "away": 105}
+        | {"at_loss": 9, "others": others, "back": True}
+        for refill, others in (("next_step", []), ("same_step", []), ("next_step", [17]))
+    ],
+    "rate": [
+        {"replicas": 4, "survivors": 3, "rounds": 4, "steps": 40, "unit": {"constant": SPREAD, "adapt": SPREAD}}
+        | {"times": {"constant": {"ratio": 1.04, "low": 0.99, "high": 1.05}}}
+    ],
+    "refill": [
+        {"replicas": 4, "kills": 20, "step_ms": 320.0, "micro_batch_ms": 104.0, "beyond": SPREAD, "short_steps": 0}
+        | {"steps": {"p50": 0.04, "min": -0.01, "max": 0.2}}
+    ],
+    "loss": [
+        {"replicas": 4, "steps": 200, "block": 20, "of_last": 80, "seed": 3, "clean": {"1": RUN, "3": RUN}}
+        | {"with_failures": {"constant": {**RUN, "outside_last": 0.1, "outside_most": 0.2}}}
+    ],
+    "tokens": [
+        {"replicas": 2, "steps": 3, "gradient": 3e-7, "one_batch": 2e-7, "loss": 1e-8, "mean_over_units": 0.4}
+        | {"alike": alike}
+        for alike in (True, False)
+    ],
+    "kills": [
+        {"batch": "same_step", "replicas": 3, "ranks": 2, "kills": 50, "steps": 530, "trained": 6360, "twice": 0}
+        | {"skipped": 1, "replayed": False, "breaches": []}
+    ],
+}
+
+
+def test_every_goal_is_set_beside_its_figure() -> None:
+    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in goals.units(RESULT)]
+    assert seen == [
+        ("next_step, per_replica: short steps", 0, True),
+        ("same_step, per_replica: short steps", 1, False),
+        ("next_step, per_replica: short steps", 1, False),
+        ("time of a unit, constant / adapt", 1.04, False),
+        ("refill: beyond its units, p50, of a step", 0.04, True),
+        ("loss with failures, outside the seeds", 0.1, False),
+        ("token mean beside one big batch", 3e-7, True),
+        ("token mean beside one big batch", math.inf, False),
+        ("same_step, 50 kills: what is wrong", 2, False),
+    ]
+
+
+def test_tables_fit_80_columns_and_show_misses() -> None:
+    text = shown("units", RESULT)
+    lines = text.partition("Goals")[2].splitlines()
+    assert len([line for line in lines if line.rstrip().endswith(("met", "missed"))]) == 9
+    assert len(lines) == 9 + 5, "a line is broken"
+    assert "DIFFERS" in text
+    assert "constant, seed 3" in text
+
+
+def test_options() -> None:
+    nothing = dict.fromkeys(("measure", "kills", "rounds"))
+    assert units_options(Namespace(**nothing)) == UnitsOptions(UNITS, 50, 4)
+    assert units_options(Namespace(measure="kills", kills=3, rounds=2)) == UnitsOptions(("kills",), 3, 2)
+    with pytest.raises(ConfigError, match="--measure"):
+        units_options(Namespace(measure="steady", kills=3, rounds=2))
+
+
+@pytest.mark.proof
+@pytest.mark.soak
+def test_real_replicas_are_lost() -> None:
+    """With small numbers: each step has its units, none is trained twice, and the replay has the same bits."""
+    log = ProgressLog(io.StringIO())
+    rows = bench.constant(log, away=2)
+    assert [(row["others"], row["back"]) for row in rows] == [([], True)] * 4
+    assert [row["at_loss"] for row in rows][2:] == [12, 12]
+    (row,) = bench.kills(2, log, ["same_step"])
+    assert (row["kills"], row["twice"], row["skipped"], row["replayed"], row["breaches"]) == (2, 0, 0, True, [])

@@ -1,0 +1,414 @@
+"""ProcessGroupFTAR.reconfigure: members by handles, old uuids, bad handles, and members that are lost in it."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import DistStoreError, ReduceOp
+
+from ft_hsdp.compat.torchft import ProcessGroupFTAR
+from ft_hsdp.compat.torchft.handles import MAX_HANDLE, MAX_MEMBERS, encode, membership, own_host
+from ft_hsdp.compat.torchft.quorum import Patience
+from ft_hsdp.errors import InvalidArgument
+from tests.support.ftar.torchft_process import GroupProcess, options
+from tests.support.ftar.torchft_ranks import Ranks
+
+WITHIN_S = 30.0
+ID = "0" * 32
+OWN = encode(ID, "127.0.0.1:1", None, 0)
+
+
+@pytest.fixture(scope="module")
+def _three() -> Iterator[Ranks]:
+    ranks = Ranks(3, host="127.0.0.1")
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def three(_three: Ranks) -> Ranks:
+    _three.configure(_three.groups)
+    return _three
+
+
+def handles(groups: list[ProcessGroupFTAR]) -> list[str]:
+    return [group.get_reconfigure_handle() for group in groups]
+
+
+def total(group: ProcessGroupFTAR, rank: int) -> float:
+    tensor = torch.tensor([10.0**rank])
+    assert group.allreduce([tensor], ReduceOp.SUM).wait()
+    return tensor.item()
+
+
+def reconfigured(ranks: Ranks, groups: list[ProcessGroupFTAR], uuid: int, named: list[str] | None = None) -> None:
+    """Reconfigure ``groups``, in this order, and use their ring."""
+    names = named or handles(groups)
+
+    def reconfigure(group: ProcessGroupFTAR, rank: int) -> float:
+        work = group.reconfigure(options(uuid, names, WITHIN_S))
+        assert work.wait()
+        assert work.get_future().wait() is None
+        assert group.size() == len(groups)
+        return total(group, rank)
+
+    assert ranks.each(reconfigure, groups) == [float("1" * len(groups))] * len(groups)
+
+
+def refused(group: ProcessGroupFTAR, opts: Any, kind: type[Exception] = InvalidArgument) -> str:
+    with pytest.raises(kind) as caught:
+        group.reconfigure(opts)
+    said = str(caught.value)
+    assert "\n" not in said
+    assert len(said) < 500
+    return said
+
+
+def test_members_are_the_handles_in_their_order_and_may_come_and_go(three: Ranks) -> None:
+    a, b, c = three.groups
+    assert a.supports_reconfigure
+    for uuid, groups in enumerate(([a], [b, a], [c, a, b], [b, c], [a, b, c])):
+        reconfigured(three, groups, uuid)
+
+
+def test_both_seams_form_the_same_ring_one_after_the_other(three: Ranks) -> None:
+    for uuid in (7, 8):
+        reconfigured(three, three.groups, uuid)
+        connected = [g._member.communicator for g in three.groups]
+        three.configure(three.groups)
+        assert three.each(total) == [111.0] * 3
+        assert [g._member.communicator for g in three.groups] == connected, "the connections are kept"
+
+
+def test_a_handle_names_the_group_its_store_and_its_global_rank(three: Ranks) -> None:
+    group = three.groups[0]
+    group.set_rank_info("replica", 0, 1, 5)
+    handle = json.loads(group.get_reconfigure_handle())
+    assert handle["id"] == group._handle_id()
+    assert handle["global_rank"] == 5
+    host, port = handle["store"].split(":")
+    assert host == "127.0.0.1"
+    assert int(port)
+    assert group.get_reconfigure_handle() == group.get_reconfigure_handle()
+    group.set_rank_info("replica", 0, 1)
+    assert json.loads(group.get_reconfigure_handle())["global_rank"] is None
+
+
+def test_without_a_host_a_handle_has_the_address_that_leads_to_the_lighthouse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:29510")
+    assert own_host() == "127.0.0.1"
+    group = ProcessGroupFTAR()
+    try:
+        assert json.loads(group.get_reconfigure_handle())["store"].startswith("127.0.0.1:")
+    finally:
+        group.shutdown()
+
+
+def test_a_uuid_may_come_again_with_new_handles_and_handles_with_a_new_uuid(three: Ranks) -> None:
+    reconfigured(three, three.groups, 1)
+    reconfigured(three, three.groups, 1)  # a lighthouse that was restarted begins to count again
+    names = handles(three.groups)
+    for uuid in (2, 3):
+        reconfigured(three, three.groups, uuid, names)
+
+
+def test_a_member_with_an_old_uuid_is_refused_and_breaks_nothing(three: Ranks) -> None:
+    names = handles(three.groups)
+    reconfigured(three, three.groups, 1, names)
+    reconfigured(three, three.groups, 2, names)
+    assert "uuid: got 1 once more" in refused(three.groups[1], options(1, names))
+    assert three.each(total) == [111.0] * 3, "the newer quorum goes on"
+
+
+def test_the_store_forgets_quorums_that_are_over_but_not_why_a_rank_gave_up(three: Ranks) -> None:
+    a, b = three.groups[:2]
+    kept = []
+    for uuid in range(5):
+        reconfigured(three, [a, b], uuid)
+        assert a._served is not None
+        kept.append(a._served._store.num_keys())
+    assert kept[1:] == kept[1:2] * 4
+    names = handles([a, b])
+    assert "rank 1 of 2 did not come" in refused(a, options(5, names, 0.2), RuntimeError)
+    reconfigured(three, [a], 6)
+    assert "gave up" in refused(b, options(5, names, WITHIN_S), RuntimeError)
+
+
+def test_a_member_that_comes_after_the_others_gave_up_is_refused_at_once(three: Ranks) -> None:
+    names = handles(three.groups)
+    two, late = three.groups[:2], three.groups[2]
+
+    def give_up(group: ProcessGroupFTAR, rank: int) -> str:
+        return refused(group, options(4, names, 0.3), RuntimeError)
+
+    said = three.each(give_up, two)
+    assert any("rank 2 of 3 did not come to the store: timeout after 300ms" in text for text in said)
+    begin = time.monotonic()
+    text = refused(late, options(4, names, WITHIN_S), RuntimeError)
+    assert "gave up" in text
+    assert time.monotonic() - begin < WITHIN_S / 2
+    reconfigured(three, three.groups, 5)
+
+
+def test_one_that_gives_up_tells_the_others(three: Ranks) -> None:
+    names = handles(three.groups)
+    patience = [WITHIN_S, 0.2, None]
+
+    def give_up(group: ProcessGroupFTAR, rank: int) -> str:
+        return refused(group, options(6, names, patience[rank]), RuntimeError)
+
+    begin = time.monotonic()
+    first, second = three.each(give_up, three.groups[:2])
+    assert time.monotonic() - begin < WITHIN_S / 2
+    assert "rank 2 of 3 did not come" in second
+    assert first.startswith("Connection closed by peer: rank 1 gave up: rank 2 of 3 did not come")
+
+
+def test_a_reconfigure_can_be_cancelled_by_abort_and_by_a_newer_one(three: Ranks) -> None:
+    group, other = three.groups[:2]
+    for cancel in (lambda: group.abort(), lambda: reconfigured(three, [group], 9)):
+        names = handles([group, other])
+        said: list[str] = []
+        asked, before = options(8, names, WITHIN_S), group._patience
+        thread = threading.Thread(
+            target=lambda asked=asked, said=said: said.append(refused(group, asked, RuntimeError))
+        )
+        thread.start()
+        deadline = time.monotonic() + WITHIN_S
+        while group._patience is before:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        cancel()
+        thread.join(WITHIN_S)
+        assert said
+        assert said[0].startswith("aborted")
+    assert total(group, 0) == 1.0, "the newer one goes on"
+
+
+def changed(**values: Any) -> Callable[[str], str]:
+    return lambda own: json.dumps({**json.loads(own), **values})
+
+
+BAD: list[tuple[str, Callable[[str], Any], str]] = [
+    ("no text", lambda own: 7, "handle of rank 1: got a int"),
+    ("nothing", lambda own: "", "handle of rank 1"),
+    ("no JSON", lambda own: "\x80nonsense", "nonsense"),
+    ("a list", lambda own: "[1, 2]", "handle of rank 1"),
+    ("deep", lambda own: "[" * MAX_HANDLE, "handle of rank 1"),
+    ("too long", lambda own: own + " " * MAX_HANDLE, r"handle of rank 1: got \d+ characters"),
+    ("a pickle", lambda own: "\x80\x04\x95.", "handle of rank 1"),
+    (
+        "a key less",
+        lambda own: json.dumps({"id": "0" * 32, "store": "h:1", "global_rank": None}),
+        "handle of rank 1",
+    ),
+    ("a key more", changed(id="0" * 32, more=1), "handle of rank 1"),
+    ("an odd id", changed(id="../../etc"), "handle of rank 1"),
+    ("an id that is a number", changed(id=5), "handle of rank 1"),
+    ("no port", changed(id="0" * 32, store="127.0.0.1"), "handle of rank 1"),
+    ("port 0", changed(id="0" * 32, store="127.0.0.1:0"), "handle of rank 1"),
+    ("a prefix", changed(id="0" * 32, store="127.0.0.1:1/torchft/7"), "handle of rank 1"),
+    ("a large rank", changed(id="0" * 32, global_rank=10**400), "handle of rank 1"),
+    ("a negative count", changed(id="0" * 32, count=-1), "handle of rank 1"),
+    ("a large count", changed(id="0" * 32, count=2**80), "handle of rank 1"),
+    ("the same twice", lambda own: own, "one group twice"),
+]
+
+
+@pytest.mark.parametrize(("bad", "said"), [(b, s) for _, b, s in BAD], ids=[name for name, _, _ in BAD])
+def test_a_bad_handle_is_one_clear_error_and_the_quorum_goes_on(
+    three: Ranks, bad: Callable[[str], Any], said: str
+) -> None:
+    group = three.groups[0]
+    own = group.get_reconfigure_handle()
+    with pytest.raises(InvalidArgument, match=said):
+        group.reconfigure(options(11, [own, bad(own)], WITHIN_S))
+    assert three.each(total) == [111.0] * 3
+
+
+VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.lists(st.text(), max_size=2)
+KEYS = st.sampled_from(["id", "store", "global_rank", "count", "other"])
+
+
+@given(st.text() | st.dictionaries(KEYS, VALUES).map(lambda odd: json.dumps({**json.loads(OWN), **odd})))
+def test_any_other_text_is_a_handle_or_one_clear_error(text: str) -> None:
+    said = ""
+    try:
+        quorum = membership(options(1, [OWN, text]), ID)
+    except InvalidArgument as error:
+        said = str(error)
+    assert said.startswith("handle") if said else (quorum.rank, quorum.size, quorum.store) == (0, 2, "127.0.0.1:1")
+    assert len(said) < 500
+
+
+def test_the_name_of_a_membership_covers_the_uuid_and_the_order_of_the_handles() -> None:
+    other = encode("1" * 32, "127.0.0.1:2", None, 0)
+    uses = [options(1, [OWN, other]), options(2, [OWN, other]), options(1, [other, OWN]), options(1, [OWN])]
+    assert len({membership(use, ID).name for use in uses}) == len(uses)
+    assert [membership(use, ID).rank for use in uses] == [0, 0, 1, 0]
+    assert membership(uses[0], ID).name == membership(uses[0], "1" * 32).name
+
+
+def test_wrong_members_and_odd_options_are_one_clear_error(three: Ranks) -> None:
+    group, other = three.groups[:2]
+    own, theirs = handles([group, other])
+    assert "without this group's own" in refused(group, options(1, [theirs]))
+    for odd in ({own}, (own,), own, None, {own: 1}, [], [own] * (MAX_MEMBERS + 1)):
+        assert "handles: got" in refused(group, options(1, odd))
+    for odd in ("7", 1.0, None, True, 2**64, -(2**63) - 1):
+        assert "uuid: got" in refused(group, options(odd, [own]))
+    assert three.each(total) == [111.0] * 3
+
+
+def test_a_handle_from_before_a_shutdown_is_refused() -> None:
+    ranks = Ranks(1, host="127.0.0.1")
+    (group,) = ranks.groups
+    try:
+        old = group.get_reconfigure_handle()
+        group.shutdown()
+        assert "before this group's shutdown" in refused(group, options(1, [old]))
+        reconfigured(ranks, [group], 1)
+        assert "before this group's shutdown" in refused(group, options(2, [old]))
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(
+    "raw", [b"[" * 900, b"[0]", b'[-1, "x"]', b'[1e400, "x"]', b'[4294967296, "x"]', b"\x80\x04."]
+)
+def test_junk_in_the_store_is_one_clear_error_and_poisons_no_epoch(three: Ranks, raw: bytes) -> None:
+    group = three.groups[0]
+    place = three.prefix()
+    three.store.set(place.partition("/")[2] + "/claim/1", raw)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="rank 1 wrote"):
+        group.configure(place, "0", 0, 2)
+    assert group._member.epoch < 1000
+
+
+def test_a_store_that_does_not_answer_is_waited_for_only_as_long_as_asked() -> None:
+    never = threading.Event()
+    dropped: list[str] = []
+
+    def late() -> str:
+        never.wait(WITHIN_S)
+        return "late"
+
+    patience = Patience(0.2)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="the store: timeout after 200ms"):
+        patience.run(late, "the store", dropped.append)
+    assert time.monotonic() - begin < WITHIN_S / 2
+    never.set()
+    deadline = time.monotonic() + WITHIN_S
+    while not dropped:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert dropped == ["late"]
+    with pytest.raises(DistStoreError, match="theirs"):
+        Patience(WITHIN_S).run(lambda: (_ for _ in ()).throw(DistStoreError("theirs")), "the store")
+
+
+@pytest.fixture(scope="module")
+def _processes() -> Iterator[list[GroupProcess]]:
+    made = [GroupProcess() for _ in range(3)]
+    yield made
+    for process in made:
+        process.end()
+
+
+@pytest.fixture
+def processes(_processes: list[GroupProcess]) -> list[GroupProcess]:
+    """Three live processes."""
+    while len(_processes) < 3:
+        _processes.append(GroupProcess())
+    return _processes
+
+
+def lose(
+    processes: list[GroupProcess], place: str, rank: int, number: signal.Signals, timeout_s: float
+) -> list[Any]:
+    """Lose the process ``rank`` at ``place`` of a reconfigure; what the others were told, who go on without it."""
+    names = [p.handle() for p in processes]
+    for i, process in enumerate(processes):
+        process.begin(1, names, timeout_s, place if i == rank else "")
+    victim = processes[rank]
+    assert victim.hear() == "there"
+    victim.signal(number)
+    rest = [p for p in processes if p is not victim]
+    told = [p.hear() for p in rest]
+    names = [p.handle() for p in rest]
+    for process in rest:
+        process.begin(2, names, WITHIN_S)
+    assert [p.hear()[0] for p in rest] == [2.0, 2.0]
+    victim.end()
+    processes.remove(victim)
+    return told
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("place", "rank", "number", "timeout_s", "said"),
+    [
+        ("claimed", 1, signal.SIGKILL, 0.5, "rank 1 of 3 did not come|rank . gave up: rank 1 of 3"),
+        ("claimed", 0, signal.SIGKILL, WITHIN_S, "the store of the ranks"),
+        ("claimed", 0, signal.SIGSTOP, 0.5, "timeout after 500ms"),
+        (
+            "in the ring",
+            1,
+            signal.SIGKILL,
+            WITHIN_S,
+            "gloo is not connected, and a rank is gone|Connection closed",
+        ),
+        ("in the ring", 0, signal.SIGSTOP, WITHIN_S, "gloo is not connected, and a rank is gone"),
+    ],
+)
+def test_a_process_is_lost_in_the_middle_of_a_reconfigure(
+    processes: list[GroupProcess], place: str, rank: int, number: signal.Signals, timeout_s: float, said: str
+) -> None:
+    for text, seconds in lose(processes, place, rank, number, timeout_s):
+        assert re.search(said, str(text)), text
+        assert seconds < 15
+
+
+@pytest.mark.multiproc
+def test_a_process_that_never_comes_is_waited_for_only_as_long_as_asked(processes: list[GroupProcess]) -> None:
+    names = [p.handle() for p in processes]
+    for process in processes[:2]:
+        process.begin(3, names, 0.5)
+    for text, seconds in [p.hear() for p in processes[:2]]:
+        assert "rank 2 of 3 did not come to the store: timeout after 500ms" in text
+        assert seconds < 15
+
+
+@pytest.mark.multiproc
+def test_a_stopped_process_that_serves_the_store_is_waited_for_only_as_long_as_asked(
+    processes: list[GroupProcess],
+) -> None:
+    names = [p.handle() for p in processes]
+    stopped, *others = processes
+    stopped.signal(signal.SIGSTOP)
+    try:
+        for process in others:
+            process.begin(4, names, 0.5)
+        for text, seconds in [p.hear() for p in others]:
+            assert re.search("no store at 127.0.0.1.*timeout after 500ms|timed out", text), text
+            assert "\n" not in text
+            assert seconds < 15
+    finally:
+        stopped.signal(signal.SIGCONT)
+    names = [p.handle() for p in processes]
+    for process in processes:
+        process.begin(5, names, WITHIN_S)
+    assert [p.hear()[0] for p in processes] == [3.0] * 3

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_hsdp.core.units import Places, UnitPolicy, deal, head, joined, redeal, size
+
+
+def numbers(places: Places) -> list[int]:
+    """The places one by one."""
+    return [p for first, count in places for p in range(first, first + count)]
+
+
+def constant(replicas: int, accumulate: int, cap: int = 10**6) -> UnitPolicy:
+    return UnitPolicy(replicas, accumulate, "constant", max_accumulate=cap)
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 12))
+def test_a_constant_batch_is_shared_out_as_evenly_as_possible(replicas: int, accumulate: int, count: int) -> None:
+    quotas = constant(replicas, accumulate).quotas(count)
+    assert len(quotas) == count
+    assert max(quotas) - min(quotas) <= 1
+    assert min(quotas) >= 1
+    assert list(quotas) == sorted(quotas, reverse=True), "the first ones in ring order take more"
+    if count <= replicas * accumulate:
+        assert sum(quotas) == replicas * accumulate
+
+
+def test_quotas_are_capped_and_adapt() -> None:
+    assert constant(4, 3).quotas(3) == (4, 4, 4)
+    assert constant(4, 3, cap=4).quotas(1) == (4,)
+    assert constant(4, 1).quotas(3) == (2, 1, 1)
+    assert UnitPolicy(4, 3).quotas(3) == (3, 3, 3)
+    assert constant(4, 3).quotas(0) == ()
+
+
+@pytest.mark.parametrize(("able", "count"), [(9, 8), (8, 8), (7, 4), (3, 2), (1, 0)])
+def test_the_largest_allowed_number_contributes(able: int, count: int) -> None:
+    assert UnitPolicy(allowed=(2, 4, 8)).contributors(able) == count
+    assert UnitPolicy().contributors(able) == able
+
+
+def test_contributors_take_one_run_each() -> None:
+    assert deal([4, 2, 0, 3], shared=True) == (((0, 4),), ((4, 2),), (), ((6, 3),))
+    assert deal([4, 2], shared=False) == (((0, 4),), ((0, 2),))
+
+
+def test_those_that_stay_keep_their_places_and_take_those_of_the_lost() -> None:
+    before: dict[int, Places] = {0: ((0, 3),), 1: ((3, 3),), 2: ((6, 3),), 3: ((9, 3),)}
+    after, dealt = redeal(before, {0: 4, 1: 4, 3: 4}, shared=True, refill=True)
+    assert after == {0: ((0, 3), (6, 1)), 1: ((3, 3), (7, 1)), 3: ((9, 3), (8, 1))}
+    assert dealt == 12
+    after, dealt = redeal(before, {0: 4, 1: 4, 3: 4}, shared=True, refill=False)
+    assert after == {0: ((0, 3),), 1: ((3, 3),), 3: ((9, 3),)}
+
+
+def test_places_that_are_given_up_go_to_none_in_this_step() -> None:
+    before: dict[int, Places] = {0: ((0, 4),), 1: ((4, 4),)}
+    after, dealt = redeal(before, {0: 3, 1: 3, 2: 2}, shared=True, refill=True)
+    assert after == {0: ((0, 3),), 1: ((4, 3),), 2: ((8, 2),)}
+    assert dealt == 10
+
+
+def test_with_data_shards_of_their_own_all_begin_at_the_first_place() -> None:
+    before: dict[int, Places] = {0: ((0, 3),), 1: ((0, 3),)}
+    assert redeal(before, {0: 4, 2: 4}, shared=False, refill=False)[0] == {0: ((0, 3),), 2: ((0, 4),)}
+    assert redeal(before, {0: 6}, shared=False, refill=True)[0] == {0: ((0, 6),)}
+
+
+memberships = st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=5)
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.sampled_from([1, 2]), st.booleans(), st.booleans(), memberships)
+def test_no_two_that_live_ever_hold_one_unit(
+    replicas: int, accumulate: int, ranks: int, shared: bool, refill: bool, members: list[set[int]]
+) -> None:
+    """Through any memberships on one state: what a member may have trained is dealt to no other."""
+    policy, before, dealt = constant(replicas, accumulate), dict[int, Places](), 0
+    for ids in members:
+        counts = {r: n * ranks for r, n in zip(sorted(ids), policy.quotas(len(ids)), strict=True)}
+        if before:
+            after, dealt = redeal(before, counts, shared, refill, dealt)
+        else:
+            after = dict(zip(counts, deal(counts.values(), shared), strict=True))
+        every = [p for places in after.values() for p in numbers(places)]
+        assert not shared or len(every) == len(set(every))
+        for replica, places in after.items():
+            assert list(after) == list(counts)
+            assert size(places) <= counts[replica]
+            assert size(places) == counts[replica] or (not refill and replica in before)
+            old, new = numbers(before.get(replica, ())), numbers(places)
+            assert all(a == b for a, b in zip(old, new, strict=False)), "it goes on where it was"
+            others = {p for r, held in before.items() if r in counts and r != replica for p in numbers(held)}
+            assert not shared or not others & set(new)
+        before = after
+
+
+def test_runs_of_places_are_cut_and_joined() -> None:
+    assert head(((0, 3), (7, 2)), 4) == ((0, 3), (7, 1))
+    assert head(((0, 3),), 9) == ((0, 3),)
+    assert joined([(0, 2), (2, 3), (9, 0), (6, 1)]) == ((0, 5), (6, 1))

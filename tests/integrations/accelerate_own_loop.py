@@ -1,0 +1,38 @@
+"""The model, the data and the seeds of examples/accelerate, in a loop of our own."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+
+import ft_hsdp
+
+PLAIN = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "accelerate" / "plain.py"))
+
+
+def main() -> None:
+    """Train until the job ends."""
+    job = ft_hsdp.join()
+    torch.manual_seed(0)
+    model = PLAIN["Model"]()
+    for part in (*model.blocks, [model.norm], model):  # as Accelerate cuts it
+        fully_shard(part, mesh=init_device_mesh("cpu", (job.ranks,)))
+    job.adopt(model)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optim = job.optimizer(adam, LambdaLR(adam, lambda step: min(1.0, (step + 1) / 20)))
+    optim.clip = 1.0
+    for numbers in job.loader(PLAIN["Counts"](), batch_size=8, shuffle=True, drop_last=False):
+        logits = model(numbers[:, :-1])
+        loss = functional.cross_entropy(logits, numbers[:, 1:].flatten())
+        loss.backward()
+        optim.step(loss=loss)
+
+
+if __name__ == "__main__":
+    main()

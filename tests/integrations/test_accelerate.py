@@ -1,0 +1,166 @@
+"""Accelerate: examples/accelerate as its page has it, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ft_hsdp.errors import ConfigError
+from tests.support.framework_job import ExampleJob, Page, changed_lines, check_kill
+
+pytestmark = pytest.mark.integration
+STEPS, AT, VICTIM = 150, 40, 1
+OWN_LOOP = "tests/integrations/accelerate_own_loop.py"
+
+
+def test_few_lines_change() -> None:
+    assert changed_lines("accelerate") <= 10
+
+
+def test_the_page_word_for_word(tmp_path: Path) -> None:
+    page = Page("accelerate", tmp_path)
+    plain, *ups = page.commands()
+    losses = [float(x) for x in re.findall(r"^epoch \d: loss (.*)$", page.run(plain), re.MULTILINE)]
+    assert len(losses) == 5
+    assert losses[-1] < 0.5 * losses[0]
+    for up in ups:
+        page.run(up)
+    check_kill(tmp_path / "runs" / "killed", VICTIM, STEPS)
+
+
+def test_the_weights_are_those_of_our_own_loop(tmp_path: Path) -> None:
+    kill = {"at_step": AT, "replicas": [VICTIM], "rank": 1}
+    with ExampleJob("accelerate", tmp_path, "killed", chaos=[kill], quorum__min_replicas=2) as job:
+        killed = job.finish(STEPS)
+        assert len(job.events("ReplicaStarted", replica=VICTIM)) == 2
+    with ExampleJob("accelerate", tmp_path, "own", entry=OWN_LOOP) as job:
+        assert job.finish(STEPS) == killed
+
+
+# What is refused: one rank, without a job.
+
+
+class Stub(SimpleNamespace):
+    """What an accelerator and a loader ask of a job, for a job of one rank that commits a step for each batch."""
+
+    steps_per_epoch = 3
+
+    def __init__(self, steps: int = 3) -> None:
+        config = SimpleNamespace(train=SimpleNamespace(steps=steps, accumulate=1))
+        super().__init__(ranks=1, device=torch.device("cpu"), step=0, config=config, committed=[], logged=[])
+
+    def adopt(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model
+
+    def log(self, values: dict[str, float], step: int | None) -> None:
+        self.logged.append((values, step))
+
+    def optimizer(self, optimizers: list[Any], schedule: object) -> Any:
+        self.given = (list(optimizers), schedule)
+        self.wrapped = SimpleNamespace(step=lambda loss: self.committed.append(loss))
+        return self.wrapped
+
+    def __iter__(self) -> Iterator[int]:
+        while self.step < self.config.train.steps:
+            yield self.step
+            self.step += 1
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process group of this process alone, and no state of Accelerate from the test before."""
+    import torch.distributed as dist
+    from accelerate.state import AcceleratorState
+
+    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def accelerated(job: Stub, **settings: Any) -> Any:
+    from ft_hsdp.integrations.accelerate import FtHsdpAccelerator
+
+    return FtHsdpAccelerator(job=job, **settings)  # type: ignore[arg-type]
+
+
+def refused(call: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cpu": False}, "cpu.*train.device, which is cpu"),
+        ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps.*train.accumulate"),
+        ({"mixed_precision": "fp16"}, "mixed_precision"),
+    ],
+)
+def test_settings_that_are_not_those_of_the_job_are_refused(settings: dict[str, Any], words: str) -> None:
+    refused(lambda: accelerated(Stub(), **settings), words)
+
+
+@pytest.mark.usefixtures("group")
+def test_fsdp_of_another_version_is_refused() -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
+    refused(lambda: accelerated(Stub(), fsdp_plugin=plugin), "fsdp_version=2")
+
+
+@pytest.mark.usefixtures("group")
+def test_what_would_change_one_replica_alone_is_refused(tmp_path: Path) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    job: Any = Stub()
+    accelerator = accelerated(job, max_norm=1.0, step_scheduler_with_optimizer=False)
+    model = torch.nn.Linear(4, 4)
+    inner = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(inner)
+    model, adam, stepped = accelerator.prepare(model, inner, scheduler)
+    assert any(isinstance(module, FSDPModule) for module in model.modules())
+    refused(adam.step, "prepare_train_loader")
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    refused(lambda: accelerator.clip_grad_norm_(model.parameters(), 2.0), "max_norm.*1.0")
+    refused(lambda: accelerator.clip_grad_value_(model.parameters(), 1.0), "clip_grad_value_")
+    refused(lambda: accelerator.no_sync(model), "train.accumulate")
+    refused(lambda: accelerator.save_state(str(tmp_path)), "checkpoint")
+    refused(lambda: accelerator.load_state(str(tmp_path)), "checkpoint")
+    refused(lambda: accelerator.init_trackers("mine"), "docs/metrics.md")
+    loader = accelerator.prepare_train_loader(job)
+    assert accelerator.prepare(loader) is loader
+    for batch in loader:
+        accelerator.backward(model(torch.full((1, 4), float(batch))).sum())
+        adam.step()
+        accelerator.log({"batch": batch})
+        refused(lambda: adam.step(lambda: 0.0), "closure")
+        refused(lambda: accelerator.prepare(torch.nn.Linear(1, 1)), "before the first batch")
+    assert job.given == ([inner], [stepped.scheduler])
+    assert job.wrapped.clip == 1.0
+    assert len(job.committed) == 3
+    assert all(isinstance(loss, torch.Tensor) for loss in job.committed)
+    assert job.logged == [({"batch": 0}, None), ({"batch": 1}, None), ({"batch": 2}, None)]
+
+
+@pytest.mark.usefixtures("group")
+def test_a_scheduler_that_is_stepped_for_each_process_is_refused() -> None:
+    accelerator = accelerated(Stub())
+    model = torch.nn.Linear(4, 4)
+    adam = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(adam)
+    refused(lambda: accelerator.prepare(model, adam, scheduler), "step_scheduler_with_optimizer")

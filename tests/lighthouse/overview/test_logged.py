@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from typing import Any
+
+from ft_hsdp.analysis.logged import MAX_VALUES
+from lighthouse.overview import logged
+from lighthouse.overview.logged import LoggedCurves
+
+
+def row(t: float, step: int, epoch: int = 1, **values: float) -> dict[str, Any]:
+    return {"t": t, "step": step, "epoch": epoch, "values": values}
+
+
+def test_each_name_is_a_curve() -> None:
+    curves = LoggedCurves()
+    curves.add(row(1.0, 10, loss=2.0, accuracy=0.5))
+    curves.add(row(2.0, 20, loss=1.0))
+    assert curves.between(0.0, 9.0, 100) == {
+        "accuracy": {"t": [1.0], "step": [10], "value": [0.5]},
+        "loss": {"t": [1.0, 2.0], "step": [10, 20], "value": [2.0, 1.0]},
+    }
+    assert curves.between(1.5, 9.0, 100) == {"loss": {"t": [2.0], "step": [20], "value": [1.0]}}
+
+
+def test_a_step_that_is_done_again_replaces_its_values() -> None:
+    curves = LoggedCurves()
+    for step in (10, 20, 30):
+        curves.add(row(float(step), step, loss=float(step)))
+    curves.add(row(40.0, 20, epoch=2, loss=7.0))
+    assert curves.between(0.0, 99.0, 100)["loss"]["step"] == [10, 20]
+    curves.add(row(41.0, 10, epoch=2, loss=8.0))
+    assert curves.between(0.0, 99.0, 100)["loss"]["step"] == [10, 20, 10], "a late value of the same history stays"
+
+
+def test_points_and_names_are_bounded(monkeypatch: Any) -> None:
+    monkeypatch.setattr(logged, "KEPT", 10)
+    curves = LoggedCurves()
+    for step in range(1000):
+        curves.add(row(float(step), step, loss=1.0))
+        curves.add({**row(float(step), step), "values": {f"n{step}": 1.0}})
+    shown = curves.between(0.0, 2000.0, 1000)
+    assert len(shown) == MAX_VALUES
+    assert 10 <= len(shown["loss"]["t"]) < 20
+    assert shown["loss"]["step"][0] == 0
+    assert len(curves.between(0.0, 2000.0, 5)["loss"]["t"]) <= 10

@@ -1,0 +1,62 @@
+"""Real jobs whose ranks run the script of docs/examples under `up`, as `entry`."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.test_spares import WARM, ready, settle, starts
+from tests.support.aborted import aborted
+from tests.support.scenarios.scenario_job import ROOT, Job, check
+
+EXAMPLE = ROOT / "docs" / "examples" / "own_loop.py"
+TWO = {"replicas": 2, "train__micro_batch": 16, "optim__lr": 3e-3}
+
+
+@pytest.mark.multiproc
+def test_a_function_trains(tmp_path: Path) -> None:
+    shutil.copy(EXAMPLE, tmp_path / "mine.py")
+    settings = {**TWO, "ranks_per_replica": 1, "args": ["x"], "preload": ["colorsys"]}
+    with Job(tmp_path, 8, entry="mine:main", **settings) as job:
+        check(job.end(), 8)
+        assert not (job.run.parent / ".cache").exists(), "the data of the built-in trainer were prepared"
+
+
+@pytest.mark.multiproc
+@pytest.mark.proof
+def test_a_users_script_goes_on_in_a_spare(tmp_path: Path) -> None:
+    """The spare has sharded and warmed up its model before it hears to which replica it belongs."""
+    with Job(tmp_path, 160, entry=str(EXAMPLE), spares=2, restart__hold_s=0.5, **TWO) as job:
+        pids = ready(job)
+        job.signal(1, 1, signal.SIGKILL)
+        job.until(lambda: len(starts(job, 1)) == 2, "the second life")
+        summary = job.end()
+        settle(job, summary, 160)
+        assert (starts(job, 1)[1]["how"], starts(job, 1)[1]["pids"]) == (WARM, pids)
+        rows = job.rows("metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(1, 161))
+        assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
+
+
+@pytest.mark.multiproc
+@pytest.mark.proof
+def test_sigterm_means_leave_and_an_edited_script_is_refused_until_it_is_put_back(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    shutil.copy(EXAMPLE, script)
+    whole = script.read_text()
+    with Job(tmp_path, 130, entry="mine.py", restart__backoff_s=0.2, **TWO) as job:
+        job.until(lambda: job.step() >= 5, "step 5")
+        script.write_text(f"{whole}\n# edited\n")
+        job.signal(1, 1, signal.SIGTERM)
+        job.until(lambda: job.events("ProcessExited", replica=1, kind="exit 64"), "a refusal")
+        script.write_text(whole)
+        check(job.end(), 130)
+        exits = job.events("ProcessExited", replica=1)
+        assert exits[0]["kind"] in ("exit 143", "exit 0"), "it left"
+        assert aborted(job.rows("events.jsonl")) == [], "no step was repeated"
+        refused = [e["reason"] for e in exits if e["kind"] == "exit 64"]
+        assert "allowed: mine.py as it was when the job began" in refused[0]
+        assert "put it back, or start another job" in refused[0]

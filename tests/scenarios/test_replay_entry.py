@@ -1,0 +1,44 @@
+"""`replay` of a job whose ranks run a script of the user's."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp.errors import EXIT_CONFIG
+from tests.scenarios.test_units import AT, GLOBAL, SAME_STEP, kill
+from tests.support.scenarios.scenario_job import ROOT, Job, check
+
+EXAMPLE = ROOT / "docs" / "examples" / "own_loop.py"
+
+
+@pytest.mark.proof
+def test_a_script_is_repeated_bit_for_bit_through_a_loss_and_a_refill(tmp_path: Path) -> None:
+    """The survivors train units of the lost one in the same step, so their step has a second part."""
+    script = tmp_path / "train.py"
+    shutil.copy(EXAMPLE, script)
+    points = kill("micro-batch", 1, rank=1)
+    settings = {**SAME_STEP, **GLOBAL, "train__accumulate": 2, "entry": str(script)}
+    with Job(tmp_path, 25, **settings, debug__failpoints=points) as job:
+        check(job.end(), 25)
+        verdict = job.replayed()
+        assert (verdict["equal"], verdict["steps"]) == (True, 25), verdict
+        log = job.run / "replicas" / "0" / "commits.jsonl"
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        assert {c["part"] for c in rows[AT - 1]["contributions"]} == {0, 1}
+        for replica in (0, 2):  # another rate at step AT + 1
+            file = job.run / "replicas" / str(replica) / "commits.jsonl"
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            lines[AT]["lr_scale"] *= 0.5
+            file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        verdict = job.replayed()
+        assert not verdict["equal"]
+        assert verdict["differs_at"] == AT + 2, "the rate shows in the sums of the step after it"
+        script.write_text(script.read_text().replace("0.1 * torch.randn", "0.2 * torch.randn"))
+        refused = subprocess.run(job.replay_command(), capture_output=True, text=True, timeout=60)
+        assert refused.returncode == EXIT_CONFIG
+        assert "entry" in refused.stderr

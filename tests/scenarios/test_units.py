@@ -1,0 +1,230 @@
+"""Replicas that are lost, rest and return while the job wants a constant number of units in each step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_hsdp.launch import admin
+from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.run.recorder import commits_of
+from tests.scenarios.test_lighthouse_faults import keep_away, leader
+from tests.support.scenarios.scenario_job import Job, check
+
+RANKS, AT = 2, 5  # AT: the step of the loss
+CONSTANT = {"quorum__batch": "constant", "restart__budget": 20}
+SAME_STEP = {**CONSTANT, "quorum__refill": "same_step"}
+GLOBAL = {"data__assignment": "global"}
+THIN = {"ranks_per_replica": 1, "train__micro_batch": 1}
+
+
+def kill(place: str, replica: int, step: int = AT, rank: int = 0) -> dict[str, Any]:
+    """A failpoint."""
+    return {place: {"replicas": [replica], "rank": rank, "step": step}}
+
+
+def ended(job: Job, steps: int, fewer: Callable[[Row], bool] = lambda row: False) -> list[Row]:
+    """The canonical commits of a job that ended well: each step has the wanted units, but for those named.
+
+    No unit was trained twice, none was skipped, and a replay has the same bits.
+    """
+    check(job.end(), steps)
+    rows = commits_of(RunDir(job.run.resolve()))
+    counts = [(row["step"], row["units"], row["units_wanted"]) for row in rows if not fewer(row)]
+    assert all(units == wanted for _, units, wanted in counts), counts
+    assert all(row["units"] == sum(c["units"] for c in row["contributions"]) for row in rows)
+    verdict = job.replayed()
+    assert (verdict["equal"], verdict["steps"]) == (True, steps), verdict
+    return rows
+
+
+def parts(row: Row) -> set[int]:
+    return {c["part"] for c in row["contributions"]}
+
+
+@pytest.mark.proof
+def test_one_micro_batch_each_and_a_loss_in_the_ring(tmp_path: Path) -> None:
+    """The survivors share one micro-batch of the lost replica, in the same step and in the steps after it."""
+    with Job(tmp_path, 15, **SAME_STEP, **THIN, debug__failpoints=kill("reduce-scatter", 1)) as job:
+        rows = ended(job, 15)
+    assert rows[AT - 1]["contributors"] == [0, 2]
+    assert [c["units"] for c in rows[AT - 1]["contributions"]] == [1, 1, 1]
+    assert parts(rows[AT - 1]) == {0, 1}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("place", "settings"),
+    [
+        ("micro-batch", {**SAME_STEP, **GLOBAL, "train__accumulate": 3}),
+        ("reduce-begin", {**CONSTANT, **GLOBAL, "train__accumulate": 1}),
+        ("vote", {**CONSTANT, "train__accumulate": 2, "train__precision": "bfloat16"}),
+        pytest.param(
+            "reduce-boundary",
+            {**SAME_STEP, "train__accumulate": 2, "train__recompute": True},
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_a_loss_in_the_middle_of_a_step(tmp_path: Path, place: str, settings: dict[str, Any]) -> None:
+    """With next_step its step alone has fewer units: those of the survivors."""
+    steps, same = 25, "quorum__refill" in settings
+    with Job(tmp_path, steps, **settings, debug__failpoints=kill(place, 1, rank=1)) as job:
+        rows = ended(job, steps, lambda row: not same and row["step"] == AT)
+    accumulate = int(settings["train__accumulate"])
+    assert rows[AT - 1]["contributors"] == [0, 2]
+    assert rows[AT - 1]["units"] == (3 if same else 2) * accumulate * RANKS
+    assert parts(rows[AT - 1]) == ({0, 1} if same else {0})
+    share = 1.0 if same else 2 / 3
+    assert rows[AT - 1]["lr_scale"] == pytest.approx(share**0.5)
+    assert rows[AT]["units"] == rows[AT]["units_wanted"]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("place", "accumulate", "settings"), [("refill", 2, GLOBAL), ("micro-batch", 1, {})])
+def test_a_second_loss_before_or_in_the_refill(
+    tmp_path: Path, place: str, accumulate: int, settings: dict[str, Any]
+) -> None:
+    """Two of four train the units of all; nobody trains a unit that another one has trained and lives."""
+    points = kill("reduce-scatter", 1) | kill(place, 0)
+    fixed = {**SAME_STEP, **THIN, "replicas": 4, "train__accumulate": accumulate}
+    with Job(tmp_path, 25, **fixed, **settings, debug__failpoints=points) as job:
+        rows = ended(job, 25)
+    assert rows[AT - 1]["contributors"] == [2, 3]
+    assert rows[AT - 1]["units"] == 4 * accumulate
+
+
+@pytest.mark.proof
+def test_the_quotas_follow_a_replica_that_returns_and_is_lost_again(tmp_path: Path) -> None:
+    steps = 45
+    chaos = [
+        {"at_step": 6, "replicas": [1], "rank": 0, "down_steps": 4},
+        {"at_step": 25, "replicas": [2], "rank": 1, "down_steps": 4},
+    ]
+    with Job(tmp_path, steps, **SAME_STEP, **GLOBAL, train__accumulate=2, chaos=chaos) as job:
+        rows = ended(job, steps)
+    seen = {tuple(row["contributors"]) for row in rows}
+    assert seen >= {(0, 2), (0, 1), (0, 1, 2)}
+
+
+@pytest.mark.proof
+def test_one_that_stands_by_is_promoted_when_a_contributor_is_lost(tmp_path: Path) -> None:
+    """Of 3 healthy replicas 2 contribute. All hold the same state, so the third one takes over at once."""
+    steps = 60
+    chaos = [
+        {"at_step": 5, "replicas": [3], "rank": 0, "down_steps": 25},
+        {"at_step": 12, "replicas": [1], "rank": 0, "down_steps": 18},
+    ]
+    settings = {**SAME_STEP, **THIN, "replicas": 4, "quorum__allowed": [1, 2, 4], "train__accumulate": 2}
+    with Job(tmp_path, steps, **settings, chaos=chaos) as job:
+        rows = ended(job, steps)
+        roles = [tuple(sorted(e["roles"].items())) for e in job.events("EpochGranted")]
+    assert {len(row["contributors"]) for row in rows} == {2, 4}
+    assert any(("2", "standby") in each for each in roles)
+    seen = [row["contributors"] for row in rows]
+    assert seen.index([0, 1]) < seen.index([0, 2])
+    assert seen[0] == seen[-1] == [0, 1, 2, 3]
+
+
+@pytest.mark.proof
+def test_a_cap_makes_the_step_smaller_and_says_so(tmp_path: Path) -> None:
+    """No rank trains more than one micro-batch, so two of three replicas are two thirds of a step."""
+    chaos = [{"at_step": 5, "replicas": [1], "rank": 0, "down_steps": 6}]
+    with Job(tmp_path, 30, **CONSTANT, quorum__max_accumulate=1, chaos=chaos) as job:
+        rows = ended(job, 30, lambda row: len(row["contributors"]) == 2)
+        told = job.events("BatchReduced")
+    small = [row for row in rows if len(row["contributors"]) == 2]
+    assert len(small) >= 6
+    assert {(row["units"], row["units_wanted"]) for row in small} == {(4, 6)}
+    assert all(row["lr_scale"] == pytest.approx((2 / 3) ** 0.5) for row in small)
+    assert told
+    assert all((e["units"], e["units_wanted"]) == (4, 6) for e in told)
+    assert "a rank trains at most 1 micro-batches (quorum.max_accumulate)" in told[0]["reason"]
+
+
+@pytest.mark.proof
+@pytest.mark.soak
+def test_a_replica_that_is_drained_leaves_its_units_to_the_others(tmp_path: Path) -> None:
+    """As many units are wanted as before. A scale changes that. No step has others than are wanted."""
+    steps = 300
+    with Job(tmp_path, steps, **CONSTANT, **THIN, train__accumulate=2) as job:
+        run = RunDir(job.run.resolve())
+        job.until(lambda: job.step() >= 5, "step 5")
+        admin.order(run, "drain", 2)
+        job.until(lambda: job.contributing() == {0, 1}, "replica 2 has left")
+        admin.order(run, "scale", replicas=2)
+        at = job.step()
+        job.until(lambda: job.step() >= at + 5, "two are wanted")
+        admin.order(run, "scale", replicas=3)
+        admin.order(run, "undrain", 2)
+        job.until(lambda: job.contributing() == {0, 1, 2}, "replica 2 is back")
+        rows = ended(job, steps)
+    assert {(len(row["contributors"]), row["units"]) for row in rows} == {(3, 6), (2, 6), (2, 4)}
+
+
+@pytest.mark.soak
+def test_a_spare_takes_the_place_of_a_contributor(tmp_path: Path) -> None:
+    points = kill("micro-batch", 1, 12)
+    with Job(
+        tmp_path, 40, **SAME_STEP, **THIN, replicas=2, spares=1, train__accumulate=2, debug__failpoints=points
+    ) as job:
+        rows = ended(job, 40)
+        starts = [e["how"] for e in job.events("ReplicaStarted", replica=1)]
+    assert starts[0] == "cold"
+    assert rows[11]["contributors"] == [0]
+    assert rows[11]["units"] == 4
+
+
+@pytest.mark.proof
+@pytest.mark.soak
+def test_the_last_quotas_repeat_while_there_is_no_lighthouse(tmp_path: Path) -> None:
+    """It is killed in the middle of a step, and kept away. One replica is away, too."""
+    steps = 120
+    chaos = [{"at_step": 4, "replicas": [2], "rank": 0, "down_steps": 80}]
+    with Job(tmp_path, steps, **SAME_STEP, **GLOBAL, **THIN, train__accumulate=2, chaos=chaos) as job:
+        job.until(lambda: job.contributing() == {0, 1}, "replica 2 is away")
+        first = job.step()
+        os.kill(leader(job)["pid"], signal.SIGKILL)
+        keep_away(job, 1.0)
+        last = job.step()
+        rows = ended(job, steps)
+    assert last > first + 2, "no step was committed without a lighthouse"
+    assert {row["epoch"] for row in rows[first : last - 1]} == {rows[first]["epoch"]}
+
+
+@pytest.mark.soak
+def test_a_loss_while_the_lighthouse_is_away_is_refilled_when_it_is_back(tmp_path: Path) -> None:
+    steps = 60
+    with Job(tmp_path, steps, **SAME_STEP, train__accumulate=2) as job:
+        job.until(lambda: job.step() >= 5, "step 5")
+        os.kill(leader(job)["pid"], signal.SIGKILL)
+        at = job.step()
+        job.until(lambda: job.step() > at, "training goes on")
+        job.signal(2, 1, signal.SIGKILL)
+        rows = ended(job, steps)
+        terms = [e["term"] for e in job.events("EpochGranted")]
+    assert terms[-1] > terms[0]
+    assert [0, 1] in [row["contributors"] for row in rows]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("settings", [{}, GLOBAL])
+def test_one_that_is_silent_for_a_while_leaves_its_units_and_takes_others(
+    tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """What it had begun is trained by the others meanwhile, so it counts once."""
+    steps = 120
+    with Job(tmp_path, steps, **SAME_STEP, **settings, train__accumulate=2) as job:
+        job.until(lambda: job.step() >= 5, "step 5")
+        pid = job.signal(1, 1, signal.SIGSTOP)
+        job.until(lambda: job.contributing() == {0, 2}, "the others go on without it")
+        os.kill(pid, signal.SIGCONT)
+        job.until(lambda: job.contributing() == {0, 1, 2}, "it is back")
+        rows = ended(job, steps)
+        assert {e["kind"] for e in job.events("ReplicaExited", replica=0)} == {"done"}
+    assert [0, 2] in [row["contributors"] for row in rows]

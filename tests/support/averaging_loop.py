@@ -1,0 +1,103 @@
+"""A user's loop that does more than train: an average of the weights, an evaluation in a pause, values of its own.
+
+The evaluation of replica 0 takes `EVALUATION_S`, that of the others no time, so they wait for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import ft_hsdp
+from docs.examples.own_loop import Classifier, Spirals
+
+EVALUATION_S = 2.5
+EVERY = 10
+
+
+class Average:
+    """A moving average of sharded weights, and how many steps are in it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params = dict(model.named_parameters())
+        self.mean = {name: p.detach().clone() for name, p in self.params.items()}
+        self.steps = 0
+
+    def update(self, step: ft_hsdp.CommittedStep) -> None:
+        """Take the weights of a committed step in."""
+        with torch.no_grad():
+            for name, mean in self.mean.items():
+                mean.lerp_(self.params[name], 0.05)
+        self.steps = step.step
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is committed."""
+        return {**self.mean, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take a committed state over."""
+        for name, mean in self.mean.items():
+            mean.copy_(state[name])
+        self.steps = state["steps"]
+
+
+def digest(tensors: dict[str, Any]) -> str:
+    """The SHA-256 of whole tensors; a collective if they are sharded."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        total.update(name.encode() + whole.detach().contiguous().numpy().tobytes())
+    return total.hexdigest()
+
+
+def main() -> None:
+    """Train until the job ends, and write what this rank holds then into the run's directory."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--replica", type=int, required=True)
+    args = parser.parse_args()
+    config = ft_hsdp.load_config(args.config)
+    data = Spirals(config.train.micro_batch, config.train.seed)
+    job = ft_hsdp.join(config, args.replica)
+    torch.manual_seed(config.train.seed)
+    model = job.shard(Classifier())
+    optim = job.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
+    average = Average(model)
+    job.register_state("average", average.state_dict, average.load_state_dict)
+    job.on_commit(average.update)
+    heard: list[Any] = []
+    job.on_commit(lambda step: heard.append(step.step))
+    job.on_rejoin(lambda step: heard.append(["rejoined", step]))
+    job.on_leave(heard.append)
+    for batch in job.batches(data):
+        loss = model(batch)
+        loss.backward()
+        optim.step(loss=2 * loss.detach())
+        if job.step % EVERY == 0:
+            with job.pause("evaluation"), torch.no_grad():
+                value = model(data.batch(0, 0, 0))
+                time.sleep(EVALUATION_S if job.replica == 0 else 0)  # stands for a long evaluation
+            job.log({"eval/loss": value})
+    whole = job.full_state_dict()
+    found = {
+        "average": digest(average.mean),
+        "steps": average.steps,
+        "model": digest(whole) if whole else "",
+        "here": digest(dict(model.named_parameters())),
+        "heard": heard,
+        "loss": job.last.loss if job.last is not None else None,
+    }
+    (Path("runs/job") / f"held-{args.replica}-{job.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

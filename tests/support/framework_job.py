@@ -1,0 +1,101 @@
+"""An example of examples/ under test, started by the launcher as its page says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.scenarios.scenario_job import ROOT, Job, check
+from tests.support.started_job import StartedJob
+
+MARK = "# FT"
+
+
+class ExampleJob(Job):
+    """A running example; a context that leaves no process behind."""
+
+    def __init__(
+        self, example: str, folder: Path, name: str, config: str = "config.yaml", **dotted: object
+    ) -> None:
+        """Start examples/`example` as a run called `name`, with other settings where some are given."""
+        settings = {"job.name": name, "job.runs_dir": str(folder / "runs"), **dotted}
+        overrides = [f"--{key.replace('__', '.')}={json.dumps(value)}" for key, value in settings.items()]
+        file = ROOT / "examples" / example / config
+        command = [sys.executable, str(ROOT / "launcher.py"), "up", str(file), *overrides]
+        folder.mkdir(parents=True, exist_ok=True)
+        StartedJob.__init__(self, command, ROOT, folder / "runs" / name, folder / f"{name}.log")
+
+    def finish(self, steps: int) -> str:
+        """Wait for the end, check it, and return the digest of the state that all replicas have."""
+        summary = self.end()
+        check(summary, steps)
+        (digest,) = {r["digest"] for r in summary["replicas"].values()}
+        return str(digest)
+
+
+class Page:
+    """The page of an example: its commands after the environment is made, as a user runs them."""
+
+    def __init__(self, example: str, folder: Path) -> None:
+        """Read docs/`example`.md; run its commands in `folder`, which looks like a clone."""
+        self._text = (ROOT / "docs" / f"{example}.md").read_text()
+        self._activate = f". .venvs/{example}/bin/activate"
+        self._folder = folder
+        for name in ("examples", "launcher.py"):
+            (folder / name).symlink_to(ROOT / name)
+
+    def commands(self) -> list[str]:
+        """The commands of its blocks of shell, in order."""
+        blocks = re.findall(r"^```sh\n(.*?)^```", self._text, re.MULTILINE | re.DOTALL)
+        lines = [line for block in blocks for line in block.splitlines()]
+        return lines[lines.index(self._activate) + 1 :]
+
+    def run(self, command: str) -> str:
+        """Run a command to its end; what it prints."""
+        path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        python = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, "PATH": path, "PYTHONPATH": python}
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=self._folder, env=env, capture_output=True, text=True, timeout=120
+        )
+        with (self._folder / "page.log").open("a") as log:
+            log.write(f"$ {command}\n{done.stdout}{done.stderr}\n")
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+
+def check_kill(run: Path, victim: int, steps: int) -> None:
+    """One of two replicas was lost once: the other one committed without it at once, and it came back.
+
+    Every step is there, with all its units, each of them once; the one in which it comes back may have more.
+    """
+    summary = json.loads((run / "summary.json").read_text())
+    check(summary, steps)
+    (failure,) = summary["failures"]
+    assert failure["replica"] == victim
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in lines if "logged" not in row]
+    assert [row["step"] for row in rows] == [*range(1, steps + 1)]
+    assert min(row["units"] for row in rows) == 4
+    assert [1 - victim] in [row["contributors"] for row in rows], "no step was committed without the lost replica"
+    assert failure["rejoin_s"] is not None, "the lost replica did not contribute again"
+    assert failure["stall_s"] < 0.5 * failure["rejoin_s"], "the other replica waited for it"
+
+
+def changed_lines(example: str, before: str = "plain.py", after: str = "train.py") -> int:
+    """How many lines of `after` are marked; all others but the docstring and the imports are in `before`, too."""
+    folder = ROOT / "examples" / example
+    plain, ours = (_code(folder / name) for name in (before, after))
+    marked = [line for line in ours if line.endswith(MARK)]
+    strange = [line for line in ours if line not in plain and not line.endswith(MARK)]
+    assert not strange, f"lines without {MARK}: {strange}"
+    return len(marked)
+
+
+def _code(file: Path) -> list[str]:
+    text = re.sub(r'\A""".*?"""\n', "", file.read_text(), flags=re.DOTALL)
+    return [line for line in text.splitlines() if line.strip()]

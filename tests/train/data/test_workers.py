@@ -1,0 +1,274 @@
+"""Batches that torch's workers read ahead: what is expected, what is wrong, and workers that fail."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from multiprocessing import active_children
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from torch.utils.data import Dataset, get_worker_info
+
+from ft_hsdp.errors import Retryable
+from ft_hsdp.train.data.samples import JobShape, SampleReader
+from ft_hsdp.train.data.step_plan import MicroBatch
+from ft_hsdp.train.data.workers import ReadOptions, _Numbers, _Pipeline, open_loader
+
+ROOT = Path(__file__).parents[3]
+DEADLINE_S = 20.0
+SHAPE = JobShape(1, 1, 1, 1)
+
+
+class Diary(Dataset[Any]):
+    """Notes each read in a file; may wait, or fail."""
+
+    def __init__(self, folder: Path, does: Callable[[int], None] | None = None) -> None:
+        self.folder = folder
+        self.does = does
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        with (self.folder / "reads").open("a") as file:
+            file.write(f"{index}\n")
+        if self.does is not None:
+            self.does(index)
+        worker = get_worker_info()
+        noise = torch.tensor([float(torch.rand(())), np.random.rand(), random.random()])
+        return {"index": index, "worker": -1 if worker is None else worker.id, "noise": noise}
+
+    def reads(self) -> list[int]:
+        file = self.folder / "reads"
+        return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def at(index: int) -> MicroBatch:
+    return MicroBatch(0, index, 0, index)
+
+
+def after(index: int) -> Iterator[MicroBatch]:
+    return map(at, count(index))
+
+
+@contextmanager
+def reading(data: Dataset[Any], workers: int = 2, factor: int = 2, **options: Any) -> Iterator[Any]:
+    samples = SampleReader(data, 1, None, False, True, 5)
+    reader = open_loader(samples, SHAPE, ReadOptions(workers, factor, **options), 0)
+    try:
+        yield reader
+    finally:
+        reader.close()
+        until(lambda: not active_children(), "the workers end")
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_batches_come_as_asked_for_and_each_is_read_once(tmp_path: Path, workers: int) -> None:
+    data = Diary(tmp_path)
+    with reading(data, workers) as reader:
+        reader.guess(after(0))
+        for index in range(20):
+            batch = reader.batch(at(index), after(index + 1))
+            assert batch["index"].tolist() == [index]
+            assert (int(batch["worker"]) >= 0) is (workers > 0)
+        until(lambda: len(data.reads()) >= 20 + 2 * workers, "what is expected next is read")
+    assert sorted(data.reads()) == list(range(20 + 2 * workers))
+
+
+def test_the_numbers_that_are_drawn_do_not_depend_on_the_workers(tmp_path: Path) -> None:
+    noise = []
+    for workers, order in ((0, range(8)), (2, range(8)), (1, [4, 0, 5, 1, 6, 2, 7, 3])):
+        with reading(Diary(tmp_path), workers) as reader:
+            drawn = {index: reader.batch(at(index), after(index + 1))["noise"] for index in order}
+        noise.append(torch.cat([drawn[index] for index in range(8)]))
+    assert torch.equal(noise[0], noise[1])
+    assert torch.equal(noise[0], noise[2])
+    assert len(noise[0].unique()) == noise[0].numel()
+
+
+def test_wrong_guesses_cost_reads_and_nothing_else(tmp_path: Path) -> None:
+    data = Diary(tmp_path)
+    with reading(data) as reader:
+        reader.guess(after(0))
+        for jump in (50, 7, 8, 300, 299, 0):
+            batch = reader.batch(at(jump), after(jump + 1))
+            assert batch["index"].tolist() == [jump]
+        assert reader.batch(at(900), [])["index"].tolist() == [900], "nothing is expected"
+    assert len(data.reads()) <= 7 + 7 * 4
+
+
+def test_a_guess_replaces_the_guess_before(tmp_path: Path) -> None:
+    data = Diary(tmp_path)
+    with reading(data) as reader:
+        reader.guess(after(0))
+        reader.guess(after(40))
+        until(lambda: {40, 41, 42, 43} <= set(data.reads()), "the newer guess is read")
+        before = len(data.reads())
+        assert reader.batch(at(40), after(41))["index"].tolist() == [40]
+        until(lambda: len(data.reads()) == before + 1, "one more is read ahead")
+
+
+def explode(index: int) -> None:
+    if index == 3:
+        raise KeyError("no such picture")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_dataset_is_raised_where_its_batch_is_asked_for(tmp_path: Path, workers: int) -> None:
+    with reading(Diary(tmp_path, explode), workers) as reader:
+        reader.guess(after(3))
+        assert reader.batch(at(0), after(3))["index"].tolist() == [0], "it is an error of a guess so far"
+        assert reader.batch(at(1), after(2))["index"].tolist() == [1]
+        with pytest.raises(KeyError, match="no such picture"):
+            reader.batch(at(3), after(4))
+        assert reader.batch(at(4), after(5))["index"].tolist() == [4]
+
+
+def die(index: int) -> None:
+    if index == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_dies_is_an_error_at_once(tmp_path: Path) -> None:
+    with reading(Diary(tmp_path, die)) as reader:
+        reader.guess(after(0))
+        assert reader.batch(at(0), after(1))["index"].tolist() == [0]
+        began = time.monotonic()
+        with pytest.raises(Retryable) as died:
+            reader.batch(at(3), after(4))
+        assert time.monotonic() - began < 3.0, "torch's own look at its workers comes every 5 s"
+        found = re.fullmatch(r"the data of this rank: worker process (\d+) has ended with (.*)", str(died.value))
+        assert found is not None
+        assert found[2] == "signal 9 (SIGKILL)"
+        assert int(found[1]) != os.getpid()
+
+
+def test_what_torch_says_about_workers_is_one_line_and_may_be_tried_again(tmp_path: Path) -> None:
+    with reading(Diary(tmp_path), 0) as reader:
+        reader._pipeline._batches = raises("DataLoader worker (pid 7) exited\nunexpectedly")
+        with pytest.raises(Retryable) as retryable:
+            reader.batch(at(0), [])
+        assert str(retryable.value) == "the data of this rank: DataLoader worker (pid 7) exited unexpectedly"
+        reader._pipeline._batches = raises("not of the workers")
+        with pytest.raises(RuntimeError, match="not of the workers"):
+            reader.batch(at(0), [])
+
+
+def test_what_a_dead_worker_has_sent_cannot_be_read(tmp_path: Path) -> None:
+    with reading(Diary(tmp_path)) as reader:
+        reader.guess(after(0))
+        assert reader.batch(at(0), after(1))["index"].tolist() == [0]
+        until(lambda: len(Diary(tmp_path).reads()) == 5, "all is read ahead")
+        for worker in reader._workers:
+            os.kill(worker.pid, signal.SIGKILL)
+        pipeline = _Pipeline.__new__(_Pipeline)
+        pipeline._numbers = _Numbers()
+        pipeline.workers, pipeline._batches = reader._workers, raises("no such file")
+        with pytest.raises(Retryable, match=r"^the data of this rank: worker process \d+ has ended with signal 9"):
+            pipeline.batch([1])
+        with pytest.raises(Retryable, match=r"^the data of this rank: worker process \d+ has ended with signal 9"):
+            reader.batch(at(1), after(2))
+
+
+def raises(text: str) -> Iterator[Any]:
+    raise RuntimeError(text)
+    yield
+
+
+def hang(index: int) -> None:
+    if index == 3:
+        time.sleep(3600)
+
+
+def test_a_worker_that_hangs_is_an_error_after_the_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ft_hsdp.train.data.workers.CLOSE_S", 0.01)
+    with reading(Diary(tmp_path, hang), timeout=1) as reader:
+        reader.guess(after(0))
+        assert reader.batch(at(0), after(1))["index"].tolist() == [0]
+        with pytest.raises(Retryable, match=r"^the data of this rank: DataLoader timed out after 1 seconds$"):
+            reader.batch(at(3), after(4))
+        for child in active_children():
+            child.kill()
+
+
+def refuse(worker: int) -> None:
+    raise PermissionError(f"worker {worker} may not")
+
+
+def test_an_error_in_the_users_start_of_a_worker_is_raised(tmp_path: Path) -> None:
+    refused = pytest.raises(PermissionError, match="may not")
+    with reading(Diary(tmp_path), worker_init_fn=refuse) as reader, refused:
+        reader.batch(at(0), after(1))
+
+
+def test_a_closed_reader_reads_no_more(tmp_path: Path) -> None:
+    with reading(Diary(tmp_path), 0) as reader:
+        reader.close()
+        with pytest.raises(RuntimeError, match="the reader is closed"):
+            reader.batch(at(0), [])
+
+
+def alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def test_workers_do_not_outlive_a_rank_that_is_killed(tmp_path: Path) -> None:
+    """They would hold its connections open: other processes notice by their end that it is gone."""
+    program = f"""
+import os, signal, pathlib
+from multiprocessing import active_children
+from ft_hsdp.lifetime import die_with
+from ft_hsdp.train.data.samples import SampleReader
+from ft_hsdp.train.data.workers import ReadOptions, open_loader
+from tests.train.data.test_workers import SHAPE, Diary, after, hang
+die_with({os.getpid()})
+folder = pathlib.Path({str(tmp_path)!r})
+signal.signal(signal.SIGTERM, lambda *_: (folder / "told").touch())
+reader = open_loader(SampleReader(Diary(folder, hang), 1, None, False, True, 5), SHAPE, ReadOptions(2), 0)
+reader.guess(after(3))
+(folder / "pids").write_text(" ".join(str(p.pid) for p in active_children()))
+while True:
+    signal.pause()
+"""
+    rank = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True)
+    try:
+        until(lambda: 3 in Diary(tmp_path).reads() and (tmp_path / "pids").exists(), "a worker hangs")
+        workers = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
+        assert len(workers) == 2
+        until(lambda: all(os.getsid(w.pid) == w.pid for w in workers), "both have begun")
+        os.killpg(rank.pid, signal.SIGTERM)
+        until((tmp_path / "told").exists, "the rank is told to leave")
+        assert all(alive(w) for w in workers), "its data is read on until it has left"
+    finally:
+        rank.kill()
+        rank.wait()
+    began = time.monotonic()
+    until(lambda: not any(map(alive, workers)), "they end")
+    assert time.monotonic() - began < 2.0, "torch's workers look for their parent every 5 s"
+
+
+def test_workers_of_a_fork_server_read_the_same(tmp_path: Path) -> None:
+    with reading(Diary(tmp_path), 1, multiprocessing_context="forkserver") as reader:
+        assert reader.batch(at(5), after(6))["index"].tolist() == [5]

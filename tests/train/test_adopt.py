@@ -1,0 +1,327 @@
+"""Models that `fully_shard` has sharded in the ways of their users: each is adopted or refused in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.backend.processes import environment
+from ft_hsdp.train.fsdp import param_groups
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, parts_of
+from tests.support.state.shapes import KINDS, Layer, Net, once, twice, usual
+
+RANKS = 2
+DEADLINE_S = 150.0
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank saw, by kind."""
+    store = tmp_path_factory.mktemp("adopt") / "store"
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.state.adopting_ranks"],
+            env=environment() | {"RANK": str(rank), "RANKS": str(RANKS), "STORE": str(store)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    try:
+        for process in started:
+            out, err = process.communicate(timeout=DEADLINE_S)
+            assert process.returncode == 0, err
+            for line in out.splitlines():
+                row = json.loads(line)
+                by_kind.setdefault(row["kind"], []).append(row)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    return by_kind
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_are_those_of_the_model_that_is_not_sharded(
+    found: dict[str, list[dict[str, Any]]], kind: str
+) -> None:
+    """Of two steps of one micro-batch and one of two; each bucket is handed on once a step."""
+    ranks = found.get(kind, [])
+    assert len(ranks) == RANKS, "a kind before it failed"
+    for row in ranks:
+        assert "error" not in row, row["error"]
+        assert row["worst"] <= KINDS[kind].tolerance
+        assert (row["sizes"], row["buckets"]) == (ranks[0]["sizes"], ranks[0]["buckets"])
+        assert len(row["sizes"]) == KINDS[kind].buckets
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k != "unused"])
+def test_buckets_are_handed_on_while_backward_runs(found: dict[str, list[dict[str, Any]]], kind: str) -> None:
+    for row in found[kind]:
+        assert row["early"] == KINDS[kind].buckets
+
+
+def test_buckets_are_in_the_order_in_which_backward_ends_with_modules(
+    found: dict[str, list[dict[str, Any]]],
+) -> None:
+    first = {kind: [bucket[0] for bucket in rows[0]["buckets"]] for kind, rows in found.items()}
+    assert first["usual"] == ["norm.weight", "layers.1.norm.weight", "layers.0.norm.weight", "embed.weight"]
+    assert first["tied"] == ["layers.1.norm.weight", "layers.0.norm.weight", "embed.weight"]
+    inner_first = ["layers.1.experts.up", "layers.1.norm.weight", "layers.0.experts.up", "layers.0.norm.weight"]
+    for kind in ("nested", "two groups", "checkpoint, nested"):
+        assert first[kind] == ["norm.weight", *inner_first, "embed.weight"]
+
+
+def adopt(model: nn.Module) -> AdoptedModel:
+    return AdoptedModel(model, 1, lambda *_: None)
+
+
+def sharded(mesh: DeviceMesh, **options: Any) -> Net:
+    model = Net()
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def ignoring(mesh: DeviceMesh) -> Net:
+    model = Net()
+    left_out: Any = {model.head.weight, model.norm.bias}
+    fully_shard(model, mesh=mesh, ignored_params=left_out)
+    return model
+
+
+def without_root(mesh: DeviceMesh) -> Net:
+    model = Net()
+    fully_shard(model.embed, mesh=mesh)
+    return model
+
+
+def on_meta(mesh: DeviceMesh) -> Net:
+    with torch.device("meta"):
+        model = Net()
+    usual(model, mesh)
+    return model
+
+
+def replicated(mesh: DeviceMesh) -> Net:
+    return sharded(init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
+
+
+def hooked(mesh: DeviceMesh) -> Net:
+    model = sharded(mesh)
+    model.head.weight.register_post_accumulate_grad_hook(lambda param: None)
+    return model
+
+
+def adopted(mesh: DeviceMesh) -> Net:
+    model = sharded(mesh)
+    adopt(model)
+    return model
+
+
+def of_type(*types: torch.dtype) -> Callable[[DeviceMesh], Net]:
+    def make(mesh: DeviceMesh) -> Net:
+        model = Net()
+        for module, dtype in zip((model, model.head), types, strict=False):
+            module.to(dtype)
+        fully_shard(model, mesh=mesh)
+        return model
+
+    return make
+
+
+class Normed(Net):
+    """It has statistics that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(4)
+
+
+def with_statistics(mesh: DeviceMesh) -> Net:
+    model = Normed()
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def frozen(mesh: DeviceMesh) -> Net:
+    model = sharded(mesh)
+    model.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (
+            ignoring,
+            r"'norm.bias and 1 more trainable, but not sharded'; allowed: fully_shard\(model\) as the last",
+        ),
+        (without_root, r"'layers.0.norm.weight and \d+ more trainable, but not sharded'"),
+        (lambda mesh: Net(), r"'embed.weight and \d+ more trainable, but not sharded'"),
+        (on_meta, r"'the model on the meta device'|'norm, head on the meta device'|'embed on the meta device'"),
+        (replicated, r"'the model on a mesh with a dimension that replicates'; allowed: a mesh of one replica"),
+        (
+            lambda mesh: sharded(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+            r"'the model with CPUOffloadPolicy'; allowed: no offload_policy",
+        ),
+        (hooked, r"'the model with hooks on gradients'"),
+        (adopted, r"'the model with an all-reduce hook'; allowed: a model that is adopted once"),
+        (of_type(torch.float64), r"'the model with trainable parameters of float64'"),
+        (of_type(torch.float16), r"'the model with trainable parameters of float16'"),
+        (of_type(torch.float32, torch.bfloat16), r"'the model with trainable parameters of bfloat16 and float32'"),
+        (frozen, r"'FSDPNet without a trainable parameter'"),
+        (with_statistics, r"'batch_norm with statistics that forward changes'; allowed: its eval\(\) before"),
+    ],
+)
+def test_what_cannot_be_adopted_is_refused_in_one_line(
+    mesh: DeviceMesh, make: Callable[[DeviceMesh], Net], line: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"job\.adopt: got ({line})") as caught:
+        adopt(make(mesh))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_mesh_of_other_ranks_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ConfigError, match=r"job\.adopt: .*allowed: a mesh of one dimension over the 2 ranks"):
+        AdoptedModel(sharded(mesh), 2, lambda *_: None)
+
+
+@pytest.mark.parametrize("loss", [once, twice])
+@pytest.mark.parametrize("factor", [None, 4.0])
+def test_the_gradient_is_a_mean_whatever_fsdp_divides_by(
+    mesh: DeviceMesh, loss: Callable[[nn.Module, int], torch.Tensor], factor: float | None
+) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    model = Net()
+    usual(model, mesh)
+    if factor is not None:
+        for module in param_groups.fsdp_modules(model):
+            module.set_gradient_divide_factor(factor)
+    flats: list[torch.Tensor] = []
+    taken = AdoptedModel(model, 1, lambda _, flat: flats.append(flat))
+    loss(model, 0).backward()
+    taken.finish()
+    taken.assign(flats)
+    loss(plain, 0).backward()
+    for name, param in plain.named_parameters():
+        grad: Any = taken.params[name].grad
+        torch.testing.assert_close(grad.full_tensor(), param.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_a_gradient_that_is_changed_after_backward_is_refused(mesh: DeviceMesh) -> None:
+    model = sharded(mesh)
+    taken = adopt(model)
+    once(model, 0).backward()
+    taken.finish()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(ConfigError, match=r"gradients: .*optim.clip"):
+        taken.finish()
+
+
+def test_a_second_backward_for_one_batch_is_refused(mesh: DeviceMesh) -> None:
+    model = sharded(mesh)
+    adopt(model)
+    once(model, 0).backward()
+    with pytest.raises(ConfigError, match=r"gradients: got 'the model in a second backward for the same batch'"):
+        once(model, 1).backward()
+
+
+def test_a_step_without_a_backward_is_refused(mesh: DeviceMesh) -> None:
+    taken = adopt(sharded(mesh))
+    with pytest.raises(ConfigError, match=r"optim.step: got 'no gradient'"):
+        taken.finish()
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused(mesh: DeviceMesh) -> None:
+    model = Net()
+    model.head.requires_grad_(False)
+    fully_shard(model, mesh=mesh)
+    adopt(model)
+    model.head.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"gradients: .*the parameters that were trainable at job.adopt"):
+        once(model, 0).backward()
+
+
+def test_a_model_may_run_before_it_is_adopted(mesh: DeviceMesh) -> None:
+    """The root keeps its whole parameters after a forward."""
+    model = sharded(mesh)
+    loss = once(model, 0)
+    taken = adopt(model)
+    assert set(taken.params) == {n for n, _ in Net().named_parameters()}
+    assert torch.equal(once(model, 0), loss)
+
+
+def test_statistics_that_do_not_change_are_adopted(mesh: DeviceMesh) -> None:
+    model = with_statistics(mesh)
+    model.get_submodule("batch_norm").eval()
+    taken = adopt(model)
+    assert {n for n in taken.frozen() if n.startswith("batch_norm")} == {
+        f"batch_norm.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")
+    }
+
+
+def test_weights_may_be_loaded_in_place_after_adoption(mesh: DeviceMesh) -> None:
+    model = sharded(mesh)
+    taken = adopt(model)
+    torch.manual_seed(7)
+    weights: dict[str, Any] = dict(Net().state_dict())
+    set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True))
+    once(model, 0).backward()
+    taken.finish()
+    assert all(torch.equal(p.full_tensor(), weights[n]) for n, p in taken.params.items())
+
+
+def replace(model: Net) -> None:
+    model.load_state_dict({n: p.detach().clone() for n, p in model.named_parameters()}, assign=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace, lambda model: model.head.requires_grad_(False)],
+    ids=["replaced", "frozen"],
+)
+def test_parameters_that_are_replaced_or_frozen_later_are_refused(
+    mesh: DeviceMesh, change: Callable[[Net], object]
+) -> None:
+    model = sharded(mesh)
+    taken = adopt(model)
+    taken.check()
+    once(model, 0)
+    taken.check()
+    param_groups.reshard(model)
+    change(model)
+    with pytest.raises(ConfigError, match=r"job.adopt: got 'other trainable parameters in the model'; allowed: "):
+        taken.check()
+
+
+class Both(nn.Module):
+    """Layers in a list of lists, modules of several classes in a dict, and a list inside a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList(nn.ModuleList(Layer() for _ in range(2)) for _ in range(2))
+        self.others = nn.ModuleDict({"embed": nn.Embedding(2, 2), "norm": nn.LayerNorm(2)})
+        self.stages[0][0].experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))  # type: ignore[index]
+
+
+def test_the_parts_of_a_model_are_what_its_outermost_lists_hold() -> None:
+    model = Both()
+    layers = [layer for stage in model.stages for layer in stage.children()]
+    assert parts_of(model) == layers
+    net = Net()
+    assert parts_of(net) == list(net.layers.values())

@@ -1,0 +1,62 @@
+"""Each optimizer of torch, over a rejoin, gives the bits of plain FSDP2 that is fed the same reduced gradients."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ft_hsdp.launch.backend.processes import environment
+from tests.support.state.exact_ranks import CASES, CLIPPED, RANKS
+
+TORCH_CANNOT = ("LBFGS", "SparseAdam", "Adafactor", "Rprop")  # with the dense DTensors of FSDP2
+TORCH_CANNOT_WITH = ("capturable", "differentiable", "Adagrad fused", "SGD fused")  # on a CPU or on DTensors
+WE_CANNOT = ("SGD dampening",)
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each of two ranks says of each case."""
+    variables = {**environment(), "STORE": str(tmp_path_factory.mktemp("exact") / "store")}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.state.exact_ranks"],
+            env={**variables, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=170) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert all(rank.returncode == 0 for rank in ranks), outputs[0][1][-2000:] + outputs[1][1][-2000:]
+    return [json.loads(out) for out, _ in outputs]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_exact_or_refused(verdicts: list[dict[str, str]], case: str) -> None:
+    said = {each[case] for each in verdicts}
+    assert len(said) == 1, "the ranks disagree"
+    if case.startswith(TORCH_CANNOT) or case.endswith(TORCH_CANNOT_WITH):
+        assert said.pop().startswith(f"refused as by torch: job.optimizer: got '{case.split()[0]}'")
+    elif case in WE_CANNOT:
+        assert said.pop().startswith(f"refused: job.optimizer: got '{case.split()[0]}'")
+    else:
+        assert said == {"equal"}
+
+
+def test_a_group_is_clipped_by_its_norm_over_all_ranks(verdicts: list[dict[str, str]]) -> None:
+    assert [each[CLIPPED] for each in verdicts] == ["clipped"] * RANKS
+
+
+def test_every_optimizer_of_torch_is_tried() -> None:
+    found = {name.split()[0] for name in CASES}
+    assert {"Adam", "AdamW", "SGD", "Muon", "NAdam", "ASGD", "Adagrad", "RMSprop"} <= found
+    assert len(CASES) > 100
