@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -276,7 +277,10 @@ def _failed(why: str) -> Retryable:
 
 
 def _ended(worker: BaseProcess) -> Retryable:
-    code = worker.exitcode
+    # The files of a process close before its exit code can be read; and the other thread may be reading it now.
+    end = time.monotonic() + GONE_S
+    while (code := worker.exitcode) is None and time.monotonic() < end:
+        time.sleep(0.001)
     if code is not None and code < 0:
         return _failed(f"worker process {worker.pid} has ended with signal {-code} ({signal.Signals(-code).name})")
     return _failed(f"worker process {worker.pid} has ended with exit code {code}")
