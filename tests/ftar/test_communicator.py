@@ -24,23 +24,19 @@ from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.allreduce import DTYPES
 from ft_hsdp.ftar.lifecycle import GroupState
 from tests.support.ftar.member_process import TOKEN, MemberProcess
-from tests.support.ftar.ring_rig import used
+from tests.support.ftar.ring_rig import nothing_left
 
 
 @contextmanager
 def ring(count: int, **settings: Any) -> Iterator[list[Communicator]]:
     """Communicators 10, 11, ... without an epoch; nothing of them may be left."""
-    before = used()
-    made = [Communicator(10 + i, token=TOKEN, settings=Settings(**settings)) for i in range(count)]
-    try:
-        yield made
-    finally:
-        for comm in made:
-            comm.close()
-    end = time.monotonic() + 2
-    while any(a > b for a, b in zip(used(), before, strict=True)) and time.monotonic() < end:
-        time.sleep(0.01)
-    assert all(a <= b for a, b in zip(used(), before, strict=True))
+    with nothing_left():
+        made = [Communicator(10 + i, token=TOKEN, settings=Settings(**settings)) for i in range(count)]
+        try:
+            yield made
+        finally:
+            for comm in made:
+                comm.close()
 
 
 def members(comms: list[Communicator]) -> list[tuple[int, str]]:

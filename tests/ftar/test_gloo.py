@@ -21,7 +21,7 @@ from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.transport import gloo
 from ft_hsdp.ftar.transport.gloo import GlooPair, PairStore, classify, connect
-from tests.support.ftar.ring_rig import used
+from tests.support.ftar.ring_rig import nothing_left
 
 SETTINGS = Settings(transport="c10d", connections=2, timeout_s=60.0)
 MOMENT = timedelta(milliseconds=1)
@@ -58,10 +58,8 @@ def gloo_pairs(deadline_s: float = 60.0) -> Iterator[tuple[GlooPair, GlooPair]]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    before = used()
-    yield
-    gc.collect()
-    assert all(a <= b for a, b in zip(used(), before, strict=True)), f"{used()}, before: {before}"
+    with nothing_left():
+        yield
 
 
 def text_of(act: Callable[[], object]) -> RuntimeError:
