@@ -5,12 +5,15 @@ which may change: `_Pipeline` gives the DataLoader numbers of batches, in the or
 asked for, and passes over those that turn out to be wrong.
 
 A DataLoader with workers lives on a thread of its own. On the main thread torch would raise the death of a worker
-wherever that thread is, also while it commits a step; here it is raised where the next batch is asked for. Without
-workers the main thread reads: datasets draw from the generators of the process.
+wherever that thread is, also while it commits a step; here it is raised where the next batch is asked for. The
+workers are forked by the thread that opens the reader, which is the main one: a fork ends all other threads in the
+child. What torch's DTensor caches for the main thread may be the last that holds a process group, whose end in a
+child is a crash. Without workers the main thread reads: datasets draw from the generators of the process.
 """
 
 from __future__ import annotations
 
+import multiprocessing.context
 import os
 import signal
 import threading
@@ -72,12 +75,21 @@ class _Numbers:
 class _Pipeline:
     """A DataLoader, and what it was told to read. For one thread; its end is the end of the workers."""
 
-    def __init__(self, samples: SampleReader, options: ReadOptions) -> None:
-        """Start the workers. They have nothing to read yet."""
+    def __init__(self, samples: SampleReader, options: ReadOptions, forks: _Forks | None = None) -> None:
+        """Start the workers. They have nothing to read yet.
+
+        Args:
+            samples: What they read.
+            options: How.
+            forks: Forks them elsewhere; None forks them here.
+        """
         self._numbers = _Numbers()
         workers = options.num_workers > 0
         context = options.multiprocessing_context if workers else None
-        parent = None if _start_method(context) == "forkserver" else os.getpid()
+        method = _start_method(context)
+        parent = None if method == "forkserver" else os.getpid()
+        if method == "fork" and forks is not None:
+            context = forks.context
         loader = DataLoader(
             samples,
             batch_size=None,
@@ -134,6 +146,41 @@ class _Pipeline:
         return self._numbers.ordered.popleft(), outcome
 
 
+class _Forks:
+    """Has a thread fork the processes that another thread starts."""
+
+    def __init__(self) -> None:
+        """Take no orders yet."""
+        self._orders: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
+        order = self._order
+
+        class Process(multiprocessing.context.ForkProcess):
+            def start(self) -> None:
+                order(super().start)
+
+        self.context = multiprocessing.context.ForkContext()
+        """Starts its processes on the thread that is in `serve`."""
+        self.context.Process = Process  # type: ignore[misc]
+
+    def serve(self) -> None:
+        """Fork what is ordered on this thread, until `end`. Blocks."""
+        while (order := self._orders.get()) is not None:
+            start, done = order
+            try:
+                done.set_result(start())
+            except BaseException as error:
+                done.set_exception(error)
+
+    def end(self) -> None:
+        """Have `serve` return."""
+        self._orders.put(None)
+
+    def _order(self, start: Callable[[], None]) -> None:
+        done: Future[None] = Future()
+        self._orders.put((start, done))
+        done.result()
+
+
 class _NumberedReader(Generic[Batch]):
     """Takes the micro-batches of one data rank for numbers."""
 
@@ -187,9 +234,11 @@ class WorkersReader(_NumberedReader[Batch]):
         pins = options.pin_memory and torch.accelerator.is_available()
         device = torch.accelerator.current_device_index() if pins else None
         started: Future[list[BaseProcess]] = Future()
-        arguments = (samples, options, device, started)
+        forks = _Forks()
+        arguments = (samples, options, device, forks, started)
         self._thread = threading.Thread(target=self._run, args=arguments, name="data", daemon=True)
         self._thread.start()
+        forks.serve()
         self._workers = started.result()
 
     def guess(self, ahead: Iterable[MicroBatch]) -> None:
@@ -228,16 +277,23 @@ class WorkersReader(_NumberedReader[Batch]):
         self._thread.join(CLOSE_S)
 
     def _run(
-        self, samples: SampleReader, options: ReadOptions, device: int | None, started: Future[list[BaseProcess]]
+        self,
+        samples: SampleReader,
+        options: ReadOptions,
+        device: int | None,
+        forks: _Forks,
+        started: Future[list[BaseProcess]],
     ) -> None:
         try:
             if device is not None:
                 torch.accelerator.set_device_index(device)
-            pipeline = _Pipeline(samples, options)
+            pipeline = _Pipeline(samples, options, forks)
             started.set_result(pipeline.workers)
         except BaseException as error:
             started.set_exception(error)
             return
+        finally:
+            forks.end()
         failed: BaseException | None = None
         while (order := self._orders.get()) is not None:
             wanted, future = order

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -272,3 +273,22 @@ while True:
 def test_workers_of_a_fork_server_read_the_same(tmp_path: Path) -> None:
     with reading(Diary(tmp_path), 1, multiprocessing_context="forkserver") as reader:
         assert reader.batch(at(5), after(6))["index"].tolist() == [5]
+
+
+class Thread(Dataset[Any]):
+    """Tells which thread has forked the worker that reads: it is the main one in there, and keeps its name."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> bool:
+        return threading.main_thread().name == "MainThread"
+
+
+def test_workers_are_forked_by_the_thread_that_opens_the_reader() -> None:
+    """A fork elsewhere would end the main thread in the child, and all that torch caches for it.
+
+    That may be the last that holds a process group, and its end there is a segmentation fault.
+    """
+    with reading(Thread(), 1) as reader:
+        assert reader.batch(at(3), after(4)).tolist() == [True]
