@@ -375,7 +375,10 @@ class Starter:
     @property
     def _loading(self) -> bool:
         """Whether an agent that was started here still runs, asked when none listens. Kills one after LOAD_S."""
-        self.started = [process for process in self.started if process.poll() is None]
+        for process in tuple(self.started):  # in place: the writer's thread may be adding one
+            if process.poll() is not None:
+                with contextlib.suppress(ValueError):  # that thread has removed it
+                    self.started.remove(process)
         if self.started and time.monotonic() - self.began > LOAD_S:
             self.started[-1].kill()
             return False

@@ -172,7 +172,7 @@ class _Forks:
                 done.set_exception(error)
 
     def end(self) -> None:
-        """Have `serve` return."""
+        """Let the thread that is in `serve` go on."""
         self._orders.put(None)
 
     def _order(self, start: Callable[[], None]) -> None:
