@@ -50,7 +50,8 @@ proof: $(TOOLS)
 integrations: $(FRAMEWORKS:%=integration-%)
 
 integration-%: .venvs/%/.installed
-	PYTHONDONTWRITEBYTECODE= .venvs/$*/bin/python -m pytest -m integration tests/integrations/test_$*.py
+	PYTHONDONTWRITEBYTECODE= .venvs/$*/bin/python -m pytest -m integration \
+	  $(wildcard tests/integrations/test_$*.py tests/integrations/test_$*_*.py)
 
 # Our tests of torchft, and the nightly's own with our process group. Delete the folder for a newer nightly.
 torchft-nightly: $(NIGHTLY)/.installed

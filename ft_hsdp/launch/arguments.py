@@ -157,10 +157,13 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("--replica", type=int, required=True, metavar="ID")
         if name in ("drain", "scale"):
             command.add_argument("--force", action="store_true", help="even below quorum.min_replicas")
-    export = with_json(add("export", "a checkpoint's model as Hugging Face safetensors"))
-    export.add_argument("folder", metavar="CHECKPOINT_DIR", type=Path, help="checkpoint.dir of the job")
-    export.add_argument("out", metavar="OUT", type=Path, help="a new folder")
+    export = with_runs(with_json(add("export", "a checkpoint's model in safetensors")))
+    export.add_argument("source", metavar="CHECKPOINT_DIR", help="checkpoint.dir, a checkpoint in it, or a run")
+    export.add_argument("out", metavar="OUT", type=Path, help="a new FILE.safetensors; the built-in model: folder")
     export.add_argument("--step", type=int, metavar="N", help="which one (the newest)")
     export.add_argument("--key", metavar="FILE", help="the job's checkpoint.key (yours)")
     export.add_argument("--trust", action="store_true", help="accept a folder of any writer: no key is asked for")
+    export.add_argument(
+        "--base", metavar="PATH", type=Path, help="safetensors with the frozen weights and buffers"
+    )
     return parser

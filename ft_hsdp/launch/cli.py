@@ -270,15 +270,18 @@ def _trace(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.export import export
+    from ft_hsdp.launch.export import export, source_of
 
-    key = None if args.trust else secret.checkpoint_key(args.key)
-    done = export(args.folder, args.out, args.step, key)
+    folder, key = source_of(args.runs_dir, args.source)
+    if args.trust:
+        key = None
+    elif key is None or args.key is not None:
+        key = secret.checkpoint_key(args.key)
+    done = export(folder, args.out, args.step, key, args.base)
     if args.json:
         _print_json(asdict(done))
     else:
-        skipped = [f"passed over {each.name}: {each.reason}" for each in done.skipped]
-        _print([*skipped, f"step {done.step}: {done.parameters} parameters in {done.out}"])
+        _print(done.lines())
     return EXIT_OK
 
 

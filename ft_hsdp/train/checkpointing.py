@@ -76,7 +76,15 @@ def open_checkpoints(
     """
     folder = Path(config.checkpoint.dir) if config.checkpoint.dir else run / "checkpoints"
     accumulate, hashed = config.train.accumulate, resume_hash(config)
-    origin = CheckpointOrigin(incarnation, config.slots, hashed, config.model_dump(mode="json"), accumulate)
+    origin = CheckpointOrigin(
+        incarnation,
+        config.slots,
+        hashed,
+        config.model_dump(mode="json"),
+        accumulate,
+        live_state.frozen,
+        live_state.aliases,
+    )
     # Rank 0 alone signs and authenticates; it tells the others what it chose.
     key = secret.run_key(run, config.checkpoint.key) if ranks.rank == 0 else b""
     checkpointer = Checkpointer(
@@ -189,6 +197,7 @@ def _resume(live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints
             ranks,
             checkpoints.key,
             live_state.user,
+            live_state.frozen,
         )
     if found is None:
         return

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import blake3
@@ -31,8 +31,11 @@ from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
+from ft_hsdp.state.checkpoint.checkpoint_manifest import Frozen
+from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer.shard_manifest import Layout, RunningChecksums, ShardManifest
+from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.loop.user_state import UserState, Values
 from ft_hsdp.train.optimizer.groups import Groups, finish
@@ -125,6 +128,8 @@ class LiveState:
         self._user = UserState()
         self.ledger = ledger
         self.state: StateId | None = None  # its name; set before check-in
+        self.frozen: tuple[Frozen, ...] = ()  # what the model has beside the state; see `describe_frozen`
+        self.aliases: dict[str, str] = {}  # further names of tied tensors, with the name that they have here
         self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
         self._lock = threading.Lock()  # held by what changes or copies the state
 
@@ -174,19 +179,15 @@ class LiveState:
         hashed.update(self._user.encoded)
         return hashed.hexdigest()
 
-    def frozen_digest(self) -> str:
-        """Return the xxh3-128 of what this rank holds of the model beside the state, in hex; "": nothing.
+    def describe_frozen(self, ranks: ReplicaGroup) -> None:
+        """Find out what the model has beside the state (`train.fsdp.frozen`). A collective of the replica."""
+        found = frozen.tensors(self._model.model)
+        self.frozen = frozen.described(found, ranks)
+        self.aliases = frozen.aliases(self._model.model, {**self.params, **found})
 
-        That are frozen parameters and the buffers that a state dict has. Training changes none of them, and all
-        replicas need the same.
-        """
-        frozen, hashed = self._model.frozen(), xxhash.xxh3_128()
-        for name, tensor in sorted(frozen.items()):
-            shard = local(tensor)
-            hashed.update(state_id.canonical([name, str(shard.dtype), list(shard.shape)]).encode())
-            array: Any = as_bytes(shard).cpu().numpy()
-            hashed.update(array.data)
-        return hashed.hexdigest() if frozen else ""
+    def frozen_digest(self) -> str:
+        """Return a digest of `frozen`, the same on all ranks and with any number of them; "": there is nothing."""
+        return state_id.digest([asdict(each) for each in self.frozen]) if self.frozen else ""
 
     def apply(
         self,

@@ -90,7 +90,6 @@ class ReplicaFacts:
     port: int  # of the leader, on rank 0's host
     weights: tuple[str, ...]  # digests of the initial shards
     layouts: tuple[str, ...]  # digests of the layouts
-    frozen: tuple[str, ...]  # digests of what training does not change; "" where there is nothing
     pids: tuple[int, ...] = ()  # of all ranks, if they share one machine
 
 
@@ -192,11 +191,12 @@ class RankRuntime:
 
         port = self._call(self._listen()) if place.rank == 0 else 0
         self.ranks = ReplicaGroup(config.timeouts.ranks_s)
-        digests = live_state.weights_digest(), live_state.layout.fingerprint, live_state.frozen_digest()
+        live_state.describe_frozen(self.ranks)
+        digests = live_state.weights_digest(), live_state.layout.fingerprint
         mine = [port, *digests, os.getpid(), exit_watch.process_space()]
         gathered = [json.loads(each) for each in self.ranks.gather(json.dumps(mine).encode())]
-        ports, weights, layouts, frozen, pids, spaces = zip(*gathered, strict=True)
-        self.facts = ReplicaFacts(ports[0], weights, layouts, frozen, pids if len(set(spaces)) == 1 else ())
+        ports, weights, layouts, pids, spaces = zip(*gathered, strict=True)
+        self.facts = ReplicaFacts(ports[0], weights, layouts, pids if len(set(spaces)) == 1 else ())
         self.ranks.wait_for(config.timeouts.load_s)
 
     async def _listen(self) -> int:
@@ -514,7 +514,7 @@ class RankRuntime:
             state_id.digest(self.facts.layouts),
             numerics(self._device),
             agreed(config),
-            state_id.digest(self.facts.frozen) if any(self.facts.frozen) else "",
+            self._live_state.frozen_digest(),
         )
         return Leader(
             control.initial(identity.replica, identity.incarnation, train.steps, state, policy, wanted),

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file, save_model
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ft_hsdp import secret
@@ -22,6 +22,7 @@ from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Head
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.transfer.shard_manifest import Layout
 from ft_hsdp.train import live_state
+from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.model import ModelArgs, Transformer
 
 CONFIG = parse(
@@ -39,6 +40,24 @@ def model(seed: int) -> Transformer:
     return made
 
 
+class Other(nn.Module):
+    """A model of somebody's: tied, partly frozen, and with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.body = nn.Linear(3, 3).requires_grad_(False)
+        self.half = nn.Linear(3, 2, dtype=torch.bfloat16)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.tensor([1.5, 2.5]))
+
+
+def other(seed: int = 3) -> Other:
+    torch.manual_seed(seed)
+    return Other()
+
+
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[int, Transformer]]]:
     """Steps 10 and 20 of a replica of one rank, and a folder of another model's."""
@@ -48,12 +67,14 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
         dist.init_process_group("gloo", init_method=f"file://{top / 'store'}", rank=0, world_size=1)
     ranks = ReplicaGroup()
     models = {}
-    for folder, step, made in (("ck", 10, model(1)), ("ck", 20, model(2)), ("other", 1, torch.nn.Linear(3, 2))):
-        params = dict(made.named_parameters())
+    for folder, step, made in (("ck", 10, model(1)), ("ck", 20, model(2)), ("other", 1, other())):
+        params = {n: p for n, p in made.named_parameters() if p.requires_grad}
+        beside = frozen.tensors(made)
+        named = frozen.described(beside, ranks), frozen.aliases(made, {**params, **beside})
         place = Layout.of(params, {})
         buffer = torch.empty(place.nbytes, dtype=torch.uint8)
         live_state.pack(place, list(params.values()), buffer)
-        about = CheckpointOrigin("0-a-0", 3, "hash", CONFIG.model_dump(mode="json"))
+        about = CheckpointOrigin("0-a-0", 3, "hash", CONFIG.model_dump(mode="json"), 1, *named)
         checkpointer = Checkpointer(top / folder, 2, secret.checkpoint_key(None), about, place, params, {}, ranks)
         header = Header(StateId(1, step, "ab" * 16), Ledger((1, 2, 3)), ({"lr": 0.1},))
         assert isinstance(checkpointer.write(buffer, header).result(60), Published)
@@ -179,3 +200,97 @@ def test_bad_input_gets_one_line(checkpoints, tmp_path, capsys, argv, said) -> N
     assert len(err.splitlines()) == 1
     assert said in err
     assert not (tmp_path / "out").exists()
+
+
+def base_of(model: nn.Module, file: Path) -> Path:
+    """What a user began with: the whole model in a file, tied tensors once."""
+    save_model(model, str(file))
+    return file
+
+
+def test_a_file_is_the_state_dict_of_any_model(checkpoints, tmp_path, capsys) -> None:
+    folder, out = checkpoints[0].parent / "other", tmp_path / "made" / "model.safetensors"
+    base = base_of(other(), tmp_path / "base.safetensors")
+    assert main(["export", str(folder), str(out), "--base", str(base)]) == 0
+    assert capsys.readouterr().out == f"step 1: 52 parameters in {out}\n"
+    made = other(seed=4)
+    made.load_state_dict(load_file(out))
+    assert all(torch.equal(made.state_dict()[n], t) for n, t in other().state_dict().items())
+    assert made.state_dict().keys() == load_file(out).keys()
+    (one,) = folder.iterdir()  # one checkpoint instead of their folder
+    assert main(["export", str(one), str(tmp_path / "same.safetensors"), "--base", str(tmp_path)]) == 0
+    assert (tmp_path / "same.safetensors").read_bytes() == out.read_bytes()
+
+
+def test_what_is_missing_is_said(checkpoints, tmp_path, capsys) -> None:
+    folder, out = str(checkpoints[0].parent / "other"), tmp_path / "model.safetensors"
+    assert main(["export", folder, str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "missing in it: body.bias and 2 more, which training does not change (--base adds them)" in said
+    assert main(["export", folder, str(tmp_path / "again.safetensors"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["missing"] == ["body.bias", "body.weight", "scale"]
+    found = other(seed=4).load_state_dict(load_file(out), strict=False)
+    assert (sorted(found.missing_keys), found.unexpected_keys) == (["body.bias", "body.weight", "scale"], [])
+
+
+def test_the_built_in_model_is_a_file_with_its_own_names_too(checkpoints, tmp_path) -> None:
+    folder, models = checkpoints
+    assert main(["export", str(folder), str(tmp_path / "model.safetensors")]) == 0
+    made = model(1)
+    made.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert all(torch.equal(made.state_dict()[n], t) for n, t in models[20].state_dict().items())
+
+
+@pytest.mark.parametrize("named", ["run", "runs/run"])
+def test_a_run_stands_for_its_checkpoints_and_its_key(checkpoints, tmp_path, monkeypatch, named) -> None:
+    """The key of the one who exports is another one."""
+    run, key = tmp_path / "runs" / "run", secret.checkpoint_key(None)
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("job: {name: run}\n")
+    secret.write_private(run / secret.RUN_KEY, key.decode())
+    shutil.copytree(checkpoints[0], run / "checkpoints")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(secret.KEY_VARIABLE, "somebody_else")
+    assert main(["export", named, "model.safetensors", "--step", "10"]) == 0
+    assert load_file("model.safetensors").keys() == model(1).state_dict().keys()
+    assert main(["export", "runs/run/checkpoints", "again.safetensors"]) == 64
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["ONE", "OUT.safetensors", "--step", "1"], "--step: got 1; allowed: nothing beside one checkpoint"),
+        (["OTHER", "THERE"], "a file that does not exist yet"),
+        (["OTHER", "OUT"], "or OUT as FILE.safetensors"),
+        (["CK", "OUT", "--base", "BASE"], "OUT as FILE.safetensors: the built-in model has no frozen weights"),
+        (["OTHER", "OUT.safetensors", "--base", "NONE"], "a safetensors file, or a folder of them"),
+        (["OTHER", "OUT.safetensors", "--base", "JUNK"], "a safetensors file, or a folder of them"),
+        (["OTHER", "OUT.safetensors", "--base", "LACKS"], "(scale is not in it)"),
+        (["OTHER", "OUT.safetensors", "--base", "STRANGE"], "the weights of the job"),
+        (["OTHER", "OUT.safetensors", "--base", "EMPTY"], "(body.bias and 2 more are not in it)"),
+    ],
+)
+def test_bad_input_for_a_file_gets_one_line(checkpoints, tmp_path, capsys, argv, said) -> None:
+    made = {n: t.clone() for n, t in other().state_dict().items()}
+    save_file({n: t for n, t in made.items() if n != "scale"}, tmp_path / "lacks.safetensors")
+    save_file({**made, "scale": torch.zeros(2)}, tmp_path / "strange.safetensors")
+    (tmp_path / "junk.safetensors").write_bytes(b"x" * 99)
+    (tmp_path / "empty").mkdir()
+    (one,) = (checkpoints[0].parent / "other").iterdir()
+    places = {
+        "ONE": one,
+        "CK": checkpoints[0],
+        "OTHER": one.parent,
+        "BASE": base_of(other(), tmp_path / "base.safetensors"),
+        "EMPTY": tmp_path / "empty",
+        **{n: tmp_path / f"{n.lower()}.safetensors" for n in ("JUNK", "LACKS", "STRANGE", "NONE")},
+        "THERE": tmp_path / "lacks.safetensors",
+        "OUT": tmp_path / "out",
+        "OUT.safetensors": tmp_path / "out.safetensors",
+    }
+    assert main(["export", *(str(places.get(word, word)) for word in argv)]) == 64
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert said in err
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]

@@ -140,7 +140,7 @@ def test_a_renamed_one_is_not_newer(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        ({"format": 1}, "format 1, this version reads 2 and 3"),
+        ({"format": 1}, "format 1, this version reads 2 to 4"),
         ({"files": {"../../x": File(1, "")}}, "files that no checkpoint has"),
         ({"files": {".metadata": File(1, ""), "/etc/passwd": File(1, "")}}, "files that no checkpoint has"),
         ({"files": {"__0_0.distcp": File(1, "")}}, "files that no checkpoint has"),
@@ -151,6 +151,10 @@ def test_a_renamed_one_is_not_newer(tmp_path) -> None:
         (
             {"files": {".metadata": File(1, "")}, "pieces": (TensorPiece(-1, (0,), (1,), ".metadata", 0, 1),)},
             "pieces of what it does not have",
+        ),
+        (
+            {"files": {".metadata": File(1, "")}, "aliases": {"head": "embed"}},
+            "other names of what it does not have",
         ),
         ({"accumulate": 0}, "ranks with 0 micro-batches each"),
         ({"accumulate": 2**63}, "ranks with 9223372036854775808 micro-batches"),
@@ -197,6 +201,21 @@ def test_a_checkpoint_that_counts_batches_is_read_as_one_that_counts_their_units
     of_batches(path, b"another key")
     with pytest.raises(Unauthentic):
         catalog.newest(tmp_path, KEY)
+
+
+def test_a_checkpoint_that_does_not_say_what_is_frozen_is_read(tmp_path) -> None:
+    path = checkpoint(tmp_path, 1)
+    was = json.loads((path / "manifest.json").read_bytes())
+    assert (was.pop("frozen"), was.pop("aliases")) == (None, {})
+    was |= {"format": 3, "digest": "", "mac": ""}
+    was["mac"] = hmac.new(KEY, b"ft_hsdp checkpoint\0" + canonical(was).encode(), "sha256").hexdigest()
+    was["digest"] = blake3.blake3(canonical(was).encode()).hexdigest()
+    (path / "manifest.json").write_bytes(canonical(was).encode())
+    found = catalog.newest(tmp_path, KEY).checkpoint
+    assert found is not None
+    assert found.manifest == replace(manifest(1, 1, files=found.manifest.files), digest=ANY, mac=ANY)
+    (path / "manifest.json").write_bytes(canonical(was | {"incarnation": "0-b-0"}).encode())
+    assert "does not fit its digest" in reason(tmp_path)
 
 
 @pytest.mark.parametrize(

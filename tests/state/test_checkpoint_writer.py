@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ft_hsdp.launch.backend.processes import environment
+from ft_hsdp.launch.export import export
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, writer
-from tests.support.state.durable_side import KEY
+from tests.support.state.durable_side import KEY, Uneven
 
 WAIT_S = 90.0
 
@@ -164,6 +166,28 @@ def test_a_checkpoint_of_another_key_is_refused_and_can_be_adopted(replica, two)
     for each in replica(2, "load", folder, key="another"):
         assert "checkpoint.trust: true" in each["refused"]
     assert [each["digest"] for each in replica(2, "load", folder, {"seed": 7}, key=None)] == [digest] * 2
+
+
+def test_other_frozen_weights_are_refused(replica, two) -> None:
+    """On the ranks of the writer and on another number of them alike."""
+    for ranks in (2, 3):
+        for each in replica(ranks, "load", two[0], {"still": 1}):
+            assert (
+                "checkpoints of a job with the same frozen weights and buffers (still differs)" in each["refused"]
+            )
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_exported_is_the_unsharded_model(replica, tmp_path, ranks) -> None:
+    """Of uneven shards; some are empty."""
+    folder, out, base = (tmp_path / name for name in ("checkpoints", "out.safetensors", "base.safetensors"))
+    replica(ranks, "save", folder, steps=[1])
+    wanted = Uneven(0, 8).state_dict()
+    save_file({"still": wanted["still"]}, base)
+    assert export(folder, out, None, KEY, base).missing == ()
+    made = Uneven(1, 8, 1)
+    made.load_state_dict(load_file(out))
+    assert all(torch.equal(made.state_dict()[name], tensor) for name, tensor in wanted.items())
 
 
 def test_torchs_own_tools_read_it(two, tmp_path) -> None:

@@ -19,6 +19,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, parts_of
+from ft_hsdp.train.fsdp.frozen import tensors as beside_the_state
 from tests.support.state.shapes import KINDS, Layer, Net, once, twice, usual
 
 RANKS = 2
@@ -270,7 +271,7 @@ def test_statistics_that_do_not_change_are_adopted(mesh: DeviceMesh) -> None:
     model = with_statistics(mesh)
     model.get_submodule("batch_norm").eval()
     taken = adopt(model)
-    assert {n for n in taken.frozen() if n.startswith("batch_norm")} == {
+    assert {n for n in beside_the_state(taken.model) if n.startswith("batch_norm")} == {
         f"batch_norm.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")
     }
 

@@ -13,6 +13,7 @@ from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import SLICES, StateId
 from ft_hsdp.errors import DataCorruption
+from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
@@ -50,19 +51,27 @@ def test_the_digest_of_what_is_frozen_covers_nothing_else(mesh: DeviceMesh) -> N
     optimizer = torch.optim.SGD(adopted.params.values(), lr=0.1)
     create_state(optimizer)
     live = LiveState(adopted, Groups(optimizer, None), Ledger.empty(2), 0, 1)
-    digests = [live.frozen_digest()]
+    ranks = ReplicaGroup()
+
+    def digest() -> str:
+        live.describe_frozen(ranks)
+        return live.frozen_digest()
+
+    digests = [digest()]
     assert "first" not in adopted.params
     for tensor in (adopted.params["last"].data, model.get_buffer("cache")):
         tensor += 1
-        assert live.frozen_digest() == digests[0]
+        assert digest() == digests[0]
     for tensor in (model.first.data, model.get_buffer("scale")):
         tensor += 1
-        digests.append(live.frozen_digest())
+        digests.append(digest())
     assert len(set(digests)) == 3
 
 
 def test_a_model_without_anything_frozen_has_no_digest_of_it(mesh: DeviceMesh) -> None:
-    assert hold(mesh)[0].frozen_digest() == ""
+    live = hold(mesh)[0]
+    live.describe_frozen(ReplicaGroup())
+    assert (live.frozen_digest(), live.aliases) == ("", {})
 
 
 def record(prev: StateId, indices: tuple[int, ...] = (0, 0), digest: str = "d") -> CommitRecord:

@@ -30,6 +30,7 @@ from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     MANIFEST,
     CheckpointManifest,
     File,
+    Frozen,
     Stored,
     Unauthentic,
     Unusable,
@@ -218,6 +219,7 @@ def resume(
     ranks: ReplicaGroup,
     key: bytes | None,
     user: Mapping[str, torch.Tensor] | None = None,
+    frozen: tuple[Frozen, ...] = (),
 ) -> Resumed | None:
     """Load the newest valid checkpoint in ``folder`` into the replica's live tensors. A collective. Blocks.
 
@@ -229,6 +231,7 @@ def resume(
         ranks: All ranks of the replica.
         key: The key that checkpoints must be signed with; None to trust every writer.
         user: The live tensors of the user's own state by name, written in place.
+        frozen: What a state dict of the model has beside the state; the checkpoint's must be equal.
 
     Returns:
         What was loaded, or None if the folder has no checkpoint.
@@ -249,7 +252,7 @@ def resume(
                 return None
             said = "; ".join(f"{each.name}: {each.reason}" for each in skipped)
             raise ConfigError(KEY, str(folder), f"a folder with a valid checkpoint, or without any ({said})")
-        _fits(folder / name, manifest, config_hash, expected)
+        _fits(folder / name, manifest, config_hash, expected, frozen)
         failure = _read(folder / name, manifest, live, ranks)
         if not failure:
             seconds = time.monotonic() - began
@@ -297,7 +300,13 @@ def _choose(
     return answer["name"], checkpoint_manifest.decode(answer["manifest"].encode()), passed
 
 
-def _fits(path: Path, manifest: CheckpointManifest, config_hash: str, expected: tuple[Stored, ...]) -> None:
+def _fits(
+    path: Path,
+    manifest: CheckpointManifest,
+    config_hash: str,
+    expected: tuple[Stored, ...],
+    frozen: tuple[Frozen, ...],
+) -> None:
     """Check that a checkpoint is of this job and model.
 
     Raises:
@@ -310,6 +319,11 @@ def _fits(path: Path, manifest: CheckpointManifest, config_hash: str, expected: 
     if differing:
         one = min(differing, key=lambda each: (each.kind, each.name))
         allowed = f"checkpoints of this model and optimizer ({one.kind} {one.name} differs)"
+        raise ConfigError(KEY, str(path), allowed)
+    if manifest.frozen is not None and (others := set(manifest.frozen) ^ set(frozen)):
+        names = sorted({each.name for each in others})
+        which = names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
+        allowed = f"checkpoints of a job with the same frozen weights and buffers ({which} differs): load those"
         raise ConfigError(KEY, str(path), allowed)
 
 

@@ -21,8 +21,9 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 
-FORMAT = 3
-OF_BATCHES = 2  # the format before, which is read too: its ledger counts batches
+FORMAT = 4
+OF_STATES = 3  # read too: it says nothing of what the model has beside the state
+OF_BATCHES = 2  # read too: moreover, its ledger counts batches
 MAX_SIZE = 2**20  # ranks of a replica, and micro-batches of a rank
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # DCP's index, for torch's tools; never read here
@@ -56,6 +57,16 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Frozen:
+    """A frozen parameter or a buffer of the model, which is not in the checkpoint."""
+
+    name: str
+    dtype: str  # the name without "torch."
+    shape: tuple[int, ...]  # of the whole tensor
+    digest: str  # xxh3-128 of its row-major bytes, in hex
+
+
+@dataclass(frozen=True, slots=True)
 class TensorPiece:
     """One block of a tensor, in the bytes [start, start + nbytes) of a file."""
 
@@ -85,6 +96,8 @@ class CheckpointManifest:
     files: dict[str, File]  # by name
     pieces: tuple[TensorPiece, ...] = ()
     user: dict[str, dict[str, Any]] = field(default_factory=dict)  # JSON values of the user's own state, by name
+    frozen: tuple[Frozen, ...] | None = None  # what else a state dict of the model has; None: not known
+    aliases: dict[str, str] = field(default_factory=dict)  # further names of tied tensors: the name here by them
     mac: str = ""  # HMAC-SHA256 over the fields above
     digest: str = ""  # blake3 over all other fields, ``mac`` included
 
@@ -140,21 +153,19 @@ def _mac(written: dict[str, Any], key: bytes) -> str:
 
 
 def decode(data: bytes) -> CheckpointManifest:
-    """Return the manifest in ``data``, validated; one of the format before as one of this format.
+    """Return the manifest in ``data``, validated; one of a format before as one of this format.
 
     Raises:
-        Unusable: ``data`` is not exactly what `encode` makes, or made in the format before.
+        Unusable: ``data`` is not exactly what `encode` makes, or made in a format before.
     """
     try:
         written = json.loads(data)
         # The fields of other formats are others, so the format is looked at first.
         found = written.get("format") if isinstance(written, dict) else FORMAT
-        if found not in (OF_BATCHES, FORMAT):
-            raise Unusable(
-                f"{MANIFEST} has format {str(found)[:20]}, this version reads {OF_BATCHES} and {FORMAT}"
-            )
-        manifest = _in_units(written) if found == OF_BATCHES else _ADAPTER.validate_json(data)
-        whole = (_sealed(written) if found == OF_BATCHES else encode(manifest)) == data
+        if found not in (OF_BATCHES, OF_STATES, FORMAT):
+            raise Unusable(f"{MANIFEST} has format {str(found)[:20]}, this version reads {OF_BATCHES} to {FORMAT}")
+        manifest = _ADAPTER.validate_json(data if found == FORMAT else json.dumps(_renewed(written)))
+        whole = (encode(manifest) if found == FORMAT else _sealed(written)) == data
     except (ValidationError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise Unusable(f"{MANIFEST} is not valid: {str(error).splitlines()[0][:120]}") from error
     if not whole:
@@ -167,23 +178,28 @@ def decode(data: bytes) -> CheckpointManifest:
         piece.tensor in range(len(manifest.tensors)) and piece.file in manifest.files for piece in manifest.pieces
     ):
         raise Unusable(f"{MANIFEST} names pieces of what it does not have")
+    known = {each.name for each in manifest.tensors} | {each.name for each in manifest.frozen or ()}
+    if not known.issuperset(manifest.aliases.values()):
+        raise Unusable(f"{MANIFEST} has other names of what it does not have")
     return manifest
 
 
-def _in_units(written: dict[str, Any]) -> CheckpointManifest:
-    """Return a manifest whose ledger counts batches, with a ledger that counts their units.
+def _renewed(written: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a manifest of a format before as those of this format.
 
-    How often a batch was left out is forgotten. The signature of the result is not valid.
+    A ledger that counts batches gets their units; how often a batch was left out is forgotten. The signature of
+    the result is not valid.
 
     Raises:
         KeyError, TypeError, ValueError: It is not such a manifest.
     """
+    if written["format"] == OF_STATES:
+        return {**written, "format": FORMAT}
     was = written["ledger"]
     named = written["config"]["train"]["accumulate"], written["ranks"], was["cursors"], was["holes"]
     accumulate, ranks, cursors, holes = _NAMED.validate_python(named)
     ledger = Ledger.of_batches(cursors, holes, accumulate * ranks)
-    counted = {"format": FORMAT, "accumulate": accumulate, "ledger": asdict(ledger)}
-    return _ADAPTER.validate_json(json.dumps({**written, **counted}))
+    return {**written, "format": FORMAT, "accumulate": accumulate, "ledger": asdict(ledger)}
 
 
 def name_of(state: StateId, incarnation: str) -> str:

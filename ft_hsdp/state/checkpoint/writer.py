@@ -36,6 +36,7 @@ from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     METADATA,
     CheckpointManifest,
     File,
+    Frozen,
     TensorPiece,
     Unusable,
 )
@@ -230,6 +231,8 @@ class CheckpointOrigin:
     config_hash: str  # must be the same when a job resumes from the checkpoint
     config: dict[str, Any]  # for people to read
     accumulate: int = 1  # micro-batches of a rank in a batch
+    frozen: tuple[Frozen, ...] = ()  # what a state dict of the model has beside the state
+    aliases: Mapping[str, str] = field(default_factory=dict)  # further names of tied tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,4 +492,6 @@ class Checkpointer:
             files,
             pieces,
             header.user,
+            self._about.frozen,
+            dict(self._about.aliases),
         )

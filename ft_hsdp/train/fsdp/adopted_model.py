@@ -237,18 +237,6 @@ class AdoptedModel:
         self.gradients = len(gradients)  # how many buckets are gradients
         self.sizes = (*gradients, len(self.params)) if find_unused else tuple(gradients)
 
-    def frozen(self) -> dict[str, torch.Tensor]:
-        """Return what a state dict of the model has beside `params`: frozen parameters and persistent buffers."""
-        param_groups.reshard(self.model)
-        found: dict[str, torch.Tensor] = {
-            param_groups.plain_name(n): p for n, p in self.model.named_parameters() if not p.requires_grad
-        }
-        for path, module in self.model.named_modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
-                    found[param_groups.plain_name(f"{path}.{name}" if path else name)] = buffer
-        return found
-
     def check(self) -> None:
         """Check that the model still has the parameters that were taken over.
 

@@ -50,7 +50,9 @@ def load(side: Side, folder: str, config_hash: str = "hash", key: str | None = K
     wanted = None if key is None else key.encode()
     before = side.digest()
     try:
-        resumed = resume(Path(folder), config_hash, side.params, side.optim, side.ranks, wanted, side.user)
+        resumed = resume(
+            Path(folder), config_hash, side.params, side.optim, side.ranks, wanted, side.user, side.frozen
+        )
     except ConfigError as error:
         return {"refused": str(error)}
     if resumed is None:
@@ -294,7 +296,7 @@ def measure(side: Side, folder: str) -> Any:
 
 
 def load_only(side: Side, folder: str) -> dict[str, Any]:
-    resumed = resume(Path(folder), "hash", side.params, side.optim, side.ranks, KEY)
+    resumed = resume(Path(folder), "hash", side.params, side.optim, side.ranks, KEY, frozen=side.frozen)
     assert resumed is not None
     return {"resume_s": resumed.seconds}
 
@@ -331,7 +333,7 @@ def rank_main(rank: int, order: dict[str, Any], place: Path) -> None:
         (place / str(rank)).write_text(json.dumps({"cannot": "mount a tmpfs here"}))
         return
     dist.init_process_group("gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=order["ranks"])
-    side = Side(order["ranks"], order.get("seed", 0), order.get("width", 8))
+    side = Side(order["ranks"], order.get("seed", 0), order.get("width", 8), order.get("still", 0))
     (place / str(rank)).write_text(json.dumps(DO[order["do"]](side, **order["with"])))
 
 

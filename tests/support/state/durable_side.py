@@ -16,6 +16,7 @@ from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Head
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.transfer.shard_manifest import Layout
 from ft_hsdp.train import live_state
+from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
 from ft_hsdp.train.live_state import state_digest
 from ft_hsdp.train.optimizer.creation import create_state
@@ -23,25 +24,30 @@ from ft_hsdp.train.optimizer.groups import tensors
 
 
 class Uneven(nn.Module):
-    """Parameters of 7, 1, 5 and 2 rows: with three ranks most have uneven shards and some have empty ones."""
+    """Parameters of 7, 1, 5 and 2 rows: with three ranks most have uneven shards and some have empty ones.
 
-    def __init__(self, seed: int, width: int) -> None:
+    One more is frozen, with values of a seed of its own.
+    """
+
+    def __init__(self, seed: int, width: int, frozen: int = 0) -> None:
         super().__init__()
         g = torch.Generator().manual_seed(seed)
         self.wide = nn.Parameter(torch.randn(7, width, generator=g))
         self.one = nn.Parameter(torch.randn(1, generator=g))
         self.deep = nn.Parameter(torch.randn(5, 3, 2, generator=g))
         self.two = nn.Parameter(torch.randn(2, 4, generator=g))
+        g.manual_seed(frozen)
+        self.still = nn.Parameter(torch.randn(5, 2, generator=g), requires_grad=False)
 
 
 class Side:
     """A rank's live state: an FSDP2 model and AdamW, filled from a seed."""
 
-    def __init__(self, ranks: int, seed: int, width: int = 8) -> None:
-        model = Uneven(seed, width)
+    def __init__(self, ranks: int, seed: int, width: int = 8, still: int = 0) -> None:
+        model = Uneven(seed, width, still)
         shard(model, [], init_device_mesh("cpu", (ranks,)))
         sharded = AdoptedModel(model, ranks, lambda _, __: None)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(sharded.params.values(), lr=0.1)
         create_state(optimizer)
         self.params = sharded.params
         self.optim = tensors(optimizer, {id(p): n for n, p in sharded.params.items()})
@@ -55,6 +61,7 @@ class Side:
         self.user["ema/decay"] = torch.tensor([seed * 1.5, 0.5])
         self.layout = Layout.of(self.params, self.optim, self.user)
         self.ranks = ReplicaGroup(timeout_s=60.0)
+        self.frozen = frozen.described(frozen.tensors(model), self.ranks)
 
     def packed(self) -> torch.Tensor:
         buffer = torch.empty(self.layout.nbytes, dtype=torch.uint8)
@@ -66,7 +73,7 @@ class Side:
         return state_digest(self.params, self.optim, HYPER, self.user)
 
     def checkpointer(self, folder: str, keep: int = 2, incarnation: str = "0-a-0") -> Checkpointer:
-        about = CheckpointOrigin(incarnation, 3, "hash", {"model": {"dim": 8}})
+        about = CheckpointOrigin(incarnation, 3, "hash", {"model": {"dim": 8}}, frozen=self.frozen)
         live = self.params, self.optim
         return Checkpointer(Path(folder), keep, KEY, about, self.layout, *live, self.ranks, self.user)
 

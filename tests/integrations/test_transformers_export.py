@@ -1,0 +1,78 @@
+"""Hugging Face models in a loop of our own: what is saved and exported is what was trained, bit for bit.
+
+Run by `make integration-transformers`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_hsdp.launch.cli import main
+from tests.support.scenarios.scenario_job import Job, check
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
+LOOP = Path(__file__).with_name("transformers_export_loop.py")
+STEPS = 4
+
+
+def build(kind: str) -> Any:
+    from tests.integrations.transformers_export_loop import build as made
+
+    return made(kind)
+
+
+def alike(one: Any, two: Any) -> None:
+    assert one.keys() == two.keys()
+    different = [name for name, tensor in one.items() if not torch.equal(tensor, two[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("kind", ["tied", "lora"])
+def test_what_is_saved_and_exported_is_what_was_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    from peft import PeftModel
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    settings = {"replicas": 2, "entry": str(LOOP), "args": [kind, str(tmp_path)], "checkpoint__every": 2}
+    with Job(tmp_path, STEPS, **settings) as job:
+        check(job.end(), STEPS)
+        run = str(job.run)
+    trained = {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("inside", "after")}
+    assert any(not torch.equal(t, trained["after"][n]) for n, t in trained["inside"].items())
+    for name, weights in trained.items():
+        if kind == "lora":
+            loaded = PeftModel.from_pretrained(build("base"), tmp_path / name)
+            assert {p.name for p in (tmp_path / name).iterdir()} >= {"adapter_config.json"}
+        else:
+            loaded = LlamaForCausalLM.from_pretrained(tmp_path / name)
+            assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        alike(loaded.state_dict(), weights)
+
+    base: list[str] = []
+    if kind == "lora":
+        save_file(build(kind).state_dict(), tmp_path / "base.safetensors")
+        base = ["--base", str(tmp_path / "base.safetensors")]
+        assert main(["export", run, str(tmp_path / "adapters.safetensors")]) == 0
+        adapters = load_file(tmp_path / "adapters.safetensors")
+        assert set(adapters) == {name for name in trained["after"] if "lora" in name}
+    for step, name in ((2, "inside"), (4, "after")):
+        file = tmp_path / f"{step}.safetensors"
+        assert main(["export", run, str(file), "--step", str(step), *base]) == 0
+        model = build(kind)
+        model.load_state_dict(load_file(file))
+        alike(model.state_dict(), trained[name])
+    model.save_pretrained(tmp_path / "from_export")
+    files = [
+        tmp_path / each / f"{'adapter_' if base else ''}model.safetensors" for each in ("from_export", "after")
+    ]
+    alike(*(load_file(file) for file in files))
