@@ -49,14 +49,17 @@ def test_what_is_saved_and_exported_is_what_was_trained(
         run = str(job.run)
     trained = {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("inside", "after")}
     assert any(not torch.equal(t, trained["after"][n]) for n, t in trained["inside"].items())
-    for name, weights in trained.items():
+
+    def loads(name: str, weights: Any) -> None:
         if kind == "lora":
             loaded = PeftModel.from_pretrained(build("base"), tmp_path / name)
-            assert {p.name for p in (tmp_path / name).iterdir()} >= {"adapter_config.json"}
         else:
             loaded = LlamaForCausalLM.from_pretrained(tmp_path / name)
             assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
         alike(loaded.state_dict(), weights)
+
+    for name, weights in trained.items():
+        loads(name, weights)
 
     base: list[str] = []
     if kind == "lora":
@@ -72,7 +75,4 @@ def test_what_is_saved_and_exported_is_what_was_trained(
         model.load_state_dict(load_file(file))
         alike(model.state_dict(), trained[name])
     model.save_pretrained(tmp_path / "from_export")
-    files = [
-        tmp_path / each / f"{'adapter_' if base else ''}model.safetensors" for each in ("from_export", "after")
-    ]
-    alike(*(load_file(file) for file in files))
+    loads("from_export", trained["after"])
