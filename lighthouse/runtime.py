@@ -131,6 +131,7 @@ def policy(config: Config) -> Policy:
             allowed=allowed,
             max_accumulate=quorum.max_accumulate or config.slots * config.train.accumulate,
             shared=config.data.assignment == "global",
+            ranks_per_unit=config.ranks_per_unit,
         ),
     )
 

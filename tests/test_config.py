@@ -34,6 +34,7 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"replicas": True}, "replicas", "a whole number from 1 to 64"),
     ({"replicas": None}, "replicas", "a whole number from 1 to 64"),
     ({"ranks_per_replica": -1}, "ranks_per_replica", "a whole number from 1 to 64"),
+    ({"ranks_per_replica": 4, "ranks_per_unit": 3}, "ranks_per_unit", "a divisor of ranks_per_replica (4)"),
     ({"train": None}, "train", "a mapping with the keys steps"),
     ({"train": [1]}, "train", "a mapping with the keys steps"),
     ({"train": {"seq_len": 7}}, "train.seq_len", "a whole number from 8 to 1048576"),

@@ -37,6 +37,7 @@ UNSAID = {
     ("quorum.refill", "'same_step'"),
     ("quorum.max_accumulate", "4"),
     ("quorum.max_accumulate", "2"),
+    ("ranks_per_unit", "3"),
     ("args", "['--lr']"),
     ("entry_digest", repr("ab" * 16)),
     ("chaos.1.replicas", "[3]"),

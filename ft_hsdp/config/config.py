@@ -57,6 +57,13 @@ class Config(Section):
     ranks_per_replica: Int = Field(
         2, ge=1, le=MAX_RANKS, description="ranks over which a replica shards its model"
     )
+    ranks_per_unit: Int = Field(
+        1,
+        ge=1,
+        le=MAX_RANKS,
+        description="ranks that train the same micro-batch together: the degree of tensor parallelism of a model "
+        "for job.adopt; it divides ranks_per_replica",
+    )
     max_replicas: Int | None = Field(
         None,
         ge=1,
@@ -111,6 +118,11 @@ class Config(Section):
         return self.replicas if self.max_replicas is None else self.max_replicas
 
     @property
+    def data_ranks(self) -> int:
+        """How many data ranks a replica has: each trains micro-batches of its own."""
+        return self.ranks_per_replica // self.ranks_per_unit
+
+    @property
     def data_shards(self) -> int:
         """How many data shards there are: one that all replicas take from, or one for each."""
         return 1 if self.data.assignment == "global" else self.slots
@@ -132,6 +144,9 @@ class Config(Section):
                 raise refuse(key, getattr(self, key), "nothing, unless entry names a script or a function")
         if self.slots < self.replicas:
             raise refuse("max_replicas", self.max_replicas, f"at least replicas ({self.replicas}), or null")
+        if self.ranks_per_replica % self.ranks_per_unit:
+            allowed = f"a divisor of ranks_per_replica ({self.ranks_per_replica})"
+            raise refuse("ranks_per_unit", self.ranks_per_unit, allowed)
         if self.spares % self.ranks_per_replica:
             allowed = (
                 f"a multiple of ranks_per_replica ({self.ranks_per_replica}): a replica is replaced as a whole"

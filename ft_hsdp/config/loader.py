@@ -122,7 +122,8 @@ def agreed(config: Config) -> dict[str, str]:
         "ftar": config.ftar.model_dump(include={"chunk_bytes"}),
     }
     flat = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
-    flat |= {"ranks_per_replica": config.ranks_per_replica, "max_replicas": config.slots}
+    flat |= {"ranks_per_replica": config.ranks_per_replica, "ranks_per_unit": config.ranks_per_unit}
+    flat |= {"max_replicas": config.slots}
     flat |= {PROTOCOL: PROTOCOL_VERSION}
     if config.entry is not None:
         flat |= {ENTRY: f"{title(config.entry)} {config.entry_digest}", "args": config.args}
@@ -153,7 +154,7 @@ def resume_hash(config: Config) -> str:
         "optim": config.optim.model_dump(exclude={"offload"}),
         "seed": train.seed,
         "seq_len": train.seq_len,
-        "sequences": train.micro_batch * train.accumulate * config.ranks_per_replica,
+        "sequences": train.micro_batch * train.accumulate * config.data_ranks,
     }
     return _hash(shared)
 

@@ -60,6 +60,7 @@ class LeaderSettings:
     write_s: float = 1200.0  # longest time for a checkpoint
     # Pause after a failed checkpoint until it is tried again, if no replica has written one.
     write_again_s: float = 60.0
+    ranks_per_unit: int = 1  # ranks that train the same units
 
 
 class RankBus(Protocol):
@@ -210,7 +211,7 @@ class Leader:
                 fault_injection.reach("token-second" if token.verdict else "token-first", token.fence.step)
                 self._send_token(token)
             case effects.Reduce(fence):
-                self._tally = VoteTally(fence, self._settings.ranks)
+                self._tally = VoteTally(fence, self._settings.ranks, ranks_per_unit=self._settings.ranks_per_unit)
                 self._bus.broadcast(effect)
             case effects.StopRing(epoch):
                 recent = {e: ranks for e, ranks in self._stopped.items() if e > epoch - KEPT_EPOCHS}
@@ -258,9 +259,8 @@ class Leader:
         fence, digest = self._tally.fence, self._tally.state_digest
         self._settled, self._tally = (fence, Settled(self.replica.state, self._tally.kept)), None
         if record is None:
-            self._bus.broadcast(
-                effects.Exit(75, f"the ranks of this replica saw different contributors at {fence}")
-            )
+            why = f"the ranks of this replica saw different contributors, or weights of the same units, at {fence}"
+            self._bus.broadcast(effects.Exit(75, why))
             return
         reduced = events.Reduced(fence, record, digest)
         base = self.replica.fetching

@@ -162,7 +162,7 @@ class CommitRecord:
     def divisor(self) -> int:
         """The sum of the contributors' weights, never the size of the ring.
 
-        The sum of the gradients is divided by it. FSDP2 has divided by the number of ranks before.
+        The sum of the gradients is divided by it. Each replica has divided by its number of data ranks before.
         """
         return sum(c.weight for c in self.contributions)
 
@@ -299,6 +299,7 @@ class VoteTally:
     fence: AttemptId  # the attempt
     ranks: int  # number of ranks of the replica
     votes: tuple[Vote, ...] = field(default=())  # at most one per rank, in rank order
+    ranks_per_unit: int = 1  # so many ranks that follow each other train the same units
 
     def add(self, vote: Vote) -> VoteTally:
         """Return the tally with `vote`, or unchanged if it is about another attempt or its rank has voted."""
@@ -333,7 +334,8 @@ class VoteTally:
     ) -> CommitRecord | None:
         """Return the record that the votes add up to; None if the ranks saw different contributors.
 
-        The weight of a contribution is the sum over the ranks, its loss their weighted mean. If all gradients are
+        It is None, too, if ranks that train the same units give them different weights. The weight of a
+        contribution is the sum over the data ranks, its loss their weighted mean. If all gradients are
         finite and their sum is not, no single replica can be blamed: all contributors count as poisoned.
 
         Args:
@@ -349,13 +351,20 @@ class VoteTally:
         """
         if len({tuple((c.replica, *c.run, c.part) for c in v.contributions) for v in self.votes}) != 1:
             return None
-        contributions = tuple(_over_ranks(row) for row in zip(*(v.contributions for v in self.votes), strict=True))
+        said = [v.contributions for v in self.votes]
+        of_data_ranks = said[:: self.ranks_per_unit]
+        if any(
+            [c.weight for c in mine] != [c.weight for c in of_data_ranks[rank // self.ranks_per_unit]]
+            for rank, mine in enumerate(said)
+        ):
+            return None
+        contributions = tuple(_over_data_ranks(row) for row in zip(*of_data_ranks, strict=True))
         poisoned = tuple(sorted({r for v in self.votes for r in v.poisoned}))
         square = float(sum(v.sumsq for v in self.votes))
         if not poisoned and not math.isfinite(square):
             poisoned = tuple(sorted({c.replica for c in contributions}))
         weight, units = sum(c.weight for c in contributions), sum(c.units for c in contributions)
-        norm = 0.0 if poisoned or not weight else square**0.5 / (weight / self.ranks)
+        norm = 0.0 if poisoned or not weight else square**0.5 / (weight / len(of_data_ranks))
         return CommitRecord(
             epoch=self.fence.epoch,
             attempt=self.fence.attempt,
@@ -373,8 +382,8 @@ class VoteTally:
         )
 
 
-def _over_ranks(row: tuple[Contribution, ...]) -> Contribution:
-    """Return one contribution as a whole, from what the ranks of the replica have of it."""
+def _over_data_ranks(row: tuple[Contribution, ...]) -> Contribution:
+    """Return one contribution as a whole, from what the data ranks of the replica have of it."""
     weight = sum(c.weight for c in row)
     loss = sum(c.weight * c.loss for c in row if c.weight) / weight if weight else 0.0
     return replace(row[0], weight=weight, loss=loss)

@@ -1,8 +1,10 @@
 """Units: how much each contributor trains in a step, and which units of the data it takes.
 
-A unit is one rank's micro-batch. With A micro-batches per step and R ranks per replica, batch b of a data shard
-has the units b*A*R to (b+1)*A*R - 1; unit u is micro-batch (u // R) % A of rank u % R of batch u // (A*R). A
-contributor trains m micro-batches on each of its ranks, so it takes m*R units.
+A unit is one data rank's micro-batch. A data rank is one rank, or with tensor parallelism `ranks_per_unit` ranks
+that follow each other: they train one micro-batch together. With A micro-batches per step and D data ranks per
+replica, batch b of a data shard has the units b*A*D to (b+1)*A*D - 1; unit u is micro-batch (u // D) % A of data
+rank u % D of batch u // (A*D). A contributor trains m micro-batches on each of its data ranks, so it takes m*D
+units.
 
 Two pure steps lead from a membership to units. `quotas` says how many units each contributor takes. `deal` says
 which *places* it takes: place p is the p-th untrained unit of the state that the step builds on, so a place needs
@@ -27,8 +29,9 @@ Places = tuple[tuple[int, int], ...]  # (first place, count), disjoint, in the o
 class UnitPolicy:
     """How the units of a step are shared out; agreed at the first grant."""
 
-    replicas: int = 1  # replicas that the job wants: with `accumulate` and the ranks, the wanted units of a step
-    accumulate: int = 1  # micro-batches of a rank in a step to which all replicas contribute
+    # Replicas that the job wants: with `accumulate` and the data ranks, the wanted units of a step.
+    replicas: int = 1
+    accumulate: int = 1  # micro-batches of a data rank in a step to which all replicas contribute
     # "adapt": each contributor takes `accumulate` micro-batches. "constant": the contributors share the wanted
     # number of units.
     batch: BatchRule = "adapt"
@@ -36,8 +39,9 @@ class UnitPolicy:
     # train what is missing first.
     refill: RefillRule = "next_step"
     allowed: tuple[int, ...] = ()  # permitted numbers of contributors, sorted; (): any
-    max_accumulate: int = 1  # most micro-batches of a rank in a step
+    max_accumulate: int = 1  # most micro-batches of a data rank in a step
     shared: bool = False  # all replicas take from one data shard; else each takes from its own
+    ranks_per_unit: int = 1  # ranks that train one unit together
 
     def contributors(self, able: int) -> int:
         """Return how many of `able` replicas contribute: the largest allowed number, or 0 if none is allowed."""
@@ -46,7 +50,7 @@ class UnitPolicy:
         return max((n for n in self.allowed if n <= able), default=0)
 
     def quotas(self, count: int) -> tuple[int, ...]:
-        """Return the micro-batches per rank of each of `count` contributors, in ring order.
+        """Return the micro-batches per data rank of each of `count` contributors, in ring order.
 
         Two quotas differ by at most one. Their sum is `replicas * accumulate` unless the batch adapts, or
         `max_accumulate` caps them.

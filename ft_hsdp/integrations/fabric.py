@@ -60,19 +60,21 @@ class FtHsdpStrategy(ModelParallelStrategy):
                 ``mesh["data_parallel"]`` and returns it, as for Lightning's strategy.
             max_norm: Largest norm of the reduced gradient. ``fabric.clip_gradients`` has to name the same one.
                 None does not clip.
-            tensor_parallel_size: Ranks over which ``mesh["tensor_parallel"]`` goes.
+            tensor_parallel_size: Ranks over which ``mesh["tensor_parallel"]`` goes: `ranks_per_unit` of the
+                configuration.
             job: What `ft_hsdp.join` has returned; None joins without arguments.
 
         Raises:
-            ConfigError: A process cannot join, or the ranks of a replica are no multiple of the size.
+            ConfigError: A process cannot join, or the size is another one.
         """
         self.job = join() if job is None else job
-        if tensor_parallel_size < 1 or self.job.ranks % tensor_parallel_size:
-            allowed = f"a divisor of ranks_per_replica, which is {self.job.ranks}"
+        ranks_per_unit = self.job.ranks // self.job.data_ranks
+        if tensor_parallel_size != ranks_per_unit:
+            allowed = f"ranks_per_unit, which is {ranks_per_unit}"
             raise ConfigError("FtHsdpStrategy(tensor_parallel_size)", tensor_parallel_size, allowed)
         super().__init__(
             parallelize_fn,
-            data_parallel_size=self.job.ranks // tensor_parallel_size,
+            data_parallel_size=self.job.data_ranks,
             tensor_parallel_size=tensor_parallel_size,
             save_distributed_checkpoint=False,
         )

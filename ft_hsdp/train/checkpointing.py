@@ -54,7 +54,7 @@ class Checkpoints:
     config_hash: str  # of the keys of the configuration that a checkpoint must have been made with
     replicas: int
     shards: int  # data shards of the job; a checkpoint may be of another number of them
-    batch: tuple[int, int]  # micro-batches of a rank, and ranks, of a batch of the job
+    batch: tuple[int, int]  # micro-batches of a data rank, and data ranks, of a batch of the job
     key: bytes | None  # with which they have to be signed; None: any are trusted
 
 
@@ -99,7 +99,7 @@ def open_checkpoints(
         live_state.user,
     )
     required = None if config.checkpoint.trust else key
-    batch = accumulate, config.ranks_per_replica
+    batch = accumulate, config.data_ranks
     return Checkpoints(folder, hashed, config.slots, shards, batch, required), checkpointer
 
 
@@ -205,7 +205,7 @@ def _resume(live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints
         ledger = found.ledger.rescaled(found.batch, checkpoints.batch)
     except ValueError as error:
         was, ranks_then = found.batch
-        allowed = f"{was} with ranks_per_replica {ranks_then}, as in the checkpoint ({error})"
+        allowed = f"{was} with {ranks_then} data ranks in each replica, as in the checkpoint ({error})"
         raise ConfigError("train.accumulate", checkpoints.batch[0], allowed) from None
     try:
         ledger = ledger.resharded(checkpoints.shards, math.prod(checkpoints.batch))

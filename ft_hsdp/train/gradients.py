@@ -33,6 +33,7 @@ from ft_hsdp.ftar.group import Group
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
+Spans = tuple[tuple[int, int], ...]  # (begin, end) of elements of a flat shard, in order
 SURE_NORM = 1e18  # its square is far below LARGEST
 
 
@@ -77,7 +78,7 @@ class Reducer:
         voted: Callable[[Vote], None],
         device: torch.device = CPU,
         checked: Callable[[str], str] = lambda prev: "",
-        gradients: int | None = None,
+        counted: Sequence[Spans] | None = None,
     ) -> None:
         """Make the reducer of a rank.
 
@@ -91,11 +92,11 @@ class Reducer:
             checked: Takes the lineage that an attempt builds on, and returns the digest of the slice of the state
                 that this rank compares with other replicas (`core.state_id`), "" if the rank does not hold that
                 state; called on FTAR's thread.
-            gradients: How many buckets, the first ones, are gradients and count in the norm; None: all.
+            counted: Of each bucket that is a gradient, the first ones: what counts in the norm; None: all.
         """
         self._group = group
         self._sizes = tuple(sizes)
-        self._gradients = gradients
+        self._counted = tuple(((0, n),) for n in sizes) if counted is None else tuple(counted)
         self._replica = replica
         self._rank = rank
         self._voted = voted
@@ -261,7 +262,7 @@ class Reducer:
             rank=self._rank,
             fence=fence,
             digest=state_id.digest([checksum(t) for t in sums]),
-            sumsq=sum_of_squares(sums[: self._gradients]),
+            sumsq=sum_of_squares(sums, self._counted),
             contributions=contributions(results),
             poisoned=tuple(sorted({e.replica for r in results for e in r.entries if e.poisoned})),
             state_digest=state_digest,
@@ -310,6 +311,7 @@ def checksum(tensor: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(memoryview(array).cast("B"))
 
 
-def sum_of_squares(shards: Sequence[torch.Tensor]) -> float:
-    """Return the sum of squares of a rank's shards, in fp64, added bucket by bucket."""
-    return sum(float(torch.linalg.vector_norm(s, dtype=torch.float64)) ** 2 for s in shards)
+def sum_of_squares(shards: Sequence[torch.Tensor], counted: Sequence[Spans]) -> float:
+    """Return the sum of squares of what counts in a rank's shards, in fp64, added bucket by bucket."""
+    parts = (shard[a:b] for shard, spans in zip(shards, counted, strict=False) for a, b in spans)
+    return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)

@@ -204,6 +204,9 @@ class Job(DataSources, UserLoop):
         Raises:
             ConfigError: It cannot be adopted, or there is one already.
         """
+        if self.config.ranks_per_unit > 1:
+            allowed = "1 with job.shard: parallelize_module, fully_shard over the data ranks, then job.adopt"
+            raise ConfigError("ranks_per_unit", self.config.ranks_per_unit, allowed)
         if self.device.type != "cpu":
             model.to(self.device)
         mesh = init_device_mesh(self.device.type, (self.ranks,))
@@ -232,7 +235,9 @@ class Job(DataSources, UserLoop):
         """
         if hasattr(self, "_adopted"):
             raise ConfigError("job.adopt", type(model).__name__, "one model in a job: put several into one module")
-        self._adopted = AdoptedModel(model, self.ranks, self._ready, find_unused_parameters)
+        self._adopted = AdoptedModel(
+            model, self.ranks, self._ready, find_unused_parameters, self.config.ranks_per_unit
+        )
         model.register_forward_hook(self._returned)
         return model
 
@@ -272,8 +277,8 @@ class Job(DataSources, UserLoop):
         self._live_state = LiveState(self._adopted, groups, ledger, self.rank, self.ranks, offload)
         self._driver = StepDriver(
             self.config,
-            self.rank,
-            self.ranks,
+            self.data_rank,
+            self.data_ranks,
             self.device,
             self._adopted,
             groups,
@@ -529,12 +534,7 @@ class Job(DataSources, UserLoop):
             incarnation, lost = self._identity.incarnation, runtime.journal.lost
             self._log = StepLog(folder, incarnation, runtime.reporter.commit, lost, runtime.reporter.log)
         checkpoints, checkpointer = open_checkpoints(
-            config,
-            self._place.run,
-            self._identity.incarnation,
-            live_state,
-            runtime.ranks,
-            self._shards,
+            config, self._place.run, self._identity.incarnation, live_state, runtime.ranks, self._shards
         )
         self._saver = CheckpointSaver(checkpointer, runtime.snapshots, self.rank, runtime.report)
         current = config.state.snapshot == "every_step"

@@ -37,6 +37,7 @@ from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer.shard_manifest import Layout, RunningChecksums, ShardManifest
 from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
+from ft_hsdp.train.gradients import Spans
 from ft_hsdp.train.loop.user_state import UserState, Values
 from ft_hsdp.train.optimizer.groups import Groups, finish
 
@@ -134,9 +135,9 @@ class LiveState:
         self._lock = threading.Lock()  # held by what changes or copies the state
 
     @property
-    def gradient_buckets(self) -> int:
-        """How many of the reduced buckets, the first ones, are gradients."""
-        return self._model.gradients
+    def counted(self) -> Sequence[Spans]:
+        """What counts in the gradient's norm, of each reduced bucket that is a gradient, the first ones."""
+        return self._model.counted
 
     @property
     def params(self) -> Mapping[str, torch.Tensor]:
@@ -215,7 +216,7 @@ class LiveState:
             if self.state is None or record.prev != self.state.lineage:
                 raise RuntimeError(f"record of step {record.step} does not build on {self.state}")
             if record.updates:
-                finish(record, reduced, clip, self._ranks)
+                finish(record, reduced, clip, self._model.data_ranks)
                 self._model.assign(reduced)
                 with self.here():
                     self._groups.step(record)

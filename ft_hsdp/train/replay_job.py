@@ -151,16 +151,18 @@ class LocalGradients:
 class RecordedOrders(Mailbox):
     """The orders of a leader, made from recorded commits; each is made when the main thread asks for it."""
 
-    def __init__(self, rows: Sequence[Row], settings: Settings) -> None:
+    def __init__(self, rows: Sequence[Row], settings: Settings, ranks_per_unit: int = 1) -> None:
         """Prepare to repeat ``rows``.
 
         Args:
             rows: Canonical commits that follow each other, from the first step on.
             settings: Of the job's rings.
+            ranks_per_unit: So many ranks that follow each other train the same units.
         """
         super().__init__()
         self._rows = rows
         self._settings = settings
+        self._ranks_per_unit = ranks_per_unit
         self._script = self._run()
         self.steps = 0
         self.ended = False
@@ -255,16 +257,17 @@ class RecordedOrders(Mailbox):
         found = {
             "runs": [asdict(replace(c, loss=0.0)) for c in mine],
             "digest": state_id.digest([checksum(t) for t in reduced]),
-            "sumsq": sum_of_squares(reduced[: self._live_state.gradient_buckets]).hex(),
+            "sumsq": sum_of_squares(reduced, self._live_state.counted).hex(),
         }
         told = [json.loads(each) for each in self._ranks.gather(json.dumps(found).encode())]
-        weights = [sum(c["weight"] for c in at) for at in zip(*(each["runs"] for each in told), strict=True)]
+        of_data_ranks = [each["runs"] for each in told[:: self._ranks_per_unit]]
+        weights = [sum(c["weight"] for c in at) for at in zip(*of_data_ranks, strict=True)]
         runs = [replace(Contribution(**c), weight=w) for c, w in zip(told[0]["runs"], weights, strict=True)]
         losses = {(c.replica, c.run): c.loss for c in record.contributions}
         counted = tuple(replace(c, loss=losses.get((c.replica, c.run), 0.0)) for c in runs)
         norm = sum(float.fromhex(each["sumsq"]) for each in told) ** 0.5
         record = replace(record, contributions=counted, digest=state_id.digest([each["digest"] for each in told]))
-        return replace(record, norm=norm / (record.divisor / self._ranks.size)) if record.updates else record
+        return replace(record, norm=norm / (record.divisor / len(of_data_ranks))) if record.updates else record
 
 
 class Silent:
@@ -323,7 +326,7 @@ class ReplayJob(Job):
         super().__init__(config, place, FromEnvironment(0), None, device, close_group)
         self._recorded = recorded
         self._written = False
-        self._mailbox = self._orders = RecordedOrders(recorded.rows, ring_settings(config))
+        self._mailbox = self._orders = RecordedOrders(recorded.rows, ring_settings(config), config.ranks_per_unit)
 
     @property
     def replica(self) -> int:

@@ -465,7 +465,7 @@ class RankRuntime:
             self.send_vote,
             self._device,
             self._slice_digest,
-            self._live_state.gradient_buckets,
+            self._live_state.counted,
         )
         self._orders = OrderHandler(
             identity.replica,
@@ -580,8 +580,7 @@ def leader_settings(config: Config, *, restarted: bool) -> LeaderSettings:
 
     Args:
         config: The job's configuration.
-        restarted: Whether the replica was started again. Then the job is under way, and the leader waits for the
-            lighthouse as long as it takes.
+        restarted: Whether the replica was started again: then the leader waits for the lighthouse without an end.
     """
     timeouts = config.timeouts
     return LeaderSettings(
@@ -597,4 +596,5 @@ def leader_settings(config: Config, *, restarted: bool) -> LeaderSettings:
         leave_s=timeouts.leave_s,
         write_s=WRITES * timeouts.load_s,
         write_again_s=timeouts.checkpoint_again_s,
+        ranks_per_unit=config.ranks_per_unit,
     )

@@ -57,8 +57,8 @@ class StepDriver:
     def __init__(
         self,
         config: Config,
-        rank: int,
-        ranks: int,
+        data_rank: int,
+        data_ranks: int,
         device: torch.device,
         model: AdoptedModel,
         groups: Groups,
@@ -70,8 +70,8 @@ class StepDriver:
 
         Args:
             config: The job's configuration.
-            rank: This rank of its replica.
-            ranks: How many ranks the replica has.
+            data_rank: This data rank of its replica.
+            data_ranks: How many data ranks the replica has.
             device: Where batches go.
             model: The model.
             groups: Of the optimizer.
@@ -80,8 +80,8 @@ class StepDriver:
             callbacks: The user's.
         """
         self._config = config
-        self._rank = rank
-        self._ranks = ranks
+        self._data_rank = data_rank
+        self._data_ranks = data_ranks
         self._device = device
         self._model = model
         self.groups = groups
@@ -113,7 +113,7 @@ class StepDriver:
         """Have read what ``replica``, which is this rank's, will take first if all replicas contribute."""
         self.replica = replica
         each = self._config.train.accumulate
-        plan, units = self._new_plan(), each * self._ranks
+        plan, units = self._new_plan(), each * self._data_ranks
         if self._config.data.assignment == "global":
             reader.guess(self._following(plan, replica * units, self._config.replicas * units, each))
         else:
@@ -149,7 +149,7 @@ class StepDriver:
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
         if isinstance(loss, torch.Tensor) and loss.dim() == 0 and loss.requires_grad:
             current.loss = float(loss.detach())
-        return weighed(output, current.scale) if self._weighs else output
+        return weighed(output, current.scale, self._model.expert_parallel) if self._weighs else output
 
     def ready(self, bucket: int, flat: torch.Tensor) -> None:
         """Take the local gradient of a bucket to the reducer; FSDP2 calls it inside backward.
@@ -173,7 +173,7 @@ class StepDriver:
         """Return a plan for the step after the live state."""
         shard = 0 if self._config.data.assignment == "global" else self.replica
         each = self._config.train.accumulate
-        return StepPlan(self._live_state.ledger, shard, self._ranks, each, places, self._weighs)
+        return StepPlan(self._live_state.ledger, shard, self._data_ranks, each, places, self._weighs)
 
     def _following(self, plan: StepPlan, first: int, stride: int, each: int) -> Iterator[MicroBatch]:
         """Yield, without an end, what comes in the steps after that of ``plan`` if nothing changes.
@@ -182,11 +182,11 @@ class StepDriver:
             plan: Of a step.
             first: This replica's first place in the step after it.
             stride: Places from there to the first one of the next step, and so on.
-            each: Micro-batches of a rank in each step.
+            each: Micro-batches of a data rank in each step.
         """
         for begin in count(first, stride):
             for micro in range(each):
-                yield plan.at(begin + micro * self._ranks)
+                yield plan.at(begin + micro * self._data_ranks)
 
     def feed(self, reader: Reader[Batch], order: RunBatch) -> Iterator[Batch]:
         """Yield the micro-batches of this replica in the next step, as ``order`` says."""
@@ -195,7 +195,7 @@ class StepDriver:
         self._step, self._awaited_s, self._last_bucket = order.step, 0.0, None
         reader.trained(plan.at(0))
         each = len(plan.left)
-        stride = max(order.following - (order.places[0][0] if order.places else 0), each * self._ranks)
+        stride = max(order.following - (order.places[0][0] if order.places else 0), each * self._data_ranks)
         runtime.reducer.open(Feeding(order.step, plan.trainable))
         while plan.left:
             # The first micro-batch is trained before the quota is known, unless the quota may turn out to be that
@@ -209,13 +209,13 @@ class StepDriver:
             at = plan.begin()
             self._model.sync(not plan.left)
             if log is not None:
-                log.fed(order.step, at.shard, at.unit, self._ranks)
+                log.fed(order.step, at.shard, at.unit, self._data_ranks)
             later = self._following(plan, order.following, stride, each)
             batch = reader.batch(at, chain(plan.left, later))
             if log is not None:
                 self._tokens = count_tokens(batch)
             number = at.index * self._config.data_shards + at.shard
-            torch.manual_seed(stream(self._config.train.seed, "batch", number, self._rank, at.micro))
+            torch.manual_seed(stream(self._config.train.seed, "batch", number, self._data_rank, at.micro))
             runtime.moved()
             yield move(batch, self._device)
         self._hand_over(plan)  # a loop without optim.step holds nobody up

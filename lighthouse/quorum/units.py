@@ -36,15 +36,15 @@ def apportion(grant: Grant, before: Grant | None, policy: UnitPolicy, refill: bo
     members = []
     for m in grant.members:
         if m.role != "contribute":
-            members.append(replace(m, units=later * _width(m), places=()))
+            members.append(replace(m, units=later * _data_ranks(m, policy), places=()))
         elif m.replica in chosen:
-            members.append(replace(m, units=next(quotas) * _width(m), places=()))
+            members.append(replace(m, units=next(quotas) * _data_ranks(m, policy), places=()))
         else:
             members.append(replace(m, role="standby", units=0, places=()))
     shared_out = replace(
         grant,
         members=tuple(members),
-        units=policy.replicas * policy.accumulate * max(map(_width, members), default=1),
+        units=policy.replicas * policy.accumulate * max((_data_ranks(m, policy) for m in members), default=1),
         shared=policy.shared,
         dealt=0,
     )
@@ -75,6 +75,6 @@ def _keep_places(
     return replace(grant, members=tuple(members), dealt=end)
 
 
-def _width(member: Member) -> int:
-    """Return the number of ranks of a member."""
-    return max(1, len(member.ring))
+def _data_ranks(member: Member, policy: UnitPolicy) -> int:
+    """Return how many units a member trains at once."""
+    return max(1, len(member.ring) // policy.ranks_per_unit)

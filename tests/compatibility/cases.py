@@ -26,6 +26,7 @@ from tests.compatibility.models import (
     WithLoss,
     next_token_loss,
 )
+from tests.support.state import parallel_models
 
 STEPS, ROWS, PAD = 6, 2, -100
 # The gradient of an attention's key bias is zero but for rounding, which Adam would divide by itself.
@@ -43,6 +44,12 @@ def padded(unit: int) -> tuple[Tensor, Tensor]:
     targets = batch.clone()
     targets[:, 2 + unit % 5 :] = PAD
     return batch, targets
+
+
+def padded_or_empty(unit: int) -> tuple[Tensor, Tensor]:
+    """The same, and of some units no target counts: their loss is 0/0."""
+    batch, targets = padded(unit)
+    return batch, targets if unit % 5 else torch.full_like(targets, PAD)
 
 
 # How that user shards the model.
@@ -93,6 +100,19 @@ def in_bf16(model: Any, mesh: DeviceMesh) -> None:
 
 def reduced_in_fp32(model: Any, mesh: DeviceMesh) -> None:
     each_block(model, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+
+
+def tensor_parallel(model: Any, mesh: DeviceMesh) -> None:
+    parallel_models.tensor_parallel(model, parallel_models.mesh_of(mesh.size(), 2, ("dp", "tp")))
+
+
+def tensor_parallel_in_part(model: Any, mesh: DeviceMesh) -> None:
+    tp = parallel_models.mesh_of(mesh.size(), 2, ("dp", "tp"))
+    parallel_models.tensor_parallel(model, tp, sequence=False)
+
+
+def expert_parallel(model: Any, mesh: DeviceMesh) -> None:
+    parallel_models.expert_parallel(model, parallel_models.mesh_of(mesh.size(), 2, ("efsdp", "ep")))
 
 
 # Models that are changed before they are sharded.
@@ -213,6 +233,8 @@ class Case:
     weigh: Callable[[Any], int] | None = None
     clip: float | None = None
     accumulate: int = 1
+    ranks: int = 2  # of a replica
+    ranks_per_unit: int = 1
     find_unused: bool = False
     compute: torch.dtype | None = None  # of forward and backward, where that is not the parameters' own
     tolerance: float = 2e-6  # largest difference of a weight from plain torch, relative to the largest weight
@@ -261,6 +283,40 @@ CASES: dict[str, Case] = {
         loss=of_targets,
         batch=padded,
         weigh=counted,
+        settings={"data.weight": "tokens"},
+    ),
+    "tensor_parallel": Case(
+        "tensor parallel: `parallelize_module`, the sequence in parts between; `ranks_per_unit: 2`",
+        parallel_models.Llama,
+        tensor_parallel,
+        clip=0.5,
+        ranks=4,
+        ranks_per_unit=2,
+    ),
+    "tensor_parallel_in_part": Case(
+        "tensor parallel attention and feed-forward layers, the rest whole on each rank",
+        parallel_models.Llama,
+        tensor_parallel_in_part,
+        clip=0.5,
+        accumulate=2,
+        ranks=4,
+        ranks_per_unit=2,
+    ),
+    "expert_parallel": Case(
+        "expert parallel: each rank has some of the experts, tokens are sent to them",
+        lambda: parallel_models.Llama(experts=True),
+        expert_parallel,
+        clip=0.5,
+        ranks=4,
+    ),
+    "expert_parallel_weighed": Case(
+        "expert parallel, padded batches, weighed by their tokens",
+        lambda: parallel_models.Llama(experts=True),
+        expert_parallel,
+        loss=of_targets,
+        batch=padded_or_empty,
+        weigh=counted,
+        ranks=4,
         settings={"data.weight": "tokens"},
     ),
     "output_with_loss": Case("a model that returns a mapping with its loss", WithLoss, loss=of_output),

@@ -23,7 +23,8 @@ def train(case: Case, replicas: int, ranks: int) -> dict[str, Tensor]:
         weights = [1 if case.weigh is None else case.weigh(batch) for batch in batches]
         for (shard, index, rank, micro), batch, weight in zip(places, batches, weights, strict=True):
             torch.manual_seed(stream(0, "batch", index * replicas + shard, rank, micro))
-            (case.loss(_computing(model, case), batch) * weight / sum(weights)).backward()
+            if weight:  # else the loss may be 0/0
+                (case.loss(_computing(model, case), batch) * weight / sum(weights)).backward()
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
         for optimizer in listed(made):

@@ -62,6 +62,11 @@ def batch_norm(job: Job) -> None:
     adopted(job, Convolutional(nn.BatchNorm1d))
 
 
+def shard_over_data_ranks(job: Job) -> None:
+    job.config = job.config.model_copy(update={"ranks_per_unit": 2})
+    job.shard(Decoder())
+
+
 def second_model(job: Job) -> None:
     adopted(job)
     adopted(job)
@@ -113,6 +118,7 @@ REFUSED: dict[str, Callable[[Job], None]] = {
     "weights on the meta device": meta_device,
     "parameters in fp16": fp16,
     "BatchNorm with running statistics": batch_norm,
+    "`job.shard` with tensor parallelism": shard_over_data_ranks,
     "a second model": second_model,
     "LBFGS": lbfgs,
     "SGD with dampening": dampening,

@@ -22,7 +22,7 @@ def main() -> None:
     made = case.optimizers(model)
     optim = job.optimizer(made, None if case.schedule is None else case.schedule(made))
     optim.clip = case.clip
-    for batch in job.batches(Source(case, job.config.replicas, job.ranks)):
+    for batch in job.batches(Source(case, job.config.replicas, job.data_ranks)):
         if case.weigh is not None:
             job.weigh(case.weigh(batch))
         loss = case.loss(model, batch)

@@ -42,12 +42,13 @@ def test_a_job_trains_what_torch_trains(tmp_path: Path, name: str, case: Case) -
     file = tmp_path / "weights.pt"
     settings = {key.replace(".", "__"): value for key, value in case.settings.items()}
     settings |= {"entry": str(SCRIPT), "args": [name, str(file)], "train__accumulate": case.accumulate}
-    settings |= {"replicas": 2, "ranks_per_replica": 2, "lr__intervention": "none", "optim__clip": None}
+    settings |= {"ranks_per_unit": case.ranks_per_unit}
+    settings |= {"replicas": 2, "ranks_per_replica": case.ranks, "lr__intervention": "none", "optim__clip": None}
     with Job(tmp_path, STEPS, **settings) as job:
         check(job.end(), STEPS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's compiler warns of its own code
-        wanted = plain.train(case, 2, 2)
+        wanted = plain.train(case, 2, case.ranks // case.ranks_per_unit)
     found = difference(torch.load(file, weights_only=True), wanted)
     assert found <= case.tolerance, f"{case.title}: {found:.1e}"
 

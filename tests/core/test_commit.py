@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -126,6 +127,28 @@ def test_a_tally_holds_the_first_vote_of_each_rank_about_its_attempt(votes: list
 @given(fences, fences)
 def test_only_the_very_same_attempt_is_fenced_in(a: AttemptId, b: AttemptId) -> None:
     assert fenced(a, b) == (a == b)
+
+
+def test_what_a_data_rank_brings_counts_once_however_many_ranks_it_has() -> None:
+    tally = VoteTally(FENCE, 4, ranks_per_unit=2)
+    for rank in range(4):
+        loss = tuple(replace(c, loss=c.loss + (rank // 2) * 2) for c in ALL)
+        tally = tally.add(vote(rank, contributions=loss, sumsq=4.0))
+    two = VoteTally(FENCE, 2).add(vote(0, sumsq=8.0))
+    two = two.add(vote(1, contributions=tuple(replace(c, loss=c.loss + 2) for c in ALL), sumsq=8.0))
+    given: tuple[Any, ...] = ("prev", (0, 1, 2), 3, 3, "linear", 4096)
+    together, apart = tally.record(*given), two.record(*given)
+    assert together is not None
+    assert apart is not None
+    assert replace(together, digest="") == replace(apart, digest="")
+
+
+def test_ranks_of_one_data_rank_that_weigh_its_units_differently_are_no_record() -> None:
+    heavier = tuple(replace(c, weight=c.weight + 1) for c in ALL)
+    tally = VoteTally(FENCE, 2).add(vote(0)).add(vote(1, contributions=heavier))
+    given: tuple[Any, ...] = ("prev", (0, 1, 2), 3, 3, "linear", 4096)
+    assert tally.record(*given) is not None
+    assert replace(tally, ranks_per_unit=2).record(*given) is None
 
 
 def test_the_record_of_a_tally() -> None:

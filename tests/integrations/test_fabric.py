@@ -53,7 +53,9 @@ class Stub(SimpleNamespace):
 
     def __init__(self, ranks: int = 1, steps: int = 6) -> None:
         config = SimpleNamespace(train=SimpleNamespace(steps=steps, accumulate=1))
-        super().__init__(ranks=ranks, device=torch.device("cpu"), step=0, config=config, committed=[])
+        super().__init__(
+            ranks=ranks, data_ranks=ranks, device=torch.device("cpu"), step=0, config=config, committed=[]
+        )
 
     def adopt(self, model: torch.nn.Module) -> torch.nn.Module:
         return model
@@ -122,7 +124,7 @@ def refused(call: Callable[[], object], words: str) -> None:
         (Stub(ranks=2), {}, "devices.*ranks_per_replica, which is 2"),
         (Stub(ranks=1), {"devices": 2}, "devices.*ranks_per_replica, which is 1"),
         (Stub(ranks=1), {"num_nodes": 2}, "nodes.*ranks_per_replica, which is 1"),
-        (Stub(ranks=1), {"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        (Stub(ranks=1), {"tensor_parallel_size": 2}, "tensor_parallel_size.*ranks_per_unit, which is 1"),
     ],
 )
 def test_ranks_that_are_not_those_of_the_job_are_refused(job: Stub, settings: dict[str, Any], words: str) -> None:

@@ -196,7 +196,9 @@ def test_what_cannot_be_adopted_is_refused_in_one_line(
 
 
 def test_a_mesh_of_other_ranks_is_refused(mesh: DeviceMesh) -> None:
-    with pytest.raises(ConfigError, match=r"job\.adopt: .*allowed: a mesh of one dimension over the 2 ranks"):
+    with pytest.raises(
+        ConfigError, match=r"job\.adopt: .*allowed: a mesh over the 2 ranks of this replica, or ranks_per_unit: 2"
+    ):
         AdoptedModel(sharded(mesh), 2, lambda *_: None)
 
 

@@ -78,7 +78,7 @@ def data(subject: Subject) -> str:
     from ft_hsdp.train import tokens  # numpy is not needed for --help
 
     config, train = subject.config, subject.config.train
-    step = config.replicas * config.ranks_per_replica * train.micro_batch * train.accumulate * train.seq_len
+    step = config.replicas * config.data_ranks * train.micro_batch * train.accumulate * train.seq_len
     enough = max(ENOUGH, step + 1)
     count = tokens.count(config.data.path, config.data.tokenizer, config.data.max_bytes, enough)
     if count <= step:

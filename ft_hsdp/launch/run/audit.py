@@ -1,8 +1,8 @@
 """The audit of units: which ones were trained once, twice or never. Pure.
 
 It compares the units that canonical commits list with those that replicas logged when they fed them to the model.
-All ranks of a replica train a micro-batch together, so the audit counts micro-batches, each of as many units as
-there are ranks. It takes rows one at a time and keeps only the newest; finished ones are ranges of numbers.
+All data ranks of a replica train a micro-batch together, so the audit counts micro-batches, each of as many units
+as there are data ranks. It takes rows one at a time and keeps only the newest; the others are ranges of numbers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class UnitAudit:
     """
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks  # of a replica
+        self._ranks = ranks  # data ranks of a replica
         self._fed: dict[int, set[Feed]] = {}  # by step: lines that wait for their commit
         self._logged: dict[int, dict[int, tuple[int, int]]] = {}  # replica -> restarts -> lowest and highest step
         self._trained: dict[int, Spans] = {}  # by data shard

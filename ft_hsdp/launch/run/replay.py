@@ -79,7 +79,7 @@ def replay(run: RunDir) -> ReplayVerdict:
         return ReplayVerdict(run.name, len(rows), equal, found.digest, recorded, found.differs_at)
     torch.set_num_threads(config.train.threads)
     unsharded = _Unsharded(config)
-    shards, units = config.data_shards, config.train.accumulate * config.ranks_per_replica
+    shards, units = config.data_shards, config.train.accumulate * config.data_ranks
     first = rows[0]["step"] == 1
     ledger = Ledger.empty(shards) if first else unsharded.resume(run, rows[0]).resharded(shards, units)
     differs_at = None
@@ -129,7 +129,7 @@ class _Unsharded:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._ranks = config.ranks_per_replica
-        self._batch = config.train.accumulate, config.ranks_per_replica
+        self._batch = config.train.accumulate, config.data_ranks
         self._ring_settings = ring_settings(config)
         self._data = trainer.dataset(config)
         plain = config.train.model_copy(update={"recompute": False})  # recomputation changes no bit
@@ -187,7 +187,8 @@ class _Unsharded:
         record = replace(record, contributions=counted, digest=digest)
         if not record.updates:
             return record.state_id.lineage
-        norm = sum(sum_of_squares(s) for s in reduced) ** 0.5 / (record.divisor / self._ranks)
+        whole = [((0, flat.numel()),) for flat in reduced[0]]
+        norm = sum(sum_of_squares(s, whole) for s in reduced) ** 0.5 / (record.divisor / self._ranks)
         record = replace(record, norm=norm)
         for shards in reduced:
             finish(record, shards, config.optim.clip, self._ranks)

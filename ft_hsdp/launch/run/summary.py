@@ -29,7 +29,7 @@ class RunTally:
 
     def __init__(self, config: Config) -> None:
         self._replicas = config.replicas
-        self.audit = UnitAudit(config.ranks_per_replica)
+        self.audit = UnitAudit(config.data_ranks)
         self._failures = Failures(config.slots, most=None)
         self._events = 0
         self._starts: Counter[int] = Counter()  # by supervisors

@@ -203,7 +203,7 @@ class Resumed:
 
     state: StateId
     ledger: Ledger
-    batch: tuple[int, int]  # micro-batches of a rank, and ranks, of a batch in the job that wrote it
+    batch: tuple[int, int]  # micro-batches of a data rank, and data ranks, of a batch in the job that wrote it
     hyper: tuple[dict[str, Any], ...]  # the optimizer's parameter groups before lr_scale
     user: dict[str, dict[str, Any]]  # JSON values of the user's own state, by name
     path: Path  # of the checkpoint

@@ -24,7 +24,7 @@ from ft_hsdp.core.state_id import StateId
 FORMAT = 4
 OF_STATES = 3  # read too: it says nothing of what the model has beside the state
 OF_BATCHES = 2  # read too: moreover, its ledger counts batches
-MAX_SIZE = 2**20  # ranks of a replica, and micro-batches of a rank
+MAX_SIZE = 2**20  # data ranks of a replica, and micro-batches of one
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # DCP's index, for torch's tools; never read here
 _FILE = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp")
@@ -86,10 +86,10 @@ class CheckpointManifest:
     state: StateId
     incarnation: str  # the writer's
     replicas: int  # of the job that wrote it
-    ranks: int  # of each replica of that job
+    ranks: int  # data ranks of each replica of that job
     config_hash: str
     config: dict[str, Any]  # of that job, for people to read
-    accumulate: int  # micro-batches of a rank in a batch of that job: with `ranks`, what a unit of the ledger is
+    accumulate: int  # micro-batches of a data rank in a batch: with `ranks`, what a unit of the ledger is
     ledger: Ledger
     hyper: tuple[dict[str, Any], ...]  # the optimizer's parameter groups before lr_scale
     tensors: tuple[Stored, ...]

@@ -230,7 +230,8 @@ class CheckpointOrigin:
     replicas: int
     config_hash: str  # must be the same when a job resumes from the checkpoint
     config: dict[str, Any]  # for people to read
-    accumulate: int = 1  # micro-batches of a rank in a batch
+    accumulate: int = 1  # micro-batches of a data rank in a batch
+    ranks_per_unit: int = 1  # ranks of a data rank
     frozen: tuple[Frozen, ...] = ()  # what a state dict of the model has beside the state
     aliases: Mapping[str, str] = field(default_factory=dict)  # further names of tied tensors
 
@@ -482,7 +483,7 @@ class Checkpointer:
             header.state,
             self._about.incarnation,
             self._about.replicas,
-            self._ranks.size,
+            self._ranks.size // self._about.ranks_per_unit,
             self._about.config_hash,
             self._about.config,
             self._about.accumulate,

@@ -26,8 +26,8 @@ class DataSources:
             place: Where this rank runs.
         """
         self.config = config
-        self.data_rank = place.rank  # ranks with one data rank train the same batches
-        self.data_ranks = place.ranks
+        self.data_rank = place.rank // config.ranks_per_unit  # ranks with one data rank train the same batches
+        self.data_ranks = place.ranks // config.ranks_per_unit
         self._place = place
 
     @property

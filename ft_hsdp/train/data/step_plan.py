@@ -17,12 +17,12 @@ MAX_MICRO_BATCHES = 65536  # of a rank in one step, whatever a grant says
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Micro-batch ``micro`` of batch ``index`` of data shard ``shard``: a unit of each rank (`core.units`)."""
+    """Micro-batch ``micro`` of batch ``index`` of data shard ``shard``: a unit of each data rank."""
 
     shard: int
     index: int
     micro: int
-    unit: int  # number of the unit of rank 0 in the data shard; those of the other ranks follow
+    unit: int  # number of the unit of data rank 0 in the data shard; those of the others follow
 
 
 def checked_weight(weight: object) -> int:
@@ -92,7 +92,7 @@ class StepPlan:
         self,
         ledger: Ledger,
         shard: int,
-        ranks: int,
+        data_ranks: int,
         accumulate: int,
         places: Places = (),
         weighs: bool = False,
@@ -102,7 +102,7 @@ class StepPlan:
         Args:
             ledger: Of the state that the step builds on.
             shard: Data shard of the replica.
-            ranks: Ranks of the replica.
+            data_ranks: Of the replica.
             accumulate: Micro-batches of a batch.
             places: Of the replica, among the untrained units of the data shard.
             weighs: Whether `TrainedMicroBatch.weigh` says the weight of each micro-batch; otherwise it is 1.
@@ -110,7 +110,7 @@ class StepPlan:
         self._weighs = weighs
         self._ledger = ledger
         self._shard = shard
-        self._ranks = ranks
+        self._data_ranks = data_ranks
         self._accumulate = accumulate
         self._part = 0
         self._due: tuple[Places, int] = ((), 0)  # places, and how many units of them can be trained
@@ -120,7 +120,7 @@ class StepPlan:
 
     def at(self, place: int) -> MicroBatch:
         """Return the micro-batch at a place of this replica's data shard."""
-        return self._micro_batches(((place, self._ranks),))[0]
+        return self._micro_batches(((place, self._data_ranks),))[0]
 
     @property
     def left(self) -> Sequence[MicroBatch]:
@@ -140,10 +140,10 @@ class StepPlan:
         """
         known, units = self._due
         if known != places:
-            units = len(self._micro_batches(places)) * self._ranks
+            units = len(self._micro_batches(places)) * self._data_ranks
             self._due = places, units
         last = self._part == MAX_PARTS - 1  # what it has to train can grow no more
-        return min(units, len(self._target) * self._ranks) if last else units
+        return min(units, len(self._target) * self._data_ranks) if last else units
 
     def extend(self, places: Places) -> bool:
         """Plan to train ``places`` instead; what is trained already stays. Return whether anything is left then.
@@ -183,15 +183,15 @@ class StepPlan:
         for t, weight in zip(self.trained, weights, strict=True):
             before = runs[-1] if runs else None
             if before is not None and (sum(before.run[1:]), before.part) == (t.at.unit, t.part):
-                runs[-1] = replace(before, units=before.units + self._ranks, weight=before.weight + weight)
+                runs[-1] = replace(before, units=before.units + self._data_ranks, weight=before.weight + weight)
             else:
-                runs.append(Contribution(replica, weight, t.at.shard, t.at.unit, loss, self._ranks, t.part))
+                runs.append(Contribution(replica, weight, t.at.shard, t.at.unit, loss, self._data_ranks, t.part))
         return tuple(runs)
 
     def _micro_batches(self, places: Places) -> list[MicroBatch]:
-        each, found = self._accumulate * self._ranks, []
-        places = head(places, MAX_MICRO_BATCHES * self._ranks)
+        each, found = self._accumulate * self._data_ranks, []
+        places = head(places, MAX_MICRO_BATCHES * self._data_ranks)
         for shard, first, count in self._ledger.at(self._shard, places)[:MAX_RUNS]:
-            for unit in range(first, first + count, self._ranks):
-                found.append(MicroBatch(shard, unit // each, unit % each // self._ranks, unit))
+            for unit in range(first, first + count, self._data_ranks):
+                found.append(MicroBatch(shard, unit // each, unit % each // self._data_ranks, unit))
         return found

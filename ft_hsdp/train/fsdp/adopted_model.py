@@ -39,7 +39,7 @@ class Bucket:
         Args:
             index: Of the bucket.
             group: The group.
-            mean_over: The gradient that is handed on is the sum over ranks, divided by this.
+            mean_over: The gradient that is handed on is the sum over data ranks, divided by their number.
             ready: Takes the index and the flat gradient shard; called inside backward.
         """
         self.index = index
@@ -48,6 +48,7 @@ class Bucket:
         self.changed = group.changed
         self.places = [sum(group.sizes[:i]) for i in range(len(group.sizes))]  # where each shard begins
         self.numel = sum(group.sizes)  # of the flat gradient shard, with padding
+        self.counted = _spans(group.sizes, group.counted)  # the parts that this rank adds to the gradient's norm
         self._group = group
         self._mean_over = mean_over
         self._ready = ready
@@ -153,30 +154,46 @@ class Bucket:
             param.grad = None
 
 
+def _spans(sizes: Sequence[int], counted: Sequence[bool]) -> tuple[tuple[int, int], ...]:
+    """Return the (begin, end) of what counts, as few as there can be."""
+    spans: list[tuple[int, int]] = []
+    end = 0
+    for size, counts in zip(sizes, counted, strict=True):
+        begin, end = end, end + size
+        if counts and spans and spans[-1][1] == begin:
+            spans[-1] = (spans[-1][0], end)
+        elif counts:
+            spans.append((begin, end))
+    return tuple(spans)
+
+
 class _Weigh(torch.autograd.Function):
     """The identity, whose backward multiplies the gradient by a number that is asked for then."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, weight: Callable[[], int]) -> torch.Tensor:
-        ctx.weight = weight
+    def forward(ctx: Any, tensor: torch.Tensor, weight: Callable[[], int], zeros: bool) -> torch.Tensor:
+        ctx.weight, ctx.zeros = weight, zeros
         return tensor.detach()  # not a view for autograd, so that the caller may change it in place
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         weight = ctx.weight()
         # No gradient instead of zeros: torch's operations hand it on, while zeros would become NaN in a 0/0.
-        return (grads[0] * weight if weight else None), None
+        nothing = torch.zeros_like(grads[0]) if ctx.zeros else None
+        return (grads[0] * weight if weight else nothing), None, None
 
 
-def weighed(output: Any, weight: Callable[[], int]) -> Any:
+def weighed(output: Any, weight: Callable[[], int], zeros: bool = False) -> Any:
     """Return a model's output; every gradient that goes back through it is multiplied by a weight.
 
     Args:
         output: A tensor, or tuples, lists, mappings and dataclasses of them.
         weight: Returns the weight, an integer; called in each backward. With 0 the output has no gradient. So a
             loss that is 0/0 gives no NaN to a parameter, as long as what it is computed from is finite.
+        zeros: Whether the gradient is zero instead with 0, for a backward with collectives in which each rank has
+            to take part. A loss that the model itself computes must then be finite.
     """
-    return _mapped(lambda t: _Weigh.apply(t, weight) if t.requires_grad else t, output)
+    return _mapped(lambda t: _Weigh.apply(t, weight, zeros) if t.requires_grad else t, output)
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -208,16 +225,18 @@ class AdoptedModel:
         ranks: int,
         ready: Callable[[int, torch.Tensor], None],
         find_unused: bool = False,
+        ranks_per_unit: int = 1,
     ) -> None:
         """Take a model over that `fully_shard` has sharded.
 
         Args:
             model: With its weights; nothing of it is changed but FSDP2's hooks.
             ranks: Of the replica, over which it is sharded.
-            ready: Takes a bucket's index and flat gradient shard, the mean over the ranks, fp32 [numel]; called
-                inside backward.
+            ready: Takes a bucket's index and flat gradient shard, the mean over the data ranks, fp32 [numel];
+                called inside backward.
             find_unused: Whether batches may leave parameters unused. Then there is one bucket more: of each
                 parameter, on how many ranks it was used.
+            ranks_per_unit: So many ranks that follow each other train the same micro-batches.
 
         Raises:
             ConfigError: The model cannot be adopted.
@@ -225,14 +244,17 @@ class AdoptedModel:
         self.model = model
         self._ready = ready
         self._find_unused = find_unused
-        groups = param_groups.find(model, ranks)
+        self.data_ranks = ranks // ranks_per_unit  # over which gradients are a mean
+        groups = param_groups.find(model, ranks, ranks_per_unit)
         trainable = {id(p) for group in groups for p in group.params}
         self.params: dict[str, DTensor] = {
             param_groups.plain_name(n): p
             for n, p in model.named_parameters()
             if id(p) in trainable and isinstance(p, DTensor)
         }
-        self.buckets = [Bucket(i, group, ranks, ready) for i, group in enumerate(groups)]
+        self.buckets = [Bucket(i, group, self.data_ranks, ready) for i, group in enumerate(groups)]
+        self.expert_parallel = any(group.ranks < self.data_ranks for group in groups)
+        self.counted = tuple(bucket.counted for bucket in self.buckets)  # in the norm; of each gradient bucket
         gradients = [b.numel for b in self.buckets]
         self.gradients = len(gradients)  # how many buckets are gradients
         self.sizes = (*gradients, len(self.params)) if find_unused else tuple(gradients)

@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from ft_hsdp.errors import ConfigError
 
@@ -43,7 +44,9 @@ class ParamGroup:
     name: str  # of its modules, for messages
     params: tuple[DTensor, ...]  # the trainable ones, in the order in which their gradients lie in the flat one
     sizes: tuple[int, ...]  # elements of each in the flat gradient shard, with padding
-    ranks: int  # over which its parameters are sharded and its gradients are averaged
+    # Of each parameter: whether the norm counts this rank's shard. Of the ranks that hold the same, one counts.
+    counted: tuple[bool, ...]
+    ranks: int  # over which FSDP2 shards its parameters, and averages their gradients
     raw: Any  # torch's FSDPParamGroup
 
     def divisor(self) -> float:
@@ -126,7 +129,7 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def find(model: nn.Module, ranks: int) -> list[ParamGroup]:
+def find(model: nn.Module, ranks: int, ranks_per_unit: int = 1) -> list[ParamGroup]:
     """Return the groups of ``model`` that have trainable parameters, in the order of their buckets.
 
     It is the order in which backward usually ends with them: the last module first, an inner one before the outer
@@ -135,6 +138,7 @@ def find(model: nn.Module, ranks: int) -> list[ParamGroup]:
     Args:
         model: Sharded over the ranks of this replica.
         ranks: How many there are.
+        ranks_per_unit: So many ranks that follow each other train the same micro-batches (tensor parallelism).
 
     Raises:
         ConfigError: The model cannot be adopted.
@@ -149,10 +153,13 @@ def find(model: nn.Module, ranks: int) -> list[ParamGroup]:
         if not trainable:
             continue
         params = tuple(p.sharded_param for p in trainable)
-        _check_trainable(name, raw, params, ranks)
+        _check_trainable(name, raw, params)
+        _check_mesh(name, raw, params, ranks, ranks_per_unit)
         sizes = tuple(math.prod(p.padded_sharded_param_size) for p in trainable)
-        found.append(ParamGroup(name, params, sizes, raw.mesh_info.shard_mesh_size, raw))
+        counted = tuple(_counts(p, ranks, ranks_per_unit) for p in params)
+        found.append(ParamGroup(name, params, sizes, counted, raw.mesh_info.shard_mesh_size, raw))
     _check_all(model, found)
+    _check_data_ranks(found, ranks // ranks_per_unit)
     _check_buffers(model)
     return found[::-1]
 
@@ -189,7 +196,7 @@ def _check(name: str, raw: Any, params: Iterable[torch.Tensor]) -> None:
         raise _refused(name, "with CPUOffloadPolicy", allowed)
 
 
-def _check_trainable(name: str, raw: Any, params: tuple[DTensor, ...], ranks: int) -> None:
+def _check_trainable(name: str, raw: Any, params: tuple[DTensor, ...]) -> None:
     if raw._all_reduce_hook is not None:
         raise _refused(name, "with an all-reduce hook", "a model that is adopted once, and has no hook of its own")
     types = {p.dtype for p in params}
@@ -197,12 +204,68 @@ def _check_trainable(name: str, raw: Any, params: tuple[DTensor, ...], ranks: in
         words = " and ".join(sorted(str(t).removeprefix("torch.") for t in types))
         allowed = "trainable parameters of one type in each group, float32 or bfloat16"
         raise _refused(name, f"with trainable parameters of {words}", allowed)
-    if raw.mesh_info.shard_mesh_size != ranks or any(p.device_mesh.size() != ranks for p in params):
-        allowed = f"a mesh of one dimension over the {ranks} ranks of this replica"
-        raise _refused(name, f"on {raw.mesh_info.mesh}", allowed)
     if any(getattr(p, "_post_accumulate_grad_hooks", None) for p in params):
         allowed = "no register_post_accumulate_grad_hook: a gradient is local to the replica until optim.step"
         raise _refused(name, "with hooks on gradients", allowed)
+
+
+def _check_mesh(name: str, raw: Any, params: tuple[DTensor, ...], ranks: int, ranks_per_unit: int) -> None:
+    """Check that the sum over FSDP2's ranks is one over all data ranks, and that this is known of each shard.
+
+    That is so in two cases. With tensor parallelism FSDP2's ranks are one of each data rank. With expert
+    parallelism the other ranks have sent their tokens to those that hold an expert.
+
+    Raises:
+        ConfigError: It is not so.
+    """
+    fsdp_ranks = dist.get_process_group_ranks(raw.mesh_info.shard_process_group)
+    on = f"over ranks {fsdp_ranks}"
+    if ranks_per_unit > 1:
+        first = params[0].device_mesh.get_rank() % ranks_per_unit
+        here = sorted({p.device_mesh.size() for p in params} - {len(fsdp_ranks), ranks})
+        if fsdp_ranks != list(range(first, ranks, ranks_per_unit)) or here:
+            shape = f"({ranks // ranks_per_unit}, {ranks_per_unit})"
+            mesh = f'init_device_mesh(device, {shape}, mesh_dim_names=("dp", "tp"))'
+            allowed = f'fully_shard(mesh=mesh["dp"]) of {mesh}: ranks_per_unit is {ranks_per_unit}'
+            raise _refused(name, on, allowed)
+        return
+    if any(p.device_mesh.size() != ranks for p in params):
+        allowed = f"a mesh over the {ranks} ranks of this replica{_or_tensor_parallel(ranks, len(fsdp_ranks))}"
+        raise _refused(name, on, allowed)
+    if any(isinstance(placed, Replicate) for p in params for placed in p.placements):
+        allowed = "parameters of which each rank has a part"
+        out = _or_tensor_parallel(ranks, len(fsdp_ranks))
+        raise _refused(name, f"{on}, with a parameter that others have, too", f"{allowed}{out}")
+
+
+def _check_data_ranks(groups: list[ParamGroup], data_ranks: int) -> None:
+    """Check that some group is sharded over all data ranks, as all of a model are but its experts.
+
+    Raises:
+        ConfigError: None is.
+    """
+    if any(group.ranks == data_ranks for group in groups):
+        return
+    widest = max(groups, key=lambda group: group.ranks)
+    allowed = f"some parameters that are sharded over all {data_ranks}"
+    out = _or_tensor_parallel(data_ranks, widest.ranks)
+    raise _refused(widest.name, f"over {widest.ranks} of {data_ranks} ranks", f"{allowed}{out}")
+
+
+def _or_tensor_parallel(ranks: int, fsdp_ranks: int) -> str:
+    if fsdp_ranks >= ranks or ranks % fsdp_ranks:
+        return ""
+    return f", or ranks_per_unit: {ranks // fsdp_ranks} if ranks train one micro-batch together"
+
+
+def _counts(param: DTensor, ranks: int, ranks_per_unit: int) -> bool:
+    """Return whether this rank is the first of those that hold the same shard of a parameter."""
+    mesh = param.device_mesh
+    if mesh.size() < ranks and mesh.get_rank() % ranks_per_unit:  # tensor parallelism has left it alone
+        return False
+    at = mesh.get_coordinate()
+    assert at is not None  # this rank holds a shard
+    return not any(place for place, how in zip(at, param.placements, strict=True) if isinstance(how, Replicate))
 
 
 def _check_all(model: nn.Module, groups: list[ParamGroup]) -> None:

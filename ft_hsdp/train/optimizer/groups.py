@@ -34,10 +34,10 @@ Factor = Callable[[int], float | Sequence[float]]
 Schedule = Factor | LRScheduler | Iterable[LRScheduler]
 
 
-def finish(record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | None, ranks: int) -> None:
+def finish(record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | None, data_ranks: int) -> None:
     """Turn the sums into the gradient, in place: divide by the contributors' weights, then clip by the norm.
 
-    FSDP2 has divided each contributor's gradient by its number of ranks already.
+    Each contributor's gradient is a mean over its data ranks already.
 
     The norm in the record was summed in rank order over the replica, so that every replica clips alike.
 
@@ -45,10 +45,10 @@ def finish(record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | 
         record: The commit, of a step that updates.
         reduced: A flat fp32 sum for each bucket.
         clip: Largest norm; None does not clip.
-        ranks: Of each replica.
+        data_ranks: Of each replica.
     """
     for flat in reduced:
-        flat.div_(record.divisor / ranks)
+        flat.div_(record.divisor / data_ranks)
     if clip is not None and record.norm > clip:
         for flat in reduced:
             flat.mul_(clip / (record.norm + CLIP_EPS))
@@ -319,6 +319,8 @@ def _squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
         if isinstance(grad, DTensor):
             placed = zip(grad.device_mesh.shape, grad.placements, strict=True)
             copies = math.prod(size for size, placement in placed if isinstance(placement, Replicate))
+            if dist.is_initialized():  # tensor parallelism leaves a parameter alone: it is on a part of the ranks
+                copies *= dist.get_world_size() // grad.device_mesh.size()
         total += torch.linalg.vector_norm(_local(grad), dtype=torch.float64) ** 2 / copies
     return total
 

@@ -63,6 +63,16 @@ def test_an_adapting_batch_shrinks_with_its_replicas() -> None:
     assert three.units == 24, "what is wanted stays"
 
 
+def test_ranks_that_train_one_unit_together_take_it_once() -> None:
+    pairs = replace(SHARED, ranks_per_unit=2)
+    whole = apportion(grant("0123"), None, pairs, refill=False)
+    assert units(whole) == dict.fromkeys(range(4), 3)
+    assert (whole.units, places(whole)[3]) == (12, ((9, 3),))
+    three = apportion(grant("013", "2"), whole, pairs, refill=True)
+    assert sum(units(three).values()) == three.units == 12
+    assert next(m.units for m in three.members if m.role == "behind") == 3
+
+
 @pytest.mark.parametrize("refill", [False, True])
 def test_the_rest_of_a_constant_batch_goes_to_those_that_are_left(refill: bool) -> None:
     """In the step of the loss only if the step is to be refilled; in the step after it in any case."""

@@ -1,0 +1,66 @@
+"""Jobs whose replicas are tensor or expert parallel: 2 replicas x 4 ranks, one SIGKILL."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compatibility.cases import CASES
+from tests.support.scenarios.scenario_job import ROOT, Job, check
+
+STEPS, AT, VICTIM = 200, 12, 1
+KILL = {"at_step": AT, "replicas": [VICTIM], "rank": 2}
+KINDS: dict[str, dict[str, Any]] = {
+    "tensor_parallel": {"ranks_per_unit": 2, "quorum__batch": "constant", "data__assignment": "global"},
+    "expert_parallel": {},
+}
+
+
+def job(folder: Path, kind: str, steps: int, **more: Any) -> Job:
+    folder.mkdir()
+    settings = {"replicas": 2, "ranks_per_replica": CASES[kind].ranks, "lr__intervention": "none"}
+    script = str(ROOT / "tests" / "compatibility" / "script.py")
+    settings |= {"entry": script, "args": [kind, str(folder / "weights.pt")], "optim__clip": None}
+    return Job(folder, steps, **settings, **KINDS[kind], **more)
+
+
+def digest(summary: dict[str, Any]) -> str:
+    (found,) = {r["digest"] for r in summary["replicas"].values()}
+    return str(found)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_replica_heals_while_the_other_goes_on(tmp_path: Path, kind: str) -> None:
+    with job(tmp_path / "job", kind, STEPS, chaos=[KILL]) as running:
+        summary = running.end()
+        check(summary, STEPS)
+        assert [f["kind"] for f in summary["failures"]] == ["SIGKILL"]
+        rows = running.rows("metrics.jsonl")
+        data_ranks = 4 // CASES[kind].ranks_per_unit
+        assert {row["units_wanted"] for row in rows} == {2 * data_ranks}
+        constant = KINDS[kind].get("quorum__batch") == "constant"
+        alone = [row for row in rows if row["contributors"] == [1 - VICTIM]]
+        assert alone, "the other one went on"
+        assert alone[-1]["units"] == (2 * data_ranks if constant else data_ranks)
+        assert rows[-1]["contributors"] == [0, 1], "it contributes again"
+        assert summary["batches"]["trained"] == sum(row["units"] for row in rows)
+        verdict = running.replayed()
+        assert (verdict["equal"], verdict["steps"]) == (True, STEPS), verdict
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kill_leaves_no_trace_in_the_weights_if_steps_wait_for_both(tmp_path: Path, kind: str) -> None:
+    steps = 2 * AT
+    with job(tmp_path / "killed", kind, steps, chaos=[KILL], quorum__min_replicas=2) as running:
+        summary = running.end()
+        check(summary, steps)
+        assert summary["replicas"][str(VICTIM)]["incarnations"] == 2
+        killed = digest(summary)
+    with job(tmp_path / "whole", kind, steps) as running:
+        summary = running.end()
+        check(summary, steps)
+        assert digest(summary) == killed

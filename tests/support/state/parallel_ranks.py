@@ -1,0 +1,180 @@
+"""One rank of RANKS, with RANK and STORE in the environment: adopts a model of each kind; a JSON line for each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional
+
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
+from ft_hsdp.train.gradients import checksum, sum_of_squares
+from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.optimizer.creation import create_state
+from ft_hsdp.train.optimizer.groups import Groups
+from ft_hsdp.train.step_driver import scalar
+from tests.support.state.parallel_models import (
+    VOCABULARY,
+    Llama,
+    expert_parallel,
+    mesh_of,
+    sharded,
+    tensor_parallel,
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, and how its replica is parallel."""
+
+    shard: Callable[[Any, DeviceMesh], None]
+    names: tuple[str, str]
+    experts: bool = False
+    ranks_per_unit: int = 2
+    loss_parallel: bool = False
+
+
+def experts_by_rank(model: Llama, mesh: DeviceMesh) -> None:
+    """Each rank of ep has experts of its own that are no DTensors there."""
+    for layer in model.layers:
+        fully_shard(layer.get_submodule("ffn.weights"), mesh=mesh["efsdp"])
+    sharded(model, mesh._flatten("fsdp"))
+
+
+TP, EP = ("dp", "tp"), ("efsdp", "ep")
+PLAIN = partial(tensor_parallel, sequence=False)
+KINDS = {
+    "tensor parallel": Kind(tensor_parallel, TP),
+    "tensor parallel, plain norms": Kind(PLAIN, TP),
+    "tensor parallel, loss parallel": Kind(partial(tensor_parallel, loss=True), TP, loss_parallel=True),
+    "expert parallel": Kind(expert_parallel, EP, experts=True, ranks_per_unit=1),
+}
+REFUSED = {
+    "tensor parallel, ranks_per_unit: 1": Kind(tensor_parallel, TP, ranks_per_unit=1),
+    "tensor parallel, plain norms, ranks_per_unit: 1": Kind(PLAIN, TP, ranks_per_unit=1),
+    "tensor parallel outside": Kind(tensor_parallel, ("tp", "dp")),
+    "expert parallel, ranks_per_unit: 2": Kind(expert_parallel, EP, experts=True),
+    "experts that differ by rank": Kind(experts_by_rank, EP, experts=True, ranks_per_unit=1),
+}
+CLIP = 0.1
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("RANKS", 4))
+
+
+def loss(model: nn.Module, unit: int) -> Tensor:
+    tokens = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(unit))
+    logits = model(tokens).flatten(0, 1)
+    targets = tokens.roll(-1, 1).flatten()
+    return functional.cross_entropy(logits, targets)
+
+
+def built(kind: Kind) -> Llama:
+    torch.manual_seed(0)
+    return Llama(kind.experts)
+
+
+def optimizer(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
+
+
+def adopt(kind: Kind) -> dict[str, Any]:
+    """Train two steps beside the model that is not sharded; return the largest differences."""
+    plain, model, data_ranks = built(kind), built(kind), RANKS // kind.ranks_per_unit
+    kind.shard(model, mesh_of(RANKS, 2, kind.names))
+    seen: dict[int, Tensor] = {}
+    adopted = AdoptedModel(model, RANKS, seen.__setitem__, False, kind.ranks_per_unit)
+    theirs, mine = optimizer(plain.parameters()), optimizer(model.parameters())
+    create_state(mine)
+    groups = Groups(mine)
+    live = LiveState(adopted, groups, Ledger.empty(1), RANK, RANKS)
+    worst = {"gradient": 0.0, "norm": 0.0, "clip": 0.0, "weights": 0.0, "loss": 0.0}
+    for step in range(2):
+        seen.clear()
+        adopted.sync(last=True)
+        unit = step * data_ranks + RANK // kind.ranks_per_unit
+        model.register_forward_hook(lambda *args: weighed(args[2], lambda: 1))
+        with loss_parallel() if kind.loss_parallel else contextlib.nullcontext():
+            got = loss(model, unit)
+            got.backward()
+        adopted.finish()
+        flats = [seen[i] for i in range(len(adopted.sizes))]
+        for each in range(data_ranks):
+            wanted = loss(plain, step * data_ranks + each)
+            if each == RANK // kind.ranks_per_unit:
+                worst["loss"] = max(worst["loss"], abs(scalar(got) - scalar(wanted)))
+            (wanted / data_ranks).backward()
+        right = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters() if p.grad is not None])
+        squares: list[float] = [0.0] * RANKS
+        dist.all_gather_object(squares, sum_of_squares(flats, live.counted))
+        worst["norm"] = max(worst["norm"], abs(sum(squares) ** 0.5 - float(right)))
+        adopted.assign(flats)
+        wanted_grads = {n: p.grad for n, p in plain.named_parameters()}
+        for name, param in adopted.params.items():
+            gradient: Any = param.grad
+            other = wanted_grads[name]
+            assert other is not None
+            worst["gradient"] = max(worst["gradient"], float((gradient.full_tensor() - other).abs().max()))
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
+        groups.groups[0]["clip"] = CLIP
+        groups._clip()
+        clipped: Any = adopted.params["head.weight"].grad
+        other = wanted_grads["head.weight"]
+        assert other is not None
+        worst["clip"] = max(worst["clip"], float((clipped.full_tensor() - other).abs().max()))
+        theirs.step()
+        mine.step()
+        plain.zero_grad()
+        adopted.clear()
+    for name, other in plain.named_parameters():
+        found: Any = adopted.params[name]
+        worst["weights"] = max(worst["weights"], float((found.full_tensor() - other).detach().abs().max()))
+    replicated = [
+        p for p in adopted.params.values() if p.device_mesh.size() < RANKS or Replicate() in p.placements
+    ]
+    alike = "".join(checksum(p.to_local().detach().contiguous()) for p in replicated)
+    return {**worst, "replicated": alike, "digest": live.digest(), "weights_digest": live.weights_digest()}
+
+
+def refusal(kind: Kind) -> dict[str, Any]:
+    """Return why a model cannot be adopted."""
+    model = built(kind)
+    kind.shard(model, mesh_of(RANKS, 2, kind.names))
+    try:
+        AdoptedModel(model, RANKS, lambda *_: None, False, kind.ranks_per_unit)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    return {"error": "it is adopted"}
+
+
+def main() -> None:
+    """Adopt each kind, in the same order on all ranks."""
+    store = f"file://{os.environ['STORE']}"
+    dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=RANKS)
+    for name in sys.argv[1:] or [*KINDS, *REFUSED]:
+        try:
+            found = adopt(KINDS[name]) if name in KINDS else refusal(REFUSED[name])
+        except Exception:
+            found = {"error": traceback.format_exc()}
+        print(json.dumps({"kind": name, **found}), flush=True)
+        if "error" in found:
+            break  # the ranks may stand at different collectives now
+    os._exit(0)  # what torch takes down at the end of an interpreter is not what is tested
+
+
+if __name__ == "__main__":
+    main()
