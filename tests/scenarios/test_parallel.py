@@ -10,7 +10,7 @@ import pytest
 from tests.compatibility.cases import CASES
 from tests.support.scenarios.scenario_job import ROOT, Job, check
 
-STEPS, AT, VICTIM = 200, 12, 1
+STEPS, AT, VICTIM = 80, 8, 1
 KILL = {"at_step": AT, "replicas": [VICTIM], "rank": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "tensor_parallel": {"ranks_per_unit": 2, "quorum__batch": "constant", "data__assignment": "global"},
@@ -23,7 +23,7 @@ def job(folder: Path, kind: str, steps: int, **more: Any) -> Job:
     settings = {"replicas": 2, "ranks_per_replica": CASES[kind].ranks, "lr__intervention": "none"}
     script = str(ROOT / "tests" / "compatibility" / "script.py")
     settings |= {"entry": script, "args": [kind, str(folder / "weights.pt")], "optim__clip": None}
-    return Job(folder, steps, **settings, **KINDS[kind], **more)
+    return Job(folder, steps, **{**settings, **KINDS[kind], **more})
 
 
 def digest(summary: dict[str, Any]) -> str:
@@ -64,3 +64,23 @@ def test_a_kill_leaves_no_trace_in_the_weights_if_steps_wait_for_both(tmp_path: 
         summary = running.end()
         check(summary, steps)
         assert digest(summary) == killed
+
+
+@pytest.mark.proof
+def test_a_checkpoint_goes_on_with_other_data_ranks(tmp_path: Path) -> None:
+    """The digest of a state does not depend on how it is sharded."""
+    kind, steps = "tensor_parallel", 6
+    saved = {"checkpoint__every": steps, "checkpoint__dir": str(tmp_path / "checkpoints")}
+    with job(tmp_path / "four", kind, steps, **saved) as running:
+        summary = running.end()
+        check(summary, steps)
+        wanted = digest(summary)
+    half = {"ranks_per_replica": 2, "train__accumulate": 2}
+    with job(tmp_path / "two", kind, steps, **saved, **half) as running:
+        assert digest(running.end()) == wanted
+        assert {e["step"] for e in running.events("StateRestored")} == {steps}
+    with job(tmp_path / "more", kind, 2 * steps, **saved, **half) as running:
+        check(running.end(), 2 * steps)
+        rows = running.rows("metrics.jsonl")
+        assert [row["step"] for row in rows] == list(range(steps + 1, 2 * steps + 1))
+        assert {row["units"] for row in rows} == {4}

@@ -134,6 +134,15 @@ def test_weighed_means_add_up_to_the_mean_over_all_rows(mesh: DeviceMesh, checkp
         assert float((got - exact.grad).norm() / exact.grad.norm()) < 5e-6, name
 
 
+def test_a_weight_of_zero_gives_no_gradient_or_zeros() -> None:
+    """Zeros where each rank has to take part in a backward with collectives."""
+    for zeros in (False, True):
+        weight = torch.ones(3, requires_grad=True)
+        (weighed(weight * 2, lambda: 0, zeros).sum() * float("nan")).backward()
+        assert (weight.grad is None) is not zeros
+        assert weight.grad is None or not weight.grad.any()
+
+
 @pytest.mark.parametrize("form", [tuple, list, dict, OrderedDict, Output])
 def test_all_that_a_model_returns_is_weighed(form: Any) -> None:
     weight = torch.ones(3, requires_grad=True)

@@ -19,7 +19,7 @@ from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.train import gradients as reducing
-from ft_hsdp.train.gradients import Feeding, Reducer, checksum, contributions, usable
+from ft_hsdp.train.gradients import Feeding, Reducer, checksum, contributions, sum_of_squares, usable
 
 SIZES = (3, 5, 2)
 PREV = "ab" * 16
@@ -172,6 +172,12 @@ def test_the_order_of_the_attempt_may_come_last(s: Scene) -> None:
     assert s.buckets == []
     s.begin()
     assert s.buckets == [0, 1, 2]
+
+
+def test_what_does_not_count_in_the_norm_is_left_out() -> None:
+    shards = [torch.arange(4.0), torch.arange(3.0), torch.full((2,), 100.0)]
+    assert sum_of_squares(shards, [((0, 2), (3, 4)), ()]) == pytest.approx(1 + 9)
+    assert sum_of_squares(shards, [((0, 4),), ((1, 3),)]) == pytest.approx(14 + 5)
 
 
 def test_the_vote_is_about_what_was_reduced(s: Scene) -> None:

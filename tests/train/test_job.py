@@ -289,6 +289,15 @@ class Numbers(torch.utils.data.Dataset[int]):
         return index
 
 
+def test_ranks_that_train_together_have_one_data_rank(tmp_path: Path) -> None:
+    config = parse({"replicas": 2, "ranks_per_replica": 6, "ranks_per_unit": 2})
+    for rank in range(6):
+        place = RankPlace(rank, 6, tmp_path, ("http://127.0.0.1:1",), "t", "127.0.0.1", True)
+        job = Job(config, place, FromEnvironment(0), None, torch.device("cpu"))
+        assert (job.data_rank, job.data_ranks) == (rank // 2, 3)
+        assert job.loader(Numbers(), 1).steps_per_epoch == 40 // 2 // 3
+
+
 def test_a_loader_has_the_jobs_shape_and_seed(mesh: DeviceMesh, tmp_path: Path) -> None:
     config = parse({"replicas": 2, "ranks_per_replica": 1, "train": {"seed": 5, "accumulate": 2}})
     with made(mesh, tmp_path, config) as job:

@@ -129,6 +129,7 @@ def adopt(kind: Kind) -> dict[str, Any]:
             other = wanted_grads[name]
             assert other is not None
             worst["gradient"] = max(worst["gradient"], float((gradient.full_tensor() - other).abs().max()))
+        assert float(right) > CLIP
         torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
         groups.groups[0]["clip"] = CLIP
         groups._clip()
