@@ -84,6 +84,7 @@ def open_checkpoints(
         accumulate,
         live_state.frozen,
         live_state.aliases,
+        config.ranks_per_unit,
     )
     # Rank 0 alone signs and authenticates; it tells the others what it chose.
     key = secret.run_key(run, config.checkpoint.key) if ranks.rank == 0 else b""

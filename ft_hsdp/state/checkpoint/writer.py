@@ -231,9 +231,9 @@ class CheckpointOrigin:
     config_hash: str  # must be the same when a job resumes from the checkpoint
     config: dict[str, Any]  # for people to read
     accumulate: int = 1  # micro-batches of a data rank in a batch
-    ranks_per_unit: int = 1  # ranks of a data rank
     frozen: tuple[Frozen, ...] = ()  # what a state dict of the model has beside the state
     aliases: Mapping[str, str] = field(default_factory=dict)  # further names of tied tensors
+    ranks_per_unit: int = 1  # ranks of a data rank
 
 
 @dataclass(frozen=True, slots=True)
