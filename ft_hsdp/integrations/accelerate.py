@@ -14,6 +14,7 @@ are reached in ``optimizer.step()`` and in the loader alone. The model is sharde
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.integrations.epochs import EpochLoader, translate
+from ft_hsdp.integrations.files import placed_at, placed_in
 from ft_hsdp.integrations.updates import Updates
 from ft_hsdp.train.data.loader import Loader
 from ft_hsdp.train.job import Job
@@ -186,6 +188,35 @@ class FtHsdpAccelerator(Accelerator):
     ) -> None:
         """Have the job write values of a committed step, once (`Job.log`)."""
         self.job.log(values, step)
+
+    # What is saved.
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Gather the whole model in host memory. A collective of the replica's ranks.
+
+        Args:
+            model: What `prepare` has returned.
+            unwrap: As in `Accelerator`, for a model that is not trained.
+
+        Returns:
+            On rank 0 the unsharded tensors by name, {} on the others (`Job.full_state_dict`).
+        """
+        if model is self._trained:
+            return self.job.full_state_dict()
+        return super().get_state_dict(model, unwrap)
+
+    def save_model(self, model: nn.Module, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Save the whole model as Accelerate does. A collective of the replica's ranks; rank 0 writes.
+
+        Each replica writes the same files. Each file appears as a whole, so replicas may do it at the same time.
+        """
+        with placed_in(Path(save_directory)) as made:
+            super().save_model(model, made, *args, **kwargs)
+
+    def save(self, obj: Any, f: str | Path, safe_serialization: bool = False) -> None:
+        """Save an object as Accelerate does, on rank 0 of each replica; the file appears as a whole."""
+        with placed_at(Path(f)) as part:
+            super().save(obj, part, safe_serialization)
 
     # What the job does itself.
 

@@ -17,7 +17,6 @@ in ``optimizer.step()`` and in the loader alone.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -34,6 +33,7 @@ from torch.utils.data import DataLoader
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.integrations.epochs import EpochLoader, translate
+from ft_hsdp.integrations.files import placed_at
 from ft_hsdp.integrations.updates import Updates
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.join import join
@@ -228,11 +228,8 @@ class FtHsdpStrategy(ModelParallelStrategy):
         A collective of the replica. Every replica may write the file at the same step: all write the same
         content, and each puts it in place at once.
         """
-        whole = Path(self.broadcast(str(path)))
-        part = whole.with_name(f"{whole.name}.{uuid.uuid4().hex}.part")
-        super().save_checkpoint(part, state, *args, **kwargs)  # with the name that rank 0 has made
-        if self.is_global_zero:
-            part.replace(whole)
+        with placed_at(Path(self.broadcast(str(path)))) as part:
+            super().save_checkpoint(part, state, *args, **kwargs)  # rank 0 writes
 
     def load_checkpoint(self, path: str | Path, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load weights, and the state of optimizers, with which the job begins at step 0.

@@ -17,8 +17,6 @@ the Trainer does by itself and what cannot work here is refused in one line.
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +29,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.optimization import GreedyLR
 
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.integrations.files import placed_in
 from ft_hsdp.train.job import Job, Optimizer
 
 if TYPE_CHECKING:
@@ -344,13 +343,8 @@ class FaultTolerantMixin(Behind):
         target = Path(output_dir or self.args.output_dir)
         state = self.job.full_state_dict()
         if self.args.should_save:
-            target.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(prefix=".saving-", dir=target) as made:
+            with placed_in(target) as made:
                 self._save(made, state_dict=state)
-                for file in [path for path in Path(made).rglob("*") if path.is_file()]:
-                    place = target / file.relative_to(made)
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    os.replace(file, place)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

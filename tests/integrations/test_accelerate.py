@@ -13,6 +13,7 @@ import torch
 
 from ft_hsdp.errors import ConfigError
 from tests.support.framework_job import ExampleJob, Page, changed_lines, check_kill
+from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.integration
 STEPS, AT, VICTIM = 150, 40, 1
@@ -164,3 +165,24 @@ def test_a_scheduler_that_is_stepped_for_each_process_is_refused() -> None:
     adam = torch.optim.AdamW(model.parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(adam)
     refused(lambda: accelerator.prepare(model, adam, scheduler), "step_scheduler_with_optimizer")
+
+
+def test_what_is_saved_is_the_whole_model(tmp_path: Path) -> None:
+    """Two replicas write the same files at the same time; an export has the same weights."""
+    from safetensors.torch import load_file
+
+    from ft_hsdp.launch.cli import main
+
+    loop = str(Path(__file__).with_name("accelerate_export_loop.py"))
+    settings = {"replicas": 2, "entry": loop, "args": [str(tmp_path)], "checkpoint__every": 2}
+    with Job(tmp_path, 2, **settings) as job:
+        check(job.end(), 2)
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    shards = [load_file(file) for file in sorted((tmp_path / "shards").glob("*.safetensors"))]
+    assert len(shards) > 1
+    assert main(["export", str(job.run), str(tmp_path / "exported.safetensors")]) == 0
+    whole = [tmp_path / "model" / "model.safetensors", tmp_path / "exported.safetensors"]
+    for found in ({n: t for each in shards for n, t in each.items()}, *(load_file(file) for file in whole)):
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in found.items())
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["model.safetensors"]

@@ -56,8 +56,8 @@ def main() -> None:
     def save(name: str) -> None:
         weights = job.full_state_dict()
         if job.rank == 0 and job.replica == 0:
-            model.save_pretrained(folder / name, state_dict=weights)
             torch.save(weights, folder / f"{name}.pt")
+            model.save_pretrained(folder / name, state_dict=weights)  # takes the tensors out of the dict
 
     for tokens in job.batches(Data()):
         model(input_ids=tokens, labels=tokens).loss.backward()
