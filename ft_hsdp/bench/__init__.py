@@ -11,8 +11,8 @@ Read in this order:
 - `scope`: how a bench starts its processes, waits for them, and ends them;
 - `workers`, `contenders`: processes that do one thing on command, and what each of them measures;
 - one module or package for each bench: `allreduce` (bench ftar), `quorum`, `state_fetch` (bench fetch),
-  `recovery`, `overhead` with `hsdp`, `units`, `strangers`, `tls`, `driver`;
-- `trainee`: the models that recovery and overhead train.
+  `recovery`, `overhead` with `hsdp`, `adopt`, `units`, `strangers`, `tls`, `driver`;
+- `trainee`: the models that recovery, overhead and adopt train.
 
 Only `contenders` may import torchft (an import contract holds this), and no part of the product imports this
 package except `ft_hsdp.launch.cli`, which runs it.

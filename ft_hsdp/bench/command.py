@@ -19,8 +19,9 @@ from ft_hsdp.errors import ConfigError
 FTAR = ("bandwidth", "spin", "kill", "reconfigure", "link")
 FETCH = ("large", "small")
 RECOVERY = ("kill", "torchft", "rejoin", "return", "stop", "readers", "local")
+ADOPT = ("step", "kill")
 UNITS = ("constant", "rate", "refill", "loss", "tokens", "kills")
-KILLS = {"recovery": 200, "units": 50}  # where the user does not say
+KILLS = {"recovery": 200, "units": 50, "adopt": 7}  # where the user does not say
 OVERHEAD = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # rounds where the user does not say
 OVERHEAD_BY_DEFAULT = ("steady", "snapshot", "ray")
 QUORUM_MEMBERS = (3, 12, 64)
@@ -80,6 +81,15 @@ class UnitsOptions:
     rounds: int  # of what is interleaved
 
 
+@dataclass(frozen=True, slots=True)
+class AdoptOptions:
+    """What `bench adopt` measures."""
+
+    measures: tuple[str, ...]
+    kills: int  # SIGKILLs in the example of each trainer
+    rounds: int  # of what is interleaved
+
+
 def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
     """Run one bench, as the words of the command line say; progress goes to ``stream``.
 
@@ -112,6 +122,10 @@ def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
         from ft_hsdp.bench.units import bench as units
 
         return units.run(units_options(args), stream)
+    if name == "adopt":
+        from ft_hsdp.bench import adopt
+
+        return adopt.run(adopt_options(args), stream)
     if name == "overhead":
         from ft_hsdp.bench import overhead
 
@@ -163,6 +177,11 @@ def recovery_options(args: Namespace) -> RecoveryOptions:
 def units_options(args: Namespace) -> UnitsOptions:
     """Return what `bench units` is to do."""
     return UnitsOptions(measures_of(args.measure or "all", UNITS), kills_of(args, "units"), rounds_of(args, 4))
+
+
+def adopt_options(args: Namespace) -> AdoptOptions:
+    """Return what `bench adopt` is to do."""
+    return AdoptOptions(measures_of(args.measure or "all", ADOPT), kills_of(args, "adopt"), rounds_of(args, 20))
 
 
 def overhead_rounds(args: Namespace) -> Mapping[str, int]:

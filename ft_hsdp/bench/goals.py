@@ -47,6 +47,8 @@ READERS_TIMES, LOCAL_TIMES = 1.0, 5.0
 STEADY, RAY = 1.02, 1.02
 SNAPSHOT = {"computing": 1.10, "waiting": 1.02}
 
+ADOPTED_STEP = 1.05
+
 UNIT_TIMES, REFILL_STEPS, TOKEN_MEAN = 1.03, 0.15, 1e-6
 
 STRANGERS_TIMES, STRANGERS_BROKEN, STRANGERS_MIB = 1.10, 0, 32.0
@@ -222,6 +224,20 @@ def units(result: Row) -> Verdicts:
         yield most(f"{row['batch']}, {row['kills']} kills: what is wrong", row, 0, wrong)
 
 
+def adopt(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench adopt`."""
+    for row in result["step"]:
+        for name, times in row["times"].items():
+            if name.startswith("ft_hsdp"):
+                text = f"{row['step']}, {name}: a step, times HSDP's"
+                yield most(text, row, ADOPTED_STEP, times["ratio"])
+    for row in result["kill"]:
+        text = f"{row['trainer']}: SIGKILL to next commit - 1 step, p50 ms"
+        yield most(text, row, NEXT_P50_MS, row["less_one"]["p50_ms"])
+        wrong = row["twice"] + row["skipped"] + row["differ"]
+        yield most(f"{row['trainer']}: units twice or skipped, other states", row, 0, wrong)
+
+
 def strangers(result: Row) -> Verdicts:
     """Yield the verdicts on a result of `bench strangers`."""
     for row in result["strangers"]:
@@ -250,6 +266,7 @@ JUDGES: Mapping[str, Callable[[Row], Verdicts]] = {
     "recovery": recovery,
     "overhead": overhead,
     "units": units,
+    "adopt": adopt,
     "strangers": strangers,
     "tls": tls,
 }

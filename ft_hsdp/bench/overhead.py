@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -68,8 +69,15 @@ class Trained:
     setup: HsdpSetup
 
 
-def in_turns(contenders: Mapping[str, Trained], rounds: int) -> dict[str, list[float]]:
+def in_turns(
+    contenders: Mapping[str, Trained], rounds: int, python: str = sys.executable
+) -> dict[str, list[float]]:
     """Train all contenders on this machine, all alive, one block of one of them at a time (ABAB).
+
+    Args:
+        contenders: by name.
+        rounds: how many blocks of each count.
+        python: the interpreter of all processes.
 
     Returns:
         Seconds of a step, of each of so many blocks, by contender.
@@ -78,7 +86,7 @@ def in_turns(contenders: Mapping[str, Trained], rounds: int) -> dict[str, list[f
         Retryable: A process fails.
     """
     with scratch() as (stack, folder):
-        place = Loopback(max(each.setup.replicas for each in contenders.values()))
+        place = Loopback(max(each.setup.replicas for each in contenders.values()), python)
         samples: dict[str, Callable[[], float]] = {}
         for number, (name, each) in enumerate(contenders.items()):
             own = folder / str(number)
@@ -97,7 +105,11 @@ def _compared(took: Mapping[str, list[float]], anchor: str) -> dict[str, dict[st
 
 
 def steady(
-    rounds: int, log: ProgressLog, setup: HsdpSetup = SETUP, transports: tuple[str, ...] = TRANSPORTS
+    rounds: int,
+    log: ProgressLog,
+    setup: HsdpSetup = SETUP,
+    transports: tuple[str, ...] = TRANSPORTS,
+    python: str = sys.executable,
 ) -> list[ResultRow]:
     """Return a row: steps of HSDP, of a second HSDP (the method's own noise), of ft_hsdp over each transport.
 
@@ -107,7 +119,7 @@ def steady(
     for transport in transports:
         sections = {**setup.sections, "ftar": {"transport": transport}}
         contenders[f"ft_hsdp, {transport}"] = Trained(PRODUCT, replace(setup, sections=sections))
-    took = in_turns(contenders, rounds)
+    took = in_turns(contenders, rounds, python)
     row: ResultRow = {
         "replicas": setup.replicas,
         "ranks": setup.ranks,

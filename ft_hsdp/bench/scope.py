@@ -68,6 +68,7 @@ def spawn(
     env: Mapping[str, str] | None = None,
     pass_fds: tuple[int, ...] = (),
     end: Callable[[Process], None] = kill,
+    cwd: Path | None = None,
 ) -> Process:
     """Start a process in a session of its own, so that Ctrl-C reaches the bench alone.
 
@@ -78,6 +79,7 @@ def spawn(
         env: added to its environment.
         pass_fds: descriptors that it inherits.
         end: ends it.
+        cwd: its working directory; None: that of the bench.
     """
     with log.open("ab") as file, signals_held_back():
         process = subprocess.Popen(
@@ -88,6 +90,7 @@ def spawn(
             stdout=file,
             stderr=file,
             start_new_session=True,
+            cwd=cwd,
         )
         stack.callback(end, process)
     return process

@@ -316,6 +316,20 @@ def _losses(row: Row, console: Console) -> None:
     _table(console, title, ("", "loss", "outside", f"any {row['block']}", "units"), rows)
 
 
+def _adopt(result: Row, console: Console) -> None:
+    for row in result["step"]:
+        title = f"A step of an adopted Llama ({row['model']}), {row['step']}: {_shape(row)}"
+        _steps(title, row["crews"], row, console)
+    if result["kill"]:
+        rows = []
+        for row in result["kill"]:
+            units = (str(row[key]) for key in ("trained", "twice", "skipped"))
+            times = (f"{row['step_ms']:.3g}", *_figures(row["less_one"], ("p50_ms", "max_ms")))
+            rows.append((row["trainer"], str(row["kills"]), *times, _figures(row["stall"], TAIL)[0], *units))
+        heads = ("", "kills", "step, ms", "p50", "max", "all of it", "units", "twice", "skipped")
+        _table(console, "SIGKILL to the others' next commit, less one step, ms", heads, rows)
+
+
 def _strangers(result: Row, console: Console) -> None:
     names = {"sink": "an idle sink", "job": "the job"}
     for row in result["strangers"]:
@@ -355,6 +369,7 @@ _FIGURES: Mapping[str, Callable[[Any, Console], None]] = {
     "recovery": _recovery,
     "overhead": _overhead,
     "units": _units,
+    "adopt": _adopt,
     "strangers": _strangers,
     "tls": _tls,
 }

@@ -6,6 +6,7 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from ft_hsdp.bench.recovery.setup import FILE, RecoverySetup
 from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_LEFT, FtHsdpError
 from ft_hsdp.train.identity import IncarnationSource
+from ft_hsdp.train.tokens import VOCABULARY
 from ft_hsdp.train.trainer import build_optimizer
 
 FORWARD = 1 / 3  # of the time that a layer waits; backward takes the rest
@@ -70,6 +72,31 @@ class _Wait(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         time.sleep(ctx.wait_s * (1 - FORWARD))
         return grads[0], None
+
+
+def add_waits(layers: Sequence[nn.Module], wait_s: float) -> None:
+    """Have forward and backward of ``layers``, which return a tensor, wait ``wait_s`` seconds together."""
+    for layer in layers:
+        layer.register_forward_hook(lambda _, args, output: _Wait.apply(output, wait_s / len(layers)))
+
+
+def hugging_face_llama(config: Config) -> nn.Module:
+    """Return the Llama of transformers, of the shape of the built-in model and with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = config.model
+    torch.manual_seed(config.train.seed)
+    made = LlamaConfig(
+        vocab_size=VOCABULARY[config.data.tokenizer],
+        hidden_size=shape.dim,
+        intermediate_size=shape.hidden_dim,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.key_value_heads,
+        max_position_embeddings=config.train.seq_len,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(made)
 
 
 class Data(Protocol):

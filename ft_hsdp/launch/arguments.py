@@ -12,11 +12,12 @@ from ft_hsdp.launch.render import command as rendering
 MEASURES = (
     "of ftar: bandwidth (default), spin, kill, reconfigure, link; of fetch: large, small; "
     "of recovery: kill, torchft, rejoin, return, stop, readers, local; "
-    "of overhead: steady, snapshot, ray, link; of units: constant, rate, refill, loss, tokens, kills; or all"
+    "of overhead: steady, snapshot, ray, link; of units: constant, rate, refill, loss, tokens, kills; "
+    "of adopt: step, kill; or all"
 )
 BENCH_TIME = (
     "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); "
-    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20; units 13; strangers 2; tls 1"
+    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20; units 13; adopt 10; strangers 2; tls 1"
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",
@@ -113,7 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("--delay-s", type=float, default=0.2, metavar="S", help="with slow_disk: of each write")
     chaos.add_argument("--reject", action="store_true", help="with partition: refuse connections")
     bench = with_json(add("bench", "the figures, beside their anchors"))
-    kinds = ["ftar", "quorum", "fetch", "recovery", "overhead", "units", "strangers", "tls", "driver"]
+    kinds = ["ftar", "quorum", "fetch", "recovery", "overhead", "units", "adopt", "strangers", "tls", "driver"]
     bench.add_argument("what", nargs="+", choices=kinds)
     bench.add_argument("--measure", metavar="WHAT", help=MEASURES)
     bench.add_argument("--sizes", metavar="LIST", help="of messages or states, e.g. 64KiB,1MiB")
@@ -124,9 +125,10 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="of what is interleaved: 20; recovery 5; quorum 300; overhead 70 (steady), 30 (snapshot), 6 (ray); "
-        "units 4; strangers 6; tls 9; driver 1000000 (steps)",
+        "units 4; adopt 20; strangers 6; tls 9; driver 1000000 (steps)",
     )
-    bench.add_argument("--kills", type=int, metavar="N", help="how many: recovery 200; units 50 of each kind")
+    kills = "how many: recovery 200; units 50 of each kind; adopt 7 of each trainer"
+    bench.add_argument("--kills", type=int, metavar="N", help=kills)
     bench.epilog = BENCH_TIME
     doctor = with_json(with_config(add("doctor", "preflight: what would stop the job, and what to do")))
     doctor.add_argument("--lighthouse", metavar="URL[,URL]", help="the lighthouses, if they are elsewhere")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -41,6 +42,8 @@ class HsdpSetup:
     congestion: str = ""  # control of all TCP in the namespaces, "" for the machine's default
     sections: Sections = field(default_factory=dict)  # more of the configuration
     waiting: tuple[int, float] | None = None  # (elements of a layer, seconds) of a model that waits: `Waiting`
+    hugging_face: bool = False  # the Llama of transformers instead of the built-in one; of the same shape
+    wait_s: float = 0.0  # how long a step of either waits, over all layers, besides what it computes
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,8 @@ class RankSpec:
     config: str  # its own YAML file
     run: str
     waiting: tuple[int, float] | None
+    hugging_face: bool
+    wait_s: float
 
 
 def job_config(setup: HsdpSetup, host: str, runs: Path) -> Config:
@@ -85,8 +90,10 @@ class Loopback:
     hub = ""  # where the lighthouse is
     interface = "lo"  # between replicas
 
-    def __init__(self, replicas: int) -> None:
+    def __init__(self, replicas: int, python: str = sys.executable) -> None:
+        """Prepare a place for ``replicas``, whose processes are run by the interpreter ``python``."""
         self.replicas: tuple[str, ...] = ("",) * replicas  # where each replica is
+        self._python = python
         self._ports: dict[tuple[int, int], int] = {}
 
     def host(self, replica: int | None = None) -> str:
@@ -94,8 +101,8 @@ class Loopback:
         return LOOPBACK
 
     def inside(self, place: str, *command: str) -> list[str]:
-        """Return the command that does this at `hub` or at one of `replicas`."""
-        return list(command)
+        """Return the command that does this at `hub` or at one of `replicas`: a command of `tied`."""
+        return [self._python, *command[1:]]
 
     def port(self, number: int, replica: int) -> int:
         """Return a port at a replica for the store of contender ``number``: the same for the same place."""
@@ -166,6 +173,8 @@ def start(
                 str(file),
                 str(run.path),
                 setup.waiting,
+                setup.hugging_face,
+                setup.wait_s,
             )
             log = folder / f"{name.replace(' ', '-')}-{replica}-{rank}.log"
             within = partial(place.inside, place.replicas[replica])

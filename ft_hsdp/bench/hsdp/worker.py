@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import ft_hsdp
 from ft_hsdp.bench.hsdp.processes import PATIENCE_S, PRODUCT, RankSpec
-from ft_hsdp.bench.trainee import RandomTokens, Waiting
+from ft_hsdp.bench.trainee import RandomTokens, Waiting, add_waits, hugging_face_llama
 from ft_hsdp.bench.workers.link import Answer, Obey, run_worker
 from ft_hsdp.config import Config, load
-from ft_hsdp.train.model import Transformer
+from ft_hsdp.train.fsdp.adopted_model import parts_of, shard
 from ft_hsdp.train.tokens import VOCABULARY
 from ft_hsdp.train.trainer import build, build_optimizer
 
@@ -36,11 +36,14 @@ def product(spec: RankSpec, config: Config) -> Iterator[None]:
     os.environ |= {"RANK": str(spec.rank), "WORLD_SIZE": str(spec.ranks), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec.port)}
     job = ft_hsdp.join(config, spec.replica, Path(spec.run))
-    model = job.shard(_model(spec, config))
+    model = _model(spec, config)
+    shard(model, parts_of(model), init_device_mesh("cpu", (spec.ranks,)))
+    job.adopt(model)
     optim = job.optimizer(build_optimizer(config, list(model.parameters())))
+    optim.clip = config.optim.clip
     for batch in job.batches(_data(config)):
         yield
-        model(batch).backward()
+        _loss(model, batch).backward()
         optim.step()
 
 
@@ -60,24 +63,36 @@ def torch_fsdp(spec: RankSpec, config: Config) -> Iterator[None]:
     dist.init_process_group("gloo", meet, timedelta(seconds=PATIENCE_S), world_size=world, rank=rank)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "rank")[-len(shape) :])
     model = _model(spec, config)
-    for part in model.shards():  # the parts that ft_hsdp shards too
-        fully_shard(part, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    shard(model, parts_of(model), mesh)
     optimizer = build_optimizer(config, list(model.parameters()))
     data, index = _data(config), 0
     while True:
         yield
-        model(data.batch(spec.replica, index, spec.rank)).backward()
+        _loss(model, data.batch(spec.replica, index, spec.rank)).backward()
+        if config.optim.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
         optimizer.step()
         optimizer.zero_grad()
         index += 1
 
 
-def _model(spec: RankSpec, config: Config) -> Transformer | Waiting:
-    if spec.waiting is None:
-        return build(config)
-    elements, wait_s = spec.waiting
-    return Waiting(config.model.layers, elements, wait_s)
+def _model(spec: RankSpec, config: Config) -> nn.Module:
+    if spec.waiting is not None:
+        elements, wait_s = spec.waiting
+        return Waiting(config.model.layers, elements, wait_s)
+    model = hugging_face_llama(config) if spec.hugging_face else build(config)
+    if spec.wait_s:
+        add_waits(parts_of(model), spec.wait_s)
+    return model
+
+
+def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss; models of transformers take tokens as labels, and shift them."""
+    if not hasattr(model, "lm_head"):
+        loss: Tensor = model(batch)
+        return loss
+    output: Tensor = model(input_ids=batch[0], labels=batch[0]).loss
+    return output
 
 
 def _data(config: Config) -> RandomTokens:

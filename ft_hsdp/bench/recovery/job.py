@@ -1,7 +1,7 @@
 """`python -m ft_hsdp.bench.recovery.job CONFIG [RAY]` runs a job with the trainee in its ranks.
 
 It does what `launcher.py up` does; with the address of a Ray cluster, what `launcher.py submit` does. If the setup
-asks for the built-in trainer, that trains instead of the trainee.
+asks for it, the built-in trainer or the entry of the configuration trains instead of the trainee.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from ft_hsdp.bench.recovery.setup import FILE, RecoverySetup
 from ft_hsdp.config import load
+from ft_hsdp.config.entry import stamped
 from ft_hsdp.launch.backend.forkserver import PRELOAD
 from ft_hsdp.launch.job import run_job, start_run
 from ft_hsdp.launch.local import local_resources
@@ -25,7 +26,7 @@ PRELOADED = (*PRELOAD, "ft_hsdp.bench.trainee")
 
 def main(argv: Sequence[str]) -> int:
     """Run the job until it is stopped; return its exit code."""
-    config = load(Path(argv[0]))
+    config = stamped(load(Path(argv[0])))
     setup = RecoverySetup(**json.loads((Path(config.job.runs_dir) / FILE).read_text()))
     entry: dict[str, Any] = {} if setup.built_in else {"entry": TRAINEE, "preload": PRELOADED}
     with ExitStack() as stack:

@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import subprocess
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,14 +79,22 @@ class UnderTest(Scope):
                 raise Retryable(f"bench: not within {PATIENCE_S:g} s: {what}{words}")
             time.sleep(TICK_S)
 
-    def wait_for_all(self) -> None:
-        """Wait until all replicas have contributed to `QUIET_STEPS` steps in a row."""
+    def wait_for_all(self, last: int | None = None) -> bool:
+        """Wait until all replicas have contributed to `QUIET_STEPS` steps in a row, or until after step ``last``.
+
+        Returns:
+            False after ``last``.
+        """
 
         def there(rows: Sequence[Row]) -> bool:
             newest = rows[-QUIET_STEPS:]
             return len(newest) == QUIET_STEPS and all(map(self.whole, newest))
 
-        self.wait(lambda: all(map(there, self.rows.values())), "all replicas contribute")
+        def over() -> bool:
+            return last is not None and any(rows and rows[-1]["step"] > last for rows in self.rows.values())
+
+        self.wait(lambda: over() or all(map(there, self.rows.values())), "all replicas contribute")
+        return not over()
 
     def wait_for_survivors(self, kill: Kill) -> None:
         """Wait until each survivor has committed a step without the victim."""
@@ -112,6 +121,7 @@ def hit_at_random(
     chance: random.Random,
     hit: Callable[[int, int], Kill],
     then: Callable[[Kill], None],
+    last: int | None = None,
 ) -> Iterator[Kill]:
     """Hit a random rank at a random moment of a step, ``count`` times, and yield each kill once ``then`` returns.
 
@@ -123,21 +133,27 @@ def hit_at_random(
         chance: where victims and moments come from.
         hit: sends the signal to a rank of a replica.
         then: waits for what has to happen before the next one.
+        last: the step after which nothing is hit any more; None: there is no such step.
     """
     for _ in range(count):
-        job.wait_for_all()
+        if not job.wait_for_all(last):
+            return
         time.sleep(chance.uniform(0, job.step_s()))
         kill = hit(chance.randrange(job.setup.replicas), chance.randrange(job.setup.ranks))
         then(kill)
         yield kill
-    job.wait_for_all()
+    job.wait_for_all(last)
 
 
 class JobUnderTest(UnderTest):
     """A job of this product; after it has ended, ``events`` has all that its processes logged."""
 
     def __init__(
-        self, setup: RecoverySetup, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None
+        self,
+        setup: RecoverySetup,
+        arguments: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         """Prepare a job.
 
@@ -145,8 +161,10 @@ class JobUnderTest(UnderTest):
             setup: what is trained.
             arguments: of `bench.recovery.job` after the configuration's file.
             env: added to its environment.
+            python: the interpreter of all its processes.
         """
         super().__init__(setup)
+        self._python = python
         self._arguments = arguments
         self._env = env
         self.events: list[Row] = []
@@ -162,8 +180,8 @@ class JobUnderTest(UnderTest):
         self.run = RunDir(runs / config.job.name)
         self._tailers = {replica: Tailer(self.run.commits(replica)) for replica in self.rows}
         self._log = folder / "job.log"
-        command = tied(JOB, str(file), *self._arguments)
-        self._process = spawn(self.stack, command, self._log, self._env, end=self._end)
+        command = [self._python, *tied(JOB, str(file), *self._arguments)[1:]]
+        self._process = spawn(self.stack, command, self._log, self._env, end=self._end, cwd=folder)
 
     def read(self) -> None:
         """Read what was committed since the last call."""

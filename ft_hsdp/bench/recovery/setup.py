@@ -28,7 +28,7 @@ class RecoverySetup:
     elements: int = 1 << 17  # parameters of a layer
     wait_s: float = 0.03  # how long a step waits over all layers
     transformer: bool = False  # the quickstart's model instead, which computes
-    built_in: bool = False  # the built-in trainer instead, with model and data of `sections`; it can be replayed
+    built_in: bool = False  # the built-in trainer, or the entry of `sections`, with model and data of these
     sections: Mapping[str, Any] = field(default_factory=dict)  # more of the configuration
 
 

@@ -136,17 +136,12 @@ class Bucket:
 
     def assign(self, flat: torch.Tensor) -> None:
         """Make each parameter's gradient a view into ``flat``, or a copy if it has another type."""
+        views = []
         for param, place in zip(self.params, self.places, strict=True):
             shard = param._local_tensor
-            view = flat[place : place + shard.numel()].view(shard.shape)
-            param.grad = DTensor.from_local(
-                view.to(shard.dtype),
-                param.device_mesh,
-                param.placements,
-                run_check=False,
-                shape=param.shape,
-                stride=param.stride(),
-            )
+            views.append(flat[place : place + shard.numel()].view(shard.shape).to(shard.dtype))
+        for param, gradient in zip(self.params, self._group.gradients(views), strict=True):
+            param.grad = gradient
 
     def drop(self) -> None:
         """Have the parameters get new gradients in the next backward."""

@@ -11,7 +11,7 @@ asked for first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ class ParamGroup:
     counted: tuple[bool, ...]
     ranks: int  # over which FSDP2 shards its parameters, and averages their gradients
     raw: Any  # torch's FSDPParamGroup
+    raw_params: tuple[Any, ...]  # torch's FSDPParam of each of ``params``
 
     def divisor(self) -> float:
         """Return by what FSDP2 divides the sum of its ranks' gradients (`set_gradient_divide_factor`)."""
@@ -65,6 +66,13 @@ class ParamGroup:
             a is not b for a, b in zip(trainable, self.params, strict=True)
         )
 
+    def gradients(self, shards: Sequence[torch.Tensor]) -> list[DTensor]:
+        """Return the gradients of ``params``, made of this rank's shards, as FSDP2 makes them after backward.
+
+        `DTensor.from_local` takes several times as long: it works out anew what FSDP2 knows.
+        """
+        return [p.to_sharded_dtensor(shard) for p, shard in zip(self.raw_params, shards, strict=True)]
+
     def pending(self) -> bool:
         """Return whether gradients were accumulated that FSDP2 has not reduced yet."""
         return any(getattr(p, "unsharded_accumulated_grad", None) is not None for p in self.raw.fsdp_params)
@@ -79,8 +87,7 @@ class ParamGroup:
 
         FSDP2 makes the tensors that get the gradients when it gathers the parameters for the first time.
         """
-        trainable = [p for p in self.raw.fsdp_params if p.sharded_param.requires_grad]
-        for index, fsdp_param in enumerate(trainable):
+        for index, fsdp_param in enumerate(self.raw_params):
             gathered = fsdp_param._unsharded_param
             if not getattr(gathered, "_post_accumulate_grad_hooks", None):
                 gathered.register_post_accumulate_grad_hook(partial(_first, used, index))
@@ -157,7 +164,8 @@ def find(model: nn.Module, ranks: int, ranks_per_unit: int = 1) -> list[ParamGro
         _check_mesh(name, raw, params, ranks, ranks_per_unit)
         sizes = tuple(math.prod(p.padded_sharded_param_size) for p in trainable)
         counted = tuple(_counts(p, ranks, ranks_per_unit) for p in params)
-        found.append(ParamGroup(name, params, sizes, counted, raw.mesh_info.shard_mesh_size, raw))
+        shard_ranks = raw.mesh_info.shard_mesh_size
+        found.append(ParamGroup(name, params, sizes, counted, shard_ranks, raw, tuple(trainable)))
     _check_all(model, found)
     _check_data_ranks(found, ranks // ranks_per_unit)
     _check_buffers(model)

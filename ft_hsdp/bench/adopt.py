@@ -1,0 +1,162 @@
+"""`bench adopt`: what it costs to train other people's models and to run in other people's trainers.
+
+- step: a step of an adopted Llama of Hugging Face beside the same loop with PyTorch's own HSDP, 2 replicas of 2
+  ranks; of steps that compute, and of steps that mostly wait, as beside an accelerator;
+- kill: SIGKILL of random ranks in the examples of the trainers: the others' next commit, and the units of the run.
+
+Frameworks are not installed beside ft_hsdp. Their environments are those of the integrations, and the processes
+that need one run with its interpreter; what has none is left out, with a note that says how to make it.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TextIO
+
+import ft_hsdp
+from ft_hsdp.bench.command import AdoptOptions
+from ft_hsdp.bench.goals import begin_result, finish_result
+from ft_hsdp.bench.hsdp.processes import HsdpSetup
+from ft_hsdp.bench.overhead import SETUP, TRANSPORTS, steady
+from ft_hsdp.bench.recovery.analysis import Stall, costs, stalls
+from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest, hit_at_random
+from ft_hsdp.bench.recovery.setup import RecoverySetup
+from ft_hsdp.bench.results import ProgressLog, ResultRow
+from ft_hsdp.config import load
+from ft_hsdp.errors import Retryable
+from ft_hsdp.launch.run.directory import Row
+
+TRAINERS = ("fabric", "accelerate", "transformers")
+"""The trainers whose examples are killed; each has examples/NAME/config.yaml and requirements.txt."""
+
+ROOT = Path(ft_hsdp.__file__).parents[1]
+SHAPE = replace(SETUP, replicas=2, sections={**SETUP.sections, "optim": {"clip": 1.0}})
+STEPS: Mapping[str, HsdpSetup] = {"computing": replace(SHAPE, steps=2), "waiting": replace(SHAPE, wait_s=0.5)}
+LAST_STEPS = 10  # of a job, in which nothing is killed: the others have to commit without the victim
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # nothing is downloaded
+
+
+def run(options: AdoptOptions, stream: TextIO) -> dict[str, Any]:
+    """Return the result, ready for JSON; progress goes to ``stream``. Raises Retryable where a process fails."""
+    log, wanted = ProgressLog(stream), options.measures
+    result, started = begin_result("adopt", log)
+    result["step"] = step(options.rounds, log) if "step" in wanted else []
+    result["kill"] = kills(options.kills, log) if "kill" in wanted else []
+    return finish_result(result, log, started)
+
+
+def interpreter(trainer: str, package: str = "") -> str:
+    """Return the Python that can import what a trainer needs; "" if there is none.
+
+    Args:
+        trainer: whose environment it is: that which `make .venvs/NAME/.installed` makes.
+        package: if this interpreter can import it, this one is taken.
+    """
+    if package and find_spec(package) is not None:
+        return sys.executable
+    python = ROOT / ".venvs" / trainer / "bin" / "python"
+    return str(python) if python.exists() and python.parents[1].joinpath(".installed").exists() else ""
+
+
+def step(rounds: int, log: ProgressLog, setups: Mapping[str, HsdpSetup] = STEPS) -> list[ResultRow]:
+    """Return a row for each kind of step: those of `overhead.steady`. Raises Retryable where a process fails."""
+    python = interpreter("transformers", "transformers")
+    if not python:
+        log.note(
+            "transformers is not installed (make .venvs/transformers/.installed): the model is the built-in "
+            "Llama, of the same shape"
+        )
+    rows = []
+    for kind, setup in setups.items():
+        log.say(f"steps that are {kind}: {setup.replicas} replicas x {setup.ranks} ranks")
+        setup = replace(setup, hugging_face=bool(python))
+        (row,) = steady(rounds, log, setup, TRANSPORTS, python or sys.executable)
+        rows.append({"step": kind, "model": "transformers" if python else "built-in", **row})
+    return rows
+
+
+def kills(count: int, log: ProgressLog, trainers: Sequence[str] = TRAINERS) -> list[ResultRow]:
+    """Return a row for each trainer that is installed. Raises Retryable where a job fails."""
+    rows = []
+    for trainer in trainers:
+        if python := interpreter(trainer):
+            rows.append(_kill(trainer, python, count, log))
+        else:
+            log.note(f"{trainer} is left out: not installed (make .venvs/{trainer}/.installed)")
+    return rows
+
+
+@dataclass(frozen=True, slots=True)
+class KilledJob:
+    """One run of a trainer's example, from its start to its end."""
+
+    step_s: float  # fault-free
+    stalls: Sequence[Stall]  # of each kill
+    summary: Row
+
+
+def _kill(trainer: str, python: str, count: int, log: ProgressLog) -> ResultRow:
+    """Run a trainer's example as often as it takes for so many kills; an example has a fixed number of steps."""
+    setup, chance, jobs = example(trainer), random.Random(SEED), list[KilledJob]()
+    while (left := count - sum(len(job.stalls) for job in jobs)) > 0 and len(jobs) < count:
+        jobs.append(_job(setup, python, left, chance))
+        log.say(f"{trainer}: {len(jobs[-1].stalls)} kills in a job of {jobs[-1].summary['steps']} steps")
+    row = kill_row(trainer, setup, jobs)
+    log.say(
+        f"{trainer}: next commit less one step, p50 {row['less_one']['p50_ms']:.3g} ms of {row['kills']} kills; "
+        f"{row['trained']} units, {row['twice']} twice, {row['skipped']} skipped"
+    )
+    return row
+
+
+def example(trainer: str) -> RecoverySetup:
+    """Return the job of examples/TRAINER/config.yaml."""
+    config = load(ROOT / "examples" / trainer / "config.yaml")
+    sections = config.model_dump(mode="json", exclude_unset=True)
+    del sections["job"], sections["replicas"], sections["ranks_per_replica"]
+    sections["entry"] = str(ROOT / sections["entry"])
+    return RecoverySetup(config.replicas, config.ranks_per_replica, built_in=True, sections=sections)
+
+
+def _job(setup: RecoverySetup, python: str, count: int, chance: random.Random) -> KilledJob:
+    """Run one job to its end, and kill random ranks in it, ``count`` times if its steps last for that."""
+    with JobUnderTest(setup, env=OFFLINE, python=python) as job:
+        last = setup.sections["train"]["steps"] - LAST_STEPS
+        done = list(hit_at_random(job, count, chance, job.kill, job.wait_for_survivors, last))
+        summary = job.finish()
+    step_s = job.step_s()
+    found = [each for each in stalls(done, job.rows, step_s) if each is not None]
+    if len(found) < len(done):
+        raise Retryable("bench: a survivor did not log its next commit")
+    return KilledJob(step_s, found, summary)
+
+
+def kill_row(trainer: str, setup: RecoverySetup, jobs: Sequence[KilledJob]) -> ResultRow:
+    """Return the row of these jobs.
+
+    Raises:
+        Retryable: There was no kill in them.
+    """
+    found = [each for job in jobs for each in job.stalls]
+    if not found:
+        raise Retryable(f"bench: {trainer} has too few steps for a kill")
+    units = [job.summary["batches"] for job in jobs]
+    digests = [{replica["digest"] for replica in job.summary["replicas"].values()} for job in jobs]
+    return {
+        "trainer": trainer,
+        "replicas": setup.replicas,
+        "ranks": setup.ranks,
+        "jobs": len(jobs),
+        "kills": len(found),
+        **costs(found, statistics.median(job.step_s for job in jobs)),
+        "trained": sum(each["trained"] for each in units),
+        "twice": sum(each["duplicated"] for each in units),
+        "skipped": sum(each["skipped"] for each in units),
+        "differ": sum(len(each) > 1 for each in digests),  # jobs whose replicas ended with different states
+    }
