@@ -31,7 +31,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
 from ft_hsdp.state.checkpoint import writer
-from ft_hsdp.state.checkpoint.catalog import resume
+from ft_hsdp.state.checkpoint.catalog import Resumed, resume
 from ft_hsdp.state.checkpoint.writer import (
     Checkpointer,
     CheckpointNotPublished,
@@ -61,7 +61,7 @@ class Checkpoints:
 def open_checkpoints(
     config: Config, run: Path, incarnation: str, live_state: LiveState, ranks: ReplicaGroup, shards: int
 ) -> tuple[Checkpoints, Checkpointer]:
-    """Return where the job's checkpoints are, and what writes them: any rank may be asked to write.
+    """Return the job's checkpoints, and what writes them: any rank may be asked to write.
 
     Args:
         config: The job's configuration.
@@ -74,22 +74,20 @@ def open_checkpoints(
     Raises:
         ConfigError: The folder or the key cannot be used.
     """
-    folder = Path(config.checkpoint.dir) if config.checkpoint.dir else run / "checkpoints"
-    accumulate, hashed = config.train.accumulate, resume_hash(config)
+    key = _key(config, run, ranks)
+    checkpoints = checkpoints_of(config, run, ranks, shards)
     origin = CheckpointOrigin(
         incarnation,
         config.slots,
-        hashed,
+        checkpoints.config_hash,
         config.model_dump(mode="json"),
-        accumulate,
+        config.train.accumulate,
         live_state.frozen,
         live_state.aliases,
         config.ranks_per_unit,
     )
-    # Rank 0 alone signs and authenticates; it tells the others what it chose.
-    key = secret.run_key(run, config.checkpoint.key) if ranks.rank == 0 else b""
     checkpointer = Checkpointer(
-        folder,
+        checkpoints.folder,
         config.checkpoint.keep,
         key,
         origin,
@@ -99,9 +97,30 @@ def open_checkpoints(
         ranks,
         live_state.user,
     )
-    required = None if config.checkpoint.trust else key
-    batch = accumulate, config.data_ranks
-    return Checkpoints(folder, hashed, config.slots, shards, batch, required), checkpointer
+    return checkpoints, checkpointer
+
+
+def checkpoints_of(config: Config, run: Path, ranks: ReplicaGroup, shards: int) -> Checkpoints:
+    """Return where the checkpoints of a job are, and which of them it can use.
+
+    Args:
+        config: The job's configuration.
+        run: The run's directory.
+        ranks: Of this replica.
+        shards: Data shards of the job.
+
+    Raises:
+        ConfigError: The key cannot be used.
+    """
+    folder = Path(config.checkpoint.dir) if config.checkpoint.dir else run / "checkpoints"
+    required = None if config.checkpoint.trust else _key(config, run, ranks)
+    batch = config.train.accumulate, config.data_ranks
+    return Checkpoints(folder, resume_hash(config), config.slots, shards, batch, required)
+
+
+def _key(config: Config, run: Path, ranks: ReplicaGroup) -> bytes:
+    """Return the key of checkpoints on rank 0, which alone signs and authenticates and tells the others."""
+    return secret.run_key(run, config.checkpoint.key) if ranks.rank == 0 else b""
 
 
 def missed(config: Config, folder: Path, step: int, journal: Journal) -> int:
@@ -145,7 +164,7 @@ def restore(
     kept = _newest(snapshots, ranks, tried)
     resumed = kept is None or not current
     if resumed:
-        _resume(live_state, ranks, checkpoints, journal)
+        _tell(load_checkpoint(live_state, ranks, checkpoints), ranks, journal)
     assert live_state.state is not None
     while kept is not None and state_id.newer(kept, live_state.state):
         if _load(live_state, snapshots, ranks, kept):
@@ -156,7 +175,7 @@ def restore(
         tried.add(kept)
         kept = _newest(snapshots, ranks, tried)
     if not resumed:
-        _resume(live_state, ranks, checkpoints, journal)
+        _tell(load_checkpoint(live_state, ranks, checkpoints), ranks, journal)
 
 
 def _newest(snapshots: SnapshotWriter, ranks: ReplicaGroup, tried: set[StateId]) -> StateId | None:
@@ -188,7 +207,23 @@ def _load(live_state: LiveState, snapshots: SnapshotWriter, ranks: ReplicaGroup,
     return everywhere
 
 
-def _resume(live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints, journal: Journal) -> None:
+def load_checkpoint(
+    live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints, step: int | None = None
+) -> Resumed | None:
+    """Load the newest valid checkpoint into the live state. A collective of all ranks. Blocks.
+
+    Args:
+        live_state: With its initial state.
+        ranks: Of this replica.
+        checkpoints: What durable storage has.
+        step: Take the one of this step; None: any.
+
+    Returns:
+        What was loaded; None if there is no such checkpoint.
+
+    Raises:
+        ConfigError: There are checkpoints, but none that can be used.
+    """
     with live_state.here():
         found = resume(
             checkpoints.folder,
@@ -199,9 +234,10 @@ def _resume(live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints
             checkpoints.key,
             live_state.user,
             live_state.frozen,
+            step,
         )
     if found is None:
-        return
+        return None
     try:
         ledger = found.ledger.rescaled(found.batch, checkpoints.batch)
     except ValueError as error:
@@ -215,7 +251,12 @@ def _resume(live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints
             "replicas", checkpoints.replicas, f"the number that the checkpoint has ({error})"
         ) from None
     live_state.resumed(found.state, ledger, found.hyper, found.user)
-    if ranks.rank == 0:
+    return found
+
+
+def _tell(found: Resumed | None, ranks: ReplicaGroup, journal: Journal) -> None:
+    """Write down what was loaded."""
+    if found is not None and ranks.rank == 0:
         for passed in found.skipped:
             journal.event("CheckpointPassedOver", passed.reason, checkpoint=passed.name)
         facts = {"step": found.state.step, "origin": str(found.path), "seconds": found.seconds}

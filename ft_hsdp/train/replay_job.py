@@ -31,6 +31,7 @@ from ft_hsdp.errors import EXIT_OK, ConfigError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.train.checkpointing import checkpoints_of, load_checkpoint
 from ft_hsdp.train.data.prefetch import Reader
 from ft_hsdp.train.gradients import Feeding, Traffic, checksum, sum_of_squares
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
@@ -48,7 +49,7 @@ Row = dict[str, Any]
 class Recorded:
     """What is repeated, and where rank 0 writes what was found."""
 
-    rows: tuple[Row, ...]  # canonical commits that follow each other, from step 1 on
+    rows: tuple[Row, ...]  # canonical commits that follow each other, from the first one of the run on
     outcome: Path
 
 
@@ -343,10 +344,22 @@ class ReplayJob(Job):
         raise ConfigError("replay", "a loop over job.stream", allowed)
 
     def _check_in(self, driver: StepDriver, reader: Reader[Any]) -> None:
-        """Begin with the state on which the first recorded step builds."""
+        """Begin with the state on which the first recorded step builds: the initial one, or a checkpoint.
+
+        Raises:
+            ConfigError: The checkpoint is gone, or cannot be used.
+        """
         ranks = ReplicaGroup(self.config.timeouts.ranks_s)
         first = self._recorded.rows[0]
-        self._live_state.state = StateId(0, first["step"] - 1, first["prev"])
+        before = StateId(0, first["step"] - 1, first["prev"])
+        self._live_state.state = before
+        if before.step:
+            self._live_state.describe_frozen(ranks)
+            checkpoints = checkpoints_of(self.config, self._place.run, ranks, self._shards)
+            found = load_checkpoint(self._live_state, ranks, checkpoints, before.step)
+            if found is None or found.state.lineage != before.lineage:
+                allowed = f"the checkpoint of step {before.step} with which the run began"
+                raise ConfigError("checkpoint.dir", str(checkpoints.folder), allowed)
         gradients = LocalGradients(len(self._adopted.sizes))
         self._orders.start(driver, self._live_state, gradients, ranks)
         stand_in: Any = ReplayRuntime(gradients)

@@ -42,3 +42,29 @@ def test_a_script_is_repeated_bit_for_bit_through_a_loss_and_a_refill(tmp_path: 
         refused = subprocess.run(job.replay_command(), capture_output=True, text=True, timeout=60)
         assert refused.returncode == EXIT_CONFIG
         assert "entry" in refused.stderr
+
+
+@pytest.mark.proof
+def test_a_run_that_was_resumed_is_repeated_from_its_checkpoint(tmp_path: Path) -> None:
+    """The second run has another number of ranks, a loss, and the optimizer's state of the checkpoint."""
+    script, checkpoints = tmp_path / "train.py", tmp_path / "checkpoints"
+    shutil.copy(EXAMPLE, script)
+    settings = {"replicas": 2, "entry": str(script), "checkpoint__dir": str(checkpoints), "checkpoint__keep": 9}
+    settings["checkpoint__every"] = 6
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with Job(tmp_path / "one", 6, **settings, ranks_per_replica=1, train__accumulate=2) as job:
+        check(job.end(), 6)
+    with Job(
+        tmp_path / "two", 18, **settings, ranks_per_replica=2, chaos=[{"at_step": 10, "replicas": [1]}]
+    ) as job:
+        check(job.end(), 18)
+        assert job.rows("metrics.jsonl")[0]["step"] == 7
+        verdict = job.replayed()
+        assert (verdict["equal"], verdict["steps"]) == (True, 12), verdict
+        for path in checkpoints.glob("step-6-*"):
+            shutil.rmtree(path)
+        refused = subprocess.run(job.replay_command(), capture_output=True, text=True, timeout=60)
+        assert refused.returncode == EXIT_CONFIG
+        assert len(refused.stderr.splitlines()) == 1
+        assert "or one with its checkpoint of step 6" in refused.stderr

@@ -34,7 +34,7 @@ def came_back(
     def resume(live: LiveState, *_: object) -> None:
         live.state = CHECKPOINTED
 
-    monkeypatch.setattr(restoring, "_resume", resume)
+    monkeypatch.setattr(restoring, "load_checkpoint", resume)
     checkpoints = Checkpoints(place.folder, "", 1, 1, (1, 1), None)
     restore(live, writer, ReplicaGroup(), checkpoints, current=True, journal=place.journal)
     return live.state
@@ -125,11 +125,11 @@ def test_a_checkpoint_is_taken_if_the_agent_dies_between_its_answers(
 ) -> None:
     looked: list[Path] = []
 
-    def resume(live: Any, ranks: object, checkpoints: Checkpoints, journal: object) -> None:
+    def resume(live: Any, ranks: object, checkpoints: Checkpoints) -> None:
         looked.append(checkpoints.folder)
         live.state = WRITTEN
 
-    monkeypatch.setattr(module, "_resume", resume)
+    monkeypatch.setattr(module, "load_checkpoint", resume)
     live: Any = Held()
     ranks: Any = Alone()
     writer: Any = Keeper()

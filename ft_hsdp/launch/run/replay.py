@@ -30,7 +30,7 @@ from ft_hsdp.launch.run import replay_entry
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import check_counts_units, commits_of, finals_of
 from ft_hsdp.state.checkpoint import catalog, dcp
-from ft_hsdp.state.checkpoint.catalog import UNSIGNED
+from ft_hsdp.state.checkpoint.catalog import UNSIGNED, Checkpoint
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
 from ft_hsdp.train import trainer
 from ft_hsdp.train.gradients import checksum, sum_of_squares
@@ -73,7 +73,7 @@ def replay(run: RunDir) -> ReplayVerdict:
     rows, recorded = _history(run, config)
     if config.entry is not None:
         if rows[0]["step"] != 1:
-            raise ConfigError("RUN", run.name, "a run from step 1: an entry is not resumed from a checkpoint here")
+            _checkpoint_before(run, config, rows[0])
         found = replay_entry.repeat(run, config)
         equal = found.digest == recorded and found.differs_at is None
         return ReplayVerdict(run.name, len(rows), equal, found.digest, recorded, found.differs_at)
@@ -123,6 +123,24 @@ def _history(run: RunDir, config: Config) -> tuple[list[Row], str]:
     return rows, str(final["digest"])
 
 
+def _checkpoint_before(run: RunDir, config: Config, first: Row) -> Checkpoint:
+    """Return the checkpoint on which the first recorded step of a run builds, verified.
+
+    Raises:
+        ConfigError: The checkpoint is not there any more.
+    """
+    folder = Path(config.checkpoint.dir or run.path / "checkpoints")
+    key = None if config.checkpoint.trust else secret.run_key(run.path, config.checkpoint.key)
+    try:
+        found = catalog.newest(folder, key, first["step"] - 1).checkpoint if folder.is_dir() else None
+    except Unauthentic as error:
+        raise ConfigError("checkpoint.dir", str(folder / str(error)), UNSIGNED) from None
+    if found is None or found.manifest.state.lineage != first["prev"]:
+        allowed = f"a run from step 1, or one with its checkpoint of step {first['step'] - 1} in {folder}"
+        raise ConfigError("RUN", run.name, allowed)
+    return found
+
+
 class _Unsharded:
     """The whole model in one process, with the arithmetic of sharded replicas and of the ring between them."""
 
@@ -150,15 +168,7 @@ class _Unsharded:
         Raises:
             ConfigError: The checkpoint is not there any more.
         """
-        folder = Path(self._config.checkpoint.dir or run.path / "checkpoints")
-        key = None if self._config.checkpoint.trust else secret.run_key(run.path, self._config.checkpoint.key)
-        try:
-            found = catalog.newest(folder, key, first["step"] - 1).checkpoint if folder.is_dir() else None
-        except Unauthentic as error:
-            raise ConfigError("checkpoint.dir", str(folder / str(error)), UNSIGNED) from None
-        if found is None or found.manifest.state.lineage != first["prev"]:
-            allowed = f"a run from step 1, or one with its checkpoint of step {first['step'] - 1} in {folder}"
-            raise ConfigError("RUN", run.name, allowed)
+        found = _checkpoint_before(run, self._config, first)
         params = {dcp.key("param", n): p for n, p in self._model.named_parameters()}
         optim = {dcp.key("optim", n): t for n, t in self._groups.tensors(self._names).items()}
         dcp.load(found.path, {**params, **optim}, found.manifest)

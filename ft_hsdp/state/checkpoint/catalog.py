@@ -220,6 +220,7 @@ def resume(
     key: bytes | None,
     user: Mapping[str, torch.Tensor] | None = None,
     frozen: tuple[Frozen, ...] = (),
+    step: int | None = None,
 ) -> Resumed | None:
     """Load the newest valid checkpoint in ``folder`` into the replica's live tensors. A collective. Blocks.
 
@@ -232,9 +233,10 @@ def resume(
         key: The key that checkpoints must be signed with; None to trust every writer.
         user: The live tensors of the user's own state by name, written in place.
         frozen: What a state dict of the model has beside the state; the checkpoint's must be equal.
+        step: Look only at checkpoints of this step.
 
     Returns:
-        What was loaded, or None if the folder has no checkpoint.
+        What was loaded, or None if the folder has no such checkpoint.
 
     Raises:
         ConfigError: There are checkpoints, but none is valid, or the newest is of another job or key.
@@ -246,7 +248,7 @@ def resume(
     live = {dcp.key(kind, n): t for kind, named in kinds.items() for n, t in named.items()}
     unread: dict[str, SkippedCheckpoint] = {}
     while True:
-        name, manifest, skipped = _choose(folder, unread, ranks, key)
+        name, manifest, skipped = _choose(folder, unread, ranks, key, step)
         if manifest is None:
             if not skipped:
                 return None
@@ -270,7 +272,11 @@ def resume(
 
 
 def _choose(
-    folder: Path, unread: Mapping[str, SkippedCheckpoint], ranks: ReplicaGroup, key: bytes | None
+    folder: Path,
+    unread: Mapping[str, SkippedCheckpoint],
+    ranks: ReplicaGroup,
+    key: bytes | None,
+    step: int | None,
 ) -> tuple[str, CheckpointManifest | None, tuple[SkippedCheckpoint, ...]]:
     """Return the folder's name, the manifest and the skipped checkpoints that rank 0 chose, on all ranks.
 
@@ -280,7 +286,7 @@ def _choose(
     answer: dict[str, Any] = {}
     if ranks.rank == 0:
         try:
-            found: Found = newest(folder, key, but=unread)
+            found: Found = newest(folder, key, step, unread)
         except ConfigError as error:
             answer = {"refused": [error.key, str(error.value), error.allowed]}
         except Unauthentic as error:
