@@ -34,18 +34,20 @@ from ft_hsdp.config import Config, config_hash
 from ft_hsdp.core import state_id
 from ft_hsdp.core.effects import Exit, RunBatch
 from ft_hsdp.core.ledger import Ledger
-from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError, FtHsdpError
+from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
 from ft_hsdp.train.checkpointing import CheckpointSaver, missed, open_checkpoints, restore
 from ft_hsdp.train.data.prefetch import Reader, Source
 from ft_hsdp.train.data.sources import DataSources
 from ft_hsdp.train.data.step_plan import checked_weight
 from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, parts_of, shard
+from ft_hsdp.train.fsdp.batch_norm import STATE as BATCH_NORM
 from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_sigterm
 from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.loop.callbacks import CommittedStep
 from ft_hsdp.train.loop.logged_values import checked, checked_step, counts
 from ft_hsdp.train.loop.pauses import checked_pause
 from ft_hsdp.train.loop.user_loop import UserLoop
+from ft_hsdp.train.optimizer.committing import Ended, Optimizer
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, Optimizers, Schedule
 from ft_hsdp.train.orders import Mailbox
@@ -56,66 +58,6 @@ from ft_hsdp.train.step_log import StepLog
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 Batch = TypeVar("Batch")
-
-
-class Ended(FtHsdpError):
-    """Raised in the user's loop when the job ends this replica before the end of training."""
-
-    def __init__(self, code: int, reason: str) -> None:
-        """Keep the exit code.
-
-        Args:
-            code: The code with which the process should exit.
-            reason: Why the job ends this replica.
-        """
-        super().__init__(reason)
-        self.exit_code = code
-
-
-class Optimizer:
-    """The optimizer that `Job.optimizer` returns; use it in place of the wrapped one."""
-
-    def __init__(self, driver: StepDriver) -> None:
-        """Make the optimizer of a job, whose steps are those of ``driver``; only `Job.optimizer` calls this."""
-        self._driver = driver
-
-    @property
-    def clip(self) -> float | None:
-        """The largest norm of the reduced gradient; None does not clip.
-
-        Set it before the first batch, on all ranks. Gradients are not reduced yet after backward, so clipping has
-        to happen inside ``step``.
-        """
-        return self._driver.clip
-
-    @clip.setter
-    def clip(self, norm: float | None) -> None:
-        """Set the largest norm to ``norm``."""
-        self._driver.clip = norm
-
-    def step(self, loss: torch.Tensor | float | None = None) -> bool:
-        """Reduce, vote, commit and apply one step (FT-HSDP §4.1).
-
-        Blocks until the step is committed, with or without this replica's gradient, until this replica is left
-        behind, or until the job ends it. With accumulation, all but the last micro-batch of a step return at once.
-
-        Args:
-            loss: Mean loss of this rank's micro-batch, for metrics: a number, or a tensor of one element. None
-                takes what the model's forward has returned, if that is a scalar or has one under ``loss``.
-
-        Returns:
-            True if the gradient of this replica is in the committed step.
-
-        Raises:
-            ConfigError: The optimizer was changed so that its state would not be part of the committed one, or the
-                loss is no scalar.
-        """
-        contributed = self._driver.end(loss)
-        self._driver.groups.note_loop(contributed)
-        return contributed
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing, whatever ``set_to_none`` says: the gradients are dropped when the step is committed."""
 
 
 class Job(DataSources, UserLoop):
@@ -213,7 +155,9 @@ class Job(DataSources, UserLoop):
         shard(model, parts_of(model) if parts is None else parts, mesh, policy)
         return self.adopt(model)
 
-    def adopt(self, model: nn.Module, find_unused_parameters: bool = False) -> nn.Module:
+    def adopt(
+        self, model: nn.Module, find_unused_parameters: bool = False, batch_norm: str | None = None
+    ) -> nn.Module:
         """Take over a model that `fully_shard` has sharded over this replica's ranks, whoever called it.
 
         Nothing of the model changes: not its parameters, not how it is sharded, not its types. Each parameter
@@ -226,6 +170,9 @@ class Job(DataSources, UserLoop):
             find_unused_parameters: Whether a batch may leave trainable parameters unused, such as experts to which
                 no token goes. A parameter that no contributor has used in a step is not updated in it, as in
                 torch. It costs one small all-reduce more in each step. Without it such a batch is refused.
+            batch_norm: What becomes of the running statistics of BatchNorm in train mode. "mean": they are part of
+                the state, and each step moves them by the mean over its units of what one forward does. It costs
+                one small all-reduce more. None: such a model is refused.
 
         Returns:
             ``model``.
@@ -236,8 +183,10 @@ class Job(DataSources, UserLoop):
         if hasattr(self, "_adopted"):
             raise ConfigError("job.adopt", type(model).__name__, "one model in a job: put several into one module")
         self._adopted = AdoptedModel(
-            model, self.ranks, self._ready, find_unused_parameters, self.config.ranks_per_unit
+            model, self.ranks, self._ready, find_unused_parameters, self.config.ranks_per_unit, batch_norm
         )
+        if (statistics := self._adopted.statistics) is not None:
+            self.register_state(BATCH_NORM, statistics.state_dict, statistics.load_state_dict)
         model.register_forward_hook(self._returned)
         return model
 
@@ -294,6 +243,7 @@ class Job(DataSources, UserLoop):
         Args:
             once: A forward and backward on any batch; its gradient is thrown away.
         """
+        self._adopted.settle()
         once()
         self._adopted.clear()
 

@@ -182,7 +182,8 @@ class LiveState:
 
     def describe_frozen(self, ranks: ReplicaGroup) -> None:
         """Find out what the model has beside the state (`train.fsdp.frozen`). A collective of the replica."""
-        found = frozen.tensors(self._model.model)
+        statistics = self._model.statistics.buffers if self._model.statistics is not None else {}
+        found = {n: t for n, t in frozen.tensors(self._model.model).items() if n not in statistics}
         self.frozen = frozen.described(found, ranks)
         self.aliases = frozen.aliases(self._model.model, {**self.params, **found})
 
@@ -216,7 +217,7 @@ class LiveState:
             if self.state is None or record.prev != self.state.lineage:
                 raise RuntimeError(f"record of step {record.step} does not build on {self.state}")
             if record.updates:
-                finish(record, reduced, clip, self._model.data_ranks)
+                finish(record, reduced[: self._model.gradients], clip, self._model.data_ranks)
                 self._model.assign(reduced)
                 with self.here():
                     self._groups.step(record)

@@ -52,6 +52,15 @@ def padded_or_empty(unit: int) -> tuple[Tensor, Tensor]:
     return batch, targets if unit % 5 else torch.full_like(targets, PAD)
 
 
+def packed(unit: int) -> tuple[Tensor, Tensor]:
+    """Two documents in one row, which is longer in some units; no target is in another document than its token."""
+    length = 6 + unit % 5
+    batch = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(1000 + unit))
+    targets = batch.clone()
+    targets[:, length // 2] = PAD
+    return batch, targets
+
+
 # How that user shards the model.
 
 
@@ -199,6 +208,60 @@ def warmup_then_cosine(optimizer: Any) -> Any:
     return SequentialLR(optimizer, [warm, CosineAnnealingLR(optimizer, T_max=4)], milestones=[2])
 
 
+def clipped_groups(model: nn.Module) -> Optimizer:
+    """Each group is clipped by a norm of its own; that of the last one is not reached."""
+    params = trainable(model)
+    matrices, vectors = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
+    given = [{"params": matrices, "clip": 0.1}, {"params": vectors, "clip": 50.0}]
+    return SGD(given, lr=0.5, momentum=0.9)
+
+
+def pretrained() -> dict[str, Tensor]:
+    """The weights of another seed, as a file has them."""
+    before = torch.get_rng_state()
+    torch.manual_seed(7)
+    weights = Decoder().state_dict()
+    torch.set_rng_state(before)
+    return weights
+
+
+# What a script does beside training.
+
+
+class Average:
+    """An average of the weights, as docs/library.md has it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.mean = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.steps = 0
+
+    def update(self, step: object = None) -> None:
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                self.mean[name].lerp_(p, 0.25)
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.mean, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name in self.mean:
+            self.mean[name].copy_(state[name])
+        self.steps = state["steps"]
+
+
+def evaluate(job: Any, model: nn.Module) -> None:
+    """Evaluate with another number of random draws than training has."""
+    if job.step % 2 == 0:
+        with job.pause("evaluation"), torch.no_grad():
+            torch.rand(job.step)
+            model.eval()
+            loss = of_logits(model, tokens(10_000 + job.rank))
+            model.train()
+        job.log({"eval/loss": loss})
+
+
 # Losses.
 
 
@@ -236,6 +299,11 @@ class Case:
     ranks: int = 2  # of a replica
     ranks_per_unit: int = 1
     find_unused: bool = False
+    batch_norm: str | None = None
+    weights: Callable[[], dict[str, Tensor]] | None = None  # the model begins with, in place of its own
+    beside: Callable[[Any, nn.Module], None] | None = None  # what the loop does after each step
+    average: bool = False  # it keeps an `Average`
+    exported: bool = False  # the weights are those of `launcher.py export`, not of the loop
     compute: torch.dtype | None = None  # of forward and backward, where that is not the parameters' own
     tolerance: float = 2e-6  # largest difference of a weight from plain torch, relative to the largest weight
     settings: dict[str, Any] = field(default_factory=dict)
@@ -277,6 +345,9 @@ CASES: dict[str, Case] = {
     "one_cycle": Case("OneCycleLR", schedule=one_cycle),
     "sequential_lr": Case("SequentialLR: a warm-up, then a cosine", schedule=warmup_then_cosine),
     "clip": Case("the norm of the gradient is clipped", clip=0.5),
+    "clip_groups": Case(
+        "each parameter group is clipped by a norm of its own", optimizers=clipped_groups, tolerance=5e-6
+    ),
     "accumulate": Case("three micro-batches a step", accumulate=3),
     "padded": Case(
         "padded batches, weighed by their tokens",
@@ -318,6 +389,27 @@ CASES: dict[str, Case] = {
         weigh=counted,
         ranks=4,
         settings={"data.weight": "tokens"},
+    ),
+    "packed": Case(
+        "packed batches of unequal length, weighed by their tokens",
+        loss=of_targets,
+        batch=packed,
+        weigh=counted,
+        settings={"data.weight": "tokens"},
+    ),
+    "batch_norm": Case(
+        'BatchNorm with running statistics, batch_norm="mean"',
+        lambda: Convolutional(nn.BatchNorm1d),
+        batch_norm="mean",
+        accumulate=2,
+    ),
+    "evaluation": Case(
+        "evaluation in job.pause, of a model with dropout", lambda: Decoder(dropout=0.2), beside=evaluate
+    ),
+    "average": Case("an average of the weights (EMA) by job.register_state", average=True),
+    "pretrained": Case("pretrained weights, loaded into a model made on the meta device", weights=pretrained),
+    "exported": Case(
+        "the weights of launcher.py export, tied ones too", lambda: Decoder(tied=True), exported=True
     ),
     "output_with_loss": Case("a model that returns a mapping with its loss", WithLoss, loss=of_output),
 }

@@ -8,15 +8,24 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ft_hsdp.launch.cli import main as launcher
 from tests.compatibility import plain, table
 from tests.compatibility.cases import CASES, STEPS, Case
 from tests.support.scenarios.scenario_job import Job, check
 
 SCRIPT = Path(__file__).with_name("script.py")
-QUICK = ("tied_list", "moe", "lora", "muon")  # in `make proof`; all of them in `make compatibility`
+QUICK = (
+    "tied_list",
+    "moe",
+    "lora",
+    "muon",
+    "batch_norm",
+    "exported",
+)  # in `make proof`; all of them in `make compatibility`
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -44,12 +53,20 @@ def test_a_job_trains_what_torch_trains(tmp_path: Path, name: str, case: Case) -
     settings |= {"entry": str(SCRIPT), "args": [name, str(file)], "train__accumulate": case.accumulate}
     settings |= {"ranks_per_unit": case.ranks_per_unit}
     settings |= {"replicas": 2, "ranks_per_replica": case.ranks, "lr__intervention": "none", "optim__clip": None}
+    if case.exported:
+        settings["checkpoint__every"] = STEPS
     with Job(tmp_path, STEPS, **settings) as job:
         check(job.end(), STEPS)
+        run = str(job.run)
+    ours = torch.load(file, weights_only=True)
+    if case.exported:
+        assert launcher(["export", run, str(tmp_path / "exported.safetensors")]) == 0
+        trained, ours = ours, load_file(tmp_path / "exported.safetensors")
+        assert all(torch.equal(ours[name], tensor) for name, tensor in trained.items())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's compiler warns of its own code
         wanted = plain.train(case, 2, case.ranks // case.ranks_per_unit)
-    found = difference(torch.load(file, weights_only=True), wanted)
+    found = difference(ours, wanted)
     assert found <= case.tolerance, f"{case.title}: {found:.1e}"
 
 

@@ -184,7 +184,10 @@ def frozen(mesh: DeviceMesh) -> Net:
         (of_type(torch.float16), r"'the model with trainable parameters of float16'"),
         (of_type(torch.float32, torch.bfloat16), r"'the model with trainable parameters of bfloat16 and float32'"),
         (frozen, r"'FSDPNet without a trainable parameter'"),
-        (with_statistics, r"'batch_norm with statistics that forward changes'; allowed: its eval\(\) before"),
+        (
+            with_statistics,
+            r"'batch_norm with statistics that forward changes'; allowed: .*batch_norm=\"mean\"\); else its eval",
+        ),
     ],
 )
 def test_what_cannot_be_adopted_is_refused_in_one_line(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.compatibility.test_compatibility import SCRIPT
+from tests.support.scenarios import scenario_job
+from tests.support.scenarios.scenario_job import Job
 from tests.support.state import lora_loop
 from tests.support.torchrun_job import ROOT, TorchrunJob, check
 
@@ -46,3 +50,26 @@ def test_a_replica_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
         refused = "digest of the frozen weights and buffers"
         logs = [tmp_path / f"replica{r}.log" for r in range(2)]
         job.until(lambda: any(refused in log.read_text() for log in logs), "one of the two is refused")
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+def test_running_statistics_do_not_depend_on_a_loss(tmp_path: Path) -> None:
+    """A replica that comes back has them, a replay finds every bit, and a run without the loss ends alike."""
+    digests, kill = set(), {"at_step": 20, "replicas": [1], "rank": 1}
+    for name, chaos in (("killed", [kill]), ("whole", [])):
+        folder = tmp_path / name
+        folder.mkdir()
+        settings = {"entry": str(SCRIPT), "args": ["batch_norm", str(folder / "weights.pt")], "chaos": chaos}
+        settings |= {"replicas": 2, "train__accumulate": 2, "quorum__min_replicas": 2}
+        with Job(folder, 50, **settings) as job:
+            summary = job.end()
+            scenario_job.check(summary, 50)
+            digests |= {replica["digest"] for replica in summary["replicas"].values()}
+            assert len(job.events("ReplicaStarted", replica=1)) == 1 + len(chaos)
+            if chaos:
+                assert job.replayed()["equal"]
+    assert len(digests) == 1
+    found = [torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("killed", "whole")]
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+    assert found[0]["body.1.num_batches_tracked"] == 50

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from ft_hsdp.errors import ConfigError, InvalidArgument
 from ft_hsdp.train.fsdp import param_groups
+from ft_hsdp.train.fsdp.batch_norm import RunningStatistics, with_statistics
 from ft_hsdp.train.fsdp.param_groups import ParamGroup
 
 FP32 = MixedPrecisionPolicy()
@@ -221,6 +222,7 @@ class AdoptedModel:
         ready: Callable[[int, torch.Tensor], None],
         find_unused: bool = False,
         ranks_per_unit: int = 1,
+        batch_norm: str | None = None,
     ) -> None:
         """Take a model over that `fully_shard` has sharded.
 
@@ -232,6 +234,8 @@ class AdoptedModel:
             find_unused: Whether batches may leave parameters unused. Then there is one bucket more: of each
                 parameter, on how many ranks it was used.
             ranks_per_unit: So many ranks that follow each other train the same micro-batches.
+            batch_norm: What becomes of running statistics: "mean", or None, which refuses them. Then there is one
+                bucket more, the last one (`RunningStatistics`).
 
         Raises:
             ConfigError: The model cannot be adopted.
@@ -240,7 +244,10 @@ class AdoptedModel:
         self._ready = ready
         self._find_unused = find_unused
         self.data_ranks = ranks // ranks_per_unit  # over which gradients are a mean
-        groups = param_groups.find(model, ranks, ranks_per_unit)
+        if batch_norm not in (None, "mean"):
+            raise ConfigError("job.adopt(batch_norm)", batch_norm, '"mean", or None')
+        groups = param_groups.find(model, ranks, ranks_per_unit, statistics=batch_norm is not None)
+        self.statistics = RunningStatistics(model) if batch_norm is not None and with_statistics(model) else None
         trainable = {id(p) for group in groups for p in group.params}
         self.params: dict[str, DTensor] = {
             param_groups.plain_name(n): p
@@ -252,7 +259,13 @@ class AdoptedModel:
         self.counted = tuple(bucket.counted for bucket in self.buckets)  # in the norm; of each gradient bucket
         gradients = [b.numel for b in self.buckets]
         self.gradients = len(gradients)  # how many buckets are gradients
-        self.sizes = (*gradients, len(self.params)) if find_unused else tuple(gradients)
+        counts = [len(self.params)] if find_unused else []
+        self.sizes = (*gradients, *counts, *([self.statistics.numel] if self.statistics else []))
+
+    def settle(self) -> None:
+        """Take the running statistics as they are now: they may have been loaded after adoption."""
+        if self.statistics is not None:
+            self.statistics.settle()
 
     def check(self) -> None:
         """Check that the model still has the parameters that were taken over.
@@ -281,6 +294,8 @@ class AdoptedModel:
             module.set_is_last_backward(last)
         for bucket in self.buckets:
             bucket.begin()
+        if self.statistics is not None:
+            self.statistics.begin()
 
     def finish(self) -> None:
         """After backward of the last micro-batch: hand on the buckets that were not, with zeros for unused ones.
@@ -299,6 +314,8 @@ class AdoptedModel:
             self._ready(self.gradients, torch.tensor(used, dtype=torch.float32, device=like.device))
         else:
             self._check_used()
+        if self.statistics is not None:
+            self._ready(len(self.sizes) - 1, self.statistics.take())
         for bucket in self.buckets:
             bucket.used.clear()
 
@@ -323,17 +340,20 @@ class AdoptedModel:
     def assign(self, reduced: Sequence[torch.Tensor]) -> None:
         """Make each parameter's gradient one from the reduced flat shards, one for each bucket.
 
-        A parameter that no contributor has used gets none. With ``find_unused`` a collective of the replica.
+        A parameter that no contributor has used gets none. Moves the running statistics, too. With these, or with
+        ``find_unused``, a collective of the replica.
         """
         for bucket, flat in zip(self.buckets, reduced[: self.gradients], strict=True):
             bucket.assign(flat)
         if self._find_unused:
-            counts = reduced[-1].clone()
+            counts = reduced[self.gradients].clone()
             dist.all_reduce(counts)
             params = [param for bucket in self.buckets for param in bucket.params]
             for param, count in zip(params, counts.tolist(), strict=True):
                 if not count:
                     param.grad = None
+        if self.statistics is not None:
+            self.statistics.apply(reduced[-1])
 
     def clear(self) -> None:
         """Drop all gradients and flat shards."""
@@ -341,6 +361,8 @@ class AdoptedModel:
             bucket.begin()
             bucket.drop()
             bucket.used.clear()
+        if self.statistics is not None:
+            self.statistics.drop()
 
     def release(self) -> None:
         """Have the next backward make new gradients instead of adding to those that are here."""

@@ -136,7 +136,9 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def find(model: nn.Module, ranks: int, ranks_per_unit: int = 1) -> list[ParamGroup]:
+def find(
+    model: nn.Module, ranks: int, ranks_per_unit: int = 1, statistics: bool = False
+) -> list[ParamGroup]:
     """Return the groups of ``model`` that have trainable parameters, in the order of their buckets.
 
     It is the order in which backward usually ends with them: the last module first, an inner one before the outer
@@ -146,6 +148,7 @@ def find(model: nn.Module, ranks: int, ranks_per_unit: int = 1) -> list[ParamGro
         model: Sharded over the ranks of this replica.
         ranks: How many there are.
         ranks_per_unit: So many ranks that follow each other train the same micro-batches (tensor parallelism).
+        statistics: Whether statistics that forward changes are taken care of.
 
     Raises:
         ConfigError: The model cannot be adopted.
@@ -168,7 +171,8 @@ def find(model: nn.Module, ranks: int, ranks_per_unit: int = 1) -> list[ParamGro
         found.append(ParamGroup(name, params, sizes, counted, shard_ranks, raw, tuple(trainable)))
     _check_all(model, found)
     _check_data_ranks(found, ranks // ranks_per_unit)
-    _check_buffers(model)
+    if not statistics:
+        _check_buffers(model)
     return found[::-1]
 
 
@@ -302,5 +306,6 @@ def _check_buffers(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         if module.training and getattr(module, "running_mean", None) is not None:
-            allowed = "its eval() before job.adopt (the statistics stay), track_running_stats=False, or GroupNorm"
+            ways = "its eval() before job.adopt (the statistics stay), track_running_stats=False, or GroupNorm"
+            allowed = f'job.adopt(model, batch_norm="mean"); else {ways}'
             raise _refused(plain_name(name) or "the model", "with statistics that forward changes", allowed)

@@ -1,0 +1,144 @@
+"""Running statistics that are part of the committed state, on one rank; what several ranks do is added by hand."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
+from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.optimizer.creation import create_state
+from ft_hsdp.train.optimizer.groups import Groups
+
+Statistics = dict[str, Tensor]
+
+
+class Net(nn.Module):
+    """Two norms with momenta of their own."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.first, self.second = nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3, momentum=0.5)
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.second(self.first(x))).square().mean()
+
+
+def batch(unit: int) -> Tensor:
+    return torch.randn(6, 3, generator=torch.Generator().manual_seed(unit)) * (unit + 1) + unit
+
+
+def built(mesh: DeviceMesh, momentum: float | None) -> tuple[AdoptedModel, Net, dict[int, Tensor]]:
+    torch.manual_seed(0)
+    model, seen = Net(momentum), dict[int, Tensor]()
+    fully_shard(model, mesh=mesh)
+    owner = AdoptedModel(model, 1, seen.__setitem__, batch_norm="mean")
+    assert owner.statistics is not None
+    owner.statistics.state_dict()  # as the job does with the first batch
+    return owner, model, seen
+
+
+def contribution(owner: AdoptedModel, model: Net, seen: dict[int, Tensor], *units: int) -> list[Tensor]:
+    for number, unit in enumerate(units, 1):
+        owner.sync(number == len(units))
+        model(batch(unit)).backward()
+    owner.finish()
+    sums = [seen[bucket].clone() for bucket in range(len(owner.sizes))]
+    owner.clear()
+    return sums
+
+
+def one_forward(model: Net, unit: int) -> Statistics:
+    """What plain torch makes of the statistics in one micro-batch."""
+    alone = copy.deepcopy(model)
+    alone(batch(unit))
+    return {n: b.clone() for n, b in alone.named_buffers()}
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_step_moves_them_by_the_mean_over_its_units(mesh: DeviceMesh, momentum: float | None) -> None:
+    owner, model, seen = built(mesh, momentum)
+    torch.manual_seed(0)
+    plain = Net(momentum)
+    for step in range(3):
+        units = [4 * step + n for n in range(4)]
+        alone = [one_forward(plain, unit) for unit in units]
+        for name, buffer in plain.named_buffers():
+            buffer.copy_(torch.stack([each[name].double() for each in alone]).mean(0))
+        # One replica trains three units, the other one the fourth.
+        mine, theirs = (contribution(owner, model, seen, *part) for part in (units[:3], units[3:]))
+        owner.assign([a + b for a, b in zip(mine, theirs, strict=True)])
+        found = dict(model.named_buffers())
+        for name, wanted in plain.named_buffers():
+            torch.testing.assert_close(found[name], wanted, rtol=1e-5, atol=1e-6)
+    assert found["second.num_batches_tracked"] == 3, "a step counts once"
+
+
+def test_what_is_not_committed_leaves_no_trace(mesh: DeviceMesh) -> None:
+    owner, model, seen = built(mesh, 0.1)
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    contribution(owner, model, seen, 1, 2)  # dropped
+    assert all(torch.equal(b, before[n]) for n, b in model.named_buffers())
+    once = contribution(owner, model, seen, 3)
+    model(batch(9))  # an evaluation that forgot eval()
+    again = contribution(owner, model, seen, 3)
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_a_second_part_of_a_step_holds_its_own_units_alone(mesh: DeviceMesh) -> None:
+    owner, model, seen = built(mesh, 0.1)
+    whole = contribution(owner, model, seen, 1, 2)[-1]
+    for unit in (1, 2):
+        owner.sync(True)
+        model(batch(unit)).backward()
+        owner.finish()
+        owner.release()
+        part = seen[len(owner.sizes) - 1].clone()
+        assert part[-1] == 1
+        whole -= part
+    torch.testing.assert_close(whole, torch.zeros_like(whole), rtol=0, atol=1e-6)
+
+
+def test_they_are_part_of_the_state_and_not_of_what_is_frozen(mesh: DeviceMesh) -> None:
+    owner, model, _ = built(mesh, 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    create_state(optimizer)
+    live = LiveState(owner, Groups(optimizer, None), Ledger.empty(1), 0, 1)
+    live.describe_frozen(ReplicaGroup())
+    assert live.frozen == ()
+    statistics = owner.statistics
+    assert statistics is not None
+    held = statistics.state_dict()
+    assert set(held) == {n for n, _ in model.named_buffers()}
+    with torch.no_grad():
+        model.first.running_mean.fill_(7)  # type: ignore[union-attr]
+    statistics.load_state_dict({n: torch.full_like(t, 2) for n, t in held.items()})
+    assert all((b == 2).all() for b in model.buffers())
+
+
+def test_values_that_are_loaded_after_adoption_are_the_initial_ones(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model = Net(0.1)
+    fully_shard(model, mesh=mesh)
+    owner = AdoptedModel(model, 1, lambda *_: None, batch_norm="mean")
+    owner.settle()
+    model(batch(0))  # a warm-up
+    owner.clear()
+    assert (model.first.running_mean == 0).all()  # type: ignore[operator]
+    model.first.running_mean.fill_(3)  # type: ignore[union-attr]
+    assert owner.statistics is not None
+    assert (owner.statistics.state_dict()["first.running_mean"] == 3).all()
+
+
+def test_another_way_is_refused(mesh: DeviceMesh) -> None:
+    with pytest.raises(ConfigError, match=r"job.adopt\(batch_norm\): got 'sum'; allowed: \"mean\", or None"):
+        AdoptedModel(Net(0.1), 1, lambda *_: None, batch_norm="sum")
