@@ -136,9 +136,7 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def find(
-    model: nn.Module, ranks: int, ranks_per_unit: int = 1, statistics: bool = False
-) -> list[ParamGroup]:
+def find(model: nn.Module, ranks: int, ranks_per_unit: int = 1, statistics: bool = False) -> list[ParamGroup]:
     """Return the groups of ``model`` that have trainable parameters, in the order of their buckets.
 
     It is the order in which backward usually ends with them: the last module first, an inner one before the outer
