@@ -18,6 +18,7 @@ Read the modules in this order:
     fabric      Lightning Fabric: a strategy
     accelerate  Accelerate: an accelerator
     transformers  Hugging Face's Trainer: a mixin
+    torchtitan  torchtitan: a trainer
 
 A trainer is imported by its own module alone: `import ft_hsdp` imports none of them, and none is a dependency.
 The examples and the pages have the names of the trainers: examples/fabric, docs/fabric.md.
