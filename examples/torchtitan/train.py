@@ -21,7 +21,7 @@ from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 from torchtitan.models.llama3 import model_registry
 
-from ft_hsdp.integrations.torchtitan import FaultTolerantTrainer  # FT
+from ft_hsdp.integrations.torchtitan import FtHsdpTrainer  # FT
 
 VOCABULARY = 31
 
@@ -60,11 +60,11 @@ class Numbers(BaseTokenizer):
         return VOCABULARY + 2
 
 
-def llama3_tiny() -> FaultTolerantTrainer.Config:  # FT
+def llama3_tiny() -> FtHsdpTrainer.Config:  # FT
     """Two layers of torchtitan's debug model."""
     model_spec = model_registry("debugmodel")
     del model_spec.model.layers[2:]
-    return FaultTolerantTrainer.Config(  # FT
+    return FtHsdpTrainer.Config(  # FT
         model_spec=model_spec,
         tokenizer=Numbers.Config(),
         dataloader=HuggingFaceTextDataLoader.Config(dataset="counts"),

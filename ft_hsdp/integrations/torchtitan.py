@@ -1,7 +1,7 @@
 """torchtitan 0.3 on ft_hsdp: a `Trainer` whose step is a committed step of the job.
 
-    def llama3() -> FaultTolerantTrainer.Config:
-        return FaultTolerantTrainer.Config(model_spec=model_registry("8B"), ...)
+    def llama3() -> FtHsdpTrainer.Config:
+        return FtHsdpTrainer.Config(model_spec=model_registry("8B"), ...)
 
 In a configuration registry it takes the place of torchtitan's `Trainer`; ``torchtitan.train:main`` is the `entry`
 of the job. torchtitan builds, shards and initialises the model, the optimizers, the schedulers and the
@@ -49,16 +49,18 @@ _ALLOWED: dict[str, tuple[object, str]] = {
 }
 
 
-class FaultTolerantTrainer(Trainer):
+@dataclass(kw_only=True, slots=True)
+class FtHsdpTrainerConfig(Trainer.Config):
+    """The settings of torchtitan's `Trainer`, without any more; in a registry, `FtHsdpTrainer.Config`."""
+
+
+class FtHsdpTrainer(Trainer):
     """torchtitan's `Trainer` for the ranks of one replica of a job."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        """The settings of torchtitan's `Trainer`, without any more."""
-
+    Config = FtHsdpTrainerConfig
     job: Job
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: FtHsdpTrainerConfig) -> None:
         """Join the job (`ft_hsdp.join`), have torchtitan build everything, and give the job what it commits.
 
         A collective of the replica's ranks.
