@@ -175,10 +175,11 @@ class FtHsdpTrainer(Trainer):
             ConfigError: The optimizers were changed so that the job cannot commit their step.
             DataloaderExhaustedError: The job has ended.
         """
-        committed = False
+        committed, rates = False, {}
         while not committed:
             batch = next(data_iterator)
             held = self.job.step  # after a replica that was behind has caught up
+            rates = self.lr_schedulers.get_metrics()
             loss = self._forward_backward(*batch)
             self._optim.step(loss=loss)
             committed = self.job.step > held
@@ -186,7 +187,7 @@ class FtHsdpTrainer(Trainer):
         last = self.job.last
         if last is not None and self.metrics_processor.should_log(self.step):
             norm = float("nan") if last.gradient_norm is None else last.gradient_norm
-            self.metrics_processor.log(self.step, last.loss, last.loss, norm, self.lr_schedulers.get_metrics())
+            self.metrics_processor.log(self.step, last.loss, last.loss, norm, rates)
 
     def _forward_backward(self, inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
         """Run forward and backward; return the mean loss over the valid tokens of the micro-batch."""

@@ -150,7 +150,7 @@ class Stub(SimpleNamespace):
         config = SimpleNamespace(train=train, replicas=2, data=SimpleNamespace(weight="tokens", **data))
         super().__init__(config=config, ranks=1, data_rank=0, data_ranks=1, step=0, last=None)
         self.weights: list[int] = []
-        self.logged: list[tuple[int, set[str]]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
 
     def adopt(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -164,6 +164,8 @@ class Stub(SimpleNamespace):
         self.micro = getattr(self, "micro", 0) + 1
         if self.micro % 2 == 0:
             self.step += 1
+            for scheduler in self.given[1]:
+                scheduler.step()
             self.last = SimpleNamespace(loss=float(loss), gradient_norm=1.0)
 
     def warm_up(self, once: Callable[[], None]) -> None:
@@ -183,7 +185,7 @@ class Stub(SimpleNamespace):
             yield batch
 
     def log(self, values: dict[str, float], step: int) -> None:
-        self.logged.append((step, set(values)))
+        self.logged.append((step, values))
 
 
 @pytest.fixture
@@ -284,7 +286,8 @@ def test_what_a_trainer_gives_to_the_job(config: Any, monkeypatch: pytest.Monkey
     assert job.weights == [4 * 64] * 4
     assert trainer.step == 2
     assert [step for step, _ in job.logged] == [1, 2]
-    assert {"lr/AdamW", "throughput_tps", "mfu_pct"} <= job.logged[0][1]
+    assert job.logged[0][1]["lr/AdamW"] == pytest.approx(1e-4), "the first of 10 steps that warm up"
+    assert {"throughput_tps", "mfu_pct"} <= job.logged[0][1].keys()
     assert not any("loss" in name or name == "grad_norm" for name in job.logged[0][1])
 
 
