@@ -78,14 +78,14 @@ def test_the_weights_are_those_of_our_own_loop(tmp_path: Path) -> None:
 
 def test_rows_with_an_index_count_once(tmp_path: Path) -> None:
     """The samples of a lost replica are trained by the other one; rows differ in how many tokens are valid."""
-    exactly: dict[str, Any] = {"data__assignment": "global", "args": ROWS, "chaos": [KILL]}
-    batch = {"quorum__batch": "constant", "quorum__refill": "same_step"}
-    with ExampleJob("torchtitan", tmp_path, "refilled", **exactly, **batch) as job:
+    dealt: dict[str, Any] = {"data__assignment": "global", "args": ROWS}
+    refilled = {"quorum__batch": "constant", "quorum__refill": "same_step", "chaos": [KILL]}
+    with ExampleJob("torchtitan", tmp_path, "refilled", **dealt, **refilled) as job:
         job.finish(STEPS)
     check_kill(tmp_path / "runs" / "refilled", VICTIM, STEPS)
-    with ExampleJob("torchtitan", tmp_path, "waits", **exactly, quorum__min_replicas=2) as job:
+    with ExampleJob("torchtitan", tmp_path, "waits", **dealt, quorum__min_replicas=2, chaos=[KILL]) as job:
         waits = job.finish(STEPS)
-    with ExampleJob("torchtitan", tmp_path, "own", **(exactly | {"args": ["rows"]}), entry=OWN_LOOP) as job:
+    with ExampleJob("torchtitan", tmp_path, "own", **(dealt | {"args": ["rows"]}), entry=OWN_LOOP) as job:
         assert job.finish(STEPS) == waits
 
 
