@@ -79,7 +79,7 @@ def test_the_weights_are_those_of_our_own_loop(tmp_path: Path) -> None:
 def test_rows_with_an_index_count_once(tmp_path: Path) -> None:
     """The samples of a lost replica are trained by the other one; rows differ in how many tokens are valid."""
     dealt: dict[str, Any] = {"data__assignment": "global", "args": ROWS}
-    refilled = {"quorum__batch": "constant", "quorum__refill": "same_step", "chaos": [KILL]}
+    refilled: dict[str, Any] = {"quorum__batch": "constant", "quorum__refill": "same_step", "chaos": [KILL]}
     with ExampleJob("torchtitan", tmp_path, "refilled", **dealt, **refilled) as job:
         job.finish(STEPS)
     check_kill(tmp_path / "runs" / "refilled", VICTIM, STEPS)
