@@ -39,6 +39,9 @@ from ft_hsdp.train.join import join
 _ALLOWED: dict[str, tuple[object, str]] = {
     "training.disable_cuda_graphs": (True, "True: a graph that is replayed hands no gradients to the job"),
     "parallelism.pipeline_parallel_degree": (1, "1: a bucket of gradients is ready once in each backward"),
+    "parallelism.tensor_parallel_degree": (1, "1: FSDP shards over all ranks of a replica"),
+    "parallelism.context_parallel_degree": (1, "1: FSDP shards over all ranks of a replica"),
+    "parallelism.expert_parallel_degree": (1, "1: FSDP shards over all ranks of a replica"),
     "metrics.enable_tensorboard": (
         False,
         "False: the job writes the numbers once for all replicas (docs/metrics.md)",
@@ -106,11 +109,6 @@ class FtHsdpTrainer(Trainer):
             raise ConfigError("checkpoint", f"a state of step {self.step}", allowed)
         (model,) = self.model_parts
         self.job.adopt(model)
-        batch = self.parallel_dims.get_optional_mesh("batch")
-        rank, ranks = (0, 1) if batch is None else (batch.get_local_rank(), batch.size())
-        if (rank, ranks) != (self.job.data_rank, self.job.data_ranks):
-            allowed = f"degrees of 1 for tensor and context parallelism: data for {self.job.data_ranks} ranks"
-            raise ConfigError("parallelism", f"data for {ranks} ranks", allowed)
         if self.optimizers._optimizer_step_pre_hooks or self.optimizers._optimizer_step_post_hooks:
             allowed = "none (load_balance_coeff=None for experts): a replica that catches up would not run it"
             raise ConfigError("optimizers", "a hook of step", allowed)

@@ -229,6 +229,9 @@ def built(config: Any, monkeypatch: pytest.MonkeyPatch, job: Stub) -> Any:
         ("training.global_batch_size", 8, "global_batch_size.*16"),
         ("training.disable_cuda_graphs", False, "disable_cuda_graphs.*True"),
         ("parallelism.pipeline_parallel_degree", 2, "pipeline_parallel_degree"),
+        ("parallelism.tensor_parallel_degree", 2, "tensor_parallel_degree"),
+        ("parallelism.context_parallel_degree", 2, "context_parallel_degree"),
+        ("parallelism.expert_parallel_degree", 2, "expert_parallel_degree"),
         ("checkpoint.enable", True, "checkpoint.enable.*checkpoint.dir"),
         ("metrics.enable_tensorboard", True, "docs/metrics.md"),
         ("metrics.enable_wandb", True, "docs/metrics.md"),
@@ -259,12 +262,7 @@ def test_a_loss_that_runs_backward_and_means_over_units_are_refused(
 
 
 @pytest.mark.usefixtures("group")
-def test_hooks_of_the_optimizers_and_data_for_other_ranks_are_refused(
-    config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Stub()
-    job.data_ranks = 2
-    refused(lambda: built(config, monkeypatch, job), "parallelism.*for 2 ranks")
+def test_hooks_of_the_optimizers_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config.model_spec.post_optimizer_build_fn = lambda optimizers, *_: optimizers.register_step_pre_hook(print)
     refused(lambda: built(config, monkeypatch, Stub()), "a hook of step")
 
