@@ -10,7 +10,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 # Trainers of others that ft_hsdp plugs into: examples/NAME is the example, tests/integrations/test_NAME.py its test.
-FRAMEWORKS := fabric accelerate transformers torchtitan
+FRAMEWORKS := fabric accelerate transformers torchtitan ray_train
 
 # The environment with torchft's nightly.
 NIGHTLY := .venvs/torchft-nightly

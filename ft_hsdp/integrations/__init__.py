@@ -19,6 +19,7 @@ Read the modules in this order:
     accelerate  Accelerate: an accelerator
     transformers  Hugging Face's Trainer: a mixin
     torchtitan  torchtitan: a trainer
+    ray_train   Ray Train: a trainer, which starts the job on a Ray cluster; the train loop is one of our own kind
 
 A trainer is imported by its own module alone: `import ft_hsdp` imports none of them, and none is a dependency.
 The examples and the pages have the names of the trainers: examples/fabric, docs/fabric.md.

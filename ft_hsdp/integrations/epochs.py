@@ -94,13 +94,14 @@ class EpochLoader:
         """
         if not loader.steps_per_epoch:
             allowed = "enough for a step of all replicas: a smaller batch_size, or more samples"
-            raise ConfigError("strategy.setup_dataloader", "an epoch of less than one step", allowed)
+            raise ConfigError("DataLoader(batch_size)", "an epoch of less than one step", allowed)
         self._job = job
         self._loader = loader
         self._begin = begin
         self._batches: Iterator[Any] | None = None
         self._ahead: list[Any] = []  # a batch that was asked for, and not yielded yet
         self._empty = 0  # passes after the last step
+        self._numbered = False  # `epochs` asks for what follows a pass, so also for the end of the job
 
     def __len__(self) -> int:
         return self._loader.steps_per_epoch * self._job.config.train.accumulate
@@ -122,7 +123,7 @@ class EpochLoader:
                 self._ahead.append(batch)
                 return
             yield batch
-            if end <= self._job.step < self._job.config.train.steps:
+            if end <= self._job.step and (self._numbered or self._job.step < self._job.config.train.steps):
                 return
         if first:
             self._empty += 1
@@ -135,6 +136,8 @@ class EpochLoader:
     def epochs(self, number: int) -> Iterator[int]:
         """Yield the number of each epoch that is not over yet, from 0; make one pass over this for each.
 
+        The job ends in this call, after the last pass: what follows a pass may log values of its last step.
+
         Args:
             number: How many epochs the job has.
 
@@ -145,6 +148,7 @@ class EpochLoader:
         if steps != number * each:
             allowed = f"{number * each}, for {number} epochs of {each} steps"
             raise ConfigError("train.steps", steps, allowed)
+        self._numbered = True
         while (batch := self._next()) is not _OVER:
             self._ahead.append(batch)
             yield self._job.step // each

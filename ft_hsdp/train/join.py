@@ -38,6 +38,7 @@ from ft_hsdp.train.replay_job import Recorded, ReplayJob
 
 CONFIG_VARIABLE = "FT_HSDP_CONFIG"  # the configuration's file, for `join` without arguments
 REPLICA_VARIABLE = "FT_HSDP_REPLICA"  # the replica's id
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 LOOK_S = 0.1  # between two looks for the lighthouse of the run
 
 
@@ -71,7 +72,7 @@ class RankGroup:
         self._made = False
         if self._store is not None:
             self._store.close()
-        _process.joined = False
+        _process.joined, _process.job = False, None
 
 
 @dataclass(slots=True)
@@ -81,6 +82,7 @@ class _Process:
     launch: Launch | None = None  # set by `launched`
     asked: bool = False  # whether `join` was called
     joined: bool = False  # whether it is a rank now
+    job: Job | None = None  # of the rank that it is
 
 
 _process = _Process()
@@ -98,6 +100,21 @@ def launched(launch: Launch) -> None:
 def has_joined() -> bool:
     """Return whether `join` was called in this process."""
     return _process.asked
+
+
+def joined_job() -> Job | None:
+    """Return what `join` has returned in this process; None before, and once the job is closed."""
+    return _process.job
+
+
+def expected_launch() -> Launch | None:
+    """Return what `join` takes when it is called without arguments; None if no launcher has started this process.
+
+    Raises:
+        ConfigError: torchrun has started it, and its environment does not name the configuration and the replica.
+    """
+    started = _process.launch is not None or all(name in os.environ for name in _RANK_VARIABLES)
+    return _given(None, None, None) if started else None
 
 
 def join(
@@ -160,7 +177,8 @@ def join(
         store = _connect_ranks(rank, ranks, incarnation, backend(device), config, token)
         group = RankGroup(store, made=True)
     _process.asked = _process.joined = True
-    return Job(config, place, source, identity, device, group.close)
+    _process.job = Job(config, place, source, identity, device, group.close)
+    return _process.job
 
 
 def _repeat(config: Config, run: Path, recorded: Recorded) -> ReplayJob:
@@ -172,7 +190,8 @@ def _repeat(config: Config, run: Path, recorded: Recorded) -> ReplayJob:
     place = RankPlace(rank, ranks, run, (), token, os.environ["MASTER_ADDR"], starts_agent=False)
     group = RankGroup(_connect_ranks(rank, ranks, "replay", backend(device), config, token), made=True)
     _process.asked = _process.joined = True
-    return ReplayJob(config, place, device, recorded, group.close)
+    _process.job = ReplayJob(config, place, device, recorded, group.close)
+    return _process.job
 
 
 def _given(
@@ -253,7 +272,7 @@ def _own_rank(config: Config) -> tuple[int, int]:
     if dist.is_initialized():
         rank, ranks, key = dist.get_rank(), dist.get_world_size(), "the default process group's size"
     else:
-        missing = next((name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ), None)
+        missing = next((name for name in _RANK_VARIABLES if name not in os.environ), None)
         if missing is not None:
             raise ConfigError(missing, None, "a process that torchrun, or a launcher of ft_hsdp, has started")
         rank, ranks, key = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "WORLD_SIZE"
@@ -336,4 +355,4 @@ def _interface(host: str) -> str | None:
     return None
 
 
-__all__ = ["Launch", "RankGroup", "has_joined", "join", "launched"]
+__all__ = ["Launch", "RankGroup", "expected_launch", "has_joined", "join", "joined_job", "launched"]

@@ -100,6 +100,14 @@ def test_epochs_are_numbered_by_the_job() -> None:
     assert [(epoch, one_pass(job, loader)) for epoch in loader.epochs(3)] == [(1, [5, 6]), (2, [7, 8, 9])]
 
 
+def test_what_follows_the_last_pass_is_still_in_the_job() -> None:
+    job = Stub(6)
+    loader = epochs_of(job)
+    ended = [(one_pass(job, loader), job.ended)[1] for _ in loader.epochs(2)]
+    assert ended == [False, False], "a value of the last step could not be logged any more"
+    assert job.ended, "the job was not left in order"
+
+
 def test_a_job_of_another_length_is_refused() -> None:
     job = Stub(8)
     with pytest.raises(ConfigError, match=r"train\.steps: got 8; allowed: 9, for 3 epochs of 3 steps"):

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.support.scenarios.scenario_job import ROOT, Job, check
@@ -38,13 +39,17 @@ class ExampleJob(Job):
 
 
 class Page:
-    """The page of an example: its commands after the environment is made, as a user runs them."""
+    """The page of an example: its commands after the environment is made, as a user runs them.
 
-    def __init__(self, example: str, folder: Path) -> None:
-        """Read docs/`example`.md; run its commands in `folder`, which looks like a clone."""
-        self._text = (ROOT / "docs" / f"{example}.md").read_text()
+    A block of a console, with prompts, is none of them.
+    """
+
+    def __init__(self, example: str, folder: Path, env: Mapping[str, str] = os.environ) -> None:
+        """Read the page in docs/; run its commands in `folder`, which looks like a clone, with `env`."""
+        self._text = (ROOT / "docs" / f"{example.replace('_', '-')}.md").read_text()
         self._activate = f". .venvs/{example}/bin/activate"
         self._folder = folder
+        self._env = env
         for name in ("examples", "launcher.py"):
             (folder / name).symlink_to(ROOT / name)
 
@@ -58,7 +63,7 @@ class Page:
         """Run a command to its end; what it prints."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         python = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        env = {**os.environ, "PATH": path, "PYTHONPATH": python}
+        env = {**self._env, "PATH": path, "PYTHONPATH": python}
         done = subprocess.run(
             ["bash", "-c", command], cwd=self._folder, env=env, capture_output=True, text=True, timeout=120
         )
