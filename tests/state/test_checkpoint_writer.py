@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.export import export
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, writer
-from tests.support.state.durable_side import KEY, Uneven
+from tests.support.state.durable_side import KEY, Uneven, two_layers
 
 WAIT_S = 90.0
 
@@ -188,6 +188,16 @@ def test_what_is_exported_is_the_unsharded_model(replica, tmp_path, ranks) -> No
     made = Uneven(1, 8, 1)
     made.load_state_dict(load_file(out))
     assert all(torch.equal(made.state_dict()[name], tensor) for name, tensor in wanted.items())
+
+
+def test_what_is_exported_of_tensor_parallel_layers_is_the_whole_model(replica, tmp_path) -> None:
+    """Meshes of two dimensions, and of fewer ranks than the replica has."""
+    folder, out = tmp_path / "checkpoints", tmp_path / "out.safetensors"
+    assert [each["kind"] for each in replica(4, "save_on_two_dimensions", folder)] == ["Published"] * 4
+    export(folder, out, None, KEY)
+    found, wanted = load_file(out), two_layers().state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
 
 
 def test_torchs_own_tools_read_it(two, tmp_path) -> None:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, TensorPiece
@@ -67,7 +68,7 @@ def views(
         if isinstance(model, DTensor):
             piece = DTensor.from_local(
                 piece,
-                ranks.mesh,
+                _on_host(model.device_mesh, ranks),
                 model.placements,
                 run_check=False,
                 shape=model.shape,
@@ -75,6 +76,13 @@ def views(
             )
         found[key(place.kind, place.name)] = piece
     return found
+
+
+def _on_host(mesh: DeviceMesh, ranks: ReplicaGroup) -> DeviceMesh:
+    """Return a CPU mesh like ``mesh``, by which the place of a shard is found. It cannot communicate."""
+    if mesh.ndim == 1 and mesh.size() == ranks.size:
+        return ranks.mesh
+    return DeviceMesh("cpu", mesh.mesh, _init_backend=False)
 
 
 class _Writer(checkpoint.FileSystemWriter):

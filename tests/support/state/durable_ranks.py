@@ -25,14 +25,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.filesystem as torch_files
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, writer
 from ft_hsdp.state.checkpoint.catalog import resume
-from ft_hsdp.state.checkpoint.writer import Header
-from tests.support.state.durable_side import HYPER, KEY, VALUES, Side, header, told
+from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header
+from ft_hsdp.state.transfer.shard_manifest import Layout
+from ft_hsdp.train import live_state
+from tests.support.state.durable_side import HYPER, KEY, VALUES, Side, header, told, two_layers
 
 WAIT_S = 60.0
 
@@ -67,6 +72,23 @@ def load(side: Side, folder: str, config_hash: str = "hash", key: str | None = K
         "values": s.user == VALUES,
         "skipped": skipped,
     }
+
+
+def save_on_two_dimensions(side: Side, folder: str) -> Any:
+    """Publish a model of tensor parallel layers, of which one is whole on each rank, sharded by FSDP2 as well."""
+    model = two_layers()
+    mesh = init_device_mesh("cpu", (side.ranks.size // 2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    params = dict(model.named_parameters())
+    layout = Layout.of(params, {})
+    packed = torch.empty(layout.nbytes, dtype=torch.uint8)
+    live_state.pack(layout, list(params.values()), packed)
+    about = CheckpointOrigin("0-a-0", 1, "hash", {}, ranks_per_unit=2)
+    checkpointer = Checkpointer(Path(folder), 1, KEY, about, layout, params, {}, side.ranks)
+    outcome = checkpointer.write(packed, header(1)).result(WAIT_S)
+    checkpointer.close()
+    return told(outcome)
 
 
 def save_beside_training(side: Side, folder: str, count: int) -> Any:
@@ -306,6 +328,7 @@ DO: dict[str, Callable[..., Any]] = {
     for each in (
         save,
         load,
+        save_on_two_dimensions,
         save_beside_training,
         overtaken,
         with_disk_full,

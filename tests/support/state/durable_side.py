@@ -40,6 +40,12 @@ class Uneven(nn.Module):
         self.still = nn.Parameter(torch.randn(5, 2, generator=g), requires_grad=False)
 
 
+def two_layers() -> nn.Module:
+    """Two layers for tensor parallelism, of sizes that four ranks do not share evenly, and a norm."""
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 7), nn.LayerNorm(7))
+
+
 class Side:
     """A rank's live state: an FSDP2 model and AdamW, filled from a seed."""
 
