@@ -43,14 +43,15 @@ test: lint types
 	$(PYTEST) -n 4 --dist loadfile -m 'not proof and not soak and not integration and not multiproc'; one=$$?; \
 	$(PYTEST) -m 'not proof and not soak and not integration and multiproc'; two=$$?; exit $$((one ? one : two))
 
-# Long runs with real launchers and processes; twenty minutes or more.
+# Long runs with real launchers and processes, two at a time; twenty minutes or more. Then two of the other trainers.
 proof: $(TOOLS)
-	$(PYTEST) -m 'proof and not soak' --durations=15
+	$(PYTEST) -n 2 --dist loadfile -m 'proof and not soak' --durations=15; one=$$?; \
+	$(MAKE) --no-print-directory integration-fabric integration-transformers; two=$$?; exit $$((one ? one : two))
 
 integrations: $(FRAMEWORKS:%=integration-%)
 
 integration-%: .venvs/%/.installed
-	PYTHONDONTWRITEBYTECODE= .venvs/$*/bin/python -m pytest -m integration \
+	PYTHONDONTWRITEBYTECODE= .venvs/$*/bin/python -m pytest -n 2 -m integration \
 	  $(wildcard tests/integrations/test_$*.py tests/integrations/test_$*_*.py)
 
 # Our tests of torchft, and the nightly's own with our process group. Delete the folder for a newer nightly.
