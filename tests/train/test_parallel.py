@@ -72,6 +72,7 @@ def test_a_mesh_that_does_not_fit_is_refused_in_one_line(found: dict[str, list[d
     wanted = {
         "tensor parallel, ranks_per_unit: 1": "ranks_per_unit: 2 if ranks train one micro-batch together",
         "tensor parallel, plain norms, ranks_per_unit: 1": "ranks_per_unit: 2 if ranks train one micro-batch",
+        "tensor parallel, frozen norms, ranks_per_unit: 1": "sharded over all 4, or ranks_per_unit: 2 if",
         "tensor parallel outside": 'fully_shard(mesh=mesh["dp"]) of init_device_mesh(device, (2, 2), mesh_dim',
         "expert parallel, ranks_per_unit: 2": 'fully_shard(mesh=mesh["dp"]) of init_device_mesh(device, (2, 2)',
         "experts that differ by rank": "a mesh over the 4 ranks of this replica",

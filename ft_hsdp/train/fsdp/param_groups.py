@@ -154,10 +154,12 @@ def find(model: nn.Module, ranks: int, ranks_per_unit: int = 1, statistics: bool
     reshard(model)
     names = {id(m): plain_name(n) or "the model" for n, m in model.named_modules(remove_duplicate=False)}
     found: list[ParamGroup] = []
+    widths: dict[str, int] = {}  # by name of a group, also a frozen one: ranks over which it is sharded
     for raw in _raw_groups(model):
         name = ", ".join(dict.fromkeys(names.get(id(m), type(m).__name__) for m in raw.modules))
         trainable = [p for p in raw.fsdp_params if p.sharded_param.requires_grad]
         _check(name, raw, (p.sharded_param for p in raw.fsdp_params))
+        widths[name] = max(widths.get(name, 0), raw.mesh_info.shard_mesh_size)
         if not trainable:
             continue
         params = tuple(p.sharded_param for p in trainable)
@@ -168,7 +170,7 @@ def find(model: nn.Module, ranks: int, ranks_per_unit: int = 1, statistics: bool
         shard_ranks = raw.mesh_info.shard_mesh_size
         found.append(ParamGroup(name, params, sizes, counted, shard_ranks, raw, tuple(trainable)))
     _check_all(model, found)
-    _check_data_ranks(found, ranks // ranks_per_unit)
+    _check_data_ranks(widths, ranks // ranks_per_unit)
     if not statistics:
         _check_buffers(model)
     return found[::-1]
@@ -248,18 +250,18 @@ def _check_mesh(name: str, raw: Any, params: tuple[DTensor, ...], ranks: int, ra
         raise _refused(name, f"{on}, with a parameter that others have, too", f"{allowed}{out}")
 
 
-def _check_data_ranks(groups: list[ParamGroup], data_ranks: int) -> None:
+def _check_data_ranks(widths: dict[str, int], data_ranks: int) -> None:
     """Check that some group is sharded over all data ranks, as all of a model are but its experts.
 
     Raises:
         ConfigError: None is.
     """
-    if any(group.ranks == data_ranks for group in groups):
-        return
-    widest = max(groups, key=lambda group: group.ranks)
-    allowed = f"some parameters that are sharded over all {data_ranks}"
-    out = _or_tensor_parallel(data_ranks, widest.ranks)
-    raise _refused(widest.name, f"over {widest.ranks} of {data_ranks} ranks", f"{allowed}{out}")
+    name, widest = max(widths.items(), key=lambda each: each[1])
+    if widest < data_ranks:
+        allowed = (
+            f"some parameters that are sharded over all {data_ranks}{_or_tensor_parallel(data_ranks, widest)}"
+        )
+        raise _refused(name, f"over {widest} of {data_ranks} ranks", allowed)
 
 
 def _or_tensor_parallel(ranks: int, fsdp_ranks: int) -> str:
