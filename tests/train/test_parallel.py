@@ -53,7 +53,7 @@ def test_loss_gradient_norm_and_weights_are_those_of_the_model_in_one_process(
     assert len(ranks) == RANKS, "a kind before it failed"
     for row in ranks:
         assert "error" not in row, row["error"]
-        assert max(row[what] for what in ("loss", "gradient", "norm", "clip", "weights")) <= 1e-6, row
+        assert max(row[what] for what in ("loss", "gradient", "norm", "clip", "weights", "saved")) <= 1e-6, row
     assert len({row["digest"] for row in ranks}) == 1, "of the whole state"
     assert len({row["weights_digest"] for row in ranks}) == RANKS, "each rank has a shard of its own"
 

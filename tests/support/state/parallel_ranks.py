@@ -10,11 +10,13 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
@@ -23,9 +25,11 @@ from torch.nn import functional
 
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.state.checkpoint import dcp
+from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
 from ft_hsdp.train.gradients import checksum, sum_of_squares
-from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.live_state import LiveState, pack
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
 from ft_hsdp.train.step_driver import scalar
@@ -166,7 +170,27 @@ def adopt(kind: Kind) -> dict[str, Any]:
         p for p in adopted.params.values() if p.device_mesh.size() < RANKS or Replicate() in p.placements
     ]
     alike = "".join(checksum(p.to_local().detach().contiguous()) for p in replicated)
+    worst["saved"] = saved(live, adopted)
     return {**worst, "replicated": alike, "digest": live.digest(), "weights_digest": live.weights_digest()}
+
+
+def saved(live: LiveState, adopted: AdoptedModel) -> float:
+    """Write the shards as a checkpoint does; return the largest difference of a weight that is read from it."""
+    ranks, store = ReplicaGroup(), Path(os.environ["STORE"])
+    folder = store.with_name(f"saved-{len(os.listdir(store.parent))}")
+    folder = Path(ranks.broadcast(str(folder).encode()).decode())
+    folder.mkdir(exist_ok=True)
+    buffer = torch.zeros(live.layout.nbytes, dtype=torch.uint8)
+    pack(live.layout, [*live.params.values(), *live.optim.values()], buffer)
+    views = dcp.views(live.layout, [*live.params.values(), *live.optim.values()], buffer, ranks)
+    dcp.save(folder, views, dcp.stored(live.layout), ranks)
+    whole = {dcp.key("param", n): torch.empty(p.shape) for n, p in adopted.params.items()}
+    checkpoint.load(whole, checkpoint_id=folder, no_dist=True)
+    found = 0.0
+    for name, param in adopted.params.items():
+        full: Any = param
+        found = max(found, float((full.full_tensor() - whole[dcp.key("param", name)]).detach().abs().max()))
+    return found
 
 
 def refusal(kind: Kind) -> dict[str, Any]:
