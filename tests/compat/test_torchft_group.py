@@ -358,7 +358,7 @@ def test_only_its_own_module_imports_torchft() -> None:
     root = Path(ft_hsdp.__file__).parent
     names = [".".join(p.relative_to(root.parent).with_suffix("").parts) for p in sorted(root.rglob("*.py"))]
     # They need mpi4py, and the trainer of others that they are for.
-    trainers = ("accelerate", "fabric", "transformers")
+    trainers = [folder.name for folder in (root.parent / "examples").iterdir()]
     optional = {"ft_hsdp.bench.contenders.openmpi", *(f"ft_hsdp.integrations.{name}" for name in trainers)}
     ours = [n for n in names if not n.endswith("__main__") and ".torchft" not in n and n not in optional]
     assert "ft_hsdp.ftar.communicator" in ours
