@@ -100,6 +100,7 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
         fabric.print(f"epoch {epoch}: loss {loss.item():.4f}")
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

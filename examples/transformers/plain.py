@@ -57,6 +57,7 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model()
+    trainer.accelerator.end_training()  # leaves the process group; without it torch may abort when Python ends
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def test_a_killed_replica_heals_while_the_other_goes_on(tmp_path: Path, kind: st
         assert (verdict["equal"], verdict["steps"]) == (True, STEPS), verdict
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kill_leaves_no_trace_in_the_weights_if_steps_wait_for_both(tmp_path: Path, kind: str) -> None:
     steps = 2 * AT
