@@ -91,6 +91,7 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
         accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}")
+    accelerator.wait_for_everyone()
     accelerator.end_training()
 
 

@@ -100,6 +100,7 @@ def main() -> None:
             scheduler.step()
             optimizer.zero_grad()
         fabric.print(f"epoch {epoch}: loss {loss.item():.4f}")
+    fabric.barrier()
     torch.distributed.destroy_process_group()
 
 

@@ -60,7 +60,8 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model()
-    trainer.accelerator.end_training()  # leaves the process group; without it torch may abort when Python ends
+    trainer.accelerator.wait_for_everyone()  # or gloo's threads still need Python, and torch aborts at the end
+    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
