@@ -17,10 +17,11 @@ import pytest
 from ft_hsdp import jsonl
 from ft_hsdp.config import parse
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.jsonl import Journal, LineWriter, Lost, Queued, replace_json, reserve, strict
+from ft_hsdp.jsonl import WAIT_S, Journal, LineWriter, Lost, Queued, replace_json, reserve, strict
 from ft_hsdp.launch.run.directory import RunDir, Tailer, open_log, read_json, read_jsonl, try_write_json
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.train.step_log import StepLog
+from tests.support.launch.launch_rows import commit
 
 
 class Disk:
@@ -113,7 +114,7 @@ def test_a_limit_on_files_is_a_full_disk(tmp_path: Path) -> None:
     program = f"""
 import resource
 from pathlib import Path
-from ft_hsdp.jsonl import Journal, LineWriter
+from ft_hsdp.jsonl import WAIT_S, Journal, LineWriter
 journal = Journal(Path({str(tmp_path)!r}) / "events.jsonl", source="replica")
 lines = LineWriter(Path({str(tmp_path)!r}) / "fed.jsonl", journal.lost)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
@@ -228,6 +229,38 @@ def test_a_full_disk_costs_the_files_of_a_supervisor_and_of_a_leader_and_nobody_
     recorder.close()
     assert [lost.file for lost in told] == ["final.json"]
     assert full_disk.call_count >= 4
+
+
+def test_the_summary_is_written_after_the_lines_of_the_other_merged_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader who has waited for summary.json finds metrics.jsonl whole, though its disk is slow."""
+    run = RunDir(tmp_path)
+    recorder = Recorder(run, parse({"replicas": 1}), lambda row: None, lambda row: None)
+    late = threading.Event()
+    append = jsonl.LineWriter.append
+
+    def slow(file: jsonl.LineWriter, line: bytes) -> bool:
+        if file.path == run.metrics:
+            assert late.wait(30)
+        return append(file, line)
+
+    found: list[int] = []
+
+    def summary(path: Path, value: object) -> None:
+        found.extend(row["step"] for row in read_jsonl(run.metrics))
+
+    monkeypatch.setattr(jsonl.LineWriter, "append", slow)
+    monkeypatch.setattr("ft_hsdp.launch.run.recorder.write_json", summary)
+    run.commits(0).parent.mkdir(parents=True)
+    run.commits(0).write_text("".join(f"{json.dumps(commit(step, who=(0,)))}\n" for step in (1, 2, 3)))
+    thread = threading.Thread(target=recorder.finish)
+    thread.start()
+    thread.join(3 * WAIT_S)  # it waits for a line no longer than WAIT_S
+    late.set()
+    thread.join()
+    recorder.close()
+    assert found == [1, 2, 3]
 
 
 def test_what_was_reserved_is_used(tmp_path: Path) -> None:

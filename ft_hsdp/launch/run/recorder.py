@@ -160,7 +160,10 @@ class Recorder:
         return bool(fresh or rows or logged or fed)
 
     def finish(self, lost: Iterable[int] = ()) -> Summary:
-        """Merge the last lines, write summary.json and return it; `lost` are the replicas that were given up."""
+        """Merge the last lines, write summary.json and return it; `lost` are the replicas that were given up.
+
+        summary.json comes last: who waits for it finds the other merged files whole, unless the disk hangs.
+        """
         while self.poll():
             pass
         finals = finals_of(self._run)
@@ -169,6 +172,8 @@ class Recorder:
         while self._take_fed(ahead=math.inf):
             pass
         summary = self._tally.summary(finals, lost)
+        for file in self._files():
+            file.flush()
         try:
             write_json(self._run.summary, summary)
         except OSError as error:
@@ -178,9 +183,11 @@ class Recorder:
 
     def close(self) -> None:
         """Close the merged files."""
-        if self._events_file is not None:
-            self._events_file.close()
-        self._metrics_file.close()
+        for file in self._files():
+            file.close()
+
+    def _files(self) -> list[Queued]:
+        return [file for file in (self._events_file, self._metrics_file) if file is not None]
 
     def _publish(self, rows: list[Row]) -> None:
         for row in rows:

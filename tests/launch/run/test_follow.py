@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,16 @@ def run(tmp_path: Path) -> RunDir:
     return run
 
 
+@contextmanager
+def following(run: RunDir) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that follows a run; it does not outlive a test that fails."""
+    with follow.start(run) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def append(path: Path, *rows: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
@@ -41,16 +53,16 @@ def until(ready: Callable[[], object], what: str) -> None:
 
 def test_the_figures_are_written_when_the_job_has_its_final_state(run: RunDir) -> None:
     run.metrics.write_text("what an earlier lighthouse of this run has seen\n")
-    process = follow.start(run)
-    append(run.commits(0), *(commit(step, who=(0,)) for step in (1, 2, 3)))
-    until(lambda: [r["step"] for r in read_jsonl(run.metrics)][:2] == [1, 2], "metrics while the job runs")
-    assert not run.summary.exists()
-    append(run.lighthouse_events, FINISHED)
-    until(run.summary.exists, "the summary")
-    assert read_json(run.summary)["steps"] == 3
-    assert [r["step"] for r in read_jsonl(run.metrics)] == [1, 2, 3]
-    assert not run.events.exists()
-    assert process.wait(10) == 0
+    with following(run) as process:
+        append(run.commits(0), *(commit(step, who=(0,)) for step in (1, 2, 3)))
+        until(lambda: [r["step"] for r in read_jsonl(run.metrics)][:2] == [1, 2], "metrics while the job runs")
+        assert not run.summary.exists()
+        append(run.lighthouse_events, FINISHED)
+        until(run.summary.exists, "the summary")
+        assert read_json(run.summary)["steps"] == 3
+        assert [r["step"] for r in read_jsonl(run.metrics)] == [1, 2, 3]
+        assert not run.events.exists()
+        assert process.wait(10) == 0
 
 
 def test_it_ends_with_the_lighthouse_and_then_writes_the_summary_of_a_job_that_has_ended_only(run: RunDir) -> None:
@@ -64,13 +76,13 @@ def test_it_ends_with_the_lighthouse_and_then_writes_the_summary_of_a_job_that_h
 
 def test_two_lighthouses_of_one_folder_have_one_writer(run: RunDir) -> None:
     append(run.commits(0), commit(1, who=(0,)))
-    process = follow.start(run)
-    until(run.metrics.exists, "it has begun")
-    follow.follow(run, 1)
-    assert not run.summary.exists()
-    append(run.lighthouse_events, FINISHED)
-    until(run.summary.exists, "the summary")
-    assert process.wait(10) == 0
+    with following(run) as process:
+        until(run.metrics.exists, "it has begun")
+        follow.follow(run, 1)
+        assert not run.summary.exists()
+        append(run.lighthouse_events, FINISHED)
+        until(run.summary.exists, "the summary")
+        assert process.wait(10) == 0
 
 
 def test_nothing_is_written_where_the_replicas_have_other_folders(run: RunDir) -> None:
