@@ -83,6 +83,16 @@ def test_a_step_moves_them_by_the_mean_over_its_units(mesh: DeviceMesh, momentum
     assert found["second.num_batches_tracked"] == 3, "a step counts once"
 
 
+def test_a_number_of_batches_that_fp32_does_not_hold_counts_on(mesh: DeviceMesh) -> None:
+    owner, model, seen = built(mesh, 0.1)
+    assert owner.statistics is not None
+    held = owner.statistics.state_dict()
+    owner.statistics.load_state_dict(held | {"first.num_batches_tracked": torch.tensor(2**24)})
+    for step in range(2):
+        owner.assign(contribution(owner, model, seen, 2 * step, 2 * step + 1))
+    assert model.first.num_batches_tracked == 2**24 + 2
+
+
 def test_what_is_not_committed_leaves_no_trace(mesh: DeviceMesh) -> None:
     owner, model, seen = built(mesh, 0.1)
     before = {n: b.clone() for n, b in model.named_buffers()}

@@ -86,7 +86,8 @@ class RunningStatistics:
             return
         self._running = False
         both = zip(self.buffers.values(), self._committed.values(), strict=True)
-        moved = torch.cat([(now.detach().float() - before.float()).view(-1) for now, before in both])
+        # In double, as fp32 does not hold the number of batches beyond 2^24.
+        moved = torch.cat([(now.detach().double() - before.double()).float().view(-1) for now, before in both])
         self._moved = moved if self._moved is None else self._moved + moved
         self._units += 1
 
