@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, parts_of
 from ft_hsdp.train.fsdp.frozen import tensors as beside_the_state
 from tests.support.state.shapes import KINDS, Layer, Net, once, twice, usual
+from tests.support.state.started_ranks import rows_by_kind
 
 RANKS = 2
 DEADLINE_S = 150.0
@@ -29,30 +26,7 @@ DEADLINE_S = 150.0
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank saw, by kind."""
-    store = tmp_path_factory.mktemp("adopt") / "store"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.state.adopting_ranks"],
-            env=environment() | {"RANK": str(rank), "RANKS": str(RANKS), "STORE": str(store)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    try:
-        for process in started:
-            out, err = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, err
-            for line in out.splitlines():
-                row = json.loads(line)
-                by_kind.setdefault(row["kind"], []).append(row)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return by_kind
+    return rows_by_kind("adopting_ranks", RANKS, tmp_path_factory.mktemp("adopt"), DEADLINE_S)
 
 
 @pytest.mark.parametrize("kind", KINDS)

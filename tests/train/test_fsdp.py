@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, shard, weighed
 from ft_hsdp.train.live_state import state_digest
 from tests.support.state.odd_model import Odd, batch
+from tests.support.state.started_ranks import rows_of_ranks
 
 Seen = list[tuple[int, torch.Tensor]]
 
@@ -175,20 +172,7 @@ def test_forward_and_backward_in_bf16_hand_over_fp32(mesh: DeviceMesh, reduced: 
 
 def test_two_ranks_with_shapes_that_two_does_not_divide(tmp_path: Path) -> None:
     """FSDP2's own gradients, the planned sizes with their padding, and a digest that knows no sharding."""
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.state.two_ranks"],
-            env=environment() | {"RANK": str(rank), "STORE": str(tmp_path / "store")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    outs: list[dict[str, Any]] = []
-    for process in started:
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 0, err.decode()
-        outs.append(json.loads(out.splitlines()[-1]))
+    outs = [rows[-1] for rows in rows_of_ranks("two_ranks", 2, tmp_path, 60)]
     plain = Odd()
     params = dict(plain.named_parameters())
     digest = state_digest(params, {}, ({"lr": 0.1},))

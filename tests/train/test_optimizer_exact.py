@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-
 import pytest
 
-from ft_hsdp.launch.backend.processes import environment
 from tests.support.state.exact_ranks import CASES, CLIPPED, RANKS
+from tests.support.state.started_ranks import rows_of_ranks
 
+DEADLINE_S = 170.0
 TORCH_CANNOT = ("LBFGS", "SparseAdam", "Adafactor", "Rprop")  # with the dense DTensors of FSDP2
 TORCH_CANNOT_WITH = ("capturable", "differentiable", "Adagrad fused", "SGD fused")  # on a CPU or on DTensors
 WE_CANNOT = ("SGD dampening",)
@@ -19,25 +16,8 @@ WE_CANNOT = ("SGD dampening",)
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each of two ranks says of each case."""
-    variables = {**environment(), "STORE": str(tmp_path_factory.mktemp("exact") / "store")}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.state.exact_ranks"],
-            env={**variables, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=170) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    assert all(rank.returncode == 0 for rank in ranks), outputs[0][1][-2000:] + outputs[1][1][-2000:]
-    return [json.loads(out) for out, _ in outputs]
+    rows = rows_of_ranks("exact_ranks", RANKS, tmp_path_factory.mktemp("exact"), DEADLINE_S)
+    return [rank[-1] for rank in rows]
 
 
 @pytest.mark.parametrize("case", CASES)

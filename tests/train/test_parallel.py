@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from ft_hsdp.launch.backend.processes import environment
 from tests.support.state.parallel_ranks import KINDS
+from tests.support.state.started_ranks import rows_by_kind
 
 RANKS = 4
 DEADLINE_S = 150.0
@@ -19,30 +16,7 @@ DEADLINE_S = 150.0
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank saw, by kind."""
-    store = tmp_path_factory.mktemp("parallel") / "store"
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.state.parallel_ranks"],
-            env=environment() | {"RANK": str(rank), "RANKS": str(RANKS), "STORE": str(store)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    try:
-        for process in started:
-            out, err = process.communicate(timeout=DEADLINE_S)
-            assert process.returncode == 0, err
-            for line in out.splitlines():
-                row = json.loads(line)
-                by_kind.setdefault(row["kind"], []).append(row)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    return by_kind
+    return rows_by_kind("parallel_ranks", RANKS, tmp_path_factory.mktemp("parallel"), DEADLINE_S)
 
 
 @pytest.mark.parametrize("kind", KINDS)
