@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import signal
 import socket
 import struct
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -391,6 +392,36 @@ sys.stdin.read()
 def test_it_needs_no_torch():
     script = "import sys; import ft_hsdp.state.agent.server; sys.exit('torch' in sys.modules)"
     assert run(sys.executable, "-c", script) == (0, "", "")
+
+
+class Ended:
+    """An agent's process that has ended. While one thread looks at it for the first time, another one does."""
+
+    def __init__(self, other: Callable[[], None]) -> None:
+        self.others = [other]
+
+    def poll(self) -> int:
+        while self.others:
+            self.others.pop()()
+        return 75
+
+
+class Runs:
+    """An agent's process that has not come to listen yet."""
+
+    def poll(self) -> None: ...
+
+
+def test_an_agent_that_one_thread_starts_is_not_lost_by_another_that_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    starter = client.Starter(secrets.token_hex(16), 0, "127.0.0.1", os.getpid(), tmp_path / "log", 60.0)
+    started = [Runs() for _ in range(2)]
+    made = iter(started)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: next(made))
+    starter.started.append(Ended(starter.ensure))  # type: ignore[arg-type]
+    starter.ensure()
+    assert starter.started == started[:1], "a second one was started beside it"
 
 
 REPLICA = 8
