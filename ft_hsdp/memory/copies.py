@@ -1,0 +1,172 @@
+"""Which copies of the state a membership lacks, and which hosts make them.
+
+In HSDP each healthy replica holds every shard, so N replicas on hosts apart are N copies already. Only what is
+missing is made (DeadPool and GEMINI always copy to a neighbour): for a job of one replica, for the last healthy
+one, and for replicas that share a rack. A healthy replica is one that contributes in this epoch. A replica that is
+behind does not hold the state yet, so it counts from the epoch in which it has caught up.
+
+Every rank evaluates `missing_copies` on the grant that it is configured with. All come to the same answer, so no
+order is sent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from ft_hsdp.memory.hosts import Host, Level
+from ft_hsdp.memory.placement import groups, holders
+from ft_hsdp.memory.probing import probing
+
+Domain = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberHosts:
+    """A member of an epoch, as far as copies are concerned."""
+
+    replica: int
+    hosts: tuple[Host, ...]  # of each rank, in the order of the ranks
+    healthy: bool  # it holds the state that the epoch's first step begins with
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """An order to a host: keep the newest state of this shard."""
+
+    replica: int  # whose shard it is
+    rank: int
+    holder: Host
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The copies of one epoch."""
+
+    copies: tuple[Copy, ...]  # to make, by rank
+    unprotected: tuple[int, ...]  # ranks whose shards have fewer copies than wanted, also with those
+    reason: str  # why; "" if there are none
+
+
+def default_copies(hosts: Collection[Host], level: Level) -> int:
+    """Return how many copies a job keeps that does not say it: 2 if there are hosts apart, else 1."""
+    return min(2, len({host.domain(level) for host in hosts}))
+
+
+def missing_copies(
+    members: Sequence[MemberHosts],
+    copies: int,
+    level: Level,
+    spares: Sequence[Host] = (),
+    room: int | None = None,
+    unavailable: Collection[str] = (),
+) -> Plan:
+    """Return which copies have to be made besides those that the healthy replicas are.
+
+    The healthy replica with the lowest id makes them, so that no two replicas rely on each other. Its hosts keep
+    each other's shards in the groups of `placement.groups`. A holder that is lost, full, or in a domain that has a
+    copy already is replaced: by the next host of the shard's probing sequence, then by a spare host, then by a
+    host of another replica. The other copies stay where they are.
+
+    Args:
+        members: the members of the epoch.
+        copies: wanted copies of each shard, the owner's own one and those of healthy replicas included.
+        level: what the hosts of two copies must not share.
+        spares: spare hosts, which have agents but no ranks.
+        room: shards that a host can keep for others; None: no limit.
+        unavailable: names of hosts that are lost, or refuse to keep copies.
+
+    Returns:
+        The copies to make. None if the healthy replicas suffice.
+    """
+    healthy = sorted((member for member in members if member.healthy), key=lambda member: member.replica)
+    if not healthy:
+        return Plan((), (), "")
+    first = healthy[0]
+    covered = [
+        {member.hosts[rank].domain(level) for member in healthy if len(member.hosts) == len(first.hosts)}
+        for rank in range(len(first.hosts))
+    ]
+    deficit = copies - min(map(len, covered))
+    if deficit <= 0:
+        return Plan((), (), "")
+    candidates = _Candidates(first, healthy[1:], spares, 1 + deficit, level, unavailable)
+    made = _assign(first, covered, copies, level, candidates, room)
+    unprotected = tuple(rank for rank, domains in enumerate(covered) if len(domains) < copies)
+    reason = ""
+    if unprotected:
+        known = {host.domain(level) for host in candidates.all}
+        full = room is not None and len(known) >= copies
+        what = (
+            f"each host has room for {room} copies"
+            if full
+            else f"{level}s with a host that can keep one: {len(known)}"
+        )
+        reason = f"{copies} copies on different {level}s are wanted; {what}"
+    return Plan(tuple(sorted(made, key=lambda copy: (copy.rank, copy.holder))), unprotected, reason)
+
+
+class _Candidates:
+    """The hosts that may keep a copy."""
+
+    def __init__(
+        self,
+        first: MemberHosts,
+        others: Sequence[MemberHosts],
+        spares: Sequence[Host],
+        size: int,
+        level: Level,
+        unavailable: Collection[str],
+    ) -> None:
+        self._own = list(dict.fromkeys(first.hosts))
+        self._groups = groups(self._own, min(size, len(self._own)), level)
+        self._size = min(size, len(self._own))
+        self._unavailable = frozenset(unavailable)
+        foreign = dict.fromkeys(host for member in others for host in member.hosts)
+        self._pools = [list(spares), [host for host in foreign if host not in self._own]]
+
+    @property
+    def all(self) -> list[Host]:
+        """All hosts that can keep a copy."""
+        return [host for pool in (self._own, *self._pools) for host in pool if host.name not in self._unavailable]
+
+    def preferred(self, owner: Host) -> list[Host]:
+        """Return the other members of the owner's group that keep its shards while nothing is lost."""
+        (group,) = (group for group in self._groups if owner in group)
+        return [host for host in holders(group, owner, self._size) if host.name not in self._unavailable]
+
+    def further(self, owner: Host) -> Iterator[Host]:
+        """Return all hosts that can keep a copy, in the order in which they replace a holder."""
+        number = self._own.index(owner)
+        for pool in (self._own, *self._pools):
+            for i in probing(number, len(pool)) if pool else ():
+                if pool[i].name not in self._unavailable:
+                    yield pool[i]
+
+
+def _assign(
+    first: MemberHosts,
+    covered: Sequence[set[Domain]],
+    copies: int,
+    level: Level,
+    candidates: _Candidates,
+    room: int | None,
+) -> list[Copy]:
+    """Choose the holders, and add their domains to `covered`.
+
+    All preferred holders come before any replacement: a replacement must not take the room of a copy that stays.
+    """
+    made: list[Copy] = []
+    kept: Counter[str] = Counter()  # shards that each host keeps for others
+    for choose in (candidates.preferred, candidates.further):
+        for rank, owner in enumerate(first.hosts):
+            for holder in choose(owner):
+                if len(covered[rank]) >= copies:
+                    break
+                if holder.domain(level) in covered[rank] or (room is not None and kept[holder.name] >= room):
+                    continue
+                covered[rank].add(holder.domain(level))
+                kept[holder.name] += 1
+                made.append(Copy(first.replica, rank, holder))
+    return made

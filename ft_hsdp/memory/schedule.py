@@ -1,0 +1,172 @@
+"""Which bytes of a copy travel in which idle span of the network (GEMINI §5, Algorithm 2).
+
+Copies share links with the collectives of FSDP and with FTAR's ring. The spans in which none of them is under way
+are measured over some steps, because each step is like the one before. Algorithm 2 then cuts a copy into chunks
+that fit into the spans. The algorithm as printed has three errors: it subtracts the time of what remains instead
+of the time of the chunk (line 18), it sends one copy too many (line 22), and it does not end if a span is shorter
+than a chunk's fixed cost. They are corrected here.
+
+Times are seconds, sizes bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil, inf
+from statistics import fmean, pstdev
+from typing import NamedTuple
+
+STEADY = 0.1  # largest deviation of the spans, relative to their mean, for a plan in advance (GEMINI §5.4)
+_ROUNDING = 1e-6  # bytes
+
+
+class Chunk(NamedTuple):
+    """A piece of a copy that is sent in one go."""
+
+    span: int  # index of the idle span
+    copy: int  # index of the copy: 0 to copies - 2
+    offset: int  # in the shard
+    size: int
+
+
+def schedule(
+    spans: Sequence[float],
+    size: int,
+    copies: int,
+    parts: int,
+    reserve: int,
+    bandwidth: float,
+    alpha: float,
+    mu: float,
+    open_end: bool = True,
+) -> tuple[Chunk, ...]:
+    """Cut the copies of a shard into chunks and assign them to idle spans.
+
+    Args:
+        spans: lengths of the idle spans of a step, in order.
+        size: of the shard.
+        copies: of each shard, the owner's own one included: copies - 1 are sent.
+        parts: a chunk is at most reserve / parts bytes.
+        reserve: bytes that may be under way.
+        bandwidth: of the link, in bytes per second.
+        alpha: fixed cost of a chunk in seconds.
+        mu: part of each span that may be used, between 0 and 1.
+        open_end: whether the last span takes all that remains. Otherwise what does not fit is left out.
+
+    Returns:
+        The chunks in the order in which they are sent.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+    if size < 0 or copies < 1 or parts < 1 or reserve < parts or bandwidth <= 0 or alpha < 0 or not 0 < mu <= 1:
+        raise ValueError("size >= 0, copies >= 1, parts >= 1, reserve >= parts, bandwidth > 0, 0 < mu <= 1")
+    largest = reserve // parts
+    chunks: list[Chunk] = []
+    copy, offset = 0, 0
+    for index, length in enumerate(spans):
+        budget = inf if open_end and index == len(spans) - 1 else mu * length
+        while copy < copies - 1 and size:
+            room = largest if budget == inf else int((budget - alpha) * bandwidth + _ROUNDING)
+            chunk = min(largest, room, size - offset)
+            if chunk <= 0:
+                break
+            chunks.append(Chunk(index, copy, offset, chunk))
+            budget -= alpha + chunk / bandwidth
+            offset += chunk
+            if offset == size:
+                copy, offset = copy + 1, 0
+    return tuple(chunks)
+
+
+def every(size: int, copies: int, chunks: Iterable[Chunk]) -> int | None:
+    """Return in how many steps the copies of one state fit, or None if nothing fits.
+
+    Args:
+        size: of the shard.
+        copies: of each shard, the owner's own one included.
+        chunks: what fits into one step, from `schedule` with a closed end.
+    """
+    fits, due = sum(chunk.size for chunk in chunks), size * (copies - 1)
+    if not due:
+        return 1
+    return ceil(due / fits) if fits else None
+
+
+def idle_spans(busy: Iterable[tuple[float, float]], begin: float, end: float) -> tuple[float, ...]:
+    """Return the lengths of the spans of a step in which no communication is under way.
+
+    Args:
+        busy: begin and end of each communication, in any order; they may overlap, and reach over the step's ends.
+        begin: of the step.
+        end: of the step.
+    """
+    spans, free = [], begin
+    for first, last in sorted(busy):
+        if first >= end:
+            break
+        if first > free:
+            spans.append(first - free)
+        free = max(free, last)
+    if free < end:
+        spans.append(end - free)
+    return tuple(spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The idle spans of some steps."""
+
+    spans: tuple[float, ...]  # mean length of each
+    deviation: (
+        float  # standard deviation of all spans together, relative to their mean; infinite: they do not match
+    )
+
+    @property
+    def steady(self) -> bool:
+        """Whether a plan for one step holds for the next."""
+        return self.deviation < STEADY
+
+
+def profile(steps: Sequence[Sequence[float]]) -> Profile:
+    """Return what the idle spans of several steps have in common.
+
+    The deviation weighs each span by its length, so that spans of microseconds do not count as unsteady.
+
+    Args:
+        steps: the spans of each step, from `idle_spans`. Steps whose number of spans is not the most frequent one
+            are left out, and are unsteady if they are more than one in ten.
+    """
+    counts = [len(step) for step in steps]
+    if not counts:
+        return Profile((), inf)
+    usual = max(set(counts), key=lambda count: (counts.count(count), count))
+    alike = [step for step in steps if len(step) == usual]
+    spans = tuple(fmean(lengths) for lengths in zip(*alike, strict=True))
+    if len(alike) < (1 - STEADY) * len(steps) or not sum(spans):
+        return Profile(spans, inf)
+    return Profile(spans, sum(pstdev(lengths) for lengths in zip(*alike, strict=True)) / sum(spans))
+
+
+def fit(pieces: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Return the fixed cost of a piece and the bandwidth, by least squares.
+
+    Args:
+        pieces: size and time of some pieces, of at least two sizes.
+
+    Returns:
+        Seconds, at least 0, and bytes per second.
+
+    Raises:
+        ValueError: the pieces do not determine them.
+    """
+    if len({size for size, _ in pieces}) < 2:
+        raise ValueError("pieces of at least two sizes are needed")
+    mean_size, mean_time = fmean(size for size, _ in pieces), fmean(time for _, time in pieces)
+    slope = sum((size - mean_size) * (time - mean_time) for size, time in pieces) / sum(
+        (size - mean_size) ** 2 for size, _ in pieces
+    )
+    if slope <= 0:
+        raise ValueError("larger pieces were not slower")
+    return max(0.0, mean_time - slope * mean_size), 1 / slope

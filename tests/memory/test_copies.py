@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_hsdp.memory.copies import MemberHosts, Plan, default_copies, missing_copies
+from ft_hsdp.memory.hosts import Host
+
+
+def member(replica: int, *paths: str, ranks: int = 1, healthy: bool = True) -> MemberHosts:
+    """A replica with some ranks on each host."""
+    return MemberHosts(replica, tuple(Host.parse(path) for path in paths for _ in range(ranks)), healthy)
+
+
+def told(plan: Plan) -> list[tuple[int, int, str]]:
+    return [(copy.replica, copy.rank, copy.holder.name) for copy in plan.copies]
+
+
+NOTHING = Plan((), (), "")
+
+
+def test_three_healthy_replicas_on_three_racks_need_nothing() -> None:
+    members = [member(n, f"{n}/h{n}", ranks=4) for n in range(3)]
+    assert missing_copies(members, 2, "host") == NOTHING
+    assert missing_copies(members, 3, "rack") == NOTHING
+
+
+def test_a_single_replica_keeps_its_copies_on_its_other_hosts() -> None:
+    plan = missing_copies([member(0, "h0", "h1", "h2", "h3")], 2, "host")
+    assert told(plan) == [(0, 0, "h1"), (0, 1, "h0"), (0, 2, "h3"), (0, 3, "h2")]
+    assert plan.unprotected == ()
+
+
+def test_the_ranks_of_one_host_have_one_holder() -> None:
+    plan = missing_copies([member(5, "h0", "h1", ranks=2)], 2, "host")
+    assert told(plan) == [(5, 0, "h1"), (5, 1, "h1"), (5, 2, "h0"), (5, 3, "h0")]
+
+
+def test_holders_stand_in_other_racks() -> None:
+    plan = missing_copies([member(0, *(f"{i // 2}/h{i}" for i in range(8)))], 2, "rack")
+    assert told(plan)[:3] == [(0, 0, "h2"), (0, 1, "h3"), (0, 2, "h0")]
+    assert plan.unprotected == ()
+
+
+def test_replicas_that_share_their_only_rack_are_unprotected_and_it_is_said() -> None:
+    members = [member(n, f"a/7/r{n}h0", f"a/7/r{n}h1") for n in range(2)]
+    plan = missing_copies(members, 2, "rack")
+    assert plan.copies == ()
+    assert plan.unprotected == (0, 1)
+    assert plan.reason == "2 copies on different racks are wanted; racks with a host that can keep one: 1"
+
+
+def test_the_lowest_healthy_replica_makes_what_several_lack() -> None:
+    members = [
+        member(2, "a/r2h0", "b/r2h1"),
+        member(1, "a/r1h0", "b/r1h1"),
+        member(0, "c/r0", "c/r0", healthy=False),
+    ]
+    plan = missing_copies(members, 2, "rack")
+    assert told(plan) == [(1, 0, "r1h1"), (1, 1, "r1h0")]
+
+
+def test_a_replica_that_is_behind_is_no_copy() -> None:
+    behind = member(1, "r1h0", "r1h1", healthy=False)
+    assert told(missing_copies([member(0, "r0h0", "r0h1"), behind], 2, "host")) == [(0, 0, "r0h1"), (0, 1, "r0h0")]
+    assert missing_copies([behind], 2, "host") == NOTHING
+
+
+def test_a_lost_holder_is_replaced_and_no_other_copy_moves() -> None:
+    replica = member(0, *(f"h{i}" for i in range(8)))
+    before = told(missing_copies([replica], 2, "host"))
+    after = told(missing_copies([replica], 2, "host", unavailable=["h3"]))
+    assert before[2] == (0, 2, "h3")
+    assert [copy for copy in before if copy[2] != "h3"] == [copy for copy in after if copy[1] != 2]
+    assert after[2][2] not in ("h2", "h3")
+
+
+def test_a_spare_host_keeps_what_the_replica_s_own_hosts_cannot() -> None:
+    alone = member(0, "h0", ranks=2)
+    assert missing_copies([alone], 2, "host").unprotected == (0, 1)
+    assert told(missing_copies([alone], 2, "host", spares=[Host.parse("s0")])) == [(0, 0, "s0"), (0, 1, "s0")]
+    pair = member(0, "h0", "h1")
+    assert "s0" not in {name for _, _, name in told(missing_copies([pair], 2, "host", spares=[Host.parse("s0")]))}
+    assert told(missing_copies([pair], 2, "host", spares=[Host.parse("s0")], unavailable=["h1"])) == [
+        (0, 0, "s0"),
+        (0, 1, "h0"),
+    ]
+
+
+def test_hosts_of_another_replica_keep_a_third_copy() -> None:
+    members = [member(0, "r0h0", ranks=2), member(1, "r1h0", "r1h1")]
+    plan = missing_copies(members, 3, "host")
+    assert told(plan) == [(0, 0, "r1h1"), (0, 1, "r1h0")]
+
+
+def test_room_is_respected_and_a_lack_of_it_is_said() -> None:
+    plan = missing_copies([member(0, "h0", "h1", ranks=2)], 2, "host", room=1)
+    assert Counter(name for _, _, name in told(plan)) == {"h0": 1, "h1": 1}
+    assert plan.unprotected == (1, 3)
+    assert plan.reason == "2 copies on different hosts are wanted; each host has room for 1 copies"
+
+
+def test_the_default_is_two_copies_where_there_are_two_hosts() -> None:
+    assert default_copies([Host.parse("h0")], "host") == 1
+    assert default_copies([Host.parse("h0"), Host.parse("h1")], "host") == 2
+    assert default_copies([Host.parse("a/h0"), Host.parse("a/h1")], "rack") == 1
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=8),  # the rack of each host of replica 0
+    st.integers(0, 2),  # further healthy replicas, on hosts of their own in those racks
+    st.integers(1, 4),
+    st.sampled_from(["host", "rack"]),
+    st.integers(0, 3),
+    st.sets(st.integers(0, 7)),
+    st.integers(0, 2),
+)
+def test_copies_are_apart_and_as_many_as_possible(
+    racks: list[int], others: int, copies: int, level: str, room: int, lost: set[int], spares: int
+) -> None:
+    members = [
+        MemberHosts(n, tuple(Host("", f"k{rack}", f"r{n}h{i}") for i, rack in enumerate(racks)), True)
+        for n in range(1 + others)
+    ]
+    free = [Host("", f"s{i}", f"s{i}") for i in range(spares)]
+    unavailable = [f"r0h{i}" for i in lost]
+    plan = missing_copies(members, copies, level, free, room, unavailable)  # type: ignore[arg-type]
+    for rank in range(len(racks)):
+        natural = {m.hosts[rank].domain(level) for m in members}  # type: ignore[arg-type]
+        made = [copy.holder for copy in plan.copies if copy.rank == rank]
+        domains = natural | {holder.domain(level) for holder in made}  # type: ignore[arg-type]
+        assert len(domains) == len(natural) + len(made), "a copy is in a domain of its own"
+        assert not made or len(domains) <= copies
+        assert (len(domains) < copies) == (rank in plan.unprotected)
+        if rank in plan.unprotected:  # nobody was left who could keep one
+            kept = Counter(copy.holder.name for copy in plan.copies)
+            able = {host for m in members for host in m.hosts} | set(free)
+            assert all(
+                host.name in unavailable or kept[host.name] >= room or host.domain(level) in domains  # type: ignore[arg-type]
+                for host in able
+            )
+    assert all(copy.holder.name not in unavailable for copy in plan.copies)
+    assert max(Counter(copy.holder.name for copy in plan.copies).values(), default=0) <= room
+    assert bool(plan.unprotected) == bool(plan.reason)

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import combinations
+from math import ceil, comb
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_hsdp.memory.hosts import Host, interleave
+from ft_hsdp.memory.placement import (
+    best_possible,
+    expected_losses,
+    groups,
+    holders,
+    loss_rate,
+    place,
+    ring_survivable,
+    survivable,
+    survives,
+    union_bound,
+)
+
+PAIRS = [(5, 2), (7, 2), (7, 3), (8, 3), (10, 4), (11, 4), (13, 3)]  # of Theorem 1: the last group is a ring
+
+
+def racks(count: int, per_rack: int) -> list[Host]:
+    return [Host.parse(f"z/{i // per_rack}/h{i}") for i in range(count)]
+
+
+def sets(hosts: int, copies: int) -> set[frozenset[int]]:
+    """The hosts that have each shard."""
+    divided, _ = place(hosts, copies)
+    return {frozenset([owner, *holders_of(group, owner, copies)]) for group in divided for owner in group}
+
+
+def holders_of(group: Sequence[int], owner: int, copies: int) -> list[int]:
+    at = group.index(owner)
+    return [group[(at + k) % len(group)] for k in range(1, copies)]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "copies", "expected", "strategy"),
+    [
+        (4, 2, [[0, 1], [2, 3]], "group"),
+        (5, 2, [[0, 1], [2, 3, 4]], "mixed"),
+        (6, 3, [[0, 1, 2], [3, 4, 5]], "group"),
+        (7, 3, [[0, 1, 2], [3, 4, 5, 6]], "mixed"),
+        (8, 3, [[0, 1, 2], [3, 4, 5, 6, 7]], "mixed"),
+        (16, 2, [[i, i + 1] for i in range(0, 16, 2)], "group"),
+        (3, 3, [[0, 1, 2]], "group"),
+        (3, 1, [[0], [1], [2]], "group"),
+    ],
+)
+def test_algorithm_1(hosts: int, copies: int, expected: list[list[int]], strategy: str) -> None:
+    assert place(hosts, copies) == (expected, strategy)
+
+
+@pytest.mark.parametrize(("hosts", "copies"), [(3, 4), (3, 0), (0, 1)])
+def test_copies_that_cannot_be_placed_are_refused(hosts: int, copies: int) -> None:
+    with pytest.raises(ValueError, match="copies on"):
+        place(hosts, copies)
+
+
+@pytest.mark.parametrize(("hosts", "copies"), PAIRS)
+def test_theorem_1(hosts: int, copies: int) -> None:
+    """The mixed strategy has few holder sets, and is near the best that any placement can reach."""
+    assert len(sets(hosts, copies)) == hosts - (copies - 1) * (hosts // copies - 1)
+    gap = best_possible(hosts, copies) - survives(hosts, copies, copies)
+    assert 0 <= gap <= Fraction(2 * copies - 3, comb(hosts, copies))
+
+
+@pytest.mark.parametrize(("hosts", "copies"), [(5, 2), (7, 2), (8, 3), (11, 4)])
+def test_the_bound_of_theorem_1_is_reached(hosts: int, copies: int) -> None:
+    assert best_possible(hosts, copies) - survives(hosts, copies, copies) == Fraction(
+        2 * copies - 3, comb(hosts, copies)
+    )
+
+
+@pytest.mark.parametrize(("hosts", "copies"), [*PAIRS, (4, 2), (6, 3), (4, 4), (5, 1), (6, 5)])
+def test_the_ways_to_survive_are_those_that_one_can_count(hosts: int, copies: int) -> None:
+    kept = sets(hosts, copies)
+    for lost in range(hosts + 1):
+        ways = sum(not any(each <= set(dead) for each in kept) for dead in combinations(range(hosts), lost))
+        assert survivable(hosts, copies)[lost] == ways
+
+
+@given(st.integers(1, 9), st.integers(1, 5))
+def test_the_ways_of_a_ring_are_those_that_one_can_count(hosts: int, copies: int) -> None:
+    def lives(dead: set[int]) -> bool:
+        return not any({(i + k) % hosts for k in range(copies)} <= dead for i in range(hosts))
+
+    for lost in range(hosts + 1):
+        if hosts >= copies:
+            ways = sum(lives(set(dead)) for dead in combinations(range(hosts), lost))
+            assert ring_survivable(hosts, copies)[lost] == ways
+
+
+def test_the_figures_of_the_papers() -> None:
+    assert survives(16, 2, 2) == Fraction(14, 15)  # GEMINI, figure 9
+    assert survives(16, 2, 3) == Fraction(4, 5)
+    assert [round(100 * float(survives(16, 2, k)), 2) for k in (4, 5, 6)] == [61.54, 41.03, 22.38]
+    assert survives(16, 2, 9) == 0
+    assert [union_bound(16, 2, k) for k in (1, 2, 3, 4, 6)] == [
+        1,
+        Fraction(14, 15),
+        Fraction(4, 5),
+        Fraction(3, 5),
+        0,
+    ]
+    assert Fraction(ring_survivable(16, 2)[3], comb(16, 3)) == Fraction(22, 35)  # not the 60 % that GEMINI prints
+    assert 1 - survives(4, 2, 2) == Fraction(2, 6)  # figure 3: a ring loses 4 of 6 pairs
+    assert ring_survivable(4, 2)[2] == 2
+    # ReStore §IV-D: the expected number of failures until data is lost.
+    assert expected_losses(4, 2) == Fraction(8, 3)
+    assert expected_losses(8, 2) == Fraction(128, 35)
+    assert [round(float(expected_losses(*n)), 4) for n in [(16, 2), (16, 4), (48, 4)]] == [
+        5.0922,
+        10.5026,
+        23.5604,
+    ]
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.data())
+def test_restores_formula_gives_the_same(count: int, copies: int, data: st.DataObject) -> None:
+    hosts = count * copies
+    lost = data.draw(st.integers(0, hosts))
+    unlucky = sum(
+        (-1) ** (j + 1) * comb(count, j) * comb(hosts - j * copies, lost - j * copies)
+        for j in range(1, count + 1)
+        if lost >= j * copies
+    )
+    assert 1 - survives(hosts, copies, lost) == Fraction(unlucky, comb(hosts, lost))
+
+
+def test_the_figures_of_4096_hosts_are_exact() -> None:
+    count = 1024
+    lost = 100
+    unlucky = sum(
+        (-1) ** (j + 1) * comb(count, j) * comb(4096 - 4 * j, lost - 4 * j) for j in range(1, lost // 4 + 1)
+    )
+    assert 1 - survives(4096, 4, lost) == Fraction(unlucky, comb(4096, lost))
+    assert survives(4096, 4, 3073) == 0
+    assert survives(4096, 4, 3072) > 0
+
+
+def test_losses_per_day() -> None:
+    """Two replicas of 128 hosts, 6.4 failures per 1,000 hosts and day, 10 minutes to replace one."""
+    failures, repair = 6.4e-3, 10 / 1440
+    by_replica = loss_rate(1, 2, 128 * failures, repair)
+    by_shard = loss_rate(128, 2, failures, repair)
+    assert round(1 / by_replica, 1) == 107.3
+    assert round(1 / by_shard) == 13733
+    assert ceil(by_replica / by_shard) == 128
+
+
+def test_neighbours_in_the_order_stand_in_different_racks() -> None:
+    hosts = racks(8, 2)
+    assert [int(host.name[1:]) for host in interleave(hosts, "rack")] == [0, 2, 4, 6, 1, 3, 5, 7]
+    divided = groups(hosts, 2, "rack")
+    assert [[int(host.name[1:]) for host in group] for group in divided] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    plain = [[hosts[i] for i in group] for group in place(8, 2)[0]]
+
+    def lost_racks(divided: list[list[Host]]) -> int:
+        return sum(any({h.rack for h in group} == {rack} for group in divided) for rack in "0123")
+
+    assert (lost_racks(divided), lost_racks(plain)) == (0, 4)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(1, 4))
+def test_groups_share_no_rack_if_that_is_possible(sizes: list[int], copies: int) -> None:
+    hosts = [Host.parse(f"{rack}/h{rack}-{i}") for rack, size in enumerate(sizes) for i in range(size)]
+    if copies > len(hosts):
+        return
+    divided = groups(hosts, copies, "rack")
+    assert sorted(host for group in divided for host in group) == sorted(hosts)
+    assert len(divided) == len(hosts) // copies
+    assert all(len(group) >= copies for group in divided)
+    if max(sizes) <= len(divided):
+        assert all(len({host.rack for host in group}) == len(group) for group in divided)
+
+
+@given(st.integers(1, 12), st.integers(1, 4))
+def test_each_host_keeps_as_many_copies_as_it_gives(count: int, copies: int) -> None:
+    if copies > count:
+        return
+    hosts = racks(count, 1)
+    kept = [
+        holder
+        for group in groups(hosts, copies, "host")
+        for owner in group
+        for holder in holders(group, owner, copies)
+    ]
+    assert all(kept.count(host) == copies - 1 for host in hosts)
+
+
+def test_a_host_knows_its_domains() -> None:
+    host, same, next_rack = Host.parse("a/7/n1"), Host.parse("a/7/n2"), Host.parse("a/8/n3")
+    assert str(host) == "a/7/n1"
+    assert host.domain("rack") == same.domain("rack") != next_rack.domain("rack")
+    assert host.domain("zone") == next_rack.domain("zone")
+    assert [host.distance(h) for h in (host, same, next_rack, Host.parse("b/7/n4"))] == [0, 1, 2, 3]
+    # What is not known is not shared.
+    lone, other = Host.parse("n5"), Host.parse("n6")
+    assert lone.domain("zone") == lone.domain("host") != other.domain("zone")
+    assert lone.distance(other) == 3
+    assert Host.parse("7/n7").domain("zone") == ("rack", "", "7")
+
+
+@pytest.mark.parametrize("path", ["", "/", "a//b", "a/b/c/d", "/n1", "n1/", "a\nb", "x" * 257])
+def test_a_path_that_is_none_is_refused(path: str) -> None:
+    with pytest.raises(ValueError, match="zone/rack/host"):
+        Host.parse(path)

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from math import inf
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_hsdp.memory.schedule import every, fit, idle_spans, profile, schedule
+
+
+def plan(
+    spans: list[float], size: int, copies: int = 2, mu: float = 0.9, open_end: bool = True
+) -> tuple[tuple[int, int, int, int], ...]:
+    return schedule(spans, size, copies, 4, 128, 1000.0, 0.001, mu, open_end)
+
+
+def test_algorithm_2() -> None:
+    """As printed it gives 17, 32, 19, ... and leaves parts of the spans unused."""
+    expected = ((0, 0, 0, 17), (1, 0, 17, 32), (1, 0, 49, 11), (2, 0, 60, 32), (2, 0, 92, 8))
+    assert plan([0.02, 0.05, 0.01], 100) == expected
+
+
+def test_the_owner_s_copy_is_not_sent() -> None:
+    assert plan([0.02, 0.05, 0.01], 100, copies=1) == ()
+    assert sum(chunk[3] for chunk in plan([0.02], 100, copies=3)) == 200
+
+
+def test_a_span_shorter_than_the_fixed_cost_is_passed_over() -> None:
+    """The algorithm as printed does not end here."""
+    assert {chunk[0] for chunk in plan([0.001, 0.0, 0.05], 10)} == {2}
+    assert plan([0.001, 0.0], 10, open_end=False) == ()
+    assert plan([], 10) == ()
+
+
+def test_what_does_not_fit_into_the_spans_of_a_step_takes_several() -> None:
+    spans = [0.02, 0.05]
+    assert sum(chunk[3] for chunk in plan(spans, 100, open_end=False)) == 17 + 32 + 11
+    assert every(100, 2, schedule(spans, 100, 2, 4, 128, 1000.0, 0.001, 0.9, open_end=False)) == 2
+    assert every(60, 2, schedule(spans, 60, 2, 4, 128, 1000.0, 0.001, 0.9, open_end=False)) == 1
+    assert every(60, 2, ()) is None
+    assert every(60, 1, ()) == 1
+
+
+@given(
+    st.lists(st.floats(0, 0.2), min_size=1, max_size=8),
+    st.integers(0, 2000),
+    st.integers(1, 4),
+    st.floats(0.05, 1),
+)
+def test_chunks_fit_into_their_spans_and_cover_each_copy_once(
+    spans: list[float], size: int, copies: int, mu: float
+) -> None:
+    chunks = schedule(spans, size, copies, 4, 128, 1000.0, 0.001, mu)
+    assert sum(chunk.size for chunk in chunks) == (copies - 1) * size
+    at = dict.fromkeys(range(copies - 1), 0)
+    for chunk in chunks:
+        assert chunk.offset == at[chunk.copy], "without a hole"
+        at[chunk.copy] += chunk.size
+        assert 0 < chunk.size <= 32
+    assert [chunk[:3] for chunk in chunks] == sorted(chunk[:3] for chunk in chunks)
+    for index, length in enumerate(spans[:-1]):
+        time = sum(0.001 + chunk.size / 1000.0 for chunk in chunks if chunk.span == index)
+        assert time <= mu * length + 1e-6
+    closed = schedule(spans, size, copies, 4, 128, 1000.0, 0.001, mu, open_end=False)
+    before_last = [chunk for chunk in chunks if chunk.span < len(spans) - 1]
+    assert list(closed[: len(before_last)]) == before_last
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"mu": 0.0}, {"mu": 1.1}, {"parts": 0}, {"bandwidth": 0.0}, {"alpha": -1.0}, {"copies": 0}, {"reserve": 3}],
+)
+def test_numbers_out_of_range_are_refused(changed: dict[str, float]) -> None:
+    arguments = {"spans": [1.0], "size": 1, "copies": 2, "parts": 4, "reserve": 128}
+    arguments |= {"bandwidth": 1.0, "alpha": 0.0, "mu": 0.5}
+    with pytest.raises(ValueError, match="mu <= 1"):
+        schedule(**(arguments | changed))  # type: ignore[arg-type]
+
+
+def test_idle_spans_lie_between_communications() -> None:
+    busy = [(5.0, 6.0), (1.0, 2.0), (1.5, 3.0), (9.5, 12.0)]
+    assert idle_spans(busy, 0.0, 10.0) == (1.0, 2.0, 3.5)
+    assert idle_spans([], 0.0, 10.0) == (10.0,)
+    assert idle_spans([(-1.0, 4.0), (11.0, 12.0)], 0.0, 10.0) == (6.0,)
+    assert idle_spans([(-1.0, 11.0)], 0.0, 10.0) == ()
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=10))
+def test_idle_and_busy_time_make_up_the_step(pairs: list[tuple[float, float]]) -> None:
+    busy = [(min(pair), max(pair)) for pair in pairs]
+    edges = sorted({0.0, 10.0, *(edge for pair in busy for edge in pair)})
+    free = sum(
+        last - first for first, last in pairwise(edges) if not any(b <= first and last <= e for b, e in busy)
+    )
+    assert sum(idle_spans(busy, 0.0, 10.0)) == pytest.approx(free)
+
+
+def test_steps_that_are_alike_are_steady() -> None:
+    found = profile([(0.1, 0.2), (0.102, 0.198), (0.098, 0.202)])
+    assert found.spans == pytest.approx((0.1, 0.2))
+    assert found.steady
+    assert not profile([(0.1, 0.2), (0.15, 0.2), (0.05, 0.2)]).steady
+    assert profile([(1e-6, 1.0), (3e-6, 1.0)]).steady, "a short span does not count"
+
+
+def test_steps_with_other_numbers_of_spans_are_rare_or_unsteady() -> None:
+    step = (0.1, 0.2)
+    assert profile([step] * 19 + [(0.3,)]).steady
+    assert profile([step] * 5 + [(0.3,)] * 5).deviation == inf
+    assert not profile([]).steady
+    assert not profile([()] * 20).steady
+
+
+@given(st.floats(0, 0.01), st.floats(1e6, 1e10))
+def test_the_cost_of_pieces_is_found(alpha: float, bandwidth: float) -> None:
+    pieces = [(size, alpha + size / bandwidth) for size in (1 << 16, 1 << 20, 1 << 22)]
+    found = fit(pieces)
+    assert found[0] == pytest.approx(alpha, abs=1e-6)
+    assert found[1] == pytest.approx(bandwidth, rel=1e-3)
+
+
+@pytest.mark.parametrize("pieces", [[], [(4, 1.0)], [(4, 1.0), (4, 2.0)], [(4, 2.0), (8, 1.0)]])
+def test_pieces_that_say_nothing_are_refused(pieces: list[tuple[int, float]]) -> None:
+    with pytest.raises(ValueError, match="pieces"):
+        fit(pieces)
