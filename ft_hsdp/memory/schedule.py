@@ -1,10 +1,10 @@
 """Which bytes of a copy travel in which idle span of the network (GEMINI §5, Algorithm 2).
 
 Copies share links with the collectives of FSDP and with FTAR's ring. The spans in which none of them is under way
-are measured over some steps, because each step is like the one before. Algorithm 2 then cuts a copy into chunks
+are measured over some steps, because each step is like the one before. Algorithm 2 then cuts a copy into pieces
 that fit into the spans. The algorithm as printed has three errors: it subtracts the time of what remains instead
-of the time of the chunk (line 18), it sends one copy too many (line 22), and it does not end if a span is shorter
-than a chunk's fixed cost. They are corrected here.
+of the time of the piece (line 18), it sends one copy too many (line 22), and it does not end if a span is shorter
+than a piece's fixed cost. They are corrected here.
 
 Times are seconds, sizes bytes.
 """
@@ -21,8 +21,8 @@ STEADY = 0.1  # largest deviation of the spans, relative to their mean, for a pl
 _ROUNDING = 1e-6  # bytes
 
 
-class Chunk(NamedTuple):
-    """A piece of a copy that is sent in one go."""
+class Piece(NamedTuple):
+    """A part of a copy that is sent in one go."""
 
     span: int  # index of the idle span
     copy: int  # index of the copy: 0 to copies - 2
@@ -40,22 +40,22 @@ def schedule(
     alpha: float,
     mu: float,
     open_end: bool = True,
-) -> tuple[Chunk, ...]:
-    """Cut the copies of a shard into chunks and assign them to idle spans.
+) -> tuple[Piece, ...]:
+    """Cut the copies of a shard into pieces and assign them to idle spans.
 
     Args:
         spans: lengths of the idle spans of a step, in order.
         size: of the shard.
         copies: of each shard, the owner's own one included: copies - 1 are sent.
-        parts: a chunk is at most reserve / parts bytes.
+        parts: a piece is at most reserve / parts bytes.
         reserve: bytes that may be under way.
         bandwidth: of the link, in bytes per second.
-        alpha: fixed cost of a chunk in seconds.
+        alpha: fixed cost of a piece in seconds.
         mu: part of each span that may be used, between 0 and 1.
         open_end: whether the last span takes all that remains. Otherwise what does not fit is left out.
 
     Returns:
-        The chunks in the order in which they are sent.
+        The pieces in the order in which they are sent.
 
     Raises:
         ValueError: a number is out of range.
@@ -63,32 +63,32 @@ def schedule(
     if size < 0 or copies < 1 or parts < 1 or reserve < parts or bandwidth <= 0 or alpha < 0 or not 0 < mu <= 1:
         raise ValueError("size >= 0, copies >= 1, parts >= 1, reserve >= parts, bandwidth > 0, 0 < mu <= 1")
     largest = reserve // parts
-    chunks: list[Chunk] = []
+    pieces: list[Piece] = []
     copy, offset = 0, 0
     for index, length in enumerate(spans):
         budget = inf if open_end and index == len(spans) - 1 else mu * length
         while copy < copies - 1 and size:
             room = largest if budget == inf else int((budget - alpha) * bandwidth + _ROUNDING)
-            chunk = min(largest, room, size - offset)
-            if chunk <= 0:
+            piece = min(largest, room, size - offset)
+            if piece <= 0:
                 break
-            chunks.append(Chunk(index, copy, offset, chunk))
-            budget -= alpha + chunk / bandwidth
-            offset += chunk
+            pieces.append(Piece(index, copy, offset, piece))
+            budget -= alpha + piece / bandwidth
+            offset += piece
             if offset == size:
                 copy, offset = copy + 1, 0
-    return tuple(chunks)
+    return tuple(pieces)
 
 
-def every(size: int, copies: int, chunks: Iterable[Chunk]) -> int | None:
+def every(size: int, copies: int, pieces: Iterable[Piece]) -> int | None:
     """Return in how many steps the copies of one state fit, or None if nothing fits.
 
     Args:
         size: of the shard.
         copies: of each shard, the owner's own one included.
-        chunks: what fits into one step, from `schedule` with a closed end.
+        pieces: what fits into one step, from `schedule` with a closed end.
     """
-    fits, due = sum(chunk.size for chunk in chunks), size * (copies - 1)
+    fits, due = sum(piece.size for piece in pieces), size * (copies - 1)
     if not due:
         return 1
     return ceil(due / fits) if fits else None

@@ -24,19 +24,19 @@ def test_algorithm_2() -> None:
 
 def test_the_owner_s_copy_is_not_sent() -> None:
     assert plan([0.02, 0.05, 0.01], 100, copies=1) == ()
-    assert sum(chunk[3] for chunk in plan([0.02], 100, copies=3)) == 200
+    assert sum(piece[3] for piece in plan([0.02], 100, copies=3)) == 200
 
 
 def test_a_span_shorter_than_the_fixed_cost_is_passed_over() -> None:
     """The algorithm as printed does not end here."""
-    assert {chunk[0] for chunk in plan([0.001, 0.0, 0.05], 10)} == {2}
+    assert {piece[0] for piece in plan([0.001, 0.0, 0.05], 10)} == {2}
     assert plan([0.001, 0.0], 10, open_end=False) == ()
     assert plan([], 10) == ()
 
 
 def test_what_does_not_fit_into_the_spans_of_a_step_takes_several() -> None:
     spans = [0.02, 0.05]
-    assert sum(chunk[3] for chunk in plan(spans, 100, open_end=False)) == 17 + 32 + 11
+    assert sum(piece[3] for piece in plan(spans, 100, open_end=False)) == 17 + 32 + 11
     assert every(100, 2, schedule(spans, 100, 2, 4, 128, 1000.0, 0.001, 0.9, open_end=False)) == 2
     assert every(60, 2, schedule(spans, 60, 2, 4, 128, 1000.0, 0.001, 0.9, open_end=False)) == 1
     assert every(60, 2, ()) is None
@@ -52,19 +52,19 @@ def test_what_does_not_fit_into_the_spans_of_a_step_takes_several() -> None:
 def test_chunks_fit_into_their_spans_and_cover_each_copy_once(
     spans: list[float], size: int, copies: int, mu: float
 ) -> None:
-    chunks = schedule(spans, size, copies, 4, 128, 1000.0, 0.001, mu)
-    assert sum(chunk.size for chunk in chunks) == (copies - 1) * size
+    pieces = schedule(spans, size, copies, 4, 128, 1000.0, 0.001, mu)
+    assert sum(piece.size for piece in pieces) == (copies - 1) * size
     at = dict.fromkeys(range(copies - 1), 0)
-    for chunk in chunks:
-        assert chunk.offset == at[chunk.copy], "without a hole"
-        at[chunk.copy] += chunk.size
-        assert 0 < chunk.size <= 32
-    assert [chunk[:3] for chunk in chunks] == sorted(chunk[:3] for chunk in chunks)
+    for piece in pieces:
+        assert piece.offset == at[piece.copy], "without a hole"
+        at[piece.copy] += piece.size
+        assert 0 < piece.size <= 32
+    assert [piece[:3] for piece in pieces] == sorted(piece[:3] for piece in pieces)
     for index, length in enumerate(spans[:-1]):
-        time = sum(0.001 + chunk.size / 1000.0 for chunk in chunks if chunk.span == index)
+        time = sum(0.001 + piece.size / 1000.0 for piece in pieces if piece.span == index)
         assert time <= mu * length + 1e-6
     closed = schedule(spans, size, copies, 4, 128, 1000.0, 0.001, mu, open_end=False)
-    before_last = [chunk for chunk in chunks if chunk.span < len(spans) - 1]
+    before_last = [piece for piece in pieces if piece.span < len(spans) - 1]
     assert list(closed[: len(before_last)]) == before_last
 
 
