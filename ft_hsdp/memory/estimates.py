@@ -1,0 +1,95 @@
+"""What failures cost: the models of the four papers, for `launcher.py plan` and the documentation.
+
+All times share one unit, which the caller chooses; rates are per that unit. A ratio is the part of the time in
+which a job makes progress. Two readings of it are in use, and `effective_ratio` has both: "renewal" counts the
+time between the end of one recovery and the next failure (DeadPool), "wall_clock" counts failures by the clock,
+recoveries included (FT-HSDP, GEMINI).
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Literal
+
+
+def wasted_time(checkpoint: float, interval: float, retrieval: float, iteration: float = 0.0) -> float:
+    """Return the mean time that a failure wastes with periodic checkpoints (GEMINI §2.1, equation 1).
+
+    Args:
+        checkpoint: time to write a checkpoint.
+        interval: time between two checkpoints.
+        retrieval: time to read one.
+        iteration: time of a step.
+
+    Raises:
+        ValueError: the interval is shorter than a checkpoint or a step (equation 2).
+    """
+    if interval < max(checkpoint, iteration):
+        raise ValueError(
+            f"a checkpoint each {interval:g} is not possible: it takes {max(checkpoint, iteration):g}"
+        )
+    return checkpoint + interval / 2 + retrieval
+
+
+def checkpoint_interval(checkpoint: float, iteration: float) -> int:
+    """Return the smallest number of steps between two checkpoints of which one ends before the next begins."""
+    return max(1, ceil(checkpoint / iteration))
+
+
+def restart_cost(overhead: float, restart: float, step: float, every: int) -> float:
+    """Return the mean cost of a failure for a job that restarts from a checkpoint (DeadPool §IV).
+
+    Args:
+        overhead: of checkpointing itself.
+        restart: time of the restart.
+        step: time of a step.
+        every: steps between two checkpoints. On the average (every - 1) / 2 steps are repeated.
+    """
+    return overhead + restart + step * (every - 1) / 2
+
+
+def swap_cost(overhead: float, swap: float, step: float, part: float = 0.5) -> float:
+    """Return the mean cost of a failure for a job that goes on from copies in memory (DeadPool §IV).
+
+    Args:
+        overhead: of the copies.
+        swap: time until the lost host is replaced.
+        step: time of a step.
+        part: of a step that is lost, from 0 to 1.
+    """
+    return overhead + swap + step * part
+
+
+def effective_ratio(between: float, cost: float, reading: Literal["renewal", "wall_clock"] = "renewal") -> float:
+    """Return the part of the time in which a job makes progress.
+
+    Args:
+        between: mean time between failures. cost: mean time that a failure costs. reading: "renewal": `between`
+        counts from the end of a recovery. "wall_clock": recoveries are inside of it; 0
+            if failures come faster than recoveries end.
+    """
+    if reading == "renewal":
+        return between / (between + cost)
+    return max(0.0, 1 - cost / between)
+
+
+def replicated_ratio(between: float, down: float, stall: float, replicas: int) -> float:
+    """Return the effective ratio of a job whose other replicas go on (FT-HSDP §6.1), by the wall clock.
+
+    Args:
+        between: mean time between failures. down: time for which the failed replica is away. stall: time for which
+        all replicas stand still: until the failure is known, and when the replica joins again. replicas: number of
+        replicas.
+    """
+    return (between - down + (down - stall) * (replicas - 1) / replicas) / between
+
+
+def loss_probability(shards: int, failure: float, copies: int) -> float:
+    """Return the bound on the probability that all copies of a shard are lost in one step (DeadPool §V-C).
+
+    Args:
+        shards: number of shards.
+        failure: probability that one host is lost in a step.
+        copies: of each shard, the owner's own one included; on hosts that fail independently.
+    """
+    return float(min(1.0, shards * failure**copies))
