@@ -12,6 +12,7 @@ Read the modules in this order:
 - `probing`: who takes the place of a lost holder while all others stay (ReStore §IV-E).
 - `copies`: which copies a membership lacks, and who makes them. Healthy replicas count as copies.
 - `recovery`: the newest state that can be put together from all agents (GEMINI §6, DeadPool §VI-D).
+- `replacement`: what is done about a failure, and which spare host takes the place of a lost one (DeadPool §V-C).
 - `schedule`: which bytes of a copy go into which idle span of the network (GEMINI §5, Algorithm 2).
 - `estimates`: wasted time, effective training time and expected losses by the papers' models.
 

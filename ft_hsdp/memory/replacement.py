@@ -1,0 +1,131 @@
+"""What is done about a failure, and which spare host takes the place of a lost one.
+
+DeadPool §VI-B (Table II) sorts failures by what removes them: a repair in place, another host, or the people who
+run the job. Here the evidence is how the ranks of a replica ended and what else is known about their host. In §V-C
+a spare takes the logical place of a lost host, and nothing else moves: the other ranks start again where their
+memory is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ft_hsdp.errors import EXIT_HARDWARE
+from ft_hsdp.memory.hosts import Host, Level
+
+MOVE_AFTER = 3  # failures on one host in a row, while other replicas train
+HALT_AFTER = 3  # times that one step ended all replicas
+
+
+class Action(Enum):
+    """What is done about a failure."""
+
+    REPAIR = "repair the ring; no process ends"
+    SAME_HOST = "start the replica's ranks again where they were"
+    OTHER_HOST = "start the ranks of this host on another one"
+    HALT = "end the job with a reason"
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What is known about one failure of a replica."""
+
+    connection: bool = False  # a connection between replicas was reset; no process has ended
+    exit_code: int | None = None  # of the first rank that ended; negative: the signal; None: none has
+    host_lost: bool = False  # its ranks and its agent are gone, or the scheduler says that it is
+    failures_here: int = 0  # in a row on this host, this one included; a committed step begins anew
+    others_train: bool = False  # another replica has committed a step meanwhile
+    all_ended_at: int = 0  # how often all replicas have ended at this very step
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is done, and whether the host is used again."""
+
+    action: Action
+    cordoned: bool  # nothing is started on this host until an operator says so
+    reason: str
+
+
+def decide(evidence: Evidence) -> Decision:
+    """Return what is done about a failure. The first rule that applies counts."""
+    if evidence.connection and evidence.exit_code is None and not evidence.host_lost:
+        return Decision(Action.REPAIR, False, "a connection was reset")
+    if evidence.all_ended_at >= HALT_AFTER:
+        return Decision(Action.HALT, False, f"the same step has ended all replicas {evidence.all_ended_at} times")
+    if evidence.host_lost:
+        return Decision(Action.OTHER_HOST, False, "the host is lost")
+    if evidence.exit_code == EXIT_HARDWARE:
+        return Decision(Action.OTHER_HOST, True, f"a rank found its host broken (exit code {EXIT_HARDWARE})")
+    if evidence.failures_here >= MOVE_AFTER and evidence.others_train:
+        return Decision(
+            Action.OTHER_HOST, True, f"{evidence.failures_here} failures on this host while other replicas trained"
+        )
+    return Decision(Action.SAME_HOST, False, "nothing says that the host is broken")
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Which hosts a replica runs on."""
+
+    hosts: tuple[Host, ...]  # in the order of its ranks; those that live are where they were
+    missing: tuple[int, ...]  # positions in `hosts` whose host is lost and has no successor: the replica waits
+
+
+def assign(
+    replicas: Mapping[int, Sequence[Host]],
+    lost: Collection[str],
+    spares: Sequence[Host],
+    level: Level,
+    keepers: Mapping[tuple[int, int], Collection[str]] | None = None,
+) -> dict[int, Assignment]:
+    """Give the places of lost hosts to spare hosts.
+
+    A host that lives stays. Replicas that need the fewest hosts come first, and a replica gets hosts only if there
+    are enough for it to start. Of the spares, one that keeps a copy of the lost shards is best, since nothing has
+    to be fetched then; next, one whose domain has no other copy of them; next, one that is near the rest of the
+    replica, whose collectives need the most bandwidth.
+
+    Args:
+        replicas: the hosts of each replica, in the order of its ranks. Hosts in the same position hold the same
+        shards. lost: names of hosts that are lost or cordoned. spares: hosts without ranks that live. level: what
+        copies must not share. keepers: names of the hosts that keep copies of the shards of a replica's host, by
+        replica and position.
+
+    Returns:
+        The hosts of each replica. No spare is given twice.
+    """
+    keepers = keepers or {}
+    free = [host for host in spares if host.name not in lost]
+    missing = {
+        replica: tuple(i for i, host in enumerate(hosts) if host.name in lost)
+        for replica, hosts in replicas.items()
+    }
+    result = {}
+    for replica in sorted(replicas, key=lambda each: (len(missing[each]), each)):
+        hosts = list(replicas[replica])
+        if len(missing[replica]) <= len(free):
+            for position in missing[replica]:
+                rest = [host for i, host in enumerate(hosts) if i not in missing[replica]]
+                same_shards = [
+                    other[position]
+                    for n, other in replicas.items()
+                    if n != replica and position < len(other) and other[position].name not in lost
+                ]
+                chosen = min(
+                    free,
+                    key=lambda host: (
+                        host.name not in keepers.get((replica, position), ()),
+                        any(host.domain(level) == other.domain(level) for other in same_shards),
+                        sum(host.distance(other) for other in rest),
+                        host,
+                    ),
+                )
+                free.remove(chosen)
+                hosts[position] = chosen
+            result[replica] = Assignment(tuple(hosts), ())
+        else:
+            result[replica] = Assignment(tuple(hosts), missing[replica])
+    return dict(sorted(result.items()))

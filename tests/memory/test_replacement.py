@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_hsdp.memory.hosts import Host
+from ft_hsdp.memory.replacement import Action, Assignment, Evidence, assign, decide
+
+
+@pytest.mark.parametrize(
+    ("evidence", "action", "cordoned"),
+    [
+        (Evidence(connection=True), Action.REPAIR, False),
+        (Evidence(connection=True, exit_code=75), Action.SAME_HOST, False),
+        (Evidence(exit_code=75, failures_here=1), Action.SAME_HOST, False),
+        (Evidence(exit_code=-signal.SIGKILL, failures_here=2, others_train=True), Action.SAME_HOST, False),
+        (Evidence(exit_code=76), Action.OTHER_HOST, True),
+        (Evidence(exit_code=75, failures_here=3, others_train=True), Action.OTHER_HOST, True),
+        (Evidence(exit_code=75, failures_here=9, others_train=False), Action.SAME_HOST, False),
+        (Evidence(host_lost=True), Action.OTHER_HOST, False),
+        (Evidence(exit_code=75, failures_here=3, others_train=True, all_ended_at=3), Action.HALT, False),
+        (Evidence(exit_code=75, all_ended_at=2), Action.SAME_HOST, False),
+    ],
+)
+def test_what_is_done_about_a_failure(evidence: Evidence, action: Action, cordoned: bool) -> None:
+    decision = decide(evidence)
+    assert (decision.action, decision.cordoned) == (action, cordoned)
+    assert decision.reason
+
+
+def hosts(*paths: str) -> tuple[Host, ...]:
+    return tuple(Host.parse(path) for path in paths)
+
+
+def test_a_lost_host_s_place_goes_to_a_spare_and_the_others_stay() -> None:
+    found = assign({0: hosts("a", "b"), 1: hosts("c", "d")}, ["b"], hosts("s0", "s1"), "host")
+    assert found == {0: Assignment(hosts("a", "s0"), ()), 1: Assignment(hosts("c", "d"), ())}
+
+
+def test_without_enough_spares_a_replica_takes_none() -> None:
+    """One spare cannot start the replica that lost two hosts; it starts the other one."""
+    found = assign({0: hosts("a", "b"), 1: hosts("c", "d")}, ["a", "b", "d"], hosts("s0"), "host")
+    assert found == {0: Assignment(hosts("a", "b"), (0, 1)), 1: Assignment(hosts("c", "s0"), ())}
+
+
+def test_of_equal_replicas_the_lowest_comes_first() -> None:
+    found = assign({1: hosts("c"), 0: hosts("a")}, ["a", "c"], hosts("s0"), "host")
+    assert [(n, each.missing) for n, each in found.items()] == [(0, ()), (1, (0,))]
+
+
+def test_a_spare_that_keeps_the_copy_comes_first_then_one_apart_then_a_near_one() -> None:
+    replicas = {0: hosts("a/1/h0", "a/1/h1"), 1: hosts("b/2/h2", "b/2/h3")}
+    spares = hosts("b/2/near-other", "a/9/near", "c/3/far", "c/3/keeper")
+
+    def chosen(left: tuple[Host, ...], keepers: dict[tuple[int, int], list[str]]) -> str:
+        return assign(replicas, ["h0"], left, "rack", keepers)[0].hosts[0].name
+
+    assert chosen(spares, {(0, 0): ["keeper"]}) == "keeper"
+    assert chosen(spares, {(0, 1): ["keeper"]}) == "near"
+    assert chosen((spares[0], spares[2]), {}) == "far", "rack 2 has a copy of these shards"
+    assert chosen(spares[:1], {}) == "near-other", "better than none"
+
+
+def test_a_spare_that_is_lost_is_not_given() -> None:
+    assert assign({0: hosts("a")}, ["a", "s0"], hosts("s0"), "host") == {0: Assignment(hosts("a"), (0,))}
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.sets(st.integers(0, 15)), st.integers(0, 4))
+def test_every_host_has_one_place(count: int, width: int, gone: set[int], free: int) -> None:
+    replicas = {n: hosts(*(f"h{n * 4 + i}" for i in range(width))) for n in range(count)}
+    lost = [f"h{i}" for i in gone]
+    found = assign(replicas, lost, hosts(*(f"s{i}" for i in range(free))), "host")
+    started = [host.name for each in found.values() if not each.missing for host in each.hosts]
+    assert len(started) == len(set(started))
+    assert not set(started) & set(lost)
+    for replica, each in found.items():
+        assert each.missing in ((), tuple(i for i, host in enumerate(replicas[replica]) if host.name in lost))
+        assert all(a == b for a, b in zip(each.hosts, replicas[replica], strict=True) if b.name not in lost)
+    waiting = [len(each.missing) for each in found.values() if each.missing]
+    used = sum(name.startswith("s") for name in started)
+    assert not waiting or min(waiting) > free - used, "a replica waits only if the spares do not suffice"
