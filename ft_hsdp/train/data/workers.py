@@ -13,7 +13,7 @@ child is a crash. Without workers the main thread reads: datasets draw from the 
 
 from __future__ import annotations
 
-import multiprocessing.context
+import copy
 import os
 import signal
 import threading
@@ -24,8 +24,9 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass, field
 from itertools import islice
-from multiprocessing import active_children
+from multiprocessing import active_children, get_context
 from multiprocessing.connection import wait
+from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -149,18 +150,23 @@ class _Pipeline:
 class _Forks:
     """Has a thread fork the processes that another thread starts."""
 
-    def __init__(self) -> None:
-        """Take no orders yet."""
+    def __init__(self, given: Any) -> None:
+        """Take no orders yet.
+
+        Args:
+            given: The multiprocessing context that forks; its name, or None, for that of Python.
+        """
         self._orders: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
         order = self._order
+        context = given if isinstance(given, BaseContext) else get_context("fork")
 
-        class Process(multiprocessing.context.ForkProcess):
+        class Process(context.Process):  # type: ignore[name-defined]
             def start(self) -> None:
                 order(super().start)
 
-        self.context = multiprocessing.context.ForkContext()
-        """Starts its processes on the thread that is in `serve`."""
-        self.context.Process = Process  # type: ignore[misc]
+        self.context = copy.copy(context)
+        """Does what the given one does, but starts its processes on the thread that is in `serve`."""
+        self.context.Process = Process  # type: ignore[attr-defined]
 
     def serve(self) -> None:
         """Fork what is ordered on this thread, until `end`. Blocks."""
@@ -234,7 +240,7 @@ class WorkersReader(_NumberedReader[Batch]):
         pins = options.pin_memory and torch.accelerator.is_available()
         device = torch.accelerator.current_device_index() if pins else None
         started: Future[list[BaseProcess]] = Future()
-        forks = _Forks()
+        forks = _Forks(options.multiprocessing_context)
         arguments = (samples, options, device, forks, started)
         self._thread = threading.Thread(target=self._run, args=arguments, name="data", daemon=True)
         self._thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.context
 import os
 import random
 import re
@@ -291,4 +292,33 @@ def test_workers_are_forked_by_the_thread_that_opens_the_reader() -> None:
     That may be the last that holds a process group, and its end there is a segmentation fault.
     """
     with reading(Thread(), 1) as reader:
+        assert reader.batch(at(3), after(4)).tolist() == [True]
+
+
+class Marked(multiprocessing.context.ForkProcess):
+    """A worker process of a user's own."""
+
+    def run(self) -> None:
+        os.environ["MARKED"] = self.name
+        super().run()
+
+
+class Marking(multiprocessing.context.ForkContext):
+    """A context of a user's own."""
+
+    Process = Marked
+
+
+class Mark(Dataset[Any]):
+    """Tells whether its worker is a user's own, and its main thread."""
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> bool:
+        return "MARKED" in os.environ and threading.main_thread().name == "MainThread"
+
+
+def test_a_context_of_a_users_own_makes_the_workers() -> None:
+    with reading(Mark(), 1, multiprocessing_context=Marking()) as reader:
         assert reader.batch(at(3), after(4)).tolist() == [True]
