@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-import ft_hsdp
+import ft_hsdp  # FT
 
 Pair = tuple[Tensor, Tensor]
 
@@ -55,15 +55,14 @@ class Spirals:
 def main() -> None:
     """Train until the job ends."""
     job = ft_hsdp.join()  # FT
-    config = job.config
-    data = Spirals(config.train.micro_batch, config.train.seed)
-    torch.manual_seed(config.train.seed)
+    data = Spirals()
+    torch.manual_seed(job.config.train.seed)  # FT
     model = job.shard(Classifier())  # FT
-    adam = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)
+    adam = torch.optim.AdamW(model.parameters(), lr=job.config.optim.lr)  # FT
     optim = job.optimizer(adam, lambda step: min(1.0, step / 10))  # FT
-    optim.clip = config.optim.clip  # FT
+    optim.clip = job.config.optim.clip  # FT
     job.warm_up(lambda: model(data.batch(0, 0, job.rank)).backward())  # FT
-    for batch in job.batches(data, config.train.accumulate):  # FT
+    for batch in job.batches(data, job.config.train.accumulate):  # FT
         loss = model(batch)
         loss.backward()
         optim.step()  # FT
