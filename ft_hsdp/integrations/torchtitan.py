@@ -39,9 +39,14 @@ from ft_hsdp.train.join import join
 _ALLOWED: dict[str, tuple[object, str]] = {
     "training.disable_cuda_graphs": (True, "True: a graph that is replayed hands no gradients to the job"),
     "parallelism.pipeline_parallel_degree": (1, "1: a bucket of gradients is ready once in each backward"),
-    "parallelism.tensor_parallel_degree": (1, "1: FSDP shards over all ranks of a replica"),
-    "parallelism.context_parallel_degree": (1, "1: FSDP shards over all ranks of a replica"),
-    "parallelism.expert_parallel_degree": (1, "1: FSDP shards over all ranks of a replica"),
+    "parallelism.context_parallel_degree": (
+        1,
+        "1; tensor_parallel_degree divides the activations of long sequences, too",
+    ),
+    "parallelism.expert_parallel_degree": (
+        1,
+        "1; a loop of your own can have experts on several ranks (docs/library.md#tensor-and-expert-parallelism)",
+    ),
     "metrics.enable_tensorboard": (
         False,
         "False: the job writes the numbers once for all replicas (docs/metrics.md)",
@@ -258,9 +263,13 @@ def _check(config: Trainer.Config, job: Job) -> None:
     train, ours = job.config.train, config.training
     if ours.steps != train.steps:
         raise ConfigError("training.steps", ours.steps, f"train.steps, which is {train.steps}")
+    degree, together = config.parallelism.tensor_parallel_degree, job.config.ranks_per_unit
+    if degree != together:
+        allowed = f"ranks_per_unit, which is {together}: the ranks that train one micro-batch together"
+        raise ConfigError("parallelism.tensor_parallel_degree", degree, allowed)
     whole = ours.local_batch_size * job.data_ranks * job.config.replicas * train.accumulate
     if ours.global_batch_size not in (-1, whole):
-        allowed = f"-1, or {whole}: local_batch_size x ranks x replicas x train.accumulate"
+        allowed = f"-1, or {whole}: local_batch_size x data ranks x replicas x train.accumulate"
         raise ConfigError("training.global_batch_size", ours.global_batch_size, allowed)
     if job.config.data.weight != "tokens":
         allowed = "tokens: torchtitan's loss is the mean over the valid tokens of a step"

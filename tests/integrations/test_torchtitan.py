@@ -25,6 +25,7 @@ pytestmark = [
 ]
 STEPS, AT, VICTIM = 60, 20, 1
 KILL = {"at_step": AT, "replicas": [VICTIM], "rank": 1}
+CONFIG = ["--module", "train", "--config", "llama3_tiny"]
 OWN_LOOP = "tests/integrations/torchtitan_own_loop.py"
 ROWS = ["--module", "tests.integrations.torchtitan_rows", "--config", "llama3_rows"]
 
@@ -99,6 +100,33 @@ def test_one_replica_trains_as_plain_torchtitan(plain: list[tuple[int, float, fl
         assert mine == (step, pytest.approx(loss, rel=1e-3), pytest.approx(norm, rel=1e-2))
 
 
+PARALLEL = "--parallelism.tensor_parallel_degree=2"
+
+
+def test_a_tensor_parallel_replica_trains_as_plain_torchtitan(tmp_path: Path) -> None:
+    """Four ranks in both, of which two train a micro-batch together."""
+    few = [PARALLEL, "--training.steps=12", "--metrics.log_freq=1"]
+    page = Page("torchtitan", tmp_path)
+    command = page.commands()[0].replace("--nproc-per-node=2", "--nproc-per-node=4")
+    wanted = sorted(set(printed(page.run(" ".join([command, *few])))))
+    shape: dict[str, Any] = {"replicas": 1, "ranks_per_replica": 4, "ranks_per_unit": 2, "train__steps": 12}
+    with ExampleJob("torchtitan", tmp_path, "one", args=[*CONFIG, *few], **shape) as job:
+        job.finish(12)
+    ours = printed((tmp_path / "runs" / "one" / "replicas" / "0" / "rank0.log").read_text())
+    assert [step for step, _, _ in wanted] == [*range(1, 13)]
+    for (step, loss, norm), mine in zip(wanted, ours, strict=True):
+        assert mine == (step, pytest.approx(loss, rel=1e-3), pytest.approx(norm, rel=1e-3))
+
+
+def test_a_kill_of_a_tensor_parallel_replica_leaves_no_trace(tmp_path: Path) -> None:
+    shape: dict[str, Any] = {"ranks_per_unit": 2, "quorum__min_replicas": 2, "args": [*CONFIG, PARALLEL]}
+    with ExampleJob("torchtitan", tmp_path, "whole", **shape) as job:
+        whole = job.finish(STEPS)
+    with ExampleJob("torchtitan", tmp_path, "killed", chaos=[KILL], **shape) as job:
+        assert job.finish(STEPS) == whole
+        assert len(job.events("ReplicaStarted", replica=VICTIM)) == 2
+
+
 # Attention on CPUs.
 
 
@@ -147,7 +175,8 @@ class Stub(SimpleNamespace):
 
     def __init__(self, steps: int = 60, **data: Any) -> None:
         train = SimpleNamespace(steps=steps, accumulate=2, seed=7)
-        config = SimpleNamespace(train=train, replicas=2, data=SimpleNamespace(weight="tokens", **data))
+        data_section = SimpleNamespace(weight="tokens", **data)
+        config = SimpleNamespace(train=train, replicas=2, ranks_per_unit=1, data=data_section)
         super().__init__(config=config, ranks=1, data_rank=0, data_ranks=1, step=0, last=None)
         self.weights: list[int] = []
         self.logged: list[tuple[int, dict[str, float]]] = []
@@ -229,9 +258,9 @@ def built(config: Any, monkeypatch: pytest.MonkeyPatch, job: Stub) -> Any:
         ("training.global_batch_size", 8, "global_batch_size.*16"),
         ("training.disable_cuda_graphs", False, "disable_cuda_graphs.*True"),
         ("parallelism.pipeline_parallel_degree", 2, "pipeline_parallel_degree"),
-        ("parallelism.tensor_parallel_degree", 2, "tensor_parallel_degree"),
-        ("parallelism.context_parallel_degree", 2, "context_parallel_degree"),
-        ("parallelism.expert_parallel_degree", 2, "expert_parallel_degree"),
+        ("parallelism.tensor_parallel_degree", 2, "tensor_parallel_degree.*ranks_per_unit, which is 1"),
+        ("parallelism.context_parallel_degree", 2, "context_parallel_degree.*tensor_parallel_degree"),
+        ("parallelism.expert_parallel_degree", 2, "expert_parallel_degree.*docs/library.md"),
         ("checkpoint.enable", True, "checkpoint.enable.*checkpoint.dir"),
         ("metrics.enable_tensorboard", True, "docs/metrics.md"),
         ("metrics.enable_wandb", True, "docs/metrics.md"),
