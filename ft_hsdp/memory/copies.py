@@ -48,6 +48,10 @@ class Plan:
     unprotected: tuple[int, ...]  # ranks whose shards have fewer copies than wanted, also with those
     reason: str  # why; "" if there are none
 
+    def kept_by(self, host: str) -> tuple[Copy, ...]:
+        """Return the copies that a host has to hold before its ranks say that the state is kept."""
+        return tuple(copy for copy in self.copies if copy.holder.name == host)
+
 
 def default_copies(hosts: Collection[Host], level: Level) -> int:
     """Return how many copies a job keeps that does not say it: 2 if there are hosts apart, else 1."""

@@ -14,10 +14,12 @@ Read the modules in this order:
 - `moves`: everything that may happen next in a world, each with a sentence.
 - `invariants`: the safety properties. They look at the content of states, which no core knows.
 - `explore`: the search, liveness, and the transcript of a violation.
+- `copies`: another space for the same search: copies of the state in host memory, and hosts that are lost.
 
 Gradients are replaced by their meaning: the content of a replica is the list of batches that it has applied, so
-equality is exact. The package imports `ft_hsdp.core` and `lighthouse.quorum`, the code that runs in production,
-and neither tensors nor sockets. Only tests and the command line use it.
+equality is exact. The package imports `ft_hsdp.core`, `ft_hsdp.memory`, the slots of a state agent and
+`lighthouse.quorum`, the code that runs in production, and neither tensors nor sockets. Only tests and the command
+line use it.
 
 Example: run the default space, or one with a link that breaks:
 

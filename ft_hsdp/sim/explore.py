@@ -6,12 +6,17 @@ import sys
 import time
 from array import array
 from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Protocol, TypeVar
 
 from ft_hsdp.sim import moves
 from ft_hsdp.sim.invariants import Violation
 from ft_hsdp.sim.model import Model
 from ft_hsdp.sim.world import Bounds, World
+
+Place = TypeVar("Place", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +38,77 @@ class Exploration:
         return f"{head}\n{lines}\n     => {self.violation}"
 
 
+class Space(Protocol[Place]):
+    """What can be searched."""
+
+    def initial(self) -> Place:
+        """Return the first world."""
+        ...
+
+    def successors(self, world: Place) -> Iterable[tuple[str, Callable[[], Place]]]:
+        """Return what can happen in a world: a label, and a function that returns the world after it."""
+        ...
+
+    def patience(self, world: Place) -> Iterable[tuple[str, Callable[[], Place]]]:
+        """Return what the passing of time brings when nothing else can happen."""
+        ...
+
+    def finished(self, world: Place) -> bool:
+        """Whether a world in which nothing happens any more is a good end."""
+        ...
+
+
+class _Replicas:
+    """The replicas of a job and its lighthouse, as a space."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._model = Model(bounds)
+        self.initial = self._model.initial
+        self.finished = self._model.finished
+
+    def successors(self, world: World) -> Iterator[moves.Move]:
+        return self._looked_at(moves.successors(self._model, world))
+
+    def patience(self, world: World) -> Iterator[moves.Move]:
+        return self._looked_at(moves.patience(self._model, world))
+
+    def _looked_at(self, ways: Iterable[moves.Move]) -> Iterator[moves.Move]:
+        return ((label, partial(self._look, happen)) for label, happen in ways)
+
+    def _look(self, happen: Callable[[], World]) -> World:
+        return self._model.look(happen())
+
+
 def explore(bounds: Bounds, limit_s: float = 110.0, liveness: bool = True) -> Exploration:
     """Visit all worlds within `bounds`, or as many as `limit_s` seconds allow.
 
-    A world in which nothing can happen must be one in which all replicas ended at one final state, and from every
+    Args:
+        bounds: what may go wrong.
+        limit_s: seconds after which the search stops early.
+        liveness: see `search`.
+
+    Returns:
+        What was found.
+    """
+    return search(_Replicas(bounds), limit_s, liveness)
+
+
+def search(space: Space[Place], limit_s: float, liveness: bool = True) -> Exploration:
+    """Visit all worlds of a space, or as many as `limit_s` seconds allow.
+
+    A world in which nothing can happen must be a good end (all replicas have one final state), and from every
     world such an end must be within reach: otherwise its members could repeat the same states without an end.
 
     Args:
-        bounds: what may go wrong.
+        space: the first world, and what can happen in each.
         limit_s: seconds after which the search stops early.
         liveness: False: neither of the two is checked, so that a violation of safety behind one is found.
 
     Returns:
         What was found.
     """
-    model, graph, began = Model(bounds), _Graph(), time.monotonic()
-    frontier = [graph.add(model.initial(), 0, "")]
+    graph, began = _Graph[Place](), time.monotonic()
+    frontier = [graph.add(space.initial(), 0, "")]
 
     def result(exhausted: bool, violation: str = "", last: int = 0, label: str = "") -> Exploration:
         seconds = time.monotonic() - began
@@ -59,12 +119,12 @@ def explore(bounds: Bounds, limit_s: float = 110.0, liveness: bool = True) -> Ex
         following: list[int] = []
         for here in frontier:
             world = graph.worlds[here]
-            ways = list(moves.successors(model, world))
-            ended = not ways and model.finished(world)
+            ways = list(space.successors(world))
+            ended = not ways and space.finished(world)
             moved = False
-            for label, happen in ways or (() if ended else moves.patience(model, world)):
+            for label, happen in ways or (() if ended else space.patience(world)):
                 try:
-                    after = model.look(happen())
+                    after = happen()
                 except Violation as violation:
                     return result(False, str(violation), here, label)
                 moved = moved or after != world
@@ -73,7 +133,7 @@ def explore(bounds: Bounds, limit_s: float = 110.0, liveness: bool = True) -> Ex
                     known = graph.add(after, here, label)
                     following.append(known)
                 graph.ways.append((here << 32) | known)
-            if not moved and (ended or model.finished(world)):
+            if not moved and (ended or space.finished(world)):
                 graph.ends.append(here)
             elif liveness and not (ways or moved):
                 return result(False, "stuck: nothing can happen and not all replicas have the final state", here)
@@ -88,17 +148,17 @@ def explore(bounds: Bounds, limit_s: float = 110.0, liveness: bool = True) -> Ex
     return result(True)
 
 
-class _Graph:
+class _Graph(Generic[Place]):
     """The worlds by number, how each was reached first, and every move between two."""
 
     def __init__(self) -> None:
-        self.worlds: list[World] = []
-        self.ids: dict[World, int] = {}
+        self.worlds: list[Place] = []
+        self.ids: dict[Place, int] = {}
         self.ends: list[int] = []  # worlds in which all have ended well
         self.ways = array("Q")  # from << 32 | to
         self._from: list[tuple[int, str]] = []
 
-    def add(self, world: World, before: int, label: str) -> int:
+    def add(self, world: Place, before: int, label: str) -> int:
         """Add a new world and return its number."""
         number = self.ids[world] = len(self.worlds)
         self.worlds.append(world)
