@@ -288,7 +288,7 @@ def states() -> str:
     """The three state machines: a replica's phases, a ring group's states, a snapshot slot's."""
     from ft_hsdp.core import replica_state
     from ft_hsdp.ftar import lifecycle
-    from ft_hsdp.state.agent import store
+    from ft_hsdp.state.agent import slots
 
     beside = _comments(inspect.getsource(replica_state), "Phase")
     seen = explored()
@@ -307,7 +307,7 @@ def states() -> str:
         (f"`{s.name}`", s.value, ", ".join(sorted(n.name for n in lifecycle.TRANSITIONS[s])) or "none")
         for s in lifecycle.GroupState
     ]
-    tree = ast.parse(inspect.getsource(store))
+    tree = ast.parse(inspect.getsource(slots))
     methods = [
         (f"`{m.name}`", ", ".join(_assignments(m, "SlotPhase")), first_sentence(ast.get_docstring(m)))
         for c in tree.body
@@ -343,10 +343,10 @@ def states() -> str:
             table(("state", "meaning", "may become"), groups),
             "## A snapshot slot of the state agent",
             prose("""
-                `SlotPhase` in `ft_hsdp/state/agent/store.py`. A slot is a segment of shared memory for one
+                `SlotPhase` in `ft_hsdp/state/agent/slots.py`. A slot is a segment of shared memory for one
                 snapshot of one rank.
             """),
-            table(("phase", "value"), [(f"`{p.name}`", p.value) for p in store.SlotPhase]),
+            table(("phase", "value"), [(f"`{p.name}`", p.value) for p in slots.SlotPhase]),
             table(("method of `SnapshotSlots`", "sets the phase to", "what it does"), iter(methods)),
         ]
     )

@@ -31,7 +31,7 @@ from ft_hsdp.memory.hosts import Host, Level
 from ft_hsdp.memory.recovery import Holding, newest
 from ft_hsdp.sim.explore import search
 from ft_hsdp.sim.invariants import Violation
-from ft_hsdp.state.agent.store import SlotPhase, SnapshotSlots
+from ft_hsdp.state.agent.slots import SlotPhase, SnapshotSlots
 
 Step = tuple[int, int]  # epoch, number
 Frozen = tuple[tuple[str, Step | None, int, bool, bool, int], ...]  # the slots of one rank in one agent

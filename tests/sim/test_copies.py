@@ -16,7 +16,7 @@ from ft_hsdp.memory.recovery import Holding, Recoverable
 from ft_hsdp.sim import copies
 from ft_hsdp.sim.copies import CopyBounds, CopySpace
 from ft_hsdp.sim.explore import Exploration, search
-from ft_hsdp.state.agent.store import SlotPhase, SnapshotSlots
+from ft_hsdp.state.agent.slots import SlotPhase, SnapshotSlots
 
 
 def explored(limit_s: float = 60, **bounds: Any) -> Exploration:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from ft_hsdp.state import shared_memory
-from ft_hsdp.state.agent.store import MAX_SLOTS, Owner, SnapshotStore
+from ft_hsdp.state.agent.slots import MAX_SLOTS
+from ft_hsdp.state.agent.store import Owner, SnapshotStore
 from ft_hsdp.state.shared_memory import ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest
 from tests.support.state.agent_helpers import content, header, state

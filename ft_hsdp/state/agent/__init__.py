@@ -14,8 +14,8 @@ The life of a snapshot:
 
 Read the modules in this order:
 
-- `store`: `SnapshotStore`: memory and checksums of the snapshots of all ranks of the host; `SnapshotSlots`
-  decides, for one rank, which slot is written next and which snapshots are kept.
+- `slots`: `SnapshotSlots` decides, for one rank, which slot is written next and which snapshots are kept.
+- `store`: `SnapshotStore`: memory and checksums of the snapshots of all ranks of the host.
 - `messages`: the orders and answers on the socket.
 - `client`: `StateAgent`, a rank's end of the socket; `Starter` starts an agent, and replaces one that no longer
   answers.
