@@ -16,7 +16,8 @@ Read the modules in this order:
 - `telemetry`: `Decisions` writes the core's decisions into the journal; `Reporter` sends rows to the lighthouse.
 - `watchdog`: what one rank watches so that no hang lasts: its siblings, itself, its parent process.
 - `exit_watch`: a process that outlives the ranks and reports their exit.
-- `rank_store`: the torch.distributed store of one replica: its table in rank 0, and torch's view of it.
+- `key_table`: the keys and values in rank 0 with which the ranks of one replica find each other.
+- `rank_store`: torch's view of that table: the torch.distributed store of one replica.
 
 This package imports no tensors (except `rank_store`, which is a `torch.distributed.Store`), nothing of
 `ft_hsdp.ftar`, `ft_hsdp.state` or `ft_hsdp.train`: they are neighbours or above. `ft_hsdp.train.runtime` joins the

@@ -16,19 +16,10 @@ import torch.distributed as dist
 
 from ft_hsdp import address, handshake, protocol, record_layer
 from ft_hsdp.bench.strangers import Flood
-from ft_hsdp.control import rank_store
+from ft_hsdp.control import key_table
+from ft_hsdp.control.key_table import CallRefused, KeyTable, TableServer, checked, packed, unpacked
 from ft_hsdp.control.rank_channel import RankLine
-from ft_hsdp.control.rank_store import (
-    CallRefused,
-    KeyTable,
-    RankStore,
-    TableServer,
-    checked,
-    connect,
-    packed,
-    serve,
-    unpacked,
-)
+from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ProtocolViolation, Retryable
 from ft_hsdp.handshake import HungUp, Purpose
 from ft_hsdp.protocol import RankHello, StoreAnswer, StoreCall
@@ -91,14 +82,14 @@ async def test_a_call_beyond_its_bounds_is_refused(asked: StoreCall, why: str) -
 
 def test_the_largest_call_is_a_message() -> None:
     """However JSON writes it."""
-    keys = tuple("\x01" * 1023 + chr(n + 1) for n in range(rank_store.MAX_NAMES // 1024))
-    largest = StoreCall(1 << 40, 1 << 40, "compare_set", keys, packed([bytes(rank_store.MAX_VALUE - 2), b"xy"]))
+    keys = tuple("\x01" * 1023 + chr(n + 1) for n in range(key_table.MAX_NAMES // 1024))
+    largest = StoreCall(1 << 40, 1 << 40, "compare_set", keys, packed([bytes(key_table.MAX_VALUE - 2), b"xy"]))
     assert len(protocol.encode(largest)) <= protocol.MAX_MESSAGE
 
 
 def test_keys_and_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_store, "MAX_KEYS", 2)
-    monkeypatch.setattr(rank_store, "MAX_BYTES", 100)
+    monkeypatch.setattr(key_table, "MAX_KEYS", 2)
+    monkeypatch.setattr(key_table, "MAX_BYTES", 100)
     table = KeyTable()
     assert not ask(table, "set", "a", values=(bytes(90),)).error
     assert "keys and values may have 100 bytes" in ask(table, "set", "b", values=(bytes(20),)).error
@@ -229,7 +220,7 @@ async def test_a_rank_with_too_many_calls_is_hung_up_on() -> None:
     async with Rank0(3) as rank0:
         greedy, other = [await Rank(rank).connect(rank0.port) for rank in (1, 2)]
         await rank0.server.all_here(5)
-        for number in range(rank_store.MAX_CALLS + 1):
+        for number in range(key_table.MAX_CALLS + 1):
             greedy.send("get", "never", number=number, wait_s=30)
         await asyncio.wait_for(greedy.lost.wait(), 5)
         other.send("count")

@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 from ft_hsdp import address, handshake, protocol
 from ft_hsdp.config import loader
 from ft_hsdp.control import rank_channel
-from ft_hsdp.control.rank_store import KeyTable, packed
+from ft_hsdp.control.key_table import KeyTable, packed
 from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken, Contribution, Vote
 from ft_hsdp.core.grant import Grant, Member, Report
 from ft_hsdp.core.ledger import Ledger
