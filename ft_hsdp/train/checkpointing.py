@@ -30,7 +30,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
-from ft_hsdp.state.checkpoint import writer
+from ft_hsdp.state.checkpoint import drafts
 from ft_hsdp.state.checkpoint.catalog import Resumed, resume
 from ft_hsdp.state.checkpoint.writer import (
     Checkpointer,
@@ -129,7 +129,7 @@ def missed(config: Config, folder: Path, step: int, journal: Journal) -> int:
     It demands one if no replica has written the newest one that was due, and none writes it now. For rank 0.
     """
     due = checkpoint.newest_due(step, config.checkpoint.every, config.train.steps)
-    if not due or not writer.missed(folder, due):
+    if not due or not drafts.missed(folder, due):
         return 0
     reason = f"the checkpoint of step {due} is missing and no replica writes it: the next state is written"
     journal.event("CheckpointMissing", reason, step=due)

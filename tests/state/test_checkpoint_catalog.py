@@ -15,7 +15,7 @@ import pytest
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId, canonical
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, writer
+from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, drafts
 from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     FORMAT,
     CheckpointManifest,
@@ -86,18 +86,18 @@ def test_the_newest_is_the_largest_epoch_and_step_and_never_the_youngest(tmp_pat
 
 
 def test_a_checkpoint_is_missed_unless_it_or_a_newer_one_is_there_or_being_written(tmp_path: Path) -> None:
-    assert writer.missed(tmp_path / "none", 5)
+    assert drafts.missed(tmp_path / "none", 5)
     checkpoint(tmp_path, 4)
     name = checkpoint_manifest.name_of(StateId(1, 6, "ab" * 16), "0-a-0")
-    draft = writer.unfinished(tmp_path, name)
+    draft = drafts.unfinished(tmp_path, name)
     draft.mkdir()
     with (draft / "manifest.json").open("wb") as file:
-        assert writer.missed(tmp_path, 5), "its writer is dead"
+        assert drafts.missed(tmp_path, 5), "its writer is dead"
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert not writer.missed(tmp_path, 5), "its writer lives"
-        assert not writer.missed(tmp_path, 6)
-        assert writer.missed(tmp_path, 7)
-    assert not writer.missed(tmp_path, 4)
+        assert not drafts.missed(tmp_path, 5), "its writer lives"
+        assert not drafts.missed(tmp_path, 6)
+        assert drafts.missed(tmp_path, 7)
+    assert not drafts.missed(tmp_path, 4)
 
 
 def test_every_flipped_bit_is_seen(tmp_path) -> None:
@@ -250,7 +250,7 @@ def test_the_newest_are_kept_and_what_is_torn_is_not_counted(tmp_path) -> None:
     for step in (1, 2, 3, 4):
         checkpoint(tmp_path, step)
     (tmp_path / "step-3-epoch-1-0-a-0" / "__0_0.distcp").write_bytes(b"short")
-    assert writer.retire(tmp_path, 2, "step-4-epoch-1-0-a-0") == [
+    assert drafts.retire(tmp_path, 2, "step-4-epoch-1-0-a-0") == [
         "step-3-epoch-1-0-a-0",
         "step-1-epoch-1-0-a-0",
     ]
@@ -261,13 +261,13 @@ def test_a_late_writer_takes_nothing_newer_away(tmp_path) -> None:
     checkpoint(tmp_path, 5, 1)
     for step in (3, 4):
         checkpoint(tmp_path, step, 2)
-    assert writer.retire(tmp_path, 1, "step-5-epoch-1-0-a-0") == []
-    assert writer.retire(tmp_path, 1, "step-8-epoch-1-0-a-0") == [], "a writer whose own is gone removes nothing"
+    assert drafts.retire(tmp_path, 1, "step-5-epoch-1-0-a-0") == []
+    assert drafts.retire(tmp_path, 1, "step-8-epoch-1-0-a-0") == [], "a writer whose own is gone removes nothing"
     assert len(catalog.published(tmp_path)) == 3
     shutil.rmtree(tmp_path / "step-3-epoch-2-0-a-0")
     (tmp_path / "step-4-epoch-2-0-a-0" / "manifest.json").unlink()
     checkpoint(tmp_path, 1, 1)
-    assert writer.retire(tmp_path, 2, "step-5-epoch-1-0-a-0") == [], "a torn newer one does not count"
+    assert drafts.retire(tmp_path, 2, "step-5-epoch-1-0-a-0") == [], "a torn newer one does not count"
     assert len(catalog.published(tmp_path)) == 3
 
 
@@ -277,11 +277,11 @@ def test_rubbish_goes_and_checkpoints_stay(tmp_path) -> None:
         shutil.copytree(kept, tmp_path / name)
     (tmp_path / ".writing-step-3-epoch-1-x").mkdir()
     (tmp_path / "notes").mkdir()
-    assert len(writer.sweep(tmp_path)) == 3
+    assert len(drafts.sweep(tmp_path)) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", kept.name]
-    assert writer.sweep(tmp_path / "none") == []
+    assert drafts.sweep(tmp_path / "none") == []
     with pytest.raises(ConfigError, match=r"checkpoint.dir: got .*Not a directory"):
-        writer.sweep(kept / "manifest.json")
+        drafts.sweep(kept / "manifest.json")
 
 
 def test_what_was_signed_with_another_key_is_named_before_any_file_is_opened(tmp_path) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.export import export
-from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, writer
+from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, drafts
 from tests.support.state.durable_side import KEY, Uneven, two_layers
 
 WAIT_S = 90.0
@@ -299,7 +299,7 @@ def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(replica, tmp_path
         assert found.checkpoint is not None
         assert found.skipped == ()
         seen.add(found.checkpoint.manifest.state.step)
-        writer.sweep(folder)
+        drafts.sweep(folder)
         assert sorted(path.name for path in catalog.published(folder)) == names(folder)
     assert seen == {1, 2}
 

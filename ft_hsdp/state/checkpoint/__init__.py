@@ -10,7 +10,8 @@ Read the modules in this order:
 - `checkpoint_manifest`: what a checkpoint is made of; its canonical encoding, digest and signature.
 - `catalog`: finds and verifies the checkpoints in a folder; `resume` loads the newest into the live tensors.
 - `dcp`: tensors to and from the files of torch.distributed.checkpoint, without its pickled collectives.
-- `writer`: `Checkpointer`: the thread that writes and publishes; removes older checkpoints and unfinished ones.
+- `drafts`: `Draft`: the folder until it is published; removes older checkpoints and unfinished ones.
+- `writer`: `Checkpointer`: the thread that writes and publishes.
 
 Writing goes this way, on a thread beside training, as a collective of the replica's ranks:
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state.checkpoint import catalog, writer
+from ft_hsdp.state.checkpoint import catalog, drafts
 from ft_hsdp.state.checkpoint.catalog import resume
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header
 from ft_hsdp.state.transfer.shard_manifest import Layout
@@ -268,7 +268,7 @@ def swept_while_writing(side: Side, folder: str) -> Any:
     real, swept = torch_files._write_item, []
 
     def sweep(*args: Any) -> Any:
-        swept.append(writer.sweep(Path(folder)))
+        swept.append(drafts.sweep(Path(folder)))
         return real(*args)
 
     torch_files._write_item = sweep

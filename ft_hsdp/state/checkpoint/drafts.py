@@ -1,0 +1,193 @@
+"""The folder of a checkpoint until it is published, and what becomes of older ones.
+
+Everything is written into a draft, a folder whose name is not that of a checkpoint, the manifest last, and
+fsynced. Then the folder is renamed. So a crash at any moment leaves a whole checkpoint, or a draft that a later
+start removes. Rank 0 holds a lock on the draft's manifest while it lives: that tells a draft that is being written
+from one that a dead writer left.
+
+`Draft` is the folder until it is published. `retire` removes older checkpoints then, and `sweep` the drafts of
+dead writers.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+from ft_hsdp import fault_injection
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.state.checkpoint import checkpoint_manifest
+from ft_hsdp.state.checkpoint.catalog import PUBLISHED, entries, manifest_of, published
+from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, METADATA, CheckpointManifest, Unusable
+
+_WRITING, _REMOVING = ".writing-", ".removing-"
+
+
+class Draft:
+    """The folder of a checkpoint until it is published as ``folder / name``.
+
+    Only rank 0 calls `begin` and `publish`; every rank calls `discard`.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self.path = unfinished(folder, name)
+        self.final = folder / name
+        self._manifest: IO[bytes] | None = None
+
+    def begin(self) -> None:
+        """Make the folder and lock it.
+
+        Raises:
+            OSError: The folder cannot be made.
+        """
+        shutil.rmtree(self.path, ignore_errors=True)  # left by an attempt of this incarnation that failed
+        self.path.mkdir()
+        self._manifest = (self.path / MANIFEST).open("xb")
+        fcntl.flock(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def written_by(self, rank: int) -> dict[str, Any]:
+        """Return {name: size and hash} of the files that DCP wrote on ``rank``. Reads all of them.
+
+        Raises:
+            OSError: A file cannot be read.
+        """
+        mine = list(self.path.glob(f"__{rank}_*.distcp"))
+        if rank == 0:
+            mine.append(self.path / METADATA)
+        return {path.name: asdict(checkpoint_manifest.describe(path)) for path in mine}
+
+    def publish(self, manifest: CheckpointManifest, keep: int, key: bytes) -> dict[str, Any]:
+        """Sign and write the manifest, make all of it durable, rename the folder, and remove older checkpoints.
+
+        Args:
+            manifest: Without signature and digest.
+            keep: How many checkpoints to keep, this one included.
+            key: Signs the manifest.
+
+        Returns:
+            ``removed``: the names of the older checkpoints that were removed; ``trouble``: why one could not be.
+
+        Raises:
+            OSError: Writing failed, or the files of another rank are not in the folder.
+            Unusable: The manifest could not be read back.
+        """
+        assert self._manifest is not None
+        for name, file in manifest.files.items():
+            if (self.path / name).stat().st_size != file.nbytes:
+                raise OSError(f"{name} is not in {self.path} as it was written: ranks of a replica share it")
+        if not os.path.samestat(os.fstat(self._manifest.fileno()), (self.path / MANIFEST).stat()):
+            raise OSError(f"{self.path} is another folder than the one that was begun")
+        data = checkpoint_manifest.encode(checkpoint_manifest.signed(manifest, key))
+        checkpoint_manifest.decode(data)  # what cannot be read back must not be published
+        self._manifest.write(data)
+        self._manifest.flush()
+        os.fsync(self._manifest.fileno())
+        _sync(self.path)
+        fault_injection.reach("checkpoint-rename", manifest.state.step)
+        self.path.rename(self.final)
+        _sync(self._folder)
+        try:
+            return {"removed": retire(self._folder, keep, self.final.name), "trouble": ""}
+        except (OSError, ConfigError) as error:
+            return {"removed": [], "trouble": str(error)}
+
+    def discard(self) -> None:
+        """Remove the draft if it was begun here and not published, and release the lock."""
+        if self._manifest is not None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._manifest.close()
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def unfinished(folder: Path, name: str) -> Path:
+    """Return the path in ``folder`` at which checkpoint ``name`` is written before it is published."""
+    return folder / f"{_WRITING}{name}"
+
+
+def retire(folder: Path, keep: int, own: str) -> list[str]:
+    """Remove all but the newest ``keep`` checkpoints in ``folder``, and return the names of those removed.
+
+    The writer of ``own`` calls it after publishing. Only checkpoints older than ``own`` are removed, so a late
+    writer removes nothing new; a torn checkpoint does not count as kept.
+
+    Raises:
+        OSError: One could not be removed.
+    """
+    names = [path.name for path in published(folder)]
+    if own not in names:
+        return []
+    newer, older = names[: names.index(own)], names[names.index(own) + 1 :]
+    left = keep - 1 - sum(_seems_whole(folder / name) for name in newer)
+    gone = []
+    for name in older:
+        if left > 0 and _seems_whole(folder / name):
+            left -= 1
+            continue
+        rubbish = folder / f"{_REMOVING}{name}"
+        (folder / name).rename(rubbish)  # atomic: a crash leaves rubbish and no torn checkpoint
+        shutil.rmtree(rubbish)
+        gone.append(name)
+    return gone
+
+
+def _seems_whole(path: Path) -> bool:
+    """Return whether manifest and sizes of files fit. Contents are verified when they are read."""
+    try:
+        files = manifest_of(path).files
+        return all((path / name).stat().st_size == file.nbytes for name, file in files.items())
+    except (Unusable, OSError):
+        return False
+
+
+def sweep(folder: Path) -> list[str]:
+    """Remove the unfinished folders of dead writers in ``folder``, and return their names.
+
+    A living writer holds a lock on its manifest.
+
+    Raises:
+        ConfigError: The folder cannot be read.
+    """
+    gone = []
+    for path in entries(folder):
+        if path.name.startswith((_WRITING, _REMOVING)) and not _locked(path / MANIFEST):
+            shutil.rmtree(path, ignore_errors=True)  # another replica may be removing it too
+            gone.append(path.name)
+    return gone
+
+
+def missed(folder: Path, due: int) -> bool:
+    """Return whether no checkpoint of step ``due`` or later exists or is being written by a living writer.
+
+    Raises:
+        ConfigError: The folder cannot be read.
+    """
+    names = [path.name for path in published(folder)]
+    drafts = [path for path in entries(folder) if path.name.startswith(_WRITING)]
+    names += [path.name.removeprefix(_WRITING) for path in drafts if _locked(path / MANIFEST)]
+    steps = [int(match[1]) for name in names if (match := PUBLISHED.fullmatch(name))]
+    return max(steps, default=0) < due
+
+
+def _locked(manifest: Path) -> bool:
+    """Return whether a living writer holds the lock on this manifest."""
+    try:
+        with manifest.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
