@@ -10,10 +10,14 @@ that need one run with its interpreter; what has none is left out, with a note t
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,17 +27,20 @@ import ft_hsdp
 from ft_hsdp.bench.command import AdoptOptions
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.hsdp.processes import HsdpSetup
-from ft_hsdp.bench.overhead import SETUP, TRANSPORTS, steady
-from ft_hsdp.bench.recovery.analysis import Stall, costs, stalls
+from ft_hsdp.bench.overhead import SETUP, TRANSPORTS, BenchCluster, steady
+from ft_hsdp.bench.recovery.analysis import Kill, Stall, costs, stalls
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest, hit_at_random
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, ResultRow
 from ft_hsdp.config import load
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.run.directory import Row
+from ft_hsdp.launch.run.directory import Row, read_json
 
-TRAINERS = ("fabric", "accelerate", "transformers")
+TRAINERS = ("fabric", "accelerate", "transformers", "torchtitan", "ray_train")
 """The trainers whose examples are killed; each has examples/NAME/config.yaml and requirements.txt."""
+
+ON_RAY = ("ray_train",)
+"""Those that run on a Ray cluster."""
 
 ROOT = Path(ft_hsdp.__file__).parents[1]
 SHAPE = replace(SETUP, replicas=2, sections={**SETUP.sections, "optim": {"clip": 1.0}})
@@ -104,9 +111,11 @@ class KilledJob:
 def _kill(trainer: str, python: str, count: int, log: ProgressLog) -> ResultRow:
     """Run a trainer's example as often as it takes for so many kills; an example has a fixed number of steps."""
     setup, chance, jobs = example(trainer), random.Random(SEED), list[KilledJob]()
-    while (left := count - sum(len(job.stalls) for job in jobs)) > 0 and len(jobs) < count:
-        jobs.append(_job(setup, python, left, chance))
-        log.say(f"{trainer}: {len(jobs[-1].stalls)} kills in a job of {jobs[-1].summary['steps']} steps")
+    with ExitStack() as stack:
+        cluster = stack.enter_context(BenchCluster(python)) if trainer in ON_RAY else None
+        while (left := count - sum(len(job.stalls) for job in jobs)) > 0 and len(jobs) < count:
+            jobs.append(_job(ExampleUnderTest(setup, python, cluster), left, chance))
+            log.say(f"{trainer}: {len(jobs[-1].stalls)} kills in a job of {jobs[-1].summary['steps']} steps")
     row = kill_row(trainer, setup, jobs)
     log.say(
         f"{trainer}: next commit less one step, p50 {row['less_one']['p50_ms']:.3g} ms of {row['kills']} kills; "
@@ -120,14 +129,43 @@ def example(trainer: str) -> RecoverySetup:
     config = load(ROOT / "examples" / trainer / "config.yaml")
     sections = config.model_dump(mode="json", exclude_unset=True)
     del sections["job"], sections["replicas"], sections["ranks_per_replica"]
-    sections["entry"] = str(ROOT / sections["entry"])
     return RecoverySetup(config.replicas, config.ranks_per_replica, built_in=True, sections=sections)
 
 
-def _job(setup: RecoverySetup, python: str, count: int, chance: random.Random) -> KilledJob:
+class ExampleUnderTest(JobUnderTest):
+    """A job of an example, in a folder that has examples/ as a clone does; what the script writes stays there."""
+
+    def __init__(self, setup: RecoverySetup, python: str, cluster: BenchCluster | None = None) -> None:
+        """Prepare a job.
+
+        Args:
+            setup: the example.
+            python: the interpreter of all its processes.
+            cluster: where it is submitted to; None: it runs as under `up`.
+        """
+        self._on_ray = cluster is not None
+        arguments = () if cluster is None else (cluster.address,)
+        super().__init__(setup, arguments, {**OFFLINE, **(cluster.env if cluster else {})}, python)
+
+    def _begin(self, folder: Path) -> None:
+        (folder / "examples").symlink_to(ROOT / "examples")
+        super()._begin(folder)
+
+    def kill(self, replica: int, rank: int) -> Kill:
+        """Send SIGKILL to one rank. `chaos` does not reach into a cluster; this one is on this machine."""
+        if not self._on_ray:
+            return super().kill(replica, rank)
+        listed = read_json(self.run.processes(replica))
+        (pid,) = (each["pid"] for each in listed["ranks"] if each["rank"] == rank)
+        now = time.time()
+        os.kill(pid, signal.SIGKILL)
+        return Kill(now, replica, rank, listed["incarnation"])
+
+
+def _job(example: ExampleUnderTest, count: int, chance: random.Random) -> KilledJob:
     """Run one job to its end, and kill random ranks in it, ``count`` times if its steps last for that."""
-    with JobUnderTest(setup, env=OFFLINE, python=python) as job:
-        last = setup.sections["train"]["steps"] - LAST_STEPS
+    with example as job:
+        last = job.setup.sections["train"]["steps"] - LAST_STEPS
         done = list(hit_at_random(job, count, chance, job.kill, job.wait_for_survivors, last))
         summary = job.finish()
     step_s = job.step_s()

@@ -215,14 +215,17 @@ class BenchCluster(Scope):
 
     prefix = "ray-"  # not longer: the path of a socket in the folder has at most 107 bytes
 
-    def __init__(self) -> None:
+    def __init__(self, python: str = sys.executable) -> None:
+        """Prepare a cluster; ``python``: the interpreter of all its processes."""
+        self._python = python
         self.address = f"127.0.0.1:{free_port()}"  # for `submit`
         # What a process that connects needs in its environment.
         self.env: Mapping[str, str] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
     def _begin(self, folder: Path) -> None:
         command = [
-            *tied("ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+            self._python,
+            *tied("ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats")[1:],
             f"--port={self.address.rpartition(':')[2]}",
             f"--ray-client-server-port={free_port()}",
             f"--dashboard-port={free_port()}",

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import json
+import signal
+import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
@@ -13,16 +15,19 @@ import torch
 from torch import nn
 
 from ft_hsdp.bench import adopt, goals
-from ft_hsdp.bench.adopt import KilledJob, example, interpreter, kill_row
+from ft_hsdp.bench.adopt import ExampleUnderTest, KilledJob, example, interpreter, kill_row
 from ft_hsdp.bench.command import AdoptOptions, adopt_options
 from ft_hsdp.bench.hsdp.processes import HsdpSetup
+from ft_hsdp.bench.overhead import BenchCluster
 from ft_hsdp.bench.recovery.analysis import Stall
 from ft_hsdp.bench.recovery.job_under_test import UnderTest
 from ft_hsdp.bench.recovery.setup import RecoverySetup, job_config
 from ft_hsdp.bench.results import ProgressLog, spread
 from ft_hsdp.bench.trainee import add_waits
+from ft_hsdp.config import load
 from ft_hsdp.config.entry import locate
 from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.launch.run.directory import RunDir, write_json
 from tests.support.bench.tables import shown
 
 
@@ -91,15 +96,54 @@ def test_without_transformers_the_model_is_the_built_in_one(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("trainer", adopt.TRAINERS)
-def test_the_job_of_an_example_is_that_of_its_configuration(trainer: str, tmp_path: Path) -> None:
+def test_the_job_of_an_example_is_that_of_its_configuration(
+    trainer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup = example(trainer)
     assert json.loads(json.dumps(setup.sections)) == setup.sections  # as it goes to the job
     config = job_config(setup, tmp_path)
     assert (config.replicas, config.ranks_per_replica, config.job.runs_dir) == (2, 2, str(tmp_path))
     assert config.entry is not None
-    assert locate(config.entry).parent == adopt.ROOT / "examples" / trainer
-    assert config.train.steps == setup.sections["train"]["steps"] >= 100
-    assert (config.quorum.batch, config.data.assignment) == ("constant", "global")
+    monkeypatch.chdir(adopt.ROOT)
+    assert locate(config.entry).resolve().parent == adopt.ROOT / "examples" / trainer
+    assert config.train.steps == setup.sections["train"]["steps"] >= 60
+    whole = ("adapt", "per_replica") if trainer == "torchtitan" else ("constant", "global")
+    assert (config.quorum.batch, config.data.assignment) == whole
+
+
+@pytest.mark.parametrize("trainer", ["torchtitan", "ray_train"])
+def test_an_example_runs_where_its_paths_are_those_of_a_clone(
+    trainer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the interpreter of its environment, and on the cluster if it needs one."""
+    seen: list[tuple[list[str], Mapping[str, str]]] = []
+
+    def spawn(stack: Any, command: list[str], log: Path, env: Mapping[str, str], cwd: Path, **_: Any) -> None:
+        monkeypatch.chdir(cwd)
+        file = locate(load(Path(command[-2] if trainer in adopt.ON_RAY else command[-1])).entry or "")
+        assert file.resolve().parent == adopt.ROOT / "examples" / trainer
+        seen.append((command, env))
+
+    monkeypatch.setattr("ft_hsdp.bench.recovery.job_under_test.spawn", spawn)
+    cluster = BenchCluster("/venv/python") if trainer in adopt.ON_RAY else None
+    with ExampleUnderTest(example(trainer), "/venv/python", cluster):
+        ((command, env),) = seen
+    assert command[0] == "/venv/python"
+    assert env["HF_HUB_OFFLINE"] == "1"
+    if cluster is not None:
+        assert command[-1] == cluster.address
+        assert env["RAY_AUTH_TOKEN"] == cluster.env["RAY_AUTH_TOKEN"]
+
+
+def test_a_rank_on_a_cluster_of_this_machine_is_killed_by_its_pid(tmp_path: Path) -> None:
+    job = ExampleUnderTest(example("ray_train"), sys.executable, BenchCluster())
+    job.run = RunDir(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank:
+        ranks = [{"rank": 0, "pid": 0}, {"rank": 1, "pid": rank.pid}]
+        write_json(job.run.processes(1), {"incarnation": "1-ab-0", "ranks": ranks})
+        kill = job.kill(1, 1)
+    assert rank.returncode == -signal.SIGKILL
+    assert (kill.replica, kill.rank, kill.incarnation) == (1, 1, "1-ab-0")
 
 
 class LoggedJob(UnderTest):
