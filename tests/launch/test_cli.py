@@ -19,6 +19,7 @@ from ft_hsdp.launch.run.directory import RunDir, identity, write_json
 from tests.support.launch.launch_rows import event
 
 HOST = socket.gethostname()
+ROOT = Path(__file__).parents[2]
 
 COMMANDS = [
     "up",
@@ -241,3 +242,13 @@ def test_an_error_of_the_disk_is_one_line(
     monkeypatch.setitem(cli.COMMANDS, "schema", full)
     assert cli.main(["schema"]) == 75
     assert capsys.readouterr().err == "runs/job/trace.json: No space left on device\n"
+
+
+def test_an_interpreter_without_our_packages_is_told_in_one_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-S", str(ROOT / "launcher.py"), "status"], env={}, capture_output=True, text=True
+    )
+    assert done.returncode == 64
+    (line,) = done.stderr.splitlines()
+    assert "has no module" in line
+    assert ".venv/bin/activate" in line
