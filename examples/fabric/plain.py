@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
 
-EPOCHS = 5
+EPOCHS = 3
 VOCABULARY = 31
 
 

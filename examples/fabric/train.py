@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ft_hsdp.integrations.fabric import FtHsdpStrategy  # FT
 
-EPOCHS = 5
+EPOCHS = 3
 VOCABULARY = 31
 
 

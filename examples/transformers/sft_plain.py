@@ -30,7 +30,7 @@ def build() -> LlamaForCausalLM:
             vocab_size=len(WORDS),
             hidden_size=64,
             intermediate_size=128,
-            num_hidden_layers=4,
+            num_hidden_layers=2,
             num_attention_heads=4,
             max_position_embeddings=64,
         )
@@ -42,11 +42,11 @@ def main() -> None:
     set_seed(1)
     args = SFTConfig(
         output_dir="runs/sums-adapters",
-        max_steps=250,
+        max_steps=80,
         per_device_train_batch_size=4,
         learning_rate=5e-3,
         warmup_steps=10,
-        logging_steps=50,
+        logging_steps=20,
         save_strategy="steps",
         use_cpu=True,
         bf16=False,

@@ -26,7 +26,7 @@ def build() -> LlamaForCausalLM:
             vocab_size=VOCABULARY,
             hidden_size=64,
             intermediate_size=128,
-            num_hidden_layers=4,
+            num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=LENGTH,
@@ -41,15 +41,15 @@ def main() -> None:
     set_seed(1)
     args = TrainingArguments(
         output_dir="runs/counting-model",
-        max_steps=300,
+        max_steps=100,
         per_device_train_batch_size=8,
         learning_rate=3e-3,
         lr_scheduler_type="cosine",
         warmup_steps=10,
         max_grad_norm=1.0,
-        logging_steps=50,
+        logging_steps=25,
         eval_strategy="steps",
-        eval_steps=150,
+        eval_steps=50,
         save_strategy="no",  # FT
         use_cpu=True,
     )

@@ -5,6 +5,7 @@ Run by `make integration-torchtitan`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from torch.nn import functional
 
 from ft_hsdp.errors import ConfigError
-from tests.support.framework_job import ExampleJob, Page, changed_lines, check_kill
+from tests.support.framework_job import ExampleJob, Page, changed_lines, check_kill, check_weights
 
 pytestmark = [
     pytest.mark.integration,
@@ -55,26 +56,26 @@ def printed(log: str) -> list[tuple[int, float, float]]:
     return [(int(step), float(loss), float(norm)) for step, loss, norm in found]
 
 
-@pytest.mark.timeout(600)
-def test_the_page_word_for_word(plain: list[tuple[int, float, float]], tmp_path: Path) -> None:
+# The page word for word is two tests, which run at the same time.
+
+
+def test_plain_and_killed_runs_of_the_page(plain: list[tuple[int, float, float]], tmp_path: Path) -> None:
     page = Page("torchtitan", tmp_path)
-    _, whole, killed, waits = page.commands()
+    _, _, killed, _ = page.commands()
     assert plain[-1][1] < 0.5 * plain[0][1]
-    digests = [re.findall(r"digest (\w+)", page.run(command)) for command in (whole, killed, waits)]
-    assert [len(found) for found in digests] == [1, 1, 1]
-    assert digests[0] == digests[2], "with both replicas in each step, a kill leaves no trace in the weights"
+    page.run(killed)
     check_kill(tmp_path / "runs" / "killed", VICTIM, STEPS, units=2)
 
 
-def test_the_weights_are_those_of_our_own_loop(tmp_path: Path) -> None:
-    with ExampleJob("torchtitan", tmp_path, "killed", chaos=[KILL], quorum__min_replicas=2) as job:
-        killed = job.finish(STEPS)
-        assert len(job.events("ReplicaStarted", replica=VICTIM)) == 2
-        logged = [row for row in job.rows("metrics.jsonl") if "logged" in row]
-        assert [row["step"] for row in logged if "validation_metrics/loss" in row["logged"]] == [1, 30, 60]
-        assert [row["step"] for row in logged if "mfu_pct" in row["logged"]] == [1, 10, 20, 30, 40, 50, 60]
-    with ExampleJob("torchtitan", tmp_path, "own", entry=OWN_LOOP, args=[]) as job:
-        assert job.finish(STEPS) == killed
+@pytest.mark.timeout(600)
+def test_other_runs_of_the_page_have_the_weights_of_our_own_loop(tmp_path: Path) -> None:
+    page = Page("torchtitan", tmp_path)
+    _, whole, _, waits = page.commands()
+    check_weights(page, whole, waits, OWN_LOOP, STEPS, args=[])
+    lines = (tmp_path / "runs" / "waits" / "metrics.jsonl").read_text().splitlines()
+    logged = [row for row in map(json.loads, lines) if "logged" in row]
+    assert [row["step"] for row in logged if "validation_metrics/loss" in row["logged"]] == [1, 30, 60]
+    assert [row["step"] for row in logged if "mfu_pct" in row["logged"]] == [1, 10, 20, 30, 40, 50, 60]
 
 
 def test_rows_with_an_index_count_once(tmp_path: Path) -> None:

@@ -43,8 +43,9 @@ def test_what_is_saved_and_exported_is_what_was_trained(
     from transformers import LlamaForCausalLM
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    preload = ["ft_hsdp.integrations.transformers", "peft"]  # so that not each rank has to import them
     settings = {"replicas": 2, "entry": str(LOOP), "args": [kind, str(tmp_path)], "checkpoint__every": 2}
-    with Job(tmp_path, STEPS, **settings) as job:
+    with Job(tmp_path, STEPS, preload=preload, **settings) as job:
         check(job.end(), STEPS)
         run = str(job.run)
     trained = {name: torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("inside", "after")}

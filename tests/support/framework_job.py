@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.support.scenarios.scenario_job import ROOT, Job, check
 from tests.support.started_job import StartedJob
@@ -46,9 +47,10 @@ class Page:
 
     def __init__(self, example: str, folder: Path, env: Mapping[str, str] = os.environ) -> None:
         """Read the page in docs/; run its commands in `folder`, which looks like a clone, with `env`."""
+        self.example = example
+        self.folder = folder
         self._text = (ROOT / "docs" / f"{example.replace('_', '-')}.md").read_text()
         self._activate = f". .venvs/{example}/bin/activate"
-        self._folder = folder
         self._env = env
         for name in ("examples", "launcher.py"):
             (folder / name).symlink_to(ROOT / name)
@@ -65,12 +67,32 @@ class Page:
         python = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         env = {**self._env, "PATH": path, "PYTHONPATH": python}
         done = subprocess.run(
-            ["bash", "-c", command], cwd=self._folder, env=env, capture_output=True, text=True, timeout=120
+            ["bash", "-c", command], cwd=self.folder, env=env, capture_output=True, text=True, timeout=120
         )
-        with (self._folder / "page.log").open("a") as log:
+        with (self.folder / "page.log").open("a") as log:
             log.write(f"$ {command}\n{done.stdout}{done.stderr}\n")
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
         return done.stdout
+
+
+def check_weights(page: Page, whole: str, waits: str, loop: str, steps: int, **dotted: Any) -> None:
+    """All end with the same bits: two commands of a page, and our own loop of the same model.
+
+    Args:
+        page: of the example.
+        whole: its command without a failure.
+        waits: its command that loses a replica, and waits for it.
+        loop: the file of our own loop.
+        steps: of each run.
+        dotted: other settings of our own loop.
+    """
+    digests = [re.findall(r"digest (\w+)", page.run(command)) for command in (whole, waits)]
+    events = (page.folder / "runs" / "waits" / "events.jsonl").read_text().splitlines()
+    starts = [e["replica"] for e in map(json.loads, events) if e["event"] == "ReplicaStarted"]
+    assert sorted(starts) == [0, 1, 1], "no replica was lost, or it did not start again"
+    with ExampleJob(page.example, page.folder, "own", entry=loop, **dotted) as job:
+        own = job.finish(steps)
+    assert digests == [[own[:16]]] * 2, "not the weights of our own loop"
 
 
 def check_kill(run: Path, victim: int, steps: int, units: int = 4) -> None:

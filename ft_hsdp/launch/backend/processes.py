@@ -34,6 +34,7 @@ ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # of Arrow's allocator; no fork has its thread
     "PYTHONUNBUFFERED": "1",
 }
 """Environment of every process that computes: one thread each, output at once."""

@@ -175,12 +175,13 @@ class Terminal:
     def summary(self, summary: Summary, code: int) -> None:
         """Show the summary of the job, which ends with exit code `code`."""
         self._show_held(math.inf)
-        table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
-        table.add_column(style="dim")
-        table.add_column()
-        for name, value in summary_lines(summary, self._steps):
-            table.add_row(name, escape(value), style="" if code == 0 or name != "lost" else "red")
-        self._console.print(table)
+        lines = summary_lines(summary, self._steps)
+        width = max(len(name) for name, _ in lines)
+        self.say("")
+        for name, value in lines:  # no table: that would break lines at 80 characters where there is no terminal
+            style = "" if code == 0 or name != "lost" else "red"
+            self._console.print(f" [dim]{name:<{width}}[/]   {escape(value)}", style=style)
+        self.say("")
 
     def _tell(self, t: float, text: str, about: object, style: str) -> None:
         """Print one line, with the time since the last failure of replica `about`."""

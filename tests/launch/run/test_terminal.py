@@ -150,6 +150,19 @@ def test_the_summary_says_how_it_ended() -> None:
     text = out.getvalue()
     assert "all 3 replicas equal, digest abc" in text
     assert re.search(r"units +15 trained, 0 twice, 0 skipped", text)
+    assert all(line == line.rstrip() for line in text.splitlines())
+    failure = {
+        "t": 1.0,
+        "replica": 1,
+        "rank": 1,
+        "kind": "SIGKILL",
+        "source": "chaos: at_step 3",
+        "detect_s": 0.143,
+    }
+    ended = summarize(CONFIG, rows, fed(rows), finals, [])
+    ended["failures"] = [{**failure, "stall_s": 0.22, "rejoin_s": 6.4}]
+    terminal.summary(ended, 0)
+    assert re.search(r"killed by SIGKILL: seen 143 ms, stall 0\.22 s, back 6\.4 s$", out.getvalue(), re.MULTILINE)
     del finals[2]
     terminal.summary(summarize(CONFIG, rows, fed(rows), finals, []), 0)
     assert "all 2 replicas equal, digest abc, 1 away" in out.getvalue()
