@@ -2,8 +2,7 @@
 
 GEMINI §4 (Algorithm 1) divides the hosts into groups of `copies` hosts that keep each other's shards. If the
 number of hosts is no multiple of `copies`, the remaining hosts join the last group, which is a ring: each host
-there keeps the shards of the `copies` - 1 hosts before it. ReStore §IV-D gives the exact probability that no shard
-is lost; the polynomials here give the same numbers, also for the ring, which ReStore's formula excludes.
+there keeps the shards of the `copies` - 1 hosts before it.
 
 `copies` counts the owner's own copy.
 """
@@ -12,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
 from math import ceil, comb
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ft_hsdp.memory.hosts import Host, Level, interleave
+from ft_hsdp.memory.survival import probability, survivable
 
+Member = TypeVar("Member")
 Strategy = Literal["group", "mixed"]
 
 
@@ -76,7 +76,7 @@ def groups(hosts: Sequence[Host], copies: int, level: Level) -> list[list[Host]]
     return min(divided, dealt, key=lambda each: _shared(each, level))
 
 
-def holders(group: Sequence[Host], owner: Host, copies: int) -> list[Host]:
+def holders(group: Sequence[Member], owner: Member, copies: int) -> list[Member]:
     """Return who keeps the copies of a host's shards: the next `copies` - 1 members of its group, in order.
 
     Raises:
@@ -97,61 +97,19 @@ def survives(hosts: int, copies: int, lost: int) -> Fraction:
     Raises:
         ValueError: `place` has no groups for these numbers, or `lost` is negative or above `hosts`.
     """
-    if not 0 <= lost <= hosts:
-        raise ValueError(f"{lost} lost hosts of {hosts}")
-    return Fraction(survivable(hosts, copies)[lost], comb(hosts, lost))
+    ways = survivable(holder_sets(hosts, copies))
+    assert ways is not None  # groups are small
+    return probability(ways, lost)
 
 
-@lru_cache(maxsize=16)
-def survivable(hosts: int, copies: int) -> tuple[int, ...]:
-    """Return for each number of lost hosts in how many ways they can be lost without the loss of a shard.
+def holder_sets(hosts: int, copies: int) -> list[frozenset[int]]:
+    """Return the hosts that hold the shards of each host, itself included.
 
     Raises:
         ValueError: `place` has no groups for these numbers.
     """
     divided, _ = place(hosts, copies)
-    whole = ring_survivable(copies, copies)
-    ways = _power(whole, len(divided) - 1)
-    return _resized(_product(ways, ring_survivable(len(divided[-1]), copies)), hosts + 1)
-
-
-def ring_survivable(hosts: int, copies: int) -> tuple[int, ...]:
-    """Return the same for one ring, in which each host keeps the shards of the `copies` - 1 hosts before it.
-
-    A shard is lost if `copies` neighbours are. A group of `copies` hosts is the smallest ring.
-    """
-    total = [0] * (hosts + 1)
-    # Let the first `lead` hosts be lost and the next one live; then count by the run of lost hosts at the end. A
-    # run over the end of the ring consists of both.
-    for lead in range(min(copies, hosts + 1)):
-        if lead == hosts:
-            total[hosts] += 1  # fewer hosts than copies: all may go
-            continue
-        runs = {0: {lead: 1}}  # by the length of the present run: ways by number of lost hosts
-        for _ in range(hosts - lead - 1):
-            following: dict[int, dict[int, int]] = {}
-            for run, ways in runs.items():
-                for lost, count in ways.items():
-                    alive = following.setdefault(0, {})
-                    alive[lost] = alive.get(lost, 0) + count
-                    if run + 1 < copies:
-                        longer = following.setdefault(run + 1, {})
-                        longer[lost + 1] = longer.get(lost + 1, 0) + count
-            runs = following
-        for run, ways in runs.items():
-            if run + lead < copies:
-                for lost, count in ways.items():
-                    total[lost] += count
-    return tuple(total)
-
-
-def expected_losses(hosts: int, copies: int) -> Fraction:
-    """Return the mean number of hosts lost one by one, without repair, until a shard is lost (ReStore §IV-D).
-
-    Raises:
-        ValueError: `place` has no groups for these numbers.
-    """
-    return sum((survives(hosts, copies, lost) for lost in range(hosts + 1)), Fraction(0))
+    return [frozenset((owner, *holders(group, owner, copies))) for group in divided for owner in group]
 
 
 def union_bound(hosts: int, copies: int, lost: int) -> Fraction:
@@ -178,32 +136,3 @@ def loss_rate(groups: int, copies: int, failures: float, repair: float) -> float
         repair: units of time until a lost member is replaced and has its copies again.
     """
     return float(groups * copies * failures**copies * repair ** (copies - 1))
-
-
-def _product(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    """Return the product of two polynomials, given by their coefficients."""
-    product = [0] * (len(a) + len(b) - 1)
-    for i, x in enumerate(a):
-        for j, y in enumerate(b):
-            product[i + j] += x * y
-    return product
-
-
-def _power(base: Sequence[int], exponent: int) -> list[int]:
-    """Return a power of a polynomial whose first coefficient is 1.
-
-    The recurrence takes as many products as the result has coefficients, times the degree of `base`: the exact
-    figures of 4,096 hosts take milliseconds.
-    """
-    degree = len(base) - 1
-    while degree and not base[degree]:
-        degree -= 1
-    power = [1]
-    for k in range(1, degree * exponent + 1):
-        terms = ((exponent * i - k + i) * base[i] * power[k - i] for i in range(1, min(degree, k) + 1))
-        power.append(sum(terms) // k)
-    return power
-
-
-def _resized(values: list[int], length: int) -> tuple[int, ...]:
-    return tuple(values[:length] + [0] * (length - len(values)))
