@@ -15,6 +15,7 @@ Read the modules in this order:
 - `replacement`: what is done about a failure, and which spare host takes the place of a lost one (DeadPool §V-C).
 - `schedule`: which bytes of a copy go into which idle span of the network (GEMINI §5, Algorithm 2).
 - `estimates`: wasted time, effective training time and expected losses by the papers' models.
+- `reliability`: all of that for the hosts of one job.
 
 This package imports `ft_hsdp.core` and the standard library, and of that no clock, no randomness and no I/O. All
 ranks that see the same grant decide the same.

@@ -124,11 +124,12 @@ class _Candidates:
         unavailable: Collection[str],
     ) -> None:
         self._own = list(dict.fromkeys(first.hosts))
-        self._groups = groups(self._own, min(size, len(self._own)), level)
         self._size = min(size, len(self._own))
+        self._group = {host: group for group in groups(self._own, self._size, level) for host in group}
+        self._number = {host: i for i, host in enumerate(self._own)}
         self._unavailable = frozenset(unavailable)
         foreign = dict.fromkeys(host for member in others for host in member.hosts)
-        self._pools = [list(spares), [host for host in foreign if host not in self._own]]
+        self._pools = [list(spares), [host for host in foreign if host not in self._number]]
 
     @property
     def all(self) -> list[Host]:
@@ -137,12 +138,12 @@ class _Candidates:
 
     def preferred(self, owner: Host) -> list[Host]:
         """Return the other members of the owner's group that keep its shards while nothing is lost."""
-        (group,) = (group for group in self._groups if owner in group)
-        return [host for host in holders(group, owner, self._size) if host.name not in self._unavailable]
+        kept_by = holders(self._group[owner], owner, self._size)
+        return [host for host in kept_by if host.name not in self._unavailable]
 
     def further(self, owner: Host) -> Iterator[Host]:
         """Return all hosts that can keep a copy, in the order in which they replace a holder."""
-        number = self._own.index(owner)
+        number = self._number[owner]
         for pool in (self._own, *self._pools):
             for i in probing(number, len(pool)) if pool else ():
                 if pool[i].name not in self._unavailable:

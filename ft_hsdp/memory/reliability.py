@@ -1,0 +1,125 @@
+"""What a job's copies are worth: who holds which shard, how often a state is lost, and what that costs.
+
+`launcher.py plan` prints it before a job is started, beside the same figures without copies in memory. Failures of
+hosts are taken as independent, and rare beside the time until a host is replaced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from ft_hsdp.memory.copies import MemberHosts, Plan, missing_copies
+from ft_hsdp.memory.estimates import effective_ratio, restart_cost, swap_cost
+from ft_hsdp.memory.hosts import Host, Level
+from ft_hsdp.memory.placement import loss_rate
+from ft_hsdp.memory.survival import probability, survivable
+
+SLOTS = 2  # of a shard in the steady state: one is written while the other is kept
+DAY_S = 86_400.0
+MONTH_DAYS = 30.0
+
+Holders = tuple[Host, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Failures:
+    """How often hosts fail, and what it takes to go on."""
+
+    per_day: float  # losses of one host
+    replace_s: float  # until a lost host is replaced, and its copies are made again
+    swap_s: float  # until a replica goes on with another host and a state in memory
+    restart_s: float  # until the job goes on from a checkpoint
+    step_s: float
+    checkpoint_every: int  # steps between two checkpoints; 0: there are none
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What one way of keeping states is worth."""
+
+    survives: dict[int, float | None]  # by number of hosts lost at once: probability; None: not counted
+    losses_per_month: float  # of a state in memory
+    lost_s: float  # mean time of the whole job that the failure of one host costs; the other replicas go on
+    ratio: float  # of the time in which the job makes progress, by the wall clock
+
+
+@dataclass(frozen=True, slots=True)
+class Reliability:
+    """The figures of a job."""
+
+    holders: tuple[Holders, ...]  # of each rank's shard: the hosts of all replicas, then those that copy it
+    plan: Plan  # of the copies
+    copied_bytes: int  # in each step, of which a copy is made, by all hosts together
+    host_bytes: dict[str, int]  # in the agents of each host, by its name, in the steady state
+    with_copies: Kept
+    without_copies: Kept  # replicas alone
+
+
+def reliability(
+    replicas: Sequence[Sequence[Host]],
+    shard_bytes: Sequence[int],
+    copies: int,
+    level: Level,
+    failures: Failures,
+    spares: Sequence[Host] = (),
+    room: int | None = None,
+    most_lost: int = 4,
+) -> Reliability:
+    """Return the figures of a job in which all replicas are healthy.
+
+    Args:
+        replicas: the hosts of each replica's ranks.
+        shard_bytes: of each rank.
+        copies: wanted copies of each shard; see `missing_copies`, as for the next arguments.
+        level: what the hosts of two copies must not share.
+        failures: rates and times.
+        spares: spare hosts.
+        room: shards that a host can keep for others.
+        most_lost: the probability of surviving is given for 1 to so many lost hosts.
+    """
+    members = [MemberHosts(n, tuple(hosts), True) for n, hosts in enumerate(replicas)]
+    plan = missing_copies(members, copies, level, spares, room)
+    natural = [tuple(dict.fromkeys(hosts)) for hosts in zip(*replicas, strict=True)]
+    holders = [list(hosts) for hosts in natural]
+    for copy in plan.copies:
+        holders[copy.rank].append(copy.holder)
+    return Reliability(
+        holders=tuple(map(tuple, holders)),
+        plan=plan,
+        copied_bytes=sum(shard_bytes[copy.rank] for copy in plan.copies),
+        host_bytes=_host_bytes(replicas, plan, shard_bytes),
+        with_copies=_kept(holders, len(replicas), failures, most_lost),
+        without_copies=_kept(natural, len(replicas), failures, most_lost),
+    )
+
+
+def _host_bytes(replicas: Sequence[Sequence[Host]], plan: Plan, shard_bytes: Sequence[int]) -> dict[str, int]:
+    kept: Counter[str] = Counter()
+    for hosts in replicas:
+        for rank, host in enumerate(hosts):
+            kept[host.name] += SLOTS * shard_bytes[rank]
+    for copy in plan.copies:
+        kept[copy.holder.name] += SLOTS * shard_bytes[copy.rank]
+    return dict(kept)
+
+
+def _kept(holders: Sequence[Sequence[Host]], replicas: int, failures: Failures, most_lost: int) -> Kept:
+    sets = {frozenset(host.name for host in each) for each in holders}
+    hosts = len(frozenset().union(*sets))
+    ways = survivable(sets)
+    survives = {
+        lost: None if ways is None else float(probability(ways, lost))
+        for lost in range(1, min(most_lost, hosts) + 1)
+    }
+    per_second = failures.per_day / DAY_S  # of one host
+    losses = sum(loss_rate(1, len(each), per_second, failures.replace_s) for each in sets)
+    part = min(1.0, losses / (hosts * per_second)) if per_second else 0.0  # of the failures take a state with them
+    lost_s = (1 - part) * swap_cost(0.0, failures.swap_s, failures.step_s, part=1.0) / replicas
+    if part:
+        every = failures.checkpoint_every
+        lost_s += part * restart_cost(0.0, failures.restart_s, failures.step_s, every) if every else inf
+    ratio = effective_ratio(1 / (hosts * per_second), lost_s, "wall_clock") if per_second else 1.0
+    return Kept(survives, losses * DAY_S * MONTH_DAYS, lost_s, ratio)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from ft_hsdp.memory.hosts import Host
+from ft_hsdp.memory.reliability import Failures, reliability
+
+# 6.4 failures per 1,000 hosts and day, 10 minutes to replace one.
+FAILURES = Failures(6.4e-3, replace_s=600, swap_s=30, restart_s=300, step_s=20, checkpoint_every=100)
+
+
+def job(replicas: int, hosts: int, rack: str = "") -> list[list[Host]]:
+    return [[Host("", rack, f"r{n}h{i}") for i in range(hosts)] for n in range(replicas)]
+
+
+def test_three_replicas_copy_nothing() -> None:
+    found = reliability(job(3, 4), [100] * 4, 2, "host", FAILURES)
+    assert found.copied_bytes == 0
+    assert found.with_copies == found.without_copies
+    assert found.holders[1] == tuple(Host("", "", f"r{n}h1") for n in range(3))
+    assert found.host_bytes == {f"r{n}h{i}": 200 for n in range(3) for i in range(4)}
+    assert found.with_copies.survives[2] == 1
+    assert found.with_copies.survives[3] == pytest.approx(1 - 4 / 220)
+
+
+def test_one_replica_with_copies_and_without() -> None:
+    found = reliability(job(1, 16), [100] * 16, 2, "host", FAILURES)
+    assert found.copied_bytes == 1600
+    assert set(found.host_bytes.values()) == {400}
+    assert [round(p or 0, 4) for p in found.with_copies.survives.values()] == [1, 0.9333, 0.8, 0.6154]
+    assert found.without_copies.survives == {1: 0, 2: 0, 3: 0, 4: 0}
+    # Without copies each failure takes the state with it: 100 steps between checkpoints, and the restart.
+    assert found.without_copies.losses_per_month == pytest.approx(16 * 6.4e-3 * 30)
+    assert found.without_copies.lost_s == pytest.approx(300 + 20 * 99 / 2)
+    assert found.with_copies.lost_s == pytest.approx(50, rel=0.01)
+    assert found.without_copies.ratio < found.with_copies.ratio < 1
+
+
+def test_a_loss_each_13733_days() -> None:
+    """Two replicas of 128 hosts: every shard is on two hosts."""
+    found = reliability(job(2, 128), [1] * 128, 2, "host", FAILURES)
+    assert 30 / found.with_copies.losses_per_month == pytest.approx(13_733, rel=1e-3)
+
+
+def test_what_cannot_be_protected_is_said() -> None:
+    found = reliability(job(2, 2, rack="7"), [1, 1], 2, "rack", FAILURES)
+    assert found.plan.unprotected == (0, 1)
+    assert "racks with a host that can keep one: 1" in found.plan.reason
+
+
+def test_spares_keep_copies_too() -> None:
+    found = reliability(job(1, 1), [10], 2, "host", FAILURES, spares=[Host("", "", "s0")])
+    assert found.holders == ((Host("", "", "r0h0"), Host("", "", "s0")),)
+    assert found.host_bytes == {"r0h0": 20, "s0": 20}
+
+
+def test_without_checkpoints_a_lost_state_is_the_end_of_the_job() -> None:
+    found = reliability(job(1, 2), [1, 1], 1, "host", replace(FAILURES, checkpoint_every=0))
+    assert (found.with_copies.lost_s, found.with_copies.ratio) == (inf, 0)
+
+
+def test_hosts_that_do_not_fail() -> None:
+    found = reliability(job(1, 2), [1, 1], 2, "host", replace(FAILURES, per_day=0.0))
+    assert (found.with_copies.losses_per_month, found.with_copies.ratio) == (0, 1)
+
+
+def test_4096_hosts() -> None:
+    found = reliability(job(1, 4096), [1] * 4096, 4, "host", FAILURES)
+    assert found.with_copies.survives[4] == pytest.approx(1 - 1024 / (4096 * 4095 * 4094 * 4093 / 24))
+    assert found.with_copies.survives[3] == 1
