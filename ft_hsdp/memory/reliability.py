@@ -1,6 +1,6 @@
 """What a job's copies are worth: who holds which shard, how often a state is lost, and what that costs.
 
-`launcher.py plan` prints it before a job is started, beside the same figures without copies in memory. Failures of
+`launcher.py plan` prints it before a job is started, beside the same figures without copies in memory. HostFailures of
 hosts are taken as independent, and rare beside the time until a host is replaced.
 """
 
@@ -25,7 +25,7 @@ Holders = tuple[Host, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Failures:
+class HostFailures:
     """How often hosts fail, and what it takes to go on."""
 
     per_day: float  # losses of one host
@@ -37,7 +37,7 @@ class Failures:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class CopyFigures:
     """What one way of keeping states is worth."""
 
     survives: dict[int, float | None]  # by number of hosts lost at once: probability; None: not counted
@@ -54,8 +54,8 @@ class Reliability:
     plan: Plan  # of the copies
     copied_bytes: int  # in each step, of which a copy is made, by all hosts together
     host_bytes: dict[str, int]  # in the agents of each host, by its name, in the steady state
-    with_copies: Kept
-    without_copies: Kept  # replicas alone
+    with_copies: CopyFigures
+    without_copies: CopyFigures  # replicas alone
 
 
 def reliability(
@@ -63,7 +63,7 @@ def reliability(
     shard_bytes: Sequence[int],
     copies: int,
     level: Level,
-    failures: Failures,
+    failures: HostFailures,
     spares: Sequence[Host] = (),
     room: int | None = None,
     most_lost: int = 4,
@@ -106,7 +106,7 @@ def _host_bytes(replicas: Sequence[Sequence[Host]], plan: Plan, shard_bytes: Seq
     return dict(kept)
 
 
-def _kept(holders: Sequence[Sequence[Host]], replicas: int, failures: Failures, most_lost: int) -> Kept:
+def _kept(holders: Sequence[Sequence[Host]], replicas: int, failures: HostFailures, most_lost: int) -> CopyFigures:
     sets = {frozenset(host.name for host in each) for each in holders}
     hosts = len(frozenset().union(*sets))
     ways = survivable(sets)
@@ -122,4 +122,4 @@ def _kept(holders: Sequence[Sequence[Host]], replicas: int, failures: Failures, 
         every = failures.checkpoint_every
         lost_s += part * restart_cost(0.0, failures.restart_s, failures.step_s, every) if every else inf
     ratio = effective_ratio(1 / (hosts * per_second), lost_s, "wall_clock") if per_second else 1.0
-    return Kept(survives, losses * DAY_S * MONTH_DAYS, lost_s, ratio)
+    return CopyFigures(survives, losses * DAY_S * MONTH_DAYS, lost_s, ratio)
