@@ -1,7 +1,7 @@
 """What a job's copies are worth: who holds which shard, how often a state is lost, and what that costs.
 
-`launcher.py plan` prints it before a job is started, beside the same figures without copies in memory. HostFailures of
-hosts are taken as independent, and rare beside the time until a host is replaced.
+The figures stand beside those without copies in memory. Failures of hosts are taken as independent, and as rare
+beside the time until a host is replaced.
 """
 
 from __future__ import annotations
