@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sqlite3
@@ -16,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from ft_hsdp.launch import cli
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.verify import verify
 from ft_hsdp.sentences import tell
@@ -153,11 +156,30 @@ class Job(StartedJob):
         return [*command, "--runs-dir", str(self.run.parent)]
 
     def replayed(self) -> dict[str, Any]:
-        """Train the recorded run again; the verdict."""
-        command, folder = self.replay_command(), self.run.parent
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=DEADLINE_S)
-        verdict: dict[str, Any] = json.loads(done.stdout)
+        """Train the recorded run again in a fork of a process that has imported torch; the verdict."""
+        forks = multiprocessing.get_context("forkserver")
+        forks.set_forkserver_preload(["torch._dynamo", "ft_hsdp.launch.run.replay"])
+        out = self.run.parent / "replay.json"
+        place = (self.run.parent, dict(os.environ))
+        process = forks.Process(target=_print_into, args=(out, *place, self.replay_command()[2:]))
+        process.start()
+        process.join(DEADLINE_S)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            raise AssertionError("the replay did not end")
+        process.close()
+        verdict: dict[str, Any] = json.loads(out.read_text())
         return verdict
+
+
+def _print_into(out: Path, folder: Path, env: dict[str, str], arguments: list[str]) -> None:
+    """Run a command of the launcher in `folder` with `env`, in this process; what it prints goes into a file."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(env)
+    with out.open("w") as file, contextlib.redirect_stdout(file):
+        cli.main(arguments)
 
 
 def check(summary: dict[str, Any], steps: int) -> None:
