@@ -254,7 +254,7 @@ def test_a_state_comes_back_from_the_agent_and_from_a_file() -> None:
 @pytest.mark.proof
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
 def test_torchft_in_the_same_situation(number: signal.Signals) -> None:
     setting = Setting((300, 100), "quick", 10, 2.0)
     (row,) = torchft(SMALL, 1, ProgressLog(io.StringIO()), {"quick": setting}, number)

@@ -138,7 +138,7 @@ def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 @pytest.mark.multiproc
-@pytest.mark.parametrize("refill", ["next_step", "same_step"])
+@pytest.mark.parametrize("refill", [pytest.param("next_step", marks=pytest.mark.soak), "same_step"])
 def test_units_that_are_never_finite_are_given_up_under_a_constant_batch(tmp_path: Path, refill: str) -> None:
     """They are left out of some steps first. Each of those has the units of the other replica alone."""
     retries = 2

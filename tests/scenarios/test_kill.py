@@ -191,7 +191,7 @@ def test_the_only_holder_loses_its_agents_while_it_is_fetched_from(tmp_path: Pat
         never_alone(job)
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_the_only_holder_has_lost_its_agents_before(tmp_path: Path) -> None:
     with Job(tmp_path, STEPS, replicas=2, **SETTINGS) as job:
         job.until(lambda: job.step() >= 5, "some steps")

@@ -97,7 +97,7 @@ def test_a_spare_that_is_killed_is_nobodys_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_a_spare_that_dies_while_it_is_promoted_is_a_failure_like_others(tmp_path: Path, rank: int) -> None:
     """It dies on its first look at the state, before its replica has checked in, or soon after."""
     with Job(tmp_path, 80, replicas=2, spares=2, restart__hold_s=0.2) as job:

@@ -86,7 +86,10 @@ def test_a_loss_in_the_middle_of_a_step(tmp_path: Path, place: str, settings: di
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("place", "accumulate", "settings"), [("refill", 2, GLOBAL), ("micro-batch", 1, {})])
+@pytest.mark.parametrize(
+    ("place", "accumulate", "settings"),
+    [("refill", 2, GLOBAL), pytest.param("micro-batch", 1, {}, marks=pytest.mark.soak)],
+)
 def test_a_second_loss_before_or_in_the_refill(
     tmp_path: Path, place: str, accumulate: int, settings: dict[str, Any]
 ) -> None:
