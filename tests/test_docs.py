@@ -1,4 +1,4 @@
-"""What docs/protocol.md and docs/security.md refer to is there."""
+"""What the protocol, security and papers pages refer to is there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def named(page: str) -> Iterator[tuple[str, str]]:
             yield file, found["name"] or ""
 
 
-TESTS = sorted({*named(PAGE), *named((ROOT / "docs/security.md").read_text())})
+PAGES = [PAGE, *((ROOT / "docs" / name).read_text() for name in ("security.md", "papers.md"))]
+TESTS = sorted({test for page in PAGES for test in named(page)})
 
 
 def test_tests_are_found_in_both_ways_of_naming_them() -> None:
