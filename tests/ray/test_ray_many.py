@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -216,14 +217,17 @@ def test_whatever_ends_it_nothing_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_jobs_api(tmp_path: Path) -> None:
-    with Cluster(3) as cluster:
+    with Cluster(5) as cluster, ThreadPoolExecutor(2) as aside:
         url = f"http://{cluster.dashboard}"
         config = tmp_path / "config.yaml"
         config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
         small = {**SMALL, "replicas": 2, "train.steps": 20, "ray.folder": str(cluster.folder / "of-ranks")}
         words = [f"--{key}={json.dumps(value)}" for key, value in small.items()]
         at = ["--ray-address", url, f"--job.runs_dir={tmp_path / 'runs'}"]
-        done = command(cluster, "submit", str(config), *at, *words, "--json", deadline_s=120)
+        fleet = ("--job.name=fleet", "--lighthouse.count=3", '--lighthouse.etcd=["http://127.0.0.1:1"]')
+        refusal = aside.submit(command, cluster, "submit", str(config), *at, *words, *fleet, deadline_s=240)
+        upload = aside.submit(uploaded, cluster, url, words, tmp_path / "upload")
+        done = command(cluster, "submit", str(config), *at, *words, "--json", deadline_s=240)
         assert done.returncode == 0, done.stderr
         audit(json.loads(done.stdout), 20)
         assert "step 20/20" in done.stderr
@@ -231,33 +235,29 @@ def test_the_jobs_api(tmp_path: Path) -> None:
         stopped_in_peace(
             cluster, [str(config), *at, *words, "--job.name=endless", "--train.steps=100000"], tmp_path
         )
-        fleet = ("--lighthouse.count=3", '--lighthouse.etcd=["http://127.0.0.1:1"]')
-        refused = command(cluster, "submit", str(config), *at, *words, *fleet, deadline_s=120)
+        refused = refusal.result()
         assert refused.returncode == 64
         assert "lighthouse.count: got 3" in refused.stdout
-
-        submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", url]
-        there = [
-            "--working-dir",
-            str(tmp_path),
-            "--",
-            "python",
-            "-m",
-            "ft_hsdp.launch.cli",
-            "submit",
-            "config.yaml",
-        ]
-        done = subprocess.run(
-            [*submit, *there, *words, "--job.name=uploaded"],
-            env=cluster.env,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
+        done = upload.result()
         assert done.returncode == 0, done.stdout + done.stderr
         assert "all 2 replicas equal" in done.stdout
         assert cluster.token not in done.stdout + done.stderr
         nothing_is_left(cluster)
+
+
+def uploaded(cluster: Cluster, url: str, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Submit a folder as a user of Ray does; its driver starts a job of ours."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text("data: {path: stdlib, max_bytes: 1048576}\n")
+    submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", url]
+    ours = ["python", "-m", "ft_hsdp.launch.cli", "submit", "config.yaml", *words, "--job.name=uploaded"]
+    return subprocess.run(
+        [*submit, "--working-dir", str(folder), "--", *ours],
+        env=cluster.env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
 
 
 def stopped_in_peace(cluster: Cluster, words: list[str], folder: Path) -> None:
