@@ -17,19 +17,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
 from ft_hsdp import fault_injection
+from ft_hsdp.config import Config
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.effects import Reduce
+from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.core.units import Places, size
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
+from ft_hsdp.ftar.settings import Settings as RingSettings
+from ft_hsdp.ftar.transport.shm import Arena
+
+if TYPE_CHECKING:
+    from ft_hsdp.ftar.dataplane.gpu import GpuPlane
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
@@ -315,3 +322,38 @@ def sum_of_squares(shards: Sequence[torch.Tensor], counted: Sequence[Spans]) -> 
     """Return the sum of squares of what counts in a rank's shards, in fp64, added bucket by bucket."""
     parts = (shard[a:b] for shard, spans in zip(shards, counted, strict=False) for a, b in spans)
     return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
+
+
+def ring_settings(config: Config) -> RingSettings:
+    """Return the settings of this job's rings."""
+    ftar, timeouts = config.ftar, config.timeouts
+    return RingSettings(
+        ftar.transport,
+        ftar.chunk_bytes,
+        ftar.chunks,
+        ftar.connections,
+        timeout_s=ftar.timeout_s,
+        pause_s=timeouts.pause_s,
+        connect_timeout_s=timeouts.connect_s,
+        beat_s=timeouts.beat_s,
+        silence_s=timeouts.silence_s,
+    )
+
+
+def device_plane(device: torch.device, arena: Arena, settings: RingSettings, largest: int) -> GpuPlane | None:
+    """Return a data plane for fp32 messages of up to ``largest`` elements on ``device``.
+
+    Returns:
+        The plane, or None for a CPU: the group then uses the CPU's own.
+
+    Raises:
+        LocalSystemError: the device is at fault.
+    """
+    if device.type == "cpu":
+        return None
+    from ft_hsdp.ftar.dataplane.gpu import GpuPlane  # triton is not needed elsewhere
+
+    plane = GpuPlane(device, arena, settings.timeout_s)
+    # A ring of one: no larger ring has larger chunks.
+    plane.reserve(RingPlan.cut(largest, 4, 1, settings.slots, settings.chunk_bytes), torch.float32)
+    return plane

@@ -25,26 +25,23 @@ import sys
 import threading
 import traceback
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ft_hsdp import fault_injection, protocol, tls
-from ft_hsdp.config import Config, agreed, config_hash
+from ft_hsdp import fault_injection
+from ft_hsdp.config import Config
 from ft_hsdp.control import exit_watch
-from ft_hsdp.control import leader as control
-from ft_hsdp.control.leader import Leader, LeaderSettings
-from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
-from ft_hsdp.control.rank_channel import RankHub, RankLine
+from ft_hsdp.control.leader import Leader
+from ft_hsdp.control.lighthouse_client import own_address
+from ft_hsdp.control.rank_channel import RankLine
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.control.watchdog import Limits, Watchdog
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitToken, Vote
 from ft_hsdp.core.effects import Exit
-from ft_hsdp.core.grant import Grant, Report
-from ft_hsdp.core.replica_state import ReplicaPolicy
-from ft_hsdp.core.ring import RingPlan
+from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import (
     EXIT_RETRYABLE,
@@ -55,7 +52,6 @@ from ft_hsdp.errors import (
 )
 from ft_hsdp.ftar.connections import MemberIdentity
 from ft_hsdp.ftar.group import Group, GroupEvents
-from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import (
@@ -69,63 +65,15 @@ from ft_hsdp.protocol import (
     Telemetry,
 )
 from ft_hsdp.state.replica_group import ReplicaGroup
-from ft_hsdp.train.gradients import Reducer
+from ft_hsdp.train.gradients import Reducer, device_plane, ring_settings
 from ft_hsdp.train.identity import RankIdentity, RankPlace, numerics
 from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
+from ft_hsdp.train.rank_zero import CheckIn, RankZero, ReplicaFacts
 from ft_hsdp.train.snapshots import AgentHome, SnapshotWriter
 
-if TYPE_CHECKING:
-    from ft_hsdp.ftar.dataplane.gpu import GpuPlane
-
-WRITES = 2  # x timeouts.load_s: for a checkpoint; ranks that wait for each other have given up by then
 SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more, comes first
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaFacts:
-    """What the ranks of a replica tell each other when they start; the same on all of them, by rank."""
-
-    port: int  # of the leader, on rank 0's host
-    weights: tuple[str, ...]  # digests of the initial shards
-    layouts: tuple[str, ...]  # digests of the layouts
-    pids: tuple[int, ...] = ()  # of all ranks, if they share one machine
-
-
-def ring_settings(config: Config) -> RingSettings:
-    """Return the settings of this job's rings."""
-    ftar, timeouts = config.ftar, config.timeouts
-    return RingSettings(
-        ftar.transport,
-        ftar.chunk_bytes,
-        ftar.chunks,
-        ftar.connections,
-        timeout_s=ftar.timeout_s,
-        pause_s=timeouts.pause_s,
-        connect_timeout_s=timeouts.connect_s,
-        beat_s=timeouts.beat_s,
-        silence_s=timeouts.silence_s,
-    )
-
-
-def device_plane(device: torch.device, arena: Arena, settings: RingSettings, largest: int) -> GpuPlane | None:
-    """Return a data plane for fp32 messages of up to ``largest`` elements on ``device``.
-
-    Returns:
-        The plane, or None for a CPU: the group then uses the CPU's own.
-
-    Raises:
-        LocalSystemError: the device is at fault.
-    """
-    if device.type == "cpu":
-        return None
-    from ft_hsdp.ftar.dataplane.gpu import GpuPlane  # triton is not needed elsewhere
-
-    plane = GpuPlane(device, arena, settings.timeout_s)
-    # A ring of one: no larger ring has larger chunks.
-    plane.reserve(RingPlan.cut(largest, 4, 1, settings.slots, settings.chunk_bytes), torch.float32)
-    return plane
 
 
 class RankRuntime:
@@ -173,13 +121,9 @@ class RankRuntime:
         self._loop.set_exception_handler(lambda loop, context: self._crash(context))
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._thread.start()
-        self._client: LighthouseClient | None = None  # rank 0
-        self._hub: RankHub | None = None  # rank 0
-        self._greeting: asyncio.Task[None] | None = None  # rank 0
-        self._leader: Leader | None = None  # rank 0, once all ranks have checked in
+        self._zero: RankZero | None = None  # rank 0
         self._line: RankLine | None = None  # the other ranks, once they have checked in
         self._watchdog: Watchdog | None = None
-        self._burial: asyncio.Task[None] | None = None
         # Set by `start`.
         self._identity: RankIdentity
         self._journal: Journal | None = None
@@ -201,12 +145,8 @@ class RankRuntime:
 
     async def _listen(self) -> int:
         """On rank 0: call the lighthouse, and return the port where the other ranks find their leader."""
-        config, place = self._config, self._place
-        context, ask_s = tls.client(config.network), config.timeouts.ask_s
-        self._client = LighthouseClient(place.lighthouses, place.token, context, place.listed, ask_s)
-        self._hub = RankHub(place.ranks, place.token, self._report, self._rank_lost)
-        self._greeting = self._loop.create_task(self._client.greet())
-        return await self._hub.listen(place.leader_host)
+        self._zero = RankZero(self._config, self._place, self._report, self._rank_lost)
+        return await self._zero.hub.listen(self._place.leader_host)
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run ``coroutine`` on the control loop and wait for it; each has its own deadline."""
@@ -263,8 +203,8 @@ class RankRuntime:
 
     def concluded(self) -> None:
         """Let the leader tell the lighthouse that the replica has ended: the final state is written down."""
-        if self._leader is not None:
-            self._loop.call_soon_threadsafe(self._leader.concluded.set)
+        if (leader := self._leader) is not None:
+            self._loop.call_soon_threadsafe(leader.concluded.set)
 
     def leave(self) -> None:
         """Leave the job at the next commit. From any thread; before check-in it has no effect and is repeated."""
@@ -287,6 +227,11 @@ class RankRuntime:
         self._loop.close()
         if self._plane is not None:
             self._plane.close()
+
+    @property
+    def _leader(self) -> Leader | None:
+        """The leader, on rank 0 once all ranks have checked in."""
+        return None if self._zero is None else self._zero.leader
 
     @property
     def journal(self) -> Journal:
@@ -315,8 +260,8 @@ class RankRuntime:
 
     def broadcast(self, order: object) -> None:
         """Give an order of the leader to all ranks of this replica, this one included. On rank 0."""
-        assert self._hub is not None
-        self._hub.broadcast(order)
+        assert self._zero is not None
+        self._zero.hub.broadcast(order)
         self._take(order)
 
     def end(self, reason: str, code: int = EXIT_RETRYABLE) -> None:
@@ -351,15 +296,15 @@ class RankRuntime:
         elif isinstance(message, Telemetry):
             if self._journal is not None:  # then there is a reporter
                 self.reporter.relay(message)
-        elif self._leader is not None:
-            self._leader.received(message)
+        elif (leader := self._leader) is not None:
+            leader.received(message)
         elif self._line is not None:
             self._line.send(message)
 
     async def _tell_lighthouse(self, telemetry: Telemetry) -> None:
         """Send telemetry: rank 0 to the lighthouse, the other ranks to rank 0."""
-        if self._client is not None:
-            await self._client.tell(telemetry)
+        if self._zero is not None:
+            await self._zero.client.tell(telemetry)
         elif self._line is not None:
             self._line.tell(telemetry)
         else:
@@ -387,8 +332,8 @@ class RankRuntime:
         self._report(RankShown(self._place.rank, grant))
 
     def _token_came(self, token: CommitToken) -> None:
-        if self._leader is not None:
-            self._leader.token(token)
+        if (leader := self._leader) is not None:
+            leader.token(token)
 
     # The control loop: failures.
 
@@ -430,8 +375,8 @@ class RankRuntime:
     def say_alive(self) -> None:
         """Tell the other ranks of this replica that this one lives."""
         alive = RankAlive(self._place.rank)
-        if self._hub is not None:
-            self._hub.broadcast(alive)
+        if self._zero is not None:
+            self._zero.hub.broadcast(alive)
         elif self._line is not None:
             self._line.send(alive)
 
@@ -445,8 +390,8 @@ class RankRuntime:
         """Make the ring's listener, the reducer and the handler of orders."""
         config, place, layout = self._config, self._place, self._live_state.layout
         self.reporter.start()
-        if identity.predecessors and place.rank == 0:
-            self._burial = self._loop.create_task(self._bury_predecessors())
+        if self._zero is not None:
+            self._zero.start(identity)
         ring_layout = state_id.digest(self._sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
         group = self._group = Group(
             MemberIdentity(identity.replica, place.rank, ring_layout, place.token),
@@ -480,9 +425,9 @@ class RankRuntime:
         )
 
     async def _check_in(self, state: StateId, wanted: int) -> None:
-        place, hub, timeouts = self._place, self._hub, self._config.timeouts
+        place, zero, timeouts = self._place, self._zero, self._config.timeouts
         hello = RankHello(place.rank, self._ring_address, self.snapshots.address)
-        if hub is None:
+        if zero is None:
             line = RankLine(place.token, self._take, self._leader_lost)
             async with asyncio.timeout(timeouts.ranks_s):
                 await line.connect(place.leader_host, self.facts.port, hello)
@@ -490,69 +435,11 @@ class RankRuntime:
             self._watch().expect([0])
             return
         watch = self._watch()  # those that are here early hear of their leader
-        await hub.all_here(timeouts.ranks_s)
+        await zero.hub.all_here(timeouts.ranks_s)
         watch.expect(range(1, place.ranks))
-        self._have_exits_reported()
-        hellos = [hello, *(hub.hellos[r] for r in range(1, place.ranks))]
-        self._leader = self._make_leader(hellos, state, wanted)
-        if self._burial is not None:
-            await self._burial
-        self._leader.start()
-
-    def _make_leader(self, hellos: list[RankHello], state: StateId, wanted: int) -> Leader:
-        """Return the leader of this replica; ``hellos`` of its ranks, in their order."""
-        config, identity = self._config, self._identity
-        assert self._client is not None
-        train, every = config.train, config.checkpoint.every
-        keeps = every > 0 or config.checkpoint.dir is not None
-        policy = ReplicaPolicy(every, config.quorum.catchup_log_steps, train.poison, keeps, train.poison_retries)
-        request = protocol.QuorumRequest(
-            Report(identity.replica, identity.incarnation, state, 1),
-            tuple(h.ring for h in hellos),
-            tuple(h.state for h in hellos),
-            config_hash(config),
-            state_id.digest(self.facts.layouts),
-            numerics(self._device),
-            agreed(config),
-            self._live_state.frozen_digest(),
-        )
-        return Leader(
-            control.initial(identity.replica, identity.incarnation, train.steps, state, policy, wanted),
-            request,
-            self._client,
-            leader_settings(config, restarted=bool(identity.predecessors)),
-            self,
-            self._group.send_token,
-            self.journal,
-        )
-
-    def _have_exits_reported(self) -> None:
-        """Start a process that tells the lighthouse when all ranks of this replica are gone.
-
-        Under our own supervisor that is its task; another launcher does not do it.
-        """
-        place, pids = self._place, self.facts.pids
-        if place.parent is None or not pids:
-            return
-        watched = exit_watch.Watched(
-            self._identity.incarnation,
-            pids,
-            place.lighthouses,
-            place.token,
-            None if place.listed is None else str(place.listed),
-            self._config.network,
-            self._config.timeouts.reach_s,
-        )
-        log = place.run / "replicas" / str(self._identity.replica) / "exit-watch.log"
-        self._exit_watch = exit_watch.start(watched, log)
-
-    async def _bury_predecessors(self) -> None:
-        """Tell the lighthouse that the earlier incarnations have exited: a restart ends them first."""
-        identity = self._identity
-        running: dict[int, str | None] = {identity.replica: identity.incarnation}
-        assert self._client is not None
-        with contextlib.suppress(LighthouseUnreachable):  # the first ask will find out
-            await self._client.report(protocol.ProcessReport(running, identity.predecessors))
+        frozen = self._live_state.frozen_digest()
+        replica = CheckIn(hello, state, wanted, self.facts, numerics(self._device), frozen)
+        await zero.lead(replica, self, self._group.send_token, self.journal)
 
     async def _close(self) -> None:
         if self._watchdog is not None:
@@ -560,41 +447,13 @@ class RankRuntime:
         if self._started:
             await self._group.close()
             await self.reporter.close()
-        if self._leader is not None:
-            self._leader.close()
-        if self._client is not None:
-            await self._client.close()
-        for link in (self._line, self._hub):
-            if link is not None:
-                link.close()
+        if self._zero is not None:
+            await self._zero.close()
+        if self._line is not None:
+            self._line.close()
         await asyncio.sleep(0)
         tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         _, pending = await asyncio.wait(tasks, timeout=1.0) if tasks else ((), ())
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-
-
-def leader_settings(config: Config, *, restarted: bool) -> LeaderSettings:
-    """Return what a leader needs to know of ``config``.
-
-    Args:
-        config: The job's configuration.
-        restarted: Whether the replica was started again: then the leader waits for the lighthouse without an end.
-    """
-    timeouts = config.timeouts
-    return LeaderSettings(
-        ranks=config.ranks_per_replica,
-        intervention=config.lr.intervention,
-        chunk_bytes=config.ftar.chunk_bytes or 0,
-        lease_s=config.quorum.lease_s,
-        answer_wait_s=timeouts.answer_wait_s,
-        join_timeout_s=None if restarted else timeouts.reach_s,
-        token_timeout_s=config.ftar.timeout_s,
-        catchup_wait_s=config.quorum.catchup_wait_s,
-        reach_s=timeouts.reach_s,
-        leave_s=timeouts.leave_s,
-        write_s=WRITES * timeouts.load_s,
-        write_again_s=timeouts.checkpoint_again_s,
-        ranks_per_unit=config.ranks_per_unit,
-    )

@@ -16,7 +16,8 @@ from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.train import gradients, identity
 from ft_hsdp.train.data import prefetch
 from ft_hsdp.train.data.randomness import stream
-from ft_hsdp.train.runtime import RankRuntime, device_plane
+from ft_hsdp.train.gradients import device_plane
+from ft_hsdp.train.runtime import RankRuntime
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for a device that tensors are moved to
 

@@ -12,11 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.gradients import ring_settings
 from ft_hsdp.train.identity import RankPlace
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Mailbox
-from ft_hsdp.train.runtime import RankRuntime, ring_settings
+from ft_hsdp.train.runtime import RankRuntime
 from tests.train.test_job import made
 
 
