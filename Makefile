@@ -38,14 +38,14 @@ help:
 train: $(STAMP)
 	$(BIN)/python launcher.py up configs/quickstart.yaml
 
-# Tests that do not depend on time run four at a time, because they mostly wait. All other tests run alone after them.
+# Tests that do not depend on time run four at a time. All other tests run two at a time after them: they mostly wait.
 test: lint types
 	$(PYTEST) -n 4 --dist loadfile -m 'not proof and not soak and not integration and not multiproc'; one=$$?; \
-	$(PYTEST) -m 'not proof and not soak and not integration and multiproc'; two=$$?; exit $$((one ? one : two))
+	$(PYTEST) -n 2 --dist worksteal -m 'not proof and not soak and not integration and multiproc'; two=$$?; exit $$((one ? one : two))
 
 # Long runs with real launchers and processes, two at a time; twenty minutes or more. Then two of the other trainers.
 proof: $(TOOLS)
-	$(PYTEST) -n 2 --dist loadfile -m 'proof and not soak' --durations=15; one=$$?; \
+	$(PYTEST) -n 2 --dist worksteal -m 'proof and not soak' --durations=15; one=$$?; \
 	$(MAKE) --no-print-directory integration-fabric integration-transformers; two=$$?; exit $$((one ? one : two))
 
 integrations: $(FRAMEWORKS:%=integration-%)

@@ -38,7 +38,7 @@ SKIP_NOTHING = os.environ.get("FT_HSDP_SKIP_NOTHING") == "1"
 
 WITHOUT_A_GPU = ("CUDA is not available", "Not enough GPUs")  # torchft's own tests say so
 
-ALONE = {"scenarios"}  # folders of which every test wants the machine for itself
+RANKS = {"scenarios"}  # folders of which every test trains with real ranks
 LAST = ["sim", "scenarios"]  # folders with long tests: what fails soon fails first
 
 
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             limit = item.get_closest_marker("timeout")
             item.obj = _bounded(item.obj, limit.args[0] if limit else ASYNC_S)
-        if ALONE & set(item.path.parts):
+        if RANKS & set(item.path.parts):
             item.add_marker(pytest.mark.multiproc)
     items.sort(key=lambda item: LAST.index(name) if (name := item.path.parent.name) in LAST else -1)
 
