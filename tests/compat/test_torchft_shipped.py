@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -36,7 +37,7 @@ from ft_hsdp.compat.torchft import ProcessGroupFTAR
 # torchft's own: its logger where torch has no flight recorder of NCCL, its walk over checkpoints and how it reads
 # them, the sockets of its transport, a test that asks for the gradient of a result.
 pytestmark = [
-    pytest.mark.multiproc,  # the names of the shipped tests differ from process to process
+    pytest.mark.multiproc,
     pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
@@ -134,6 +135,16 @@ class TestProcessGroup(process_group_test.ProcessGroupTest):
     test_error_swallowing_process_group_wrapper = None
 
 
+def without_numbers(tests: type) -> type:
+    """The shipped tests are numbered in the order of a set, but all workers must collect the same names."""
+    for name in dir(tests):
+        if numbered := re.fullmatch(r"(test_collective\w*?)_\d+_(\w+)", name):
+            setattr(tests, f"{numbered[1]}_{numbered[2]}", getattr(tests, name))
+            setattr(tests, name, None)
+    return tests
+
+
+@without_numbers
 class TestThreeRanks(process_group_test.NormalGlooMultiPgTest):
     """All collectives at three ranks, each also with a rank that is lost."""
 
