@@ -207,8 +207,8 @@ def _replay(args: argparse.Namespace) -> int:
         return _page(run, args.port)
     from ft_hsdp.launch.run import replay  # torch is only needed here
 
-    sys.stderr.write(f"{run.name} is trained once more in one process; this takes about its CPU time\n")
-    verdict = replay.replay(run)
+    begins = f"{run.name} is trained once more in one process; this takes about its CPU time\n"
+    verdict = replay.replay(run, lambda: sys.stderr.write(begins))
     if args.json:
         _print_json(asdict(verdict))
     else:

@@ -11,7 +11,7 @@ replay must run on the same kind of machine as the job.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,8 +58,12 @@ class ReplayVerdict:
         return f"{self.run}: {where}; replayed {self.digest[:16]}, recorded {self.recorded[:16]}"
 
 
-def replay(run: RunDir) -> ReplayVerdict:
+def replay(run: RunDir, begins: Callable[[], object] = lambda: None) -> ReplayVerdict:
     """Replay a finished run. This takes about the CPU time of the run without its failures.
+
+    Args:
+        run: The run.
+        begins: Called when nothing is known that would refuse the run, before its first step is trained.
 
     Raises:
         ConfigError: The run is not finished, ran on GPUs or with a training loop of the user's, an earlier version
@@ -73,6 +77,7 @@ def replay(run: RunDir) -> ReplayVerdict:
     if config.entry is not None:
         if rows[0]["step"] != 1:
             _checkpoint_before(run, config, rows[0])
+        begins()
         found = replay_entry.repeat(run, config)
         equal = found.digest == recorded and found.differs_at is None
         return ReplayVerdict(run.name, len(rows), equal, found.digest, recorded, found.differs_at)
@@ -82,6 +87,7 @@ def replay(run: RunDir) -> ReplayVerdict:
     first = rows[0]["step"] == 1
     ledger = Ledger.empty(shards) if first else unsharded.resume(run, rows[0]).resharded(shards, units)
     differs_at = None
+    begins()
     for row in rows:
         after = _after(ledger, row)
         if after is None or unsharded.step(row) != row["lineage"] or not _stands(after, row):
