@@ -322,7 +322,7 @@ class SnapshotWriter:
                     starter.ensure(port)
                 agent = self._connect(self._join_s)
             except (AgentGone, ProtocolViolation):
-                if starter is not None:
+                if starter is not None and not self._closing.is_set():  # who closes may end the agents
                     self._renew(starter, port)
                 continue
             except OSError as error:  # no process, descriptor or log for it: tried again

@@ -24,13 +24,16 @@ async def test_strangers_call_each_listener_with_each_frame_and_nobody_is_let_in
         listener = address.bound("127.0.0.1")
         gate.watch(listener)
         targets.append(address.join("127.0.0.1", listener.getsockname()[1]))
-    with Flood(targets) as flood:
-        while flood.sent < 10 * len(frames()):  # noqa: ASYNC110 - it counts on a thread
-            await asyncio.sleep(0.01)
-    assert (admitted, flood.refused) == ([], 0)
-    for gate in gates:
-        assert gate._unknown >= 1, "it was called"
-        gate.close()
+    try:
+        with Flood(targets) as flood:
+            while flood.sent < 10 * len(frames()):  # noqa: ASYNC110 - it counts on a thread
+                await asyncio.sleep(0.01)
+        assert (admitted, flood.refused) == ([], 0)
+        # The count of callers begins anew with each line of the log, so it may be 0.
+        assert all(gate._told > 0 for gate in gates), "a gate was not called"
+    finally:
+        for gate in gates:
+            gate.close()
 
 
 def test_the_frames_are_what_they_are_said_to_be() -> None:

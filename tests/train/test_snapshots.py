@@ -60,6 +60,9 @@ def place(tmp_path: Path) -> Iterator[Place]:
     yield made
     for writer in made.snapshots:
         writer.close()
+        if writer._seeking is not None:  # it may be starting an agent
+            writer._seeking.join(DEADLINE_S + 10)
+            assert not writer._seeking.is_alive()
     assert made.failures == []
     for agent in made.starter.started:
         agent.kill()
