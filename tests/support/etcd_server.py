@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import shutil
 import signal
 import socket
@@ -18,6 +19,14 @@ from tests.support.programs import program
 START_S = 20.0
 
 
+def _reserved() -> socket.socket:
+    """Hold a free port that the kernel gives to nobody: tests beside this one get one from it each moment."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", random.randrange(1024, first)))
+
+
 class EtcdServer:
     """An etcd that can be killed, stopped, started again and wiped; a context that leaves nothing behind."""
 
@@ -25,7 +34,7 @@ class EtcdServer:
         self._program = program("etcd", "etcd-server")
         self._folder = Path(tempfile.mkdtemp(prefix="ft_hsdp-etcd-"))
         with contextlib.ExitStack() as held:
-            ports = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+            ports = [held.enter_context(_reserved()) for _ in range(2)]
             self.url, self._peer = (f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in ports)
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
