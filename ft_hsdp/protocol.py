@@ -21,7 +21,7 @@ from pydantic import Field
 from ft_hsdp import bounded
 from ft_hsdp.core import commit, effects
 from ft_hsdp.core.commit import Vote
-from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused, Report
+from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Hosts, Refused, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 
@@ -43,6 +43,7 @@ class QuorumRequest:
     # What `config_hash` is over, by dotted key, to name a difference; empty after the first grant.
     rules: dict[str, str] = field(default_factory=dict)
     frozen: str = ""  # digest of the weights and buffers that are not part of the state; "": there are none
+    hosts: Hosts = ()  # of its ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class RankHello:
     rank: int
     ring: str  # "host:port" of its ring listener; "": it does not listen yet
     state: str  # "host:port" of its state listener
+    host: str = ""  # its host: "zone/rack/host", "rack/host" or "host"; "": it does not say
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,7 +210,7 @@ class Service:
             before = self.state.views[report.replica].ask
             agreed, self._agreed = self._agreed, validation.with_first(self._agreed, ask)
             try:
-                self.apply(Asked(OpenRequest(report, asked.id, ask.ring, ask.state), self._clock()))
+                self.apply(Asked(OpenRequest(report, asked.id, ask.ring, ask.state, ask.hosts), self._clock()))
             except StoreFailed:
                 del self._open[asked.id]
                 self._agreed = agreed

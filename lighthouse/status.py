@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 from ft_hsdp.core.grant import Report
 from lighthouse.quorum.state import LighthouseState, away, wanted
@@ -81,4 +82,17 @@ def _row(s: LighthouseState, replica: int, reports: Mapping[int, Report], waitin
         "state": state,
         "step": report.state.step if report else 0,
         "reason": reason,
+        "hosts": _hosts(s, replica),
     }
+
+
+def _hosts(s: LighthouseState, replica: int) -> list[dict[str, object]]:
+    """Return the hosts of the newest incarnation of a replica with their ranks; [] if they are not known."""
+    view = s.views[replica]
+    member = s.grant.member(replica, view.incarnation) if s.grant and view.incarnation else None
+    hosts = view.ask.hosts if view.ask else member.hosts if member else ()
+    ends = list(accumulate(ranks for _, ranks in hosts))
+    return [
+        {"host": path, "ranks": list(range(end - ranks, end))}
+        for (path, ranks), end in zip(hosts, ends, strict=True)
+    ]

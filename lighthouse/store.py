@@ -33,8 +33,8 @@ from ft_hsdp.mounts import LOCKLESS, mount_of
 from lighthouse.quorum.rules import AdmittedIncarnation, Edges, Epoch, Incarnation, Lease, remembered
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 
-# Of the rows that are written; older ones are read. Since 6 a grant counts units.
-FORMAT = 6
+# Of the rows that are written; older ones are read. Since 6 a grant counts units, since 7 it names hosts.
+FORMAT = 7
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
 RESERVED = 256 << 10  # bytes that a file of SQLite keeps free for writes on a full disk
 LOG_PAGES = 48  # the write-ahead log begins anew after this many; `RESERVED` has room for more

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable
 
 from ft_hsdp.core.commit import MAX_ROWS, AttemptId, CommitRecord
-from ft_hsdp.core.grant import Refused, Report
+from ft_hsdp.core.grant import Hosts, Refused, Report
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import MAX_UNIT
 from ft_hsdp.core.replica_state import ENTRY, PROTOCOL, difference
@@ -39,6 +39,7 @@ RULES_LIMIT = 64
 _PUT_BACK = " file: put it back as it was when the job began, or start another job (job.name) with it"
 
 _OWNER = re.compile(r"[0-9A-Za-z-]{0,64}")
+_PATH = re.compile(r"([0-9A-Za-z._-]{1,31}/){0,2}[0-9A-Za-z._-]{1,64}")
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -202,6 +203,8 @@ def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, a
     if ask.rules:
         _rules(ask.rules)
     check(ask.ring, ask.state, peer, allow)
+    if ask.hosts:
+        _hosts(ask.hosts, len(ask.ring))
 
 
 def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[Incarnation]:
@@ -224,6 +227,22 @@ def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[I
         if (replica, running) in exited:
             raise ProtocolViolation(f"incarnation {running[:40]!r} cannot both run and have exited")
     return exited
+
+
+@functools.lru_cache(256)
+def _hosts(hosts: Hosts, ranks: int) -> None:
+    """Check the hosts of a replica with so many ranks. Remembers what it let in, as `check` does."""
+    if (
+        len(hosts) > ranks
+        or any(not 0 < count <= ranks for _, count in hosts)
+        or sum(n for _, n in hosts) != ranks
+    ):
+        raise ProtocolViolation(
+            f"hosts has {len(hosts)} hosts with other than {ranks} ranks, one for each address"
+        )
+    for path, _ in hosts:
+        if not _PATH.fullmatch(path):
+            raise ProtocolViolation(f"hosts: {path[:60]!r} is not zone/rack/host, rack/host or host")
 
 
 def _rules(rules: dict[str, str]) -> None:

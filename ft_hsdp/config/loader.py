@@ -19,8 +19,8 @@ from ft_hsdp.core.replica_state import ENTRY, PROTOCOL
 from ft_hsdp.errors import ConfigError
 
 # Of the messages and of the rules behind them. Raise it when replicas or a lighthouse of the version before cannot
-# take part any more. 1, which stood nowhere, counted batches; 2 counts units.
-PROTOCOL_VERSION = 2
+# take part any more. 1, which stood nowhere, counted batches; 2 counts units; 3 names hosts in a grant.
+PROTOCOL_VERSION = 3
 VALUE_LIMIT = 160  # characters of one agreed value
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")

@@ -5,7 +5,9 @@ These dataclasses travel (`ft_hsdp.protocol`) and are stored: their field names 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal
 
 from ft_hsdp.core.commit import AttemptId, CommitRecord
@@ -13,6 +15,22 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import Places, deal, size
 
 Role = Literal["contribute", "standby", "behind"]
+
+Hosts = tuple[tuple[str, int], ...]
+"""The hosts of a replica's ranks, in rank order, as (path, number of ranks); (): not known.
+
+A path is "zone/rack/host", "rack/host" or "host". A host is named once, unless other ranks are between its own.
+"""
+
+
+def ranges(paths: Iterable[str]) -> Hosts:
+    """Return the hosts of ranks.
+
+    Args:
+        paths: Of each rank's host, in rank order; "" if it is not known: then no host is.
+    """
+    found = tuple((path, len(list(same))) for path, same in groupby(paths))
+    return found if all(path for path, _ in found) else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +47,7 @@ class Member:
     units: int = 1  # that it trains in each step; of one that is behind: once it contributes
     # Places of the first step of the epoch, where they are others than those of an undisturbed step.
     places: Places = ()
+    hosts: Hosts = ()  # of its ranks
 
     @property
     def holds_base(self) -> bool:

@@ -17,6 +17,13 @@ class Error(BaseModel):
     leader: str | None = Field(None, description="who leads, from a lighthouse that does not")
 
 
+class HostStatus(BaseModel):
+    """A host of a replica, and which of its ranks run there."""
+
+    host: str = Field(description="zone/rack/host, rack/host or host, as far as that is known")
+    ranks: list[int]
+
+
 class ReplicaStatus(BaseModel):
     """The present state of a replica, in a word and with a reason."""
 
@@ -26,6 +33,7 @@ class ReplicaStatus(BaseModel):
     step: int
     reason: str
     pause: str = ""  # what its training loop does instead of training
+    hosts: list[HostStatus] = []  # in rank order; empty: it has not said
 
 
 class JobStatus(BaseModel):

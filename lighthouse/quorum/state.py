@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ft_hsdp.core import state_id
-from ft_hsdp.core.grant import Answer, Continue, Grant, Member, Report
+from ft_hsdp.core.grant import Answer, Continue, Grant, Hosts, Member, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import EACH_ITS_BATCH, UnitPolicy
 from lighthouse.quorum import rules
@@ -49,6 +49,7 @@ class OpenRequest:
     id: int  # names the connection that the answer goes to
     ring: tuple[str, ...] = ()  # "host:port" of each rank, for the ring
     state: tuple[str, ...] = ()  # "host:port" of each rank, for fetches of its state
+    hosts: Hosts = ()  # of its ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +296,8 @@ def member(request: OpenRequest, base: Base) -> Member:
     """
     report = request.report
     role = rules.role(report, base)
-    return Member(report.replica, report.incarnation, role, request.ring, request.state, report.number)
+    addresses = (request.ring, request.state)
+    return Member(report.replica, report.incarnation, role, *addresses, report.number, hosts=request.hosts)
 
 
 def new_epoch(
@@ -316,11 +318,12 @@ def new_epoch(
     Returns:
         The state with the grant, of which no member has been told yet, and the events for the journal.
     """
-    if s.grant is not None and progressed(s):
-        s = replace(s, edges=rules.without_failures(s.edges, s.grant.ring))
+    ended = s.grant
+    if ended is not None and progressed(s):
+        s = replace(s, edges=rules.without_failures(s.edges, ended.ring))
     ring = rules.arrange(members, s.edges.avoided)
     grant = rules.grant(s.term, s.epoch + 1, base, ring, total(s, len(members)), why)
-    grant = apportion(grant, s.grant, s.policy.units, refill)
+    grant = apportion(grant, ended, s.policy.units, refill)
     grant = replace(grant, reason=rules.describe(grant.members, base.state, why))
     if base.state.step > 0 and (s.head is None or state_id.newer(base.state, s.head)):
         s = raise_head(s, base.state)
@@ -336,7 +339,7 @@ def new_epoch(
         settled=base.state.step + 1,
         fruitless=s.fruitless + 1,
     )
-    facts = {
+    facts: dict[str, object] = {
         "term": grant.term,
         "epoch": grant.epoch,
         "step": base.state.step + 1,
@@ -347,6 +350,9 @@ def new_epoch(
         "units": {str(m.replica): m.units for m in grant.members if m.role == "contribute"},
         "units_wanted": grant.units,
     }
+    known = {m.replica: m.hosts for m in ended.members} if ended else {}
+    hosts = {str(m.replica): m.hosts for m in grant.members if m.hosts != known.get(m.replica, ())}
+    facts |= {"hosts": hosts} if hosts else {}
     notes = [Note("EpochGranted", grant.reason, facts)]
     taken = sum(m.units for m in grant.members if m.role == "contribute")
     if s.policy.units.batch == "constant" and taken < grant.units:

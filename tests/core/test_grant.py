@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ft_hsdp.core.commit import AttemptId
-from ft_hsdp.core.grant import Grant, Member
+from ft_hsdp.core.grant import Grant, Member, ranges
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.state_id import StateId
 
@@ -51,6 +51,13 @@ def test_places_are_those_of_an_undisturbed_step_unless_the_grant_says_otherwise
     shared = replace(own, shared=True)
     assert shared.places(14) == {4: ((0, 3),), 2: ((3, 3),), 0: ((6, 2),)}
     assert [shared.following(14, r) for r in (4, 2, 0)] == [6, 9, 12]
+
+
+def test_a_host_is_named_once_with_its_ranks() -> None:
+    assert ranges(["a/1/n0", "a/1/n0", "a/1/n1"]) == (("a/1/n0", 2), ("a/1/n1", 1))
+    assert ranges(["n0", "n1", "n0"]) == (("n0", 1), ("n1", 1), ("n0", 1)), "ranks of others are between"
+    assert ranges(["n0", ""]) == ()
+    assert ranges([]) == ()
 
 
 def test_decisions_cannot_be_changed() -> None:

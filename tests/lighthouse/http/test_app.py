@@ -90,7 +90,7 @@ async def test_status_and_health():
     status = (await call("GET", "/v1/status", make(2))).json()
     job = {"job", "term", "epoch", "step", "finished", "target", "members", "units", "units_wanted", "replicas"}
     assert status.keys() == job
-    of_replica = {"replica", "incarnation", "state", "step", "reason", "pause"}
+    of_replica = {"replica", "incarnation", "state", "step", "reason", "pause", "hosts"}
     assert [r.keys() for r in status["replicas"]] == [of_replica] * 2
     health = await call("GET", "/healthz", headers={})
     assert (health.status_code, health.headers["date"][-3:]) == (200, "GMT")

@@ -1,0 +1,55 @@
+"""Replicas say on which hosts their ranks run; grants, the store, the journal and the status carry it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+from ft_hsdp.core.grant import Grant
+from lighthouse.quorum.state import Policy
+from tests.support.lighthouse.lighthouse_helpers import MemoryStore, Script, ask, at, events, make_service
+
+OWN = {0: (("a/1/n0", 1), ("a/1/n1", 2)), 1: (("n2", 3),)}
+
+
+def said(replica: int, *place: Any, **fields: Any) -> Any:
+    """What a replica of three ranks asks."""
+    message = ask(replica, *place, **fields)
+    return replace(message, ring=message.ring * 3, state=message.state * 3, hosts=OWN[replica])
+
+
+async def test_a_grant_names_the_hosts_of_each_member_and_the_journal_those_that_are_new() -> None:
+    service, rows = make_service()
+    first, other = await asyncio.gather(service.ask(said(0)), service.ask(said(1)))
+    assert isinstance(first, Grant)
+    assert first == other
+    assert {m.replica: m.hosts for m in first.members} == OWN
+    (granted,) = events(rows, "EpochGranted")
+    assert json.loads(json.dumps(granted))["hosts"] == {"0": [["a/1/n0", 1], ["a/1/n1", 2]], "1": [["n2", 3]]}
+    shown = service.status()["replicas"]
+    assert [row["hosts"] for row in shown] == [
+        [{"host": "a/1/n0", "ranks": [0]}, {"host": "a/1/n1", "ranks": [1, 2]}],
+        [{"host": "n2", "ranks": [0, 1, 2]}],
+    ]
+    moved = (("a/1/n0", 1), ("a/2/n9", 2))
+    again = await asyncio.gather(
+        service.ask(replace(said(0, at(1, 1), after=1), hosts=moved)), service.ask(said(1, at(1, 1), after=1))
+    )
+    assert {m.replica: m.hosts for m in again[0].members} == {0: moved, 1: OWN[1]}
+    assert events(rows, "EpochGranted")[1]["hosts"] == {"0": moved}, "replica 1 is where it was"
+
+
+def test_a_store_of_the_version_before_has_a_grant_without_hosts() -> None:
+    rows: dict[str, str] = {}
+    job = Script(total=1)
+    job.first(0)
+    store = MemoryStore(rows)
+    store.save(job.s)
+    text = json.loads(rows["grant"])
+    for member in text["members"]:
+        assert member.pop("hosts") == []
+    rows["grant"] = json.dumps(text)
+    again = MemoryStore(rows).load(Policy(slots=1, steps=10))
+    assert again.grant == job.s.grant
