@@ -112,6 +112,7 @@ def reach(place: str, step: int) -> None:
         signal.pthread_kill(threading.get_ident(), getattr(signal, f"SIG{point.signal}"))
 
 
+HOST = "host"  # the kind that takes a host away: only a backend heeds its orders, when it places a replica
 HOOKED = ("disk_full", "slow_disk", "partition", "clock")
 """The kinds of faults that a process has to carry out itself."""
 FOLDER = "faults"
@@ -135,6 +136,7 @@ class FaultOrder:
     reject: bool = False  # with partition: connections are refused, not left waiting
     seconds: float = 0.0  # by how much the clock is wrong, or how long a write takes
     until: float | None = None  # monotonic seconds at which it ends if it is not lifted before; None: never
+    host: str | None = None  # with host: its name
 
     def hits(self, replica: int | None, rank: int | None) -> bool:
         """Return whether it is for this rank, or, with None, for the supervisor."""
@@ -218,6 +220,12 @@ def _orders(folder: Path) -> Iterator[FaultOrder]:
                     order = parse(_read(folder / name))
                     if order.until is None or now < order.until:
                         yield order
+
+
+def hosts_down(run: Path, replica: int) -> list[str]:
+    """Return the hosts of a replica that an order for the job in `run` has taken away."""
+    found = (o.host for o in _orders(run / FOLDER) if (o.kind, o.replica) == (HOST, replica))
+    return sorted({host for host in found if host is not None})
 
 
 def _read(file: Path) -> bytes:

@@ -38,6 +38,7 @@ UNSAID = {
     ("quorum.max_accumulate", "4"),
     ("quorum.max_accumulate", "2"),
     ("ranks_per_unit", "3"),
+    ("hosts.per_replica", "3"),
     ("args", "['--lr']"),
     ("entry_digest", repr("ab" * 16)),
     ("chaos.1.replicas", "[3]"),

@@ -29,6 +29,7 @@ from ft_hsdp.config.network import LighthouseConfig, NetworkConfig, RayConfig
 from ft_hsdp.config.running import (
     CheckpointConfig,
     FtarConfig,
+    HostsConfig,
     JobConfig,
     QuorumConfig,
     StateConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "DebugConfig",
     "FailpointConfig",
     "FtarConfig",
+    "HostsConfig",
     "JobConfig",
     "LighthouseConfig",
     "LrConfig",

@@ -19,6 +19,7 @@ from ft_hsdp.config.running import (
     MAX_REPLICAS,
     CheckpointConfig,
     FtarConfig,
+    HostsConfig,
     JobConfig,
     QuorumConfig,
     StateConfig,
@@ -78,6 +79,7 @@ class Config(Section):
         description="warm processes in reserve, each with a model; a multiple of ranks_per_replica, because a "
         "lost replica is replaced as a whole",
     )
+    hosts: HostsConfig = Field(default_factory=HostsConfig)
     entry: str | None = Field(
         None,
         json_schema_extra=_with_pattern,
@@ -147,6 +149,9 @@ class Config(Section):
         if self.ranks_per_replica % self.ranks_per_unit:
             allowed = f"a divisor of ranks_per_replica ({self.ranks_per_replica})"
             raise refuse("ranks_per_unit", self.ranks_per_unit, allowed)
+        if self.hosts.per_replica is not None and self.ranks_per_replica % self.hosts.per_replica:
+            allowed = f"a divisor of ranks_per_replica ({self.ranks_per_replica}), or null"
+            raise refuse("hosts.per_replica", self.hosts.per_replica, allowed)
         if self.spares % self.ranks_per_replica:
             allowed = (
                 f"a multiple of ranks_per_replica ({self.ranks_per_replica}): a replica is replaced as a whole"

@@ -106,6 +106,8 @@ def _resolve(model: type[BaseModel], path: Sequence[int | str]) -> Schema:
                 here = fixed[index] if index < len(fixed) else {}
             else:
                 here = here["items"]
+        elif isinstance(here.get("additionalProperties"), Mapping):
+            here = here["additionalProperties"]
         elif here.get("additionalProperties") is not False and here.get("type") == "object":
             return _ANYTHING
         else:

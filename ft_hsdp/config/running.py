@@ -116,6 +116,29 @@ class QuorumConfig(Section):
     )
 
 
+_DOMAIN = "[0-9A-Za-z._-]{1,31}"
+Domains = Annotated[str, Field(pattern=f"^{_DOMAIN}(/{_DOMAIN})?$")]
+"""Where a host stands: "zone/rack" or "rack"."""
+
+
+class HostsConfig(Section):
+    """The hosts on which ranks run: what is lost at once, with all ranks, the state agent and its memory."""
+
+    per_replica: Int | None = Field(
+        None,
+        ge=1,
+        le=MAX_RANKS,
+        description="emulated hosts, r0h0 and so on, over which `up` and `replica` spread the ranks of a replica "
+        "evenly, each with a state agent of its own; it divides ranks_per_replica; null: the machines that there "
+        "are",
+    )
+    labels: dict[str, Domains] = Field(
+        {},
+        description='where hosts stand: a pattern of names, such as node[0-9]*, and "zone/rack" or "rack"; the '
+        "first pattern that fits a host counts",
+    )
+
+
 class StateConfig(Section):
     """Copies of committed states in host memory, from which replicas that are behind catch up."""
 

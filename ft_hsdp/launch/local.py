@@ -70,6 +70,7 @@ def local_resources(
             spares=config.spares // config.ranks_per_replica,
             emit=emit,
             quiet_s=config.restart.hold_s,
+            hosts=config.hosts.per_replica,
         )
         return JobResources(backend, LighthouseFleet(run, config, emit, module=lighthouse))
 

@@ -182,6 +182,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         folder=folder / "spares",
         emit=emit,
         quiet_s=config.restart.hold_s,
+        hosts=config.hosts.per_replica,
     )
     token, context = secret.current(run.token), tls.client(config.network)
 

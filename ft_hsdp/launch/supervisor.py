@@ -457,7 +457,7 @@ class ReplicaSupervisor:
             if late and not no_room(self._run.path):  # on a full disk the line CheckedIn may be missing
                 self.evict(current.name, f"{self._late} within {timeouts.start_s:g} s (timeouts.start_s)")
             for rank in current.living:
-                if not stands_still(rank.pid, rank.process.host):
+                if not stands_still(rank.pid, rank.process.machine):
                     stopped.pop(rank.rank, None)
                 elif now - stopped.setdefault(rank.rank, now) >= STOPPED * timeouts.evict_s:
                     reason = f"rank {rank.rank} has been stopped for {now - stopped[rank.rank]:.1f} s"

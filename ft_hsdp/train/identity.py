@@ -4,6 +4,9 @@ The place is known when the process starts. The incarnation may be assigned late
 up its model first, and is assigned to a replica when one needs it. `IncarnationSource` is where it hears of that:
 torchrun's environment (`FromEnvironment`) or the supervisor (`launch.backend.zygote.AssignmentLine`).
 
+A host is what is lost at once: a machine, as a rule. Where one machine stands for several hosts, FT_HSDP_HOST
+names the rank's host, and each host has a state agent of its own.
+
 torch is imported only where a device is chosen: the fork server and a supervisor on CPUs read this module without
 it.
 """
@@ -11,14 +14,16 @@ it.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import importlib.util
 import os
 import platform
+import re
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -32,6 +37,13 @@ from ft_hsdp.state.agent.client import Starter
 
 if TYPE_CHECKING:
     import torch
+
+HOST_VARIABLE = "FT_HSDP_HOST"  # the name of the rank's host, if its machine has several
+HOST_RANK_VARIABLE = "FT_HSDP_HOST_RANK"  # the rank's number on that host
+DOMAINS_VARIABLE = "FT_HSDP_DOMAINS"  # zone and rack of the host: "zone=a,rack=7"
+SLURM_VARIABLE = "SLURM_TOPOLOGY_ADDR"  # switches above the node, and the node: "s0.s2.node7"
+_DOMAIN = re.compile(r"[0-9A-Za-z._-]{1,31}")
+_STRANGE = re.compile(r"[^0-9A-Za-z._-]")  # in a name: another character takes its place
 
 # A kernel that is loaded on its first launch waits for those that spin; streams that share a queue do too.
 _CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -88,6 +100,8 @@ class RankIdentity:
     predecessors: tuple[str, ...]  # names of the incarnations of the same run before it
     starter: Starter | None  # on the rank that starts the state agent of its host
     began: float  # when it was assigned, Unix seconds
+    host: str = ""  # its host: "zone/rack/host", "rack/host" or "host"
+    shared: str = ""  # the name of its host if the machine has several, else ""
 
 
 def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankIdentity:
@@ -103,21 +117,60 @@ def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankI
 
     Returns:
         What the rank is from now on.
+
+    Raises:
+        ConfigError: FT_HSDP_DOMAINS cannot be read.
     """
     replica = incarnation.replica
+    path = host_path(config.hosts.labels, os.environ)
     fault_injection.arm(config.debug.failpoints, replica, place.rank, incarnation.restarts)
     if config.takes_faults:
         fault_injection.watch(place.run, replica, place.rank)
     starter = _start_agent(config, place, replica) if place.starts_agent else None
     predecessors = tuple(str(each) for each in incarnation.predecessors)
-    return RankIdentity(replica, str(incarnation), predecessors, starter, time.time())
+    shared = os.environ.get(HOST_VARIABLE, "")
+    return RankIdentity(replica, str(incarnation), predecessors, starter, time.time(), path, shared)
+
+
+def host_name(environment: Mapping[str, str]) -> str:
+    """Return the name of this rank's host, of letters, digits, ".", "_" and "-"."""
+    return _STRANGE.sub("-", environment.get(HOST_VARIABLE) or socket.gethostname())[:64]
+
+
+def host_path(labels: Mapping[str, str], environment: Mapping[str, str]) -> str:
+    """Return where this rank's host stands: "zone/rack/host", "rack/host" or, if that is not known, "host".
+
+    Args:
+        labels: `hosts.labels` of the configuration, which come first.
+        environment: Of this process. FT_HSDP_DOMAINS comes before Slurm's topology, of which the highest switch is
+            the zone and the lowest one the rack.
+
+    Raises:
+        ConfigError: FT_HSDP_DOMAINS cannot be read.
+    """
+    name = host_name(environment)
+    label = next((label for pattern, label in labels.items() if fnmatch.fnmatchcase(name, pattern)), None)
+    if label is not None:
+        return f"{label}/{name}"
+    said = environment.get(DOMAINS_VARIABLE, "")
+    if said:
+        domains = dict(pair.partition("=")[::2] for pair in said.split(","))
+        keys_fit = domains.keys() in ({"rack"}, {"zone", "rack"}) and said.count("=") == len(domains)
+        if not keys_fit or not all(map(_DOMAIN.fullmatch, domains.values())):
+            allowed = 'zone=ZONE,rack=RACK or rack=RACK, each 1 to 31 letters, digits, ".", "_" or "-"'
+            raise ConfigError(DOMAINS_VARIABLE, said, allowed)
+        return "/".join(domains[key] for key in ("zone", "rack") if key in domains) + f"/{name}"
+    switches = [_STRANGE.sub("-", each)[:31] for each in environment.get(SLURM_VARIABLE, "").split(".")[:-1]]
+    above = [switches[0], switches[-1]] if len(switches) > 1 else switches
+    return "/".join([*filter(None, above), name])
 
 
 def _start_agent(config: Config, place: RankPlace, replica: int) -> Starter:
     """Start the state agent of this host if there is none; it ends with the process that started this rank."""
     host = own_address(config.network.state_interface or config.network.host, place.lighthouses[0])
-    log = place.run / "replicas" / str(replica) / f"agent-{socket.gethostname()}.log"
-    starter = Starter(place.token, replica, host, os.getppid(), log, config.timeouts.linger_s, config.network.tls)
+    log = place.run / "replicas" / str(replica) / f"agent-{host_name(os.environ)}.log"
+    linger_s, tls, shared = config.timeouts.linger_s, config.network.tls, os.environ.get(HOST_VARIABLE, "")
+    starter = Starter(place.token, replica, host, os.getppid(), log, linger_s, tls, shared)
     starter.ensure()
     return starter
 

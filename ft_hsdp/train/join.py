@@ -32,7 +32,15 @@ from ft_hsdp.control.lighthouse_client import parse_urls, urls_of_run
 from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.secret import TOKEN_VARIABLE
-from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, RankPlace, backend, begin, choose
+from ft_hsdp.train.identity import (
+    HOST_RANK_VARIABLE,
+    FromEnvironment,
+    IncarnationSource,
+    RankPlace,
+    backend,
+    begin,
+    choose,
+)
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.replay_job import Recorded, ReplayJob
 
@@ -165,9 +173,9 @@ def join(
     device = choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
     torch.set_num_threads(config.train.threads)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    first = os.environ.get("LOCAL_RANK", str(rank)) == "0"
+    on_host = os.environ.get(HOST_RANK_VARIABLE) or os.environ.get("LOCAL_RANK", str(rank))
     parent = os.getppid() if isinstance(source, FromEnvironment) else None  # ours are killed with their parent
-    place = RankPlace(rank, ranks, run, urls, token, host, first, None if lighthouse else file, parent)
+    place = RankPlace(rank, ranks, run, urls, token, host, on_host == "0", None if lighthouse else file, parent)
     assigned = source.poll()
     identity = None if assigned is None else begin(config, place, assigned)  # the state agent starts meanwhile
     if dist.is_initialized():

@@ -20,7 +20,7 @@ from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.control.rank_channel import RankHub
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitToken
-from ft_hsdp.core.grant import Report
+from ft_hsdp.core.grant import Report, ranges
 from ft_hsdp.core.replica_state import ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import LighthouseUnreachable
@@ -128,6 +128,7 @@ class RankZero:
             replica.numerics,
             agreed(config),
             replica.frozen,
+            ranges(h.host for h in hellos),
         )
         number, name = identity.replica, identity.incarnation
         return Leader(

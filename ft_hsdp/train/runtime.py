@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -66,7 +65,7 @@ from ft_hsdp.protocol import (
 )
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.gradients import Reducer, device_plane, ring_settings
-from ft_hsdp.train.identity import RankIdentity, RankPlace, numerics
+from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name, numerics
 from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
@@ -175,7 +174,7 @@ class RankRuntime:
         )
         self.snapshots = SnapshotWriter(
             self._live_state,
-            AgentHome(place.token, identity.replica, place.rank, place.ranks, identity.starter),
+            AgentHome(place.token, identity.replica, place.rank, place.ranks, identity.starter, identity.shared),
             config.state.snapshot == "every_step",
             timeouts.agent_s,
             self._journal,
@@ -312,7 +311,7 @@ class RankRuntime:
 
     def _beat(self) -> RankBeat:
         """Return this rank's sign of life for the lighthouse."""
-        return RankBeat(self._place.rank, os.getpid(), socket.gethostname(), self._progress, self.pauses.what)
+        return RankBeat(self._place.rank, os.getpid(), host_name(os.environ), self._progress, self.pauses.what)
 
     # The control loop: what the ring reports.
 
@@ -426,7 +425,7 @@ class RankRuntime:
 
     async def _check_in(self, state: StateId, wanted: int) -> None:
         place, zero, timeouts = self._place, self._zero, self._config.timeouts
-        hello = RankHello(place.rank, self._ring_address, self.snapshots.address)
+        hello = RankHello(place.rank, self._ring_address, self.snapshots.address, self._identity.host)
         if zero is None:
             line = RankLine(place.token, self._take, self._leader_lost)
             async with asyncio.timeout(timeouts.ranks_s):

@@ -52,6 +52,7 @@ class AgentHome:
     rank: int
     ranks: int
     starter: Starter | None  # on the rank of each host that starts the agent
+    host: str = ""  # the host's name, if its machine has several
 
 
 class SnapshotWriter:
@@ -287,7 +288,7 @@ class SnapshotWriter:
 
     def _connect(self, deadline_s: float) -> StateAgent:
         home, nbytes = self._home, self._live_state.layout.nbytes
-        agent = StateAgent.connect(home.token, home.replica, home.rank, home.ranks, nbytes, deadline_s)
+        agent = StateAgent.connect(home.token, home.replica, home.rank, home.ranks, nbytes, deadline_s, home.host)
         agent.deadline_s = self._answer_s + nbytes / FRESH_BYTES_PER_S
         return agent
 

@@ -21,7 +21,7 @@ from tests.support.launch.launch_helpers import until
 class Rank:
     """A rank of an backend without processes; it ends when it is told to."""
 
-    pid, host = 1, "somewhere"
+    pid, machine, host = 1, "somewhere", "somewhere"
 
     def __init__(self, watch: ProcessWatch) -> None:
         self._watch = watch

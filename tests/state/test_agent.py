@@ -476,9 +476,14 @@ def greet(sock: socket.socket, token: str, nbytes: int = 100) -> client._AgentSo
     return line
 
 
-def test_the_name_tells_nothing_and_differs_by_token_and_replica():
-    names = {messages.agent_name(token, replica) for token in (TOKEN, "x") for replica in (0, 1)}
-    assert len(names) == 4
+def test_the_name_tells_nothing_and_differs_by_token_replica_and_host():
+    names = {
+        messages.agent_name(token, replica, host=host)
+        for token in (TOKEN, "x")
+        for replica in (0, 1)
+        for host in ("", "r0h0", "r0h1")
+    }
+    assert len(names) == 12
     assert not any(TOKEN[:8] in name for name in names)
 
 

@@ -60,8 +60,12 @@ class WorkerProcess(Protocol):
         """Return its pid on its machine."""
 
     @property
+    def machine(self) -> str:
+        """Return the name of its machine, on which its pid counts."""
+
+    @property
     def host(self) -> str:
-        """Return the name of its machine."""
+        """Return the name of its host: that of the machine, unless the machine stands for several hosts."""
 
     def signal(self, number: int) -> None:
         """Send a signal if it still runs; never to another process that has got its pid."""
@@ -209,10 +213,18 @@ class WorkerGroup:
                 process.signal(signal.SIGKILL)
 
 
-def assignment(spec: ReplicaSpec, rank: int, run: RunDir) -> dict[str, Any]:
-    """Return the message that assigns a rank to ``spec``: the fields of its `IncarnationId`, and its log."""
+def assignment(spec: ReplicaSpec, rank: int, run: RunDir, host: str = "") -> dict[str, Any]:
+    """Return the message that assigns a rank to ``spec``: the fields of its `IncarnationId`, its log and its host.
+
+    Args:
+        spec: The incarnation.
+        rank: The rank.
+        run: The run's directory.
+        host: The name of the rank's host, if its machine stands for several.
+    """
     log = str(run.rank_log(spec.replica, rank))
-    return {"replica": spec.replica, "run_id": spec.run_id, "restarts": spec.restarts, "log": log}
+    named = {"host": host} if host else {}
+    return {"replica": spec.replica, "run_id": spec.run_id, "restarts": spec.restarts, "log": log, **named}
 
 
 def spare_log(folder: Path, number: int, rank: int) -> Path:
@@ -323,7 +335,13 @@ class ReplicaProcess(Changes):
     def write(self) -> None:
         """Write processes.json for `status`."""
         ranks = [
-            {"rank": rank.rank, "pid": rank.pid, "host": rank.process.host, "state": rank.state}
+            {
+                "rank": rank.rank,
+                "pid": rank.pid,
+                "host": rank.process.host,
+                "machine": rank.process.machine,
+                "state": rank.state,
+            }
             for rank in sorted(self.ranks.values(), key=lambda rank: rank.rank)
         ]
         document = {

@@ -7,10 +7,11 @@
     <- {"spawned": id, "pid": 1} or {"failed": id, "error": "one line"}
 
 The descriptor is the rank's socket to its supervisor. On it the rank reports that it is warm, and gets its
-incarnation, at once if it is `called`, or later: {"replica": 0, "run_id": "a", "restarts": 0, "log": path}. A
-rank is forked by a process between, which ends. So the rank becomes a child of the supervisor, not of this
-process, and dies only with the supervisor. This process has one thread and uses no accelerator: neither survives
-a fork. The path of the run is an argument only so that the command line of every rank names its run.
+incarnation, at once if it is `called`, or later: {"replica": 0, "run_id": "a", "restarts": 0, "log": path}, with
+"host" if its machine stands for several. A rank is forked by a process between, which ends. So the rank becomes a
+child of the supervisor, not of this process, and dies only with the supervisor. This process has one thread and
+uses no accelerator: neither survives a fork. The path of the run is an argument only so that the command line of
+every rank names its run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
 from ft_hsdp.launch.backend.processes import forgiving
 from ft_hsdp.launch.run.directory import open_log
 from ft_hsdp.lifetime import die_with
-from ft_hsdp.train.identity import IncarnationSource
+from ft_hsdp.train.identity import HOST_VARIABLE, IncarnationSource
 
 Entry = Callable[[configuration.Config, IncarnationSource, Path], int]
 _LARGEST = 1 << 20  # bytes of one request
@@ -76,6 +77,8 @@ class AssignmentLine:
             sys.exit(EXIT_RETRYABLE)
         assignment = json.loads(line)
         _redirect(Path(assignment.pop("log")))
+        if host := assignment.pop("host", ""):
+            os.environ[HOST_VARIABLE] = host
         self._incarnation = incarnation = IncarnationId(**assignment)
         os.environ["TORCHELASTIC_RUN_ID"] = incarnation.run_id
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(incarnation.restarts)

@@ -74,8 +74,8 @@ def _replica(run: RunDir, replica: int, reported: Row | None) -> Row:
         for r in listed["ranks"]
     ]
     if reported is not None:
-        pause = {"pause": reported["pause"]} if reported.get("pause") else {}
-        return {"replica": replica, "state": reported["state"], "step": reported["step"], **pause, "ranks": ranks}
+        more = {key: reported[key] for key in ("pause", "hosts") if reported.get(key)}
+        return {"replica": replica, "state": reported["state"], "step": reported["step"], **more, "ranks": ranks}
     commits = read_jsonl(run.commits(replica))
     runs = any(r["state"] == "running" for r in ranks)
     step = commits[-1]["step"] if commits else 0
@@ -83,13 +83,13 @@ def _replica(run: RunDir, replica: int, reported: Row | None) -> Row:
 
 
 def _host(rank: Row) -> str:
-    """Return the machine of a rank in words; "" for this one."""
+    """Return the host of a rank in words; "" for this machine."""
     return "" if rank["host"] == socket.gethostname() else f" on {rank['host']}"
 
 
 def _runs(rank: Row) -> bool:
     """Return whether a rank runs; a rank of another machine cannot be looked up, and counts as running."""
-    return rank["host"] != socket.gethostname() or alive({"pid": rank["pid"]})
+    return rank.get("machine", rank["host"]) != socket.gethostname() or alive({"pid": rank["pid"]})
 
 
 def _role(url: str, trusted: Trusted) -> str:

@@ -65,7 +65,9 @@ class StateAgent:
         self._number = 0  # of the slot that `stage` returned last
 
     @staticmethod
-    def connect(token: str, replica: int, rank: int, ranks: int, nbytes: int, deadline_s: float) -> StateAgent:
+    def connect(
+        token: str, replica: int, rank: int, ranks: int, nbytes: int, deadline_s: float, name: str = ""
+    ) -> StateAgent:
         """Connect to the state agent of ``replica`` on this host, instead of an older connection. Blocks.
 
         Waits for an agent that does not listen yet. If the agent has snapshots of this rank with another ``ranks``
@@ -79,6 +81,7 @@ class StateAgent:
             nbytes: The size of each snapshot in bytes.
             deadline_s: How long to wait for the agent. Later calls wait as long for their answers; the first
                 `stage` may have to wait until the agent has allocated two snapshots.
+            name: That of this host, if its machine has several.
 
         Raises:
             AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
@@ -90,7 +93,7 @@ class StateAgent:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 sock.settimeout(max(RETRY_S, until - time.monotonic()))
-                connect_newest(sock, token, replica)
+                connect_newest(sock, token, replica, name)
                 handshake.call_blocking(sock, token, Purpose.AGENT)
                 connection = _AgentSocket(sock, until)
                 address = str(connection.ask(messages.Hello(rank, ranks, nbytes), messages.Welcome).address)
@@ -241,8 +244,14 @@ class StateAgent:
         self._open = None
 
 
-def connect_newest(sock: socket.socket, token: str, replica: int) -> int:
+def connect_newest(sock: socket.socket, token: str, replica: int, name: str = "") -> int:
     """Connect ``sock`` to the newest agent of a replica on this host, and return its generation.
+
+    Args:
+        sock: A Unix socket.
+        token: The job's token.
+        replica: The replica id.
+        name: That of this host, if its machine has several.
 
     Raises:
         BlockingIOError: An agent is there, but its queue of connections is full (a non-blocking ``sock``).
@@ -250,7 +259,7 @@ def connect_newest(sock: socket.socket, token: str, replica: int) -> int:
     """
     for generation in reversed(range(messages.GENERATIONS)):
         try:
-            sock.connect(messages.agent_name(token, replica, generation))
+            sock.connect(messages.agent_name(token, replica, generation, name))
         except ConnectionRefusedError:
             continue
         return generation
@@ -342,6 +351,7 @@ class Starter:
     log: Path
     linger_s: float  # the agent ends when no rank was connected for so long
     tls: str = "auto"  # network.tls
+    name: str = ""  # of this host, if its machine has several
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)  # agents outlive this process
     began: float = 0.0  # when the last one was started
 
@@ -387,7 +397,7 @@ class Starter:
     def _start(self, port: int, generation: int) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         place = ("--replica", str(self.replica), "--host", self.host, "--port", str(port))
-        name = ("--generation", str(generation))
+        name = ("--generation", str(generation), *(("--name", self.name) if self.name else ()))
         life = (
             "--guard",
             str(self.guard),
@@ -418,7 +428,7 @@ class Starter:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
             try:
-                generation = connect_newest(sock, self.token, self.replica)
+                generation = connect_newest(sock, self.token, self.replica, self.name)
                 pid = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0]
             except BlockingIOError:
                 return self._crowded()

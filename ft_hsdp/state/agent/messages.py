@@ -186,7 +186,7 @@ def frame(message: object) -> bytes:
     return protocol.framed(_CODEC.encode(message))
 
 
-def agent_name(token: str, replica: int, generation: int = 0) -> str:
+def agent_name(token: str, replica: int, generation: int = 0, host: str = "") -> str:
     """Return the name of the abstract Unix socket of a replica's agent on this host.
 
     It cannot be computed without the token, so no other user can take it first.
@@ -195,5 +195,7 @@ def agent_name(token: str, replica: int, generation: int = 0) -> str:
         token: The job's token.
         replica: The replica id.
         generation: 0 to GENERATIONS - 1. An agent above 0 replaces one that neither answers nor dies.
+        host: The host's name, if the machine has several hosts; "": the machine is one.
     """
-    return "\0ft_hsdp/state/" + protocol.mac(token, "state-agent-name", replica, generation)[:32]
+    parts = (replica, generation, host) if host else (replica, generation)
+    return "\0ft_hsdp/state/" + protocol.mac(token, "state-agent-name", *parts)[:32]

@@ -43,20 +43,26 @@ LINGER_S = 60.0  # without a rank, until the agent ends
 _log = logging.getLogger(__name__)
 
 
-def listen(token: str, replica: int, generation: int = 0) -> socket.socket:
+def listen(token: str, replica: int, generation: int = 0, name: str = "") -> socket.socket:
     """Return a listening socket at the agent's name. The name is free again as soon as its owner is gone.
+
+    Args:
+        token: The job's token.
+        replica: The replica id.
+        generation: As in `messages.agent_name`.
+        name: The host's, as ``host`` there.
 
     Raises:
         Retryable: another agent has the name.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.bind(messages.agent_name(token, replica, generation))
+        sock.bind(messages.agent_name(token, replica, generation, name))
         sock.listen(handshake.BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
-            raise Retryable(f"replica {replica} has a state agent on this host already") from None
+            raise Retryable(f"replica {replica} has a state agent on {name or 'this host'} already") from None
         raise
     return sock
 
@@ -316,7 +322,14 @@ async def _serve(
 
 
 def run(
-    token: str, replica: int, host: str, port: int, linger_s: float, guard: int | None, generation: int = 0
+    token: str,
+    replica: int,
+    host: str,
+    port: int,
+    linger_s: float,
+    guard: int | None,
+    generation: int = 0,
+    name: str = "",
 ) -> None:
     """Run the state agent until it is told to stop. Blocks.
 
@@ -328,12 +341,13 @@ def run(
         linger_s: It ends when no rank was connected for so long.
         guard: It ends with the process of this id; None for no process.
         generation: The number in its name; see `messages.agent_name`.
+        name: That of its host, if the machine has several.
 
     Raises:
         ConfigError: ``host`` or ``port`` cannot be used.
         Retryable: Another agent of that replica runs on this host.
     """
-    with listen(token, replica, generation) as sock:
+    with listen(token, replica, generation, name) as sock:
         store = SnapshotStore()
         try:
             server = StateServer(host, port, store, token)
@@ -355,7 +369,7 @@ class _Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing the usage and exiting."""
-        allowed = f"--replica R --host H [--port P] [--linger SECONDS] [--guard PID] ({message})"
+        allowed = f"--replica R --host H [--name N] [--port P] [--linger SECONDS] [--guard PID] ({message})"
         raise ConfigError("arguments", " ".join(sys.argv[1:]), allowed)
 
 
@@ -367,6 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Arguments(prog="python -m ft_hsdp.state.agent.server", description=__doc__)
     parser.add_argument("--replica", type=int, required=True, help="whose ranks' snapshots it keeps")
     parser.add_argument("--host", required=True, help="address to serve snapshots at")
+    parser.add_argument("--name", default="", help="the host's name, if this machine has several hosts")
     parser.add_argument("--port", type=int, default=0, help="port to serve snapshots at; 0: any")
     parser.add_argument("--linger", type=float, default=LINGER_S, help="end when no rank was here for so many s")
     generations = range(messages.GENERATIONS)
@@ -389,7 +404,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("--hello", chosen.hello, "seconds, above 0")
         record_layer.use(chosen.tls)
         handshake.use(chosen.hello)
-        run(token, chosen.replica, chosen.host, chosen.port, chosen.linger, chosen.guard, chosen.generation)
+        run(
+            token,
+            chosen.replica,
+            chosen.host,
+            chosen.port,
+            chosen.linger,
+            chosen.guard,
+            chosen.generation,
+            chosen.name,
+        )
     except FtHsdpError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Self
 
 import pytest
 
+from ft_hsdp import fault_injection
 from ft_hsdp.config import parse
 from ft_hsdp.launch.backend import spares
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, WorkerProcess
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, write_json
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from tests.support.launch.launch_helpers import Plan, until
 
@@ -44,11 +47,16 @@ class Watched:
 class World:
     """An backend with one or more spares of two ranks."""
 
-    def __init__(self, run: RunDir, spares: int = 1) -> None:
+    def __init__(self, run: RunDir, spares: int = 1, hosts: int | None = None) -> None:
         self.run = run
         self.events: list[Row] = []
         self.backend = LocalBackend(
-            run, entry="tests.support.launch.standin:main", preload=(), spares=spares, emit=self.events.append
+            run,
+            entry="tests.support.launch.standin:main",
+            preload=(),
+            spares=spares,
+            emit=self.events.append,
+            hosts=hosts,
         )
 
     def spec(self, replica: int, restarts: int = 0) -> ReplicaSpec:
@@ -234,3 +242,47 @@ async def test_a_lost_replica_gets_the_spare_at_once_whatever_the_survivors_do(r
         assert [rank["pid"] for rank in listed["ranks"]] == pids
         await supervisor.stop(1.0)
         assert (await task).kind == "stopped"
+
+
+# A machine that stands for several hosts.
+
+
+def said(run: RunDir, replica: int, rank: int) -> list[str]:
+    """What a rank knows of its host: its name, and its own number there."""
+    return (run.path / f"host-{replica}-{rank}").read_text().split()
+
+
+async def test_each_rank_learns_its_host_forked_for_a_replica_or_taken_from_a_spare(run_dir: RunDir) -> None:
+    async with World(run_dir, hosts=2).running() as world:
+        how, first = await world.start(0)
+        await world.ready()
+        how_again, second = await world.start(1)
+        assert (how, how_again) == (COLD, WARM)
+        assert [said(run_dir, replica, rank) for replica in (0, 1) for rank in (0, 1)] == [
+            *(["r0h0", "0"], ["r0h1", "0"]),
+            *(["r1h0", "0"], ["r1h1", "0"]),
+        ]
+        hosts = [[p.host for _, p in sorted(each.running.items())] for each in (first, second)]
+        assert hosts == [["r0h0", "r0h1"], ["r1h0", "r1h1"]]
+        assert {p.machine for each in (first, second) for p in each.running.values()} == {socket.gethostname()}
+
+
+async def test_a_machine_that_stands_for_itself_tells_its_ranks_nothing(run_dir: RunDir) -> None:
+    async with World(run_dir, spares=0).running() as world:
+        _, watched = await world.start(0)
+        assert said(run_dir, 0, 1) == []
+        assert {p.host for p in watched.running.values()} == {socket.gethostname()}
+
+
+async def test_a_replica_has_no_place_while_a_host_of_it_is_down(run_dir: RunDir) -> None:
+    world = World(run_dir, hosts=2)
+    order = run_dir.path / fault_injection.FOLDER / "order.json"
+    assert world.backend.vacancy(0) == ""
+    write_json(order, asdict(fault_injection.FaultOrder("host", 0, host="r0h1")))
+    assert world.backend.vacancy(0) == "host r0h1 is down, by chaos"
+    await asyncio.wait_for(world.backend.place(1), 5)
+    placing = asyncio.create_task(world.backend.place(0))
+    done, _ = await asyncio.wait([placing], timeout=4 * fault_injection.LOOK_S)
+    assert not done
+    order.unlink()
+    await asyncio.wait_for(placing, 5)

@@ -17,7 +17,7 @@ from typing import Any
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir, write_json
-from ft_hsdp.train.identity import IncarnationSource
+from ft_hsdp.train.identity import HOST_RANK_VARIABLE, HOST_VARIABLE, IncarnationSource
 
 
 def before_a_call(plan: dict[str, list[Any]], run: Path) -> None:
@@ -68,6 +68,8 @@ def main(config: Config, calling: IncarnationSource, run: Path) -> int:
             (run / "child").write_text(str(child))
         case ["deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    host = (os.environ.get(HOST_VARIABLE, ""), os.environ.get(HOST_RANK_VARIABLE, ""))
+    (run / f"host-{replica}-{os.environ['RANK']}").write_text(" ".join(host))
     (run / f"waiting-{replica}-{restart}-{os.environ['RANK']}").touch()
     print("waiting", file=sys.stderr)
     time.sleep(60)

@@ -1,0 +1,77 @@
+"""Where a rank's host stands, and which rank starts its state agent."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp.config import parse
+from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.state.agent.client import Starter
+from ft_hsdp.train import identity
+from ft_hsdp.train.identity import RankPlace, begin, host_name, host_path
+
+HERE = {"FT_HSDP_HOST": "node7"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "more", "path"),
+    [
+        ({}, {}, "node7"),
+        ({"node[0-9]*": "a/7"}, {}, "a/7/node7"),
+        ({"node[0-6]": "a/6", "*": "8"}, {}, "8/node7"),
+        ({"Node7": "a/7"}, {}, "node7"),
+        ({}, {"FT_HSDP_DOMAINS": "zone=a,rack=7"}, "a/7/node7"),
+        ({}, {"FT_HSDP_DOMAINS": "rack=7,zone=a"}, "a/7/node7"),
+        ({}, {"FT_HSDP_DOMAINS": "rack=7"}, "7/node7"),
+        ({"*": "b"}, {"FT_HSDP_DOMAINS": "zone=a,rack=7"}, "b/node7"),
+        ({}, {"SLURM_TOPOLOGY_ADDR": "s0.s2.node7"}, "s0/s2/node7"),
+        ({}, {"SLURM_TOPOLOGY_ADDR": "s0.s1.s2.node7"}, "s0/s2/node7"),
+        ({}, {"SLURM_TOPOLOGY_ADDR": "s2.node7"}, "s2/node7"),
+        ({}, {"SLURM_TOPOLOGY_ADDR": "node7"}, "node7"),
+        ({}, {"SLURM_TOPOLOGY_ADDR": "s[0-1].s2.node7"}, "s-0-1-/s2/node7"),
+        ({}, {"SLURM_TOPOLOGY_ADDR": "s0.s2.node7", "FT_HSDP_DOMAINS": "rack=9"}, "9/node7"),
+    ],
+)
+def test_a_path_is_what_is_known_of_a_host(labels: dict[str, str], more: dict[str, str], path: str) -> None:
+    assert host_path(labels, HERE | more) == path
+
+
+def test_a_host_is_its_machine_unless_it_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host_name({}) == socket.gethostname()
+    monkeypatch.setattr(socket, "gethostname", lambda: "a/strange name" + "e" * 100)
+    assert host_name({}) == ("a-strange-name" + "e" * 100)[:64]
+
+
+@pytest.mark.parametrize("said", ["zone=a", "a,7", "zone=a,rack=", "zone=a,rack=b/c", "rack=a,rack=b", "rack=a,,"])
+def test_domains_that_cannot_be_read_are_one_line(said: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"FT_HSDP_DOMAINS: got .*allowed: zone=ZONE,rack=RACK or rack=RACK"
+    ) as e:
+        host_path({}, HERE | {"FT_HSDP_DOMAINS": said})
+    assert len(str(e.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "log"), [("r0h1", "agent-r0h1.log"), (None, f"agent-{socket.gethostname()}.log")]
+)
+def test_the_agent_of_an_emulated_host_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str | None, log: str
+) -> None:
+    started: list[Starter] = []
+    monkeypatch.setattr(Starter, "ensure", lambda starter: started.append(starter))
+    monkeypatch.setattr(identity, "own_address", lambda *_: "127.0.0.1")
+    monkeypatch.delenv("FT_HSDP_HOST", raising=False)
+    if host is not None:
+        monkeypatch.setenv("FT_HSDP_HOST", host)
+    place = RankPlace(2, 4, tmp_path, ("http://127.0.0.1:1",), "t", "127.0.0.1", starts_agent=True)
+    config = parse({"ranks_per_replica": 4, "hosts": {"per_replica": 2, "labels": {"*": "7"}}})
+    made = begin(config, place, IncarnationId(0, "a", 0))
+    assert (made.host, made.shared) == (f"7/{host or socket.gethostname()}", host or "")
+    (starter,) = started
+    assert made.starter is starter
+    assert (starter.name, starter.log.name, starter.guard) == (host or "", log, os.getppid())
