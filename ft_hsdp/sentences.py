@@ -25,6 +25,7 @@ def _standing_by(e: Row) -> str:
 
 _LIFTED = {
     "disk_full": "the disk has room again",
+    "host": "the host is back, without what its memory held",
     "slow_disk": "the disk is as fast as before",
     "descriptors": "files can be opened again",
     "memory": "there is memory again",
@@ -178,6 +179,7 @@ _FAULTS = {
     "not started": "could not be started",
     "ring broken": "was suspected when a ring broke",
     "silent": "fell silent and was left out",
+    "host": "lost a host",
     "disk_full": "had a full disk",
     "slow_disk": "had a slow disk",
     "descriptors": "had no file descriptor left",

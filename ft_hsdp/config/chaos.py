@@ -14,7 +14,7 @@ from ft_hsdp.config.running import MAX_RANKS, MAX_REPLICAS, ReplicaId
 from ft_hsdp.fault_injection import PLACES
 
 MOMENTS = ("at_step", "at_s", "rate_per_min")
-ON_RANKS = ("signal", "disk_full", "slow_disk", "descriptors", "memory", "clock", "garbage")
+ON_RANKS = ("signal", "host", "disk_full", "slow_disk", "descriptors", "memory", "clock", "garbage")
 Target = Literal["fork_server", "agent", "supervisor", "lighthouse"]
 
 
@@ -78,6 +78,7 @@ class ChaosConfig(Section):
 
     kind: Literal[
         "signal",
+        "host",
         "disk_full",
         "slow_disk",
         "descriptors",
@@ -100,10 +101,12 @@ class ChaosConfig(Section):
     )
     rank: Annotated[Int, Field(ge=0, lt=MAX_RANKS)] | None = Field(
         None,
-        description="rank that is hit; null: all with disk_full, slow_disk and clock; else rank 0 with at_step or "
-        "at_s, a random one with rate_per_min",
+        description="rank that is hit, or with kind host the rank whose host is hit; null: all with disk_full, "
+        "slow_disk and clock; else rank 0 with at_step or at_s, a random one with rate_per_min",
     )
-    host: str | None = Field(None, min_length=1, description="the host all of whose ranks are hit")
+    host: str | None = Field(
+        None, min_length=1, description="the host all of whose ranks are hit, with kind host also its state agents"
+    )
     target: Target | None = Field(
         None, description="with helper: the process that is hit; supervisor also with disk_full, slow_disk, clock"
     )

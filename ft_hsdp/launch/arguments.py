@@ -106,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("--kind", default="signal", help="what goes wrong (signal); docs/chaos.md has the kinds")
     chaos.add_argument("--replica", type=int, metavar="ID")
     chaos.add_argument("--rank", type=int, metavar="RANK", help="0, or all: see docs/chaos.md")
+    chaos.add_argument("--host", metavar="NAME", help="with kind host: the host, in place of a rank")
     chaos.add_argument("--target", metavar="WHAT", help="fork_server, agent, supervisor or lighthouse")
     chaos.add_argument("--edge", metavar="A,B", help="with partition: two replicas, or one and lighthouse")
     chaos.add_argument("--signal", choices=["KILL", "STOP", "TERM"], default="KILL", help="KILL by default")

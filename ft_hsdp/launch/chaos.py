@@ -43,6 +43,9 @@ class Injection:
             return f"the state agent of replica {self.replica}"
         if self.target is not None:
             return f"the {self.target.replace('_', ' ')}"
+        if self.kind == fault_injection.HOST:
+            where = f"host {self.host}" if self.host else f"the host of rank {self.rank}"
+            return f"{where} of replica {self.replica}"
         return f"replica {self.replica}" + ("" if self.rank is None else f" rank {self.rank}")
 
 
@@ -51,6 +54,7 @@ def in_words(injection: Injection) -> str:
     i, victim = injection, injection.victim
     clause = {
         "signal": f"{victim} gets SIG{i.signal}",
+        "host": f"{victim}, its ranks and its state agent are lost",
         "helper": f"{victim} gets SIG{i.signal}",
         "disk_full": f"the disk of {victim} is full",
         "slow_disk": f"each write of {victim} takes {i.delay_s:g} s",
@@ -74,7 +78,7 @@ def injection_of(config: ChaosConfig, replica: int | None, any_rank: int, reason
         reason: Of the event.
     """
     c, rank = config, config.rank
-    if rank is None and c.host is None and c.kind in ("signal", "descriptors", "memory", "garbage"):
+    if rank is None and c.host is None and c.kind in ("signal", "host", "descriptors", "memory", "garbage"):
         rank = any_rank
     made = Injection(replica, rank, c.signal, c.down_steps, c.for_s, reason, c.kind, c.target, c.edge)
     return replace(made, by_s=c.by_s, delay_s=c.delay_s, reject=c.reject, host=c.host)

@@ -18,7 +18,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,12 @@ def inflict(run: RunDir, injection: Injection) -> Inflicted:
         else:
             lift = _stopped(pid, i) if i.signal == "STOP" else None
             send(pid, i.signal)
+    elif i.kind == fault_injection.HOST:
+        i = replace(i, host=host_of(run, i))
+        pid, *others = _on_host(run, i)
+        lift = _ordered(run, i)  # first, so that no rank is started there meanwhile
+        for each in (pid, *others):
+            send(each, "KILL")
     else:
         assert i.replica is not None
         pid, _ = rank_process(run, i.replica, i.rank or 0)
@@ -121,6 +127,41 @@ def _incarnations(run: RunDir, injection: Injection) -> list[str]:
     hit = [injection.replica] if injection.edge is None else list(injection.edge)
     listed = [read_json(run.processes(replica)) for replica in hit if isinstance(replica, int)]
     return [str(one["incarnation"]) for one in listed if isinstance(one, dict)]
+
+
+def host_of(run: RunDir, injection: Injection) -> str:
+    """Return the name of the host that kind host hits: the named one, or that of the rank.
+
+    Raises:
+        ConfigError: The replica has no rank there, or no such rank.
+    """
+    listed = read_json(run.processes(injection.replica or 0)) or {"ranks": []}
+    hosts = {rank["rank"]: str(rank["host"]) for rank in listed["ranks"]}
+    if injection.host is None and injection.rank not in hosts:
+        raise ConfigError(
+            "--rank", injection.rank, f"one of {sorted(hosts)} (ranks of replica {injection.replica})"
+        )
+    name = injection.host or hosts[injection.rank or 0]
+    if name not in hosts.values():
+        there = sorted(set(hosts.values()))
+        raise ConfigError("--host", name, f"one of {there} (hosts of replica {injection.replica})")
+    return name
+
+
+def _on_host(run: RunDir, injection: Injection) -> list[int]:
+    """Return the pids of all ranks of a replica on a host, and then of its state agents there.
+
+    Raises:
+        ConfigError: None of these ranks runs on this machine.
+    """
+    replica, host = injection.replica or 0, str(injection.host)
+    rows = [rank for rank in read_json(run.processes(replica))["ranks"] if rank["host"] == host]
+    ranks = [row["pid"] for row in rows if alive({"pid": row["pid"]}) and _belongs(row["pid"], run)]
+    if not ranks:
+        raise ConfigError("--host", host, f"a host of replica {replica} on this machine with a rank that runs")
+    emulated = None if host == rows[0].get("machine", host) else host
+    agents = [p.pid for p in psutil.process_iter() if _is_helper(p, run, MODULES["agent"], replica, emulated)]
+    return [*ranks, *agents]
 
 
 def send(pid: int, name: str) -> bool:
@@ -180,11 +221,23 @@ def helper(run: RunDir, target: str, replica: int | None) -> int:
     raise ConfigError("--target", target, f"one that runs (there is none in {run.path} on this machine)")
 
 
-def _is_helper(process: psutil.Process, run: RunDir, module: str, replica: int | None) -> bool:
-    """Return whether a process runs `module`, for the given replica if any, and logs into this run's folder."""
+def _is_helper(
+    process: psutil.Process, run: RunDir, module: str, replica: int | None, host: str | None = ""
+) -> bool:
+    """Return whether a process runs `module`, for the given replica if any, and logs into this run's folder.
+
+    Args:
+        process: Any process.
+        run: The run.
+        module: What it runs.
+        replica: Of which replica a state agent is.
+        host: Of which emulated host it is; None: of no emulated one; "": of any.
+    """
     try:
         line = process.cmdline()
         if module not in line or (replica is not None and _after(line, "--replica") != str(replica)):
+            return False
+        if host != "" and _after(line, "--name") != host:
             return False
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
@@ -217,7 +270,9 @@ def _ordered(run: RunDir, injection: Injection) -> Lift:
     supervisor = i.target == fault_injection.SUPERVISOR
     edge = (i.edge[0], i.edge[1]) if i.edge is not None else None
     seconds = i.by_s if i.kind == "clock" else i.delay_s
-    order = fault_injection.FaultOrder(i.kind, i.replica, i.rank, supervisor, edge, i.reject, seconds, until)
+    order = fault_injection.FaultOrder(
+        i.kind, i.replica, i.rank, supervisor, edge, i.reject, seconds, until, i.host
+    )
     file = run.path / fault_injection.FOLDER / f"{secrets.token_hex(8)}.json"
     write_json(file, asdict(order))
     return lambda: file.unlink(missing_ok=True)
@@ -324,6 +379,26 @@ def parse_options(**options: Any) -> Injection:
     return injection_of(config, replica, 0, "chaos by hand")
 
 
+def _replica_on(run: RunDir, injection: Injection) -> int:
+    """Return the replica whose ranks on the named host are hit.
+
+    Raises:
+        ConfigError: The kind hits no host, or several replicas have ranks there and none is named.
+    """
+    if injection.kind != fault_injection.HOST:
+        raise ConfigError("--host", injection.host, "only with --kind host")
+    if injection.replica is not None:
+        return injection.replica
+    listed = {n: read_json(run.processes(n)) or {"ranks": []} for n in run.replicas()}
+    found = [n for n, one in listed.items() if any(r["host"] == injection.host for r in one["ranks"])]
+    if not found:
+        there = sorted({str(r["host"]) for one in listed.values() for r in one["ranks"]})
+        raise ConfigError("--host", injection.host, f"one of {there}")
+    if len(found) > 1:
+        raise ConfigError("--replica", None, f"one of {found}: all have ranks on {injection.host}")
+    return found[0]
+
+
 def inject_by_hand(run: RunDir, injection: Injection) -> Row:
     """Inject a failure into a running job and return its event. Blocks until a failure with an end is lifted.
 
@@ -335,6 +410,8 @@ def inject_by_hand(run: RunDir, injection: Injection) -> Row:
     if injection.kind in fault_injection.HOOKED and not load(run.config).takes_faults:
         allowed = "one that a process need not carry out itself, unless the job has debug.faults: true"
         raise ConfigError("--kind", injection.kind, allowed)
+    if injection.host is not None:
+        injection = replace(injection, replica=_replica_on(run, injection))
     where = injection.replica if injection.replica is not None else run.replicas()[0]
     made = inflict(run, injection)
     log = LineWriter(run.injections(where))

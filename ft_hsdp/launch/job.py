@@ -250,15 +250,16 @@ class JobRun:
             await asyncio.sleep(TICK_S)
 
     def _inject(self, injection: chaos.Injection) -> None:
-        """Inject a failure; one that names a host hits each rank of the replica there."""
+        """Inject a failure; one that names a host hits the ranks of the replica there, if there are any."""
         if injection.host is not None:
             assert injection.replica is not None, "a host has ranks of replicas"
             current = self._supervisors[injection.replica].current
             ranks = {} if current is None else current.ranks
             on_host = [n for n, rank in ranks.items() if rank.process.host == injection.host]
-            for rank in on_host:
-                self._inject(replace(injection, rank=rank, host=None))
-            return
+            if injection.kind != fault_injection.HOST or not on_host:
+                for rank in on_host:
+                    self._inject(replace(injection, rank=rank, host=None))
+                return
         if injection.kind == "signal":
             inflicted = self._send(injection)
         else:

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -72,6 +73,10 @@ def test_equal_seeds_plan_equal_failures(seed: int, waits: list[float]) -> None:
 
 EVERY: list[tuple[dict[str, Any], str]] = [  # one rule of each kind, and what it does in words
     ({"replicas": (1,), "signal": "STOP", "for_s": 2.0}, "replica 1 rank 0 gets SIGSTOP for 2 s"),
+    (
+        {"kind": "host", "host": "r1h0", "replicas": (1,), "for_s": 2.0},
+        "host r1h0 of replica 1, its ranks and its state agent are lost for 2 s",
+    ),
     ({"kind": "disk_full", "replicas": (1,)}, "the disk of replica 1 is full"),
     ({"kind": "slow_disk", "target": "supervisor"}, "each write of the supervisor takes 0.2 s"),
     ({"kind": "descriptors", "replicas": (1,), "rank": 1}, "replica 1 rank 1 gets no more file descriptors"),
@@ -120,6 +125,15 @@ def test_a_host_is_hit_on_all_replicas_that_run() -> None:
     assert [(i.replica, i.rank, i.host) for i in made] == [(0, None, "node-7"), (2, None, "node-7")]
 
 
+def test_without_a_name_the_host_of_a_rank_is_hit() -> None:
+    (made,) = planner({"kind": "host", "at_step": 2, "replicas": (1,), "rank": 1}).due(5, 0.0, ALL)
+    assert (made.replica, made.rank, made.host) == (1, 1, None)
+    assert in_words(made) == "the host of rank 1 of replica 1, its ranks and its state agent are lost"
+    plan = planner({"kind": "host", "rate_per_min": 60, "replicas": ALL, "seed": 1, "for_s": 1})
+    made_often = [i for t in range(1000) for i in plan.due(1, t / 10, ALL)]
+    assert {i.rank for i in made_often} == {0, 1}
+
+
 def test_an_edge_fails_at_a_rate() -> None:
     plan = planner({"kind": "partition", "edge": [0, 1], "rate_per_min": 60, "for_s": 1})
     made = [i for t in range(1000) for i in plan.due(1, t / 10, ())]
@@ -165,6 +179,95 @@ def test_by_hand_kills_the_listed_rank_and_records_it(run_dir: RunDir, victim: s
     assert victim.wait(10) == -signal.SIGKILL
     assert read_jsonl(run_dir.injections(0)) == [made]
     assert (made["event"], made["pid"], made["incarnation"]) == ("FailureInjected", victim.pid, "0-a-0")
+
+
+AGENT = "ft_hsdp.state.agent.server"
+
+
+@contextmanager
+def pretenders(
+    run: RunDir, hosts: dict[int, str], agents: list[str]
+) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
+    """Processes with the command lines of the ranks of replica 0 and of state agents, listed in the run's files.
+
+    Args:
+        run: The run.
+        hosts: The host of each rank.
+        agents: The hosts with an agent; "": the machine.
+    """
+    code = "import time; print(1, flush=True); time.sleep(60)"
+    commands = {f"rank {rank}": [str(run.path)] for rank in hosts}
+    for host in agents:
+        commands[f"agent {host}"] = [AGENT, "--replica", "0", *(["--name", host] if host else [])]
+    run.replica(0).mkdir(parents=True)
+    with ExitStack() as stack:
+        found = {}
+        for name, arguments in commands.items():
+            log = stack.enter_context((run.replica(0) / "agent.log").open("ab"))
+            line = [sys.executable, "-c", code, *arguments]
+            found[name] = stack.enter_context(subprocess.Popen(line, stdout=subprocess.PIPE, stderr=log))
+            stack.callback(found[name].kill)
+            assert found[name].stdout is not None
+            found[name].stdout.readline()
+        rows = [
+            {"rank": r, "pid": found[f"rank {r}"].pid, "host": host, "machine": "vm", "state": "running"}
+            for r, host in hosts.items()
+        ]
+        write_json(run.processes(0), {"replica": 0, "incarnation": "0-a-0", "restarts": 0, "ranks": rows})
+        yield found
+
+
+def dead(found: dict[str, subprocess.Popen[bytes]], names: set[str]) -> None:
+    """Fail unless just these of the processes were killed."""
+    for name in names:
+        assert found[name].wait(10) == -signal.SIGKILL
+    assert {name for name, process in found.items() if process.poll() is not None} == names
+
+
+def test_a_host_takes_its_ranks_and_its_agent_along_and_no_other(run_dir: RunDir) -> None:
+    hosts = {0: "r0h0", 1: "r0h0", 2: "r0h1", 3: "r0h1"}
+    with pretenders(run_dir, hosts, ["r0h0", "r0h1", ""]) as found:
+        made = inflict(run_dir, parse_options(replica=0, kind="host", rank=3, for_s=60.0))
+        dead(found, {"rank 2", "rank 3", "agent r0h1"})
+        event = made.event
+        assert (event["kind"], event["pid"], event["lives"]) == ("host", found["rank 2"].pid, ["0-a-0"])
+        assert event["target"] == "host r0h1 of replica 0"
+        assert fault_injection.hosts_down(run_dir.path, 0) == ["r0h1"]
+        assert fault_injection.hosts_down(run_dir.path, 1) == []
+        made.lifted("over")
+        assert fault_injection.hosts_down(run_dir.path, 0) == []
+        dead(found, {"rank 2", "rank 3", "agent r0h1"})
+
+
+def test_a_machine_that_stands_for_itself_is_a_host(run_dir: RunDir) -> None:
+    with pretenders(run_dir, {0: "vm", 1: "vm"}, ["r0h1", ""]) as found:
+        made = inject_by_hand(run_dir, parse_options(kind="host", host="vm", for_s=0.01))
+        assert made["replica"] == 0
+        dead(found, {"rank 0", "rank 1", "agent "})
+        assert fault_injection.hosts_down(run_dir.path, 0) == []
+
+
+def test_a_host_that_is_not_there_is_one_line_and_nothing_is_killed(run_dir: RunDir) -> None:
+    with pretenders(run_dir, {0: "r0h0", 1: "r0h1"}, ["r0h0"]) as found:
+        for options, line in (
+            (
+                {"replica": 0, "kind": "host", "host": "r0h2"},
+                r"--host: got 'r0h2'; allowed: one of .'r0h0', 'r0h1'.",
+            ),
+            ({"kind": "host", "host": "r0h2"}, r"--host: got 'r0h2'; allowed: one of .'r0h0', 'r0h1'."),
+            ({"replica": 0, "kind": "host", "rank": 2}, r"--rank: got 2; allowed: one of .0, 1."),
+            (
+                {"replica": 0, "kind": "signal", "host": "r0h1"},
+                "--host: got 'r0h1'; allowed: only with --kind host",
+            ),
+        ):
+            with pytest.raises(ConfigError, match=line) as caught:
+                inject_by_hand(run_dir, parse_options(**options))
+            assert len(str(caught.value).splitlines()) == 1
+        assert fault_injection.hosts_down(run_dir.path, 0) == []
+        dead(found, set())
+    with pytest.raises(ConfigError, match="with a rank that runs"):
+        inflict(run_dir, parse_options(replica=0, kind="host", host="r0h1"))
 
 
 def test_by_hand_stop_is_lifted(run_dir: RunDir, victim: subprocess.Popen[bytes]) -> None:
