@@ -46,12 +46,17 @@ from tests.support.fuzz.fuzz_engine import Parser
 
 TOKEN = "ab" * 32
 BASE = StateId(1, 2, "0" * 32)
-MEMBERS = tuple(Member(r, f"{r}-x-0", "contribute", (f"10.0.0.{r}:80",), (f"[::{r}]:81",)) for r in range(3))
+MEMBERS = tuple(
+    Member(r, f"{r}-x-0", "contribute", (f"10.0.0.{r}:80",), (f"[::{r}]:81",), hosts=((f"a/7/n{r}", 1),))
+    for r in range(3)
+)
 GRANT = Grant(1, 3, BASE, MEMBERS, 3, "why", (AttemptId(1, 2, 3),), mac="ab" * 32)
 ROW = {"event": "RingConnected", "t": 1.5, "replica": 1}
 
 SAID: list[object] = [
-    protocol.QuorumRequest(Report(0, "0-x-0", BASE, 3), ("10.0.0.1:80",), ("[::1]:81",), "c", "l", "n"),
+    protocol.QuorumRequest(
+        Report(0, "0-x-0", BASE, 3), ("10.0.0.1:80",), ("[::1]:81",), "c", "l", "n", hosts=(("a/7/n0", 1),)
+    ),
     *(protocol.Wait("why"), protocol.ProcessReport({0: "0-x-0", 1: None}, ("1-x-0",), (2,)), GRANT),
     protocol.SupervisorReply((protocol.Eviction(1, "1-x-0", "why"),), 3, 4, False, "", (1,)),
     protocol.Telemetry("0-x-0", (ROW,), (ROW,), (protocol.RankBeat(0, 7, "here", 5),), 1),

@@ -1,0 +1,77 @@
+"""Hosts that are lost with their ranks, their state agent and its memory; one machine stands for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp.fault_injection import hosts_down
+from ft_hsdp.launch.injection import inflict, parse_options
+from ft_hsdp.launch.run.directory import RunDir, alive
+from ft_hsdp.launch.run.status import status
+from tests.support.scenarios.scenario_job import Job, check
+
+
+def agents(job: Job, host: str) -> list[int]:
+    """The pids of the state agents that a host of replica 0 or 1 has had, in order."""
+    log = job.run / "replicas" / host[1] / f"agent-{host}.log"
+    return [json.loads(line)["pid"] for line in log.read_text().splitlines() if line.startswith("{")]
+
+
+def kept(pid: int) -> int:
+    """How many segments for snapshots a state agent has."""
+    found = 0
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):
+            found += "memfd:ft_hsdp-state" in os.readlink(f"/proc/{pid}/fd/{descriptor}")
+    return found
+
+
+def test_a_host_is_lost_and_comes_back_empty_and_the_others_train_meanwhile(tmp_path: Path) -> None:
+    steps, hosts = 60, {"hosts.per_replica": 2, "hosts.labels": {"r0*": "a/1", "r1h0": "2"}}
+    with Job(tmp_path, steps, replicas=2, **hosts) as job:
+        job.until(lambda: job.step() >= 3, "step 3")
+        run = RunDir(job.run)
+        shown = status(run)["replicas"]
+        assert [[(h["host"], h["ranks"]) for h in r["hosts"]] for r in shown] == [
+            [("a/1/r0h0", [0]), ("a/1/r0h1", [1])],
+            [("2/r1h0", [0]), ("r1h1", [1])],
+        ]
+        assert [[rank["host"] for rank in r["ranks"]] for r in shown] == [["r0h0", "r0h1"], ["r1h0", "r1h1"]]
+        pids = {host: agents(job, host) for host in ("r0h0", "r0h1", "r1h0", "r1h1")}
+        assert len({pid for (pid,) in pids.values()}) == 4, "each host has one agent of its own"
+        lost = inflict(run, parse_options(kind="host", replica=0, host="r0h1"))
+        job.until(lambda: job.events("ReplicaExited", replica=0), "the end of the replica")
+        assert not alive({"pid": pids["r0h1"][0]}), "the memory of the host is gone"
+        assert kept(pids["r0h0"][0]) >= 2, "the other host of the replica keeps its memory"
+        dead = job.step()
+        job.until(lambda: job.step() >= dead + 3, "the other replica trains on")
+        assert len(job.events("ReplicaStarted", replica=0)) == 1, "it has no place while its host is down"
+        lost.lifted("it is back")
+        job.until(lambda: len(job.events("ReplicaStarted", replica=0)) == 2, "the second life")
+        check(job.end(), steps)
+        assert [len(agents(job, host)) for host in ("r0h0", "r0h1", "r1h0", "r1h1")] == [1, 2, 1, 1]
+        assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("spares", [0, 4])
+def test_the_only_replica_loses_one_of_its_two_hosts(tmp_path: Path, spares: int) -> None:
+    """It falls back to its checkpoint, because half of its state was on that host, and trains all steps."""
+    rule = {"kind": "host", "at_step": 14, "replicas": [0], "rank": 3, "for_s": 0.5}
+    hosts = {"ranks_per_replica": 4, "hosts.per_replica": 2, "spares": spares, "chaos": [rule]}
+    safe = {"checkpoint.every": 5, "quorum.on_lost_head": "rollback"}
+    with Job(tmp_path, 30, replicas=1, **hosts, **safe) as job:
+        check(job.end(), 30)
+        (injected,) = job.events("FailureInjected")
+        assert (injected["kind"], injected["target"]) == ("host", "host r0h1 of replica 0")
+        assert [e["replica"] for e in job.events("FailureLifted")] == [0]
+        assert [len(agents(job, host)) for host in ("r0h0", "r0h1")] == [1, 2]
+        (failure,) = json.loads((job.run / "summary.json").read_text())["failures"]
+        assert (failure["kind"], failure["replica"]) == ("host", 0)
+        assert hosts_down(job.run, 0) == []
+        assert job.replayed()["equal"]
