@@ -179,6 +179,8 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
 # An override, and the same.
 BAD_OVERRIDES: list[tuple[str, str, str]] = [
     ("--debug.failpoints.vote={replicas: [0]}", "debug.failpoints.vote.step", "the key is required"),
+    ("--debug.failpoints.vote.stepp=1", "debug.failpoints.vote.stepp", "did you mean debug.failpoints.vote.step?"),
+    ("--hosts.labels.node7=a/b/c", "hosts.labels.node7", "text that matches"),
     ("--train.steps=minus", "train.steps", "a whole number from 1 to 1000000000"),
     ("--train.steps=", "train.steps", "a whole number from 1 to 1000000000"),
     ("--train.stepz=1", "train.stepz", "did you mean train.steps?"),

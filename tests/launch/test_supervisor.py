@@ -336,7 +336,7 @@ async def test_processes_json_names_every_rank(run_dir: RunDir) -> None:
         listed = json.loads(run_dir.processes(1).read_text())
         assert listed["replica"] == 1
         assert listed["restarts"] == 0
-        same = {"host": socket.gethostname(), "state": "running"}
+        same = {"host": socket.gethostname(), "machine": socket.gethostname(), "state": "running"}
         assert listed["ranks"] == [{"rank": n, "pid": pid, **same} for n, pid in enumerate(pids)]
 
 
