@@ -32,7 +32,7 @@ def kept(pid: int) -> int:
 
 
 def test_a_host_is_lost_and_comes_back_empty_and_the_others_train_meanwhile(tmp_path: Path) -> None:
-    steps, hosts = 60, {"hosts.per_replica": 2, "hosts.labels": {"r0*": "a/1", "r1h0": "2"}}
+    steps, hosts = 30, {"hosts.per_replica": 2, "hosts.labels": {"r0*": "a/1", "r1h0": "2"}}
     with Job(tmp_path, steps, replicas=2, **hosts) as job:
         job.until(lambda: job.step() >= 3, "step 3")
         run = RunDir(job.run)
