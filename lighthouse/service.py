@@ -17,10 +17,11 @@ from typing import Any
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Answer, Grant, Refused, Report
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import Eviction, ProcessReport, QuorumRequest, SupervisorReply, Wait
+from ft_hsdp.protocol import Eviction, Holders, ProcessReport, QuorumRequest, SupervisorReply, Wait
 from lighthouse import status, validation
 from lighthouse.http.access import Rates
 from lighthouse.quorum import commands
+from lighthouse.quorum.holders import holders
 from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.state import (
     Action,
@@ -154,6 +155,7 @@ class Service:
         self._open: dict[int, asyncio.Future[Answer | Wait]] = {}  # by id of the request
         self._signature: tuple[Grant | None, Grant | None] = (None, None)  # the grant signed last, and signed
         self._reports: dict[int, Report] = {}  # the newest of each replica
+        self._agents: dict[int, tuple[str, ...]] = {}  # addresses of its state agents, from its newest request
         self._evictions = Evictions()
         self._supervised: dict[int, float] = {}  # when the supervisor of a replica reported last
         self._waiting: str | None = None  # what the open requests wait for
@@ -215,7 +217,7 @@ class Service:
                 del self._open[asked.id]
                 self._agreed = agreed
                 raise
-            if not self._learn(report):
+            if not self._learn(ask):
                 self._agreed = agreed
             if before is not None and self.state.views[report.replica].ask is not before:
                 self._reply(report.replica, before.id, Wait("a newer ask of this replica is open"))
@@ -320,6 +322,10 @@ class Service:
         """Return the body of GET /v1/status."""
         return status.describe_job(self.name, self.state, self._reports, self._reason)
 
+    def holders(self, replica: int | None = None) -> Holders:
+        """Return the body of GET /v1/holders, for ``replica``."""
+        return holders(self.state, replica, self._agents)
+
     def close(self) -> None:
         """Answer every open request with Wait, and take no more. The store stays open."""
         self._closed = True
@@ -386,12 +392,13 @@ class Service:
             self._signature = grant, signed
         return signed
 
-    def _learn(self, report: Report) -> bool:
-        """Remember the newest report of a replica unless it was fenced; return whether it was remembered."""
-        me = (report.replica, report.incarnation)
+    def _learn(self, ask: QuorumRequest) -> bool:
+        """Remember the newest request of a replica unless it was fenced; return whether it was remembered."""
+        me = (ask.report.replica, ask.report.incarnation)
         counts = self.state.views[me[0]].incarnation == me[1] and me not in self.state.exited
         if counts:
-            self._reports[me[0]] = report
+            self._reports[me[0]] = ask.report
+            self._agents[me[0]] = ask.state
         return counts
 
     def _wait_for(self, reasons: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +24,7 @@ import numpy.typing as npt
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import ShardManifest
+from ft_hsdp.state.transfer.shard_manifest import HeldShard, ShardManifest
 
 # A process that reads a segment which shrinks gets a SIGBUS, so its size is sealed.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -116,6 +117,10 @@ class SnapshotSource(Protocol):
         """End the borrow that returned ``served``. Call it once for each."""
         ...
 
+    def held(self) -> Sequence[HeldShard]:
+        """Return the complete snapshots that can be borrowed. Does not compare their checksums."""
+        ...
+
 
 class SnapshotBuffer:
     """Pre-faulted shared memory for one snapshot of ``nbytes`` bytes.
@@ -178,6 +183,10 @@ class InMemorySnapshots:
                 return None
             self._lent.append(held)
             return held[0]
+
+    def held(self) -> Sequence[HeldShard]:
+        """Return (): who fetches from here knows what is offered."""
+        return ()
 
     def give_back(self, served: ServedSnapshot) -> None:
         """End the borrow that returned ``served``. Call it once for each."""

@@ -310,6 +310,7 @@ _ROUTES = {
     "/v1/quorum": Rule("ask", MAX_BODY),
     "/v1/processes": Rule("report", MAX_BODY),
     "/v1/telemetry": Rule("report", MAX_BODY),
+    "/v1/holders": Rule("report"),
     "/v1/stream": Rule("read", stream=True),
     "/healthz": Rule("open"),
     "/": Rule("open"),

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from email.utils import formatdate
 
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ft_hsdp import bounded, protocol
+from ft_hsdp.config.running import MAX_REPLICAS
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import ProcessReport, SupervisorReply
+from ft_hsdp.protocol import Holders, ProcessReport, SupervisorReply
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.http.journal_routes import views
 from lighthouse.http.metrics import Meter, metrics
@@ -123,6 +124,7 @@ def create_app(
     POST /v1/quorum     `protocol.encode(QuorumRequest)` -> `protocol.encode` of the answer; a long poll
     POST /v1/processes  fields of `ProcessReport` -> fields of `SupervisorReply`; tagged -> tagged
     GET  /v1/status     the job, its members, and each replica's state
+    GET  /v1/holders    fields of `protocol.Holders`: where copies of the newest state may be
     GET  /healthz       200 while the lighthouse serves; needs no token, as the page itself at /
 
     Args:
@@ -151,6 +153,11 @@ def create_app(
         for row in document["replicas"]:
             row["pause"] = pauses.get(row["replica"], "")
         return JobStatus.model_validate(document)
+
+    @v1.get("/holders", dependencies=worker)
+    async def holders(replica: int | None = Query(None, ge=0, lt=MAX_REPLICAS)) -> Holders:
+        """Where copies of the newest state may be; for a replica that starts again."""
+        return service.holders(replica)
 
     @app.get("/healthz", response_class=PlainTextResponse)
     async def healthz() -> Response:

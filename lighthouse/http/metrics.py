@@ -39,7 +39,7 @@ STATES = (
 WAITS = ("quorum", "ftar", "commit", "offload")
 ROUTES = (
     *("/v1/quorum", "/v1/processes", "/v1/telemetry", "/v1/status", "/v1/overview", "/v1/events", "/v1/stream"),
-    *("/metrics", "/healthz", "/"),
+    *("/v1/holders", "/metrics", "/healthz", "/"),
 )
 ENDLESS = ("/v1/stream",)
 KIND = re.compile(r"SIG[A-Z0-9]{2,8}|exit \d{1,3}|[a-z][a-z ]{2,30}")

@@ -187,3 +187,19 @@ def test_a_copy_without_checksums_is_of_no_use(holdings: SnapshotStore):
     holdings.staged(RANK, state(1), shard_manifest.encode(bare))
     assert holdings.acquire(RANK, state(1)) is None
     assert "0 checksums" in holdings.damaged(RANK)[0].reason
+
+
+def test_what_is_held_is_listed_with_whose_it_is(holdings: SnapshotStore):
+    for step in (1, 2):
+        write(holdings, step)
+    holdings.mark_settled(RANK, state(2), everywhere=False)
+    rows = holdings.held()
+    assert [(row.state, row.replica, row.rank, row.ranks) for row in rows] == [
+        (state(step), 0, RANK, 2) for step in (2, 1)
+    ]
+    assert {(row.layout, row.nbytes, row.host) for row in rows} == {("0" * 32, NBYTES, "")}
+    assert [row.settled for row in rows] == [True, True], "what was settled once stays so"
+    write(holdings, 3)  # in the slot of 1
+    assert [row.state.step for row in holdings.held()] == [3, 2]
+    holdings.forget(RANK)
+    assert holdings.held() == ()

@@ -348,7 +348,7 @@ def run(
         Retryable: Another agent of that replica runs on this host.
     """
     with listen(token, replica, generation, name) as sock:
-        store = SnapshotStore()
+        store = SnapshotStore(replica, name or socket.gethostname())
         try:
             server = StateServer(host, port, store, token)
         except OSError as error:

@@ -24,6 +24,7 @@ from ft_hsdp.state.agent.messages import CompleteSnapshot, Damage
 from ft_hsdp.state.agent.slots import SnapshotSlots
 from ft_hsdp.state.shared_memory import Bytes, ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import HeldShard
 
 INITIAL_SLOTS = 2  # slots that a rank has before its first staging
 MAX_DAMAGED = 8  # damaged snapshots that are remembered for a rank that sends no orders
@@ -48,6 +49,7 @@ class _Rank:
     slots: SnapshotSlots = field(default_factory=SnapshotSlots)
     fds: dict[int, int] = field(default_factory=dict)  # of all slots
     headers: dict[int, bytes] = field(default_factory=dict)  # encoded manifests of complete slots
+    layouts: dict[int, str] = field(default_factory=dict)  # of complete slots, once they were listed
     verified: dict[int, Future[tuple[bytes, str]]] = field(default_factory=dict)  # (manifest, its digest)
     damaged: list[Damage] = field(default_factory=list)  # not yet reported to the rank
     acquired: int | None = None  # the slot that the rank itself reads
@@ -57,9 +59,15 @@ class SnapshotStore:
     """The snapshots of the ranks on this host. Its methods may be called from any thread.
 
     ``rank`` must have been admitted in every method but `borrow`.
+
+    Args:
+        replica: Whose ranks they are.
+        host: The name of this host.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replica: int = 0, host: str = "") -> None:
+        self._replica = replica
+        self._host = host
         self._lock = threading.Lock()
         self._ranks: dict[int, _Rank] = {}
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="state-seal")
@@ -111,6 +119,7 @@ class SnapshotStore:
             number = entry.slots.stage(state, time.monotonic())
             if number is not None:
                 entry.headers.pop(number, None)
+                entry.layouts.pop(number, None)
                 entry.verified.pop(number, None)
             self._sweep(entry)
             return number
@@ -242,6 +251,33 @@ class SnapshotStore:
             return None
         return ServedSnapshot(fd, nbytes, manifest, digest)
 
+    def held(self) -> tuple[HeldShard, ...]:
+        """Return the complete snapshots of all ranks, newest first for each. Their checksums are not compared."""
+        with self._lock:
+            found = [
+                (entry, kept, number, entry.headers[number])
+                for entry in self._ranks.values()
+                for kept in entry.slots.held()
+                if (number := entry.slots.find(kept.state)) is not None
+            ]
+        rows: dict[tuple[StateId, int], HeldShard] = {}
+        for entry, kept, number, header in found:
+            owner, layout = entry.owner, entry.layouts.get(number)
+            if layout is None:
+                try:
+                    layout = shard_manifest.decode_header(header).layout
+                except DataCorruption as error:
+                    _log.error("rank %d: the manifest of %s cannot be used: %s", owner.rank, kept.state, error)
+                    continue
+                with self._lock:
+                    if entry.headers.get(number) is header:
+                        entry.layouts[number] = layout
+            row = HeldShard(
+                kept.state, self._replica, owner.rank, owner.ranks, layout, owner.nbytes, kept.settled, self._host
+            )
+            rows.setdefault((kept.state, owner.rank), row)
+        return tuple(rows.values())
+
     def give_back(self, served: ServedSnapshot) -> None:
         """End a borrow. Call it once for each."""
         with self._lock:
@@ -296,6 +332,7 @@ class SnapshotStore:
         for number in entry.fds.keys() - entry.slots.numbers:
             os.close(entry.fds.pop(number))
             entry.headers.pop(number, None)
+            entry.layouts.pop(number, None)
             entry.verified.pop(number, None)
 
 

@@ -171,17 +171,19 @@ class FetchRequest:
     # Returns memory for the manifest that the donors agreed on: uint8 [nbytes], best pre-faulted, used by nothing
     # else until `fetch` ends. Called once, on the thread that calls `fetch`, while its lock is held.
     memory: Callable[[ShardManifest], memoryview]
+    awaited: bool = True  # a donor that does not have the state yet is asked again; False: it has failed
 
     @staticmethod
-    def exactly(expected: ExpectedShard, into: memoryview) -> FetchRequest:
+    def exactly(expected: ExpectedShard, into: memoryview, *, awaited: bool = True) -> FetchRequest:
         """Return a request for a shard that is known from this rank's own model.
 
         Args:
             expected: What every donor's manifest must say.
             into: Writable memory of ``expected.nbytes`` bytes.
+            awaited: Whether donors may get the state later.
         """
         return FetchRequest(
-            expected.state, expected.rank, lambda m: shard_manifest.expect(m, expected), lambda _: into
+            expected.state, expected.rank, lambda m: shard_manifest.expect(m, expected), lambda _: into, awaited
         )
 
 
@@ -204,7 +206,7 @@ def fetch(
 ) -> FetchedShard:
     """Fetch and verify one shard. Blocks.
 
-    A donor that does not have the state yet is asked again until the deadline. When the function returns or
+    A donor that does not have the state yet is asked again until the deadline, if ``request.awaited``. When the function returns or
     raises, no thread writes into the memory any more.
 
     Args:
@@ -381,6 +383,8 @@ class _Fetch:
                 raise DataCorruption(f"answered {answer.status}")
             if answer is not None:
                 connection.read(answer.length, MAX_REGRET)
+                if not request.awaited:
+                    raise DataCorruption("does not have the state any more")
             with self._change:
                 self._votes.absent(donor)
                 self._change.notify_all()

@@ -2,6 +2,7 @@
 
     GET /v1/state/EPOCH/STEP/LINEAGE/RANK/manifest   the encoded manifest (`shard_manifest.encode`)
     GET /v1/state/EPOCH/STEP/LINEAGE/RANK/data       the packed bytes, or one range of them (bytes=A-B, bytes=A-)
+    GET /v1/held                                     JSON list of the complete shards here (`encode_held`)
 
 404: the snapshot is not here (yet). 416: another kind of range, or one that is not inside. The ETag is the digest
 of the manifest. Both ends of a connection prove the job's token first (`handshake`).
@@ -37,9 +38,11 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import CallerGate, Purpose
 from ft_hsdp.state.shared_memory import ServedSnapshot, SnapshotSource
+from ft_hsdp.state.transfer import shard_manifest
 
 PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})/(manifest|data)")
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
+HELD = "/v1/held"
 MAX_READERS = 32
 MAX_READERS_PER_PEER = 16  # one address may be a whole host of ranks, but must not occupy all places
 IDLE_S = 10.0  # in which a whole request has to come
@@ -107,10 +110,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.reader = self.server.readers[self.connection]
 
     def do_GET(self) -> None:
-        """Answer with a manifest or with packed bytes."""
+        """Answer with a manifest, with packed bytes, or with the list of what is here."""
         self.reader.now(responding=True)
         match = PATH.fullmatch(self.path)
-        if match is None:
+        if self.path == HELD:
+            rows = shard_manifest.encode_held(self.server.source.held())
+            self._head(200, len(rows), Content_Type="application/json")
+            self.wfile.write(rows)
+        elif match is None:
             self._head(404, 0)
         else:
             self._serve(StateId(int(match[1]), int(match[2]), match[3]), int(match[4]), match[5] == "data")

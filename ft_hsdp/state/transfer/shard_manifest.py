@@ -136,6 +136,81 @@ class ExpectedShard:
     nbytes: int
 
 
+MAX_HELD = 4096  # rows of one list of held shards
+MAX_HELD_BYTES = 4 << 20  # of such a list
+
+
+@dataclass(frozen=True, slots=True)
+class HeldShard:
+    """A complete shard that a state agent keeps: one row of what it answers to GET /v1/held."""
+
+    state: StateId
+    replica: int  # whose shard it is
+    rank: int
+    ranks: int  # of that replica
+    layout: str  # the fingerprint of its tensors
+    nbytes: int
+    settled: bool  # all ranks of that replica have a snapshot of the state
+    host: str = ""  # the agent's
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldRow:
+    """A row on the wire."""
+
+    state: tuple[_Size, _Size, _Hash]
+    replica: _Size
+    rank: _Size
+    ranks: _Size
+    layout: _Hash
+    nbytes: _Size
+    settled: bool
+    host: Annotated[str, StringConstraints(max_length=255)] = ""
+
+
+_HELD = bounded.checker(tuple[_HeldRow, ...])
+
+
+def encode_held(shards: Sequence[HeldShard]) -> bytes:
+    """Return the JSON list of the first `MAX_HELD` of ``shards``."""
+    rows = [
+        {
+            "state": [held.state.commit_epoch, held.state.step, held.state.lineage],
+            "replica": held.replica,
+            "rank": held.rank,
+            "ranks": held.ranks,
+            "layout": held.layout,
+            "nbytes": held.nbytes,
+            "settled": held.settled,
+            "host": held.host,
+        }
+        for held in shards[:MAX_HELD]
+    ]
+    return json.dumps(rows, separators=(",", ":")).encode()
+
+
+def decode_held(data: bytes) -> tuple[HeldShard, ...]:
+    """Return the shards in a list that another host's agent sent.
+
+    Raises:
+        DataCorruption: It is too long, or not valid.
+    """
+    if len(data) > MAX_HELD_BYTES:
+        raise DataCorruption(f"list of {len(data)} bytes; allowed: {MAX_HELD_BYTES}")
+    try:
+        rows: tuple[_HeldRow, ...] = _HELD.validate_json(data)
+    except ValidationError as error:
+        raise DataCorruption(f"list of held shards is not valid: {bounded.complaint(error)}") from None
+    if len(rows) > MAX_HELD:
+        raise DataCorruption(f"list of {len(rows)} held shards; allowed: {MAX_HELD}")
+    return tuple(
+        HeldShard(
+            StateId(*row.state), row.replica, row.rank, row.ranks, row.layout, row.nbytes, row.settled, row.host
+        )
+        for row in rows
+    )
+
+
 def fingerprint(tensors: Sequence[PackedTensor]) -> str:
     """Return a hash of all names, types, shapes and offsets of ``tensors``, 32 hex digits."""
     return state_id.digest([(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in tensors])

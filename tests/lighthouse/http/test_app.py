@@ -12,14 +12,14 @@ from ft_hsdp import protocol
 from ft_hsdp.core.grant import Grant, Refused
 from ft_hsdp.protocol import SupervisorReply, Wait
 from lighthouse.http import quorum_route
-from lighthouse.http.access import MAX_BODY, Keys
+from lighthouse.http.access import MAX_BODY, Keys, view_key
 from lighthouse.http.app import create_app
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import StoreFailed
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, ask, name
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, ask, at, name
 
-V1 = [("POST", "/v1/quorum"), ("POST", "/v1/processes"), ("GET", "/v1/status")]
+V1 = [("POST", "/v1/quorum"), ("POST", "/v1/processes"), ("GET", "/v1/status"), ("GET", "/v1/holders")]
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
@@ -231,3 +231,23 @@ async def test_many_replicas_wait_at_once():
     grants = [protocol.decode(r.content, Grant) for r in responses]
     assert grants[0].ring == tuple(range(16))
     assert len(set(map(repr, grants))) == 1
+
+
+async def test_holders_are_named_for_a_replica_that_recovers():
+    service = make(2)
+    both = [service.submit(ask(replica), None) for replica in (0, 1)]
+    assert all(asked.answer.done() for asked in both)
+    agents = {"0": ["127.0.0.1:7000"], "1": ["127.0.0.1:7001"]}
+    async with client(service) as http:
+        found = (await http.get("/v1/holders?replica=0")).json()
+        assert found == {"stands": True, "head": None, "agents": agents}
+        service.submit(ask(0, at(1, 3), epoch=1), None)
+        service.processes(protocol.ProcessReport({}, (name(1),)))
+        found = (await http.get("/v1/holders?replica=0")).json()
+        assert found["stands"] is False
+        assert found["head"] == {"commit_epoch": 1, "step": 3, "lineage": at(1, 3).lineage}
+        assert found["agents"] == agents, "those of the dead replica, too"
+        assert (await http.get("/v1/holders?replica=1")).json()["stands"] is True, "replica 0 trains"
+        assert (await http.get("/v1/holders?replica=-1")).status_code == 422
+        viewer = {"Authorization": f"Bearer {view_key(TOKEN)}"}
+        assert (await http.get("/v1/holders", headers=viewer)).status_code == 403

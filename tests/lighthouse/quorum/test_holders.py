@@ -1,0 +1,66 @@
+"""Where a replica that recovers looks for the newest state, and when it need not look."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lighthouse.quorum.holders import holders
+from lighthouse.quorum.state import LighthouseState, OpenRequest
+from tests.support.lighthouse.lighthouse_helpers import START, Script, at, report
+
+
+def with_agents(s: LighthouseState) -> LighthouseState:
+    """Give the members of the grant state agents, two each."""
+    assert s.grant is not None
+    members = tuple(replace(m, state=(f"h{m.replica}0:1", f"h{m.replica}1:1")) for m in s.grant.members)
+    return replace(s, grant=replace(s.grant, members=members))
+
+
+def test_before_the_first_grant_nobody_stands_and_nothing_is_held():
+    found = holders(Script(total=2).s, 0)
+    assert (found.stands, found.head, found.agents) == (False, None, {})
+
+
+def test_the_job_stands_while_a_member_of_another_replica_may_live():
+    job = Script(total=2)
+    job.first(0, 1)
+    job.ask(0, at(1, 4), epoch=1)
+    assert holders(job.s, 0).stands
+    assert holders(job.s, 0).head == at(1, 4)
+    job.runs({0: 1}, exited=[(0, 0)])
+    assert holders(job.s, 0).stands, "replica 1 may train"
+    assert holders(job.s, 1).stands is False, "what ran of replica 1 has ended if it asks, and replica 0 has exited"
+    job.runs({1: None}, exited=[(1, 0)])
+    assert holders(job.s, 0).stands is False
+    assert holders(job.s).stands is False
+
+
+def test_the_job_does_not_stand_while_its_ring_is_broken():
+    job = Script(total=2)
+    job.first(0, 1)
+    job.ask(1, at(1, 4), epoch=1, after=1, suspects=(0,))
+    assert job.s.broken
+    assert holders(job.s, 0).stands is False
+
+
+def test_agents_are_those_of_the_grant_of_open_requests_and_those_that_were_heard_last():
+    job = Script(total=3)
+    job.first(0, 1)
+    s = with_agents(job.s)
+    assert holders(s, 0).agents == {0: ("h00:1", "h01:1"), 1: ("h10:1", "h11:1")}
+    views = list(s.views)
+    views[0] = replace(views[0], ask=OpenRequest(report(0, START, 1), 9, (), ("h01:1", "new:1")))
+    s = replace(s, views=tuple(views))
+    assert holders(s, 0, {2: ("old:1", "old:1"), 1: ("h10:1",)}).agents == {
+        0: ("h00:1", "h01:1", "new:1"),
+        1: ("h10:1", "h11:1"),
+        2: ("old:1",),
+    }
+
+
+def test_after_states_differed_no_copy_is_named():
+    job = Script(total=2)
+    job.first(0, 1)
+    s = with_agents(job.s)
+    assert holders(replace(s, rewinding=True), 0).agents == {}
+    assert holders(replace(s, diverged=(0, 1)), 0, {1: ("h:1",)}).agents == {}

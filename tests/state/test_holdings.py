@@ -1,0 +1,119 @@
+"""Which shards state agents keep, asked over the network."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp.errors import DataCorruption, ProtocolViolation
+from ft_hsdp.handshake import Purpose
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.holdings import ask_held
+from ft_hsdp.state.transfer.http import HELD, StateServer
+from ft_hsdp.state.transfer.shard_manifest import MAX_HELD, HeldShard
+from tests.support.known import KnownConnection, admit
+from tests.support.state.agent_helpers import NBYTES, TOKEN, agent, connect, state, write
+
+ROW = HeldShard(state(7), 2, 1, 4, "a" * 32, 300, True, "r2h1")
+
+
+class Listed:
+    """A source that lists, and lends nothing."""
+
+    def __init__(self, *rows: HeldShard) -> None:
+        self.rows = rows
+
+    def held(self) -> tuple[HeldShard, ...]:
+        return self.rows
+
+    def borrow(self, *_: object) -> None:
+        return None
+
+    def give_back(self, _: object) -> None:
+        raise AssertionError("nothing was lent")
+
+
+def test_a_list_is_read_back_and_is_bounded() -> None:
+    assert shard_manifest.decode_held(shard_manifest.encode_held([ROW])) == (ROW,)
+    many = [replace(ROW, rank=rank) for rank in range(MAX_HELD + 5)]
+    assert len(shard_manifest.decode_held(shard_manifest.encode_held(many))) == MAX_HELD
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rank": -1}, {"rank": "1"}, {"state": [1, 2]}, {"layout": "x"}, {"settled": 2}, {"host": "h" * 300}],
+)
+def test_a_wrong_row_is_refused(change: dict[str, object]) -> None:
+    (row,) = json.loads(shard_manifest.encode_held([ROW]))
+    with pytest.raises(DataCorruption, match="held shards"):
+        shard_manifest.decode_held(json.dumps([row | change]).encode())
+
+
+def test_lists_that_are_too_long_are_refused() -> None:
+    rows = json.loads(shard_manifest.encode_held([ROW])) * (MAX_HELD + 1)
+    with pytest.raises(DataCorruption, match=str(MAX_HELD)):
+        shard_manifest.decode_held(json.dumps(rows).encode())
+    with pytest.raises(DataCorruption, match="allowed"):
+        shard_manifest.decode_held(b" " * (shard_manifest.MAX_HELD_BYTES + 1))
+
+
+def test_all_are_asked_at_once_and_the_gone_the_silent_and_strangers_are_left_out() -> None:
+    other = replace(ROW, replica=0)
+    servers = [StateServer("127.0.0.1", 0, Listed(row), TOKEN) for row in (ROW, other)]
+    foreign = StateServer("127.0.0.1", 0, Listed(ROW), "another token")
+    silent = socket.create_server(("127.0.0.1", 0))
+    gone = socket.create_server(("127.0.0.1", 0))
+    gone_address = f"127.0.0.1:{gone.getsockname()[1]}"
+    gone.close()
+    try:
+        addresses = [servers[0].address, f"127.0.0.1:{silent.getsockname()[1]}", gone_address, foreign.address]
+        began = time.monotonic()
+        found = ask_held([*addresses, servers[1].address], TOKEN, 1.0)
+        assert time.monotonic() - began < 5.0, "the silent one has no more than its second"
+        assert found == {servers[0].address: (ROW,), servers[1].address: (other,)}
+    finally:
+        silent.close()
+        for server in (*servers, foreign):
+            server.close()
+
+
+def test_a_server_that_answers_something_else_is_left_out() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                admit(sock, TOKEN, Purpose.STATE)
+                sock.recv(1000)
+                sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n[1,2]")
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert ask_held([f"127.0.0.1:{listener.getsockname()[1]}"], TOKEN, 5.0) == {}
+        thread.join()
+
+
+def test_an_agent_lists_what_its_ranks_have_left(tmp_path: Path) -> None:
+    with agent(3) as running:
+        for rank in (0, 1):
+            client = connect(3, rank)
+            for step in (1, 2):
+                write(client, step, rank)
+            client.close()
+        (held,) = ask_held([running.address], TOKEN, 5.0).values()
+        assert {(row.replica, row.rank, row.ranks, row.state) for row in held} == {
+            (3, rank, 2, state(step)) for rank in (0, 1) for step in (1, 2)
+        }
+        assert {(row.nbytes, row.host) for row in held} == {(NBYTES, socket.gethostname())}
+        stranger = KnownConnection(running.address, "no token", 2.0)
+        try:
+            with pytest.raises((ProtocolViolation, OSError)):
+                stranger.request("GET", HELD)
+        finally:
+            stranger.close()
