@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ft_hsdp import protocol
-from ft_hsdp.core.grant import Answer, Grant, Refused, Report
+from ft_hsdp.core.grant import Answer, Grant, Holders, Refused, Report
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import Eviction, Holders, ProcessReport, QuorumRequest, SupervisorReply, Wait
+from ft_hsdp.protocol import Eviction, ProcessReport, QuorumRequest, SupervisorReply, Wait
 from lighthouse import status, validation
 from lighthouse.http.access import Rates
 from lighthouse.quorum import commands

@@ -12,25 +12,31 @@ import ipaddress
 import json
 import socket
 import ssl
+import time
 from collections.abc import Awaitable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import ValidationError
 
-from ft_hsdp import address, fault_injection, protocol
-from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Refused
+from ft_hsdp import address, bounded, fault_injection, protocol
+from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Holders, Refused
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, Telemetry, Wait
 
 CONNECT_S = 2.0  # longest wait for a connection
 PROBE_S = 1.0  # between two looks at a lighthouse that has not answered yet, and the longest one
+HOLDERS_S = 2.0  # for an answer that no decision waits for, and
+HOLDERS_AGAIN_S = 0.2  # between two attempts to get it
 ASK_S = 20.0  # for which a lighthouse keeps a request open, unless the configuration says otherwise
 MARGIN_S = 10.0  # for the way of an answer, on top of the time for which the lighthouse keeps a request open
 TAKEN = 204  # status of telemetry that was taken
 REFUSED = (413, 422)  # statuses of a message that must not be sent again
 UNAVAILABLE = 503  # status of a lighthouse that does not lead
+
+_HOLDERS = bounded.checker(Holders)
 
 
 def own_address(host: str, lighthouse: str) -> str:
@@ -145,13 +151,20 @@ class Lighthouses:
         Raises:
             LighthouseUnreachable: none of them answers.
         """
+        return await self._send("POST", path, content)
+
+    async def get(self, path: str) -> httpx.Response:
+        """Return the answer to a GET of the lighthouse that leads; as `post`."""
+        return await self._send("GET", path, b"")
+
+    async def _send(self, method: str, path: str, content: bytes) -> httpx.Response:
         problem = ""
         cause: Exception | None = None
         await self._pass()
         for last in (*(False,) * len(self.urls), True):
             url = self.url
             try:
-                response = await self._watched(self._client.post(f"{url}{path}", content=content), url)
+                response = await self._watched(self._client.request(method, f"{url}{path}", content=content), url)
                 await self._pass()
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem, cause = f"lighthouse {url}: {type(error).__name__} {error}", error
@@ -309,6 +322,36 @@ class LighthouseClient:
             if not isinstance(answer, Wait):
                 assert isinstance(answer, Answer)
                 return answer
+
+    async def holders(self, replica: int) -> Holders:
+        """Ask where copies of the newest state may be, for ``replica``, which recovers.
+
+        Raises:
+            LighthouseUnreachable: it does not answer, or not as a lighthouse does.
+        """
+        response = await self._lighthouses.get(f"/v1/holders?replica={replica}")
+        if response.status_code != 200:
+            raise LighthouseUnreachable(f"lighthouse answered {response.status_code}: {response.text[:200]}")
+        try:
+            found: Holders = _HOLDERS.validate_json(response.content)
+        except ValidationError as error:
+            raise LighthouseUnreachable(f"lighthouse: {bounded.complaint(error)}") from None
+        return found
+
+    async def find_holders(self, replica: int, wait_s: float) -> Holders | None:
+        """Ask as `holders`, once and again for ``wait_s`` seconds; return None if there is no answer.
+
+        Each attempt has `HOLDERS_S`.
+        """
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                async with asyncio.timeout(HOLDERS_S):
+                    return await self.holders(replica)
+            except (LighthouseUnreachable, TimeoutError):
+                if time.monotonic() >= until:
+                    return None
+            await asyncio.sleep(HOLDERS_AGAIN_S)
 
     async def report(self, processes: ProcessReport) -> None:
         """Tell the lighthouse which incarnations have exited; a rank does this for its own predecessors."""

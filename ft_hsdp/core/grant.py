@@ -189,3 +189,13 @@ class Refused:
 
 
 Answer = Grant | Continue | CatchUp | Finish | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Holders:
+    """The lighthouse's answer to GET /v1/holders: where copies of the newest state may be. It has no tag."""
+
+    stands: bool  # others than the asking replica train, as far as the lighthouse knows
+    head: StateId | None  # the newest state that is known to be committed; None: there is none
+    # "host:port" of the state agents of each replica; also of those whose ranks are dead.
+    agents: dict[int, tuple[str, ...]] = field(default_factory=dict)

@@ -1,8 +1,4 @@
-"""With which state a replica joins its job, and how a rank takes part in a checkpoint.
-
-`restore` brings the live state to the newest one that is found: a snapshot that the state agents kept over the
-death of the ranks, a checkpoint, or else the initial state. The ranks choose together, so that all of them hold
-one state.
+"""How a rank takes part in a checkpoint, and loads one.
 
 `CheckpointSaver` copies a state that was just reached and has it written to durable storage beside training; the
 files are those of `state.checkpoint`.
@@ -10,13 +6,12 @@ files are those of `state.checkpoint`.
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +19,7 @@ import torch
 
 from ft_hsdp import secret
 from ft_hsdp.config import Config, resume_hash
-from ft_hsdp.core import checkpoint, state_id
+from ft_hsdp.core import checkpoint
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
@@ -136,77 +131,6 @@ def missed(config: Config, folder: Path, step: int, journal: Journal) -> int:
     return step + 1
 
 
-def restore(
-    live_state: LiveState,
-    snapshots: SnapshotWriter,
-    ranks: ReplicaGroup,
-    checkpoints: Checkpoints,
-    current: bool,
-    journal: Journal,
-) -> None:
-    """Bring the live state, which is the initial one, to the newest that is found. A collective of all ranks.
-
-    A snapshot that is damaged on one rank, or gone with its agent since, is passed over by all of them: the next
-    older one is taken, and when there is none, a checkpoint.
-
-    Args:
-        live_state: With its initial state.
-        snapshots: What this host's agent has.
-        ranks: Of this replica.
-        checkpoints: What durable storage has.
-        current: Whether the agents keep every step; then what they have is never older than a checkpoint.
-        journal: This rank's events.
-
-    Raises:
-        ConfigError: There are checkpoints, but none that can be used.
-    """
-    tried: set[StateId] = set()
-    kept = _newest(snapshots, ranks, tried)
-    resumed = kept is None or not current
-    if resumed:
-        _tell(load_checkpoint(live_state, ranks, checkpoints), ranks, journal)
-    assert live_state.state is not None
-    while kept is not None and state_id.newer(kept, live_state.state):
-        if _load(live_state, snapshots, ranks, kept):
-            if ranks.rank == 0:
-                reason = "the state agent of this host kept it"
-                journal.event("StateRestored", reason, step=kept.step, origin="agent")
-            return
-        tried.add(kept)
-        kept = _newest(snapshots, ranks, tried)
-    if not resumed:
-        _tell(load_checkpoint(live_state, ranks, checkpoints), ranks, journal)
-
-
-def _newest(snapshots: SnapshotWriter, ranks: ReplicaGroup, tried: set[StateId]) -> StateId | None:
-    """Return the newest state that every rank's agent has and that was not tried before; None if there is none."""
-    mine = json.dumps([asdict(snapshot.state) for snapshot in snapshots.list()]).encode()
-    kept = [[StateId(**each) for each in json.loads(said)] for said in ranks.gather(mine)]
-    return newest_common([[state for state in states if state not in tried] for states in kept])
-
-
-def newest_common(kept: Sequence[Sequence[StateId]]) -> StateId | None:
-    """Return the newest state of which every rank has a complete snapshot, or None.
-
-    Args:
-        kept: The states of each rank's complete snapshots, newest first. At least one rank.
-    """
-    everywhere = set.intersection(*map(set, kept))
-    return next((state for state in kept[0] if state in everywhere), None)
-
-
-def _load(live_state: LiveState, snapshots: SnapshotWriter, ranks: ReplicaGroup, kept: StateId) -> bool:
-    """Load ``kept`` if every rank's snapshot of it is whole and fits; return whether that was done."""
-    found = snapshots.acquire(kept)
-    fits = found is not None and found[0].layout == live_state.layout.fingerprint
-    everywhere = min(ranks.gather(b"\1" if fits else b"\0")) == b"\1"
-    if everywhere:
-        assert found is not None
-        live_state.load(*found)
-    snapshots.release_taken()
-    return everywhere
-
-
 def load_checkpoint(
     live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints, step: int | None = None
 ) -> Resumed | None:
@@ -252,15 +176,6 @@ def load_checkpoint(
         ) from None
     live_state.resumed(found.state, ledger, found.hyper, found.user)
     return found
-
-
-def _tell(found: Resumed | None, ranks: ReplicaGroup, journal: Journal) -> None:
-    """Write down what was loaded."""
-    if found is not None and ranks.rank == 0:
-        for passed in found.skipped:
-            journal.event("CheckpointPassedOver", passed.reason, checkpoint=passed.name)
-        facts = {"step": found.state.step, "origin": str(found.path), "seconds": found.seconds}
-        journal.event("StateRestored", "newest valid checkpoint", **facts)
 
 
 class CheckpointSaver:

@@ -35,7 +35,7 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.effects import Exit, RunBatch
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
-from ft_hsdp.train.checkpointing import CheckpointSaver, missed, open_checkpoints, restore
+from ft_hsdp.train.checkpointing import CheckpointSaver, missed, open_checkpoints
 from ft_hsdp.train.data.prefetch import Reader, Source
 from ft_hsdp.train.data.sources import DataSources
 from ft_hsdp.train.data.step_plan import checked_weight
@@ -51,6 +51,7 @@ from ft_hsdp.train.optimizer.committing import Ended, Optimizer
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, Optimizers, Schedule
 from ft_hsdp.train.orders import Mailbox
+from ft_hsdp.train.recovery import restore
 from ft_hsdp.train.runtime import RankRuntime
 from ft_hsdp.train.step_driver import Joined, StepDriver
 from ft_hsdp.train.step_log import StepLog
@@ -488,7 +489,9 @@ class Job(DataSources, UserLoop):
         )
         self._saver = CheckpointSaver(checkpointer, runtime.snapshots, self.rank, runtime.report)
         current = config.state.snapshot == "every_step"
-        restore(live_state, runtime.snapshots, runtime.ranks, checkpoints, current, runtime.journal)
+        restore(
+            live_state, runtime.snapshots, runtime.ranks, checkpoints, current, runtime.journal, runtime.recoverer
+        )
         driver.guess(reader, self.replica)
         runtime.snapshots.mark_current(live_state.state)
         step = live_state.state.step

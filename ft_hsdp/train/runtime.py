@@ -40,7 +40,7 @@ from ft_hsdp.control.watchdog import Limits, Watchdog
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitToken, Vote
 from ft_hsdp.core.effects import Exit
-from ft_hsdp.core.grant import Grant
+from ft_hsdp.core.grant import Grant, Holders
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import (
     EXIT_RETRYABLE,
@@ -70,6 +70,7 @@ from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import CheckIn, RankZero, ReplicaFacts
+from ft_hsdp.train.recovery import Recoverer
 from ft_hsdp.train.snapshots import AgentHome, SnapshotWriter
 
 SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more, comes first
@@ -183,6 +184,20 @@ class RankRuntime:
         )
         self._call(self._open(identity))
         self._started = True
+
+    @property
+    def recoverer(self) -> Recoverer:
+        """Which incarnation restores its state, and whom it asks; there from `start` on."""
+        identity, timeouts = self._identity, self._config.timeouts
+        number, limit_s = len(identity.predecessors), timeouts.load_s / 2
+        where = (identity.replica, number, identity.host, self._place.token)
+        return Recoverer(*where, self._holders, timeouts.reach_s, limit_s)
+
+    def _holders(self, wait_s: float) -> Holders | None:
+        """Ask the lighthouse where copies of the newest state may be. On rank 0; blocks for about ``wait_s``."""
+        assert self._zero is not None
+        found: Holders | None = self._call(self._zero.client.find_holders(self._identity.replica, wait_s))
+        return found
 
     def check_in(self, state: StateId, wanted: int = 0) -> None:
         """Join the job with ``state``. Blocks until all ranks of the replica have checked in.

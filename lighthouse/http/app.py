@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ft_hsdp import bounded, protocol
 from ft_hsdp.config.running import MAX_REPLICAS
+from ft_hsdp.core.grant import Holders
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import Holders, ProcessReport, SupervisorReply
+from ft_hsdp.protocol import ProcessReport, SupervisorReply
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.http.journal_routes import views
 from lighthouse.http.metrics import Meter, metrics
@@ -124,7 +125,7 @@ def create_app(
     POST /v1/quorum     `protocol.encode(QuorumRequest)` -> `protocol.encode` of the answer; a long poll
     POST /v1/processes  fields of `ProcessReport` -> fields of `SupervisorReply`; tagged -> tagged
     GET  /v1/status     the job, its members, and each replica's state
-    GET  /v1/holders    fields of `protocol.Holders`: where copies of the newest state may be
+    GET  /v1/holders    fields of `core.grant.Holders`: where copies of the newest state may be
     GET  /healthz       200 while the lighthouse serves; needs no token, as the page itself at /
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ft_hsdp.protocol import Holders
+from ft_hsdp.core.grant import Holders
 from lighthouse.quorum.state import LighthouseState, alive
 
 

@@ -206,8 +206,8 @@ def fetch(
 ) -> FetchedShard:
     """Fetch and verify one shard. Blocks.
 
-    A donor that does not have the state yet is asked again until the deadline, if ``request.awaited``. When the function returns or
-    raises, no thread writes into the memory any more.
+    A donor that does not have the state yet is asked again until the deadline, if ``request.awaited``. When the
+    function returns or raises, no thread writes into the memory any more.
 
     Args:
         donors: The replicas to ask; all are used at once.

@@ -29,7 +29,7 @@ def test_the_job_stands_while_a_member_of_another_replica_may_live():
     assert holders(job.s, 0).head == at(1, 4)
     job.runs({0: 1}, exited=[(0, 0)])
     assert holders(job.s, 0).stands, "replica 1 may train"
-    assert holders(job.s, 1).stands is False, "what ran of replica 1 has ended if it asks, and replica 0 has exited"
+    assert holders(job.s, 1).stands is False, "what ran of replica 1 has ended if it asks"
     job.runs({1: None}, exited=[(1, 0)])
     assert holders(job.s, 0).stands is False
     assert holders(job.s).stands is False

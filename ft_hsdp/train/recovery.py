@@ -1,0 +1,400 @@
+"""With which state a replica joins its job.
+
+`restore` brings the live state to the newest one that can be had: from the memory of state agents, from a
+checkpoint, or else the initial one. The ranks do it together, so that all of them load one state or none. Rank 0
+decides, each rank takes its own shard:
+
+    all ranks      what the agent of this rank's host has kept
+    rank 0         if nobody else trains and the head is newer: what all other agents have kept
+    rank 0         `memory.recovery.newest`: the newest state of which every shard is in some agent
+    each rank      verifies its shard: its own agent's, or one that it fetches into a slot of its own agent
+    all ranks      load it if all have verified theirs; else rank 0 decides again, without the failed sources
+
+So the rungs fall by themselves: own agent, a copy elsewhere, another replica, an older state, the checkpoint. A
+snapshot is only made of a committed state, so shards of one state may come from several replicas.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from ft_hsdp.core import state_id
+from ft_hsdp.core.grant import Holders
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import FtHsdpError
+from ft_hsdp.jsonl import Journal
+from ft_hsdp.memory.hosts import Host
+from ft_hsdp.memory.recovery import Holding, Recoverable, newest, rung
+from ft_hsdp.state.checkpoint import catalog
+from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer import fetch
+from ft_hsdp.state.transfer.fetch import Donor, FetchRequest
+from ft_hsdp.state.transfer.holdings import ask_held
+from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, HeldShard, ShardManifest
+from ft_hsdp.train.checkpointing import Checkpoints, load_checkpoint
+from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.snapshots import SnapshotWriter
+
+ASK_S = 1.0  # for all agents that are asked at once
+DOUBT_S = 1.0  # for which a replica without any state of its own looks whether the others still train
+LOOK_S = 0.1  # between two such looks
+MAX_DONORS = 4  # from which one rank fetches at once
+
+
+@dataclass(frozen=True, slots=True)
+class Recoverer:
+    """The incarnation that is restored, and whom it asks."""
+
+    replica: int
+    number: int  # how many incarnations of this replica came before
+    host: str  # of this rank: "zone/rack/host", "rack/host" or "host"
+    token: str  # of the job
+    # Asks the lighthouse, on rank 0, for so many seconds; None: no answer.
+    holders: Callable[[float], Holders | None]
+    reach_s: float  # how long the lighthouse is looked for, if nothing can be restored without it
+    limit_s: float  # after which no further source in memory is tried; half of it for one fetch
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """What one rank has told the others."""
+
+    host: str
+    address: str  # of its agent
+    layout: str
+    nbytes: int
+    kept: tuple[tuple[StateId, bool], ...]  # complete snapshots in its agent, and whether they are settled
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A verified shard, not loaded yet."""
+
+    manifest: ShardManifest
+    packed: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """How a rank fared with its sources."""
+
+    used: int | None = None  # the source that gave most; None: the shard is not there
+    failed: tuple[int, ...] = ()  # sources that must not be used again
+    fetched: int = 0  # bytes from other agents than its own
+
+
+def restore(
+    live_state: LiveState,
+    snapshots: SnapshotWriter,
+    ranks: ReplicaGroup,
+    checkpoints: Checkpoints,
+    current: bool,
+    journal: Journal,
+    about: Recoverer,
+) -> None:
+    """Bring the live state, which is the initial one, to the newest that is found. A collective of all ranks.
+
+    Blocks; each wait has a deadline.
+
+    Args:
+        live_state: With its initial state.
+        snapshots: What this host's agent has.
+        ranks: Of this replica.
+        checkpoints: What durable storage has.
+        current: Whether the agents keep every step; then those of a job that trains have what no checkpoint has.
+        journal: This rank's events.
+        about: The incarnation that is restored.
+
+    Raises:
+        ConfigError: There are checkpoints, but none that can be used.
+    """
+    _Restoration(live_state, snapshots, ranks, checkpoints, current, journal, about).run()
+
+
+class _Restoration:
+    """One `restore`."""
+
+    def __init__(
+        self,
+        live_state: LiveState,
+        snapshots: SnapshotWriter,
+        ranks: ReplicaGroup,
+        checkpoints: Checkpoints,
+        current: bool,
+        journal: Journal,
+        about: Recoverer,
+    ) -> None:
+        self._live = live_state
+        self._snapshots = snapshots
+        self._ranks = ranks
+        self._checkpoints = checkpoints
+        self._current = current
+        self._journal = journal
+        self._about = about
+        self._began = time.monotonic()
+        self._peers: tuple[_Peer, ...] = ()  # by rank
+        # On rank 0.
+        self._found: Holders | None = None
+        self._held: list[Holding] = []
+        self._failed: set[Holding] = set()
+
+    def run(self) -> None:
+        """Restore."""
+        self._peers = self._gather()
+        if self._ranks.rank == 0:
+            self._held = [h for rank, peer in enumerate(self._peers) for h in self._own(rank, peer)]
+            self._held += self._elsewhere(self._newest())
+        plan, checkpoint_first = self._decide()
+        if checkpoint_first:
+            self._from_checkpoint()
+        while plan is not None and state_id.newer(plan.state, self._now):
+            if self._from_memory(plan):
+                return
+            plan, _ = self._decide()
+        if not checkpoint_first:
+            self._from_checkpoint()
+        if self._now.step == 0 and self._about.number > 0:
+            self._tell("initial", "no copy and no checkpoint was found", origin="initial")
+
+    @property
+    def _now(self) -> StateId:
+        """The state that is held now."""
+        assert self._live.state is not None
+        return self._live.state
+
+    # What is kept, and where.
+
+    def _gather(self) -> tuple[_Peer, ...]:
+        """Return what each rank's agent keeps."""
+        layout = self._live.layout
+        kept = tuple((snapshot.state, snapshot.settled) for snapshot in self._snapshots.list())
+        mine = _Peer(self._about.host, self._snapshots.address, layout.fingerprint, layout.nbytes, kept)
+        told = [json.loads(each) for each in self._ranks.gather(json.dumps(asdict(mine)).encode())]
+        return tuple(
+            _Peer(**{**each, "kept": tuple((StateId(**state), settled) for state, settled in each["kept"])})
+            for each in told
+        )
+
+    def _own(self, rank: int, peer: _Peer) -> list[Holding]:
+        """Return what a rank's own agent keeps of it."""
+        size = len(self._peers)
+        return [
+            Holding(state, self._about.replica, rank, size, peer.layout, peer.host, peer.address, settled)
+            for state, settled in peer.kept
+        ]
+
+    def _elsewhere(self, best: Recoverable | None) -> list[Holding]:
+        """Return what other agents keep, if this replica needs it. On rank 0; blocks.
+
+        While others train it does not: it would have to fetch what they have by then, anyway. Exits are reported a
+        moment after they happen, so a replica that has no state of its own looks twice.
+        """
+        about = self._about
+        found = about.holders(0.0 if best is not None or about.number == 0 else about.reach_s)
+        if found is not None and best is None and about.number > 0:
+            head, until = found.head, time.monotonic() + DOUBT_S
+            while found.stands and found.head == head and time.monotonic() < until:
+                time.sleep(LOOK_S)
+                found = about.holders(0.0) or found
+        self._found = found
+        if found is None or found.stands or found.head is None:
+            return []
+        if best is not None and not state_id.newer(found.head, best.state):
+            return []
+        mine = {peer.address: peer.host for peer in self._peers}
+        known = {(h.address, h.replica, h.rank, h.state) for h in self._held}
+        others = {address for agents in found.agents.values() for address in agents}
+        answers = ask_held({*mine, *others}, about.token, ASK_S)
+        return [
+            _holding(row, address, mine.get(address))
+            for address, rows in answers.items()
+            for row in rows
+            if (address, row.replica, row.rank, row.state) not in known
+        ]
+
+    def _newest(self) -> Recoverable | None:
+        """Return the newest state of which every shard is in an agent that has not failed. On rank 0."""
+        layouts, hosts = [p.layout for p in self._peers], [p.host for p in self._peers]
+        return newest(self._held, self._about.replica, layouts, hosts, self._failed)
+
+    def _decide(self) -> tuple[Recoverable | None, bool]:
+        """Return the next state to try and each rank's sources, and whether the checkpoint is to be read first.
+
+        Rank 0 decides, and tells the others. None: there is nothing more in memory.
+        """
+        decided: dict[str, Any] = {}
+        if self._ranks.rank == 0:
+            late = time.monotonic() - self._began > self._about.limit_s
+            plan = None if late else self._newest()
+            if plan is not None:
+                plan = Recoverable(plan.state, tuple(map(self._chosen, plan.sources)))
+            decided = {"plan": plan and asdict(plan), "checkpoint": self._checkpoint_is_newer(plan)}
+        decided = json.loads(self._ranks.broadcast(json.dumps(decided).encode()))
+        return _recoverable(decided["plan"]), bool(decided["checkpoint"])
+
+    def _chosen(self, sources: Sequence[Holding]) -> tuple[Holding, ...]:
+        """Return from which sources a rank takes its shard: its own agent, or the nearest of each replica."""
+        nearest = sources[0]
+        if self._is_own(nearest):
+            return (nearest,)
+        of_replica: dict[int, Holding] = {}
+        for source in sources:
+            of_replica.setdefault(source.replica, source)
+        return tuple(of_replica.values())[:MAX_DONORS]
+
+    def _is_own(self, holding: Holding) -> bool:
+        """Return whether a shard is in the slots of its own rank."""
+        return holding.replica == self._about.replica and holding.address == self._peers[holding.rank].address
+
+    def _checkpoint_is_newer(self, plan: Recoverable | None) -> bool:
+        """Return whether a checkpoint has the name of a newer state than ``plan``. On rank 0.
+
+        While others train nobody asks: what this replica has kept is only where it begins to catch up.
+        """
+        if plan is None or (self._current and (self._found is None or self._found.stands)):
+            return False
+        for path in catalog.published(self._checkpoints.folder)[:1]:
+            named = catalog.PUBLISHED.fullmatch(path.name)
+            return named is not None and (int(named[2]), int(named[1])) > (
+                plan.state.commit_epoch,
+                plan.state.step,
+            )
+        return False
+
+    # From memory.
+
+    def _from_memory(self, plan: Recoverable) -> bool:
+        """Load a state if every rank can verify its shard; return whether that was done."""
+        rank = self._ranks.rank
+        taken, outcome = self._take(plan.state, plan.sources[rank])
+        told = [json.loads(each) for each in self._ranks.gather(json.dumps(asdict(outcome)).encode())]
+        outcomes = [_Outcome(**each) for each in told]
+        everywhere = all(each.used is not None for each in outcomes)
+        if everywhere:
+            assert taken is not None
+            self._live.load(taken.manifest, taken.packed)
+            if rank == 0:
+                self._restored(plan, outcomes)
+        else:
+            for sources, each in zip(plan.sources, outcomes, strict=True):
+                self._failed.update(sources[index] for index in each.failed)
+        self._snapshots.release_taken()
+        return everywhere
+
+    def _take(self, state: StateId, sources: Sequence[Holding]) -> tuple[_Taken | None, _Outcome]:
+        """Verify this rank's shard of ``state``, from its own agent or from others. Blocks."""
+        if self._is_own(sources[0]):
+            found = self._snapshots.acquire(state)
+            if found is None or found[0].layout != self._live.layout.fingerprint:
+                return None, _Outcome(None, (0,))
+            return _Taken(*found), _Outcome(0)
+        return self._fetch(state, sources)
+
+    def _fetch(self, state: StateId, sources: Sequence[Holding]) -> tuple[_Taken | None, _Outcome]:
+        """Fetch and verify this rank's shard, into a slot of its own agent if there is one. Blocks."""
+        layout, every = self._live.layout, tuple(range(len(sources)))
+        expected = ExpectedShard(state, self._ranks.rank, self._ranks.size, layout.fingerprint, layout.nbytes)
+        donors = {Donor(source.replica, source.address): index for index, source in enumerate(sources)}
+        failed: set[int] = set()
+
+        def rejected(donor: Donor, why: str) -> None:
+            failed.add(donors[donor])
+            self._journal.event("FetchRejected", why, donor=donor.replica)
+
+        slot = self._snapshots.allocate(state)
+        try:
+            packed = np.empty(layout.nbytes, dtype=np.uint8) if slot is None else slot
+            request = FetchRequest.exactly(expected, packed.data, awaited=False)
+            limit_s = self._about.limit_s / 2
+            got = fetch.fetch(list(donors), request, self._about.token, limit_s, threading.Event(), rejected)
+        except (FtHsdpError, OSError, MemoryError, fetch.NotFetched) as error:
+            self._snapshots.release()
+            if not failed:  # no donor alone is to blame
+                why = str(error) or type(error).__name__
+                self._journal.event("FetchRejected", why, donor=sources[0].replica)
+            return None, _Outcome(None, tuple(sorted(failed)) or every)
+        if slot is not None:
+            self._snapshots.complete(got.manifest)
+        most = max(donors, key=lambda donor: got.given.get(donor.replica, 0))
+        return _Taken(got.manifest, packed), _Outcome(donors[most], tuple(sorted(failed)), layout.nbytes)
+
+    def _restored(self, plan: Recoverable, outcomes: Sequence[_Outcome]) -> None:
+        """Write down what was restored from memory, and from where. On rank 0."""
+        pairs = zip(plan.sources, outcomes, strict=True)
+        used = [sources[each.used or 0] for sources, each in pairs]
+        worst = rung(used, self._about.replica, [peer.host for peer in self._peers])
+        reasons = {
+            "agent": "the state agents of its hosts kept it",
+            "copy": "state agents of other hosts kept a part of it",
+            "replica": "state agents of other replicas kept a part of it",
+        }
+        self._tell(
+            worst,
+            reasons[worst],
+            origin=worst,
+            hosts={str(rank): holding.host for rank, holding in enumerate(used)},
+            fetched=sum(each.fetched for each in outcomes),
+        )
+
+    # From a checkpoint.
+
+    def _from_checkpoint(self) -> None:
+        found = load_checkpoint(self._live, self._ranks, self._checkpoints)
+        if found is not None and self._ranks.rank == 0:
+            for passed in found.skipped:
+                self._journal.event("CheckpointPassedOver", passed.reason, checkpoint=passed.name)
+            nbytes = sum(peer.nbytes for peer in self._peers)
+            self._tell("checkpoint", "newest valid checkpoint", origin=str(found.path), fetched=nbytes)
+
+    def _tell(
+        self, on: str, reason: str, origin: str, hosts: Mapping[str, str] | None = None, fetched: int = 0
+    ) -> None:
+        """Write the recovery down. On rank 0."""
+        if self._ranks.rank != 0:
+            return
+        found, state = self._found, self._now
+        lost = None
+        if found is not None:
+            lost = max(0, found.head.step - state.step) if found.head is not None and not found.stands else 0
+        facts = {
+            "step": state.step,
+            "origin": origin,
+            "rung": on,
+            "number": self._about.number,
+            "state": [state.commit_epoch, state.step, state.lineage],
+            "ranks": len(self._peers),
+            "from": dict(hosts or {}),
+            "bytes": fetched,
+            "seconds": time.monotonic() - self._began,
+            "lost_steps": lost,
+        }
+        self._journal.event("StateRestored", reason, **facts)
+
+
+def _holding(row: HeldShard, address: str, host: str | None) -> Holding:
+    """Return what an agent has answered; ``host`` is its host, if that is one of this replica's."""
+    if host is None:
+        try:
+            host = str(Host.parse(row.host))
+        except ValueError:
+            host = address
+    return Holding(row.state, row.replica, row.rank, row.ranks, row.layout, host, address, row.settled)
+
+
+def _recoverable(told: Mapping[str, Any] | None) -> Recoverable | None:
+    """Return what rank 0 has decided."""
+    if told is None:
+        return None
+    sources = tuple(
+        tuple(Holding(**{**each, "state": StateId(**each["state"])}) for each in of_rank)
+        for of_rank in told["sources"]
+    )
+    return Recoverable(StateId(**told["state"]), sources)
