@@ -25,7 +25,6 @@ from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Recall, Welcome
 from ft_hsdp.state.agent.server import AgentListener, main
 from ft_hsdp.state.agent.store import SnapshotStore
-from ft_hsdp.train.checkpointing import newest_common
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import (
     DEADLINE_S,
@@ -37,6 +36,7 @@ from tests.support.state.agent_helpers import (
     content,
     environment,
     header,
+    newest_common,
     state,
     steps,
     write,

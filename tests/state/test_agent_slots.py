@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.agent.slots import MAX_SLOTS, SPARE_STAGES, SnapshotSlots
-from ft_hsdp.train.checkpointing import newest_common
+from tests.support.state.agent_helpers import newest_common
 
 
 def state(step: int) -> StateId:

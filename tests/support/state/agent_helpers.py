@@ -7,7 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -116,3 +116,9 @@ def agent(replica: int, *more: str) -> Iterator[Running]:
         process.kill()
         process.wait(DEADLINE_S)
         process.stdout.close()
+
+
+def newest_common(kept: Sequence[Sequence[StateId]]) -> StateId | None:
+    """The newest state of which every rank has a complete snapshot; ``kept`` are theirs, newest first."""
+    everywhere = set.intersection(*map(set, kept))
+    return next((each for each in kept[0] if each in everywhere), None)

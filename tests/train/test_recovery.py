@@ -1,0 +1,277 @@
+"""With which state the ranks of a replica come back, whatever of its copies is damaged or gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.train import recovery
+from ft_hsdp.train.checkpointing import Checkpoints
+from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.recovery import Recoverer, restore
+from ft_hsdp.train.snapshots import SnapshotWriter
+from tests.support.state.memory_of_hosts import (
+    AGAINST,
+    TOKEN,
+    AgentOfHost,
+    Lighthouse,
+    Restored,
+    restored,
+    state,
+)
+from tests.train.test_live_state import START, hold
+from tests.train.test_snapshots import DEADLINE_S, Place, done, until, walk
+from tests.train.test_snapshots import place as place
+
+CHECKPOINTED = StateId(1, 1, "c" * 32)
+ALONE = Recoverer(0, 1, "h0", TOKEN, lambda _: None, 0.0, 30.0)  # the lighthouse does not answer
+
+
+def came_back(
+    live: LiveState, writer: SnapshotWriter, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> StateId | None:
+    """The state of a fresh rank after it has restored; CHECKPOINTED stands for that of a checkpoint."""
+
+    def resume(live: LiveState, *_: object) -> None:
+        live.state = CHECKPOINTED
+
+    monkeypatch.setattr(recovery, "load_checkpoint", resume)
+    checkpoints = Checkpoints(place.folder, "", 1, 1, (1, 1), None)
+    restore(live, writer, ReplicaGroup(), checkpoints, True, place.journal, ALONE)
+    return live.state
+
+
+def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, sharded = hold(mesh)
+    writer = place.writer(live)
+    walk(live, sharded, writer, 2)
+    older = live.state
+    walk(live, sharded, writer, 1)
+    assert writer._agent is not None
+    writer._agent.flip()
+    fresh, _ = hold(mesh, seed=5)
+    again = place.writer(fresh)
+    assert older is not None
+    assert came_back(fresh, again, place, monkeypatch) == older
+    assert "SnapshotCorrupt" in place.events()
+    assert [kept.state for kept in again.list()] == [older]
+    last, _ = hold(mesh, seed=6)
+    again.mark_current(older)  # another copy of what is held
+    assert done(again)
+    assert again._agent is not None
+    again._agent.flip()
+    again.request(older, 60.0)  # a donor finds it, and makes one more
+    until(lambda: (again.mark_settled(older, True), done(again), place.events().count("SnapshotCorrupt") == 2)[-1])
+    again.close()
+    final = place.writer(last)
+    assert came_back(last, final, place, monkeypatch) == older
+    assert last.digest() == fresh.digest()
+
+
+def test_an_agent_that_dies_with_what_it_kept_leaves_the_checkpoint(
+    mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live, sharded = hold(mesh)
+    writer = place.writer(live)
+    walk(live, sharded, writer, 2)
+    fresh, _ = hold(mesh, seed=5)
+    again = place.writer(fresh)
+    acquire = again.acquire
+
+    def dies(state: StateId) -> object:
+        process = place.starter.started[-1]
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait(DEADLINE_S)
+        return acquire(state)
+
+    monkeypatch.setattr(again, "acquire", dies)
+    assert came_back(fresh, again, place, monkeypatch) == CHECKPOINTED
+    assert live.state != START
+
+
+# The ranks of a replica together, with agents on several hosts.
+
+
+@pytest.fixture
+def hosts() -> Iterator[Callable[..., AgentOfHost]]:
+    """Makes agents of hosts: (replica, host, rank, steps that it keeps)."""
+    made: list[AgentOfHost] = []
+
+    def make(replica: int, host: str, rank: int, *steps: int) -> AgentOfHost:
+        made.append(AgentOfHost(replica, host))
+        for step in steps:
+            made[-1].keep(step, rank)
+        return made[-1]
+
+    yield make
+    for agent in made:
+        agent.close()
+
+
+Make = Callable[..., AgentOfHost]
+
+
+def told(found: Restored, **wanted: object) -> None:
+    """Check the one record of a recovery."""
+    (row,) = found.events("StateRestored")
+    assert {key: row[key] for key in wanted} == wanted
+
+
+def test_what_the_own_agents_keep_is_taken_and_nobody_else_is_asked(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0, 4, 5), hosts(0, "r0h1", 1, 4, 5)]
+    other = hosts(1, "r1h0", 0, 5)
+    found = restored(tmp_path, own, Lighthouse(5, [*own, other]))
+    assert found.states == [state(5)] * 2
+    told(found, rung="agent", origin="agent", bytes=0, lost_steps=0, ranks=2, number=1)
+    told(found, **{"from": {"0": "r0h0", "1": "r0h1"}})
+    assert other.asked == 0
+
+
+def test_a_host_lost_in_each_replica_loses_nothing_if_they_held_different_shards(
+    hosts: Make, tmp_path: Path
+) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 4, 5)]  # the first one is new
+    others = [hosts(1, "r1h0", 0, 4, 5), hosts(1, "r1h1", 1, 4, 5)]
+    others[1].close()
+    found = restored(tmp_path, own, Lighthouse(5, [*own, *others]))
+    assert found.states == [state(5)] * 2
+    assert found.right, "the bytes are those of the state"
+    told(found, rung="replica", lost_steps=0, **{"from": {"0": "r1h0", "1": "r0h1"}})
+    assert found.events("StateRestored")[0]["bytes"] == found.nbytes
+    assert own[0].keeps(5, 0), "what was fetched is a snapshot at once"
+
+
+def test_one_step_is_lost_if_its_shards_are_not_all_there(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 4, 5)]
+    found = restored(tmp_path, own, Lighthouse(5, [*own, hosts(1, "r1h0", 0, 4)]))
+    assert found.states == [state(4)] * 2
+    told(found, rung="replica", lost_steps=1, step=4)
+
+
+def test_shards_of_two_states_are_never_combined(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 5)]
+    found = restored(tmp_path, own, Lighthouse(5, [*own, hosts(1, "r1h0", 0, 4)]))
+    assert found.states == [AGAINST] * 2, "the checkpoint, on both"
+    told(found, rung="checkpoint", lost_steps=3)
+
+
+def test_a_copy_of_the_own_shard_elsewhere_comes_before_another_replica(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 5)]
+    copy, other = hosts(0, "s0", 0, 5), hosts(1, "r1h0", 0, 5)
+    found = restored(tmp_path, own, Lighthouse(5, [*own, copy, other]))
+    assert found.states == [state(5)] * 2
+    copy_alone = restored(tmp_path / "alone", [hosts(0, "r0h0", 0), own[1]], Lighthouse(5, [own[1], copy]))
+    told(copy_alone, rung="copy", **{"from": {"0": "s0", "1": "r0h1"}})
+
+
+def test_a_flipped_byte_on_the_way_costs_the_source_alone(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 4, 5)]
+    bad, good = hosts(1, "r1h0", 0, 4, 5), hosts(2, "r2h0", 0, 4, 5)
+    bad.flip(5, 0)
+    found = restored(tmp_path, own, Lighthouse(5, [*own, bad, good]))
+    assert (found.states, found.right) == ([state(5)] * 2, True)
+    told(found, rung="replica", **{"from": {"0": "r2h0", "1": "r0h1"}})
+    assert {row["donor"] for row in found.events("FetchRejected", rank=0)} == {1}
+
+
+def test_without_another_source_all_ranks_take_the_older_state(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 4, 5)]
+    bad = hosts(1, "r1h0", 0, 4, 5)
+    bad.flip(5, 0)
+    found = restored(tmp_path, own, Lighthouse(5, [*own, bad]))
+    assert (found.states, found.right) == ([state(4)] * 2, True), "the rank whose copy is whole, too"
+    told(found, rung="replica", lost_steps=1)
+
+
+def test_a_damaged_copy_in_the_own_agent_is_replaced_from_another_replica(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0, 5), hosts(0, "r0h1", 1)]
+    own[0].flip(5, 0)
+    others = [hosts(1, "r1h0", 0, 5), hosts(1, "r1h1", 1, 5)]
+    found = restored(tmp_path, own, Lighthouse(5, [*own, *others]))
+    assert (found.states, found.right) == ([state(5)] * 2, True)
+    told(found, **{"from": {"0": "r1h0", "1": "r1h1"}})
+
+
+def test_nothing_in_memory_leaves_the_checkpoint_the_same_on_all(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1)]
+    other = hosts(1, "r1h0", 0, 4, 5)
+    for rank, step in ((0, 4), (0, 5)):
+        other.flip(step, rank)
+    found = restored(tmp_path, own, Lighthouse(5, [*own, other]))
+    assert found.states == [AGAINST] * 2
+    told(found, rung="checkpoint", lost_steps=3, bytes=2 * found.nbytes)
+
+
+def test_a_checkpoint_that_is_newer_than_what_is_in_memory_is_taken(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0, 1), hosts(0, "r0h1", 1, 1)]
+    found = restored(tmp_path, own, Lighthouse(5, own), published=AGAINST)
+    assert found.states == [AGAINST] * 2
+    assert [row["rung"] for row in found.events("StateRestored")] == ["checkpoint"]
+
+
+def test_a_checkpoint_that_is_older_is_not_read(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0, 5), hosts(0, "r0h1", 1, 5)]
+    found = restored(tmp_path, own, Lighthouse(6, own), published=AGAINST)
+    assert found.states == [state(5)] * 2
+    assert found.read == 0
+
+
+def test_while_others_train_no_other_agent_is_asked(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 5)]
+    other = hosts(1, "r1h0", 0, 5)
+    found = restored(tmp_path, own, Lighthouse(5, [*own, other], stands=[True] * 1000))
+    assert found.states == [AGAINST] * 2, "where it begins to catch up does not matter"
+    told(found, lost_steps=0)
+    assert other.asked == 0
+
+
+def test_an_exit_that_is_reported_a_moment_late_is_waited_for(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 5)]
+    found = restored(tmp_path, own, Lighthouse(5, [*own, hosts(1, "r1h0", 0, 5)], stands=[True, True, False]))
+    assert found.states == [state(5)] * 2
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_without_a_lighthouse_the_own_agents_are_enough(hosts: Make, tmp_path: Path, current: bool) -> None:
+    own = [hosts(0, "r0h0", 0, 4, 5), hosts(0, "r0h1", 1, 4)]
+    found = restored(tmp_path, own, None, current=current)
+    assert found.states == [state(4)] * 2
+    told(found, rung="agent", lost_steps=None)
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_a_checkpoint_is_taken_if_the_agents_die_between_their_answers(
+    hosts: Make, tmp_path: Path, current: bool
+) -> None:
+    own = [hosts(0, "r0h0", 0, 4, 5), hosts(0, "r0h1", 1, 4, 5)]
+    own[1].forgets = True
+    found = restored(tmp_path, own, None, current=current)
+    assert found.states == [AGAINST] * 2
+    assert found.read == 2, "once on each rank"
+
+
+def test_after_the_limit_no_further_source_is_tried(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0, 4, 5), hosts(0, "r0h1", 1, 4, 5)]
+    assert restored(tmp_path, own, None, limit_s=0.0).states == [AGAINST] * 2
+
+
+def test_another_layout_is_no_copy(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 5)]
+    other = hosts(1, "r1h0", 0, 5)
+    other.layout = "f" * 32
+    assert restored(tmp_path, own, Lighthouse(5, [*own, other])).states == [AGAINST] * 2
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_restart_with_nothing_at_all_is_a_recovery_too(hosts: Make, tmp_path: Path, number: int) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1)]
+    found = restored(tmp_path, own, Lighthouse(0, own), checkpoint=False, number=number)
+    assert [row["rung"] for row in found.events("StateRestored")] == ["initial"] * number
