@@ -5,7 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+HOSTS = 4  # that one sentence names
+
 Row = Mapping[str, Any]
+
+
+def _restored(event: Row) -> str:
+    """Return with which state a replica comes back, and what is lost with it."""
+    step, lost = event.get("step", "?"), event.get("lost_steps")
+    where = {
+        None: "from its state of step {step}",
+        "agent": "from step {step}, which its own hosts kept in memory",
+        "copy": "from step {step}, put together from copies in memory",
+        "replica": "from step {step}, put together from the memory of other replicas",
+        "checkpoint": "from step {step}, by the newest checkpoint",
+        "initial": "from the beginning: no copy of its state is left",
+    }[event.get("rung")]
+    hosts = sorted(set(event.get("from", {}).values())) if event.get("rung") in ("copy", "replica") else []
+    named = f" (hosts {', '.join(hosts[:HOSTS])}{', ...' if len(hosts) > HOSTS else ''})" if hosts else ""
+    cost = f"; {lost} {'step is' if lost == 1 else 'steps are'} lost" if lost else ""
+    return "goes on " + where.format(step=step) + named + cost
 
 
 def _who(e: Row) -> str:
@@ -144,7 +163,7 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
         if e.get("majority")
         else f"the states of replicas {_ids(e['replicas'])} differ, and no majority says which is right"
     ),
-    "StateRestored": lambda e: f"replica {e['replica']} goes on from its state of step {e.get('step', '?')}",
+    "StateRestored": lambda e: f"replica {e['replica']} {_restored(e)}",
     "CheckpointStarted": lambda e: f"replica {e['replica']} writes a checkpoint of step {e.get('step', '?')}",
     "CheckpointWritten": lambda e: f"the checkpoint of step {e.get('step', '?')} is written",
     "CheckpointFailed": lambda e: f"the checkpoint of step {e.get('step', '?')} failed",

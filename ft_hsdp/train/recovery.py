@@ -120,7 +120,7 @@ def restore(
 
 
 class _Restoration:
-    """One `restore`."""
+    """The course of one call of `restore`, on one rank."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _Restoration:
         self._failed: set[Holding] = set()
 
     def run(self) -> None:
-        """Restore."""
+        """Try what is in memory, newest first, and then the checkpoint; or the other way round."""
         self._peers = self._gather()
         if self._ranks.rank == 0:
             self._held = [h for rank, peer in enumerate(self._peers) for h in self._own(rank, peer)]

@@ -21,7 +21,7 @@ from ft_hsdp.control.lighthouse_client import (
     parse_urls,
     urls_of_run,
 )
-from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Member, Refused, Report
+from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Holders, Member, Refused, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Wait
@@ -115,6 +115,50 @@ async def test_everything_else_is_unreachable(
     async with client_of(handler) as client:
         with pytest.raises(LighthouseUnreachable, match=said):
             await client.ask(ASK)
+
+
+async def test_who_holds_copies() -> None:
+    seen: list[httpx.Request] = []
+    body = {"stands": False, "head": {"commit_epoch": 1, "step": 4, "lineage": "a" * 32}, "agents": {"1": ["h:1"]}}
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json=body)
+
+    async with client_of(handler) as client:
+        assert await client.holders(3) == Holders(False, StateId(1, 4, "a" * 32), {1: ("h:1",)})
+    assert (seen[0].method, str(seen[0].url)) == ("GET", "http://lighthouse/v1/holders?replica=3")
+    assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        lambda _: httpx.Response(404),
+        lambda _: httpx.Response(200, json={"stands": "maybe"}),
+        _fails(httpx.ConnectError("refused")),
+    ],
+)
+async def test_an_answer_about_copies_that_cannot_be_used_is_none(
+    handler: Callable[[httpx.Request], httpx.Response],
+) -> None:
+    async with client_of(handler) as client:
+        with pytest.raises(LighthouseUnreachable):
+            await client.holders(0)
+        assert await client.find_holders(0, 0.0) is None
+
+
+async def test_holders_are_asked_for_again_until_the_lighthouse_is_back() -> None:
+    count = 0
+
+    def handler(_: httpx.Request) -> httpx.Response:
+        nonlocal count
+        count += 1
+        return httpx.Response(503) if count < 3 else httpx.Response(200, json={"stands": True, "head": None})
+
+    async with client_of(handler) as client:
+        assert await client.find_holders(0, 60.0) == Holders(True, None)
+    assert count == 3
 
 
 async def test_a_report_of_predecessors() -> None:

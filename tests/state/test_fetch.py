@@ -652,3 +652,17 @@ def test_a_donor_that_is_killed_in_the_middle_is_resumed_from_not_restarted(
     assert data == bytes(honest.data)
     assert told.who == [0]
     assert got.given == {0: 5 * chunk, 1: honest.manifest.nbytes - 5 * chunk}, "what was there was fetched again"
+
+
+def test_a_donor_that_has_lost_the_state_is_not_waited_for_if_none_is_awaited() -> None:
+    held = snapshot()
+    memory = bytearray(len(held.data))
+    with good() as (empty, _), good(held) as (address, _):
+        request = FetchRequest.exactly(expected(held), memoryview(memory), awaited=False)
+        told: list[str] = []
+        donors = [Donor(1, empty), Donor(2, address)]
+        got = fetch(donors, request, TOKEN, 60.0, threading.Event(), lambda _, why: told.append(why))
+        assert set(got.given) == {2}
+        assert told == ["does not have the state any more"]
+        with pytest.raises(NotFetched, match="any more"):
+            fetch(donors[:1], request, TOKEN, 60.0, threading.Event(), lambda *_: None)

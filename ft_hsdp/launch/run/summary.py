@@ -1,6 +1,6 @@
 """summary.json: the figures of a run, from the rows that its processes logged. Pure.
 
-Memory grows with the number of failures, and not with the length of the run.
+Memory grows with the number of failures and recoveries, and not with the length of the run.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from ft_hsdp.config import Config
 from ft_hsdp.launch.run.audit import UnitAudit
 from ft_hsdp.launch.run.directory import Row
 
+# What a recovery says of itself: which incarnation took which state over, from where, and what that cost.
+RECOVERY = ("replica", "number", "state", "rung", "ranks", "from", "bytes", "seconds", "lost_steps")
 BLOCKS = 2048  # most sums of losses in memory; up to so many steps the means of tenths are exact
 
 Summary = dict[str, Any]
@@ -34,6 +36,7 @@ class RunTally:
         self._events = 0
         self._starts: Counter[int] = Counter()  # by supervisors
         self._boots: Counter[int] = Counter()  # incarnations that began to work: all that is known under torchrun
+        self._recoveries: list[Row] = []
         self._unplaced: dict[int, bool] = {}  # whether a replica's newest event is that it has no place
         self._counted_to = -1  # failures of commits up to this epoch were counted before a rewind
         self._begin()
@@ -81,6 +84,8 @@ class RunTally:
         self._failures.event(self._events, name, event)
         if not isinstance(replica, int):
             return
+        if name == "StateRestored" and "rung" in event:  # an earlier version did not say so much
+            self._recoveries.append({key: event.get(key) for key in RECOVERY})
         if name == "ReplicaStarted":
             self._starts[replica] += 1
         if name == "ReplicaBooted":
@@ -116,6 +121,7 @@ class RunTally:
             },
             "batches": self.audit.result(),
             "failures": failures,
+            "recoveries": list(self._recoveries),
         }
         if lost := sorted(lost):
             summary["lost"] = lost

@@ -17,6 +17,7 @@ from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import RunTally
 from ft_hsdp.launch.run.terminal import summary_lines
+from ft_hsdp.sentences import tell
 from tests.support.launch.launch_rows import batches, commit, event, fed, summarize
 
 CONFIG = parse({"replicas": 3, "ranks_per_replica": 1})
@@ -47,6 +48,33 @@ def test_the_figures_of_a_quiet_run() -> None:
     assert summary["failures"] == []
     assert "lost" not in summary
     json.dumps(summary, allow_nan=False)
+
+
+def test_each_recovery_is_a_row() -> None:
+    facts = {
+        "number": 1,
+        "state": [1, 2, "a" * 32],
+        "rung": "replica",
+        "ranks": 2,
+        "from": {"0": "r1h0", "1": "r0h1"},
+        "bytes": 10,
+        "seconds": 0.2,
+        "lost_steps": 1,
+    }
+    rows = history(3)
+    events = [
+        event("StateRestored", 999.0, replica=1, step=2, origin="agent"),  # of an earlier version
+        event("StateRestored", 1000.0, replica=1, step=2, origin="replica", **facts),
+    ]
+    summary = summarize(CONFIG, rows, fed(rows), {}, events)
+    assert summary["recoveries"] == [{"replica": 1, **facts}]
+    assert tell(events[0], reason=False) == "replica 1 goes on from its state of step 2"
+    assert tell(events[1], reason=False) == (
+        "replica 1 goes on from step 2, put together from the memory of other replicas (hosts r0h1, r1h0); "
+        "1 step is lost"
+    )
+    begun = {**events[1], "rung": "initial", "step": 0, "from": {}, "lost_steps": None}
+    assert tell(begun, reason=False).endswith("from the beginning: no copy of its state is left")
 
 
 def test_the_effective_ratio_counts_contributors_over_all_replicas() -> None:
