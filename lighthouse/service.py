@@ -21,7 +21,7 @@ from ft_hsdp.protocol import Eviction, ProcessReport, QuorumRequest, SupervisorR
 from lighthouse import status, validation
 from lighthouse.http.access import Rates
 from lighthouse.quorum import commands
-from lighthouse.quorum.holders import holders
+from lighthouse.quorum.holders import StateAgents, holders
 from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.state import (
     Action,
@@ -155,7 +155,7 @@ class Service:
         self._open: dict[int, asyncio.Future[Answer | Wait]] = {}  # by id of the request
         self._signature: tuple[Grant | None, Grant | None] = (None, None)  # the grant signed last, and signed
         self._reports: dict[int, Report] = {}  # the newest of each replica
-        self._agents: dict[int, tuple[str, ...]] = {}  # addresses of its state agents, from its newest request
+        self._agents: dict[int, StateAgents] = {}  # from the newest request of each replica
         self._evictions = Evictions()
         self._supervised: dict[int, float] = {}  # when the supervisor of a replica reported last
         self._waiting: str | None = None  # what the open requests wait for
@@ -398,7 +398,7 @@ class Service:
         counts = self.state.views[me[0]].incarnation == me[1] and me not in self.state.exited
         if counts:
             self._reports[me[0]] = ask.report
-            self._agents[me[0]] = ask.state
+            self._agents[me[0]] = ask.state, ask.hosts
         return counts
 
     def _wait_for(self, reasons: Iterable[str]) -> None:

@@ -23,6 +23,11 @@ A path is "zone/rack/host", "rack/host" or "host". A host is named once, unless 
 """
 
 
+def paths(hosts: Hosts) -> tuple[str, ...]:
+    """Return the path of each rank's host, in rank order; (): not known."""
+    return tuple(path for path, ranks in hosts for _ in range(ranks))
+
+
 def ranges(paths: Iterable[str]) -> Hosts:
     """Return the hosts of ranks.
 
@@ -199,3 +204,6 @@ class Holders:
     head: StateId | None  # the newest state that is known to be committed; None: there is none
     # "host:port" of the state agents of each replica; also of those whose ranks are dead.
     agents: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    hosts: dict[str, str] = field(
+        default_factory=dict
+    )  # where each of them stands, as in `Hosts`; not all are known

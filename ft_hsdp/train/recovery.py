@@ -210,11 +210,12 @@ class _Restoration:
         if best is not None and not state_id.newer(found.head, best.state):
             return []
         mine = {peer.address: peer.host for peer in self._peers}
+        where = found.hosts | mine
         known = {(h.address, h.replica, h.rank, h.state) for h in self._held}
         others = {address for agents in found.agents.values() for address in agents}
         answers = ask_held({*mine, *others}, about.token, ASK_S)
         return [
-            _holding(row, address, mine.get(address))
+            _holding(row, address, where.get(address, row.host))
             for address, rows in answers.items()
             for row in rows
             if (address, row.replica, row.rank, row.state) not in known
@@ -379,13 +380,12 @@ class _Restoration:
         self._journal.event("StateRestored", reason, **facts)
 
 
-def _holding(row: HeldShard, address: str, host: str | None) -> Holding:
-    """Return what an agent has answered; ``host`` is its host, if that is one of this replica's."""
-    if host is None:
-        try:
-            host = str(Host.parse(row.host))
-        except ValueError:
-            host = address
+def _holding(row: HeldShard, address: str, host: str) -> Holding:
+    """Return what an agent has answered; ``host`` is where it stands."""
+    try:
+        host = str(Host.parse(host))
+    except ValueError:
+        host = address
     return Holding(row.state, row.replica, row.rank, row.ranks, row.layout, host, address, row.settled)
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ft_hsdp.core.grant import Holders
+from ft_hsdp.core.grant import Holders, Hosts, paths
 from lighthouse.quorum.state import LighthouseState, alive
+
+StateAgents = tuple[tuple[str, ...], Hosts]
+"""The addresses of the state agents of a replica, of each rank, and its hosts."""
 
 
 def holders(
-    s: LighthouseState, replica: int | None = None, heard: Mapping[int, tuple[str, ...]] | None = None
+    s: LighthouseState, replica: int | None = None, heard: Mapping[int, StateAgents] | None = None
 ) -> Holders:
     """Return what a replica that recovers has to know.
 
@@ -23,19 +26,20 @@ def holders(
     Args:
         s: What the lighthouse knows.
         replica: The one that recovers: what ran of it before has ended. None: not said.
-        heard: The addresses of the state agents that each replica has told last.
+        heard: The state agents of each replica, as it has told them last.
     """
     grant = s.grant
-    others = [m for m in grant.members if m.replica != replica] if grant else []
+    members = grant.members if grant else ()
+    others = [m for m in members if m.replica != replica]
     stands = not s.broken and any(alive(s, (m.replica, m.incarnation)) for m in others)
     if s.rewinding or s.diverged:
-        return Holders(stands, s.head, {})
-    known: dict[int, dict[str, None]] = {}
-    for who, addresses in (heard or {}).items():
-        known.setdefault(who, {}).update(dict.fromkeys(addresses))
-    for member in grant.members if grant else ():
-        known.setdefault(member.replica, {}).update(dict.fromkeys(member.state))
-    for who, view in enumerate(s.views):
-        if view.ask is not None:
-            known.setdefault(who, {}).update(dict.fromkeys(view.ask.state))
-    return Holders(stands, s.head, {who: tuple(known[who]) for who in sorted(known)})
+        return Holders(stands, s.head)
+    told: list[tuple[int, StateAgents]] = list((heard or {}).items())
+    told += [(m.replica, (m.state, m.hosts)) for m in members]
+    told += [(who, (view.ask.state, view.ask.hosts)) for who, view in enumerate(s.views) if view.ask is not None]
+    agents: dict[int, dict[str, None]] = {}
+    hosts: dict[str, str] = {}
+    for who, (addresses, where) in told:
+        agents.setdefault(who, {}).update(dict.fromkeys(addresses))
+        hosts.update(zip(addresses, paths(where), strict=False))  # () if they are not known
+    return Holders(stands, s.head, {who: tuple(agents[who]) for who in sorted(agents)}, hosts)

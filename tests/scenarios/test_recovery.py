@@ -1,28 +1,148 @@
-"""Hosts that are lost with the memory of their agents: what a real job takes its state from."""
+"""Hosts that are lost with all that was in their memory: from where a real job takes its state then.
+
+Two replicas of two ranks; each rank is on a host of its own. A rank that stands still before its vote keeps the
+whole job at a step whose state every agent has, so it is known what there is to restore.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from ft_hsdp.state.transfer.holdings import ask_held
 from tests.support.scenarios.scenario_job import Job, check
 
-STEPS = 30
+STEPS = 24
+AT = 10  # the step of the vote at which the job stands
+HEAD = AT - 1  # the newest committed step then
+ALL = ("r0h0", "r0h1", "r1h0", "r1h1")
+STANDS = {"replicas": [0], "step": AT, "signal": "STOP"}
+# Nobody is missed while the job stands, and what the failure costs is up to the operator.
+PATIENT = {"timeouts.silence_s": 60.0, "timeouts.evict_s": 120.0, "quorum.on_lost_head": "rollback"}
+
+
+class Standing(Job):
+    """A job that stands before the vote on step `AT`."""
+
+    def __init__(self, folder: Path, points: dict[str, Any] | None = None, **settings: object) -> None:
+        points = {"vote": STANDS, **(points or {})}
+        super().__init__(
+            folder,
+            STEPS,
+            **{"replicas": 2, "hosts.per_replica": 2, **PATIENT, "debug.failpoints": points, **settings},
+        )
+
+    def held(self, step: int) -> set[str]:
+        """The hosts whose agents keep a state."""
+        addresses = {agent["address"] for replica in (0, 1) for agent in self.agents(replica).values()}
+        token = (self.run / "token").read_text().strip()
+        answers = ask_held(addresses, token, 5.0)
+        return {row.host for rows in answers.values() for row in rows if row.state.step == step}
+
+    def lose(self, hosts: Collection[str]) -> None:
+        """Kill the agents of some hosts, and then all ranks: those of the other hosts would end themselves."""
+        self.until(lambda: len(self.agents(0)) == len(self.agents(1)) == 2, "all agents")
+        self.until(lambda: self.step() == HEAD and self.held(HEAD) == set(ALL), "all agents have the state")
+        agents = {host: agent["pid"] for replica in (0, 1) for host, agent in self.agents(replica).items()}
+        ranks = [self.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)]
+        for pid in (*(agents[host] for host in hosts), *ranks):
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+
+    def recovered(self) -> dict[int, dict[str, Any]]:
+        """The recovery of each replica, once the job has ended as if nothing had happened."""
+        summary = self.end()
+        check(summary, STEPS)
+        verdict = self.replayed()
+        assert verdict["equal"], verdict
+        rows = summary["recoveries"]
+        assert sorted(row["replica"] for row in rows) == [0, 1], rows
+        assert all(row["number"] == 1 and row["ranks"] == 2 for row in rows), rows
+        return {row["replica"]: row for row in rows}
+
+    def rolled_back(self) -> int:
+        """By how many steps the job went back."""
+        return sum(row["steps"] for row in self.events("HeadRolledBack"))
+
+
+def facts(row: dict[str, Any]) -> tuple[str, int, int]:
+    """From where a state came, of which step it is, and how many steps it costs."""
+    return row["rung"], row["state"][1], row["lost_steps"]
 
 
 @pytest.mark.proof
-def test_a_replica_that_lost_all_its_memory_takes_that_of_one_whose_ranks_are_dead(tmp_path: Path) -> None:
-    with Job(tmp_path, STEPS, replicas=2) as job:
-        job.until(lambda: job.step() >= 6, "step 6")
-        os.kill(job.agent(0), signal.SIGKILL)
+def test_two_replicas_lose_a_host_each_and_no_more_than_a_step(tmp_path: Path) -> None:
+    with Standing(tmp_path) as job:
+        job.lose(["r0h0", "r1h1"])
+        rows = job.recovered()
         for replica in (0, 1):
-            for rank in (0, 1):
-                job.signal(replica, rank, signal.SIGKILL)
+            assert facts(rows[replica]) == ("replica", HEAD, 0)
+            assert rows[replica]["from"] == {"0": "r1h0", "1": "r0h1"}
+            assert rows[replica]["bytes"] > 0
+        assert job.rolled_back() == 0
+
+
+@pytest.mark.proof
+def test_a_damaged_source_costs_a_step_and_no_rank_takes_another_state(tmp_path: Path) -> None:
+    """The one copy of rank 0's shard of the head is damaged: both replicas take the state before."""
+    with Standing(tmp_path, {"snapshot-flip": {"replicas": [1], "rank": 0, "step": HEAD}}) as job:
+        job.lose(["r0h0", "r1h1"])
+        rows = job.recovered()
+        for replica in (0, 1):
+            assert facts(rows[replica]) == ("replica", HEAD - 1, 1)
+        assert job.rolled_back() == 1
+
+
+@pytest.mark.proof
+def test_nothing_in_memory_leaves_the_checkpoint_the_same_for_all(tmp_path: Path) -> None:
+    with Standing(tmp_path, checkpoint__every=4) as job:
+        job.until(lambda: any(e["step"] == 8 for e in job.events("CheckpointWritten")), "the checkpoint")
+        job.lose(ALL)
+        rows = job.recovered()
+        for replica in (0, 1):
+            assert facts(rows[replica]) == ("checkpoint", 8, 1)
+        assert rows[0]["state"] == rows[1]["state"]
+
+
+@pytest.mark.proof
+def test_hosts_with_the_same_shard_leave_the_checkpoint(tmp_path: Path) -> None:
+    """Rank 1's shards are whole in both replicas, rank 0's nowhere: no rank takes what is in memory."""
+    with Standing(tmp_path, checkpoint__every=4) as job:
+        job.until(lambda: any(e["step"] == 8 for e in job.events("CheckpointWritten")), "the checkpoint")
+        job.lose(["r0h0", "r1h0"])
+        rows = job.recovered()
+        for replica in (0, 1):
+            assert facts(rows[replica]) == ("checkpoint", 8, 1)
+
+
+@pytest.mark.proof
+def test_a_rank_that_dies_while_shards_are_fetched_ends_that_attempt_as_a_whole(tmp_path: Path) -> None:
+    dies = {"replicas": [0], "rank": 0, "life": 1, "step": 0}
+    with Standing(tmp_path, {"fetch": dies}) as job:
+        job.lose(["r0h0", "r1h1"])
         summary = job.end()
         check(summary, STEPS)
-        assert len(summary["recoveries"]) == 2, summary["recoveries"]
-        print(summary["recoveries"], job.events("HeadRolledBack"))
         assert job.replayed()["equal"]
+        assert {(row["replica"], row["number"]) for row in summary["recoveries"]} == {(0, 2), (1, 1)}
+        assert {facts(row)[1] for row in summary["recoveries"] if row["replica"] == 1} == {HEAD}
+        assert job.rolled_back() == 0
+
+
+@pytest.mark.proof
+def test_chaos_takes_a_host_of_each_replica_while_the_job_runs(tmp_path: Path) -> None:
+    """Nothing stands still: the state after the newest one that is whole is repeated, at most one step."""
+    chaos = [
+        {"kind": "host", "at_step": 8, "replicas": [replica], "rank": replica, "for_s": 0.2} for replica in (0, 1)
+    ]
+    with Job(tmp_path, STEPS, replicas=2, hosts__per_replica=2, chaos=chaos) as job:
+        summary = job.end()
+        check(summary, STEPS)
+        assert job.replayed()["equal"]
+        assert {row["replica"] for row in summary["recoveries"]} == {0, 1}
+        assert {row["rung"] for row in summary["recoveries"]} == {"replica"}, summary["recoveries"]
+        assert sum(row["steps"] for row in job.events("HeadRolledBack")) <= 1

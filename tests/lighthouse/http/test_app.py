@@ -240,7 +240,7 @@ async def test_holders_are_named_for_a_replica_that_recovers():
     agents = {"0": ["127.0.0.1:7000"], "1": ["127.0.0.1:7001"]}
     async with client(service) as http:
         found = (await http.get("/v1/holders?replica=0")).json()
-        assert found == {"stands": True, "head": None, "agents": agents}
+        assert found == {"stands": True, "head": None, "agents": agents, "hosts": {}}
         service.submit(ask(0, at(1, 3), epoch=1), None)
         service.processes(protocol.ProcessReport({}, (name(1),)))
         found = (await http.get("/v1/holders?replica=0")).json()

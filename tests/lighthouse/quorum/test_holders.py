@@ -12,7 +12,10 @@ from tests.support.lighthouse.lighthouse_helpers import START, Script, at, repor
 def with_agents(s: LighthouseState) -> LighthouseState:
     """Give the members of the grant state agents, two each."""
     assert s.grant is not None
-    members = tuple(replace(m, state=(f"h{m.replica}0:1", f"h{m.replica}1:1")) for m in s.grant.members)
+    members = tuple(
+        replace(m, state=(f"h{m.replica}0:1", f"h{m.replica}1:1"), hosts=((f"rack{m.replica}/a", 2),))
+        for m in s.grant.members
+    )
     return replace(s, grant=replace(s.grant, members=members))
 
 
@@ -49,13 +52,16 @@ def test_agents_are_those_of_the_grant_of_open_requests_and_those_that_were_hear
     s = with_agents(job.s)
     assert holders(s, 0).agents == {0: ("h00:1", "h01:1"), 1: ("h10:1", "h11:1")}
     views = list(s.views)
-    views[0] = replace(views[0], ask=OpenRequest(report(0, START, 1), 9, (), ("h01:1", "new:1")))
+    views[0] = replace(views[0], ask=OpenRequest(report(0, START, 1), 9, (), ("h01:1", "new:1"), (("b", 2),)))
     s = replace(s, views=tuple(views))
-    assert holders(s, 0, {2: ("old:1", "old:1"), 1: ("h10:1",)}).agents == {
+    heard = {2: (("old:1", "old:1"), ()), 1: (("h10:1",), ())}
+    assert holders(s, 0, heard).agents == {
         0: ("h00:1", "h01:1", "new:1"),
         1: ("h10:1", "h11:1"),
         2: ("old:1",),
     }
+    where = holders(s, 0, heard).hosts
+    assert where == {"h00:1": "rack0/a", "h01:1": "b", "h10:1": "rack1/a", "h11:1": "rack1/a", "new:1": "b"}
 
 
 def test_after_states_differed_no_copy_is_named():
@@ -63,4 +69,4 @@ def test_after_states_differed_no_copy_is_named():
     job.first(0, 1)
     s = with_agents(job.s)
     assert holders(replace(s, rewinding=True), 0).agents == {}
-    assert holders(replace(s, diverged=(0, 1)), 0, {1: ("h:1",)}).agents == {}
+    assert holders(replace(s, diverged=(0, 1)), 0, {1: (("h:1",), ())}).agents == {}

@@ -87,6 +87,15 @@ class Job(StartedJob):
         ready = [line for line in log.read_text().splitlines() if line.startswith("{")]
         return int(json.loads(ready[-1])["pid"])
 
+    def agents(self, replica: int) -> dict[str, dict[str, Any]]:
+        """Pid and address of the newest state agent on each host of a replica."""
+        found = {}
+        for log in (self.run / "replicas" / str(replica)).glob("agent-*.log"):
+            ready = [line for line in log.read_text().splitlines() if line.startswith("{")]
+            if ready:
+                found[log.stem.removeprefix("agent-")] = dict(json.loads(ready[-1]))
+        return found
+
     def contributing(self) -> set[int]:
         """The replicas that contributed to the newest commit."""
         rows = [r[-1] for r in (self.rows(f"replicas/{i}/commits.jsonl") for i in range(3)) if r]
