@@ -351,6 +351,8 @@ class Service:
             after = replace(after, agreed=self._agreed)  # durable together with the first grant
         self._saver.save(after)
         self.state = after
+        if after.rewinding:
+            self._agents.clear()  # what they keep may be wrong
         waits: list[str] = []
         for effect in effects:
             match effect:

@@ -24,7 +24,11 @@ A path is "zone/rack/host", "rack/host" or "host". A host is named once, unless 
 
 
 def paths(hosts: Hosts) -> tuple[str, ...]:
-    """Return the path of each rank's host, in rank order; (): not known."""
+    """Return the path of each rank's host, in rank order.
+
+    Args:
+        hosts: As `ranges` returns them; () stays ().
+    """
     return tuple(path for path, ranks in hosts for _ in range(ranks))
 
 
@@ -200,7 +204,7 @@ Answer = Grant | Continue | CatchUp | Finish | Refused
 class Holders:
     """The lighthouse's answer to GET /v1/holders: where copies of the newest state may be. It has no tag."""
 
-    stands: bool  # others than the asking replica train, as far as the lighthouse knows
+    stands: bool  # a member of another replica is not known to have exited: the job goes on without the asking one
     head: StateId | None  # the newest state that is known to be committed; None: there is none
     # "host:port" of the state agents of each replica; also of those whose ranks are dead.
     agents: dict[int, tuple[str, ...]] = field(default_factory=dict)

@@ -37,7 +37,7 @@ from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest
-from ft_hsdp.state.transfer.holdings import ask_held
+from ft_hsdp.state.transfer.holdings import Held, ask_held
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, HeldShard, ShardManifest
 from ft_hsdp.train.checkpointing import Checkpoints, load_checkpoint
 from ft_hsdp.train.live_state import LiveState
@@ -88,7 +88,7 @@ class _Outcome:
 
     used: int | None = None  # the source that gave most; None: the shard is not there
     failed: tuple[int, ...] = ()  # sources that must not be used again
-    fetched: int = 0  # bytes from other agents than its own
+    fetched: int = 0  # bytes from other agents than its own, also in earlier attempts
 
 
 def restore(
@@ -141,25 +141,31 @@ class _Restoration:
         self._about = about
         self._began = time.monotonic()
         self._peers: tuple[_Peer, ...] = ()  # by rank
+        self._fetched = 0  # bytes, by this rank, in all attempts
         # On rank 0.
         self._found: Holders | None = None
-        self._held: list[Holding] = []
+        self._own: list[Holding] = []  # snapshots of this replica's ranks, each in its rank's agent
+        self._others: list[Holding] = []  # what all agents keep besides
+        self._asked = False  # whether all agents had the time to answer
         self._failed: set[Holding] = set()
 
     def run(self) -> None:
         """Try what is in memory, newest first, and then the checkpoint; or the other way round."""
         self._peers = self._gather()
         if self._ranks.rank == 0:
-            self._held = [h for rank, peer in enumerate(self._peers) for h in self._own(rank, peer)]
-            self._held += self._elsewhere(self._newest())
-        plan, checkpoint_first = self._decide()
-        if checkpoint_first:
-            self._from_checkpoint()
-        while plan is not None and state_id.newer(plan.state, self._now):
+            self._own = [h for rank, peer in enumerate(self._peers) for h in self._kept(rank, peer)]
+            self._others = self._elsewhere(self._newest())
+        read = False  # the checkpoint
+        while True:
+            plan, checkpoint_first = self._decide()
+            if checkpoint_first and not read:
+                self._from_checkpoint()
+                read = True
+            if plan is None or not state_id.newer(plan.state, self._now):
+                break
             if self._from_memory(plan):
                 return
-            plan, _ = self._decide()
-        if not checkpoint_first:
+        if not read:
             self._from_checkpoint()
         if self._now.step == 0 and self._about.number > 0:
             self._tell("initial", "no copy and no checkpoint was found", origin="initial")
@@ -183,8 +189,8 @@ class _Restoration:
             for each in told
         )
 
-    def _own(self, rank: int, peer: _Peer) -> list[Holding]:
-        """Return what a rank's own agent keeps of it."""
+    def _kept(self, rank: int, peer: _Peer) -> list[Holding]:
+        """Return the snapshots of a rank in its own agent."""
         size = len(self._peers)
         return [
             Holding(state, self._about.replica, rank, size, peer.layout, peer.host, peer.address, settled)
@@ -200,8 +206,8 @@ class _Restoration:
         about = self._about
         found = about.holders(0.0 if best is not None or about.number == 0 else about.reach_s)
         if found is not None and best is None and about.number > 0:
-            head, until = found.head, time.monotonic() + DOUBT_S
-            while found.stands and found.head == head and time.monotonic() < until:
+            first, until = found.head, time.monotonic() + DOUBT_S
+            while found.stands and found.head == first and time.monotonic() < until:
                 time.sleep(LOOK_S)
                 found = about.holders(0.0) or found
         self._found = found
@@ -209,22 +215,47 @@ class _Restoration:
             return []
         if best is not None and not state_id.newer(found.head, best.state):
             return []
+        return self._ask(found, hurry=True)
+
+    def _ask(self, found: Holders, *, hurry: bool) -> list[Holding]:
+        """Return what all agents keep that answer, besides the own snapshots of this replica's ranks. On rank 0.
+
+        With ``hurry`` hosts that do not answer are not waited for once the head is whole.
+        """
         mine = {peer.address: peer.host for peer in self._peers}
         where = found.hosts | mine
-        known = {(h.address, h.replica, h.rank, h.state) for h in self._held}
+        known = {(h.address, h.replica, h.rank, h.state) for h in self._own}
         others = {address for agents in found.agents.values() for address in agents}
-        answers = ask_held({*mine, *others}, about.token, ASK_S)
-        return [
-            _holding(row, address, where.get(address, row.host))
-            for address, rows in answers.items()
-            for row in rows
-            if (address, row.replica, row.rank, row.state) not in known
-        ]
 
-    def _newest(self) -> Recoverable | None:
-        """Return the newest state of which every shard is in an agent that has not failed. On rank 0."""
+        def holdings(answers: Mapping[str, Held]) -> list[Holding]:
+            return [
+                _holding(row, address, where.get(address, row.host))
+                for address, rows in answers.items()
+                for row in rows
+                if (address, row.replica, row.rank, row.state) not in known
+            ]
+
+        def enough(answers: Mapping[str, Held]) -> bool:
+            whole = self._newest(holdings(answers)) if hurry else None
+            return whole is not None and found.head is not None and not state_id.newer(found.head, whole.state)
+
+        return holdings(ask_held({*mine, *others}, self._about.token, ASK_S, enough))
+
+    def _ask_everybody(self) -> None:
+        """Ask all agents once, with time to answer: a source has failed, and others may have the same shard."""
+        found = self._found
+        if not self._asked and found is not None and not found.stands and found.head is not None:
+            self._others = self._ask(found, hurry=False)
+            self._asked = True
+
+    def _newest(self, others: Sequence[Holding] = ()) -> Recoverable | None:
+        """Return the newest state of which every shard is in an agent and has not failed. On rank 0.
+
+        Args:
+            others: What is kept besides the own snapshots of this replica's ranks.
+        """
         layouts, hosts = [p.layout for p in self._peers], [p.host for p in self._peers]
-        return newest(self._held, self._about.replica, layouts, hosts, self._failed)
+        return newest([*self._own, *others], self._about.replica, layouts, hosts, self._failed)
 
     def _decide(self) -> tuple[Recoverable | None, bool]:
         """Return the next state to try and each rank's sources, and whether the checkpoint is to be read first.
@@ -234,7 +265,9 @@ class _Restoration:
         decided: dict[str, Any] = {}
         if self._ranks.rank == 0:
             late = time.monotonic() - self._began > self._about.limit_s
-            plan = None if late else self._newest()
+            if self._failed and not late:
+                self._ask_everybody()
+            plan = None if late else self._newest(self._others)
             if plan is not None:
                 plan = Recoverable(plan.state, tuple(map(self._chosen, plan.sources)))
             decided = {"plan": plan and asdict(plan), "checkpoint": self._checkpoint_is_newer(plan)}
@@ -296,7 +329,7 @@ class _Restoration:
             found = self._snapshots.acquire(state)
             if found is None or found[0].layout != self._live.layout.fingerprint:
                 return None, _Outcome(None, (0,))
-            return _Taken(*found), _Outcome(0)
+            return _Taken(*found), _Outcome(0, fetched=self._fetched)
         return self._fetch(state, sources)
 
     def _fetch(self, state: StateId, sources: Sequence[Holding]) -> tuple[_Taken | None, _Outcome]:
@@ -325,7 +358,8 @@ class _Restoration:
         if slot is not None:
             self._snapshots.complete(got.manifest)
         most = max(donors, key=lambda donor: got.given.get(donor.replica, 0))
-        return _Taken(got.manifest, packed), _Outcome(donors[most], tuple(sorted(failed)), layout.nbytes)
+        self._fetched += layout.nbytes
+        return _Taken(got.manifest, packed), _Outcome(donors[most], tuple(sorted(failed)), self._fetched)
 
     def _restored(self, plan: Recoverable, outcomes: Sequence[_Outcome]) -> None:
         """Write down what was restored from memory, and from where. On rank 0."""

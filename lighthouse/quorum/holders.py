@@ -31,7 +31,8 @@ def holders(
     grant = s.grant
     members = grant.members if grant else ()
     others = [m for m in members if m.replica != replica]
-    stands = not s.broken and any(alive(s, (m.replica, m.incarnation)) for m in others)
+    # Also while their ring is broken: they hold the head, and form the next epoch in a moment.
+    stands = any(alive(s, (m.replica, m.incarnation)) for m in others)
     if s.rewinding or s.diverged:
         return Holders(stands, s.head)
     told: list[tuple[int, StateAgents]] = list((heard or {}).items())

@@ -83,6 +83,18 @@ def test_all_are_asked_at_once_and_the_gone_the_silent_and_strangers_are_left_ou
             server.close()
 
 
+def test_nobody_is_waited_for_once_the_answers_are_enough() -> None:
+    server = StateServer("127.0.0.1", 0, Listed(ROW), TOKEN)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            addresses = [server.address, f"127.0.0.1:{silent.getsockname()[1]}"]
+            began = time.monotonic()
+            assert ask_held(addresses, TOKEN, 600.0, lambda found: len(found) == 1) == {server.address: (ROW,)}
+            assert time.monotonic() - began < 300.0
+    finally:
+        server.close()
+
+
 def test_a_server_that_answers_something_else_is_left_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

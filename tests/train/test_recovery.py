@@ -179,7 +179,8 @@ def test_a_flipped_byte_on_the_way_costs_the_source_alone(hosts: Make, tmp_path:
     found = restored(tmp_path, own, Lighthouse(5, [*own, bad, good]))
     assert (found.states, found.right) == ([state(5)] * 2, True)
     told(found, rung="replica", **{"from": {"0": "r2h0", "1": "r0h1"}})
-    assert {row["donor"] for row in found.events("FetchRejected", rank=0)} == {1}
+    rejected = [row["donor"] for row in found.events("FetchRejected", rank=0)]
+    assert rejected == [1] * len(rejected), "the one whose byte flipped, if it was asked"
 
 
 def test_without_another_source_all_ranks_take_the_older_state(hosts: Make, tmp_path: Path) -> None:
@@ -197,7 +198,8 @@ def test_a_damaged_copy_in_the_own_agent_is_replaced_from_another_replica(hosts:
     others = [hosts(1, "r1h0", 0, 5), hosts(1, "r1h1", 1, 5)]
     found = restored(tmp_path, own, Lighthouse(5, [*own, *others]))
     assert (found.states, found.right) == ([state(5)] * 2, True)
-    told(found, **{"from": {"0": "r1h0", "1": "r1h1"}})
+    told(found, rung="replica", bytes=2 * found.nbytes, **{"from": {"0": "r1h0", "1": "r0h1"}})
+    assert own[1].keeps(5, 1), "rank 1 has fetched it once, in the attempt that failed on rank 0"
 
 
 def test_nothing_in_memory_leaves_the_checkpoint_the_same_on_all(hosts: Make, tmp_path: Path) -> None:
@@ -215,6 +217,22 @@ def test_a_checkpoint_that_is_newer_than_what_is_in_memory_is_taken(hosts: Make,
     found = restored(tmp_path, own, Lighthouse(5, own), published=AGAINST)
     assert found.states == [AGAINST] * 2
     assert [row["rung"] for row in found.events("StateRestored")] == ["checkpoint"]
+
+
+def test_a_checkpoint_that_is_newer_than_what_is_left_after_a_failure_is_taken(
+    hosts: Make, tmp_path: Path
+) -> None:
+    own = [hosts(0, "r0h0", 0, 1, 5), hosts(0, "r0h1", 1, 1, 5)]
+    own[0].flip(5, 0)
+    assert restored(tmp_path, own, Lighthouse(5, own), published=AGAINST).states == [AGAINST] * 2
+
+
+def test_a_damaged_copy_of_the_head_is_looked_for_elsewhere(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0, 4, 5), hosts(0, "r0h1", 1, 4, 5)]
+    own[0].flip(5, 0)
+    found = restored(tmp_path, own, Lighthouse(5, [*own, hosts(1, "r1h0", 0, 5)]))
+    assert (found.states, found.right) == ([state(5)] * 2, True)
+    told(found, rung="replica", **{"from": {"0": "r1h0", "1": "r0h1"}})
 
 
 def test_a_checkpoint_that_is_older_is_not_read(hosts: Make, tmp_path: Path) -> None:

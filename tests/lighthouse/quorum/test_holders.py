@@ -38,12 +38,15 @@ def test_the_job_stands_while_a_member_of_another_replica_may_live():
     assert holders(job.s).stands is False
 
 
-def test_the_job_does_not_stand_while_its_ring_is_broken():
+def test_the_job_stands_while_those_whose_ring_broke_form_the_next_epoch():
     job = Script(total=2)
     job.first(0, 1)
     job.ask(1, at(1, 4), epoch=1, after=1, suspects=(0,))
     assert job.s.broken
-    assert holders(job.s, 0).stands is False
+    assert holders(job.s, 0).stands
+    assert holders(job.s, 1).stands, "nobody has reported the exit of replica 0"
+    job.runs({}, exited=[(0, 0)])
+    assert holders(job.s, 1).stands is False
 
 
 def test_agents_are_those_of_the_grant_of_open_requests_and_those_that_were_heard_last():
