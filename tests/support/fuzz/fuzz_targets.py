@@ -188,6 +188,11 @@ def _manifest(data: bytes) -> None:
     shard_manifest.decode(digest + b"\n" + body)
 
 
+def _held(data: bytes) -> None:
+    held = shard_manifest.decode_held(data)
+    assert shard_manifest.decode_held(shard_manifest.encode_held(held)) == held
+
+
 def _agent(data: bytes) -> None:
     """Orders to the agent, and its answers."""
     if len(data) >= protocol.LENGTH.size:
@@ -338,6 +343,7 @@ def _entry(data: bytes) -> None:
 
 
 HEAD = b"GET /v1/state/1/2/" + b"0" * 32 + b"/0/manifest HTTP/1.1\r\nHost: x\r\n\r\n"
+LIST = b"GET /v1/held HTTP/1.1\r\nHost: x\r\n\r\n"
 RANGED = b"GET /v1/state/1/2/" + b"0" * 32 + b"/0/data HTTP/1.1\r\nRange: bytes=0-9\r\n\r\n"
 POST = b"POST /v1/quorum HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 CHUNKED = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
@@ -355,6 +361,7 @@ MANIFEST = shard_manifest.encode(
         ("0" * 16,),
     )
 )
+HELD = [shard_manifest.HeldShard(BASE, 0, rank, 2, "0" * 32, 8, True, "r0h0") for rank in range(2)]
 ORDERS = [
     messages.Hello(0, 2, 100),
     messages.Stage(BASE),
@@ -388,8 +395,9 @@ def targets() -> dict[str, Callable[[], Parser]]:
             _store, [b"".join(map(protocol.frame, CALLS)), b"\n".join(map(protocol.encode, CALLS))], ()
         ),
         "manifest": lambda: Parser(_manifest, [MANIFEST], (DataCorruption,)),
+        "held": lambda: Parser(_held, [shard_manifest.encode_held(HELD)], (DataCorruption,)),
         "agent": lambda: Parser(_agent, [messages.frame(each) for each in ORDERS], violation),
-        "state_request": lambda: Parser(_request, [HEAD, RANGED, HEAD + RANGED], (OSError,)),
+        "state_request": lambda: Parser(_request, [HEAD, RANGED, HEAD + RANGED, LIST], (OSError,)),
         "state_answer": lambda: Parser(
             _answer,
             [b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: x\r\n\r\nabcde"],
