@@ -28,7 +28,7 @@ import numpy as np
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Holders
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import FtHsdpError
+from ft_hsdp.errors import ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.recovery import Holding, Recoverable, newest, rung
@@ -295,13 +295,12 @@ class _Restoration:
         """
         if plan is None or (self._current and (self._found is None or self._found.stands)):
             return False
-        for path in catalog.published(self._checkpoints.folder)[:1]:
-            named = catalog.PUBLISHED.fullmatch(path.name)
-            return named is not None and (int(named[2]), int(named[1])) > (
-                plan.state.commit_epoch,
-                plan.state.step,
-            )
-        return False
+        try:
+            names = [path.name for path in catalog.published(self._checkpoints.folder)]
+        except ConfigError:
+            return True  # all ranks say so when they read it
+        named = catalog.PUBLISHED.fullmatch(names[0]) if names else None
+        return named is not None and (int(named[2]), int(named[1])) > (plan.state.commit_epoch, plan.state.step)
 
     # From memory.
 
