@@ -13,13 +13,14 @@ Row = Mapping[str, Any]
 def _restored(event: Row) -> str:
     """Return with which state a replica comes back, and what is lost with it."""
     step, lost = event.get("step", "?"), event.get("lost_steps")
+    if event.get("rung") == "initial":
+        return "begins with its initial weights: no copy of its state is left"
     where = {
         None: "from its state of step {step}",
         "agent": "from step {step}, which its own hosts kept in memory",
         "copy": "from step {step}, put together from copies in memory",
         "replica": "from step {step}, put together from the memory of other replicas",
         "checkpoint": "from step {step}, by the newest checkpoint",
-        "initial": "from the beginning: no copy of its state is left",
     }[event.get("rung")]
     hosts = sorted(set(event.get("from", {}).values())) if event.get("rung") in ("copy", "replica") else []
     named = f" (hosts {', '.join(hosts[:HOSTS])}{', ...' if len(hosts) > HOSTS else ''})" if hosts else ""

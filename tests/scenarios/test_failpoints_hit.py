@@ -55,7 +55,9 @@ def test_a_flipped_bit_of_one_replica_is_found_and_healed(tmp_path: Path) -> Non
         assert found["replicas"] == [1]
         assert 5 <= found["step"] < 5 + SLICES
         assert job.events("LeftBehind", replica=1)
-        assert not job.events("StateRestored", replica=1), "it took its corrupt snapshot"
+        assert {e["rung"] for e in job.events("StateRestored", replica=1)} <= {"initial"}, (
+            "it took its corrupt copy"
+        )
         contributors = {r["step"]: r["contributors"] for r in job.rows("metrics.jsonl")}
         assert job.replayed()["equal"], contributors
 

@@ -74,7 +74,7 @@ def test_each_recovery_is_a_row() -> None:
         "1 step is lost"
     )
     begun = {**events[1], "rung": "initial", "step": 0, "from": {}, "lost_steps": None}
-    assert tell(begun, reason=False).endswith("from the beginning: no copy of its state is left")
+    assert tell(begun, reason=False).endswith("begins with its initial weights: no copy of its state is left")
 
 
 def test_the_effective_ratio_counts_contributors_over_all_replicas() -> None:
