@@ -55,9 +55,7 @@ def test_a_flipped_bit_of_one_replica_is_found_and_healed(tmp_path: Path) -> Non
         assert found["replicas"] == [1]
         assert 5 <= found["step"] < 5 + SLICES
         assert job.events("LeftBehind", replica=1)
-        assert {e["rung"] for e in job.events("StateRestored", replica=1)} <= {"initial"}, (
-            "it took its corrupt copy"
-        )
+        assert {e["rung"] for e in job.events("StateRestored", replica=1)} <= {"initial"}, "a corrupt copy"
         contributors = {r["step"]: r["contributors"] for r in job.rows("metrics.jsonl")}
         assert job.replayed()["equal"], contributors
 
