@@ -20,10 +20,15 @@ from tests.support.scenarios.scenario_job import Job, check
 STEPS = 24
 AT = 10  # the step of the vote at which the job stands
 HEAD = AT - 1  # the newest committed step then
-ALL = ("r0h0", "r0h1", "r1h0", "r1h1")
+ALL = ("r0h0", "r0h1", "r1h0", "r1h1")  # the rank on the first one stands still, perhaps before its snapshot
 STANDS = {"replicas": [0], "step": AT, "signal": "STOP"}
 # Nobody is missed while the job stands, and what the failure costs is up to the operator.
-PATIENT = {"timeouts.silence_s": 60.0, "timeouts.evict_s": 120.0, "quorum.on_lost_head": "rollback"}
+PATIENT = {
+    "timeouts.silence_s": 60.0,
+    "timeouts.connect_s": 60.0,
+    "timeouts.evict_s": 120.0,
+    "quorum.on_lost_head": "rollback",
+}
 
 
 class Standing(Job):
@@ -47,7 +52,7 @@ class Standing(Job):
     def lose(self, hosts: Collection[str]) -> None:
         """Kill the agents of some hosts, and then all ranks: those of the other hosts would end themselves."""
         self.until(lambda: len(self.agents(0)) == len(self.agents(1)) == 2, "all agents")
-        self.until(lambda: self.step() == HEAD and self.held(HEAD) == set(ALL), "all agents have the state")
+        self.until(lambda: self.step() == HEAD and self.held(HEAD) >= set(ALL[1:]), "all have the state")
         agents = {host: agent["pid"] for replica in (0, 1) for host, agent in self.agents(replica).items()}
         ranks = [self.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)]
         for pid in (*(agents[host] for host in hosts), *ranks):
@@ -73,6 +78,13 @@ class Standing(Job):
 def facts(row: dict[str, Any]) -> tuple[str, int, int]:
     """From where a state came, of which step it is, and how many steps it costs."""
     return row["rung"], row["state"][1], row["lost_steps"]
+
+
+def from_checkpoint(rows: dict[int, dict[str, Any]]) -> None:
+    """Both go on from the checkpoint of step 8; the later one may have it from the memory of the first."""
+    assert rows[0]["state"] == rows[1]["state"]
+    assert {facts(row)[1:] for row in rows.values()} == {(8, 1)}
+    assert "checkpoint" in {row["rung"] for row in rows.values()} <= {"checkpoint", "replica"}
 
 
 @pytest.mark.proof
@@ -103,10 +115,7 @@ def test_nothing_in_memory_leaves_the_checkpoint_the_same_for_all(tmp_path: Path
     with Standing(tmp_path, checkpoint__every=4) as job:
         job.until(lambda: any(e["step"] == 8 for e in job.events("CheckpointWritten")), "the checkpoint")
         job.lose(ALL)
-        rows = job.recovered()
-        for replica in (0, 1):
-            assert facts(rows[replica]) == ("checkpoint", 8, 1)
-        assert rows[0]["state"] == rows[1]["state"]
+        from_checkpoint(job.recovered())
 
 
 @pytest.mark.proof
@@ -115,9 +124,7 @@ def test_hosts_with_the_same_shard_leave_the_checkpoint(tmp_path: Path) -> None:
     with Standing(tmp_path, checkpoint__every=4) as job:
         job.until(lambda: any(e["step"] == 8 for e in job.events("CheckpointWritten")), "the checkpoint")
         job.lose(["r0h0", "r1h0"])
-        rows = job.recovered()
-        for replica in (0, 1):
-            assert facts(rows[replica]) == ("checkpoint", 8, 1)
+        from_checkpoint(job.recovered())
 
 
 @pytest.mark.proof
