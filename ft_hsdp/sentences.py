@@ -10,22 +10,24 @@ HOSTS = 4  # that one sentence names
 Row = Mapping[str, Any]
 
 
-def _restored(event: Row) -> str:
+_KEPT = {  # by rung: who had the state
+    "agent": ", which its own hosts kept in memory",
+    "copy": ", put together from copies in memory",
+    "replica": ", put together from the memory of other replicas",
+    "checkpoint": ", by the newest checkpoint",
+}
+
+
+def _restored(e: Row) -> str:
     """Return with which state a replica comes back, and what is lost with it."""
-    step, lost = event.get("step", "?"), event.get("lost_steps")
-    if event.get("rung") == "initial":
+    rung, lost, hosts = e.get("rung"), e.get("lost_steps"), e.get("from")
+    if rung == "initial":
         return "begins with its initial weights: no copy of its state is left"
-    where = {
-        None: "from its state of step {step}",
-        "agent": "from step {step}, which its own hosts kept in memory",
-        "copy": "from step {step}, put together from copies in memory",
-        "replica": "from step {step}, put together from the memory of other replicas",
-        "checkpoint": "from step {step}, by the newest checkpoint",
-    }[event.get("rung")]
-    hosts = sorted(set(event.get("from", {}).values())) if event.get("rung") in ("copy", "replica") else []
-    named = f" (hosts {', '.join(hosts[:HOSTS])}{', ...' if len(hosts) > HOSTS else ''})" if hosts else ""
-    cost = f"; {lost} {'step is' if lost == 1 else 'steps are'} lost" if lost else ""
-    return "goes on " + where.format(step=step) + named + cost
+    named = sorted(set(hosts.values())) if rung in ("copy", "replica") and isinstance(hosts, Mapping) else []
+    more = ", ..." if len(named) > HOSTS else ""
+    on = f" (hosts {', '.join(named[:HOSTS])}{more})" if named else ""
+    cost = f"; {lost} {'step is' if lost == 1 else 'steps are'} lost" if isinstance(lost, int) and lost else ""
+    return f"goes on from its state of step {e.get('step', '?')}{_KEPT.get(str(rung), '')}{on}{cost}"
 
 
 def _who(e: Row) -> str:

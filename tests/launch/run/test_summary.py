@@ -70,8 +70,8 @@ def test_each_recovery_is_a_row() -> None:
     assert summary["recoveries"] == [{"replica": 1, **facts}]
     assert tell(events[0], reason=False) == "replica 1 goes on from its state of step 2"
     assert tell(events[1], reason=False) == (
-        "replica 1 goes on from step 2, put together from the memory of other replicas (hosts r0h1, r1h0); "
-        "1 step is lost"
+        "replica 1 goes on from its state of step 2, put together from the memory of other "
+        "replicas (hosts r0h1, r1h0); 1 step is lost"
     )
     begun = {**events[1], "rung": "initial", "step": 0, "from": {}, "lost_steps": None}
     assert tell(begun, reason=False).endswith("begins with its initial weights: no copy of its state is left")
