@@ -177,7 +177,9 @@ def test_a_slice_of_every_kind(tmp_path: Path) -> None:
         check(job.end(), STEPS)
         injected, lifted = job.events("FailureInjected"), job.events("FailureLifted")
     kinds = {"signal" if e["kind"].startswith("SIG") else e["kind"] for e in injected}
-    assert kinds == set(get_args(ChaosConfig.model_fields["kind"].annotation))
+    # A host takes its memory along. So soon before the loss of another replica that would be the end of the job;
+    # test_lost_hosts.py has it.
+    assert kinds == set(get_args(ChaosConfig.model_fields["kind"].annotation)) - {"host"}
     assert len(injected) == len(RULES)
     assert {e["kind"] for e in lifted} == kinds - {"signal", "flip"} | {"SIGSTOP"}
     helpers = {e["target"] for e in injected if e["kind"] == "helper"}

@@ -14,6 +14,7 @@ KINDS = (
     "kill",
     "stop",
     "term",
+    "host",
     "disk_full",
     "slow_disk",
     "descriptors",
