@@ -17,6 +17,9 @@ Read the modules in this order:
 - `estimates`: wasted time, effective training time and expected losses by the papers' models.
 - `reliability`: all of that for the hosts of one job.
 
+`hosts` and `recovery` act in each job. No process calls `copies`, `replacement`, `schedule` and `reliability` yet;
+the model checker does call `copies` (ADR 34).
+
 This package imports `ft_hsdp.core` and the standard library, and of that no clock, no randomness and no I/O. All
 ranks that see the same grant decide the same.
 

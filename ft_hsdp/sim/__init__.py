@@ -18,7 +18,7 @@ Read the modules in this order:
 
 Gradients are replaced by their meaning: the content of a replica is the list of batches that it has applied, so
 equality is exact. The package imports `ft_hsdp.core`, `ft_hsdp.memory`, the slots of a state agent and
-`lighthouse.quorum`, the code that runs in production, and neither tensors nor sockets. Only tests and the command
+`lighthouse.quorum`, the product's own code, and neither tensors nor sockets. Only tests and the command
 line use it.
 
 Example: run the default space, or one with a link that breaks:

@@ -1,7 +1,7 @@
 """The copies of the state in host memory, in every order of snapshots, pulls, votes and lost hosts.
 
-A replica has one rank on each of its hosts. A committed step is a number here. What decides is the code that runs
-in production: `memory.copies` says who keeps which copy, `SnapshotSlots` which memory is written,
+A replica has one rank on each of its hosts. A committed step is a number here. What decides is
+the product's own code: `memory.copies` says who keeps which copy, `SnapshotSlots` which memory is written, and
 `memory.recovery` what is restored. Everything else is as short as it can be: replicas commit together, and a
 replica that has lost a host ends at once as a whole, comes back behind the others, and is healthy from the next
 commit on.

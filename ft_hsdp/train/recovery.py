@@ -20,7 +20,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -119,35 +119,28 @@ def restore(
     _Restoration(live_state, snapshots, ranks, checkpoints, current, journal, about).run()
 
 
+@dataclass(slots=True)
 class _Restoration:
-    """The course of one call of `restore`, on one rank."""
+    """The course of one call of `restore`, on one rank; the first fields are its arguments."""
 
-    def __init__(
-        self,
-        live_state: LiveState,
-        snapshots: SnapshotWriter,
-        ranks: ReplicaGroup,
-        checkpoints: Checkpoints,
-        current: bool,
-        journal: Journal,
-        about: Recoverer,
-    ) -> None:
-        self._live = live_state
-        self._snapshots = snapshots
-        self._ranks = ranks
-        self._checkpoints = checkpoints
-        self._current = current
-        self._journal = journal
-        self._about = about
-        self._began = time.monotonic()
-        self._peers: tuple[_Peer, ...] = ()  # by rank
-        self._fetched = 0  # bytes, by this rank, in all attempts
-        # On rank 0.
-        self._found: Holders | None = None
-        self._own: list[Holding] = []  # snapshots of this replica's ranks, each in its rank's agent
-        self._others: list[Holding] = []  # what all agents keep besides
-        self._asked = False  # whether all agents had the time to answer
-        self._failed: set[Holding] = set()
+    _live: LiveState
+    _snapshots: SnapshotWriter
+    _ranks: ReplicaGroup
+    _checkpoints: Checkpoints
+    _current: bool
+    _journal: Journal
+    _about: Recoverer
+    _began: float = field(default_factory=time.monotonic)
+    _peers: tuple[_Peer, ...] = ()  # by rank
+    _fetched: int = 0  # bytes, by this rank, in all attempts
+    # On rank 0.
+    _found: Holders | None = None
+    _own: list[Holding] = field(
+        default_factory=list
+    )  # snapshots of this replica's ranks, each in its rank's agent
+    _others: list[Holding] = field(default_factory=list)  # what all agents keep besides
+    _asked: bool = False  # whether all agents had the time to answer
+    _failed: set[Holding] = field(default_factory=set)
 
     def run(self) -> None:
         """Try what is in memory, newest first, and then the checkpoint; or the other way round."""
