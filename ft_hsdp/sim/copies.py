@@ -1,17 +1,16 @@
 """The copies of the state in host memory, in every order of snapshots, pulls, votes and lost hosts.
 
-A replica has one rank on each of its hosts. A committed step is a number here. What decides is
-the product's own code: `memory.copies` says who keeps which copy, `SnapshotSlots` which memory is written, and
-`memory.recovery` what is restored. Everything else is as short as it can be: replicas commit together, and a
-replica that has lost a host ends at once as a whole, comes back behind the others, and is healthy from the next
-commit on.
+A replica has one rank on each of its hosts. A committed step is a number here. What decides is the product's own
+code: `memory.copies` says who keeps which copy, `SnapshotSlots` which memory is written, `memory.recovery` what
+is restored. Everything else is as short as it can be: replicas commit together, and a replica that has lost a host
+ends at once as a whole, comes back behind the others, and is healthy from the next commit on.
 
 What must hold:
 
 - After a commit that says that the state before it is kept, that state is on as many hosts apart as there are
-copies. - As long as fewer failure domains are lost than there are copies, a job whose ranks are all dead comes
-back with that
-  state or a newer one.
+  copies.
+- As long as fewer failure domains are lost than there are copies, a job whose ranks are all dead comes back with
+  that state or a newer one.
 - Without a further disturbance the second commit says so again.
 
 Run the default space with `python -m ft_hsdp.sim.copies`.
