@@ -2,8 +2,8 @@
 
 Under ft_hsdp's own launcher the supervisor does that; under another launcher no other process does. It is an exit
 only when all ranks are gone, so this process is started only where all ranks run on one machine. Run as `python -m
-ft_hsdp.control.exit_watch` with a `Watched` as JSON on stdin. It ends when a lighthouse knows, or when its time is
-over.
+ft_hsdp.control.exit_watch` with a `Watched` as JSON on stdin. It ends when a lighthouse knows, when the run's
+folder is removed, or when its time is over.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ async def report(watched: Watched) -> bool:
         watched: the incarnation and the lighthouses.
 
     Returns:
-        Whether a lighthouse took the report within `patience_s`.
+        Whether a lighthouse took the report within `patience_s`. If the `listed` file is gone, the run has been
+        removed, and its lighthouse does not come back: then the report is not sent again.
     """
     listed = None if watched.listed is None else Path(watched.listed)
     client = LighthouseClient(watched.lighthouses, watched.token, tls.client(watched.network), listed)
@@ -112,7 +113,7 @@ async def report(watched: Watched) -> bool:
                 await client.report(ProcessReport({}, (watched.incarnation,)))
                 return True
             except LighthouseUnreachable:
-                if time.monotonic() >= until:
+                if time.monotonic() >= until or (listed is not None and not listed.exists()):
                     return False
             await asyncio.sleep(AGAIN_S)
     finally:

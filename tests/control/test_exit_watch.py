@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ import pytest
 from ft_hsdp import protocol
 from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.control.exit_watch import Watched, process_space, start
+from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
 
 TOKEN = "ab" * 32
@@ -75,6 +77,20 @@ def test_the_lighthouse_hears_of_the_end_of_the_last_rank(tmp_path: Path, lighth
     assert lighthouse.told.get(timeout=30) == ProcessReport({}, (NAME,))
     assert watch.wait(30) == 0
     assert (tmp_path / "log").read_text() == ""
+
+
+def test_the_watch_ends_when_the_run_is_removed(tmp_path: Path) -> None:
+    """A lighthouse that is away may come back, but not that of a run whose folder is gone."""
+    rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    listed, nobody = tmp_path / "lighthouse.json", f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    listed.write_text(json.dumps({"url": nobody}))
+    watched = Watched(NAME, (rank.pid,), (nobody,), TOKEN, str(listed), NetworkConfig(), 3600.0)
+    watch = start(watched, tmp_path / "log")
+    rank.communicate()
+    with pytest.raises(subprocess.TimeoutExpired):
+        watch.wait(2)
+    listed.unlink()
+    assert watch.wait(60) == 1
 
 
 def test_pids_mean_the_same_within_one_space_only() -> None:
