@@ -18,7 +18,7 @@ from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseProcess
 from ft_hsdp.launch.run.directory import RunDir
-from ft_hsdp.train.checkpointing import CheckpointSaver
+from ft_hsdp.train.state.checkpointing import CheckpointSaver
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/timeouts.md").read_text()

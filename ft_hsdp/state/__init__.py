@@ -20,8 +20,8 @@ Read the modules in this order:
 - `checkpoint`: durable checkpoints on a shared file system.
 
 The package knows nothing of rings, grants or training: it must not import `ft_hsdp.ftar`, `ft_hsdp.control` or
-`ft_hsdp.train`, and `pyproject.toml` enforces that. `ft_hsdp.train.snapshots` decides when a snapshot is taken,
-and `ft_hsdp.train.recovery` what a starting replica loads.
+`ft_hsdp.train`, and `pyproject.toml` enforces that. `ft_hsdp.train.state.snapshots` decides when a snapshot is
+taken, and `ft_hsdp.train.state.recovery` what a starting replica loads.
 
 Example: a snapshot of live tensors, in memory of the state agent:
 

@@ -16,11 +16,8 @@ Read the modules in this order:
     orders         the leader's orders: carried out at once, or put into the mailbox
     gradients      a rank's gradient through FTAR, attempt by attempt, and its vote
     fsdp           (package) FSDP2 inside the replica, and its buckets
-    live_state     the committed state that the rank holds: apply, load, copy
+    state          a package: the committed state that the rank holds, and its copies in memory and on disk
     optimizer      a package: the user's optimizers inside that state, and torch's schedulers
-    snapshots      copies of each state in the memory of the host's state agent
-    checkpointing  a rank's part in writing and loading checkpoints
-    recovery       with which state a replica begins: from the memory of hosts, or from a checkpoint
     data           batches and seeds as pure functions of their place, read ahead of time
     tokens         the text of the built-in trainer as tokens
     step_log       the replica's files in the run's directory

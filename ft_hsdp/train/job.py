@@ -35,14 +35,12 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.effects import Exit, RunBatch
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
-from ft_hsdp.train.checkpointing import CheckpointSaver, missed, open_checkpoints
 from ft_hsdp.train.data.prefetch import Reader, Source
 from ft_hsdp.train.data.sources import DataSources
 from ft_hsdp.train.data.step_plan import checked_weight
 from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, parts_of, shard
 from ft_hsdp.train.fsdp.batch_norm import STATE as BATCH_NORM
 from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_sigterm
-from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.loop.callbacks import CommittedStep
 from ft_hsdp.train.loop.logged_values import checked, checked_step, counts
 from ft_hsdp.train.loop.pauses import checked_pause
@@ -51,8 +49,10 @@ from ft_hsdp.train.optimizer.committing import Ended, Optimizer
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, Optimizers, Schedule
 from ft_hsdp.train.orders import Mailbox
-from ft_hsdp.train.recovery import restore
 from ft_hsdp.train.runtime import RankRuntime
+from ft_hsdp.train.state.checkpointing import CheckpointSaver, missed, open_checkpoints
+from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.recovery import restore
 from ft_hsdp.train.step_driver import Joined, StepDriver
 from ft_hsdp.train.step_log import StepLog
 

@@ -34,7 +34,7 @@ from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.fetch import Donor, FetchedShard, FetchRequest
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
 from ft_hsdp.train.gradients import Reducer
-from ft_hsdp.train.snapshots import SnapshotWriter
+from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 AGAIN_S = 0.5  # from the start of a fetch to the report that it failed, at least
 

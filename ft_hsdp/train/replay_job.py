@@ -31,14 +31,14 @@ from ft_hsdp.errors import EXIT_OK, ConfigError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.state.replica_group import ReplicaGroup
-from ft_hsdp.train.checkpointing import checkpoints_of, load_checkpoint
 from ft_hsdp.train.data.prefetch import Reader
 from ft_hsdp.train.gradients import Feeding, Traffic, checksum, ring_settings, sum_of_squares
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
-from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import ApplyOrder, Mailbox, Order
+from ft_hsdp.train.state.checkpointing import checkpoints_of, load_checkpoint
+from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.step_driver import Joined, StepDriver
 
 Row = dict[str, Any]

@@ -66,12 +66,12 @@ from ft_hsdp.protocol import (
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.gradients import Reducer, device_plane, ring_settings
 from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name, numerics
-from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import CheckIn, RankZero, ReplicaFacts
-from ft_hsdp.train.recovery import Recoverer
-from ft_hsdp.train.snapshots import AgentHome, SnapshotWriter
+from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.recovery import Recoverer
+from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
 
 SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more, comes first
 

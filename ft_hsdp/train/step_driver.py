@@ -25,17 +25,17 @@ from ft_hsdp.config import Config, config_hash
 from ft_hsdp.core.effects import DropGradient, Exit, Reduce, RunBatch, WriteCheckpoint
 from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
-from ft_hsdp.train.checkpointing import CheckpointSaver
 from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
 from ft_hsdp.train.data.randomness import stream
 from ft_hsdp.train.data.step_plan import MicroBatch, StepPlan, TrainedMicroBatch
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
 from ft_hsdp.train.gradients import Feeding
-from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.loop.callbacks import CallbackFailed, Callbacks, CommittedStep
 from ft_hsdp.train.optimizer.groups import Groups
 from ft_hsdp.train.orders import ApplyOrder, LoadOrder, Mailbox
 from ft_hsdp.train.runtime import RankRuntime
+from ft_hsdp.train.state.checkpointing import CheckpointSaver
+from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.step_log import StepLog, Timing, exposed
 
 Batch = TypeVar("Batch")

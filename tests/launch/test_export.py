@@ -21,9 +21,9 @@ from ft_hsdp.launch.cli import main
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header, Published
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.transfer.shard_manifest import Layout
-from ft_hsdp.train import live_state
 from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.model import ModelArgs, Transformer
+from ft_hsdp.train.state import live_state
 
 CONFIG = parse(
     {

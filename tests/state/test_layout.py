@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ALIGN, Layout
-from ft_hsdp.train import live_state
+from ft_hsdp.train.state import live_state
 from tests.support.state.state_helpers import tensors
 
 

@@ -14,9 +14,9 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
-from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
+from ft_hsdp.train.state.live_state import LiveState
 
 Statistics = dict[str, Tensor]
 

@@ -17,8 +17,8 @@ Writing goes this way, on a thread beside training, as a collective of the repli
 
     Checkpointer.write -> dcp.views -> dcp.save -> Draft.written_by (hashes) -> Draft.publish -> retire
 
-`ft_hsdp.core.checkpoint` decides which replica writes which step, and `ft_hsdp.train.checkpointing` calls this
-package. It must not import `ft_hsdp.state.agent`: a checkpoint has to be readable where no agent runs, as in
+`ft_hsdp.core.checkpoint` decides which replica writes which step, and `ft_hsdp.train.state.checkpointing` calls
+this package. It must not import `ft_hsdp.state.agent`: a checkpoint has to be readable where no agent runs, as in
 `ft_hsdp.launch.export`.
 
 Example:

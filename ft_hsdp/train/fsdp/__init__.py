@@ -12,7 +12,7 @@ nothing of it is changed but FSDP2's hooks. Read in this order.
   the gradient of a model's output by the weight of the micro-batch.
 
 Nothing here knows replicas, rings or commits: `train.step_driver` takes the buckets to the reducer, and
-`train.live_state` brings the sums back. Nothing here imports another package of ft_hsdp but its errors.
+`train.state.live_state` brings the sums back. Nothing here imports another package of ft_hsdp but its errors.
 
     fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
     adopted = AdoptedModel(model, ranks, ready=lambda bucket, flat: ...)

@@ -36,7 +36,7 @@ from ft_hsdp.state.checkpoint import catalog, drafts
 from ft_hsdp.state.checkpoint.catalog import resume
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header
 from ft_hsdp.state.transfer.shard_manifest import Layout
-from ft_hsdp.train import live_state
+from ft_hsdp.train.state import live_state
 from tests.support.state.durable_side import HYPER, KEY, VALUES, Side, header, told, two_layers
 
 WAIT_S = 60.0

@@ -15,12 +15,12 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header, Outcome, Published
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.transfer.shard_manifest import Layout
-from ft_hsdp.train import live_state
 from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
-from ft_hsdp.train.live_state import state_digest
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import tensors
+from ft_hsdp.train.state import live_state
+from ft_hsdp.train.state.live_state import state_digest
 
 
 class Uneven(nn.Module):

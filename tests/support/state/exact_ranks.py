@@ -26,9 +26,9 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
-from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, finish
+from ft_hsdp.train.state.live_state import LiveState
 
 CLIPPED = "a clip of a group"
 RANKS, STEPS, REJOIN, CLIP = 2, 5, 2, 0.7

@@ -21,9 +21,9 @@ from ft_hsdp.state.shared_memory import Bytes, InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import HeldShard, ShardManifest
-from ft_hsdp.train import recovery
-from ft_hsdp.train.checkpointing import Checkpoints
-from ft_hsdp.train.recovery import Recoverer, restore
+from ft_hsdp.train.state import recovery
+from ft_hsdp.train.state.checkpointing import Checkpoints
+from ft_hsdp.train.state.recovery import Recoverer, restore
 
 TOKEN = "ab" * 32
 LAYOUT = shard_manifest.fingerprint(())

@@ -29,9 +29,9 @@ from ft_hsdp.state.checkpoint import dcp
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
 from ft_hsdp.train.gradients import checksum, sum_of_squares
-from ft_hsdp.train.live_state import LiveState, pack
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
+from ft_hsdp.train.state.live_state import LiveState, pack
 from ft_hsdp.train.step_driver import scalar
 from tests.support.state.parallel_models import (
     VOCABULARY,

@@ -10,7 +10,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.shared_memory import SnapshotBuffer
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
-from ft_hsdp.train import live_state
+from ft_hsdp.train.state import live_state
 
 TOKEN = "ab" * 32
 STATE = StateId(3, 7, "0123456789abcdef" * 2)

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_hsdp.core import state_id
 from ft_hsdp.errors import ConfigError, DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.loop.callbacks import CallbackFailed
 from ft_hsdp.train.loop.user_state import MAX_JSON, Registered, UserState
-from tests.train.test_live_state import START, hold, record, sums
+from ft_hsdp.train.state.live_state import LiveState
+from tests.train.state.test_live_state import START, hold, record, sums
 
 DECAY = 0.75
 

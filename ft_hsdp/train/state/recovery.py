@@ -39,9 +39,9 @@ from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest
 from ft_hsdp.state.transfer.holdings import Held, ask_held
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, HeldShard, ShardManifest
-from ft_hsdp.train.checkpointing import Checkpoints, load_checkpoint
-from ft_hsdp.train.live_state import LiveState
-from ft_hsdp.train.snapshots import SnapshotWriter
+from ft_hsdp.train.state.checkpointing import Checkpoints, load_checkpoint
+from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 ASK_S = 1.0  # for all agents that are asked at once
 DOUBT_S = 1.0  # for which a replica without any state of its own looks whether the others still train

@@ -34,7 +34,7 @@ from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
-from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.state.live_state import LiveState
 
 ANSWER_S = 2.0  # default of the longest that an agent may hold up a vote, once, and
 FRESH_BYTES_PER_S = 1e9  # the time that it may take longer, to get new memory

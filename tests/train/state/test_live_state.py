@@ -17,11 +17,11 @@ from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
-from ft_hsdp.train import live_state
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
-from ft_hsdp.train.live_state import LiveState, Offload, state_digest
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
+from ft_hsdp.train.state import live_state
+from ft_hsdp.train.state.live_state import LiveState, Offload, state_digest
 from tests.support.state.odd_model import Odd, batch
 
 START = StateId(0, 0, "0" * 32)

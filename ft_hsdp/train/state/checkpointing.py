@@ -37,8 +37,8 @@ from ft_hsdp.state.checkpoint.writer import (
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
-from ft_hsdp.train.live_state import LiveState
-from ft_hsdp.train.snapshots import SnapshotWriter
+from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.replica_group import ReplicaGroup
-from ft_hsdp.train import recovery
-from ft_hsdp.train.checkpointing import Checkpoints
-from ft_hsdp.train.live_state import LiveState
-from ft_hsdp.train.recovery import Recoverer, restore
-from ft_hsdp.train.snapshots import SnapshotWriter
+from ft_hsdp.train.state import recovery
+from ft_hsdp.train.state.checkpointing import Checkpoints
+from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.recovery import Recoverer, restore
+from ft_hsdp.train.state.snapshots import SnapshotWriter
 from tests.support.state.memory_of_hosts import (
     AGAINST,
     TOKEN,
@@ -26,9 +26,9 @@ from tests.support.state.memory_of_hosts import (
     restored,
     state,
 )
-from tests.train.test_live_state import START, hold
-from tests.train.test_snapshots import DEADLINE_S, Place, done, until, walk
-from tests.train.test_snapshots import place as place
+from tests.train.state.test_live_state import START, hold
+from tests.train.state.test_snapshots import DEADLINE_S, Place, done, until, walk
+from tests.train.state.test_snapshots import place as place
 
 CHECKPOINTED = StateId(1, 1, "c" * 32)
 ALONE = Recoverer(0, 1, "h0", TOKEN, lambda _: None, 0.0, 30.0)  # the lighthouse does not answer

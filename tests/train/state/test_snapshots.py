@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.client import AgentGone, Starter, StateAgent, connect_newest
-from ft_hsdp.train import snapshots
-from ft_hsdp.train.live_state import LiveState
-from ft_hsdp.train.snapshots import AgentHome, SnapshotWriter
-from tests.train.test_live_state import START, hold, steps
+from ft_hsdp.train.state import snapshots
+from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
+from tests.train.state.test_live_state import START, hold, steps
 
 DEADLINE_S = 20.0
 
