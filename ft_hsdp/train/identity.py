@@ -33,7 +33,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import own_address
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state.agent.client import Starter
+from ft_hsdp.state.agent.starter import Starter
 
 if TYPE_CHECKING:
     import torch

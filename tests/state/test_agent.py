@@ -20,7 +20,7 @@ import pytest
 from ft_hsdp import address, handshake, protocol
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.state.agent import client, messages, server
+from ft_hsdp.state.agent import client, messages, server, starter
 from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Recall, Welcome
 from ft_hsdp.state.agent.server import AgentListener, main
@@ -415,13 +415,13 @@ class Runs:
 def test_an_agent_that_one_thread_starts_is_not_lost_by_another_that_looks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    starter = client.Starter(secrets.token_hex(16), 0, "127.0.0.1", os.getpid(), tmp_path / "log", 60.0)
+    one = starter.Starter(secrets.token_hex(16), 0, "127.0.0.1", os.getpid(), tmp_path / "log", 60.0)
     started = [Runs() for _ in range(2)]
     made = iter(started)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: next(made))
-    starter.started.append(Ended(starter.ensure))  # type: ignore[arg-type]
-    starter.ensure()
-    assert starter.started == started[:1], "a second one was started beside it"
+    one.started.append(Ended(one.ensure))  # type: ignore[arg-type]
+    one.ensure()
+    assert one.started == started[:1], "a second one was started beside it"
 
 
 REPLICA = 8

@@ -11,7 +11,7 @@ import pytest
 from ft_hsdp.config import parse
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state.agent.client import Starter
+from ft_hsdp.state.agent.starter import Starter
 from ft_hsdp.train import identity
 from ft_hsdp.train.identity import RankPlace, begin, host_name, host_path
 

@@ -17,8 +17,8 @@ Read the modules in this order:
 - `slots`: `SnapshotSlots` decides, for one rank, which slot is written next and which snapshots are kept.
 - `store`: `SnapshotStore`: memory and checksums of the snapshots of all ranks of the host.
 - `messages`: the orders and answers on the socket.
-- `client`: `StateAgent`, a rank's end of the socket; `Starter` starts an agent, and replaces one that no longer
-  answers.
+- `starter`: `Starter` starts an agent, and replaces one that no longer answers.
+- `client`: `StateAgent`, a rank's end of the socket.
 - `server`: the agent's end, and the process itself.
 
 `server` and `client` must not import torch, because the agent starts in a fraction of a second without it;

@@ -1,36 +1,28 @@
 """A rank's end of the state agent of its host, which keeps the rank's snapshots when the rank dies.
 
 `StateAgent` is the connection to it. The rank writes into memory that the agent owns; only orders are sent
-(GEMINI §5.1: checkpoints in host memory). `Starter` starts the agent of a replica in a process of its own, and
-replaces one that no longer answers.
+(GEMINI §5.1: checkpoints in host memory). The rank also orders the copies of other hosts' shards that its host
+has to keep; the agent fetches them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import select
-import signal
 import socket
-import struct
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ft_hsdp import handshake, protocol
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import FtHsdpError, ProtocolViolation
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.agent.messages import CompleteSnapshot
+from ft_hsdp.state.agent.messages import CompleteSnapshot, ShardIndex
+from ft_hsdp.state.agent.starter import connect_newest
 from ft_hsdp.state.shared_memory import Bytes
 
 RETRY_S = 0.02
@@ -48,10 +40,18 @@ class StateAgent:
     """A rank's connection to its state agent; made by `connect`. Thread-safe; one snapshot is written at a time.
 
     Every method but `close` blocks for the agent's answer, and raises AgentGone if the agent is gone or does not
-    answer within ``deadline_s``. After that every call raises AgentGone at once.
+    answer within ``deadline_s``. After that every call raises AgentGone at once. `kept` has a connection of its
+    own, so that its answer holds up no other order.
     """
 
-    def __init__(self, connection: _AgentSocket, address: str, nbytes: int, deadline_s: float) -> None:
+    def __init__(
+        self,
+        connection: _AgentSocket,
+        watch: Callable[[float], _AgentSocket],
+        address: str,
+        nbytes: int,
+        deadline_s: float,
+    ) -> None:
         self.address = address  # "host:port" at which the agent serves snapshots over HTTP
         self.busy = ""  # why the last `stage` got no slot
         # Snapshots that the agent dropped as damaged; the caller clears the list.
@@ -60,6 +60,9 @@ class StateAgent:
         self.deadline_s = deadline_s  # of each call; may be changed
         self._lock = threading.Lock()  # held for one order and its answer
         self._socket: _AgentSocket | None = connection
+        self._make_watch = watch
+        self._watching = threading.RLock()  # held for one `kept`
+        self._watch: _AgentSocket | None = None  # made by the first `kept`
         self._maps: dict[int, Bytes] = {}  # the mapped slots by number
         self._open: int | None = None  # the slot that may be written
         self._number = 0  # of the slot that `stage` returned last
@@ -86,23 +89,22 @@ class StateAgent:
         Raises:
             AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
         """
+
+        def watch(until: float) -> _AgentSocket:
+            connection, _ = _called(token, replica, name, until, messages.WatchCopies(rank), messages.Done)
+            return connection
+
         end, patience_s = time.monotonic() + deadline_s, GREET_S
         while True:
             until = min(end, time.monotonic() + patience_s)
             patience_s *= 2
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                sock.settimeout(max(RETRY_S, until - time.monotonic()))
-                connect_newest(sock, token, replica, name)
-                handshake.call_blocking(sock, token, Purpose.AGENT)
-                connection = _AgentSocket(sock, until)
-                address = str(connection.ask(messages.Hello(rank, ranks, nbytes), messages.Welcome).address)
-                return StateAgent(connection, address, nbytes, deadline_s)
+                hello = messages.Hello(rank, ranks, nbytes)
+                connection, welcome = _called(token, replica, name, until, hello, messages.Welcome)
+                return StateAgent(connection, watch, str(welcome.address), nbytes, deadline_s)
             except ProtocolViolation as error:
-                sock.close()
                 raise AgentGone(f"not the state agent of replica {replica}: {error}") from error
             except OSError as error:
-                sock.close()
                 if time.monotonic() + RETRY_S > end:
                     why = f"no state agent of replica {replica} within {deadline_s:g} s ({error})"
                     raise AgentGone(why) from error
@@ -188,8 +190,56 @@ class StateAgent:
             return connection.map_segment(self._nbytes, writable=False), header
 
     def forget(self) -> None:
-        """Drop all snapshots of this rank."""
+        """Drop all snapshots of this rank, and all copies of other shards that it has ordered."""
         self._order(messages.Forget())
+
+    def keep(self, order: messages.KeepCopy) -> str:
+        """Order the agent to keep a copy of another host's shard. Does not wait for the copy.
+
+        Returns:
+            "", or one line that says why the agent refuses: its budget or memory has no room.
+        """
+        with self._exchange() as connection:
+            answer = connection.ask(order, messages.Done, messages.OrderRefused)
+        if isinstance(answer, messages.OrderRefused):
+            return answer.reason
+        self.damaged += answer.damaged
+        return ""
+
+    def owes(self, shards: Sequence[ShardIndex], since: StateId, *, at_once: bool = False) -> None:
+        """Tell the agent which shards of other hosts this rank has it keep from now on.
+
+        Args:
+            shards: (replica, rank) of each; `messages.MAX_COPIES` at most. They are still to be ordered by `keep`.
+            since: The state that the new plan begins with. The copies of other shards are freed once it, or a
+                newer state, is settled everywhere.
+            at_once: Free them now.
+        """
+        self._order(messages.OweCopies(tuple(shards), since, at_once))
+
+    def kept(self, state: StateId, wait_s: float) -> messages.KeptCopies:
+        """Return which copies of ``state`` that this rank has ordered are complete. Other calls go on meanwhile.
+
+        Blocks until no fetch of that state is under way, for ``wait_s`` at most; and for ``deadline_s`` more if
+        the agent does not answer.
+        """
+        with self._watching:
+            try:
+                if self._socket is None:
+                    raise ConnectionError("the connection is closed")
+                if self._watch is None:
+                    self._watch = self._make_watch(time.monotonic() + self.deadline_s)
+                self._watch.end = time.monotonic() + wait_s + self.deadline_s
+                answer: messages.KeptCopies = self._watch.ask(
+                    messages.AwaitCopies(state, wait_s), messages.KeptCopies
+                )
+                return answer
+            except (OSError, ValueError, LookupError, ProtocolViolation) as error:
+                self.close()
+                raise AgentGone(f"the state agent is gone: {error or type(error).__name__}") from error
+            finally:
+                if self._socket is None:
+                    self._end_watch()
 
     def flip(self) -> None:
         """Flip a bit of the snapshot that was staged last, as broken memory would. Only for fault injection."""
@@ -206,6 +256,7 @@ class StateAgent:
         connection = self._socket
         if connection is not None:
             connection.shut_down()
+        self._end_watch()
         with self._lock:
             self._hang_up()
 
@@ -240,30 +291,41 @@ class StateAgent:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        self._end_watch()
         self._maps = {}
         self._open = None
 
+    def _end_watch(self) -> None:
+        """End the connection of `kept`. A thread that waits there wakes up, and closes it."""
+        watch = self._watch
+        if watch is None:
+            return
+        watch.shut_down()
+        if self._watching.acquire(blocking=False):
+            watch.close()
+            self._watch = None
+            self._watching.release()
 
-def connect_newest(sock: socket.socket, token: str, replica: int, name: str = "") -> int:
-    """Connect ``sock`` to the newest agent of a replica on this host, and return its generation.
 
-    Args:
-        sock: A Unix socket.
-        token: The job's token.
-        replica: The replica id.
-        name: That of this host, if its machine has several.
+def _called(
+    token: str, replica: int, name: str, until: float, first: object, answer: type
+) -> tuple[_AgentSocket, Any]:
+    """Connect to the newest agent, send the first message, and return the connection and the answer. Blocks.
 
     Raises:
-        BlockingIOError: An agent is there, but its queue of connections is full (a non-blocking ``sock``).
-        OSError: No agent is there.
+        OSError: No agent is there, or it did not answer before ``until``.
+        ProtocolViolation: What listens does not know the token, or answers something else.
     """
-    for generation in reversed(range(messages.GENERATIONS)):
-        try:
-            sock.connect(messages.agent_name(token, replica, generation, name))
-        except ConnectionRefusedError:
-            continue
-        return generation
-    raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(max(RETRY_S, until - time.monotonic()))
+        connect_newest(sock, token, replica, name)
+        handshake.call_blocking(sock, token, Purpose.AGENT)
+        connection = _AgentSocket(sock, until)
+        return connection, connection.ask(first, answer)
+    except BaseException:
+        sock.close()
+        raise
 
 
 class _AgentSocket:
@@ -333,134 +395,3 @@ class _AgentSocket:
         if left <= 0:
             raise TimeoutError("no answer in time")
         self._sock.settimeout(left)
-
-
-LOAD_S = 60.0  # after which an agent that was started and does not listen is killed
-KILLED_S = 5.0  # to wait for a killed agent to be gone: freeing much memory takes time
-_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
-
-
-@dataclass(slots=True)
-class Starter:
-    """Starts the state agent of one replica on this host."""
-
-    token: str
-    replica: int
-    host: str  # at which the agent serves snapshots over HTTP
-    guard: int  # the agent ends with the process of this id
-    log: Path
-    linger_s: float  # the agent ends when no rank was connected for so long
-    tls: str = "auto"  # network.tls
-    name: str = ""  # of this host, if its machine has several
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)  # agents outlive this process
-    began: float = 0.0  # when the last one was started
-
-    def ensure(self, port: int = 0) -> None:
-        """Start an agent on ``port`` (0: any), unless one listens or is being started. Does not wait for it."""
-        if self._found() is None and not self._loading:
-            self._start(port, 0)
-
-    def renew(self, port: int = 0) -> str:
-        """Kill the agent that listens but does not answer, and start another. Blocks for at most KILLED_S.
-
-        An agent that does not die keeps its name and port; the new one gets the next name. If none listens, this
-        is `ensure`.
-
-        Returns:
-            What was done, in words; "" if nothing had to be replaced.
-        """
-        found = self._found()
-        if found is None:
-            self.ensure(port)
-            return ""
-        generation, pid = found
-        if self._kill(pid):
-            self._start(port, 0)
-            return f"the state agent (pid {pid}) did not answer and was killed, another one is started"
-        if generation + 1 < messages.GENERATIONS:
-            self._start(0, generation + 1)
-            return f"the state agent (pid {pid}) neither answers nor dies, another one is started beside it"
-        return ""
-
-    @property
-    def _loading(self) -> bool:
-        """Whether an agent that was started here still runs, asked when none listens. Kills one after LOAD_S."""
-        for process in tuple(self.started):  # in place: the writer's thread may be adding one
-            if process.poll() is not None:
-                with contextlib.suppress(ValueError):  # that thread has removed it
-                    self.started.remove(process)
-        if self.started and time.monotonic() - self.began > LOAD_S:
-            self.started[-1].kill()
-            return False
-        return bool(self.started)
-
-    def _start(self, port: int, generation: int) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        place = ("--replica", str(self.replica), "--host", self.host, "--port", str(port))
-        name = ("--generation", str(generation), *(("--name", self.name) if self.name else ()))
-        life = (
-            "--guard",
-            str(self.guard),
-            "--linger",
-            str(self.linger_s),
-            "--tls",
-            self.tls,
-            "--hello",
-            str(handshake.hello_s()),
-        )
-        # A forked rank has its fork server's session, which no terminal ends; its supervisor reaps all in it.
-        detached = os.getsid(0) != os.getsid(os.getppid())
-        with self.log.open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "ft_hsdp.state.agent.server", *place, *name, *life],
-                env={**os.environ, TOKEN_VARIABLE: self.token},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=not detached,
-                process_group=0 if detached else None,
-            )
-        self.started.append(process)
-        self.began = time.monotonic()
-
-    def _found(self) -> tuple[int, int] | None:
-        """Return (generation, pid) of the newest agent that listens, or None. Never blocks. pid 0: unknown."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.setblocking(False)
-            try:
-                generation = connect_newest(sock, self.token, self.replica, self.name)
-                pid = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0]
-            except BlockingIOError:
-                return self._crowded()
-            except OSError:
-                return None
-            return generation, int(pid)
-
-    def _crowded(self) -> tuple[int, int]:
-        """Return (generation, pid) of an agent whose queue of connections is full.
-
-        The pid is known only if the agent was started here.
-        """
-        living = [process.pid for process in self.started if process.poll() is None]
-        return 0, living[-1] if living else 0
-
-    def _kill(self, pid: int) -> bool:
-        """Kill the agent with this pid, and return whether no agent listens any more."""
-        if pid <= 0:
-            return False
-        try:
-            process = os.pidfd_open(pid)
-        except OSError:
-            return self._found() is None
-        try:
-            if self._found() not in [(g, pid) for g in range(messages.GENERATIONS)]:
-                return self._found() is None  # that agent ended meanwhile, and its pid may be another process's
-            signal.pidfd_send_signal(process, signal.SIGKILL)
-            poll = select.poll()
-            poll.register(process, select.POLLIN)
-            poll.poll(KILLED_S * 1e3)
-        except ProcessLookupError:
-            pass
-        finally:
-            os.close(process)
-        return self._found() is None

@@ -3,6 +3,9 @@
 Both ends have proved that they know the job's token (`handshake`). A frame is a length and JSON. The rank sends
 orders; each gets one answer. The header of a snapshot, which is its encoded manifest, follows `Staged` and `Taken`
 as a frame of its own. The file descriptor of a slot comes with the first byte of the answer.
+
+A connection begins with `Hello`, or with `WatchCopies`. The second one only asks `AwaitCopies`, whose answer may take long: on
+the first one it would hold up the rank's next snapshot.
 """
 
 from __future__ import annotations
@@ -19,7 +22,13 @@ MAX_MESSAGE = 1 << 16  # bytes
 MAX_HEADER = 16 << 20  # bytes
 MAX_RANKS = 1 << 20
 MAX_NBYTES = 1 << 50
+MAX_COPIES = 128  # shards of other hosts that one agent keeps, at most
+MAX_REASON = 200  # characters
 GENERATIONS = 4  # agents of one replica on one host, at most: all but the newest are frozen
+
+ShardIndex = tuple[
+    Annotated[int, Field(ge=0, lt=1 << 31)], Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+]  # replica, rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +151,77 @@ class Forget:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepCopy:
+    """Order: keep a copy of a shard of another host. Answer: Done at once, or OrderRefused.
+
+    The agent fetches it from the owner's state server and verifies it. A newer order for the same shard supersedes
+    an older one that is not finished. The rank that orders is the copy's keeper: its `Settle` and `Forget` apply
+    to the copy, too.
+    """
+
+    replica: Annotated[int, Field(ge=0, lt=1 << 31)]  # the owner's
+    rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]  # the owner's
+    ranks: Annotated[int, Field(gt=0, le=MAX_RANKS)]  # of that replica
+    nbytes: Annotated[int, Field(ge=0, le=MAX_NBYTES)]  # of the shard
+    layout: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # fingerprint of its tensors
+    state: StateId
+    address: Annotated[str, Field(min_length=1, max_length=300)]  # "host:port" of the owner's state server
+    deadline_s: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]  # until the fetch is given up
+    # Bytes that the agent may use for copies of other hosts' shards; None: no limit.
+    budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OweCopies:
+    """Order: the shards that this keeper has to keep from now on. Answer: Done.
+
+    Its copies of other shards are freed once ``since`` or a newer state is settled everywhere, because until then
+    the new holders may not have theirs.
+    """
+
+    shards: Annotated[tuple[ShardIndex, ...], Field(max_length=MAX_COPIES)]
+    since: StateId  # the state that the new plan begins with
+    at_once: bool = False  # free them now: they are wrong
+
+
+@dataclass(frozen=True, slots=True)
+class WatchCopies:
+    """The first message of a rank's second connection. Answer: Done."""
+
+    rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitCopies:
+    """Order on a second connection: say which copies of ``state`` are here. Answer: KeptCopies.
+
+    It comes when no fetch of ``state`` for this keeper is under way, and after ``wait_s`` at the latest.
+    """
+
+    state: StateId
+    wait_s: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFailure:
+    """A copy that a keeper has ordered and that is not here."""
+
+    replica: int
+    rank: int
+    reason: str
+    state: StateId
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCopies:
+    """The copies of one keeper. What is neither complete nor failed is still being fetched."""
+
+    complete: tuple[ShardIndex, ...]  # of the state that was asked for, verified when they arrived
+    failed: tuple[CopyFailure, ...]  # of that state: could not be fetched, or is damaged
+    damaged: tuple[CopyFailure, ...] = ()  # of any state: found damaged and dropped since the last answer
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The order was carried out."""
 
@@ -155,7 +235,7 @@ class OrderRefused:
     reason: str
 
 
-ORDERS = (Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget)
+ORDERS = (Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget, KeepCopy, OweCopies)
 
 # The tag of each message on the socket. Tags never change: an agent may be older than the ranks that call it.
 _TYPES: dict[str, type] = {
@@ -167,6 +247,11 @@ _TYPES: dict[str, type] = {
     "Recall": Recall,
     "Take": Take,
     "Forget": Forget,
+    "KeepCopy": KeepCopy,
+    "OweCopies": OweCopies,
+    "WatchCopies": WatchCopies,
+    "AwaitCopies": AwaitCopies,
+    "KeptCopies": KeptCopies,
     "Hello": Hello,
     "Welcome": Welcome,
     "Slot": SlotGranted,

@@ -234,6 +234,8 @@ class RankSession:
                 self._store.unpin(self._rank)
             case messages.Forget():
                 self._store.forget(self._rank)
+            case messages.KeepCopy():
+                return messages.OrderRefused("this agent keeps no copies of other hosts' shards")
             case messages.Recall():
                 return messages.Recalled(self._store.list(self._rank))
         return messages.Done(self._store.damaged(self._rank))

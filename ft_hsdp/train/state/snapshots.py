@@ -29,8 +29,9 @@ from ft_hsdp import fault_injection
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.state.agent.client import AgentGone, Starter, StateAgent
+from ft_hsdp.state.agent.client import AgentGone, StateAgent
 from ft_hsdp.state.agent.messages import CompleteSnapshot
+from ft_hsdp.state.agent.starter import Starter
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest

@@ -368,6 +368,10 @@ ORDERS = [
     messages.Pin(BASE, 5.0),
     messages.Recall(),
     messages.Done(),
+    messages.KeepCopy(0, 1, 2, 100, "0" * 32, BASE, "127.0.0.1:1", 5.0, 1000),
+    messages.OweCopies(((0, 1),), BASE),
+    messages.AwaitCopies(BASE, 1.0),
+    messages.KeptCopies(((0, 1),), (messages.CopyFailure(0, 0, "gone", BASE),)),
 ]
 CALLS = [
     protocol.StoreCall(1, 1, "set", ("0-x-0/0//cpu//0/1",), packed([bytes(range(162))])),

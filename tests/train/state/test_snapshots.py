@@ -18,7 +18,8 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.state.agent.client import AgentGone, Starter, StateAgent, connect_newest
+from ft_hsdp.state.agent.client import AgentGone, StateAgent
+from ft_hsdp.state.agent.starter import Starter, connect_newest
 from ft_hsdp.train.state import snapshots
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter

@@ -1,0 +1,176 @@
+"""The process of a state agent, as a rank sees it: which one listens, and how another one is started.
+
+`Starter` starts the agent of a replica in a process of its own, and replaces one that no longer answers.
+`connect_newest` finds the agent that a rank has to talk to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ft_hsdp import handshake
+from ft_hsdp.secret import TOKEN_VARIABLE
+from ft_hsdp.state.agent import messages
+
+LOAD_S = 60.0  # after which an agent that was started and does not listen is killed
+KILLED_S = 5.0  # to wait for a killed agent to be gone: freeing much memory takes time
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+def connect_newest(sock: socket.socket, token: str, replica: int, name: str = "") -> int:
+    """Connect ``sock`` to the newest agent of a replica on this host, and return its generation.
+
+    Args:
+        sock: A Unix socket.
+        token: The job's token.
+        replica: The replica id.
+        name: That of this host, if its machine has several.
+
+    Raises:
+        BlockingIOError: An agent is there, but its queue of connections is full (a non-blocking ``sock``).
+        OSError: No agent is there.
+    """
+    for generation in reversed(range(messages.GENERATIONS)):
+        try:
+            sock.connect(messages.agent_name(token, replica, generation, name))
+        except ConnectionRefusedError:
+            continue
+        return generation
+    raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
+
+
+@dataclass(slots=True)
+class Starter:
+    """Starts the state agent of one replica on this host."""
+
+    token: str
+    replica: int
+    host: str  # at which the agent serves snapshots over HTTP
+    guard: int  # the agent ends with the process of this id
+    log: Path
+    linger_s: float  # the agent ends when no rank was connected for so long
+    tls: str = "auto"  # network.tls
+    name: str = ""  # of this host, if its machine has several
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)  # agents outlive this process
+    began: float = 0.0  # when the last one was started
+
+    def ensure(self, port: int = 0) -> None:
+        """Start an agent on ``port`` (0: any), unless one listens or is being started. Does not wait for it."""
+        if self._found() is None and not self._loading:
+            self._start(port, 0)
+
+    def renew(self, port: int = 0) -> str:
+        """Kill the agent that listens but does not answer, and start another. Blocks for at most KILLED_S.
+
+        An agent that does not die keeps its name and port; the new one gets the next name. If none listens, this
+        is `ensure`.
+
+        Returns:
+            What was done, in words; "" if nothing had to be replaced.
+        """
+        found = self._found()
+        if found is None:
+            self.ensure(port)
+            return ""
+        generation, pid = found
+        if self._kill(pid):
+            self._start(port, 0)
+            return f"the state agent (pid {pid}) did not answer and was killed, another one is started"
+        if generation + 1 < messages.GENERATIONS:
+            self._start(0, generation + 1)
+            return f"the state agent (pid {pid}) neither answers nor dies, another one is started beside it"
+        return ""
+
+    @property
+    def _loading(self) -> bool:
+        """Whether an agent that was started here still runs, asked when none listens. Kills one after LOAD_S."""
+        for process in tuple(self.started):  # in place: the writer's thread may be adding one
+            if process.poll() is not None:
+                with contextlib.suppress(ValueError):  # that thread has removed it
+                    self.started.remove(process)
+        if self.started and time.monotonic() - self.began > LOAD_S:
+            self.started[-1].kill()
+            return False
+        return bool(self.started)
+
+    def _start(self, port: int, generation: int) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        place = ("--replica", str(self.replica), "--host", self.host, "--port", str(port))
+        name = ("--generation", str(generation), *(("--name", self.name) if self.name else ()))
+        life = (
+            "--guard",
+            str(self.guard),
+            "--linger",
+            str(self.linger_s),
+            "--tls",
+            self.tls,
+            "--hello",
+            str(handshake.hello_s()),
+        )
+        # A forked rank has its fork server's session, which no terminal ends; its supervisor reaps all in it.
+        detached = os.getsid(0) != os.getsid(os.getppid())
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ft_hsdp.state.agent.server", *place, *name, *life],
+                env={**os.environ, TOKEN_VARIABLE: self.token},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=not detached,
+                process_group=0 if detached else None,
+            )
+        self.started.append(process)
+        self.began = time.monotonic()
+
+    def _found(self) -> tuple[int, int] | None:
+        """Return (generation, pid) of the newest agent that listens, or None. Never blocks. pid 0: unknown."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            try:
+                generation = connect_newest(sock, self.token, self.replica, self.name)
+                pid = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0]
+            except BlockingIOError:
+                return self._crowded()
+            except OSError:
+                return None
+            return generation, int(pid)
+
+    def _crowded(self) -> tuple[int, int]:
+        """Return (generation, pid) of an agent whose queue of connections is full.
+
+        The pid is known only if the agent was started here.
+        """
+        living = [process.pid for process in self.started if process.poll() is None]
+        return 0, living[-1] if living else 0
+
+    def _kill(self, pid: int) -> bool:
+        """Kill the agent with this pid, and return whether no agent listens any more."""
+        if pid <= 0:
+            return False
+        try:
+            process = os.pidfd_open(pid)
+        except OSError:
+            return self._found() is None
+        try:
+            if self._found() not in [(g, pid) for g in range(messages.GENERATIONS)]:
+                return self._found() is None  # that agent ended meanwhile, and its pid may be another process's
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            poll.poll(KILLED_S * 1e3)
+        except ProcessLookupError:
+            pass
+        finally:
+            os.close(process)
+        return self._found() is None
