@@ -71,7 +71,7 @@ def messages(module: str, table: str, encode: str) -> dict[str, Any]:
     for tag, cls in getattr(there, table).items():
         message = example(cls, count(1))
         data = getattr(there, encode)(message)
-        found[tag] = json.loads(data[data.index(b"{") :])
+        found[tag] = json.loads(data[data.index(b'{"') :])
     return found
 
 

@@ -4,8 +4,8 @@ Both ends have proved that they know the job's token (`handshake`). A frame is a
 orders; each gets one answer. The header of a snapshot, which is its encoded manifest, follows `Staged` and `Taken`
 as a frame of its own. The file descriptor of a slot comes with the first byte of the answer.
 
-A connection begins with `Hello`, or with `WatchCopies`. The second one only asks `AwaitCopies`, whose answer may take long: on
-the first one it would hold up the rank's next snapshot.
+A connection begins with `Hello`, or with `WatchCopies`. The second one only asks `AwaitCopies`, whose answer may
+take long: on the first one it would hold up the rank's next snapshot.
 """
 
 from __future__ import annotations
