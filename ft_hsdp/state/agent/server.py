@@ -395,9 +395,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     parser = _Arguments(prog="python -m ft_hsdp.state.agent.server", description=__doc__)
-    parser.add_argument(
-        "--replica", type=int, help="whose ranks' snapshots it keeps; else stdin says it"
-    )
+    parser.add_argument("--replica", type=int, help="whose ranks' snapshots it keeps; else stdin says it")
     parser.add_argument("--host", required=True, help="address to serve snapshots at")
     parser.add_argument("--name", default="", help="the host's name, if this machine has several hosts")
     parser.add_argument("--port", type=int, default=0, help="port to serve snapshots at; 0: any")
