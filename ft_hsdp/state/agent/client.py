@@ -23,6 +23,7 @@ from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.agent.messages import CompleteSnapshot, ShardIndex
 from ft_hsdp.state.agent.starter import connect_newest
+from ft_hsdp.state.pacing import PAGE_BYTES
 from ft_hsdp.state.shared_memory import Bytes
 
 RETRY_S = 0.02
@@ -188,6 +189,24 @@ class StateAgent:
                 return None
             header = connection.read(messages.MAX_HEADER)
             return connection.map_segment(self._nbytes, writable=False), header
+
+    def open_gate(self) -> Bytes | None:
+        """Return the page of this rank's gate (`pacing`), or None if there is no memory for it.
+
+        Copies of its shard for other hosts wait for it until `close_gate`, or until this connection ends.
+
+        Returns:
+            uint8 [PAGE_BYTES], writable; it stays mapped as long as it is used.
+        """
+        with self._exchange() as connection:
+            answer = connection.ask(messages.OpenGate(), messages.GateOpened, messages.Busy)
+            if isinstance(answer, messages.Busy):
+                return None
+            return connection.map_segment(PAGE_BYTES, writable=True)
+
+    def close_gate(self) -> None:
+        """Let copies of this rank's shard pass at any time again."""
+        self._order(messages.CloseGate())
 
     def forget(self) -> None:
         """Drop all snapshots of this rank, and all copies of other shards that it has ordered."""

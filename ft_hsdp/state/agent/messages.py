@@ -222,6 +222,21 @@ class KeptCopies:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenGate:
+    """Order: have copies of this rank's shard wait while the rank communicates. Answer: GateOpened or Busy."""
+
+
+@dataclass(frozen=True, slots=True)
+class GateOpened:
+    """The file descriptor of the rank's gate (`pacing`) comes along."""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseGate:
+    """Order: forget the gate. Answer: Done."""
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The order was carried out."""
 
@@ -235,7 +250,7 @@ class OrderRefused:
     reason: str
 
 
-ORDERS = (Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget, KeepCopy, OweCopies)
+ORDERS = (Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget, KeepCopy, OweCopies, OpenGate, CloseGate)
 
 # The tag of each message on the socket. Tags never change: an agent may be older than the ranks that call it.
 _TYPES: dict[str, type] = {
@@ -252,6 +267,9 @@ _TYPES: dict[str, type] = {
     "WatchCopies": WatchCopies,
     "AwaitCopies": AwaitCopies,
     "KeptCopies": KeptCopies,
+    "OpenGate": OpenGate,
+    "GateOpened": GateOpened,
+    "CloseGate": CloseGate,
     "Hello": Hello,
     "Welcome": Welcome,
     "Slot": SlotGranted,

@@ -35,6 +35,7 @@ from ft_hsdp.handshake import Admitted, CallerGate, Purpose
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.agent.store import Owner, SnapshotStore
+from ft_hsdp.state.pacing import Pacer
 from ft_hsdp.state.transfer.http import StateServer
 
 MAX_HELLO = 1024  # bytes
@@ -75,13 +76,17 @@ class AgentListener:
         token: The job's token, which callers must prove.
         store: Where the ranks' snapshots are.
         address: "host:port" at which the agent serves over HTTP; told to each rank.
+        pacer: Of the HTTP server.
     """
 
-    def __init__(self, sock: socket.socket, token: str, store: SnapshotStore, address: str) -> None:
+    def __init__(
+        self, sock: socket.socket, token: str, store: SnapshotStore, address: str, pacer: Pacer | None = None
+    ) -> None:
         self._sock = sock
         self._token = token
         self._store = store
         self._address = address
+        self._pacer = pacer or Pacer()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ranks: dict[int, asyncio.Task[None]] = {}  # the connection of each rank
         self._changed = asyncio.Event()  # of ``_ranks``
@@ -142,12 +147,13 @@ class AgentListener:
         try:
             self._store.admit(Owner(rank, hello.ranks, hello.nbytes))
             await connection.send(messages.frame(messages.Welcome(self._address)))
-            await RankSession(connection, rank, self._store).run()
+            await RankSession(connection, rank, self._store, self._pacer).run()
         except OSError:
             dead = True
             raise
         finally:
             self._store.disconnect(rank, dead=dead)
+            self._pacer.close(rank)
             del self._ranks[rank]
             self._changed.set()
 
@@ -194,10 +200,11 @@ class AgentConnection:
 class RankSession:
     """Carries out the orders of one connected rank, one at a time."""
 
-    def __init__(self, connection: AgentConnection, rank: int, store: SnapshotStore) -> None:
+    def __init__(self, connection: AgentConnection, rank: int, store: SnapshotStore, pacer: Pacer) -> None:
         self._connection = connection
         self._rank = rank
         self._store = store
+        self._pacer = pacer
         self._given: set[int] = set()  # slots whose file descriptors went over this connection
 
     async def run(self) -> None:
@@ -216,6 +223,8 @@ class RankSession:
                     await self._stage(order.state)
                 elif isinstance(order, messages.Take):
                     await self._take(order.state)
+                elif isinstance(order, messages.OpenGate):
+                    await self._open_gate()
                 elif isinstance(order, messages.Staged):
                     await self._staged(order.state, await self._connection.read(messages.MAX_HEADER))
                 else:
@@ -236,9 +245,19 @@ class RankSession:
                 self._store.forget(self._rank)
             case messages.KeepCopy():
                 return messages.OrderRefused("this agent keeps no copies of other hosts' shards")
+            case messages.CloseGate():
+                self._pacer.close(self._rank)
             case messages.Recall():
                 return messages.Recalled(self._store.list(self._rank))
         return messages.Done(self._store.damaged(self._rank))
+
+    async def _open_gate(self) -> None:
+        try:
+            page = self._pacer.open(self._rank)
+        except OSError as error:
+            await self._answer(messages.Busy(f"no memory for a gate: {error.strerror}"))
+        else:
+            await self._answer(messages.GateOpened(), fds=[page])
 
     async def _stage(self, state: StateId) -> None:
         number = self._store.stage(self._rank, state)
@@ -350,15 +369,15 @@ def run(
         Retryable: Another agent of that replica runs on this host.
     """
     with listen(token, replica, generation, name) as sock:
-        store = SnapshotStore(replica, name or socket.gethostname())
+        store, pacer = SnapshotStore(replica, name or socket.gethostname()), Pacer()
         try:
-            server = StateServer(host, port, store, token)
+            server = StateServer(host, port, store, token, pacer)
         except OSError as error:
             raise ConfigError(
                 "--host, --port", f"{host}:{port}", f"a free address here ({error.strerror})"
             ) from None
         try:
-            listener = AgentListener(sock, token, store, server.address)
+            listener = AgentListener(sock, token, store, server.address, pacer)
             ready = {"pid": os.getpid(), "address": server.address}
             asyncio.run(serve(listener, linger_s, guard, ready))
         finally:

@@ -139,6 +139,7 @@ class ManifestVotes:
 
 PATIENCE_S = 1.0  # to wait for the vote of every donor; a later vote still counts
 CHUNK_S = 5.0  # after which a donor that sends no chunk has failed
+COPY_CHUNK_S = 60.0  # the same for a copy, which waits for idle spans of the network
 RETRY_S = 0.02  # between two questions to a donor that does not have the state yet
 MAX_REGRET = 64 << 10  # bytes in the body of an answer that is no success
 TICK_S = 0.05  # the precision of deadlines and of cancel
@@ -172,6 +173,7 @@ class FetchRequest:
     # else until `fetch` ends. Called once, on the thread that calls `fetch`, while its lock is held.
     memory: Callable[[ShardManifest], memoryview]
     awaited: bool = True  # a donor that does not have the state yet is asked again; False: it has failed
+    copy: bool = False  # it becomes a copy of another host's shard: donors send it while they are idle (`pacing`)
 
     @staticmethod
     def exactly(expected: ExpectedShard, into: memoryview, *, awaited: bool = True) -> FetchRequest:
@@ -244,7 +246,8 @@ class _Fetch:
         self._request = request
         self._rejected = rejected
         self._donors = {d.replica: d for d in donors}
-        self._connections = {d.replica: DonorConnection(d.address, token) for d in donors}
+        self._connections = {d.replica: DonorConnection(d.address, token, request.copy) for d in donors}
+        self._chunk_s = COPY_CHUNK_S if request.copy else CHUNK_S
         self._failures: dict[int, str] = {}
         self._refusing: set[int] = set()  # donors that hung up on the last call
         # When the next chunk of each donor has to be here. The size never changes, so it needs no lock.
@@ -302,7 +305,7 @@ class _Fetch:
                     raise NotFetched(self._why() or self._late(deadline_s))
                 for donor, due in self._due.items():
                     if now > due:
-                        self._fail(donor, f"no chunk within {CHUNK_S:g} s")
+                        self._fail(donor, f"no chunk within {self._chunk_s:g} s")
                 self._change.wait(TICK_S)
             for donor in self._votes.unheard:
                 self._fail(donor, f"no answer within {time.monotonic() - began:.1f} s")
@@ -427,7 +430,7 @@ class _Fetch:
             min(run.stop * shard_manifest.CHUNK_BYTES, len(self._memory)),
         )
         try:
-            self._due[donor] = time.monotonic() + CHUNK_S
+            self._due[donor] = time.monotonic() + self._chunk_s
             fault_injection.hold(donor, lambda: self._over)
             answer = connection.ask(path(self._request.state, self._request.rank, "data"), (begin, end))
             said = (answer.status, answer.headers.get("content-range"), answer.headers.get("etag"), answer.length)
@@ -436,7 +439,7 @@ class _Fetch:
             for index in run:
                 connection.read_into(self._chunk(index))
                 fault_injection.reach("fetch", self._request.state.step)
-                self._due[donor] = time.monotonic() + CHUNK_S
+                self._due[donor] = time.monotonic() + self._chunk_s
                 self._arrived.put((donor, index))
                 left.pop(0)
         finally:

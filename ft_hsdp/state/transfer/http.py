@@ -4,6 +4,8 @@
     GET /v1/state/EPOCH/STEP/LINEAGE/RANK/data       the packed bytes, or one range of them (bytes=A-B, bytes=A-)
     GET /v1/held                                     JSON list of the complete shards here (`encode_held`)
 
+A reader of a copy for another host sends the header "Ft-Class: copy"; its data leaves when the `Pacer` lets it.
+
 404: the snapshot is not here (yet). 416: another kind of range, or one that is not inside. The ETag is the digest
 of the manifest. Both ends of a connection prove the job's token first (`handshake`).
 
@@ -30,6 +32,7 @@ import struct
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 
@@ -37,12 +40,15 @@ from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import CallerGate, Purpose
+from ft_hsdp.state.pacing import Pacer
 from ft_hsdp.state.shared_memory import ServedSnapshot, SnapshotSource
 from ft_hsdp.state.transfer import shard_manifest
 
 PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})/(manifest|data)")
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 HELD = "/v1/held"
+CLASS, COPY = "Ft-Class", "copy"  # header of a request, and its value when what is read becomes a copy elsewhere
+UNSENT = 128 << 10  # bytes of a copy that wait in the socket: they leave although a communication has begun
 MAX_READERS = 32
 MAX_READERS_PER_PEER = 16  # one address may be a whole host of ranks, but must not occupy all places
 IDLE_S = 10.0  # in which a whole request has to come
@@ -72,6 +78,7 @@ class _Reader:
 
     sock: socket.socket
     responding: bool = False  # an answer is being sent; False: a request is awaited
+    held: bool = False  # the server itself lets it wait
     since: float = field(default_factory=time.monotonic)  # when that began, or the current window did
     taken: int = 0  # bytes of bodies that were sent since then
 
@@ -81,6 +88,9 @@ class _Reader:
 
     def too_slow(self, now: float) -> bool:
         """Return whether to disconnect the reader. Begins a new window if it was fast enough in the last one."""
+        if self.held:
+            self.since = now
+            return False
         if not self.responding:
             return now - self.since > IDLE_S
         if now - self.since <= WINDOW_S:
@@ -129,14 +139,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._head(404, 0)
         try:
             if data:
-                return self._data(served)
+                return self._data(served, rank)
             self._head(200, len(served.manifest), ETag=f'"{served.digest}"')
             self.wfile.write(served.manifest)
             return None
         finally:
             self.server.source.give_back(served)
 
-    def _data(self, served: ServedSnapshot) -> None:
+    def _data(self, served: ServedSnapshot, rank: int) -> None:
         wanted, total = self.headers.get("Range"), served.nbytes
         begin, end = 0, total
         if wanted is not None:
@@ -149,26 +159,50 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted is not None:
             about["Content_Range"] = f"bytes {begin}-{end - 1}/{total}"
         self._head(200 if wanted is None else 206, end - begin, **about)
+        paced = rank if self.headers.get(CLASS) == COPY else None
+        if paced is not None:
+            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
         if begin < end and isinstance(self.connection, record_layer.Sealed):
-            return self._encrypted(served, begin, end)
+            return self._encrypted(served, begin, end, paced)
         while begin < end:
-            sent = os.sendfile(self.connection.fileno(), served.fd, begin, min(SLICE, end - begin))
+            with self._slice(paced, end - begin) as most:
+                sent = os.sendfile(self.connection.fileno(), served.fd, begin, most)
             if sent == 0:
                 raise ConnectionError("the segment ended")
             begin += sent
             self.reader.taken += sent
         return None
 
-    def _encrypted(self, served: ServedSnapshot, begin: int, end: int) -> None:
+    def _encrypted(self, served: ServedSnapshot, begin: int, end: int, paced: int | None) -> None:
         """Encrypt a range directly from the pages of the segment, which are mapped at once and not copied."""
         base = begin - begin % mmap.ALLOCATIONGRANULARITY
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         pages = mmap.mmap(served.fd, end - base, flags=flags, prot=mmap.PROT_READ, offset=base)
         with pages, memoryview(pages) as segment:
-            for at in range(begin - base, end - base, SLICE):
-                with segment[at : min(at + SLICE, end - base)] as piece:
+            at, last = begin - base, end - base
+            while at < last:
+                with self._slice(paced, last - at) as most, segment[at : at + most] as piece:
                     self.connection.sendall(piece)
-                    self.reader.taken += len(piece)
+                self.reader.taken += most
+                at += most
+
+    @contextlib.contextmanager
+    def _slice(self, paced: int | None, left: int) -> Iterator[int]:
+        """Yield how much to send at once, of ``left`` bytes: of a copy, when and as much as the pacer says.
+
+        Args:
+            paced: The rank whose shard becomes a copy; None: this reader waits for nobody.
+            left: The bytes that are still to be sent.
+        """
+        if paced is None:
+            yield min(SLICE, left)
+            return
+        self.reader.held = True
+        most = self.server.pacer.admit(paced, left)
+        self.reader.held = False
+        began = time.monotonic()
+        yield most
+        self.server.pacer.sent(paced, most, time.monotonic() - began)
 
     def _head(self, status: int, length: int, **headers: str) -> None:
         self.send_response_only(status)
@@ -184,8 +218,9 @@ class _Handler(BaseHTTPRequestHandler):
 class _Readers:
     """The connections that have proved the token, with a place and a thread for each."""
 
-    def __init__(self, source: SnapshotSource) -> None:
+    def __init__(self, source: SnapshotSource, pacer: Pacer) -> None:
         self.source = source
+        self.pacer = pacer
         self.readers: dict[socket.socket, _Reader] = {}
         self._peers: Counter[str] = Counter()
         self._change = threading.Condition()
@@ -254,6 +289,7 @@ class StateServer:
         port: The port; 0 for any.
         source: Where the snapshots are. Called from the readers' threads.
         token: The job's token, which readers must prove.
+        pacer: Says when readers of copies are served; None: at once.
 
     Attributes:
         address: "host:port" at which it listens.
@@ -262,11 +298,13 @@ class StateServer:
         OSError: The address cannot be used.
     """
 
-    def __init__(self, host: str, port: int, source: SnapshotSource, token: str) -> None:
+    def __init__(
+        self, host: str, port: int, source: SnapshotSource, token: str, pacer: Pacer | None = None
+    ) -> None:
         listener = address.bound(host, port)
         listener.listen(handshake.BACKLOG)
         self.address = address.join(host, listener.getsockname()[1])
-        self._readers = _Readers(source)
+        self._readers = _Readers(source, pacer or Pacer())
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()
         serving = self._serve(listener, token)
@@ -323,11 +361,13 @@ class DonorConnection:
     Args:
         address: "host:port" of the state server.
         token: The job's token, which both ends prove.
+        copy: What is read becomes a copy on this host, and may wait.
     """
 
-    def __init__(self, address: str, token: str) -> None:
+    def __init__(self, address: str, token: str, copy: bool = False) -> None:
         self._address = address
         self._token = token
+        self._copy = copy
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         self._early = b""  # bytes of the body that came together with the head
@@ -349,6 +389,8 @@ class DonorConnection:
         """
         sock = self._sock or self._connect()
         lines = [f"GET {path} HTTP/1.1", f"Host: {self._address}"]
+        if self._copy:
+            lines.append(f"{CLASS}: {COPY}")
         if span is not None:
             lines.append(f"Range: bytes={span[0]}-{span[1] - 1}")
         try:

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.state.pacing import SpanMeter
 
 TRAINABLE = (torch.float32, torch.bfloat16)  # types of parameters whose gradients can be summed in fp32
 
@@ -128,6 +129,56 @@ def _in_backward() -> bool:
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
     """Return the modules of ``model`` to which `fully_shard` was applied, outer ones first."""
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
+
+
+class _Watched:
+    """A communication of FSDP2 inside the replica: all-gather or reduce-scatter, with a meter around it.
+
+    It has the methods of torch's `AllGather` and `ReduceScatter`. On a CPU the call returns when the communication
+    has ended, or it returns a work that ends later. Work that is queued for a GPU counts until it is queued only.
+    """
+
+    def __init__(self, communication: Any, meter: SpanMeter) -> None:
+        self.communication = communication
+        self._meter = meter
+
+    def allocate(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        buffer: torch.Tensor = self.communication.allocate(*args, **kwargs)
+        return buffer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._meter.begin()
+        work = None
+        try:
+            work = self.communication(*args, **kwargs)
+        finally:
+            if work is None or not hasattr(work, "get_future"):
+                self._meter.end()
+            else:
+                work.get_future().add_done_callback(lambda _: self._meter.end())
+        return work
+
+
+_COMMUNICATIONS = ("_all_gather_comm", "_reduce_scatter_comm")
+
+
+def watch(model: nn.Module, meter: SpanMeter) -> None:
+    """Have ``meter`` told of each all-gather and reduce-scatter of ``model``, until `unwatch`."""
+    unwatch(model)
+    for raw in _raw_groups(model):
+        for name in _COMMUNICATIONS:
+            communication = getattr(raw, name, None)
+            if communication is not None:  # some torch has no communications that can be replaced
+                setattr(raw, name, _Watched(communication, meter))
+
+
+def unwatch(model: nn.Module) -> None:
+    """End `watch`: the model communicates as it did before."""
+    for raw in _raw_groups(model):
+        for name in _COMMUNICATIONS:
+            watched = getattr(raw, name, None)
+            if isinstance(watched, _Watched):
+                setattr(raw, name, watched.communication)
 
 
 def reshard(model: nn.Module) -> None:
