@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from ft_hsdp.memory.schedule import Profile
+from ft_hsdp.state import pacing, shared_memory
+from ft_hsdp.state.agent.messages import CompleteSnapshot
+from ft_hsdp.state.pacing import LEAST_SLICE, MOST_SLICE, PAGE_BYTES, PATIENCE_S, PROFILED, Pacer, SpanMeter
+from ft_hsdp.state.shared_memory import InMemorySnapshots
+from ft_hsdp.state.transfer import http as state_http
+from ft_hsdp.state.transfer.http import StateServer
+from tests.support.known import KnownConnection
+from tests.support.state import agent_helpers
+from tests.support.state.agent_helpers import connect, state, write
+from tests.support.state.state_helpers import STATE, TOKEN, sealed
+
+BANDWIDTH = 1e8  # bytes per second
+
+
+@dataclass
+class Clock:
+    """Time that passes only when somebody waits."""
+
+    ns: int = 10**12
+
+    def monotonic_ns(self) -> int:
+        return self.ns
+
+    def monotonic(self) -> float:
+        return self.ns / 1e9
+
+    def sleep(self, seconds: float) -> None:
+        self.ns += round(1e9 * seconds)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pacing, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def pacer() -> Iterator[Pacer]:
+    pacer = Pacer()
+    yield pacer
+    for rank in range(4):
+        pacer.close(rank)
+
+
+def meter(pacer: Pacer, rank: int = 0, found: list[tuple[Profile, bool]] | None = None) -> SpanMeter:
+    """A rank that writes into its page of `pacer`."""
+    seen: list[tuple[Profile, bool]] = [] if found is None else found
+    meter = SpanMeter(lambda profile, planned: seen.append((profile, planned)))
+    meter.attach(shared_memory.attach(pacer.open(rank), PAGE_BYTES, writable=True))
+    return meter
+
+
+def train(meter: SpanMeter, clock: Clock, steps: int, spans: tuple[float, ...] = (0.1, 0.2, 0.05)) -> None:
+    """Train steps with these idle spans, and 10 ms of communication between each two of them."""
+    for step in range(steps):
+        for number, span in enumerate(spans):
+            if number:
+                meter.begin()
+                clock.sleep(0.01)
+                meter.end()
+            clock.sleep(span)
+        meter.step(step)
+
+
+def measured(pacer: Pacer, clock: Clock, meter: SpanMeter) -> None:
+    """Have the pacer see bursts at `BANDWIDTH`."""
+    for size in (1 << 20, 2 << 20):
+        pacer.admit(0, size)
+        pacer.sent(0, size, size / BANDWIDTH)
+        meter.begin()
+        meter.end()
+        with pacer._lock:
+            pacer._links[0].end()
+
+
+def test_without_a_gate_nothing_waits(pacer: Pacer) -> None:
+    assert pacer.admit(0, 100) == 100
+    assert pacer.admit(0, 1 << 30) == MOST_SLICE
+
+
+def test_a_slice_waits_for_the_ranks_of_the_host_that_communicate(pacer: Pacer, clock: Clock) -> None:
+    first, second = meter(pacer), meter(pacer, 1)
+    assert pacer.admit(0, 100) == 100
+    second.begin()
+    first.begin()
+    first.end()
+    waited = 0
+
+    def ends(seconds: float) -> None:
+        nonlocal waited
+        waited += 1
+        clock.ns += round(1e9 * seconds)
+        if waited == 5:
+            second.end()
+
+    pacing.time.sleep = ends  # type: ignore[assignment]
+    assert pacer.admit(0, 100) == 100
+    assert waited == 5
+    assert pacer.late == 0
+
+
+def test_a_rank_that_hangs_in_a_communication_holds_up_a_slice_for_a_while_only(
+    pacer: Pacer, clock: Clock
+) -> None:
+    meter(pacer).begin()
+    began = clock.monotonic()
+    assert pacer.admit(0, 1 << 30) == LEAST_SLICE
+    assert PATIENCE_S < clock.monotonic() - began < 2 * PATIENCE_S
+    assert pacer.late == 1
+
+
+def test_a_rank_that_is_gone_holds_up_nothing(pacer: Pacer, clock: Clock) -> None:
+    meter(pacer).begin()
+    pacer.close(0)
+    assert pacer.admit(0, 100) == 100
+    pacer.close(0)
+
+
+def test_steps_that_are_alike_make_a_plan(pacer: Pacer, clock: Clock) -> None:
+    found: list[tuple[Profile, bool]] = []
+    spans = meter(pacer, found=found)
+    train(spans, clock, PROFILED + 1)  # the first one was not seen from its begin
+    ((profile, planned),) = found
+    assert planned
+    assert profile.spans == pytest.approx((0.1, 0.2, 0.05))
+    measured(pacer, clock, spans)
+    spans.step(100)
+    # In the first span of 100 ms, 90 are used.
+    assert pacer.admit(0, 1 << 30) == round(pacing.SLICE_S * BANDWIDTH)
+    clock.sleep(0.0885)
+    assert pacer.admit(0, 1 << 30) == pytest.approx(0.0015 * BANDWIDTH, rel=0.01)
+    clock.sleep(0.001)
+    sent: list[int] = []
+    waiting = threading.Event()
+
+    def passes(seconds: float) -> None:
+        clock.ns += round(1e9 * seconds)
+        if not waiting.is_set() and clock.ns > end:
+            waiting.set()
+            spans.begin()
+            spans.end()
+
+    end = clock.ns + 10_000_000
+    pacing.time.sleep = passes  # type: ignore[assignment]
+    sent.append(pacer.admit(0, 1 << 30))
+    assert waiting.is_set(), "the rest of the first span is too short"
+    assert sent == [round(pacing.SLICE_S * BANDWIDTH)]
+
+
+def test_the_last_span_of_a_plan_has_an_open_end(pacer: Pacer, clock: Clock) -> None:
+    spans = meter(pacer)
+    train(spans, clock, PROFILED + 1)
+    measured(pacer, clock, spans)
+    spans.step(100)
+    for _ in range(2):
+        spans.begin()
+        spans.end()
+    clock.sleep(10.0)
+    began = clock.ns
+    assert pacer.admit(0, 1 << 30) == round(pacing.SLICE_S * BANDWIDTH)
+    assert clock.ns == began
+
+
+def test_steps_that_differ_make_none(pacer: Pacer, clock: Clock) -> None:
+    found: list[tuple[Profile, bool]] = []
+    spans = meter(pacer, found=found)
+    for step in range(PROFILED + 1):
+        train(spans, clock, 1, (0.1, 0.05 if step % 2 else 0.2))
+    ((profile, planned),) = found
+    assert not planned
+    assert not profile.steady
+    measured(pacer, clock, spans)
+    spans.step(100)
+    clock.sleep(10.0)
+    began = clock.ns
+    assert pacer.admit(0, 100) == 100
+    assert clock.ns == began, "that nobody communicates is enough"
+
+
+def test_a_meter_without_a_page_does_nothing(pacer: Pacer, clock: Clock) -> None:
+    spans = SpanMeter(lambda *_: pytest.fail("a profile of nothing"))
+    train(spans, clock, 2 * PROFILED)
+    attached = meter(pacer)
+    attached.begin()
+    attached.detach()
+    assert not attached.attached
+    assert pacer.admit(0, 100) == 100
+    attached.end()
+
+
+def test_communications_overlap(pacer: Pacer, clock: Clock) -> None:
+    found: list[tuple[Profile, bool]] = []
+    spans = meter(pacer, found=found)
+    for step in range(PROFILED + 1):
+        clock.sleep(0.1)
+        spans.begin()
+        spans.begin()
+        clock.sleep(0.1)
+        spans.end()
+        clock.sleep(0.1)
+        spans.end()
+        clock.sleep(0.3)
+        spans.step(step)
+    ((profile, _),) = found
+    assert profile.spans == pytest.approx((0.1, 0.3))
+
+
+class Refusing(Pacer):
+    """Counts what is asked, and hands out small slices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+        self.given = 0
+
+    def admit(self, rank: int, nbytes: int) -> int:
+        self.asked.append(rank)
+        return min(nbytes, 100_000)
+
+    def sent(self, rank: int, nbytes: int, seconds: float) -> None:
+        self.given += nbytes
+
+
+def test_the_server_paces_copies_and_nothing_else() -> None:
+    snapshot, _ = sealed(size=1 << 20)
+    source, pacer = InMemorySnapshots(), Refusing()
+    source.put(snapshot.manifest, snapshot.room)
+    server = StateServer("127.0.0.1", 0, source, TOKEN, pacer)
+    try:
+        none: dict[str, str] = {}
+        for headers, slices in (
+            (none, 0),
+            ({state_http.CLASS: state_http.COPY}, -(-len(snapshot.data) // 100_000)),
+        ):
+            connection = KnownConnection(server.address, TOKEN)
+            connection.request("GET", state_http.path(STATE, 0, "data"), headers=headers)
+            assert connection.getresponse().read() == bytes(snapshot.data)
+            connection.close()
+            assert len(pacer.asked) == slices
+        assert pacer.given == len(snapshot.data)
+    finally:
+        server.close()
+
+
+def test_a_rank_opens_its_gate_at_the_agent() -> None:
+    with agent_helpers.agent(0):
+        rank = connect()
+        page = rank.open_gate()
+        assert page is not None
+        spans = SpanMeter()
+        spans.attach(page)
+        again = rank.open_gate()
+        assert again is not None
+        spans.begin()
+        assert pacing.words(again)[0] == 1, "it is the same page"
+        rank.close_gate()
+        write(rank, 1)
+        assert rank.list() == (CompleteSnapshot(state(1), True),)
+        rank.close()
