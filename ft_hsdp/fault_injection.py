@@ -222,9 +222,9 @@ def _orders(folder: Path) -> Iterator[FaultOrder]:
                         yield order
 
 
-def hosts_down(run: Path, replica: int) -> list[str]:
-    """Return the hosts of a replica that an order for the job in `run` has taken away."""
-    found = (o.host for o in _orders(run / FOLDER) if (o.kind, o.replica) == (HOST, replica))
+def hosts_down(run: Path, replica: int | None = None) -> list[str]:
+    """Return the hosts that orders for the job in `run` have taken away: those of a replica, or with None all."""
+    found = (o.host for o in _orders(run / FOLDER) if o.kind == HOST and replica in (None, o.replica))
     return sorted({host for host in found if host is not None})
 
 

@@ -84,6 +84,8 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "SpareLost": lambda e: f"spare {e['spare']} is lost",
     "RestartScheduled": lambda e: f"replica {e['replica']} will be started again",
     "ReplicaUnplaced": lambda e: f"replica {e['replica']} has no place, the others go on without it",
+    "HostReplaced": lambda e: f"host {e['host']} takes the place of host {e['before']} of replica {e['replica']}",
+    "HostCordoned": lambda e: f"host {e['host']} is cordoned: it gets no ranks any more",
     "LogLinesLost": lambda e: (
         f"{e['file']} of {_who(e) if e.get('replica') is not None else 'the job'} lacks "
         f"{e['lines']} lines: its disk was full or failed"

@@ -152,6 +152,9 @@ class Config(Section):
         if self.hosts.per_replica is not None and self.ranks_per_replica % self.hosts.per_replica:
             allowed = f"a divisor of ranks_per_replica ({self.ranks_per_replica}), or null"
             raise refuse("hosts.per_replica", self.hosts.per_replica, allowed)
+        if self.hosts.spare and self.hosts.per_replica is None:
+            allowed = "0 without hosts.per_replica: spare hosts are emulated like those of the replicas"
+            raise refuse("hosts.spare", self.hosts.spare, allowed)
         if self.spares % self.ranks_per_replica:
             allowed = (
                 f"a multiple of ranks_per_replica ({self.ranks_per_replica}): a replica is replaced as a whole"

@@ -132,6 +132,13 @@ class HostsConfig(Section):
         "evenly, each with a state agent of its own; it divides ranks_per_replica; null: the machines that there "
         "are",
     )
+    spare: Int = Field(
+        0,
+        ge=0,
+        le=MAX_RANKS,
+        description="spare emulated hosts, s0 and so on, under `up`: one takes the place of a host that is lost; "
+        "needs hosts.per_replica",
+    )
     labels: dict[str, Domains] = Field(
         {},
         description='where hosts stand: a pattern of names, such as node[0-9]*, and "zone/rack" or "rack"; the '

@@ -13,7 +13,9 @@ from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import DISK
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
+from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
+from ft_hsdp.launch.backend.spare_agents import SpareAgents
 from ft_hsdp.launch.job import JobResources, MakeResources, run_job, start_run
 from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port
 from ft_hsdp.launch.run.directory import Row, RunDir
@@ -70,11 +72,19 @@ def local_resources(
             spares=config.spares // config.ranks_per_replica,
             emit=emit,
             quiet_s=config.restart.hold_s,
-            hosts=config.hosts.per_replica,
+            hosts=emulated_hosts(config),
+            agents=SpareAgents(config, run) if config.hosts.spare else None,
         )
         return JobResources(backend, LighthouseFleet(run, config, emit, module=lighthouse))
 
     return make
+
+
+def emulated_hosts(config: Config) -> EmulatedHosts:
+    """Return the hosts for which this machine stands, those of spare replicas included."""
+    hosts = config.hosts
+    of_spares = config.spares // config.ranks_per_replica * (hosts.per_replica or 0)
+    return EmulatedHosts(hosts.per_replica, config.ranks_per_replica, hosts.spare, of_spares, hosts.labels)
 
 
 def check_device(config: Config) -> str:

@@ -26,6 +26,7 @@ from ft_hsdp.errors import (
 )
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.launch.backend.forkserver import PRELOAD
+from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.job import END_S
@@ -182,7 +183,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         folder=folder / "spares",
         emit=emit,
         quiet_s=config.restart.hold_s,
-        hosts=config.hosts.per_replica,
+        hosts=EmulatedHosts(config.hosts.per_replica, config.ranks_per_replica),
     )
     token, context = secret.current(run.token), tls.client(config.network)
 

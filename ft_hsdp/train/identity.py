@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 HOST_VARIABLE = "FT_HSDP_HOST"  # the name of the rank's host, if its machine has several
+HOSTS_VARIABLE = "FT_HSDP_HOSTS"  # the names of the hosts of all ranks of the replica, with commas between
 HOST_RANK_VARIABLE = "FT_HSDP_HOST_RANK"  # the rank's number on that host
 DOMAINS_VARIABLE = "FT_HSDP_DOMAINS"  # zone and rack of the host: "zone=a,rack=7"
 SLURM_VARIABLE = "SLURM_TOPOLOGY_ADDR"  # switches above the node, and the node: "s0.s2.node7"

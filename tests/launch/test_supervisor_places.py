@@ -54,6 +54,12 @@ class Full:
     def vacated(self, replica: int) -> None:
         """It is given back."""
 
+    def lost_hosts(self, replica: int) -> tuple[str, ...]:
+        return ()
+
+    def cordon(self, replica: int, host: str, reason: str) -> bool:
+        return False
+
     def vacancy(self, replica: int) -> str:
         return f"replica {replica} is too large"
 

@@ -18,7 +18,7 @@ from tests.support.scenarios.scenario_job import Job, check
 
 def agents(job: Job, host: str) -> list[int]:
     """The pids of the state agents that a host of replica 0 or 1 has had, in order."""
-    log = job.run / "replicas" / host[1] / f"agent-{host}.log"
+    log = job.run / "replicas" / (host[1] if host[0] == "r" else "0") / f"agent-{host}.log"
     return [json.loads(line)["pid"] for line in log.read_text().splitlines() if line.startswith("{")]
 
 
@@ -59,19 +59,29 @@ def test_a_host_is_lost_and_comes_back_empty_and_the_others_train_meanwhile(tmp_
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("spares", [0, 4])
-def test_the_only_replica_loses_one_of_its_two_hosts(tmp_path: Path, spares: int) -> None:
-    """It falls back to its checkpoint, because half of its state was on that host, and trains all steps."""
-    rule = {"kind": "host", "at_step": 14, "replicas": [0], "rank": 3, "for_s": 0.5}
-    hosts = {"ranks_per_replica": 4, "hosts.per_replica": 2, "spares": spares, "chaos": [rule]}
+@pytest.mark.parametrize(("spares", "spare"), [(0, 0), (4, 0), (0, 1)])
+def test_the_only_replica_loses_one_of_its_two_hosts(tmp_path: Path, spares: int, spare: int) -> None:
+    """Without a spare host, or one of a spare replica, it waits for the host."""
+    moved = spares + spare > 0
+    rule = {"kind": "host", "at_step": 14, "replicas": [0], "rank": 3, "for_s": 0 if moved else 0.5}
+    hosts = {"ranks_per_replica": 4, "hosts.per_replica": 2, "hosts.spare": spare, "spares": spares}
     safe = {"checkpoint.every": 5, "quorum.on_lost_head": "rollback"}
-    with Job(tmp_path, 30, replicas=1, **hosts, **safe) as job:
+    with Job(tmp_path, 30, replicas=1, **hosts, **safe, chaos=[rule]) as job:
+        if moved:
+            job.until(lambda: job.events("HostReplaced"), "the swap")
+            job.until(lambda: len(job.events("ReplicaStarted")) == 2, "the second life")
+            ranks = status(RunDir(job.run))["replicas"][0]["ranks"]
+            assert [rank["host"] for rank in ranks] == ["r0h0", "r0h0", "s0", "s0"]
         check(job.end(), 30)
         (injected,) = job.events("FailureInjected")
         assert (injected["kind"], injected["target"]) == ("host", "host r0h1 of replica 0")
-        assert [e["replica"] for e in job.events("FailureLifted")] == [0]
-        assert [len(agents(job, host)) for host in ("r0h0", "r0h1")] == [1, 2]
+        assert [e["replica"] for e in job.events("FailureLifted")] == ([] if moved else [0])
+        assert [len(agents(job, host)) for host in ("r0h0", "r0h1")] == [1, 1 if moved else 2]
+        for swap in job.events("HostReplaced"):
+            assert (swap["host"], swap["before"], swap["ranks"]) == ("s0", "r0h1", [2, 3])
+            assert len(agents(job, "s0")) == 1, "the agent that was there, or one that its first rank started"
+        assert len(job.events("HostReplaced")) == moved
         (failure,) = json.loads((job.run / "summary.json").read_text())["failures"]
         assert (failure["kind"], failure["replica"]) == ("host", 0)
-        assert hosts_down(job.run, 0) == []
+        assert hosts_down(job.run, 0) == (["r0h1"] if moved else [])
         assert job.replayed()["equal"]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,6 +100,18 @@ class Backend(Protocol):
 
     def vacancy(self, replica: int) -> str:
         """Return in one line why a replica has no place: what it asks for, and what there is."""
+
+    def lost_hosts(self, replica: int) -> tuple[str, ...]:
+        """Return the hosts of a replica that are lost, of which the backend knows that."""
+
+    def cordon(self, replica: int, host: str, reason: str) -> bool:
+        """Start no rank on a host any more; return False if nothing was done, because no other can take its place.
+
+        Args:
+            replica: The replica that has ranks there.
+            host: The host's name.
+            reason: Why, in one line.
+        """
 
     async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
         """Start all ranks of an incarnation, whose replica has a place.
@@ -213,17 +225,17 @@ class WorkerGroup:
                 process.signal(signal.SIGKILL)
 
 
-def assignment(spec: ReplicaSpec, rank: int, run: RunDir, host: str = "") -> dict[str, Any]:
-    """Return the message that assigns a rank to ``spec``: the fields of its `IncarnationId`, its log and its host.
+def assignment(spec: ReplicaSpec, rank: int, run: RunDir, hosts: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the message that assigns a rank to ``spec``: its `IncarnationId`, its log and the hosts.
 
     Args:
         spec: The incarnation.
         rank: The rank.
         run: The run's directory.
-        host: The name of the rank's host, if its machine stands for several.
+        hosts: The name of each rank's host, if its machine stands for several.
     """
     log = str(run.rank_log(spec.replica, rank))
-    named = {"host": host} if host else {}
+    named = {"host": hosts[rank], "hosts": list(hosts)} if any(hosts) else {}
     return {"replica": spec.replica, "run_id": spec.run_id, "restarts": spec.restarts, "log": log, **named}
 
 

@@ -2,12 +2,13 @@
 
 The ranks of a replica get their incarnation at once, those of a spare when a replica needs them. With
 `hosts.per_replica` the machine stands for several hosts: each has a name, which its ranks get with their
-incarnation, and a state agent, which its first rank starts.
+incarnation, and a state agent, which its first rank starts. Spare hosts have one from the start.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -16,27 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from ft_hsdp import fault_injection
+from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ProcessWatch, ReplicaSpec, WorkerGroup, assignment
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD, SPAWN_S, ForkServer
+from ft_hsdp.launch.backend.hosts import EmulatedHosts, HostSwap
 from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port
+from ft_hsdp.launch.backend.spare_agents import SpareAgents
 from ft_hsdp.launch.backend.spares import SparePool
-from ft_hsdp.launch.run.directory import Row, RunDir
-from ft_hsdp.train.identity import HOST_RANK_VARIABLE
-
-
-@dataclass(frozen=True, slots=True)
-class EmulatedHosts:
-    """The hosts for which one machine stands: so many of each replica, with equal numbers of ranks."""
-
-    per_replica: int | None  # None: it stands for no host but itself
-
-    def name(self, replica: int, rank: int, size: int) -> str:
-        """Return the name of a rank's host, of a replica with ``size`` ranks; "": the machine itself."""
-        return "" if self.per_replica is None else f"r{replica}h{rank // (size // self.per_replica)}"
-
-    def environment(self, rank: int, size: int) -> dict[str, str]:
-        """Return the variables that a rank has because its machine stands for several hosts."""
-        return {} if self.per_replica is None else {HOST_RANK_VARIABLE: str(rank % (size // self.per_replica))}
+from ft_hsdp.launch.run.directory import Row, RunDir, try_write_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +56,8 @@ class LocalBackend:
         folder: Path | None = None,
         emit: Callable[[Row], None] = lambda _: None,
         quiet_s: float = 0.0,
-        hosts: int | None = None,
+        hosts: EmulatedHosts | None = None,
+        agents: SpareAgents | None = None,
     ) -> None:
         """Make the backend; nothing is started before `open`.
 
@@ -82,8 +71,8 @@ class LocalBackend:
             folder: Of the spares' files; None: the run's own.
             emit: Takes each event.
             quiet_s: How long no replica may have started before a spare is made, in seconds.
-            hosts: For how many hosts of each replica this machine stands; it divides the number of ranks. None:
-                the machine is the host of all.
+            hosts: For which hosts this machine stands; None: for itself.
+            agents: The state agents of spare hosts; None: none is started before its host is needed.
         """
         self._run = run
         self._emit = emit
@@ -91,7 +80,12 @@ class LocalBackend:
             run.path, entry=entry, preload=preload, boot_s=boot_s, spawn_s=spawn_s, lost=self._lost
         )
         self._machine = socket.gethostname()
-        self._hosts = EmulatedHosts(hosts)
+        self._hosts = hosts or EmulatedHosts()
+        self._agents = agents
+        self._wait_for_host: set[int] = set()  # replicas
+        self._uncalled: dict[str, int] = {}  # spare hosts that a replica has got, and the replica
+        self._listed: list[dict[str, object]] = []  # the content of hosts.json
+        self._keeping: asyncio.Task[None] | None = None
         self._pool = SparePool(spares, folder or run.spares, self._fork, emit, quiet_s)
 
     @property
@@ -109,16 +103,38 @@ class LocalBackend:
         await self._forks.start()
 
     async def place(self, replica: int) -> None:
-        """Wait while a host of the replica is down by an injected failure; else there is always a place."""
-        while True:
-            if not fault_injection.hosts_down(self._run.path, replica):
-                return
-            await asyncio.sleep(fault_injection.LOOK_S)
+        """Give the ranks of lost hosts to spare hosts; if there are too few, wait for hosts that come back."""
+        self._wait_for_host.add(replica)
+        try:
+            while True:
+                swaps = self._hosts.place(replica, *self._away(replica))
+                if swaps is not None:
+                    break
+                await asyncio.sleep(fault_injection.LOOK_S)
+        finally:
+            self._wait_for_host.discard(replica)
+        for swap in swaps:
+            self._uncalled[swap.spare] = replica
+            self._tell_swap(replica, swap)
 
     def vacancy(self, replica: int) -> str:
-        """Return which hosts of a replica are down."""
-        down = ", ".join(fault_injection.hosts_down(self._run.path, replica))
-        return f"host {down} is down, by chaos" if down else ""
+        """Return which hosts of a replica are down or cordoned, and how many spare hosts there are."""
+        if self._hosts.per_replica is None:
+            down = ", ".join(fault_injection.hosts_down(self._run.path, replica))
+            return f"host {down} is down, by chaos" if down else ""
+        return self._hosts.vacancy(replica, fault_injection.hosts_down(self._run.path))
+
+    def lost_hosts(self, replica: int) -> tuple[str, ...]:
+        """Return the hosts of a replica that are down at this moment; its ranks there move, if there is where."""
+        return self._hosts.lose(replica, fault_injection.hosts_down(self._run.path))
+
+    def cordon(self, replica: int, host: str, reason: str) -> bool:
+        """Give a host no ranks any more, if a spare host can take those that it has; return whether it can."""
+        if not self._hosts.free(fault_injection.hosts_down(self._run.path)):
+            return False
+        self._hosts.cordon(host, reason)
+        self._event("HostCordoned", replica, host, reason)
+        return True
 
     def vacated(self, replica: int) -> None:
         """Do nothing: on one machine a place costs nothing."""
@@ -126,6 +142,12 @@ class LocalBackend:
     async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
         """Assign a spare, or else fork all ranks. Raises Retryable; some may run then."""
         self._pool.began(spec)
+        if self._keeping is None and self._hosts.per_replica is not None:
+            self._keeping = asyncio.create_task(self._keep_hosts())
+        if self._agents is not None:
+            for name in [name for name, replica in self._uncalled.items() if replica == spec.replica]:
+                del self._uncalled[name]
+                await self._agents.call(name, spec.replica)
         group = self._pool.take(lambda c: c.complete and (c.size, c.config) == (spec.size, spec.config))
         if group is None:
             group = WorkerGroup(spec.size, spec.config, spec)
@@ -145,7 +167,12 @@ class LocalBackend:
         self._pool.settled(spec)
 
     async def close(self) -> None:
-        """End the fork server and all processes that it started."""
+        """End the fork server and all processes that it started, and the agents of spare hosts."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._agents is not None:
+            await self._agents.close()
         await self._pool.close()
         await self._forks.close()
 
@@ -154,13 +181,48 @@ class LocalBackend:
         event = {"t": time.time(), "event": "ForkServerLost", "source": "supervisor", "pid": pid}
         self._emit({**event, "reason": reason})
 
+    def _away(self, replica: int) -> tuple[list[str], set[int]]:
+        """Return what `EmulatedHosts.place` asks for besides the replica."""
+        down = fault_injection.hosts_down(self._run.path, replica if self._hosts.per_replica is None else None)
+        return down, self._wait_for_host - {replica}
+
+    async def _keep_hosts(self) -> None:
+        """Keep an agent ready on each spare host, and hosts.json true, until cancelled."""
+        while True:
+            down = fault_injection.hosts_down(self._run.path)
+            if self._agents is not None:
+                with contextlib.suppress(ConfigError, OSError):  # the ranks of a host start an agent too
+                    await self._agents.ensure(self._hosts.kept_ready(down))
+            self._list_hosts(down)
+            await asyncio.sleep(fault_injection.LOOK_S)
+
+    def _list_hosts(self, down: Sequence[str]) -> None:
+        """Write hosts.json, for `status` and `chaos`, if something has changed."""
+        pids = {} if self._agents is None else self._agents.pids
+        rows = [{**row, "agent": pids.get(str(row["host"]))} for row in self._hosts.listed(down)]
+        if rows != self._listed:
+            self._listed = rows
+            try_write_json(self._run.hosts, {"hosts": rows})
+
+    def _tell_swap(self, replica: int, swap: HostSwap) -> None:
+        ranks = ", ".join(map(str, swap.ranks))
+        why = self._hosts.cordoned.get(swap.lost) or f"host {swap.lost} is lost"
+        reason = (
+            f"{why}; rank {ranks} starts there" if len(swap.ranks) == 1 else f"{why}; ranks {ranks} start there"
+        )
+        self._event("HostReplaced", replica, swap.spare, reason, before=swap.lost, ranks=list(swap.ranks))
+
+    def _event(self, name: str, replica: int, host: str, reason: str, **fields: Any) -> None:
+        head = {"t": time.time(), "event": name, "source": "supervisor", "replica": replica, "host": host}
+        self._emit({**head, **fields, "reason": reason})
+
     def _assignment(self, spec: ReplicaSpec, rank: int) -> dict[str, Any]:
-        return assignment(spec, rank, self._run, self._hosts.name(spec.replica, rank, spec.size))
+        return assignment(spec, rank, self._run, self._hosts.of(spec.replica))
 
     def _forked(self, group: WorkerGroup, rank: int, pid: int) -> Forked:
         """Return the process of a rank; that of a spare has no host of its own."""
-        emulated = "" if group.spec is None else self._hosts.name(group.spec.replica, rank, group.size)
-        return Forked(pid, self._forks, self._machine, emulated or self._machine)
+        hosts = () if group.spec is None else self._hosts.of(group.spec.replica)
+        return Forked(pid, self._forks, self._machine, hosts[rank] if hosts else self._machine)
 
     async def _fork(self, group: WorkerGroup) -> None:
         shared = {
@@ -175,7 +237,7 @@ class LocalBackend:
             if group.gone:
                 break
 
-            hosted = self._hosts.environment(rank, group.size)
+            hosted = self._hosts.environment(rank)
 
             def gone(pid: int, code: int, rank: int = rank) -> None:
                 group.exited(rank, self._forked(group, rank, pid), code)

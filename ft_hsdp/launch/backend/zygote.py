@@ -8,7 +8,8 @@
 
 The descriptor is the rank's socket to its supervisor. On it the rank reports that it is warm, and gets its
 incarnation, at once if it is `called`, or later: {"replica": 0, "run_id": "a", "restarts": 0, "log": path}, with
-"host" if its machine stands for several. A rank is forked by a process between, which ends. So the rank becomes a
+"host" and the "hosts" of all ranks if its machine stands for several. A rank is forked by a process between, which
+ends. So the rank becomes a
 child of the supervisor, not of this process, and dies only with the supervisor. This process has one thread and
 uses no accelerator: neither survives a fork. The path of the run is an argument only so that the command line of
 every rank names its run.
@@ -38,7 +39,7 @@ from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
 from ft_hsdp.launch.backend.processes import forgiving
 from ft_hsdp.launch.run.directory import open_log
 from ft_hsdp.lifetime import die_with
-from ft_hsdp.train.identity import HOST_VARIABLE, IncarnationSource
+from ft_hsdp.train.identity import HOST_VARIABLE, HOSTS_VARIABLE, IncarnationSource
 
 Entry = Callable[[configuration.Config, IncarnationSource, Path], int]
 _LARGEST = 1 << 20  # bytes of one request
@@ -79,6 +80,7 @@ class AssignmentLine:
         _redirect(Path(assignment.pop("log")))
         if host := assignment.pop("host", ""):
             os.environ[HOST_VARIABLE] = host
+            os.environ[HOSTS_VARIABLE] = ",".join(assignment.pop("hosts"))
         self._incarnation = incarnation = IncarnationId(**assignment)
         os.environ["TORCHELASTIC_RUN_ID"] = incarnation.run_id
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(incarnation.restarts)

@@ -190,6 +190,14 @@ class RayBackend:
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         return placement.vacancy(placement.request(self._config, replica), ray.available_resources(), nodes)
 
+    def lost_hosts(self, replica: int) -> tuple[str, ...]:
+        """Return (): Ray says which nodes are gone, and gives a replica others."""
+        return ()
+
+    def cordon(self, replica: int, host: str, reason: str) -> bool:
+        """Return False: Ray places ranks."""
+        return False
+
     async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
         """Start all ranks of an incarnation, or give it the ranks of the spare whose slot its replica took.
 

@@ -36,6 +36,8 @@ NOTABLE = frozenset(
         "ReplicaUndrained",
         "RestartScheduled",
         "ReplicaUnplaced",
+        "HostReplaced",
+        "HostCordoned",
         "SupervisorStandsBy",
         "SupervisorLeased",
         "LogCut",

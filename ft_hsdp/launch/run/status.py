@@ -34,6 +34,7 @@ def status(run: RunDir) -> Status:
     target = (answer or {}).get("target", config.replicas)
     share: Row = {key: answer[key] for key in ("units", "units_wanted") if key in answer} if answer else {}
     scaled = {"target": target} if target != config.replicas else {}
+    emulated = (read_json(run.hosts) or {}).get("hosts", [])
     return {
         "job": config.job.name,
         "step": answer["step"] if answer else newest,
@@ -42,6 +43,7 @@ def status(run: RunDir) -> Status:
         "lighthouse": {"pid": leader["pid"], "url": leader["url"]},
         **several,
         **scaled,
+        **({"hosts": emulated} if emulated else {}),
         "replicas": replicas,
     }
 
@@ -61,6 +63,8 @@ def lines(run: RunDir, document: Status) -> list[str]:
         pause = f"  pauses: {replica['pause']}" if replica.get("pause") else ""
         step = replica["step"]
         found.append(f"  replica {replica['replica']}  {replica['state']:<12} step {step}  {ranks}{pause}")
+    away = [row for row in document.get("hosts", ()) if row["state"] != "used"]
+    found += [f"  host {row['host']}  {row['state']}" for row in away]
     if leader["url"]:
         found.append(f"  page {page_link(leader['url'], secret.current(run.token))}")
     return found

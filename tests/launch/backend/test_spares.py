@@ -17,6 +17,7 @@ from ft_hsdp import fault_injection
 from ft_hsdp.config import parse
 from ft_hsdp.launch.backend import spares
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, WorkerProcess
+from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, write_json
@@ -56,7 +57,7 @@ class World:
             preload=(),
             spares=spares,
             emit=self.events.append,
-            hosts=hosts,
+            hosts=EmulatedHosts(hosts, ranks=2),
         )
 
     def spec(self, replica: int, restarts: int = 0) -> ReplicaSpec:

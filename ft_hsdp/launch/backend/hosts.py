@@ -1,0 +1,169 @@
+"""Which emulated host each rank is on, which hosts are spare, and who takes the place of one that is lost. Pure.
+
+With `hosts.per_replica` one machine stands for several hosts. Replica 0 begins on r0h0, r0h1 and so on. The spare
+hosts are s0, s1 and so on; the last ones of them are those of spare replicas. A host that is lost, by the kind
+`host` of chaos, or that is cordoned, leaves its ranks to a spare host (DeadPool §V-C). Nothing else moves: the
+other ranks start again where their memory is. A host that comes back is spare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ft_hsdp.memory.hosts import Host, Level
+from ft_hsdp.memory.replacement import Assignment, assign
+from ft_hsdp.train.identity import HOST_RANK_VARIABLE, HOST_VARIABLE, host_path
+
+
+@dataclass(frozen=True, slots=True)
+class HostSwap:
+    """A spare host takes the place of another one."""
+
+    lost: str
+    spare: str
+    ranks: tuple[int, ...]
+
+
+class EmulatedHosts:
+    """The hosts for which one machine stands: so many of each replica, with equal numbers of ranks, and spares.
+
+    Without `per_replica` the machine stands for no host but itself, and nothing here does anything.
+    """
+
+    def __init__(
+        self,
+        per_replica: int | None = None,
+        ranks: int = 1,
+        spare: int = 0,
+        of_spares: int = 0,
+        labels: Mapping[str, str] | None = None,
+        level: Level = "rack",
+    ) -> None:
+        """Make the hosts.
+
+        Args:
+            per_replica: Hosts of each replica; None: the machine itself.
+            ranks: Of each replica; `per_replica` divides it.
+            spare: Spare hosts.
+            of_spares: Hosts of spare replicas, which are taken after those.
+            labels: `hosts.labels`, which say where hosts stand.
+            level: What the copies of a shard must not share, if there is a choice.
+        """
+        self.per_replica = per_replica
+        self._each = ranks // per_replica if per_replica else ranks  # ranks of a host
+        self._labels = dict(labels or {})
+        self._level: Level = level
+        self._hosts: dict[int, list[str]] = {}  # of each replica that was asked for, by position
+        count = spare + of_spares if per_replica is not None else 0
+        self._spare = [f"s{n}" for n in range(count)]  # hosts that no replica has, in the order in which they go
+        self._last = set(self._spare[spare:])  # of spare replicas
+        self.cordoned: dict[str, str] = {}  # host -> why it gets no ranks any more
+        self._left: set[str] = set()  # hosts that were lost: their ranks go elsewhere, if there is where
+
+    def of(self, replica: int) -> tuple[str, ...]:
+        """Return the host of each rank of a replica; () without emulated hosts."""
+        return tuple(name for name in self._of(replica) for _ in range(self._each))
+
+    def environment(self, rank: int) -> dict[str, str]:
+        """Return the variables that a rank has because its machine stands for several hosts."""
+        return {} if self.per_replica is None else {HOST_RANK_VARIABLE: str(rank % self._each)}
+
+    def lose(self, replica: int, down: Collection[str]) -> tuple[str, ...]:
+        """Note which hosts are down now, and return those of a replica that are.
+
+        Also a host that is back before its replica starts again has lost its memory: its ranks move.
+        """
+        lost = tuple(name for name in self._of(replica) if name in down)
+        self._left.update(lost)
+        return lost
+
+    def cordon(self, name: str, reason: str) -> None:
+        """Give a host no ranks any more, for the life of the job."""
+        self.cordoned[name] = reason
+
+    def free(self, down: Collection[str]) -> list[str]:
+        """Return the spare hosts that can be used, in the order in which they are taken."""
+        return [name for name in self._spare if name not in down and name not in self.cordoned]
+
+    def kept_ready(self, down: Collection[str]) -> list[str]:
+        """Return the spare hosts whose state agent runs: all but those of spare replicas."""
+        return [name for name in self.free(down) if name not in self._last]
+
+    def place(self, replica: int, down: Collection[str], others: Collection[int]) -> list[HostSwap] | None:
+        """Move the ranks of lost hosts of a replica to spare ones.
+
+        Args:
+            replica: The replica, which has no processes.
+            down: Hosts that are down now.
+            others: Replicas that wait for a host, too.
+
+        Returns:
+            What moved; None: the replica has to wait, because it needs more hosts than there are.
+        """
+        if self.per_replica is None:
+            return None if down else []
+        for lost in ({*down, *self.cordoned, *self._left}, {*down, *self.cordoned}):
+            given = self._assign(replica, lost, down, others)
+            if given is not None and not given.missing:
+                return self._move(replica, given)
+        return None
+
+    def vacancy(self, replica: int, down: Collection[str]) -> str:
+        """Return in words why a replica has no place; "": it has one."""
+        away = [f"host {name} is down, by chaos" for name in sorted({*down} & {*self._of(replica)})]
+        away += [f"host {name} is cordoned" for name in sorted(self.cordoned.keys() & {*self._of(replica)})]
+        spare = f"spare hosts: {', '.join(self.free(down)) or 'none'}"
+        return ", ".join([*away, *([spare] if away and self._spare else [])])
+
+    def listed(self, down: Collection[str]) -> list[dict[str, object]]:
+        """Return all hosts that were named so far, each with its replica and its state, for `status`."""
+        used = {name: replica for replica, names in self._hosts.items() for name in names}
+        rows: list[dict[str, object]] = []
+        for name in [*used, *(name for name in self._spare if name not in used)]:
+            state = "used" if name in used else "spare"
+            state = "cordoned" if name in self.cordoned else "down" if name in down else state
+            rows.append({"host": name, "state": state, "replica": used.get(name)})
+        return rows
+
+    def _of(self, replica: int) -> list[str]:
+        if self.per_replica is None:
+            return []
+        return self._hosts.setdefault(replica, [f"r{replica}h{n}" for n in range(self.per_replica)])
+
+    def _host(self, name: str) -> Host:
+        return Host.parse(host_path(self._labels, {HOST_VARIABLE: name}))
+
+    def _assign(
+        self, replica: int, lost: Collection[str], down: Collection[str], others: Collection[int]
+    ) -> Assignment | None:
+        """Return the hosts of a replica, with those of spare replicas only if the spare hosts do not suffice."""
+        self._of(replica)
+        everyone: dict[int, Sequence[Host]] = {
+            n: [self._host(h) for h in hosts] for n, hosts in self._hosts.items()
+        }
+        # The hosts of a replica that trains are no candidates, but say where the other copies are.
+        alive = {n: hosts for n, hosts in everyone.items() if n != replica and n not in others}
+        gone = {*lost} - {host.name for hosts in alive.values() for host in hosts}
+        given = None
+        for spares in (self.kept_ready(down), self.free(down)):
+            given = assign(everyone, gone, [self._host(name) for name in spares], self._level)[replica]
+            if not given.missing:
+                break
+        return given
+
+    def _move(self, replica: int, given: Assignment) -> list[HostSwap]:
+        hosts, each = self._of(replica), self._each
+        swaps = []
+        for position, host in enumerate(given.hosts):
+            before = hosts[position]
+            if host.name == before:
+                self._left.discard(before)
+                continue
+            hosts[position] = host.name
+            self._spare.remove(host.name)
+            self._last.discard(host.name)
+            self._spare.append(before)  # once it is back
+            self._left.discard(before)
+            swaps.append(HostSwap(before, host.name, tuple(range(position * each, (position + 1) * each))))
+        return swaps

@@ -1,0 +1,116 @@
+"""Emulated hosts: which host each rank is on, and who takes the place of a lost one."""
+
+from __future__ import annotations
+
+import pytest
+
+from ft_hsdp.launch.backend.hosts import EmulatedHosts, HostSwap
+
+
+def hosts(spare: int = 1, of_spares: int = 0, **more: object) -> EmulatedHosts:
+    """Two hosts of two ranks for each replica."""
+    return EmulatedHosts(2, 4, spare, of_spares, **more)  # type: ignore[arg-type]
+
+
+def test_ranks_are_spread_evenly_and_stay_where_they_are() -> None:
+    made = hosts()
+    assert made.of(1) == ("r1h0", "r1h0", "r1h1", "r1h1")
+    assert [made.environment(rank)["FT_HSDP_HOST_RANK"] for rank in range(4)] == ["0", "1", "0", "1"]
+    assert made.place(1, [], []) == []
+    assert made.of(1) == ("r1h0", "r1h0", "r1h1", "r1h1")
+
+
+def test_a_machine_that_is_its_own_host_waits_while_it_is_down() -> None:
+    alone = EmulatedHosts()
+    assert (alone.of(0), alone.environment(0)) == ((), {})
+    assert alone.place(0, ["node1"], []) is None
+    assert alone.place(0, [], []) == []
+    assert alone.free([]) == []
+
+
+def test_a_spare_host_takes_the_place_of_a_lost_one_which_is_spare_when_it_is_back() -> None:
+    made = hosts()
+    made.lose(0, ["r0h1"])
+    assert made.place(0, ["r0h1"], []) == [HostSwap("r0h1", "s0", (2, 3))]
+    assert made.of(0) == ("r0h0", "r0h0", "s0", "s0")
+    assert made.free(["r0h1"]) == []
+    assert made.free([]) == ["r0h1"]
+    assert made.lose(0, ["s0"]) == ("s0",)
+    assert made.place(0, ["s0"], []) == [HostSwap("s0", "r0h1", (2, 3))]
+
+
+def test_a_host_that_was_lost_for_a_moment_leaves_its_ranks_if_there_is_a_spare() -> None:
+    made = hosts()
+    assert made.lose(0, ["r0h0"]) == ("r0h0",)
+    assert [swap.spare for swap in made.place(0, [], []) or []] == ["s0"]
+    assert made.lose(0, ["s0"]) == ("s0",)
+    assert [swap.spare for swap in made.place(0, [], []) or []] == ["r0h0"], "it is back, and spare"
+    none_left = hosts(spare=0)
+    none_left.lose(0, ["r0h0"])
+    assert none_left.place(0, ["r0h0"], []) is None
+    assert none_left.place(0, [], []) == [], "it is back: its ranks need not wait any more"
+    assert none_left.of(0)[0] == "r0h0"
+
+
+def test_a_cordoned_host_gets_no_ranks_and_is_no_spare() -> None:
+    made = hosts(spare=2)
+    made.cordon("r0h0", "exit 76")
+    assert [swap.spare for swap in made.place(0, [], []) or []] == ["s0"]
+    assert made.free([]) == ["s1"]
+    made.cordon("s1", "exit 76")
+    made.cordon("s0", "exit 76")
+    assert made.place(0, [], []) is None
+    assert made.vacancy(0, []) == "host s0 is cordoned, spare hosts: none"
+
+
+def test_hosts_of_spare_replicas_are_taken_last() -> None:
+    made = hosts(spare=1, of_spares=2)
+    assert made.kept_ready([]) == ["s0"]
+    assert [swap.spare for swap in made.place(0, ["r0h0"], []) or []] == ["s0"]
+    assert [swap.spare for swap in made.place(1, ["r0h0", "r1h1"], []) or []] == ["s1"]
+    made = hosts(spare=1, of_spares=2)
+    both = made.place(0, ["r0h0", "r0h1"], []) or []
+    assert [(swap.lost, swap.spare, swap.ranks) for swap in both] == [
+        ("r0h0", "s0", (0, 1)),
+        ("r0h1", "s1", (2, 3)),
+    ]
+
+
+def test_a_replica_moves_only_if_all_its_lost_hosts_can_be_replaced() -> None:
+    made = hosts(spare=1)
+    assert made.place(0, ["r0h0", "r0h1"], []) is None
+    assert made.of(0) == ("r0h0", "r0h0", "r0h1", "r0h1")
+    assert made.free(["r0h0", "r0h1"]) == ["s0"]
+
+
+def test_of_two_that_wait_the_one_that_needs_less_is_served() -> None:
+    made = hosts(spare=1)
+    made.of(1)
+    down = ["r0h0", "r0h1", "r1h0"]
+    assert made.place(0, down, [1]) is None
+    assert [swap.spare for swap in made.place(1, down, [0]) or []] == ["s0"]
+
+
+def test_the_spare_host_stands_apart_from_the_other_copies_if_there_is_a_choice() -> None:
+    """Replica 1 has its copy of the lost shards in rack 1, and so is s0."""
+    racks = {"r0*": "0", "r1*": "1", "s0": "1", "s1": "2"}
+    made = hosts(spare=2, labels=racks)
+    made.of(1)
+    assert [swap.spare for swap in made.place(0, ["r0h1"], []) or []] == ["s1"]
+
+
+@pytest.mark.parametrize(("down", "told"), [([], ""), (["r0h1"], "host r0h1 is down, by chaos, spare hosts: s0")])
+def test_why_there_is_no_place(down: list[str], told: str) -> None:
+    assert hosts().vacancy(0, down) == told
+
+
+def test_all_hosts_are_listed_with_their_states() -> None:
+    made = hosts(spare=2)
+    made.place(0, ["r0h1"], [])
+    made.cordon("s1", "exit 76")
+    assert [(row["host"], row["state"], row["replica"]) for row in made.listed(["r0h1"])] == [
+        ("r0h0", "used", 0),
+        ("s0", "used", 0),
+        ("s1", "cordoned", None),
+        ("r0h1", "down", None),
+    ]
