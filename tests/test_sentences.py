@@ -43,6 +43,7 @@ FACTS: dict[str, Any] = {
     "checkpoint": "step-3-epoch-2-1-a-0",
     "rows": 3,
     "url": "http://127.0.0.1:1",
+    "host": "s0",
 }
 
 
