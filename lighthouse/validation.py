@@ -23,6 +23,7 @@ from ft_hsdp.core.ledger import MAX_UNIT
 from ft_hsdp.core.replica_state import ENTRY, PROTOCOL, difference
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_CONFIG, ProtocolViolation
+from ft_hsdp.memory.hosts import Host
 from ft_hsdp.protocol import ProcessReport, QuorumRequest
 from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.state import Agreement, LighthouseState
@@ -39,7 +40,6 @@ RULES_LIMIT = 64
 _PUT_BACK = " file: put it back as it was when the job began, or start another job (job.name) with it"
 
 _OWNER = re.compile(r"[0-9A-Za-z-]{0,64}")
-_PATH = re.compile(r"([0-9A-Za-z._-]{1,31}/){0,2}[0-9A-Za-z._-]{1,64}")
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -241,8 +241,10 @@ def _hosts(hosts: Hosts, ranks: int) -> None:
             f"hosts has {len(hosts)} hosts with other than {ranks} ranks, one for each address"
         )
     for path, _ in hosts:
-        if not _PATH.fullmatch(path):
-            raise ProtocolViolation(f"hosts: {path[:60]!r} is not zone/rack/host, rack/host or host")
+        try:
+            Host.parse(path)
+        except ValueError as error:
+            raise ProtocolViolation(f"hosts: {error}") from None
 
 
 def _rules(rules: dict[str, str]) -> None:

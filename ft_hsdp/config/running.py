@@ -8,6 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from ft_hsdp.config.base import Int, PositiveSeconds, Seconds, Section, refuse
+from ft_hsdp.memory.hosts import LABEL
 
 MAX_REPLICAS = 64
 MAX_RANKS = 64
@@ -116,9 +117,8 @@ class QuorumConfig(Section):
     )
 
 
-_DOMAIN = "[0-9A-Za-z._-]{1,31}"
-Domains = Annotated[str, Field(pattern=f"^{_DOMAIN}(/{_DOMAIN})?$")]
-"""Where a host stands: "zone/rack" or "rack"."""
+Domains = Annotated[str, Field(pattern=f"^{LABEL}$")]
+"""Where a host stands: "zone/rack", "rack" or "zone/"."""
 
 
 class HostsConfig(Section):
@@ -141,8 +141,8 @@ class HostsConfig(Section):
     )
     labels: dict[str, Domains] = Field(
         {},
-        description='where hosts stand: a pattern of names, such as node[0-9]*, and "zone/rack" or "rack"; the '
-        "first pattern that fits a host counts",
+        description='where hosts stand: a pattern of names, such as node[0-9]*, and "zone/rack", "rack" or '
+        '"zone/"; the first pattern that fits a host counts',
     )
 
 

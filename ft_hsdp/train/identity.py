@@ -14,11 +14,9 @@ it.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import importlib.util
 import os
 import platform
-import re
 import signal
 import socket
 import threading
@@ -33,6 +31,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import own_address
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.memory.hosts import locate, plain
 from ft_hsdp.state.agent.starter import Starter
 
 if TYPE_CHECKING:
@@ -41,10 +40,6 @@ if TYPE_CHECKING:
 HOST_VARIABLE = "FT_HSDP_HOST"  # the name of the rank's host, if its machine has several
 HOSTS_VARIABLE = "FT_HSDP_HOSTS"  # the names of the hosts of all ranks of the replica, with commas between
 HOST_RANK_VARIABLE = "FT_HSDP_HOST_RANK"  # the rank's number on that host
-DOMAINS_VARIABLE = "FT_HSDP_DOMAINS"  # zone and rack of the host: "zone=a,rack=7"
-SLURM_VARIABLE = "SLURM_TOPOLOGY_ADDR"  # switches above the node, and the node: "s0.s2.node7"
-_DOMAIN = re.compile(r"[0-9A-Za-z._-]{1,31}")
-_STRANGE = re.compile(r"[^0-9A-Za-z._-]")  # in a name: another character takes its place
 
 # A kernel that is loaded on its first launch waits for those that spin; streams that share a queue do too.
 _CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
@@ -101,7 +96,7 @@ class RankIdentity:
     predecessors: tuple[str, ...]  # names of the incarnations of the same run before it
     starter: Starter | None  # on the rank that starts the state agent of its host
     began: float  # when it was assigned, Unix seconds
-    host: str = ""  # its host: "zone/rack/host", "rack/host" or "host"
+    host: str = ""  # the path of its host, such as "zone/rack/host"
     shared: str = ""  # the name of its host if the machine has several, else ""
 
 
@@ -120,7 +115,7 @@ def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankI
         What the rank is from now on.
 
     Raises:
-        ConfigError: FT_HSDP_DOMAINS cannot be read.
+        ConfigError: FT_HSDP_DOMAINS or Slurm's topology cannot be read.
     """
     replica = incarnation.replica
     path = host_path(config.hosts.labels, os.environ)
@@ -135,35 +130,20 @@ def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankI
 
 def host_name(environment: Mapping[str, str]) -> str:
     """Return the name of this rank's host, of letters, digits, ".", "_" and "-"."""
-    return _STRANGE.sub("-", environment.get(HOST_VARIABLE) or socket.gethostname())[:64]
+    return plain(environment.get(HOST_VARIABLE) or socket.gethostname())
 
 
 def host_path(labels: Mapping[str, str], environment: Mapping[str, str]) -> str:
-    """Return where this rank's host stands: "zone/rack/host", "rack/host" or, if that is not known, "host".
+    """Return where this rank's host stands, as `ft_hsdp.memory.hosts` writes it.
 
     Args:
         labels: `hosts.labels` of the configuration, which come first.
-        environment: Of this process. FT_HSDP_DOMAINS comes before Slurm's topology, of which the highest switch is
-            the zone and the lowest one the rack.
+        environment: Of this process.
 
     Raises:
-        ConfigError: FT_HSDP_DOMAINS cannot be read.
+        ConfigError: FT_HSDP_DOMAINS or Slurm's topology cannot be read.
     """
-    name = host_name(environment)
-    label = next((label for pattern, label in labels.items() if fnmatch.fnmatchcase(name, pattern)), None)
-    if label is not None:
-        return f"{label}/{name}"
-    said = environment.get(DOMAINS_VARIABLE, "")
-    if said:
-        domains = dict(pair.partition("=")[::2] for pair in said.split(","))
-        keys_fit = domains.keys() in ({"rack"}, {"zone", "rack"}) and said.count("=") == len(domains)
-        if not keys_fit or not all(map(_DOMAIN.fullmatch, domains.values())):
-            allowed = 'zone=ZONE,rack=RACK or rack=RACK, each 1 to 31 letters, digits, ".", "_" or "-"'
-            raise ConfigError(DOMAINS_VARIABLE, said, allowed)
-        return "/".join(domains[key] for key in ("zone", "rack") if key in domains) + f"/{name}"
-    switches = [_STRANGE.sub("-", each)[:31] for each in environment.get(SLURM_VARIABLE, "").split(".")[:-1]]
-    above = [switches[0], switches[-1]] if len(switches) > 1 else switches
-    return "/".join([*filter(None, above), name])
+    return str(locate(host_name(environment), labels, environment)[0])
 
 
 def _start_agent(config: Config, place: RankPlace, replica: int) -> Starter:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from ft_hsdp.memory.hosts import PATHS
+
 
 class Error(BaseModel):
     """What every route answers with a status of 400 or more."""
@@ -20,7 +22,7 @@ class Error(BaseModel):
 class HostStatus(BaseModel):
     """A host of a replica, and which of its ranks run there."""
 
-    host: str = Field(description="zone/rack/host, rack/host or host, as far as that is known")
+    host: str = Field(description=f"{PATHS}, as far as that is known")
     ranks: list[int]
 
 

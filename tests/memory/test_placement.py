@@ -211,9 +211,19 @@ def test_a_host_knows_its_domains() -> None:
     assert lone.domain("zone") == lone.domain("host") != other.domain("zone")
     assert lone.distance(other) == 3
     assert Host.parse("7/n7").domain("zone") == ("rack", "", "7")
+    unknown_rack = Host.parse("a//n8")
+    assert (unknown_rack.domain("rack"), unknown_rack.domain("zone")) == (("host", "n8"), ("zone", "a"))
+    assert [host.distance(unknown_rack), Host.parse("a//n9").distance(unknown_rack)] == [2, 2]
 
 
-@pytest.mark.parametrize("path", ["", "/", "a//b", "a/b/c/d", "/n1", "n1/", "a\nb", "x" * 257])
+@pytest.mark.parametrize("path", ["n1", "7/n1", "a/7/n1", "a//n1", "a" * 63 + "/" + "7" * 63 + "/" + "n" * 64])
+def test_a_path_and_its_host_are_one(path: str) -> None:
+    assert str(Host.parse(path)) == path
+
+
+@pytest.mark.parametrize(
+    "path", ["", "/", "a///b", "//b", "a/b/c/d", "/n1", "n1/", "a b", "a\nb", "n1\n", "x" * 65]
+)
 def test_a_path_that_is_none_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match="zone/rack/host"):
         Host.parse(path)

@@ -21,6 +21,7 @@ from ft_hsdp.launch.ray.cluster import RayOutput, destination
 from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
 from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, within_reach
 from ft_hsdp.launch.run.directory import RunDir, write_json
+from ft_hsdp.train.identity import host_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +56,24 @@ def test_a_spare_asks_for_what_replicas_ask_for_where_there_are_the_fewest() -> 
         asked = placement.spare_requests(zoned, [of[zone] for zone in others])
         assert [each.labels["zone"] for each in asked] == [best, *({"p", "q"} - {best})]
         assert asked[0].labels == of[best]
+
+
+@pytest.mark.parametrize(
+    ("labels", "given", "path"),
+    [
+        ({}, {}, "vm-0123abcd"),
+        ({"ray.io/availability-zone": "a", "rack": "7"}, {}, "a/7/vm-0123abcd"),
+        ({"ray.io/availability-zone": "a"}, {}, "a//vm-0123abcd"),
+        ({"rack": "7"}, {"FT_HSDP_DOMAINS": "rack=8"}, "8/vm-0123abcd"),
+        ({"rack": "7"}, {"FT_HSDP_HOST": "node7"}, "7/node7"),
+    ],
+)
+def test_a_host_is_a_node_with_its_labels(labels: dict[str, str], given: dict[str, str], path: str) -> None:
+    told = placement.host_environment("vm", "0123abcdef", labels, config().ray, given)
+    assert host_path({}, told) == path
+    assert host_path({"*": "b/9"}, told).startswith("b/9/")  # hosts.labels comes first
+    longest = placement.host_environment("m" * 99, "0123456789", {"rack": "r" * 99}, config().ray, {})
+    assert host_path({}, longest) == f"{'r' * 63}/{'m' * 50}-01234567"
 
 
 def test_local_ranks_are_counted_on_each_node() -> None:

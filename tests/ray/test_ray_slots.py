@@ -318,7 +318,7 @@ async def berth_with(actor: dict[str, Callable[..., Any]], folder: Path, calls: 
         PlacementRequest("n", 1, {"CPU": 1.0}, "PACK", {}), calls, LogReceiver(folder), lambda _: None, 1.0
     )
     actors = SimpleNamespace(**{name: SimpleNamespace(remote=answer) for name, answer in actor.items()})
-    slot.bundles = [Bundle(0, actors, ActorLocation("h", "127.0.0.1", "node", ()))]
+    slot.bundles = [Bundle(0, actors, ActorLocation("h", "h-1", "127.0.0.1", "node", ()))]
     return slot
 
 

@@ -34,6 +34,16 @@ HERE = {"FT_HSDP_HOST": "node7"}
         ({}, {"SLURM_TOPOLOGY_ADDR": "s2.node7"}, "s2/node7"),
         ({}, {"SLURM_TOPOLOGY_ADDR": "node7"}, "node7"),
         ({}, {"SLURM_TOPOLOGY_ADDR": "s[0-1].s2.node7"}, "s-0-1-/s2/node7"),
+        ({}, {"FT_HSDP_DOMAINS": "zone=a"}, "a//node7"),
+        ({}, {"FT_HSDP_DOMAINS": "zone=,rack="}, "node7"),
+        ({"*": "a/"}, {}, "a//node7"),
+        (
+            {},
+            {"SLURM_TOPOLOGY_ADDR": "s0.s2.node7", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.switch.node"},
+            "s0/s2/node7",
+        ),
+        ({}, {"SLURM_TOPOLOGY_ADDR": "s2.node7.x.org", "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.node"}, "s2/node7"),
+        ({}, {"SLURM_TOPOLOGY_ADDR": "node7.x.org", "SLURM_TOPOLOGY_ADDR_PATTERN": "node"}, "node7"),
         ({}, {"SLURM_TOPOLOGY_ADDR": "s0.s2.node7", "FT_HSDP_DOMAINS": "rack=9"}, "9/node7"),
     ],
 )
@@ -47,13 +57,31 @@ def test_a_host_is_its_machine_unless_it_has_a_name_of_its_own(monkeypatch: pyte
     assert host_name({}) == ("a-strange-name" + "e" * 100)[:64]
 
 
-@pytest.mark.parametrize("said", ["zone=a", "a,7", "zone=a,rack=", "zone=a,rack=b/c", "rack=a,rack=b", "rack=a,,"])
+@pytest.mark.parametrize(
+    "said",
+    ["zone", "a,7", "zone=a,rack=b/c", "rack=a,rack=b", "rack=a,,", "rack=a,host=b", "zone=a\nb"],
+)
 def test_domains_that_cannot_be_read_are_one_line(said: str) -> None:
     with pytest.raises(
-        ConfigError, match=r"FT_HSDP_DOMAINS: got .*allowed: zone=ZONE,rack=RACK or rack=RACK"
+        ConfigError, match=r"FT_HSDP_DOMAINS: got .*allowed: zone=ZONE,rack=RACK or one of them"
     ) as e:
         host_path({}, HERE | {"FT_HSDP_DOMAINS": said})
-    assert len(str(e.value).splitlines()) == 1
+    assert (len(str(e.value).splitlines()), e.value.exit_code) == (1, 64)
+
+
+@pytest.mark.parametrize(
+    ("address", "kinds", "key"),
+    [
+        ("node7", "switch.node", "SLURM_TOPOLOGY_ADDR"),
+        ("s0.node7", "switch", "SLURM_TOPOLOGY_ADDR_PATTERN"),
+        ("s0.node7", "node.switch", "SLURM_TOPOLOGY_ADDR_PATTERN"),
+    ],
+)
+def test_a_topology_of_slurm_that_cannot_be_read_is_one_line(address: str, kinds: str, key: str) -> None:
+    said = {"SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": kinds}
+    with pytest.raises(ConfigError, match=rf"^{key}: got .*else set FT_HSDP_DOMAINS") as e:
+        host_path({}, HERE | said)
+    assert (len(str(e.value).splitlines()), e.value.exit_code) == (1, 64)
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ CHECKS = (
     Check("name", storage.name),
     Check("hostname", network.hostname),
     Check("host", network.host),
+    Check("domains", host.domains),
     Check("lighthouse", network.lighthouse, lambda s: bool(s.lighthouses)),
     Check("port", network.port),
     Check("sockets", network.sockets),

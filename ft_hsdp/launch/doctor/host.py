@@ -18,8 +18,10 @@ import psutil
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import title
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
+from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, locate
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.state.shared_memory import SEALS
+from ft_hsdp.train.identity import host_name
 
 FDS_PER_REPLICA = 64
 THREADS_PER_RANK = 16  # 13 were measured
@@ -100,6 +102,17 @@ def memlock(subject: Subject) -> str:
             "--ulimit memlock=-1, or set NCCL_IB_DISABLE=1"
         )
     return f"any amount may be pinned, for {', '.join(cards)}"
+
+
+def domains(subject: Subject) -> str:
+    """Report where this machine stands, and who says so: copies of a state are kept apart by that."""
+    where, source = locate(host_name(os.environ), subject.config.hosts.labels, os.environ)
+    unknown = [level for level, known in (("zone", where.zone), ("rack", where.rack)) if not known]
+    if not unknown:
+        return f"{where.name} stands in rack {where.rack} of zone {where.zone}, says {source}"
+    found = f"{where}, says {source}; " if source else ""
+    which = f"{' and '.join(unknown)} of {where.name} {'is' if unknown[1:] == [] else 'are'} not known"
+    return f"{found}the {which}, so it counts as one of its own; hosts.labels or {DOMAINS_VARIABLE} can say it"
 
 
 def _shown(limit: int) -> str:

@@ -17,18 +17,21 @@ import stat
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import ray
 import ray.util
 
 from ft_hsdp import secret
-from ft_hsdp.config import dump, load
+from ft_hsdp.config import RayConfig, dump, load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.backend.base import ReplicaSpec, assignment, spare_log
 from ft_hsdp.launch.backend.forkserver import SPAWN_S, ForkServer
 from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.launch.ray.logs import NODES, LogPiece, LogSender
+from ft_hsdp.launch.ray.placement import host_environment
 from ft_hsdp.launch.run.directory import RunDir, alive, identity, read_json, write_json
+from ft_hsdp.train.identity import HOST_VARIABLE
 
 POLL_S = 0.25  # between two looks at the files; an exit is reported at once
 IDLE_S = 2.0  # `news` answers after this time at the latest
@@ -41,7 +44,7 @@ class ActorSetup:
     """How an actor sets itself up."""
 
     job: str  # name of the job
-    folder: str  # ray.folder
+    ray: RayConfig
     cwd: str  # working directory of the driver; "" if Ray gives the actor a copy of one
     # As in `ForkServer`:
     entry: str
@@ -54,7 +57,8 @@ class ActorSetup:
 class ActorLocation:
     """Where an actor runs, as it found out itself."""
 
-    host: str  # name of the machine
+    machine: str  # its name
+    host: str  # what is lost with the node; its name
     address: str  # of the node, as Ray knows it
     node: str  # Ray's id of the node
     gpus: tuple[str, ...]  # ids of the GPUs that Ray gave to the actor
@@ -92,6 +96,7 @@ class RankActor:
     def __init__(self, setup: ActorSetup) -> None:
         self._setup = setup
         self._run: RunDir | None = None
+        self._host: dict[str, str] = {}  # variables that tell a rank its host
         self._warm: list[int] = []
         self._exits: list[tuple[int, int]] = []
         self._news: News | None = None  # the last answer, until the driver confirms that it arrived
@@ -110,7 +115,7 @@ class RankActor:
         """
         setup = self._setup
         change_folder(setup.cwd)
-        self._run = run = RunDir(make_folder(Path(setup.folder), setup.job))
+        self._run = run = RunDir(make_folder(Path(setup.ray.folder), setup.job))
         self._forks = ForkServer(
             run.path, entry=setup.entry, preload=setup.preload, boot_s=setup.boot_s, spawn_s=setup.spawn_s
         )
@@ -119,7 +124,11 @@ class RankActor:
         await self._forks.start()
         context = ray.get_runtime_context()
         gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return ActorLocation(socket.gethostname(), ray.util.get_node_ip_address(), context.get_node_id(), gpus)
+        machine, node = socket.gethostname(), context.get_node_id()
+        labels = cast(dict[str, str], context.get_node_labels())  # not lists, as its type says
+        self._host = host_environment(machine, node, labels, setup.ray, os.environ)
+        address = ray.util.get_node_ip_address()
+        return ActorLocation(machine, self._host[HOST_VARIABLE], address, node, gpus)
 
     async def port(self, host: str) -> int:
         """Return a port that is free on this node."""
@@ -145,7 +154,7 @@ class RankActor:
         spared = spare_log(run.spares, start.spare, start.rank)
         log = spared if spec is None else run.rank_log(spec.replica, start.rank)
         return await self._forks.spawn(
-            env=start.env,
+            env={**start.env, **self._host},
             config=run.config,
             log=log,
             on_exit=self._exited,

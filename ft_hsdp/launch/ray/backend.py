@@ -82,7 +82,7 @@ async def start_orders(
 def _config_for_node(config: Config, address: str, setup: ActorSetup) -> Config:
     """Return the configuration of a rank on a node: with the node's address, and its folder for prepared data."""
     changes = {
-        "job": config.job.model_copy(update={"runs_dir": setup.folder}),
+        "job": config.job.model_copy(update={"runs_dir": setup.ray.folder}),
         "network": config.network.model_copy(update={"host": address}),
     }
     return config.model_copy(update=changes)
@@ -138,9 +138,7 @@ class RayBackend:
         self._urls = urls
         self._emit = emit
         waits = config.timeouts
-        self._setup = ActorSetup(
-            config.job.name, config.ray.folder, cwd, entry, preload, waits.boot_s, waits.spawn_s
-        )
+        self._setup = ActorSetup(config.job.name, config.ray, cwd, entry, preload, waits.boot_s, waits.spawn_s)
         self._calls = ThreadPoolExecutor(1, "ray-calls")
         self._receiver = LogReceiver(run.path, lambda lost: emit({**lost.event, "source": "supervisor"}))
         self._slots = ReplicaSlots(self._new_slot)

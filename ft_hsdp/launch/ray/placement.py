@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ft_hsdp.config import Config, RayConfig
+from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, plain
+from ft_hsdp.train.identity import HOST_VARIABLE
 
 _WHERE = {
     "STRICT_PACK": "on one node",
@@ -86,6 +88,25 @@ def vacancy(asked: PlacementRequest, free: Mapping[str, float], nodes: int) -> s
     """Return in one line what a replica without a slot asks for, and what `nodes` nodes have free in all."""
     have = ", ".join(f"{name} {free.get(name, 0):g}" for name in asked.bundle)
     return f"it asks for {asked}; free on {nodes} nodes together: {have}"
+
+
+def host_environment(
+    machine: str, node: str, labels: Mapping[str, str], config: RayConfig, given: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables that tell the ranks on a node their host: the node, whose memory is lost with it.
+
+    Args:
+        machine: The name of its machine, which may have other nodes, or have had one that was lost.
+        node: Ray's id of the node.
+        labels: Of the node.
+        config: Names the labels with the zone and the rack.
+        given: The environment of the node's processes: what it says of the host stays.
+    """
+    name = given.get(HOST_VARIABLE) or f"{plain(machine)[:50]}-{node[:8]}"
+    keys = {"zone": config.zone_label, "rack": config.rack_label}
+    known = [f"{level}={plain(labels[key])[:63]}" for level, key in keys.items() if labels.get(key)]
+    said = given.get(DOMAINS_VARIABLE) or ",".join(known)
+    return {HOST_VARIABLE: name, **({DOMAINS_VARIABLE: said} if said else {})}
 
 
 def local_ranks(nodes: list[str]) -> list[tuple[int, int]]:

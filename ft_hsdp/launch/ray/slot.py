@@ -66,7 +66,7 @@ class RayProcess:
             not_killed: Ends the actor if the rank still runs.
         """
         self.pid = pid
-        self.host = self.machine = bundle.location.host
+        self.host, self.machine = bundle.location.host, bundle.location.machine
         self._actor = bundle.actor
         self._kill_s = kill_s
         self._not_killed = not_killed

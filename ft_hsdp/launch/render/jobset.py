@@ -18,11 +18,14 @@ from ft_hsdp.launch.render import pod
 from ft_hsdp.launch.render.pod import CONFIG, Tree, label
 from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, in_pods, shape, spread, what_runs
 from ft_hsdp.launch.render.text import CommentedValue, comment, document
+from ft_hsdp.memory.hosts import DOMAINS_VARIABLE
+from ft_hsdp.train.identity import HOST_VARIABLE
 
 PORT = 29500
 STORE_PORT = 29400  # rendezvous of the ranks of several nodes
 NO_LIMIT = 2**31 - 1
 LEAVE_S = 5  # from the end of the ranks to the end of the pod
+ZONE = "metadata.labels['topology.kubernetes.io/zone']"  # that of the node, on the pod since Kubernetes 1.35
 INDEX = "metadata.labels['jobset.sigs.k8s.io/job-index']"
 JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"  # new with each start of the replica's pods
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -135,7 +138,16 @@ def _replica(config: Config, site: Site, layout: Shape, name: str, secret: str, 
         command=["python", *_start(layout, name), *COMMAND],
         args=["replica", CONFIG, "--replica", "$(REPLICA)", "--lighthouse", where],
         env=[
-            *_environment(secret, {"REPLICA": INDEX, **({"JOB_UID": JOB_UID} if layout.nodes > 1 else {})}),
+            *_environment(
+                secret,
+                {
+                    "REPLICA": INDEX,
+                    **({"JOB_UID": JOB_UID} if layout.nodes > 1 else {}),
+                    HOST_VARIABLE: pod.NODE,
+                    "ZONE": ZONE,
+                },
+            ),
+            {"name": DOMAINS_VARIABLE, "value": "zone=$(ZONE)"},
         ],
         resources=pod.resources(layout.cpus, layout.gpus, site.memory_gib),
         mounts=[mount],
@@ -195,7 +207,7 @@ def _start(layout: Shape, name: str) -> list[str]:
 
 def _environment(secret: str, labels: Mapping[str, str] = NOTHING) -> list[Tree]:
     """Return the token, a home folder for a user that the image does not know, and the values of labels."""
-    fields = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in labels.items()]
+    fields = [pod.field(name, path) for name, path in labels.items()]
     variables = {"HOME": "/tmp", "USER": "ft-hsdp"}  # noqa: S108 - the pod's
     fixed = [{"name": name, "value": value} for name, value in variables.items()]
     return [*fields, pod.secret("FT_HSDP_TOKEN", secret, "token"), *fixed]

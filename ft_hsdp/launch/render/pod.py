@@ -35,6 +35,8 @@ CONFIG = f"{CONFIG_FOLDER}/config.yaml"
 USER = 1000
 RUNS_GIB = 10
 
+NODE = "spec.nodeName"  # the field with the name of a pod's node: pods on one node are lost together
+
 Tree = dict[str, Any]
 
 
@@ -129,6 +131,11 @@ def resources(cpus: float, gpus: float, memory_gib: int | None) -> Tree:
 def quantity(amount: float) -> str:
     """Return an amount as Kubernetes writes it: "2", "500m"."""
     return str(int(amount)) if float(amount).is_integer() else f"{round(amount * 1000)}m"
+
+
+def field(variable: str, path: str) -> Tree:
+    """Return an environment variable with a field of the pod."""
+    return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def secret(variable: str, name: str, key: str) -> Tree:

@@ -16,6 +16,7 @@ from ft_hsdp.launch.render import pod
 from ft_hsdp.launch.render.pod import CONFIG, Tree, label
 from ft_hsdp.launch.render.settings import COMMAND, Site, check, dump, in_pods, what_runs
 from ft_hsdp.launch.render.text import CommentedValue, comment, document
+from ft_hsdp.train.identity import HOST_VARIABLE
 
 RAY_VERSION = "2.60.0"  # token authentication needs 2.52 or later
 KEEP_S = 600  # of the finished cluster, for its logs
@@ -131,6 +132,7 @@ def _workers(config: Config, site: Site, name: str, each: int, zone: str | None)
         "ray-worker",
         site.image,
         resources=pod.resources(each * ray.cpus_per_rank, each * ray.gpus_per_rank, site.memory_gib),
+        env=[pod.field(HOST_VARIABLE, pod.NODE)],
     )
     spec = {
         **({} if zone is None else {"nodeSelector": {"topology.kubernetes.io/zone": zone}}),

@@ -30,7 +30,7 @@ from ft_hsdp.core.grant import Holders
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.memory.hosts import Host
+from ft_hsdp.memory.hosts import Host, plain
 from ft_hsdp.memory.recovery import Holding, Recoverable, newest, rung
 from ft_hsdp.state.checkpoint import catalog
 from ft_hsdp.state.replica_group import ReplicaGroup
@@ -411,7 +411,7 @@ def _holding(row: HeldShard, address: str, host: str) -> Holding:
     try:
         host = str(Host.parse(host))
     except ValueError:
-        host = address
+        host = plain(address)
     return Holding(row.state, row.replica, row.rank, row.ranks, row.layout, host, address, row.settled)
 
 

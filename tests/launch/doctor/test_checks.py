@@ -257,6 +257,37 @@ def test_shared_memory_matters_to_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path
         host_checks.shm(gpus)
 
 
+@pytest.mark.parametrize(
+    ("labels", "domains", "said"),
+    [
+        (
+            {},
+            "",
+            "the zone and rack of node7 are not known, so it counts as one of its own; hosts.labels or FT_HSDP_",
+        ),
+        (
+            {"*": "7"},
+            "",
+            "7/node7, says hosts.labels; the zone of node7 is not known, so it counts as one of its own",
+        ),
+        (
+            {"*": "a/"},
+            "",
+            "a//node7, says hosts.labels; the rack of node7 is not known, so it counts as one of its",
+        ),
+        ({}, "zone=a,rack=7", "node7 stands in rack 7 of zone a, says FT_HSDP_DOMAINS"),
+    ],
+)
+def test_where_this_machine_stands(
+    monkeypatch: pytest.MonkeyPatch, labels: dict[str, str], domains: str, said: str
+) -> None:
+    monkeypatch.setenv("FT_HSDP_HOST", "node7")
+    monkeypatch.setenv("FT_HSDP_DOMAINS", domains)
+    for variable in ("SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"):
+        monkeypatch.delenv(variable, raising=False)
+    assert host_checks.domains(Subject(parse({"hosts": {"labels": labels}}))).startswith(said)
+
+
 def test_processors_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(cpus=0.5))
     said = "0.5 processors by this container's limit; 6 ranks share them, which is slow and changes no result"

@@ -188,6 +188,12 @@ def test_a_replica_of_a_jobset_starts_and_ends_by_itself() -> None:
     assert there[-2:] == ["--url", container["args"][-1]], "what it writes down must hold in all pods"
     tokens = [e for s in _pods(spec) for c in s["containers"] for e in c["env"] if e["name"] == "FT_HSDP_TOKEN"]
     assert [t["valueFrom"]["secretKeyRef"]["name"] for t in tokens] == ["quickstart-token"] * 2
+    told = {e["name"]: e.get("value") or e["valueFrom"] for e in container["env"]}
+    assert told["FT_HSDP_HOST"] == {"fieldRef": {"fieldPath": "spec.nodeName"}}
+    assert told["FT_HSDP_DOMAINS"] == "zone=$(ZONE)"
+    assert list(told).index("ZONE") < list(told).index("FT_HSDP_DOMAINS"), (
+        "Kubernetes fills in earlier variables only"
+    )
 
 
 def test_the_nodes_of_a_replica_start_again_together() -> None:
