@@ -24,6 +24,7 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.agent import client, messages, server, starter
 from ft_hsdp.state.agent.client import AgentGone
+from ft_hsdp.state.agent.copies import CopyKeeper
 from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Recall, Welcome
 from ft_hsdp.state.agent.server import AgentListener, main
 from ft_hsdp.state.agent.store import SnapshotStore
@@ -469,7 +470,9 @@ def holdings() -> Iterator[SnapshotStore]:
     holdings = SnapshotStore()
     with server.listen(TOKEN, REPLICA) as sock:
         loop = asyncio.new_event_loop()
-        serve = loop.create_task(AgentListener(sock, TOKEN, holdings, "here:1").serve())
+        serve = loop.create_task(
+            AgentListener(sock, TOKEN, holdings, CopyKeeper(holdings, TOKEN), "here:1").serve()
+        )
         thread = threading.Thread(target=_until_cancelled, args=(loop, serve))
         thread.start()
         yield holdings
@@ -577,11 +580,11 @@ def test_a_crowd_of_strangers_keeps_no_rank_out():
 def test_who_hangs_up_leaves_its_slots_for_the_next(holdings: SnapshotStore):
     rank = connect(REPLICA)
     assert rank.stage(state(1)) is not None
-    before = holdings.slots(0)
+    before = holdings.slots((0, 0))
     rank.close()
     rank = connect(REPLICA)
     assert rank.stage(state(2)) is not None
-    assert holdings.slots(0) == before
+    assert holdings.slots((0, 0)) == before
     rank.close()
 
 

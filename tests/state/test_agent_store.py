@@ -8,14 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 from ft_hsdp.state import shared_memory
+from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.slots import MAX_SLOTS
-from ft_hsdp.state.agent.store import Owner, SnapshotStore
+from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.shared_memory import ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest
-from tests.support.state.agent_helpers import content, header, state
+from tests.support.state.agent_helpers import LAYOUT, content, header, state
 
 NBYTES = 10_000
 RANK = 1
+SHARD = (0, RANK)
 
 
 @pytest.fixture
@@ -24,18 +26,18 @@ def holdings() -> Iterator[SnapshotStore]:
     held.admit(Owner(RANK, 2, NBYTES))
     yield held
     held.close()
-    for fd in held.slots(RANK).values():
+    for fd in held.slots(SHARD).values():
         os.close(fd)
 
 
 def write(holdings: SnapshotStore, step: int) -> int | None:
-    number = holdings.stage(RANK, state(step))
-    if number is None and holdings.grow(RANK):
-        number = holdings.stage(RANK, state(step))
+    number = holdings.stage(SHARD, state(step))
+    if number is None and holdings.grow(SHARD):
+        number = holdings.stage(SHARD, state(step))
     if number is not None:
-        shared_memory.attach(holdings.slots(RANK)[number], NBYTES, writable=True)[:] = content(step, RANK, NBYTES)
-        holdings.staged(RANK, state(step), header(step, RANK, nbytes=NBYTES))
-        holdings.mark_settled(RANK, state(step))
+        shared_memory.attach(holdings.slots(SHARD)[number], NBYTES, writable=True)[:] = content(step, RANK, NBYTES)
+        holdings.staged(SHARD, state(step), header(step, RANK, nbytes=NBYTES))
+        holdings.mark_settled(SHARD, state(step))
     return number
 
 
@@ -45,11 +47,11 @@ def read(served: ServedSnapshot | None) -> bytes:
 
 
 def test_two_slots_are_ready_before_the_first_staging(holdings: SnapshotStore):
-    holdings.prepare(RANK)
-    assert len(holdings.slots(RANK)) == 2
+    holdings.prepare(SHARD)
+    assert len(holdings.slots(SHARD)) == 2
     for step in range(6):
         write(holdings, step)
-    assert len(holdings.slots(RANK)) == 2
+    assert len(holdings.slots(SHARD)) == 2
 
 
 def test_what_is_borrowed_does_not_change_and_holds_nobody_up(holdings: SnapshotStore):
@@ -58,7 +60,7 @@ def test_what_is_borrowed_does_not_change_and_holds_nobody_up(holdings: Snapshot
         assert write(holdings, step) is not None
         borrowed.append(holdings.borrow(state(step), RANK))
     assert write(holdings, 9) is None
-    assert holdings.busy_reason(RANK) == "all slots are in use"
+    assert holdings.busy_reason(SHARD) == "all slots are in use"
     for step, served in enumerate(borrowed):
         assert read(served) == content(step, RANK, NBYTES).tobytes()
         assert served is not None
@@ -74,16 +76,16 @@ def test_what_is_borrowed_does_not_change_and_holds_nobody_up(holdings: Snapshot
 
 
 def test_a_dead_rank_leaves_its_slots_and_a_living_one_takes_the_one_it_writes_along(holdings: SnapshotStore):
-    holdings.prepare(RANK)
-    both = holdings.slots(RANK)
-    holdings.stage(RANK, state(1))
-    holdings.disconnect(RANK, dead=True)
-    assert holdings.list(RANK) == ()
-    number = holdings.stage(RANK, state(2))
+    holdings.prepare(SHARD)
+    both = holdings.slots(SHARD)
+    holdings.stage(SHARD, state(1))
+    holdings.disconnect(SHARD, dead=True)
+    assert holdings.list(SHARD) == ()
+    number = holdings.stage(SHARD, state(2))
     assert number is not None
-    assert holdings.slots(RANK) == both
-    holdings.disconnect(RANK, dead=False)
-    assert holdings.slots(RANK) == {n: fd for n, fd in both.items() if n != number}
+    assert holdings.slots(SHARD) == both
+    holdings.disconnect(SHARD, dead=False)
+    assert holdings.slots(SHARD) == {n: fd for n, fd in both.items() if n != number}
 
 
 def test_what_is_forgotten_while_it_is_read_is_read_to_its_end(holdings: SnapshotStore):
@@ -91,7 +93,7 @@ def test_what_is_forgotten_while_it_is_read_is_read_to_its_end(holdings: Snapsho
     first, second = holdings.borrow(state(1), RANK), holdings.borrow(state(1), RANK)
     assert first is not None
     assert second is not None
-    holdings.forget(RANK)
+    holdings.forget(SHARD)
     assert holdings.borrow(state(1), RANK) is None
     holdings.give_back(first)
     write(holdings, 2)
@@ -111,10 +113,10 @@ def test_a_slow_checksum_holds_no_rank_up(holdings: SnapshotStore, monkeypatch: 
 
     real = shard_manifest.damaged
     monkeypatch.setattr(shard_manifest, "damaged", slow)
-    holdings.pin(RANK, state(1), 600.0)
+    holdings.pin(SHARD, state(1), 600.0)
     write(holdings, 1)
     assert begun.wait(10)  # at once: nobody has asked for it
-    holdings.unpin(RANK)
+    holdings.unpin(SHARD)
     answers: list[ServedSnapshot | None] = []
     asking = threading.Thread(target=lambda: answers.append(holdings.borrow(state(1), RANK)))
     asking.start()
@@ -132,10 +134,10 @@ def test_without_memory_a_snapshot_is_left_out(holdings: SnapshotStore, monkeypa
 
     write(holdings, 1)
     monkeypatch.setattr(shared_memory, "create", none)
-    holdings.prepare(RANK)
+    holdings.prepare(SHARD)
     assert write(holdings, 2) is None
-    assert holdings.busy_reason(RANK) == "no memory for one more slot"
-    assert [held.state for held in holdings.list(RANK)] == [state(1)]
+    assert holdings.busy_reason(SHARD) == "no memory for one more slot"
+    assert [held.state for held in holdings.list(SHARD)] == [state(1)]
 
 
 def test_it_holds_nothing_of_ranks_that_never_came(holdings: SnapshotStore):
@@ -144,19 +146,19 @@ def test_it_holds_nothing_of_ranks_that_never_came(holdings: SnapshotStore):
 
 def flip(holdings: SnapshotStore, number: int | None) -> None:
     assert number is not None
-    shared_memory.attach(holdings.slots(RANK)[number], NBYTES, writable=True)[NBYTES // 3] ^= 8
+    shared_memory.attach(holdings.slots(SHARD)[number], NBYTES, writable=True)[NBYTES // 3] ^= 8
 
 
 def test_a_damaged_copy_is_not_given_back_to_its_rank_and_the_older_one_is(holdings: SnapshotStore):
     write(holdings, 1)
     flip(holdings, write(holdings, 2))
-    assert holdings.acquire(RANK, state(2)) is None
-    (damaged,) = holdings.damaged(RANK)
+    assert holdings.acquire(SHARD, state(2)) is None
+    (damaged,) = holdings.damaged(SHARD)
     assert damaged.state == state(2)
     assert "chunk 0 (1 of 1) changed since it was written" in damaged.reason
-    assert holdings.damaged(RANK) == ()
-    assert [held.state for held in holdings.list(RANK)] == [state(1)]
-    taken = holdings.acquire(RANK, state(1))
+    assert holdings.damaged(SHARD) == ()
+    assert [held.state for held in holdings.list(SHARD)] == [state(1)]
+    taken = holdings.acquire(SHARD, state(1))
     assert taken is not None
     assert shared_memory.attach(taken[0], NBYTES, writable=False).tobytes() == content(1, RANK, NBYTES).tobytes()
 
@@ -165,41 +167,41 @@ def test_a_damaged_copy_is_not_served_and_its_memory_is_not_used_again(holdings:
     number = write(holdings, 1)
     flip(holdings, number)
     assert holdings.borrow(state(1), RANK) is None
-    assert [damaged.state for damaged in holdings.damaged(RANK)] == [state(1)]
-    assert number not in holdings.slots(RANK)
+    assert [damaged.state for damaged in holdings.damaged(SHARD)] == [state(1)]
+    assert number not in holdings.slots(SHARD)
 
 
 def test_each_pin_compares_anew(holdings: SnapshotStore):
     number = write(holdings, 1)
-    holdings.pin(RANK, state(1), 600.0)
+    holdings.pin(SHARD, state(1), 600.0)
     served = holdings.borrow(state(1), RANK)
     assert served is not None
     holdings.give_back(served)
     flip(holdings, number)  # after it was compared
-    holdings.pin(RANK, state(1), 600.0)
+    holdings.pin(SHARD, state(1), 600.0)
     assert holdings.borrow(state(1), RANK) is None
 
 
 def test_a_copy_without_checksums_is_of_no_use(holdings: SnapshotStore):
-    holdings.grow(RANK)
-    holdings.stage(RANK, state(1))
+    holdings.grow(SHARD)
+    holdings.stage(SHARD, state(1))
     bare = shard_manifest.ShardManifest(state(1), RANK, 2, "0" * 32, NBYTES, (), (1,), ())
-    holdings.staged(RANK, state(1), shard_manifest.encode(bare))
-    assert holdings.acquire(RANK, state(1)) is None
-    assert "0 checksums" in holdings.damaged(RANK)[0].reason
+    holdings.staged(SHARD, state(1), shard_manifest.encode(bare))
+    assert holdings.acquire(SHARD, state(1)) is None
+    assert "0 checksums" in holdings.damaged(SHARD)[0].reason
 
 
 def test_what_is_held_is_listed_with_whose_it_is(holdings: SnapshotStore):
     for step in (1, 2):
         write(holdings, step)
-    holdings.mark_settled(RANK, state(2), everywhere=False)
+    holdings.mark_settled(SHARD, state(2), everywhere=False)
     rows = holdings.held()
     assert [(row.state, row.replica, row.rank, row.ranks) for row in rows] == [
         (state(step), 0, RANK, 2) for step in (2, 1)
     ]
-    assert {(row.layout, row.nbytes, row.host) for row in rows} == {("0" * 32, NBYTES, "")}
+    assert {(row.layout, row.nbytes, row.host) for row in rows} == {(LAYOUT, NBYTES, "")}
     assert [row.settled for row in rows] == [True, True], "what was settled once stays so"
     write(holdings, 3)  # in the slot of 1
     assert [row.state.step for row in holdings.held()] == [3, 2]
-    holdings.forget(RANK)
+    holdings.forget(SHARD)
     assert holdings.held() == ()

@@ -14,12 +14,15 @@ The life of a snapshot:
 
 Read the modules in this order:
 
-- `slots`: `SnapshotSlots` decides, for one rank, which slot is written next and which snapshots are kept.
-- `store`: `SnapshotStore`: memory and checksums of the snapshots of all ranks of the host.
+- `slots`: `SnapshotSlots` decides, for one shard, which slot is written next and which snapshots are kept.
+- `shard`: memory and checksums of the snapshots of one shard.
+- `store`: `SnapshotStore`: the shards of all ranks of the host, and those that it keeps for other hosts.
 - `messages`: the orders and answers on the socket.
+- `copies`: `CopyKeeper` fetches the shards of other hosts that a rank has ordered (GEMINI §4, ADR 34).
 - `starter`: `Starter` starts an agent, and replaces one that no longer answers.
 - `client`: `StateAgent`, a rank's end of the socket.
-- `server`: the agent's end, and the process itself.
+- `session`: the agent's end: it carries out the orders of one connection.
+- `server`: who is let in, and the process itself.
 
 `server` and `client` must not import torch, because the agent starts in a fraction of a second without it;
 `pyproject.toml` enforces that. The agent outlives the ranks, so it may be older than the ranks that call it:

@@ -23,7 +23,7 @@ MAX_HEADER = 16 << 20  # bytes
 MAX_RANKS = 1 << 20
 MAX_NBYTES = 1 << 50
 MAX_COPIES = 128  # shards of other hosts that one agent keeps, at most
-MAX_REASON = 200  # characters
+MAX_REASON = 120  # characters
 GENERATIONS = 4  # agents of one replica on one host, at most: all but the newest are frozen
 
 ShardIndex = tuple[

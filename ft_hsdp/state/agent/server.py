@@ -9,8 +9,7 @@ Ranks connect to a Unix socket and prove that they know the token; a caller that
 disconnected. A rank has one connection: a newer one supersedes the older. A complete snapshot outlives its
 connection.
 
-`AgentListener` accepts the ranks, `RankSession` carries out the orders of one of them on the `SnapshotStore`, and
-`run` ties the listener to the HTTP server and to the process's end.
+`AgentListener` accepts the ranks, and `run` ties it to the HTTP server and to the process's end.
 """
 
 from __future__ import annotations
@@ -28,13 +27,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from ft_hsdp import handshake, protocol, record_layer
-from ft_hsdp.core.state_id import StateId
+from ft_hsdp import handshake, record_layer
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, LocalResourceError, ProtocolViolation, Retryable
 from ft_hsdp.handshake import Admitted, CallerGate, Purpose
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.agent.store import Owner, SnapshotStore
+from ft_hsdp.state.agent.copies import CopyKeeper
+from ft_hsdp.state.agent.session import AgentConnection, RankSession, WatchSession
+from ft_hsdp.state.agent.shard import Owner
+from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.pacing import Pacer
 from ft_hsdp.state.transfer.http import StateServer
 
@@ -75,20 +76,29 @@ class AgentListener:
         sock: Bound and listening, from `listen`.
         token: The job's token, which callers must prove.
         store: Where the ranks' snapshots are.
+        copies: What fetches copies of other hosts' shards into it.
         address: "host:port" at which the agent serves over HTTP; told to each rank.
         pacer: Of the HTTP server.
     """
 
     def __init__(
-        self, sock: socket.socket, token: str, store: SnapshotStore, address: str, pacer: Pacer | None = None
+        self,
+        sock: socket.socket,
+        token: str,
+        store: SnapshotStore,
+        copies: CopyKeeper,
+        address: str,
+        pacer: Pacer | None = None,
     ) -> None:
         self._sock = sock
         self._token = token
         self._store = store
+        self._copies = copies
         self._address = address
         self._pacer = pacer or Pacer()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ranks: dict[int, asyncio.Task[None]] = {}  # the connection of each rank
+        self._watches: dict[int, asyncio.Task[None]] = {}  # the second connection of each rank
         self._changed = asyncio.Event()  # of ``_ranks``
 
     async def serve(self) -> None:
@@ -126,8 +136,12 @@ class AgentListener:
             try:
                 connection = AgentConnection(sock)
                 async with asyncio.timeout(handshake.hello_s()):
-                    hello: messages.Hello = messages.decode(await connection.read(MAX_HELLO), messages.Hello)
-                await self._rank(connection, hello)
+                    first = await connection.read(MAX_HELLO)
+                    hello = messages.decode(first, messages.Hello, messages.WatchCopies)
+                if isinstance(hello, messages.Hello):
+                    await self._rank(connection, hello)
+                else:
+                    await self._watch(connection, hello.rank)
             except ProtocolViolation as error:
                 _log.warning("hung up: %s", error)
             except OSError as error:
@@ -135,160 +149,39 @@ class AgentListener:
 
     async def _rank(self, connection: AgentConnection, hello: messages.Hello) -> None:
         rank = hello.rank
-        while (older := self._ranks.get(rank)) is not None:
+        await self._supersede(self._ranks, rank)
+        self._changed.set()
+        dead = False  # superseded or refused: the process may live, and write on
+        key = self._store.admit(Owner(rank, hello.ranks, hello.nbytes))
+        try:
+            await connection.send(messages.frame(messages.Welcome(self._address)))
+            await RankSession(connection, key, self._store, self._copies, self._pacer).run()
+        except OSError:
+            dead = True
+            raise
+        finally:
+            self._store.disconnect(key, dead=dead)
+            self._pacer.close(rank)
+            del self._ranks[rank]
+            self._changed.set()
+
+    async def _watch(self, connection: AgentConnection, rank: int) -> None:
+        await self._supersede(self._watches, rank)
+        try:
+            await connection.send(messages.frame(messages.Done()))
+            await WatchSession(connection, rank, self._copies).run()
+        finally:
+            del self._watches[rank]
+
+    async def _supersede(self, tasks: dict[int, asyncio.Task[None]], rank: int) -> None:
+        """End an older connection of a rank, and register this one."""
+        while (older := tasks.get(rank)) is not None:
             _log.info("rank %d: a newer connection supersedes the older", rank)
             older.cancel()
             await asyncio.wait([older])
         task = asyncio.current_task()
         assert task is not None
-        self._ranks[rank] = task
-        self._changed.set()
-        dead = False  # superseded or refused: the process may live, and write on
-        try:
-            self._store.admit(Owner(rank, hello.ranks, hello.nbytes))
-            await connection.send(messages.frame(messages.Welcome(self._address)))
-            await RankSession(connection, rank, self._store, self._pacer).run()
-        except OSError:
-            dead = True
-            raise
-        finally:
-            self._store.disconnect(rank, dead=dead)
-            self._pacer.close(rank)
-            del self._ranks[rank]
-            self._changed.set()
-
-
-class AgentConnection:
-    """Reads and writes frames on a connected, non-blocking Unix socket."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._loop = asyncio.get_running_loop()
-
-    async def read(self, most: int) -> bytes:
-        """Return the next frame.
-
-        Raises:
-            ConnectionError: The other end hung up.
-            ProtocolViolation: The frame is longer than ``most`` bytes.
-        """
-        prefix = await self._exactly(protocol.LENGTH.size)
-        return await self._exactly(protocol.frame_length(prefix, most))
-
-    async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Send frames. The file descriptors in ``fds`` go with the first byte.
-
-        Raises:
-            OSError: The other end hung up.
-        """
-        if fds:
-            sent = socket.send_fds(self._sock, [data], fds)
-            data = data[sent:]
-        await self._loop.sock_sendall(self._sock, data)
-
-    async def _exactly(self, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        view = memoryview(data)
-        while view:
-            got = await self._loop.sock_recv_into(self._sock, view)
-            if not got:
-                raise ConnectionResetError("hung up")
-            view = view[got:]
-        return bytes(data)
-
-
-class RankSession:
-    """Carries out the orders of one connected rank, one at a time."""
-
-    def __init__(self, connection: AgentConnection, rank: int, store: SnapshotStore, pacer: Pacer) -> None:
-        self._connection = connection
-        self._rank = rank
-        self._store = store
-        self._pacer = pacer
-        self._given: set[int] = set()  # slots whose file descriptors went over this connection
-
-    async def run(self) -> None:
-        """Carry out orders until the connection ends. The rank's first slots are allocated meanwhile.
-
-        Raises:
-            OSError: The rank hung up.
-            ProtocolViolation: The rank sent something that is no valid order.
-        """
-        preparing = asyncio.create_task(asyncio.to_thread(self._store.prepare, self._rank))
-        try:
-            while True:
-                order = messages.decode(await self._connection.read(messages.MAX_MESSAGE), *messages.ORDERS)
-                if isinstance(order, messages.Stage):
-                    await preparing
-                    await self._stage(order.state)
-                elif isinstance(order, messages.Take):
-                    await self._take(order.state)
-                elif isinstance(order, messages.OpenGate):
-                    await self._open_gate()
-                elif isinstance(order, messages.Staged):
-                    await self._staged(order.state, await self._connection.read(messages.MAX_HEADER))
-                else:
-                    await self._answer(self._simple(order))
-        finally:
-            preparing.cancel()
-
-    def _simple(self, order: object) -> object:
-        """Carry out an order that needs no bytes and no file descriptor, and return the answer."""
-        match order:
-            case messages.Settle(state, everywhere):
-                self._store.mark_settled(self._rank, state, everywhere)
-            case messages.Pin(state, seconds):
-                self._store.pin(self._rank, state, seconds)
-            case messages.Unpin():
-                self._store.unpin(self._rank)
-            case messages.Forget():
-                self._store.forget(self._rank)
-            case messages.KeepCopy():
-                return messages.OrderRefused("this agent keeps no copies of other hosts' shards")
-            case messages.CloseGate():
-                self._pacer.close(self._rank)
-            case messages.Recall():
-                return messages.Recalled(self._store.list(self._rank))
-        return messages.Done(self._store.damaged(self._rank))
-
-    async def _open_gate(self) -> None:
-        try:
-            page = self._pacer.open(self._rank)
-        except OSError as error:
-            await self._answer(messages.Busy(f"no memory for a gate: {error.strerror}"))
-        else:
-            await self._answer(messages.GateOpened(), fds=[page])
-
-    async def _stage(self, state: StateId) -> None:
-        number = self._store.stage(self._rank, state)
-        if number is None and await asyncio.to_thread(self._store.grow, self._rank):
-            number = self._store.stage(self._rank, state)
-        if number is None:
-            await self._answer(messages.Busy(self._store.busy_reason(self._rank)))
-            return
-        fds = self._store.slots(self._rank)
-        new = number not in self._given
-        self._given = self._given & fds.keys() | {number}
-        await self._answer(messages.SlotGranted(number, new, tuple(fds)), fds=[fds[number]] if new else [])
-
-    async def _staged(self, state: StateId, header: bytes) -> None:
-        try:
-            self._store.staged(self._rank, state, header)
-        except ValueError as error:
-            await self._answer(messages.OrderRefused(str(error)))
-        else:
-            await self._answer(messages.Done(self._store.damaged(self._rank)))
-
-    async def _take(self, state: StateId) -> None:
-        taken = await asyncio.to_thread(self._store.acquire, self._rank, state)
-        if taken is None:
-            await self._answer(messages.Absent(self._store.damaged(self._rank)))
-            return
-        fd, header = taken
-        await self._answer(messages.Taken(), protocol.framed(header), fds=[fd])
-
-    async def _answer(self, message: object, more: bytes = b"", fds: Sequence[int] = ()) -> None:
-        await self._connection.send(messages.frame(message) + more, fds)
+        tasks[rank] = task
 
 
 @contextlib.contextmanager
@@ -369,7 +262,8 @@ def run(
         Retryable: Another agent of that replica runs on this host.
     """
     with listen(token, replica, generation, name) as sock:
-        store, pacer = SnapshotStore(replica, name or socket.gethostname()), Pacer()
+        store = SnapshotStore(replica, name or socket.gethostname())
+        copies, pacer = CopyKeeper(store, token), Pacer()
         try:
             server = StateServer(host, port, store, token, pacer)
         except OSError as error:
@@ -377,11 +271,12 @@ def run(
                 "--host, --port", f"{host}:{port}", f"a free address here ({error.strerror})"
             ) from None
         try:
-            listener = AgentListener(sock, token, store, server.address, pacer)
+            listener = AgentListener(sock, token, store, copies, server.address, pacer)
             ready = {"pid": os.getpid(), "address": server.address}
             asyncio.run(serve(listener, linger_s, guard, ready))
         finally:
             server.close()
+            copies.close()
             store.close()
 
 

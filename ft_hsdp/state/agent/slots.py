@@ -73,6 +73,12 @@ class SnapshotSlots:
         self._slots[self._count] = _Slot(self._count)
         return self._count
 
+    @property
+    def written(self) -> int | None:
+        """The number of the slot that is being written, or None."""
+        slot = self._written()
+        return None if slot is None else slot.number
+
     def stage(self, state: StateId, now: float) -> int | None:
         """Return the number of the slot to write ``state`` into, or None if every slot is in use.
 

@@ -3,6 +3,9 @@
 The ranks write and read them through the agent's socket. Other replicas read them through the state server, for
 which `SnapshotStore` is a `SnapshotSource`. It is thread-safe. `slots` decides which memory a rank writes next.
 
+The store also has the copies of other hosts' shards, which `copies` fetches. They lie in slots of the same kind,
+and are served under their owner's replica and rank. If the owner comes to this host, they are its snapshots.
+
 A snapshot comes with checksums that the trainer made from its live tensors. They are compared before it is used:
 when it is pinned or first borrowed, on a thread of its own, and when its own rank acquires it. A snapshot that
 differs is dropped. `stage` never waits for a reader or for a checksum.
@@ -15,50 +18,23 @@ import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import shared_memory
-from ft_hsdp.state.agent.messages import CompleteSnapshot, Damage
-from ft_hsdp.state.agent.slots import SnapshotSlots
+from ft_hsdp.state.agent.messages import MAX_COPIES, CompleteSnapshot, Damage, ShardIndex
+from ft_hsdp.state.agent.shard import INITIAL_SLOTS, Owner, Shard, check_memory, compare
 from ft_hsdp.state.shared_memory import Bytes, ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import HeldShard
 
-INITIAL_SLOTS = 2  # slots that a rank has before its first staging
-MAX_DAMAGED = 8  # damaged snapshots that are remembered for a rank that sends no orders
-
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The rank whose snapshots are kept."""
-
-    rank: int
-    ranks: int  # of the replica
-    nbytes: int  # of each snapshot
-
-
-@dataclass(slots=True)
-class _Rank:
-    """The slots of one rank and, by slot number, what belongs to them."""
-
-    owner: Owner
-    slots: SnapshotSlots = field(default_factory=SnapshotSlots)
-    fds: dict[int, int] = field(default_factory=dict)  # of all slots
-    headers: dict[int, bytes] = field(default_factory=dict)  # encoded manifests of complete slots
-    layouts: dict[int, str] = field(default_factory=dict)  # of complete slots, once they were listed
-    verified: dict[int, Future[tuple[bytes, str]]] = field(default_factory=dict)  # (manifest, its digest)
-    damaged: list[Damage] = field(default_factory=list)  # not yet reported to the rank
-    acquired: int | None = None  # the slot that the rank itself reads
 
 
 class SnapshotStore:
     """The snapshots of the ranks on this host. Its methods may be called from any thread.
 
-    ``rank`` must have been admitted in every method but `borrow`.
+    ``key`` is the (replica, rank) of a shard. It must have been admitted, by `admit` or `admit_copy`.
 
     Args:
         replica: Whose ranks they are.
@@ -69,92 +45,195 @@ class SnapshotStore:
         self._replica = replica
         self._host = host
         self._lock = threading.Lock()
-        self._ranks: dict[int, _Rank] = {}
+        self._shards: dict[ShardIndex, Shard] = {}  # none is ever removed, so that slot numbers stay unique
+        self._budget: int | None = None  # bytes for copies of other hosts' shards
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="state-seal")
 
-    def admit(self, owner: Owner) -> None:
-        """Register a rank. If its snapshots had another size or number of ranks before, they are dropped."""
-        with self._lock:
-            entry = self._ranks.get(owner.rank)
-            if entry is not None and entry.owner != owner:
-                _log.info("rank %d: %s instead of %s: its snapshots are dropped", owner.rank, owner, entry.owner)
-                entry.slots.forget()
-                self._sweep(entry)
-                entry.owner = owner
-            elif entry is None:
-                self._ranks[owner.rank] = _Rank(owner)
+    def admit(self, owner: Owner) -> ShardIndex:
+        """Register a rank of this host, and return the key of its shard.
 
-    def prepare(self, rank: int) -> None:
+        If its snapshots had another size or number of ranks before, they are dropped. If they were copies that
+        another rank had ordered, they are its own now.
+        """
+        key = self._replica, owner.rank
+        with self._lock:
+            entry = self._shards.setdefault(key, Shard(self._replica, owner, own=True))
+            entry.fit(owner)
+            if not entry.own:
+                entry.slots.abandon(reuse=False)  # a fetch may still write into it
+                entry.sweep()
+            entry.own, entry.connected, entry.keeper = True, True, None
+        return key
+
+    def admit_copy(self, replica: int, owner: Owner, keeper: int, budget: int | None) -> None:
+        """Register a shard of another host, of which a copy is to be kept.
+
+        Args:
+            replica: The owner's.
+            owner: The owner. If its copies had another size or number of ranks before, they are dropped.
+            keeper: The rank of this host that orders it.
+            budget: Bytes for all copies of other hosts' shards; None: no limit.
+
+        Raises:
+            ValueError: It is the shard of a rank of this host, or there is no room for it. Says which.
+        """
+        key = replica, owner.rank
+        with self._lock:
+            entry = self._shards.get(key)
+            if entry is not None and entry.connected:
+                raise ValueError("it is the shard of a rank of this host")
+            others = [each for k, each in self._shards.items() if not each.own and k != key]
+            if sum(each.keeper is not None for each in others) >= MAX_COPIES:
+                raise ValueError(f"copies of {MAX_COPIES} shards are kept here already")
+            used = sum(each.needed_bytes for each in others)
+            if budget is not None and used + INITIAL_SLOTS * owner.nbytes > budget:
+                raise ValueError(
+                    f"{INITIAL_SLOTS} slots of {owner.nbytes} bytes are needed; {used} of {budget} bytes of "
+                    "memory.budget_gb are taken"
+                )
+            if entry is None or entry.owner != owner or not entry.fds:
+                check_memory(INITIAL_SLOTS * owner.nbytes)
+            entry = self._shards.setdefault(key, Shard(replica, owner, own=False))
+            entry.fit(owner)
+            entry.own, entry.keeper, self._budget = False, keeper, budget
+
+    def copies(self, keeper: int) -> list[ShardIndex]:
+        """Return the shards of other hosts that a rank of this host has ordered."""
+        with self._lock:
+            return [key for key, entry in self._shards.items() if entry.keeper == keeper]
+
+    def drop_copies(self, key: ShardIndex) -> None:
+        """Drop the copies of another host's shard, and stop keeping it."""
+        with self._lock:
+            entry = self._shards[key]
+            if not entry.own:
+                entry.keeper = None
+                entry.slots.forget()
+                entry.sweep()
+
+    def prepare(self, key: ShardIndex) -> None:
         """Allocate INITIAL_SLOTS slots. Blocks for as long as the kernel takes to provide the memory."""
-        while len(self.slots(rank)) < INITIAL_SLOTS and self.grow(rank):
+        while len(self.slots(key)) < INITIAL_SLOTS and self.grow(key):
             pass
 
-    def grow(self, rank: int) -> bool:
+    def grow(self, key: ShardIndex) -> bool:
         """Allocate one more free slot. Blocks for as long as the kernel takes to provide the memory.
 
         Returns:
-            False if the rank has MAX_SLOTS slots, or there is no memory for another one.
+            False if the shard has MAX_SLOTS slots, or there is no memory for another one.
         """
-        entry = self._ranks[rank]
-        if entry.slots.full:
-            return False
-        owner = entry.owner
+        with self._lock:
+            entry = self._shards[key]
+            owner, copy = entry.owner, not entry.own
+            if entry.slots.full or (copy and not self._may_grow(entry)):
+                return False
+            entry.growing += 1
+        fd = None
         try:
             fd = shared_memory.create(owner.nbytes)
         except OSError as error:
-            _log.warning("rank %d: no slot of %d bytes: %s", rank, owner.nbytes, error.strerror)
-            return False
+            _log.warning("%s: no slot of %d bytes: %s", entry, owner.nbytes, error.strerror)
         with self._lock:
+            entry.growing -= 1
+            if fd is None:
+                return False
             # Meanwhile another connection of that rank may have added a slot, or changed the size.
-            if entry.slots.full or entry.owner != owner:
+            gone = copy and entry.keeper is None
+            if entry.slots.full or entry.owner != owner or entry.own == copy or gone:
                 os.close(fd)
                 return False
             entry.fds[entry.slots.add()] = fd
         return True
 
-    def stage(self, rank: int, state: StateId) -> int | None:
-        """Return the number of the slot to write ``state`` into, or None if another slot has to be added first."""
+    def _may_grow(self, entry: Shard) -> bool:
+        """Return whether the budget has room for one more slot of a copy."""
+        if entry.keeper is None:
+            return False
+        others = sum(each.needed_bytes for each in self._shards.values() if not each.own and each is not entry)
+        return self._budget is None or others + entry.held_bytes + entry.owner.nbytes <= self._budget
+
+    def stage(self, key: ShardIndex, state: StateId, *, copy: bool = False) -> int | None:
+        """Return the number of the slot to write ``state`` into, or None if another slot has to be added first.
+
+        Args:
+            key: The shard.
+            state: What is to be written.
+            copy: It is fetched from another host: None if that shard is no longer to be kept here.
+        """
         with self._lock:
-            entry = self._ranks[rank]
+            entry = self._shards[key]
+            if copy and entry.keeper is None:
+                return None
             number = entry.slots.stage(state, time.monotonic())
             if number is not None:
                 entry.headers.pop(number, None)
                 entry.layouts.pop(number, None)
                 entry.verified.pop(number, None)
-            self._sweep(entry)
+            entry.sweep()
             return number
 
-    def busy_reason(self, rank: int) -> str:
+    def busy_reason(self, key: ShardIndex) -> str:
         """Return why `stage` and `grow` found no slot."""
-        return "all slots are in use" if self._ranks[rank].slots.full else "no memory for one more slot"
+        return "all slots are in use" if self._shards[key].slots.full else "no memory for one more slot"
 
-    def slots(self, rank: int) -> dict[int, int]:
+    def slots(self, key: ShardIndex) -> dict[int, int]:
         """Return the file descriptors of a rank's slots by slot number. They stay owned by the store."""
         with self._lock:
-            return dict(self._ranks[rank].fds)
+            return dict(self._shards[key].fds)
 
-    def staged(self, rank: int, state: StateId, header: bytes) -> None:
+    def staged(self, key: ShardIndex, state: StateId, header: bytes, number: int | None = None) -> None:
         """Mark ``state`` as complete. ``header`` is its encoded manifest.
+
+        Args:
+            key: The shard.
+            state: What was written.
+            header: Its encoded manifest.
+            number: The slot that it was written into; None: that of the last `stage`.
 
         Raises:
             ValueError: ``state`` was not being written.
         """
         with self._lock:
-            entry = self._ranks[rank]
+            entry = self._shards[key]
+            if number not in (None, entry.slots.written):
+                raise ValueError("its slot was dropped meanwhile")
             number = entry.slots.staged(state)
             entry.headers[number] = header
             if entry.slots.pinned(time.monotonic()) == state:
                 self._verification(entry, number, state)
 
-    def mark_settled(self, rank: int, state: StateId, everywhere: bool = True) -> None:
+    def writable(self, key: ShardIndex, number: int) -> Bytes:
+        """Return the memory of a slot that this process writes.
+
+        Raises:
+            LookupError: The slot was dropped meanwhile.
+            OSError: It cannot be mapped.
+        """
+        with self._lock:
+            entry = self._shards[key]
+            return shared_memory.attach(entry.fds[number], entry.owner.nbytes, writable=True)
+
+    def abandon(self, key: ShardIndex, number: int) -> None:
+        """Free a slot whose writer has ended without completing it."""
+        with self._lock:
+            entry = self._shards[key]
+            if entry.slots.written == number:
+                entry.slots.abandon(reuse=True)
+
+    def keeps(self, key: ShardIndex, state: StateId) -> bool:
+        """Return whether there is a complete snapshot of ``state``."""
+        with self._lock:
+            return self._shards[key].slots.find(state) is not None
+
+    def mark_settled(self, key: ShardIndex, state: StateId, everywhere: bool = True) -> None:
         """Record whether all ranks of the replica have a snapshot of ``state``; see `SnapshotSlots`."""
         with self._lock:
-            self._ranks[rank].slots.mark_settled(state, everywhere)
+            self._shards[key].slots.mark_settled(state, everywhere)
 
-    def pin(self, rank: int, state: StateId, seconds: float) -> None:
+    def pin(self, key: ShardIndex, state: StateId, seconds: float) -> None:
         """Keep ``state`` for ``seconds``, now or once it is complete, and compare its checksums in advance."""
         with self._lock:
-            entry = self._ranks[rank]
+            entry = self._shards[key]
             entry.slots.pin(state, time.monotonic() + seconds)
             number = entry.slots.find(state)
             if number is not None:
@@ -163,19 +242,19 @@ class SnapshotStore:
                     del entry.verified[number]
                 self._verification(entry, number, state)
 
-    def unpin(self, rank: int) -> None:
+    def unpin(self, key: ShardIndex) -> None:
         """Remove the rank's pin and release the snapshot that it acquired."""
         with self._lock:
-            entry = self._ranks[rank]
+            entry = self._shards[key]
             entry.slots.unpin()
-            self._release_acquired(entry)
+            entry.release_acquired()
 
-    def list(self, rank: int) -> tuple[CompleteSnapshot, ...]:
+    def list(self, key: ShardIndex) -> tuple[CompleteSnapshot, ...]:
         """Return the complete snapshots of a rank, newest first."""
         with self._lock:
-            return self._ranks[rank].slots.held()
+            return self._shards[key].slots.held()
 
-    def acquire(self, rank: int, state: StateId) -> tuple[int, bytes] | None:
+    def acquire(self, key: ShardIndex, state: StateId) -> tuple[int, bytes] | None:
         """Verify a complete snapshot and keep it unchanged for its own rank until `unpin` or the next `acquire`.
 
         Blocks while the checksums are computed.
@@ -184,120 +263,119 @@ class SnapshotStore:
             (file descriptor, encoded manifest), or None if there is no such snapshot or it is damaged.
         """
         with self._lock:
-            entry = self._ranks[rank]
-            self._release_acquired(entry)
+            entry = self._shards[key]
+            entry.release_acquired()
             number = entry.slots.find(state)
             if number is None:
                 return None
             entry.slots.borrow(number)
             owner, fd, header = entry.owner, entry.fds[number], entry.headers[number]
         try:
-            _check(header, shared_memory.attach(fd, owner.nbytes, writable=False), state, owner)
+            compare(header, shared_memory.attach(fd, owner.nbytes, writable=False), state, owner)
         except (DataCorruption, OSError, ValueError) as error:
             with self._lock:
-                self._damage(entry, number, state, error)
-                self._put_back(entry, number)
+                entry.damage(number, state, error)
+                entry.put_back(number)
             return None
         with self._lock:
             entry.acquired = number
         return fd, header
 
-    def damaged(self, rank: int) -> tuple[Damage, ...]:
+    def damaged(self, key: ShardIndex) -> tuple[Damage, ...]:
         """Return the snapshots of a rank that were found damaged since the last call."""
         with self._lock:
-            entry = self._ranks[rank]
+            entry = self._shards[key]
             found, entry.damaged = tuple(entry.damaged), []
             return found
 
-    def forget(self, rank: int) -> None:
+    def forget(self, key: ShardIndex) -> None:
         """Drop all snapshots of a rank."""
         with self._lock:
-            entry = self._ranks[rank]
+            entry = self._shards[key]
             entry.slots.forget()
-            self._release_acquired(entry)
-            self._sweep(entry)
+            entry.release_acquired()
+            entry.sweep()
 
-    def disconnect(self, rank: int, *, dead: bool) -> None:
+    def disconnect(self, key: ShardIndex, *, dead: bool) -> None:
         """Release what a rank used over its connection, which has ended.
 
         The snapshot that it was writing is abandoned. Its slot is reused only if the rank is ``dead``: a living
         process may still write into it.
         """
         with self._lock:
-            entry = self._ranks[rank]
+            entry = self._shards[key]
+            entry.connected = False
             entry.slots.abandon(reuse=dead)
-            self._release_acquired(entry)
-            self._sweep(entry)
+            entry.release_acquired()
+            entry.sweep()
 
     def borrow(self, state: StateId, rank: int) -> ServedSnapshot | None:
-        """Return the snapshot of ``state`` and ``rank`` for reading until `give_back`.
+        """Return the snapshot of ``state`` and ``rank``, of any replica, for reading until `give_back`.
 
-        Blocks while its checksums are computed. Returns None if there is no such snapshot, or if it is damaged:
-        then it is dropped, and the damage is logged.
+        A state has one content, so the shards of all replicas are equal. Blocks while checksums are computed.
+        Returns None if there is no such snapshot. One that is damaged is dropped, and the damage is logged.
         """
-        with self._lock:
-            entry = self._ranks.get(rank)
-            number = None if entry is None else entry.slots.find(state)
-            if entry is None or number is None:
-                return None
-            entry.slots.borrow(number)
-            verification = self._verification(entry, number, state)
-            fd, nbytes = entry.fds[number], entry.owner.nbytes
-        try:
-            manifest, digest = verification.result()
-        except Exception:
+        while True:
             with self._lock:
-                self._put_back(entry, number)
-            return None
-        return ServedSnapshot(fd, nbytes, manifest, digest)
+                shards = [each for (_, of), each in self._shards.items() if of == rank]
+                shards.sort(key=lambda each: not each.own)
+                found = ((each, number) for each in shards if (number := each.slots.find(state)) is not None)
+                entry, number = next(found, (None, None))
+                if entry is None or number is None:
+                    return None
+                entry.slots.borrow(number)
+                verification = self._verification(entry, number, state)
+                fd, nbytes = entry.fds[number], entry.owner.nbytes
+            try:
+                manifest, digest = verification.result()
+            except Exception:
+                with self._lock:
+                    dropped = entry.slots.find(state) != number
+                    entry.put_back(number)
+                if not dropped:  # the agent ends
+                    return None
+                continue
+            return ServedSnapshot(fd, nbytes, manifest, digest)
 
     def held(self) -> tuple[HeldShard, ...]:
-        """Return the complete snapshots of all ranks, newest first for each. Their checksums are not compared."""
+        """Return all complete snapshots, newest first for each shard. Their checksums are not compared."""
         with self._lock:
             found = [
                 (entry, kept, number, entry.headers[number])
-                for entry in self._ranks.values()
+                for entry in self._shards.values()
                 for kept in entry.slots.held()
                 if (number := entry.slots.find(kept.state)) is not None
             ]
-        rows: dict[tuple[StateId, int], HeldShard] = {}
+        rows: dict[tuple[StateId, int, int], HeldShard] = {}
         for entry, kept, number, header in found:
             owner, layout = entry.owner, entry.layouts.get(number)
             if layout is None:
                 try:
                     layout = shard_manifest.decode_header(header).layout
                 except DataCorruption as error:
-                    _log.error("rank %d: the manifest of %s cannot be used: %s", owner.rank, kept.state, error)
+                    _log.error("%s: the manifest of %s cannot be used: %s", entry, kept.state, error)
                     continue
                 with self._lock:
                     if entry.headers.get(number) is header:
                         entry.layouts[number] = layout
             row = HeldShard(
-                kept.state, self._replica, owner.rank, owner.ranks, layout, owner.nbytes, kept.settled, self._host
+                kept.state, entry.replica, owner.rank, owner.ranks, layout, owner.nbytes, kept.settled, self._host
             )
-            rows.setdefault((kept.state, owner.rank), row)
+            rows.setdefault((kept.state, entry.replica, owner.rank), row)
         return tuple(rows.values())
 
     def give_back(self, served: ServedSnapshot) -> None:
         """End a borrow. Call it once for each."""
         with self._lock:
-            slots = {fd: (entry, number) for entry in self._ranks.values() for number, fd in entry.fds.items()}
-            self._put_back(*slots[served.fd])
+            slots = {fd: (entry, number) for entry in self._shards.values() for number, fd in entry.fds.items()}
+            entry, number = slots[served.fd]
+            entry.put_back(number)
 
     def close(self) -> None:
         """Cancel the checksums that have not begun."""
         self._verifier.shutdown(cancel_futures=True)
 
-    def _put_back(self, entry: _Rank, number: int) -> None:
-        entry.slots.give_back(number)
-        self._sweep(entry)
-
-    def _release_acquired(self, entry: _Rank) -> None:
-        if entry.acquired is not None:
-            number, entry.acquired = entry.acquired, None
-            self._put_back(entry, number)
-
-    def _verification(self, entry: _Rank, number: int, state: StateId) -> Future[tuple[bytes, str]]:
+    def _verification(self, entry: Shard, number: int, state: StateId) -> Future[tuple[bytes, str]]:
         """Return the future (encoded manifest, digest) of a complete slot, which stays borrowed until then."""
         if number not in entry.verified:
             entry.slots.borrow(number)
@@ -307,47 +385,15 @@ class SnapshotStore:
         return entry.verified[number]
 
     def _verified(
-        self, entry: _Rank, number: int, state: StateId, owner: Owner, fd: int, header: bytes
+        self, entry: Shard, number: int, state: StateId, owner: Owner, fd: int, header: bytes
     ) -> tuple[bytes, str]:
         try:
-            _check(header, shared_memory.attach(fd, owner.nbytes, writable=False), state, owner)
+            compare(header, shared_memory.attach(fd, owner.nbytes, writable=False), state, owner)
             return header, shard_manifest.digest(header)
         except Exception as error:
             with self._lock:
-                self._damage(entry, number, state, error)
+                entry.damage(number, state, error)
             raise
         finally:
             with self._lock:
-                self._put_back(entry, number)
-
-    def _damage(self, entry: _Rank, number: int, state: StateId, error: Exception) -> None:
-        """Drop a snapshot that is damaged. Its memory is not used again."""
-        _log.error("rank %d: the copy of state %s is dropped: %s", entry.owner.rank, state, error)
-        if number in entry.slots.numbers and entry.slots.find(state) == number:
-            entry.slots.drop(number)
-            entry.damaged = [*entry.damaged, Damage(state, str(error))][-MAX_DAMAGED:]
-
-    def _sweep(self, entry: _Rank) -> None:
-        """Free the memory of slots that were removed."""
-        for number in entry.fds.keys() - entry.slots.numbers:
-            os.close(entry.fds.pop(number))
-            entry.headers.pop(number, None)
-            entry.layouts.pop(number, None)
-            entry.verified.pop(number, None)
-
-
-def _check(header: bytes, data: Bytes, state: StateId, owner: Owner) -> None:
-    """Compare a snapshot with its header.
-
-    Raises:
-        DataCorruption: The header is not valid, belongs to another snapshot, or a checksum differs.
-    """
-    manifest = shard_manifest.decode(header)
-    claims = (manifest.state, manifest.rank, manifest.ranks, manifest.nbytes)
-    if claims != (state, owner.rank, owner.ranks, owner.nbytes):
-        raise DataCorruption(f"its header is of {claims}")
-    wrong = shard_manifest.damaged(manifest, data.data)
-    if wrong:
-        raise DataCorruption(
-            f"chunk {wrong[0]} ({len(wrong)} of {len(manifest.checksums)}) changed since it was written"
-        )
+                entry.put_back(number)

@@ -176,16 +176,24 @@ class FetchRequest:
     copy: bool = False  # it becomes a copy of another host's shard: donors send it while they are idle (`pacing`)
 
     @staticmethod
-    def exactly(expected: ExpectedShard, into: memoryview, *, awaited: bool = True) -> FetchRequest:
+    def exactly(
+        expected: ExpectedShard, into: memoryview, *, awaited: bool = True, copy: bool = False
+    ) -> FetchRequest:
         """Return a request for a shard that is known from this rank's own model.
 
         Args:
             expected: What every donor's manifest must say.
             into: Writable memory of ``expected.nbytes`` bytes.
             awaited: Whether donors may get the state later.
+            copy: Whether it becomes a copy of another host's shard.
         """
         return FetchRequest(
-            expected.state, expected.rank, lambda m: shard_manifest.expect(m, expected), lambda _: into, awaited
+            expected.state,
+            expected.rank,
+            lambda m: shard_manifest.expect(m, expected),
+            lambda _: into,
+            awaited,
+            copy,
         )
 
 
@@ -196,6 +204,7 @@ class FetchedShard:
     manifest: ShardManifest
     seconds: float  # from the call to the last verified chunk
     given: dict[int, int]  # verified bytes by donor (replica id)
+    encoded: bytes  # the manifest as it was received
 
 
 def fetch(
@@ -232,7 +241,7 @@ def fetch(
     with work.threads():
         work.supervise(began, deadline_s, cancel)
     assert work.manifest is not None
-    return FetchedShard(work.manifest, time.monotonic() - began, work.given)
+    return FetchedShard(work.manifest, time.monotonic() - began, work.given, work.encoded)
 
 
 class _Fetch:
@@ -242,6 +251,7 @@ class _Fetch:
         self, donors: Sequence[Donor], request: FetchRequest, token: str, rejected: Callable[[Donor, str], None]
     ) -> None:
         self.manifest: ShardManifest | None = None
+        self.encoded = b""
         self.given: dict[int, int] = {}
         self._request = request
         self._rejected = rejected
@@ -253,7 +263,7 @@ class _Fetch:
         # When the next chunk of each donor has to be here. The size never changes, so it needs no lock.
         self._due = dict.fromkeys(self._donors, math.inf)
         self._votes = ManifestVotes(self._donors)
-        self._manifests: dict[str, ShardManifest] = {}
+        self._manifests: dict[str, tuple[ShardManifest, bytes]] = {}
         self._digest = ""
         self._memory = memoryview(b"")
         self._chunks = ChunkQueue(0, 0)
@@ -334,7 +344,7 @@ class _Fetch:
         for donor in self._votes.minority(digest):
             self._fail(donor, f"its manifest {str(self._votes.voted(donor))[:12]} is not that of the others")
         if self.manifest is None:
-            manifest = self._manifests[digest]
+            manifest, self.encoded = self._manifests[digest]
             self._memory = self._request.memory(manifest)
             self._chunks = ChunkQueue(len(manifest.checksums), len(self._donors) - len(self._failures))
             self._digest, self.manifest = digest, manifest
@@ -398,7 +408,7 @@ class _Fetch:
         request.check(manifest)
         with self._change:
             digest = shard_manifest.digest(encoded)
-            self._manifests.setdefault(digest, manifest)
+            self._manifests.setdefault(digest, (manifest, encoded))
             self._votes.vote(donor, digest)
             self._change.notify_all()
         return True

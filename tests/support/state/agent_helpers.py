@@ -15,11 +15,13 @@ import numpy as np
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent.client import StateAgent
+from ft_hsdp.state.agent.messages import KeepCopy
 from ft_hsdp.state.transfer import shard_manifest
 from tests.support.known import KnownConnection
 
 TOKEN = os.environ.get("FT_HSDP_TOKEN") or secrets.token_hex(32)  # two runs of the tests do not meet
 NBYTES = 300_001
+LAYOUT = shard_manifest.fingerprint(())
 DEADLINE_S = 20.0
 
 
@@ -33,12 +35,29 @@ def content(step: int, rank: int = 0, nbytes: int = NBYTES) -> np.ndarray:
 
 def header(step: int, rank: int = 0, ranks: int = 2, nbytes: int = NBYTES) -> bytes:
     """The header of `content`."""
-    made = shard_manifest.ShardManifest(state(step), rank, ranks, "0" * 32, nbytes, (), (step,), ({"lr": 0.1},))
+    made = shard_manifest.ShardManifest(state(step), rank, ranks, LAYOUT, nbytes, (), (step,), ({"lr": 0.1},))
     return shard_manifest.encode(shard_manifest.seal(made, content(step, rank, nbytes).data))
 
 
-def connect(replica: int = 0, rank: int = 0, nbytes: int = NBYTES, deadline_s: float = DEADLINE_S) -> StateAgent:
-    return StateAgent.connect(TOKEN, replica, rank, 2, nbytes, deadline_s)
+def connect(
+    replica: int = 0, rank: int = 0, nbytes: int = NBYTES, deadline_s: float = DEADLINE_S, host: str = ""
+) -> StateAgent:
+    return StateAgent.connect(TOKEN, replica, rank, 2, nbytes, deadline_s, host)
+
+
+def order(
+    step: int,
+    address: str,
+    rank: int = 0,
+    nbytes: int = NBYTES,
+    *,
+    replica: int = 0,
+    layout: str = LAYOUT,
+    deadline_s: float = DEADLINE_S,
+    budget: int | None = None,
+) -> KeepCopy:
+    """To keep a copy of a shard of `content` that the state server at ``address`` has, or will have."""
+    return KeepCopy(replica, rank, 2, nbytes, layout, state(step), address, deadline_s, budget)
 
 
 def write(agent: StateAgent, step: int, rank: int = 0, settle: bool = True) -> None:

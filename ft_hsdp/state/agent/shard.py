@@ -1,0 +1,130 @@
+"""The memory of one shard in a state agent: its slots, and by slot number what belongs to them.
+
+The shard is of a rank of this host, or it is a copy of another host's shard. `store` keeps all of them, and calls
+everything here with its lock held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import DataCorruption
+from ft_hsdp.state.agent.messages import Damage
+from ft_hsdp.state.agent.slots import SnapshotSlots
+from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer import shard_manifest
+
+INITIAL_SLOTS = 2  # slots that a shard has before its first staging
+MAX_DAMAGED = 8  # damaged snapshots that are remembered for a rank that sends no orders
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The rank whose snapshots are kept."""
+
+    rank: int
+    ranks: int  # of the replica
+    nbytes: int  # of each snapshot
+
+
+@dataclass(eq=False, slots=True)
+class Shard:
+    """The slots of one shard and, by slot number, what belongs to them. Not thread-safe."""
+
+    replica: int
+    owner: Owner
+    own: bool  # a rank of this host writes it; False: a copy of another host's shard
+    connected: bool = False  # the rank that writes it
+    keeper: int | None = None  # the rank of this host that has ordered the copy
+    slots: SnapshotSlots = field(default_factory=SnapshotSlots)
+    fds: dict[int, int] = field(default_factory=dict)  # of all slots
+    headers: dict[int, bytes] = field(default_factory=dict)  # encoded manifests of complete slots
+    layouts: dict[int, str] = field(default_factory=dict)  # of complete slots, once they were listed
+    verified: dict[int, Future[tuple[bytes, str]]] = field(default_factory=dict)  # (manifest, its digest)
+    damaged: list[Damage] = field(default_factory=list)  # not yet reported to the rank
+    acquired: int | None = None  # the slot that the rank itself reads
+    growing: int = 0  # slots whose memory is being allocated
+
+    def __str__(self) -> str:
+        return f"rank {self.owner.rank}" if self.own else f"rank {self.owner.rank} of replica {self.replica}"
+
+    @property
+    def held_bytes(self) -> int:
+        """The memory of all its slots."""
+        return (len(self.fds) + self.growing) * self.owner.nbytes
+
+    @property
+    def needed_bytes(self) -> int:
+        """The memory of all slots of a copy; if it is still to be kept, at least that of the steady state."""
+        return max(self.held_bytes, INITIAL_SLOTS * self.owner.nbytes if self.keeper is not None else 0)
+
+    def fit(self, owner: Owner) -> None:
+        """Drop all snapshots if they have another size or number of ranks than those of ``owner``."""
+        if self.owner != owner:
+            _log.info("%s: %s instead of %s: its snapshots are dropped", self, owner, self.owner)
+            self.slots.forget()
+            self.sweep()
+            self.owner = owner
+
+    def put_back(self, number: int) -> None:
+        """Remove a reader from a slot."""
+        self.slots.give_back(number)
+        self.sweep()
+
+    def release_acquired(self) -> None:
+        """Release the slot that the rank itself reads, if there is one."""
+        if self.acquired is not None:
+            number, self.acquired = self.acquired, None
+            self.put_back(number)
+
+    def damage(self, number: int, state: StateId, error: Exception) -> None:
+        """Drop a snapshot that is damaged. Its memory is not used again."""
+        _log.error("%s: the copy of state %s is dropped: %s", self, state, error)
+        if number in self.slots.numbers and self.slots.find(state) == number:
+            self.slots.drop(number)
+            self.damaged = [*self.damaged, Damage(state, str(error))][-MAX_DAMAGED:]
+
+    def sweep(self) -> None:
+        """Free the memory of slots that were removed."""
+        for number in self.fds.keys() - self.slots.numbers:
+            os.close(self.fds.pop(number))
+            self.headers.pop(number, None)
+            self.layouts.pop(number, None)
+            self.verified.pop(number, None)
+
+
+def compare(header: bytes, data: Bytes, state: StateId, owner: Owner) -> None:
+    """Compare a snapshot with its header.
+
+    Raises:
+        DataCorruption: The header is not valid, belongs to another snapshot, or a checksum differs.
+    """
+    manifest = shard_manifest.decode(header)
+    claims = (manifest.state, manifest.rank, manifest.ranks, manifest.nbytes)
+    if claims != (state, owner.rank, owner.ranks, owner.nbytes):
+        raise DataCorruption(f"its header is of {claims}")
+    wrong = shard_manifest.damaged(manifest, data.data)
+    if wrong:
+        raise DataCorruption(
+            f"chunk {wrong[0]} ({len(wrong)} of {len(manifest.checksums)}) changed since it was written"
+        )
+
+
+def check_memory(nbytes: int) -> None:
+    """Compare what is wanted with the memory that the host has left.
+
+    Raises:
+        ValueError: It has less. An agent that takes more is killed by the kernel, with all that it keeps.
+    """
+    with contextlib.suppress(OSError), open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            name, _, rest = line.partition(":")
+            if name == "MemAvailable" and nbytes > (left := int(rest.split()[0]) << 10):
+                raise ValueError(f"{nbytes} bytes are needed; this host has {left} left")

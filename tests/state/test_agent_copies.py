@@ -1,0 +1,534 @@
+"""Copies of other hosts' shards: agents as processes where a process dies, else in this one."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.memory.recovery import Holding, newest
+from ft_hsdp.state import shared_memory
+from ft_hsdp.state.agent.client import AgentGone
+from ft_hsdp.state.agent.copies import NICE, CopyKeeper
+from ft_hsdp.state.agent.messages import MAX_COPIES, KeepCopy, KeptCopies, OweCopies
+from ft_hsdp.state.agent.store import SnapshotStore
+from ft_hsdp.state.shared_memory import InMemorySnapshots, ServedSnapshot, SnapshotBuffer
+from ft_hsdp.state.transfer import fetch, shard_manifest
+from ft_hsdp.state.transfer.fetch import Donor, FetchRequest, NotFetched
+from ft_hsdp.state.transfer.holdings import ask_held
+from ft_hsdp.state.transfer.http import StateServer
+from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
+from tests.support.state import agent_helpers
+from tests.support.state.agent_helpers import (
+    DEADLINE_S,
+    LAYOUT,
+    NBYTES,
+    TOKEN,
+    Running,
+    connect,
+    content,
+    header,
+    order,
+    state,
+    steps,
+    write,
+)
+
+SMALL = 3000  # bytes of a shard in this process
+KEEPER = 1  # the rank that orders, on the other host
+SHARD = (0, 0)
+
+
+class Owners(InMemorySnapshots):
+    """The agents of the owners' hosts, as one server."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._server = StateServer("127.0.0.1", 0, self, TOKEN)
+        self.address = self._server.address
+        self.flip: int | None = None  # a bit of what is sent: of the manifest, then of the shard
+        self._flipped: dict[int, SnapshotBuffer] = {}  # by descriptor
+
+    def has(self, step: int, rank: int = 0) -> None:
+        room = SnapshotBuffer(SMALL)
+        room.bytes[:] = content(step, rank, SMALL)
+        self.put(shard_manifest.decode(header(step, rank, nbytes=SMALL)), room)
+
+    def borrow(self, wanted: StateId, rank: int) -> ServedSnapshot | None:
+        served = super().borrow(wanted, rank)
+        if served is None or self.flip is None:
+            return served
+        super().give_back(served)
+        manifest, room = bytearray(served.manifest), SnapshotBuffer(SMALL)
+        room.bytes[:] = shared_memory.attach(served.fd, SMALL, writable=False)
+        at, bit = divmod(self.flip, 8)
+        if at < len(manifest):
+            manifest[at] ^= 1 << bit
+        else:
+            room.bytes[at - len(manifest)] ^= 1 << bit
+        self._flipped[room.fd] = room
+        return ServedSnapshot(room.fd, SMALL, bytes(manifest), served.digest)
+
+    def give_back(self, served: ServedSnapshot) -> None:
+        if self._flipped.pop(served.fd, None) is None:
+            super().give_back(served)
+
+    def close(self) -> None:
+        self._server.close()
+
+
+class Holder:
+    """An agent that keeps copies, without its socket."""
+
+    def __init__(self) -> None:
+        self.store = SnapshotStore(0, "r0h1")
+        self.copies = CopyKeeper(self.store, TOKEN)
+        self.server = StateServer("127.0.0.1", 0, self.store, TOKEN)
+
+    def keep(self, wanted: KeepCopy, keeper: int = KEEPER) -> KeptCopies:
+        """Order a copy and wait for it."""
+        self.copies.keep(keeper, wanted)
+        return self.wait(wanted.state, keeper)
+
+    def wait(self, wanted: StateId, keeper: int = KEEPER) -> KeptCopies:
+        for pull in self.copies.pending(keeper, wanted):
+            pull.result(DEADLINE_S)
+        return self.copies.kept(keeper, wanted)
+
+    def steps(self, rank: int = 0) -> list[int]:
+        return [held.state.step for held in self.store.held() if (held.replica, held.rank) == (0, rank)]
+
+    def right(self, step: int, rank: int = 0) -> bool:
+        """Whether it serves a shard, bit for bit."""
+        served = self.store.borrow(state(step), rank)
+        if served is None:
+            return False
+        try:
+            same = bool(
+                (shared_memory.attach(served.fd, SMALL, writable=False) == content(step, rank, SMALL)).all()
+            )
+            return same and served.manifest == header(step, rank, nbytes=SMALL)
+        finally:
+            self.store.give_back(served)
+
+    def bytes(self) -> int:
+        """What the copies take."""
+        return sum(len(self.store.slots(key)) * SMALL for key in self.store.copies(KEEPER))
+
+    def close(self) -> None:
+        self.server.close()
+        self.copies.close()
+        self.store.close()
+        for entry in self.store._shards.values():
+            for fd in entry.fds.values():
+                os.close(fd)
+
+
+@pytest.fixture
+def owners() -> Iterator[Owners]:
+    made = Owners()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def holder() -> Iterator[Holder]:
+    made = Holder()
+    yield made
+    made.close()
+
+
+def small(step: int, owners: Owners, rank: int = 0, **more: Any) -> KeepCopy:
+    return order(step, owners.address, rank, SMALL, **more)
+
+
+# Agents as processes.
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Running, Running]]:
+    """The agents of the two hosts of a replica; rank 0 is on the first one."""
+    with agent_helpers.agent(0, "--name", "r0h0") as first, agent_helpers.agent(0, "--name", "r0h1") as second:
+        yield first, second
+
+
+def test_a_host_keeps_the_shard_of_another_and_serves_it_when_that_one_is_gone():
+    with two_hosts() as (first, second):
+        owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
+        for step in range(1, 6):
+            write(owner, step)
+            assert keeper.keep(order(step, owner.address)) == ""
+            assert keeper.kept(state(step), DEADLINE_S) == KeptCopies((SHARD,), ())
+            keeper.mark_settled(state(step))
+        keeper.close()  # copies outlive it
+        owner.close()
+        first.process.kill()
+        rows = ask_held([second.address], TOKEN, DEADLINE_S)[second.address]
+        kept = [(row.state.step, row.replica, row.rank, row.ranks, row.settled, row.host) for row in rows]
+        assert kept == [(step, 0, 0, 2, True, "r0h1") for step in (5, 4)]
+        assert second.serves(5)
+        assert not second.serves(3)
+        found = newest(
+            [Holding(r.state, r.replica, r.rank, 2, r.layout, r.host, "", True) for r in rows],
+            0,
+            [LAYOUT] * 2,
+            ["a"] * 2,
+        )
+        assert found is None, "one rank's shard is no state"
+
+
+def test_the_owner_dies_while_its_shard_is_fetched():
+    """W51: the slot is free again, and the older copy stays."""
+    with two_hosts() as (first, second):
+        owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
+        write(owner, 1)
+        keeper.keep(order(1, owner.address))
+        assert keeper.kept(state(1), DEADLINE_S).complete == (SHARD,)
+        keeper.mark_settled(state(1))
+        write(owner, 2)
+        first.process.send_signal(signal.SIGSTOP)
+        keeper.keep(order(2, owner.address))
+        assert keeper.kept(state(2), 0.0) == KeptCopies((), ())
+        first.process.kill()
+        (failed,) = keeper.kept(state(2), DEADLINE_S).failed
+        assert (failed.replica, failed.rank, failed.state) == (0, 0, state(2))
+        assert failed.reason.startswith("replica 0: ")
+        assert second.serves(1)
+        keeper.close()
+        owner.close()
+
+
+def test_the_holder_dies_while_it_is_waited_for():
+    """W52: whoever waits is told."""
+    with two_hosts() as (_, second):
+        owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
+        keeper.keep(order(1, owner.address))  # which the owner never has
+        waiting = threading.Timer(0.05, second.process.kill)
+        waiting.start()
+        with pytest.raises(AgentGone, match="is gone"):
+            keeper.kept(state(1), DEADLINE_S)
+        waiting.join()
+        with pytest.raises(AgentGone, match="closed"):
+            keeper.list()
+        owner.close()
+
+
+def test_who_waits_for_copies_holds_up_no_other_order_and_can_be_interrupted():
+    with two_hosts() as (first, _):
+        keeper = connect(0, 1, host="r0h1")
+        keeper.keep(order(1, first.address))  # which is never there
+        ended: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                keeper.kept(state(1), 1000.0)
+            except AgentGone as error:
+                ended.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        for step in (1, 2, 3):
+            write(keeper, step, 1)
+        assert steps(keeper)[0] == 3
+        keeper.close()
+        waiting.join(DEADLINE_S)
+        assert len(ended) == 1
+
+
+def test_a_rank_that_comes_to_a_host_finds_its_shard_there():
+    """Hosts are swapped: what was a copy is the rank's own snapshot now."""
+    with two_hosts() as (first, second):
+        owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
+        write(owner, 1)
+        keeper.keep(order(1, owner.address))
+        assert keeper.kept(state(1), DEADLINE_S).complete == (SHARD,)
+        assert [held.state.step for held in keeper.list()] == [], "a copy is no snapshot of its keeper"
+        assert keeper.acquire(state(1)) is None
+        first.process.kill()
+        owner.close()
+        moved = connect(0, 0, host="r0h1")
+        assert steps(moved) == [1]
+        taken = moved.acquire(state(1))
+        assert taken is not None
+        assert (taken[0] == content(1)).all()
+        assert keeper.keep(order(2, second.address)) == "it is the shard of a rank of this host"
+        assert keeper.kept(state(1), 0.0) == KeptCopies((), ())
+        write(moved, 2)
+        assert steps(moved) == [2, 1]
+        moved.close()
+        keeper.close()
+
+
+def test_an_agent_refuses_what_it_has_no_room_for():
+    """W61."""
+    with two_hosts() as (first, _):
+        keeper = connect(0, 1, host="r0h1")
+        refused = keeper.keep(order(1, first.address, budget=2 * NBYTES - 1))
+        assert refused == (
+            f"2 slots of {NBYTES} bytes are needed; 0 of {2 * NBYTES - 1} bytes of memory.budget_gb are taken"
+        )
+        refused = keeper.keep(order(1, first.address, nbytes=1 << 50))
+        assert refused.startswith(f"{1 << 51} bytes are needed; this host has ")
+        assert keeper.keep(order(1, first.address, rank=2)) == "there is no rank 2 of 2"
+        assert keeper.kept(state(1), 0.0) == KeptCopies((), ())
+        keeper.close()
+
+
+# In this process.
+
+
+def test_nothing_runs_where_nothing_is_ordered(holder: Holder, owners: Owners):
+    def threads() -> int:
+        return sum(thread.name == "state-copy" for thread in threading.enumerate())
+
+    assert threads() == 0
+    owners.has(1)
+    assert holder.keep(small(1, owners)).complete == (SHARD,)
+    assert holder.keep(small(1, owners)).complete == (SHARD,), "it is there already"
+    holder.copies.close()
+    assert threads() == 0
+
+
+def test_the_newest_and_the_newest_settled_copy_are_never_overwritten(holder: Holder, owners: Owners):
+    for step in range(1, 7):
+        owners.has(step)
+    for step in (1, 2):
+        assert holder.keep(small(step, owners)).complete == (SHARD,)
+    assert holder.bytes() == 2 * SMALL
+    holder.copies.settle(KEEPER, state(1), True)
+    assert holder.keep(small(3, owners)).complete == (SHARD,)  # in a third slot
+    assert holder.steps() == [3, 2, 1]
+    holder.copies.settle(KEEPER, state(3), True)
+    for step in (4, 5, 6):
+        holder.keep(small(step, owners))
+        holder.copies.settle(KEEPER, state(step), True)
+        assert holder.steps()[0] == step
+        assert holder.right(step)
+        assert holder.right(step - 1)
+
+
+def test_a_newer_order_supersedes_an_older_fetch(holder: Holder, owners: Owners):
+    holder.copies.keep(KEEPER, small(1, owners))  # the owner has left it out
+    (older,) = holder.copies.pending(KEEPER, state(1))
+    holder.copies.keep(KEEPER, small(2, owners))
+    holder.copies.keep(KEEPER, small(3, owners))
+    owners.has(3)
+    assert holder.wait(state(3)).complete == (SHARD,)
+    older.result(DEADLINE_S)
+    assert holder.copies.pending(KEEPER, state(2)) == []
+    assert holder.steps() == [3]
+    assert holder.bytes() == 2 * SMALL
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"layout": "1" * 32}, f"replica 0: manifest is of layout {LAYOUT}, wanted {'1' * 32}"),
+        ({"nbytes": SMALL + 1}, f"replica 0: manifest is of nbytes {SMALL}, wanted {SMALL + 1}"),
+        ({"ranks": 3}, "replica 0: manifest is of ranks 2, wanted 3"),
+        ({"address": "127.0.0.1:1"}, "replica 0: [Errno 111] Connection refused"),
+        ({"address": "nowhere"}, "replica 0: "),
+        ({"state": state(9), "deadline_s": 0.2}, "no donor had it within 0.2 s"),
+    ],
+)
+def test_what_is_not_as_ordered_is_not_kept(holder: Holder, owners: Owners, wrong: dict[str, Any], reason: str):
+    owners.has(1)
+    wanted = small(1, owners)
+    changed = KeepCopy(**{name: wrong.get(name, getattr(wanted, name)) for name in KeepCopy.__slots__})
+    (failed,) = holder.keep(changed).failed
+    assert failed.reason.startswith(reason)
+    assert holder.steps() == []
+    assert holder.keep(wanted).complete == (SHARD,)
+
+
+def test_the_budget_holds_for_all_copies_together(holder: Holder, owners: Owners):
+    for step in range(1, 4):
+        for rank in (0, 1):
+            owners.has(step, rank)
+    budget = 4 * SMALL
+    assert holder.keep(small(1, owners, budget=budget)).complete == (SHARD,)
+    assert holder.keep(small(1, owners, 1, budget=budget)).complete == ((0, 0), (0, 1))
+    with pytest.raises(ValueError, match=rf"2 slots of {SMALL} bytes are needed; {budget} of {budget} bytes"):
+        holder.copies.keep(KEEPER, small(1, owners, replica=1, budget=budget))
+    holder.copies.settle(KEEPER, state(1), True)
+    assert holder.keep(small(2, owners, budget=budget)).complete == (SHARD,)
+    (failed,) = holder.keep(small(3, owners, budget=budget)).failed  # 2 is not settled yet
+    assert failed.reason == "no memory for one more slot"
+    assert holder.bytes() == budget
+    holder.copies.settle(KEEPER, state(2), False)  # and is not going to be
+    assert holder.keep(small(3, owners, budget=budget)).complete == (SHARD,)
+    assert holder.right(1)
+
+
+def test_not_more_shards_are_kept_than_a_message_can_name(
+    holder: Holder, owners: Owners, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("ft_hsdp.state.agent.store.MAX_COPIES", 1)
+    owners.has(1)
+    holder.keep(small(1, owners))
+    with pytest.raises(ValueError, match="copies of 1 shards are kept here already"):
+        holder.copies.keep(KEEPER, small(1, owners, 1))
+    assert MAX_COPIES > 1
+
+
+def test_a_holder_that_owes_a_copy_no_longer_keeps_it_until_the_new_plan_is_settled(
+    holder: Holder, owners: Owners
+):
+    """W62."""
+    for step in (1, 2):
+        owners.has(step)
+        owners.has(step, 1)
+    holder.keep(small(1, owners))
+    holder.copies.settle(KEEPER, state(1), True)
+    holder.copies.owes(KEEPER, OweCopies(((0, 1),), state(2)))
+    assert holder.keep(small(2, owners, 1)).complete == ((0, 1),)
+    holder.copies.settle(KEEPER, state(1), True)  # a commit of the old plan, heard late
+    holder.copies.settle(KEEPER, state(2), False)
+    assert holder.right(1), "the old copy is the only one that is settled"
+    holder.copies.settle(KEEPER, state(2), True)
+    assert holder.steps() == []
+    assert holder.steps(1) == [2]
+    holder.copies.owes(KEEPER, OweCopies((), state(2), at_once=True))
+    assert holder.steps(1) == []
+    assert holder.bytes() == 0
+
+
+def test_wrong_copies_are_dropped_with_what_is_being_fetched(holder: Holder, owners: Owners):
+    owners.has(1)
+    owners.has(1, 1)
+    holder.keep(small(1, owners))
+    holder.keep(small(1, owners, 1), keeper=2)
+    holder.copies.keep(KEEPER, small(2, owners))
+    holder.copies.forget(KEEPER)
+    owners.has(2)
+    holder.copies.close()
+    assert holder.steps() == []
+    assert holder.steps(1) == [1], "another rank's copy"
+
+
+def test_fetches_have_low_priority(holder: Holder, owners: Owners, monkeypatch: pytest.MonkeyPatch):
+    def spy(chunk: memoryview) -> str:
+        priorities.append(os.getpriority(os.PRIO_PROCESS, 0))  # of the thread that asks
+        return real(chunk)
+
+    priorities: list[int] = []
+    real, before = shard_manifest.checksum, os.getpriority(os.PRIO_PROCESS, 0)
+    owners.has(1)
+    monkeypatch.setattr(shard_manifest, "checksum", spy)
+    holder.keep(small(1, owners))
+    assert priorities == [max(NICE, before)]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+
+
+def test_a_damaged_copy_is_struck_out_and_its_keeper_is_told(holder: Holder, owners: Owners):
+    for rank in (0, 1):
+        owners.has(1, rank)
+        holder.keep(small(1, owners, rank))
+    flip(holder, SHARD, 77)
+    assert not holder.right(1)
+    assert holder.right(1, 1), "the other shard is whole"
+    told = holder.copies.kept(KEEPER, state(1))
+    assert told.complete == ((0, 1),)
+    assert [each.rank for each in told.failed] == [0]
+    assert [each.reason for each in told.damaged] == ["damaged: chunk 0 (1 of 1) changed since it was written"]
+    assert holder.copies.kept(KEEPER, state(1)).damaged == ()
+    assert holder.keep(small(1, owners)).complete == ((0, 0), (0, 1))
+    assert holder.right(1)
+
+
+def test_the_shards_of_two_replicas_are_one_shard_to_a_reader(holder: Holder, owners: Owners):
+    """Damage strikes the right one, and the other one is served."""
+    owners.has(1)
+    for replica in (0, 1):
+        holder.keep(small(1, owners, replica=replica))
+    flip(holder, (0, 0), 5)
+    flip(holder, (1, 0), 6)
+    repaired = holder.store.writable((1, 0), 1)
+    repaired[0] ^= 1 << 6
+    assert holder.right(1)
+    assert [(row.replica, row.rank) for row in holder.store.held()] == [(1, 0)]
+
+
+# A bit that flips (W58).
+
+
+def flip(holder: Holder, key: tuple[int, int], bit: int) -> None:
+    """Flip a bit of the newest copy of a shard."""
+    entry = holder.store._shards[key]
+    number = entry.slots.find(entry.slots.held()[0].state)
+    assert number is not None
+    holder.store.writable(key, number)[bit // 8] ^= 1 << bit % 8
+
+
+def fetched(holder: Holder, step: int) -> bool:
+    """Whether a reader gets a copy from the holder's server; what it gets is right."""
+    into = SnapshotBuffer(SMALL)
+    expected = ExpectedShard(state(step), 0, 2, LAYOUT, SMALL)
+    request = FetchRequest.exactly(expected, into.memory, awaited=False)
+    donor = Donor(0, holder.server.address)
+    try:
+        fetch.fetch([donor], request, TOKEN, DEADLINE_S, threading.Event(), lambda *_: None)
+    except NotFetched:
+        return False
+    assert (into.bytes == content(step, 0, SMALL)).all()
+    return True
+
+
+def at_rest(holder: Holder, owners: Owners, times: int) -> int:
+    """How many of so many flipped bits of a copy are found. Every other one flips after a reader has had it."""
+    random_ = random.Random(times)
+    owners.has(1)
+    owners.has(2)
+    found = 0
+    for number in range(times):
+        assert holder.keep(small(1, owners)).complete == (SHARD,)
+        holder.copies.settle(KEEPER, state(1), True)
+        assert holder.keep(small(2, owners)).complete == (SHARD,)
+        if number % 2:
+            assert holder.right(2)
+        flip(holder, SHARD, random_.randrange(8 * SMALL))
+        found += not fetched(holder, 2)
+        assert holder.right(1), "the next rung"
+        holder.copies.forget(KEEPER)
+    return found
+
+
+def on_the_way(holder: Holder, owners: Owners, times: int) -> int:
+    """How many of so many flipped bits of what a holder receives are found, in manifests and in shards."""
+    random_ = random.Random(times)
+    owners.has(1)
+    owners.has(2)
+    assert holder.keep(small(1, owners)).complete == (SHARD,)
+    holder.copies.settle(KEEPER, state(1), True)
+    manifest = len(header(2, nbytes=SMALL))
+    found = 0
+    for number in range(times):
+        owners.flip = 8 * manifest * (number % 2) + random_.randrange(8 * (SMALL if number % 2 else manifest))
+        found += len(holder.keep(small(2, owners)).failed)
+        assert holder.steps() == [1]
+    owners.flip = None
+    assert holder.right(1)
+    assert holder.keep(small(2, owners)).complete == (SHARD,)
+    assert holder.right(2)
+    return found
+
+
+@pytest.mark.parametrize("flips", [at_rest, on_the_way])
+def test_a_flipped_bit_is_found(holder: Holder, owners: Owners, flips: Callable[[Holder, Owners, int], int]):
+    assert flips(holder, owners, 60) == 60
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("flips", [at_rest, on_the_way])
+def test_ten_thousand_flipped_bits_are_found(
+    holder: Holder, owners: Owners, flips: Callable[[Holder, Owners, int], int]
+):
+    assert flips(holder, owners, 5000) == 5000
