@@ -84,6 +84,7 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "SpareLost": lambda e: f"spare {e['spare']} is lost",
     "RestartScheduled": lambda e: f"replica {e['replica']} will be started again",
     "ReplicaUnplaced": lambda e: f"replica {e['replica']} has no place, the others go on without it",
+    "JobGivenUp": lambda e: f"the job is given up: step {e.get('step', '?')} ends all replicas again and again",
     "HostReplaced": lambda e: f"host {e['host']} takes the place of host {e['before']} of replica {e['replica']}",
     "HostCordoned": lambda e: f"host {e['host']} is cordoned: it gets no ranks any more",
     "LogLinesLost": lambda e: (

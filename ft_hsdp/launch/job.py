@@ -19,6 +19,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError
 from ft_hsdp.launch import chaos
 from ft_hsdp.launch.backend.base import Backend
+from ft_hsdp.launch.failures import JobFailures
 from ft_hsdp.launch.injection import SIGNALS, Inflicted, inflict, injection_event
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
@@ -124,6 +125,7 @@ class JobRun:
         self._over = asyncio.Event()  # the job ends
         self._background: list[asyncio.Task[Any]] = []
         self._link: LighthouseLink | None = None
+        self._failures = JobFailures(self._active)
 
     async def run(self) -> tuple[int, Summary | None]:
         """Run the job until every replica is done or a signal ends it; return the exit code and the summary."""
@@ -203,6 +205,7 @@ class JobRun:
             emit=self._recorder.emit,
             survivors=others,
             proven=lambda: self._progress.step > 0 and others(),
+            failures=self._failures,
         )
 
     async def _replica(self, supervisor: ReplicaSupervisor) -> None:
@@ -215,6 +218,10 @@ class JobRun:
         self._outcomes[supervisor.replica] = outcome
         if outcome.kind == "config" or self._all_ended:
             self._over.set()
+
+    def _active(self) -> list[int]:
+        """Return the replicas that take part in the job: those that have not ended and do not rest."""
+        return [n for n, s in self._supervisors.items() if n not in self._outcomes and not s.resting]
 
     @property
     def _all_ended(self) -> bool:
@@ -245,7 +252,7 @@ class JobRun:
             running = [n for n, s in self._supervisors.items() if s.running]
             for injection in self._planner.due(self._progress.step, time.monotonic(), running):
                 self._inject(injection)
-            if self._all_ended:
+            if self._all_ended or self._failures.halted:
                 self._over.set()
             await asyncio.sleep(TICK_S)
 

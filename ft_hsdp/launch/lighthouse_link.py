@@ -14,7 +14,7 @@ import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -30,6 +30,36 @@ REPLY_S = 2.0  # longest wait for an answer
 
 OnEvict = Callable[[int, str, str], None]
 """Called with (replica, incarnation, reason)."""
+
+
+class SupervisorLink(Protocol):
+    """The reports of a supervisor to the lighthouse: `LighthouseLink`, or a stand-in."""
+
+    owner: str  # the supervisor's random name
+
+    def started(self, replica: int, incarnation: str) -> None:
+        """Report that an incarnation has been started; a replica that was given up counts again."""
+
+    def rests(self, replica: int) -> None:
+        """Report that no process of a replica runs, and that none will be started before it is wanted."""
+
+    def exited(self, replica: int, incarnation: str) -> None:
+        """Report that all ranks of an incarnation are gone."""
+
+    def lost(self, replica: int) -> None:
+        """Report that others need not wait for a replica: it may not start again for a long time, or at all."""
+
+    def claims(self, replica: int) -> None:
+        """Ask for the lease of a replica: this supervisor alone will start it."""
+
+    def releases(self, replica: int) -> None:
+        """Give the lease of a replica back: another supervisor may start it."""
+
+    def holds(self, replica: int) -> bool:
+        """Return whether this supervisor has the lease of a replica for certain."""
+
+    def rival(self, replica: int) -> str:
+        """Return the other supervisor that has the lease of a replica; "" if there is none."""
 
 
 class LighthouseLink:

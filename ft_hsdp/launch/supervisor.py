@@ -6,7 +6,8 @@ it is drained, or if the job was scaled to fewer replicas. Then it rests until i
 count as a restart.
 
 `ReplicaSupervisor.run` is the loop: rest while unwanted, find a place, wait for the lease, run one incarnation
-(`_live`), judge its end, pause, and start again.
+(`_live`), judge its end (`failures`), pause, and start again. So a replica has one recovery at a time: a loss in
+the middle of one ends that incarnation, and the next one is placed on the hosts that are there then.
 """
 
 from __future__ import annotations
@@ -18,52 +19,21 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ft_hsdp.config import Config
-from ft_hsdp.config.entry import title
 from ft_hsdp.core import restart
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, EXIT_USAGE, Retryable
 from ft_hsdp.launch.backend.base import DONE, LEAVING, LEFT, STRAY, Backend, ReplicaProcess, ReplicaSpec, kind_of
-from ft_hsdp.launch.backend.processes import no_room, stands_still
+from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, ReplicaFailures, end_of
+from ft_hsdp.launch.incarnation_watch import UNHEARD, CommitWatch, IncarnationGuard
+from ft_hsdp.launch.lighthouse_link import SupervisorLink
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.run.directory import Row, RunDir, Tailer
+from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.memory.replacement import Action
 
 LOOK_S = 0.2  # between two reads of the commits of an incarnation that does not contribute yet
-GUARD_S = 0.5  # between two checks whether the ranks of an incarnation have checked in, and run
-STOPPED = 2  # times timeouts.evict_s: after that long the supervisor kills a rank that is stopped by SIGSTOP
-UNHEARD = "its ranks did not end"  # start of the reason for an eviction after the end of the job
 ANSWER_S = 2.0  # longest wait for a lease before an event says that there is none
-
-
-class SupervisorLink(Protocol):
-    """The reports of a supervisor to the lighthouse: `lighthouse_link.LighthouseLink`, or a stand-in."""
-
-    owner: str  # the supervisor's random name
-
-    def started(self, replica: int, incarnation: str) -> None:
-        """Report that an incarnation has been started; a replica that was given up counts again."""
-
-    def rests(self, replica: int) -> None:
-        """Report that no process of a replica runs, and that none will be started before it is wanted."""
-
-    def exited(self, replica: int, incarnation: str) -> None:
-        """Report that all ranks of an incarnation are gone."""
-
-    def lost(self, replica: int) -> None:
-        """Report that others need not wait for a replica: it may not start again for a long time, or at all."""
-
-    def claims(self, replica: int) -> None:
-        """Ask for the lease of a replica: this supervisor alone will start it."""
-
-    def releases(self, replica: int) -> None:
-        """Give the lease of a replica back: another supervisor may start it."""
-
-    def holds(self, replica: int) -> bool:
-        """Return whether this supervisor has the lease of a replica for certain."""
-
-    def rival(self, replica: int) -> str:
-        """Return the other supervisor that has the lease of a replica; "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +59,7 @@ class ReplicaSupervisor:
         emit: Callable[[Row], None],
         survivors: Callable[[], bool] = lambda: False,
         proven: Callable[[], bool] = lambda: False,
+        failures: JobFailures | None = None,
         config_file: Path | None = None,
     ) -> None:
         """Make the supervisor of a replica; `run` starts it.
@@ -103,6 +74,7 @@ class ReplicaSupervisor:
             emit: Takes each event.
             survivors: Whether another replica of the job runs; a restart then waits for its next commit.
             proven: Whether others train with this configuration; then a rank that refuses it is on a bad machine.
+            failures: Those of all replicas of the job; None: this process knows no other replica.
             config_file: The YAML file that the ranks load; None: the run's configuration.
         """
         self.replica = replica
@@ -119,9 +91,8 @@ class ReplicaSupervisor:
         self._config_file = config_file or run.config
         self._run_id = link.owner  # by this the lighthouse knows which supervisor started an incarnation
         self._restarts = restart.RestartState()
-        self._commits = Tailer(run.commits(replica))
-        self._committed: set[int] = set()  # steps since the last loss
-        self._contributing = ""  # the newest incarnation that contributed
+        self._commits = CommitWatch(run, replica)
+        self._failures = ReplicaFailures(replica, failures)
         self._stopping = False
         self._away_until = 0  # step
 
@@ -201,7 +172,7 @@ class ReplicaSupervisor:
                 if ended is not None:
                     return ended
                 continue
-            outcome, cause = await self._live(reason)
+            outcome, cause, committed = await self._live(reason)
             if outcome is not None:
                 return outcome
             sent_away = self._dismissed and cause.startswith((LEFT, STRAY))
@@ -212,7 +183,7 @@ class ReplicaSupervisor:
             self._restarts, decision = restart.on_loss(
                 self._restarts,
                 restart.RestartPolicy(policy.budget, policy.backoff_s, policy.backoff_max_s),
-                self._count(),
+                committed,
                 cause,
                 self._unreached,
             )
@@ -221,15 +192,23 @@ class ReplicaSupervisor:
             reason = decision.reason
             self._event("RestartScheduled", reason, delay_s=decision.delay_s)
             await self._hold(decision.delay_s)
+            if self._progress.halted and not self._stopping:
+                return self._lose(self._progress.halted)
         return Outcome("stopped", "on request")
 
-    async def _live(self, reason: str) -> tuple[Outcome | None, str]:
-        """Run one incarnation from start to end; return the outcome if it is the last, and why it ended."""
+    async def _live(self, reason: str) -> tuple[Outcome | None, str, int]:
+        """Run one incarnation from start to end.
+
+        Returns:
+            The outcome if it is the last, why it ended, and how many steps it committed.
+        """
         size = self._config.ranks_per_replica
         spec = ReplicaSpec(self.replica, size, self._run_id, self._restarts.restarts, self._config_file)
         current = ReplicaProcess(spec, self._run)
         self.current = current
         self._progress.dismissed.discard(self.replica)
+        guard = IncarnationGuard(current, self._config, self._run, self._progress, self.evict)
+        began = self._progress.step
         self._link.started(self.replica, current.name)
         try:
             how = await self._unless_stopped(current.start(self._backend))
@@ -240,7 +219,7 @@ class ReplicaSupervisor:
             pids = [rank.pid for rank in current.ranks.values()]
             self._event("ReplicaStarted", reason, pids=pids, restarts=current.restarts, how=how)
             self._progress.wake()
-            beside = [asyncio.create_task(self._settle(current)), asyncio.create_task(self._guard(current))]
+            beside = [asyncio.create_task(self._settle(current)), asyncio.create_task(guard.run())]
             try:
                 await self._until_first_exit(current)
             finally:
@@ -250,10 +229,11 @@ class ReplicaSupervisor:
         if not await current.wait_for(lambda: not current.living, self._config.timeouts.gone_s):
             stuck = [rank.pid for rank in current.living]
             self._backend.settled(spec)
-            return self._lose(f"pids {stuck} do not end after SIGKILL"), ""
+            return self._lose(f"pids {stuck} do not end after SIGKILL"), "", 0
         if not kind:
             kind, rank = current.verdict()
             why = current.evicted or (current.explain(rank) if rank else f"all ranks ended: {kind}")
+        lost_hosts = self._backend.lost_hosts(self.replica)  # at once: one may be back when the replica starts
         self._link.exited(self.replica, current.name)
         self._backend.settled(spec)
         current.write()
@@ -270,7 +250,12 @@ class ReplicaSupervisor:
         ending = "stopped" if self._stopping or (self._dismissed and kind in (LEFT, STRAY)) else kind
         self._event("ReplicaExited", why, kind=ending, rank=rank.rank if rank else None, codes=codes)
         self._progress.wake()
-        return self._judge(kind, rank.code if rank else None, why), f"{kind}: {why}"
+        guard.look()
+        committed = self._commits.count()
+        step = max(self._commits.newest_of(current.name), guard.restored) + 1 if guard.checked_in else None
+        end = replace(end_of(current, step, committed), kind=kind)
+        others_train = self._survivors() and not committed and self._progress.step > began
+        return self._judge(end, why, lost_hosts, others_train), f"{kind}: {why}", committed
 
     async def _find_place(self) -> tuple[bool, Outcome | None]:
         """Wait until the replica has a place, or is not wanted. This does not count as a restart.
@@ -378,19 +363,37 @@ class ReplicaSupervisor:
         why = current.evicted or current.explain(first)
         self._event("ProcessExited", why, rank=first.rank, pid=first.pid, kind=kind_of(first))
 
-    def _judge(self, kind: str, code: int | None, why: str) -> Outcome | None:
-        """Return the outcome of the replica after the end of an incarnation; None: it is started again."""
-        if kind == DONE:
+    def _judge(
+        self, end: IncarnationEnd, why: str, lost_hosts: tuple[str, ...], others_train: bool
+    ) -> Outcome | None:
+        """Return the outcome of the replica after the end of an incarnation; None: it is started again.
+
+        What is done about a failure is DeadPool's Table II, `memory.replacement.decide`.
+        """
+        if end.kind == DONE:
             return Outcome("done", why)
         if self._stopping:
             return Outcome("stopped", why)
-        if code in (EXIT_CONFIG, EXIT_USAGE) and not self._proven():
+        if end.code in (EXIT_CONFIG, EXIT_USAGE) and not self._proven():
             return Outcome("config", why)
-        if code == EXIT_HARDWARE:
+        decision = self._failures.judge(end, lost_hosts, others_train)
+        if decision.action is Action.HALT:
+            return self._halt(end, decision.reason, why)
+        moved = decision.cordoned and self._backend.cordon(self.replica, end.host, f"{decision.reason}: {why}")
+        if end.code == EXIT_HARDWARE and not moved:
             return self._lose(why)
         if self._progress.halted:
             return self._lose(self._progress.halted)
         return None
+
+    def _halt(self, end: IncarnationEnd, reason: str, why: str) -> Outcome:
+        """Halt the job: the same step would end all replicas again."""
+        told = f"step {end.step}: {reason}; the last time {why}"
+        self._event("JobGivenUp", told, step=end.step)
+        if self._failures.job is not None:
+            self._failures.job.halted = told
+        self._progress.saw(0, halted=told)
+        return self._lose(told)
 
     def _lose(self, reason: str) -> Outcome:
         """Give the replica up, and return that outcome."""
@@ -424,66 +427,10 @@ class ReplicaSupervisor:
     async def _settle(self, current: ReplicaProcess) -> None:
         """Tell the backend when the incarnation contributes; before that, making a spare would slow it down."""
         until = time.monotonic() + self._config.timeouts.settle_s
-        while self._config.spares and self._contributing != current.name and time.monotonic() < until:
+        while self._config.spares and self._commits.contributing != current.name and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
-            self._look()
+            self._commits.look()
         self._backend.settled(current.spec)
-
-    async def _guard(self, current: ReplicaProcess) -> None:
-        """Evict an incarnation that does not check in, does not end with the job, or has a stopped rank.
-
-        The limits are long: the lighthouse and the other ranks of the replica, which know more, act first if they
-        can. A replica that cannot reach the lighthouse does not hear of the end of the job.
-        """
-        timeouts, began = self._config.timeouts, time.monotonic()
-        stopped: dict[int, float] = {}
-        log = Tailer(self._run.replica_events(self.replica))
-        log.skip()  # the log may be long, and has no event of this incarnation yet
-        checked_in = False
-        finished: float | None = None
-        while True:
-            await asyncio.sleep(GUARD_S)
-            now = time.monotonic()
-            if self._progress.finished:
-                finished = finished or now
-                allowed_s = timeouts.save_s + timeouts.stop_s  # a rank that is done may still write a checkpoint
-                if now - finished >= allowed_s:
-                    keys = "timeouts.save_s and timeouts.stop_s"
-                    self.evict(current.name, f"{UNHEARD} within {allowed_s:g} s ({keys}) after the end of the job")
-            checked_in = checked_in or any(
-                row.get("event") == "CheckedIn" and row.get("incarnation") == current.name for row in log.poll()
-            )
-            late = not checked_in and now - began >= timeouts.start_s
-            if late and not no_room(self._run.path):  # on a full disk the line CheckedIn may be missing
-                self.evict(current.name, f"{self._late} within {timeouts.start_s:g} s (timeouts.start_s)")
-            for rank in current.living:
-                if not stands_still(rank.pid, rank.process.machine):
-                    stopped.pop(rank.rank, None)
-                elif now - stopped.setdefault(rank.rank, now) >= STOPPED * timeouts.evict_s:
-                    reason = f"rank {rank.rank} has been stopped for {now - stopped[rank.rank]:.1f} s"
-                    self.evict(current.name, reason)
-
-    @property
-    def _late(self) -> str:
-        """Return what an incarnation has not done that is too late."""
-        entry = self._config.entry
-        if entry is None:
-            return "it has not checked in"
-        return f"{title(entry)} has not come to the first batch of job.batches()"
-
-    def _look(self) -> None:
-        """Read the replica's new commits; only the newest, if there are many."""
-        for row in self._commits.newest():
-            self._committed.add(row.get("step", 0))
-            if row.get("role") == "contribute":
-                self._contributing = row.get("incarnation", "")
-
-    def _count(self) -> int:
-        """Return the number of steps that the replica committed since its last loss, and reset it."""
-        self._look()
-        count = len(self._committed)
-        self._committed.clear()
-        return count
 
     def _event(self, name: str, reason: str, **fields: Any) -> None:
         incarnation = self.current.name if self.current else None

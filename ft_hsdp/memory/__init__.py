@@ -17,7 +17,7 @@ Read the modules in this order:
 - `estimates`: wasted time, effective training time and expected losses by the papers' models.
 - `reliability`: all of that for the hosts of one job.
 
-`hosts` and `recovery` act in each job. No process calls `copies`, `replacement`, `schedule` and `reliability` yet;
+`hosts`, `recovery` and `replacement` act in each job. No process calls `copies`, `schedule` and `reliability` yet;
 the model checker does call `copies` (ADR 34).
 
 This package imports `ft_hsdp.core` and the standard library, and of that no clock, no randomness and no I/O. All

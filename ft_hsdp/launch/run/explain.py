@@ -36,6 +36,7 @@ NOTABLE = frozenset(
         "ReplicaUndrained",
         "RestartScheduled",
         "ReplicaUnplaced",
+        "JobGivenUp",
         "HostReplaced",
         "HostCordoned",
         "SupervisorStandsBy",

@@ -1,0 +1,115 @@
+"""What a supervisor does about the end of an incarnation: the evidence for `memory.replacement.decide`.
+
+`ReplicaFailures` counts what happened to one replica: how often in a row a rank failed on which host.
+`JobFailures` is shared by all replicas of a job, and knows how often one and the same step has ended all of them.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE
+from ft_hsdp.launch.backend.base import DONE, EVICTED, LEAVING, LEFT, STRAY, ReplicaProcess
+from ft_hsdp.memory.replacement import Decision, Evidence, decide
+
+# Signals with which a program ends by its own fault; the others come from outside, and say nothing about a step.
+OWN_FAULT = frozenset({-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL})
+
+
+@dataclass(frozen=True, slots=True)
+class IncarnationEnd:
+    """How an incarnation ended."""
+
+    kind: str  # as `ReplicaProcess.verdict` says
+    code: int | None  # exit code of the rank that shows why; negative: the signal; None: no rank does
+    host: str  # of that rank; "" if there is none
+    step: int | None  # that was in flight; None: it had not joined the job
+    committed: int  # steps, in its life
+
+    @property
+    def own_fault(self) -> bool:
+        """Return whether a rank failed by itself: nobody ended it, and it lacked nothing from outside."""
+        if self.code is None or self.kind in (DONE, EVICTED, LEFT, STRAY):
+            return False
+        return self.code in OWN_FAULT if self.code < 0 else self.code not in (*LEAVING, EXIT_UNREACHABLE)
+
+
+def end_of(current: ReplicaProcess, step: int | None, committed: int) -> IncarnationEnd:
+    """Return how an incarnation ended whose ranks are all gone.
+
+    Args:
+        current: The incarnation.
+        step: That was in flight; None: it had not joined the job.
+        committed: Steps that it committed.
+    """
+    kind, rank = current.verdict()
+    if rank is None:
+        return IncarnationEnd(kind, None, "", step, committed)
+    # A rank that was killed takes others along. It shows the cause, also if their exits were seen first.
+    killed = [r for r in current.ranks.values() if r.code == -signal.SIGKILL and not r.killed]
+    shown = killed[0] if killed and rank.code == EXIT_RETRYABLE else rank
+    return IncarnationEnd(kind, shown.code, shown.process.host, step, committed)
+
+
+class JobFailures:
+    """How often one step has ended all replicas of a job."""
+
+    def __init__(self, active: Callable[[], Collection[int]]) -> None:
+        """Begin without a failure.
+
+        Args:
+            active: Returns the replicas that take part in the job now.
+        """
+        self._active = active
+        self._ended: dict[int, tuple[int, int]] = {}  # replica -> step, and how often that step ended it
+        self.halted = ""  # why the job cannot go on; "": it can
+
+    def note(self, replica: int, step: int) -> int:
+        """Note that a step has ended a replica; return how often it has ended all of them."""
+        before, times = self._ended.get(replica, (step, 0))
+        self._ended[replica] = (step, times + 1 if before == step else 1)
+        counts = [self._ended.get(each, (0, 0)) for each in {replica, *self._active()}]
+        return min(times if at == step else 0 for at, times in counts)
+
+
+class ReplicaFailures:
+    """The failures of one replica, as evidence."""
+
+    def __init__(self, replica: int, job: JobFailures | None = None) -> None:
+        """Begin without a failure.
+
+        Args:
+            replica: Its id.
+            job: Of all replicas; None: this process knows no other one, and halts no job.
+        """
+        self.job = job
+        self._replica = replica
+        self._in_a_row: Counter[str] = Counter()  # by host
+
+    def judge(self, end: IncarnationEnd, lost: Collection[str], others_train: bool) -> Decision:
+        """Return what is done about the end of an incarnation.
+
+        Args:
+            end: How it ended.
+            lost: Its hosts that are lost.
+            others_train: Another replica has committed a step during its life.
+        """
+        if end.committed:
+            self._in_a_row.clear()
+        here = all_ended = 0
+        if end.host and not lost and end.kind != EVICTED and end.code not in (*LEAVING, EXIT_UNREACHABLE):
+            self._in_a_row[end.host] += 1
+            here = self._in_a_row[end.host]
+        if self.job is not None and end.step is not None and end.own_fault and not lost:
+            all_ended = self.job.note(self._replica, end.step)
+        evidence = Evidence(
+            exit_code=end.code,
+            host_lost=bool(lost),
+            failures_here=here,
+            others_train=others_train,
+            all_ended_at=all_ended,
+        )
+        return decide(evidence)

@@ -1,0 +1,129 @@
+"""What a supervisor learns of a running incarnation from its files, and when it ends one that does not get on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from ft_hsdp.config import Config
+from ft_hsdp.config.entry import title
+from ft_hsdp.launch.backend.base import ReplicaProcess
+from ft_hsdp.launch.backend.processes import no_room, stands_still
+from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.run.directory import RunDir, Tailer
+
+GUARD_S = 0.5  # between two checks whether the ranks of an incarnation have checked in, and run
+STOPPED = 2  # times timeouts.evict_s: after that long the supervisor kills a rank that is stopped by SIGSTOP
+UNHEARD = "its ranks did not end"  # start of the reason for an eviction after the end of the job
+
+
+class CommitWatch:
+    """The steps that a replica commits, over all its incarnations."""
+
+    def __init__(self, run: RunDir, replica: int) -> None:
+        self._commits = Tailer(run.commits(replica))
+        self._committed: set[int] = set()  # steps since the last loss
+        self._newest: tuple[str, int] = ("", 0)  # incarnation and step
+        self.contributing = ""  # the newest incarnation that contributed
+
+    def look(self) -> None:
+        """Read the replica's new commits; only the newest, if there are many."""
+        for row in self._commits.newest():
+            self._committed.add(row.get("step", 0))
+            self._newest = row.get("incarnation", ""), row.get("step", 0)
+            if row.get("role") == "contribute":
+                self.contributing = row.get("incarnation", "")
+
+    def newest_of(self, incarnation: str) -> int:
+        """Return the newest step that an incarnation has committed; 0: none."""
+        return self._newest[1] if self._newest[0] == incarnation else 0
+
+    def count(self) -> int:
+        """Return the number of steps that the replica committed since the last call."""
+        self.look()
+        count = len(self._committed)
+        self._committed.clear()
+        return count
+
+
+class IncarnationGuard:
+    """Watches one incarnation until it is over."""
+
+    def __init__(
+        self,
+        current: ReplicaProcess,
+        config: Config,
+        run: RunDir,
+        progress: Progress,
+        evict: Callable[[str, str], None],
+    ) -> None:
+        """Begin with the events that come from now on.
+
+        Args:
+            current: The incarnation.
+            config: The job's configuration.
+            run: The run's directory.
+            progress: How far the job is.
+            evict: Ends an incarnation, for a reason.
+        """
+        self._current = current
+        self._config = config
+        self._run = run
+        self._progress = progress
+        self._evict = evict
+        self._log = Tailer(run.replica_events(current.replica))
+        self._log.skip()  # the log may be long, and has no event of this incarnation yet
+        self.checked_in = False
+        self.restored = 0  # the step with which it began
+
+    def look(self) -> None:
+        """Read what the incarnation has said since the last look."""
+        for row in self._log.poll():
+            if row.get("incarnation") != self._current.name:
+                continue
+            if row.get("event") == "CheckedIn":
+                self.checked_in = True
+            elif row.get("event") == "StateRestored" and isinstance(row.get("step"), int):
+                self.restored = row["step"]
+
+    async def run(self) -> NoReturn:
+        """Evict the incarnation if it does not check in, does not end with the job, or has a stopped rank.
+
+        The limits are long: the lighthouse and the other ranks of the replica, which know more, act first if they
+        can. A replica that cannot reach the lighthouse does not hear of the end of the job.
+        """
+        timeouts, began = self._config.timeouts, time.monotonic()
+        current = self._current
+        stopped: dict[int, float] = {}
+        finished: float | None = None
+        while True:
+            await asyncio.sleep(GUARD_S)
+            now = time.monotonic()
+            if self._progress.finished:
+                finished = finished or now
+                allowed_s = timeouts.save_s + timeouts.stop_s  # a rank that is done may still write a checkpoint
+                if now - finished >= allowed_s:
+                    keys = "timeouts.save_s and timeouts.stop_s"
+                    self._evict(
+                        current.name, f"{UNHEARD} within {allowed_s:g} s ({keys}) after the end of the job"
+                    )
+            self.look()
+            late = not self.checked_in and now - began >= timeouts.start_s
+            if late and not no_room(self._run.path):  # on a full disk the line CheckedIn may be missing
+                self._evict(current.name, f"{self._late} within {timeouts.start_s:g} s (timeouts.start_s)")
+            for rank in current.living:
+                if not stands_still(rank.pid, rank.process.machine):
+                    stopped.pop(rank.rank, None)
+                elif now - stopped.setdefault(rank.rank, now) >= STOPPED * timeouts.evict_s:
+                    reason = f"rank {rank.rank} has been stopped for {now - stopped[rank.rank]:.1f} s"
+                    self._evict(current.name, reason)
+
+    @property
+    def _late(self) -> str:
+        """Return what an incarnation has not done that is too late."""
+        entry = self._config.entry
+        if entry is None:
+            return "it has not checked in"
+        return f"{title(entry)} has not come to the first batch of job.batches()"

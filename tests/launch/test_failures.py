@@ -1,0 +1,198 @@
+"""What is done about a failure, from what its supervisor knows: DeadPool's Table II on stand-in ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from ft_hsdp.config import parse
+from ft_hsdp.launch.backend.base import EVICTED, LEFT
+from ft_hsdp.launch.backend.hosts import EmulatedHosts
+from ft_hsdp.launch.backend.local import LocalBackend
+from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, ReplicaFailures
+from ft_hsdp.launch.lighthouse_link import LighthouseLink
+from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.memory.replacement import Action
+from tests.support.launch.launch_helpers import Plan, until
+
+
+def end(code: int | None = 75, step: int | None = 7, host: str = "r0h0", committed: int = 0) -> IncarnationEnd:
+    return IncarnationEnd("exit", code, host, step, committed)
+
+
+def test_a_step_that_ends_all_replicas_three_times_halts_the_job() -> None:
+    job = JobFailures(lambda: [0, 1])
+    zero, one = ReplicaFailures(0, job), ReplicaFailures(1, job)
+    for _ in range(2):
+        assert zero.judge(end(), (), False).action is Action.SAME_HOST
+        assert one.judge(end(), (), False).action is Action.SAME_HOST
+    assert zero.judge(end(), (), False).action is Action.SAME_HOST
+    decision = one.judge(end(), (), False)
+    assert (decision.action, decision.reason) == (Action.HALT, "the same step has ended all replicas 3 times")
+
+
+@pytest.mark.parametrize(
+    "innocent",
+    [
+        end(step=8),  # another step
+        end(step=None),  # it had not joined
+        end(code=-signal.SIGKILL),  # somebody killed it
+        end(code=69),  # no lighthouse
+        IncarnationEnd(EVICTED, None, "", 7, 0),
+        IncarnationEnd(LEFT, 0, "", 7, 0),
+    ],
+)
+def test_what_says_nothing_about_the_step_does_not_count(innocent: IncarnationEnd) -> None:
+    alone = ReplicaFailures(0, JobFailures(lambda: [0]))
+    for each in (end(), innocent, end()):
+        assert alone.judge(each, (), False).action is not Action.HALT
+
+
+def test_a_lost_host_does_not_count_either_and_its_ranks_move() -> None:
+    alone = ReplicaFailures(0, JobFailures(lambda: [0]))
+    for _ in range(4):
+        decision = alone.judge(end(), ("r0h0",), True)
+        assert (decision.action, decision.cordoned) == (Action.OTHER_HOST, False)
+
+
+def test_a_replica_that_trains_on_keeps_the_job_alive() -> None:
+    """Replica 1 takes part, and the step has not ended it."""
+    job = JobFailures(lambda: [0, 1])
+    assert [ReplicaFailures(0, job).judge(end(), (), True).action for _ in range(5)] == [Action.SAME_HOST] * 5
+
+
+def test_the_third_failure_in_a_row_on_one_host_moves_its_ranks_while_others_train() -> None:
+    failures = ReplicaFailures(0)
+    assert not failures.judge(end(), (), True).cordoned
+    assert not failures.judge(end(host="r0h1"), (), True).cordoned
+    assert not failures.judge(end(), (), True).cordoned
+    assert not failures.judge(end(), (), False).cordoned, "nobody trains: it may be the job"
+    assert failures.judge(end(), (), True).cordoned
+    assert not failures.judge(end(committed=1), (), True).cordoned, "a committed step begins anew"
+    assert failures.judge(end(76), (), False).cordoned, "a rank knows that its host is broken"
+
+
+class World:
+    """The supervisor of replica 0, with two stand-in ranks on two emulated hosts and a spare one."""
+
+    def __init__(self, run: RunDir, spare: int = 1) -> None:
+        self.run = run
+        self.events: list[Row] = []
+        self.progress = Progress()
+        self.backend = LocalBackend(
+            run,
+            entry="tests.support.launch.standin:main",
+            preload=(),
+            emit=self.events.append,
+            hosts=EmulatedHosts(2, 2, spare),
+        )
+        link = LighthouseLink(("http://nowhere",), "secret", self.progress, lambda *_: None)
+        link.holds = lambda _: True  # type: ignore[method-assign]
+        self.job = JobFailures(lambda: [0])
+        self.supervisor = ReplicaSupervisor(
+            0,
+            parse({"ranks_per_replica": 2, "hosts": {"per_replica": 2}}),
+            run,
+            backend=self.backend,
+            link=link,
+            progress=self.progress,
+            emit=self.events.append,
+            survivors=lambda: True,
+            failures=self.job,
+        )
+
+    async def life(self, number: int) -> str:
+        """Wait for a life of the replica; its incarnation."""
+        await until(lambda: len(self.named("ReplicaStarted")) > number, f"life {number}")
+        assert self.supervisor.current is not None
+        return self.supervisor.current.name
+
+    async def end(self, number: int) -> None:
+        """End a life, and let the others commit, for which the next one waits."""
+        (self.run.path / f"end-{number}").touch()
+        await until(lambda: len(self.named("ReplicaExited")) > number, f"the end of life {number}")
+        self.progress.saw(self.progress.step + 1)
+
+    def named(self, name: str) -> list[Row]:
+        return [e for e in self.events if e["event"] == name]
+
+
+@asynccontextmanager
+async def play(world: World) -> AsyncIterator[asyncio.Task[Outcome]]:
+    task = asyncio.create_task(world.supervisor.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await world.backend.close()
+
+
+def fails(lives: int) -> dict[str, Any]:
+    """Rank 0 of replica 0 ends in each of its first lives once the test has made the file end-LIFE."""
+    return {"0": {str(life): {"0": ["exit-when", f"end-{life}", 75]} for life in range(lives)}}
+
+
+async def test_a_broken_host_is_cordoned_and_its_rank_moves(run_dir: RunDir, plan: Plan) -> None:
+    plan({"0": {"0": {"1": ["exit", 76]}}})
+    world = World(run_dir)
+    async with play(world):
+        await until(lambda: world.named("ReplicaExited"), "the end of the first life")
+        world.progress.saw(1)
+        await world.life(1)
+        (cordoned,) = world.named("HostCordoned")
+        assert cordoned["host"] == "r0h1"
+        assert "exit code 76" in cordoned["reason"]
+        (swap,) = world.named("HostReplaced")
+        assert (swap["host"], swap["before"], swap["ranks"]) == ("s0", "r0h1", [1])
+        current = world.supervisor.current
+        assert current is not None
+        assert {n: rank.process.host for n, rank in current.ranks.items()} == {0: "r0h0", 1: "s0"}
+
+
+async def test_without_a_spare_host_a_broken_one_ends_the_replica(run_dir: RunDir, plan: Plan) -> None:
+    plan({"0": {"0": {"1": ["exit", 76]}}})
+    world = World(run_dir, spare=0)
+    async with play(world) as task:
+        assert (await task).kind == "lost"
+        assert world.named("HostCordoned") == []
+
+
+async def test_the_third_failure_moves_a_rank_while_others_commit(run_dir: RunDir, plan: Plan) -> None:
+    plan(fails(3))
+    world = World(run_dir)
+    async with play(world):
+        for number in range(3):
+            await world.life(number)
+            world.progress.saw(world.progress.step + 1)
+            await world.end(number)
+        await world.life(3)
+        assert [e["host"] for e in world.named("HostCordoned")] == ["r0h0"]
+        assert [(e["before"], e["host"]) for e in world.named("HostReplaced")] == [("r0h0", "s0")]
+
+
+async def test_the_job_is_given_up_at_a_step_that_ends_it_three_times(run_dir: RunDir, plan: Plan) -> None:
+    plan(fails(3))
+    world = World(run_dir)
+    log = run_dir.replica_events(0)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    async with play(world) as task:
+        for number in range(3):
+            name = await world.life(number)
+            with log.open("a") as file:
+                for row in ({"event": "StateRestored", "step": 4}, {"event": "CheckedIn"}):
+                    file.write(json.dumps({**row, "t": 0.0, "incarnation": name}) + "\n")
+            await world.end(number)
+        outcome = await task
+        (given_up,) = world.named("JobGivenUp")
+        assert (outcome.kind, given_up["step"]) == ("lost", 5)
+        assert world.job.halted.startswith(
+            "step 5: the same step has ended all replicas 3 times; the last time rank 0"
+        )
