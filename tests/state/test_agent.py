@@ -24,7 +24,7 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.agent import client, messages, server, starter
 from ft_hsdp.state.agent.client import AgentGone
-from ft_hsdp.state.agent.copies import CopyKeeper
+from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Recall, Welcome
 from ft_hsdp.state.agent.server import AgentListener, main
 from ft_hsdp.state.agent.store import SnapshotStore
@@ -471,7 +471,7 @@ def holdings() -> Iterator[SnapshotStore]:
     with server.listen(TOKEN, REPLICA) as sock:
         loop = asyncio.new_event_loop()
         serve = loop.create_task(
-            AgentListener(sock, TOKEN, holdings, CopyKeeper(holdings, TOKEN), "here:1").serve()
+            AgentListener(sock, TOKEN, holdings, CopyFetcher(holdings, TOKEN), "here:1").serve()
         )
         thread = threading.Thread(target=_until_cancelled, args=(loop, serve))
         thread.start()

@@ -16,7 +16,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.recovery import Holding, newest
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.client import AgentGone
-from ft_hsdp.state.agent.copies import NICE, CopyKeeper
+from ft_hsdp.state.agent.copies import NICE, CopyFetcher
 from ft_hsdp.state.agent.messages import MAX_COPIES, KeepCopy, KeptCopies, OweCopies
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.shared_memory import InMemorySnapshots, ServedSnapshot, SnapshotBuffer
@@ -89,7 +89,7 @@ class Holder:
 
     def __init__(self) -> None:
         self.store = SnapshotStore(0, "r0h1")
-        self.copies = CopyKeeper(self.store, TOKEN)
+        self.copies = CopyFetcher(self.store, TOKEN)
         self.server = StateServer("127.0.0.1", 0, self.store, TOKEN)
 
     def keep(self, wanted: KeepCopy, keeper: int = KEEPER) -> KeptCopies:

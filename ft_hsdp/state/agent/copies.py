@@ -1,6 +1,6 @@
 """The copies of other hosts' shards that a state agent keeps (GEMINI §4).
 
-A rank of this host orders them (`CopyKeeper.keep`), because it computes from its grant which copies its host has
+A rank of this host orders them (`CopyFetcher.keep`), because it computes from its grant which copies its host has
 to hold. The agent fetches each from the owner's state server, verifies it, and keeps it in slots of its own. The
 manifest stays as it was received, so whoever reads the copy finds a bit that has flipped since.
 
@@ -62,7 +62,7 @@ class _Course:
     failure: CopyFailure | None = None  # of the last one
 
 
-class CopyKeeper:
+class CopyFetcher:
     """Fetches and keeps copies of other hosts' shards. Thread-safe; no method but `close` blocks.
 
     Args:

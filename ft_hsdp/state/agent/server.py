@@ -32,7 +32,7 @@ from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, LocalResourceError
 from ft_hsdp.handshake import Admitted, CallerGate, Purpose
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.agent.copies import CopyKeeper
+from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.session import AgentConnection, RankSession, WatchSession
 from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.store import SnapshotStore
@@ -86,7 +86,7 @@ class AgentListener:
         sock: socket.socket,
         token: str,
         store: SnapshotStore,
-        copies: CopyKeeper,
+        copies: CopyFetcher,
         address: str,
         pacer: Pacer | None = None,
     ) -> None:
@@ -263,7 +263,7 @@ def run(
     """
     with listen(token, replica, generation, name) as sock:
         store = SnapshotStore(replica, name or socket.gethostname())
-        copies, pacer = CopyKeeper(store, token), Pacer()
+        copies, pacer = CopyFetcher(store, token), Pacer()
         try:
             server = StateServer(host, port, store, token, pacer)
         except OSError as error:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ft_hsdp import protocol
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.agent.copies import CopyKeeper
+from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.messages import ShardIndex
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.pacing import Pacer
@@ -66,7 +66,7 @@ class RankSession:
         connection: AgentConnection,
         key: ShardIndex,
         store: SnapshotStore,
-        copies: CopyKeeper,
+        copies: CopyFetcher,
         pacer: Pacer,
     ) -> None:
         self._connection = connection
@@ -171,7 +171,7 @@ class RankSession:
 class WatchSession:
     """Answers which copies a rank has, on a connection of its own."""
 
-    def __init__(self, connection: AgentConnection, rank: int, copies: CopyKeeper) -> None:
+    def __init__(self, connection: AgentConnection, rank: int, copies: CopyFetcher) -> None:
         self._connection = connection
         self._rank = rank
         self._copies = copies
