@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +28,32 @@ ORDERS = {
     "scale": "have the job go on with N replicas, from the next step on",
 }
 OVERRIDES = "--dotted.key=value sets any key of the configuration; the value is YAML, e.g. --train.steps=60"
+
+
+def _assumed(default: float, text: str) -> float:
+    value: float = field(default=default, metadata={"help": text})
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What a configuration does not say. The defaults are of the papers where they say something."""
+
+    host_failures_per_month: float = _assumed(0.192, "losses of one host; FT-HSDP: 6.4 per 1,000 hosts and day")
+    replace_s: float = _assumed(600.0, "until a lost host is replaced, copies included; GEMINI: 600")
+    swap_s: float = _assumed(40.0, "until a replica goes on from memory, on another host; DeadPool: 40")
+    restart_s: float = _assumed(150.0, "until a job goes on from a checkpoint; DeadPool: 150")
+    step_s: float = _assumed(20.0, "of a step; FT-HSDP: 20")
+    network_gbps: float = _assumed(100.0, "Gbit/s between two hosts")
+    storage_gbps: float = _assumed(20.0, "Gbit/s of all hosts together to the checkpoints; GEMINI: 20")
+
+
+ASSUMED = {each.name: each for each in fields(Assumptions)}
+
+
+def option(name: str) -> str:
+    """Return the option of an assumption."""
+    return "--" + name.replace("_", "-")
 
 
 class _Usage(FtHsdpError):
@@ -135,6 +162,15 @@ def build_parser() -> argparse.ArgumentParser:
     doctor.add_argument("--lighthouse", metavar="URL[,URL]", help="the lighthouses, if they are elsewhere")
     doctor.add_argument("--ray", action="store_true", help="the job runs on Ray, which must be installed")
     doctor.add_argument("--ray-address", metavar="ADDRESS", help="also examine this cluster: HOST:PORT, or auto")
+    plan = with_json(with_config(add("plan", "who keeps which shard, how safe that is, and what it costs")))
+    plan.add_argument(
+        "--hosts", type=int, metavar="N", help="of each replica, if hosts.per_replica does not say it"
+    )
+    plan.add_argument("--copies", type=int, metavar="N", help="wanted copies of each shard, replicas included")
+    plan.add_argument("--parameters", type=float, metavar="N", help="of the model, if the configuration does not")
+    for name, each in ASSUMED.items():
+        text = f"{each.metadata['help']} (%(default)g)"
+        plan.add_argument(option(name), type=float, metavar="X", default=each.default, help=text)
     add("schema", "the JSON Schema of a configuration, for editors")
     replay = with_runs(with_json(add("replay", "a recorded run: train it again and compare; its page")))
     replay.add_argument("run", metavar="RUN", help="a run's name or folder")

@@ -191,6 +191,18 @@ def _doctor(args: argparse.Namespace) -> int:
     return EXIT_OK if well else EXIT_CONFIG
 
 
+def _plan(args: argparse.Namespace) -> int:
+    from ft_hsdp.launch.plan import ASSUMED, Assumptions, lines, plan
+
+    assumptions = Assumptions(**{name: getattr(args, name) for name in ASSUMED})
+    document = plan(_config(args), assumptions, args.hosts, args.copies, args.parameters)
+    if args.json:
+        _print_json(document)
+    else:
+        _print(lines(document))
+    return EXIT_OK
+
+
 def _schema(_: argparse.Namespace) -> int:
     from ft_hsdp.config import json_schema
 
@@ -326,6 +338,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "chaos": _chaos,
     "bench": _bench,
     "doctor": _doctor,
+    "plan": _plan,
     "schema": _schema,
     "replay": _replay,
     "explain": _explain,

@@ -11,6 +11,8 @@ from __future__ import annotations
 from math import ceil
 from typing import Literal
 
+Reading = Literal["renewal", "wall_clock"]
+
 
 def wasted_time(checkpoint: float, interval: float, retrieval: float, iteration: float = 0.0) -> float:
     """Return the mean time that a failure wastes with periodic checkpoints (GEMINI §2.1, equation 1).
@@ -60,7 +62,7 @@ def swap_cost(overhead: float, swap: float, step: float, part: float = 0.5) -> f
     return overhead + swap + step * part
 
 
-def effective_ratio(between: float, cost: float, reading: Literal["renewal", "wall_clock"] = "renewal") -> float:
+def effective_ratio(between: float, cost: float, reading: Reading = "renewal") -> float:
     """Return the part of the time in which a job makes progress.
 
     Args:

@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import inf
 
 from ft_hsdp.memory.copies import MemberHosts, Plan, missing_copies
-from ft_hsdp.memory.estimates import effective_ratio, restart_cost, swap_cost
-from ft_hsdp.memory.hosts import Host, Level
+from ft_hsdp.memory.estimates import Reading, effective_ratio, restart_cost, swap_cost
+from ft_hsdp.memory.hosts import LEVELS, Host, Level
 from ft_hsdp.memory.placement import loss_rate
 from ft_hsdp.memory.survival import probability, survivable
 
 SLOTS = 2  # of a shard in the steady state: one is written while the other is kept
 DAY_S = 86_400.0
 MONTH_DAYS = 30.0
+READINGS: tuple[Reading, Reading] = ("wall_clock", "renewal")
 
 Holders = tuple[Host, ...]
 
@@ -40,10 +42,12 @@ class HostFailures:
 class CopyFigures:
     """What one way of keeping states is worth."""
 
-    survives: dict[int, float | None]  # by number of hosts lost at once: probability; None: not counted
+    survives: dict[int, Fraction | None]  # by number of hosts lost at once: probability; None: not counted
     losses_per_month: float  # of a state in memory
     lost_s: float  # mean time of the whole job that the failure of one host costs; the other replicas go on
-    ratio: float  # of the time in which the job makes progress, by the wall clock
+    ratio: float  # of the time in which the job makes progress, by the wall clock (FT-HSDP, GEMINI)
+    renewal: float  # the same, if failures count from the end of a recovery (DeadPool)
+    fatal: dict[Level, tuple[int, int]]  # racks and zones: those whose loss takes a state with it, and all known
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Reliability:
 
     holders: tuple[Holders, ...]  # of each rank's shard: the hosts of all replicas, then those that copy it
     plan: Plan  # of the copies
-    copied_bytes: int  # in each step, of which a copy is made, by all hosts together
+    copied_bytes: int  # of each state of which copies are made, by all hosts together
     host_bytes: dict[str, int]  # in the agents of each host, by its name, in the steady state
     with_copies: CopyFigures
     without_copies: CopyFigures  # replicas alone
@@ -66,6 +70,7 @@ def reliability(
     failures: HostFailures,
     spares: Sequence[Host] = (),
     room: int | None = None,
+    every: int = 1,
     most_lost: int = 4,
 ) -> Reliability:
     """Return the figures of a job in which all replicas are healthy.
@@ -78,6 +83,7 @@ def reliability(
         failures: rates and times.
         spares: spare hosts.
         room: shards that a host can keep for others.
+        every: steps between two states of which copies are made.
         most_lost: the probability of surviving is given for 1 to so many lost hosts.
     """
     members = [MemberHosts(n, tuple(hosts), True) for n, hosts in enumerate(replicas)]
@@ -91,8 +97,8 @@ def reliability(
         plan=plan,
         copied_bytes=sum(shard_bytes[copy.rank] for copy in plan.copies),
         host_bytes=_host_bytes(replicas, plan, shard_bytes),
-        with_copies=_kept(holders, len(replicas), failures, most_lost),
-        without_copies=_kept(natural, len(replicas), failures, most_lost),
+        with_copies=_kept(holders, len(replicas), failures, every if plan.copies else 1, most_lost),
+        without_copies=_kept(natural, len(replicas), failures, 1, most_lost),
     )
 
 
@@ -106,20 +112,31 @@ def _host_bytes(replicas: Sequence[Sequence[Host]], plan: Plan, shard_bytes: Seq
     return dict(kept)
 
 
-def _kept(holders: Sequence[Sequence[Host]], replicas: int, failures: HostFailures, most_lost: int) -> CopyFigures:
+def _kept(
+    holders: Sequence[Sequence[Host]], replicas: int, failures: HostFailures, every: int, most_lost: int
+) -> CopyFigures:
     sets = {frozenset(host.name for host in each) for each in holders}
     hosts = len(frozenset().union(*sets))
     ways = survivable(sets)
     survives = {
-        lost: None if ways is None else float(probability(ways, lost))
-        for lost in range(1, min(most_lost, hosts) + 1)
+        lost: None if ways is None else probability(ways, lost) for lost in range(1, min(most_lost, hosts) + 1)
     }
     per_second = failures.per_day / DAY_S  # of one host
     losses = sum(loss_rate(1, len(each), per_second, failures.replace_s) for each in sets)
     part = min(1.0, losses / (hosts * per_second)) if per_second else 0.0  # of the failures take a state with them
-    lost_s = (1 - part) * swap_cost(0.0, failures.swap_s, failures.step_s, part=1.0) / replicas
+    lost_s = (1 - part) * swap_cost(0.0, failures.swap_s, failures.step_s, part=(1 + every) / 2) / replicas
     if part:
-        every = failures.checkpoint_every
-        lost_s += part * restart_cost(0.0, failures.restart_s, failures.step_s, every) if every else inf
-    ratio = effective_ratio(1 / (hosts * per_second), lost_s, "wall_clock") if per_second else 1.0
-    return CopyFigures(survives, losses * DAY_S * MONTH_DAYS, lost_s, ratio)
+        checkpoint = failures.checkpoint_every
+        lost_s += part * restart_cost(0.0, failures.restart_s, failures.step_s, checkpoint) if checkpoint else inf
+    clock, renewal = (
+        effective_ratio(1 / (hosts * per_second), lost_s, reading) if per_second else 1.0 for reading in READINGS
+    )
+    fatal: dict[Level, tuple[int, int]] = {level: _fatal(holders, level) for level in LEVELS[1:]}
+    return CopyFigures(survives, losses * DAY_S * MONTH_DAYS, lost_s, clock, renewal, fatal)
+
+
+def _fatal(holders: Sequence[Sequence[Host]], level: Level) -> tuple[int, int]:
+    """Return how many racks or zones hold all copies of a shard, and how many are known."""
+    kept_in = [{host.domain(level) for host in each} for each in holders]
+    known = {domain for each in kept_in for domain in each if domain[0] == level}
+    return len({next(iter(each)) for each in kept_in if len(each) == 1} & known), len(known)

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
+from fractions import Fraction
+from math import comb, inf
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_one_replica_with_copies_and_without() -> None:
     found = reliability(job(1, 16), [100] * 16, 2, "host", FAILURES)
     assert found.copied_bytes == 1600
     assert set(found.host_bytes.values()) == {400}
-    assert [round(p or 0, 4) for p in found.with_copies.survives.values()] == [1, 0.9333, 0.8, 0.6154]
+    assert [round(float(p or 0), 4) for p in found.with_copies.survives.values()] == [1, 0.9333, 0.8, 0.6154]
     assert found.without_copies.survives == {1: 0, 2: 0, 3: 0, 4: 0}
     # Without copies each failure takes the state with it: 100 steps between checkpoints, and the restart.
     assert found.without_copies.losses_per_month == pytest.approx(16 * 6.4e-3 * 30)
@@ -59,7 +60,8 @@ def test_spares_keep_copies_too() -> None:
 
 def test_without_checkpoints_a_lost_state_is_the_end_of_the_job() -> None:
     found = reliability(job(1, 2), [1, 1], 1, "host", replace(FAILURES, checkpoint_every=0))
-    assert (found.with_copies.lost_s, found.with_copies.ratio) == (inf, 0)
+    figures = found.with_copies
+    assert (figures.lost_s, figures.ratio, figures.renewal) == (inf, 0, 0)
 
 
 def test_hosts_that_do_not_fail() -> None:
@@ -69,5 +71,20 @@ def test_hosts_that_do_not_fail() -> None:
 
 def test_4096_hosts() -> None:
     found = reliability(job(1, 4096), [1] * 4096, 4, "host", FAILURES)
-    assert found.with_copies.survives[4] == pytest.approx(1 - 1024 / (4096 * 4095 * 4094 * 4093 / 24))
+    assert found.with_copies.survives[4] == 1 - Fraction(1024, comb(4096, 4))
     assert found.with_copies.survives[3] == 1
+
+
+def test_copies_of_every_tenth_step_lose_up_to_ten() -> None:
+    every, tenth = (reliability(job(1, 16), [1] * 16, 2, "host", FAILURES, every=n) for n in (1, 10))
+    swap = (FAILURES.swap_s, FAILURES.step_s)
+    assert every.with_copies.lost_s == pytest.approx(swap[0] + swap[1], rel=0.01)
+    assert tenth.with_copies.lost_s == pytest.approx(swap[0] + 5.5 * swap[1], rel=0.01)
+
+
+def test_racks_that_hold_all_copies_of_a_shard() -> None:
+    racks = [Host("a", f"{i // 2}", f"h{i}") for i in range(4)]
+    by_host, by_rack = (reliability([racks], [1] * 4, 2, level, FAILURES) for level in ("host", "rack"))
+    assert by_rack.without_copies.fatal == {"rack": (2, 2), "zone": (1, 1)}
+    assert by_rack.with_copies.fatal == {"rack": (0, 2), "zone": (1, 1)}
+    assert by_host.with_copies.fatal["rack"] == (2, 2)

@@ -1,0 +1,188 @@
+"""`plan`: its document, its text, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from ft_hsdp.config import parse
+from ft_hsdp.launch.arguments import Assumptions
+from ft_hsdp.launch.cli import main
+from ft_hsdp.launch.plan import lines, plan
+
+ROOT = Path(__file__).parents[2]
+ONE_REPLICA = {"replicas": 1, "ranks_per_replica": 4, "hosts": {"per_replica": 4}}
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class HostRow(Strict):
+    host: str
+    replica: int | None
+    ranks: list[int]
+    copies: list[tuple[int, int]]
+    bytes: int
+
+
+class Shard(Strict):
+    rank: int
+    holders: list[str]
+    copies: list[str]
+
+
+class Lost(Strict):
+    lost: int
+    survives: float | None
+    state_lost: float | None
+
+
+class Domain(Strict):
+    fatal: int
+    known: int
+
+
+class Figures(Strict):
+    lost_hosts: list[Lost]
+    lost_domains: dict[Literal["rack", "zone"], Domain]
+    losses_per_month: float
+    failure_costs_s: float
+    wasted_s: float
+    effective_ratio: float
+    effective_ratio_renewal: float
+
+
+class Document(Strict):
+    job: str
+    replicas: int
+    ranks_per_replica: int
+    parameters: int
+    state_bytes: int
+    shard_bytes: int
+    copies: int
+    apart: Literal["host", "rack", "zone"]
+    every: int
+    protected: bool
+    why: str
+    hosts: list[HostRow]
+    shards: list[Shard]
+    host_bytes: int
+    copied_bytes_per_step: float
+    copy_s: float
+    with_copies: Figures
+    replicas_alone: Figures
+    assumptions: dict[str, float]
+
+
+def made(config: dict[str, Any], **options: Any) -> Document:
+    document = plan(parse({"job": {"name": "job"}, **config}), Assumptions(), **options)
+    return Document.model_validate_json(json.dumps(document))
+
+
+def test_each_host_of_one_replica_copies_another_one() -> None:
+    found = made(ONE_REPLICA, size=1e6)
+    assert (found.copies, found.protected, found.why) == (2, True, "")
+    assert found.shards[1] == Shard(rank=1, holders=["r0h1"], copies=["r0h0"])
+    assert found.hosts[1] == HostRow(host="r0h1", replica=0, ranks=[1], copies=[(0, 0)], bytes=4 * 3_000_000)
+    assert (found.state_bytes, found.shard_bytes, found.copied_bytes_per_step) == (12e6, 3e6, 12e6)
+    assert found.copy_s == pytest.approx(3e6 / 12.5e9)
+    assert [row.state_lost for row in found.with_copies.lost_hosts] == pytest.approx([0, 1 / 3, 1, 1])
+    assert [row.state_lost for row in found.replicas_alone.lost_hosts] == [1, 1, 1, 1]
+    assert found.with_copies.losses_per_month < found.replicas_alone.losses_per_month
+
+
+def test_three_replicas_copy_nothing() -> None:
+    found = made({"replicas": 3, "ranks_per_replica": 2, "hosts": {"per_replica": 2}})
+    assert found.with_copies == found.replicas_alone
+    assert (found.copied_bytes_per_step, found.copy_s, found.protected) == (0, 0, True)
+    assert found.shards[0].holders == ["r0h0", "r1h0", "r2h0"]
+
+
+def test_the_only_host_is_not_protected() -> None:
+    found = made({"replicas": 1})
+    assert (found.copies, found.protected) == (1, False)
+    assert found.why == "there is one host only: no copy can be apart"
+
+
+def test_labels_say_in_which_rack_a_host_is() -> None:
+    found = made({**ONE_REPLICA, "hosts": {"per_replica": 4, "labels": {"r0h[01]": "a/1", "*": "a/2"}}})
+    assert [row.host for row in found.hosts] == ["a/1/r0h0", "a/1/r0h1", "a/2/r0h2", "a/2/r0h3"]
+    assert found.replicas_alone.lost_domains["rack"] == Domain(fatal=2, known=2)
+
+
+def test_gemini_and_deadpool_cost_a_lost_host() -> None:
+    config = {**ONE_REPLICA, "checkpoint": {"every": 100}}
+    found = made(config, size=10e9)  # 120 GB: 48 s to a checkpoint and back, 2.4 s for a host's 30 GB
+    assert found.replicas_alone.wasted_s == pytest.approx(48 + 100 * 20 / 2 + 48)
+    assert found.replicas_alone.failure_costs_s == pytest.approx(150 + 20 * 99 / 2)
+    assert found.with_copies.wasted_s == pytest.approx(20 / 2 + 2.4)
+    assert found.with_copies.failure_costs_s == pytest.approx(40 + 20, rel=1e-3)
+
+
+def test_a_job_without_checkpoints_begins_again() -> None:
+    found = made({**ONE_REPLICA, "train": {"steps": 1000}})
+    assert found.assumptions["steps_between_checkpoints"] == 1000
+    assert found.replicas_alone.failure_costs_s == pytest.approx(150 + 20 * 999 / 2)
+
+
+@pytest.mark.parametrize("config", [ONE_REPLICA, {"replicas": 3}, {"replicas": 64}, {"replicas": 1}])
+@pytest.mark.parametrize("options", [{}, {"hosts": 4096, "size": 70e9}])
+def test_the_text_fits_100_columns(config: dict[str, Any], options: dict[str, Any]) -> None:
+    document = plan(parse({"job": {"name": "j" * 40}, **config}), Assumptions(), **options)
+    assert [line for line in lines(document) if len(line) > 100] == []
+
+
+def test_the_text_names_the_first_hosts_and_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+    document = plan(parse({"replicas": 1}), Assumptions(), hosts=64, copies=4)
+    text = lines(document)
+    assert text[0] == "run: 1 replica of 64 ranks on 64 hosts"
+    assert text[2] == "copies: 4 of each shard, each on another host, of every step; protected"
+    assert "r0h5  r0: 5  r0: 4, 6-7  0.7 MiB" in text
+    assert "5      r0h5  r0h4, r0h6, r0h7" in text
+    assert text.count("... and 56 more; --json has all") == 2
+    assert "survives 4 lost hosts           1 - 2.5e-05  0 %" in text
+    assert "  --step-s                   20       of a step; FT-HSDP: 20" in text
+
+
+def test_the_documented_command_counts_4096_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = [
+        line for line in (ROOT / "docs/memory.md").read_text().splitlines() if " plan " in line and "4096" in line
+    ]
+    words = shlex.split(command.removeprefix("python launcher.py "), comments=True)
+    assert main([*words, "--json"]) == 0
+    found = Document.model_validate_json(capsys.readouterr().out)
+    assert (len(found.hosts), found.copies) == (4096, 4)
+    assert found.with_copies.lost_hosts[3].state_lost == pytest.approx(1024 / (4096 * 4095 * 4094 * 4093 / 24))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--hosts 3", "--hosts: got 3; allowed: a divisor of ranks_per_replica (4), or more than that"),
+        ("--hosts 0", "--hosts: got 0; allowed: 1 to 16384"),
+        ("--copies 9", "--copies: got 9; allowed: 1 to 8"),
+        ("--copies 3 --hosts 2", "--copies: got 3; allowed: fewer, or more hosts (--hosts): 3 copies on"),
+        ("--parameters 0", "--parameters: got 0.0; allowed: 1 to 1e15"),
+        ("--entry=train.py", "--parameters: got 'nothing'; allowed: a number of parameters: train.py makes"),
+        ("--step-s 0", "--step-s: got 0.0; allowed: a number, more than 0"),
+        ("--host-failures-per-month -1", "--host-failures-per-month: got -1.0; allowed: a number, 0 or more"),
+        ("--network-gbps inf", "--network-gbps: got inf; allowed: a number, more than 0"),
+        ("--replace-s soon", "argument --replace-s: invalid float value: 'soon'"),
+    ],
+)
+def test_bad_input_gets_one_line(
+    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("replicas: 1\nranks_per_replica: 4\n")
+    assert main(["plan", str(file), *options.split()]) == 64
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert said in shown.err
+    assert shown.err.count("\n") == 1
