@@ -1,4 +1,4 @@
-"""What the protocol, security and papers pages refer to is there."""
+"""What the protocol, security, papers and memory pages refer to is there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def named(page: str) -> Iterator[tuple[str, str]]:
             yield file, found["name"] or ""
 
 
-PAGES = [PAGE, *((ROOT / "docs" / name).read_text() for name in ("security.md", "papers.md"))]
+PAGES = [PAGE, *((ROOT / "docs" / name).read_text() for name in ("security.md", "papers.md", "memory.md"))]
 TESTS = sorted({test for page in PAGES for test in named(page)})
 
 
@@ -45,6 +45,8 @@ def test_a_test_that_is_named_exists(file: str, name: str) -> None:
 def test_every_window_has_its_row() -> None:
     rows = re.findall(r"^\| (W\d+) \|", PAGE, re.MULTILINE)
     assert rows[:50] == [f"W{n}" for n in range(1, 51)]
+    memory = re.findall(r"^\| (M\d+) \|", (ROOT / "docs/memory.md").read_text(), re.MULTILINE)
+    assert memory == [f"M{n}" for n in range(51, 65)]
     assert len(set(rows)) == len(rows), "a number stands there twice"
 
 

@@ -23,7 +23,7 @@ from ft_hsdp.memory.reliability import MONTH_DAYS, SLOTS, CopyFigures, HostFailu
 from ft_hsdp.train.identity import HOST_VARIABLE, host_path
 
 STATE_BYTES = 12  # of a parameter: fp32 weight and AdamW's two moments
-MAX_HOSTS = 16_384  # of a replica; the exact figures of so many take some seconds
+MAX_HOSTS = 16_384  # of all replicas; the exact figures of so many take some seconds
 MAX_COPIES = 8
 MOST_LOST = 8
 SHOWN = 8  # hosts and shards in the table; --json has all
@@ -112,8 +112,9 @@ def _check(
         least = "0 or more" if name == "host_failures_per_month" else "more than 0"
         if not isfinite(value) or value < 0 or (value == 0 and least != "0 or more"):
             raise ConfigError(option(name), value, f"a number, {least}")
-    if hosts is not None and not 1 <= hosts <= MAX_HOSTS:
-        raise ConfigError("--hosts", hosts, f"1 to {MAX_HOSTS}")
+    most = MAX_HOSTS // config.replicas
+    if hosts is not None and not 1 <= hosts <= most:
+        raise ConfigError("--hosts", hosts, f"1 to {most}")
     if copies is not None and not 1 <= copies <= MAX_COPIES:
         raise ConfigError("--copies", copies, f"1 to {MAX_COPIES}")
     if size is not None and not 1 <= size <= 1e15:
@@ -223,8 +224,8 @@ def lines(document: Document) -> list[str]:
         f"{_count(each, 'host')}{spares}",
         f"state: {document['parameters'] / 1e6:,.1f} M parameters, {size_of(document['state_bytes'])}; "
         f"{size_of(document['shard_bytes'])} a rank",
-        f"copies: {document['copies']} of each shard, each on another {document['apart']}, {_often(document)}; "
-        f"{'protected' if document['protected'] else 'UNPROTECTED: ' + document['why']}",
+        f"copies: {document['copies']} of each shard, each on another {document['apart']}, {_often(document)}",
+        "protected" if document["protected"] else f"UNPROTECTED: {document['why']}",
         "",
         *_table(["host", "ranks", "copies of", "memory"], [_host_line(row) for row in document["hosts"]]),
         "",
@@ -238,8 +239,8 @@ def lines(document: Document) -> list[str]:
         "assumed:",
     ]
     assumed = document["assumptions"]
-    found += [f"  {option(n):<26} {assumed[n]:<8g} {each.metadata['help']}" for n, each in ASSUMED.items()]
-    found.append(f"  {'checkpoint.every':<26} {assumed['steps_between_checkpoints']:<8} steps; none: all steps")
+    found += [f"  {option(n):<25} {assumed[n]:<6g} {each.metadata['help']}" for n, each in ASSUMED.items()]
+    found.append(f"  {'checkpoint.every':<25} {assumed['steps_between_checkpoints']:<6} steps; none: all steps")
     return found
 
 

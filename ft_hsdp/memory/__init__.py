@@ -17,8 +17,8 @@ Read the modules in this order:
 - `estimates`: wasted time, effective training time and expected losses by the papers' models.
 - `reliability`: all of that for the hosts of one job.
 
-`hosts`, `recovery` and `replacement` act in each job. No process calls `copies`, `schedule` and `reliability` yet;
-the model checker does call `copies` (ADR 34).
+`hosts`, `recovery` and `replacement` act in each job, and `launcher.py plan` calls `reliability`. No process calls
+`copies` and `schedule` yet; the model checker does call `copies` (ADR 34).
 
 This package imports `ft_hsdp.core` and the standard library, and of that no clock, no randomness and no I/O. All
 ranks that see the same grant decide the same.

@@ -30,6 +30,7 @@ COMMANDS = [
     "chaos",
     "bench",
     "doctor",
+    "plan",
     "schema",
     "replay",
     "explain",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +16,7 @@ from ft_hsdp.launch.arguments import Assumptions
 from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.plan import lines, plan
 
-ROOT = Path(__file__).parents[2]
+PAGE = Path(__file__).parents[2] / "docs/memory.md"
 ONE_REPLICA = {"replicas": 1, "ranks_per_replica": 4, "hosts": {"per_replica": 4}}
 
 
@@ -132,33 +133,43 @@ def test_a_job_without_checkpoints_begins_again() -> None:
 
 
 @pytest.mark.parametrize("config", [ONE_REPLICA, {"replicas": 3}, {"replicas": 64}, {"replicas": 1}])
-@pytest.mark.parametrize("options", [{}, {"hosts": 4096, "size": 70e9}])
+@pytest.mark.parametrize("options", [{}, {"hosts": 64, "size": 70e12}])
 def test_the_text_fits_100_columns(config: dict[str, Any], options: dict[str, Any]) -> None:
     document = plan(parse({"job": {"name": "j" * 40}, **config}), Assumptions(), **options)
     assert [line for line in lines(document) if len(line) > 100] == []
 
 
-def test_the_text_names_the_first_hosts_and_the_rest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_names_the_first_hosts_and_the_rest() -> None:
     document = plan(parse({"replicas": 1}), Assumptions(), hosts=64, copies=4)
     text = lines(document)
     assert text[0] == "run: 1 replica of 64 ranks on 64 hosts"
-    assert text[2] == "copies: 4 of each shard, each on another host, of every step; protected"
-    assert "r0h5  r0: 5  r0: 4, 6-7  0.7 MiB" in text
+    assert text[2:4] == ["copies: 4 of each shard, each on another host, of every step", "protected"]
+    assert "r0h5  r0: 5  r0: 4, 6-7  3.9 MiB" in text
     assert "5      r0h5  r0h4, r0h6, r0h7" in text
     assert text.count("... and 56 more; --json has all") == 2
     assert "survives 4 lost hosts           1 - 2.5e-05  0 %" in text
-    assert "  --step-s                   20       of a step; FT-HSDP: 20" in text
+    assert "  --step-s                  20     of a step; FT-HSDP: 20" in text
+
+
+@pytest.fixture(autouse=True)
+def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(PAGE.parents[1])
 
 
 def test_the_documented_command_counts_4096_hosts(capsys: pytest.CaptureFixture[str]) -> None:
-    (command,) = [
-        line for line in (ROOT / "docs/memory.md").read_text().splitlines() if " plan " in line and "4096" in line
-    ]
+    (command,) = [line for line in PAGE.read_text().splitlines() if " plan " in line and "4096" in line]
     words = shlex.split(command.removeprefix("python launcher.py "), comments=True)
     assert main([*words, "--json"]) == 0
     found = Document.model_validate_json(capsys.readouterr().out)
     assert (len(found.hosts), found.copies) == (4096, 4)
     assert found.with_copies.lost_hosts[3].state_lost == pytest.approx(1024 / (4096 * 4095 * 4094 * 4093 / 24))
+
+
+def test_the_documented_transcript_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = re.findall(r"```console\n\$ python launcher.py (plan .*?)```", PAGE.read_text(), re.DOTALL)
+    command, *shown = block.splitlines()
+    assert main([*shlex.split(command)]) == 0
+    assert capsys.readouterr().out.splitlines()[: len(shown)] == shown
 
 
 @pytest.mark.parametrize(

@@ -186,3 +186,6 @@ def test_two_ranks_with_shapes_that_two_does_not_divide(tmp_path: Path) -> None:
             assert torch.allclose(torch.tensor(out["grads"][name]), param.grad.flatten(), rtol=1e-4, atol=1e-6), (
                 name
             )
+    # Each value is on one rank alone: what a rank loses, no other rank of its replica has.
+    for name, param in params.items():
+        assert outs[0]["local"][name] + outs[1]["local"][name] == param.flatten().tolist(), name

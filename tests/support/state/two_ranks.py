@@ -32,6 +32,7 @@ out = {
     "digest": digest,
     "grads": grads,
     "assigned": again,
+    "local": {n: p.to_local().flatten().tolist() for n, p in sharded.params.items()},
 }
 print(json.dumps(out))
 sys.stdout.flush()
