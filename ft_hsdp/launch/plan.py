@@ -63,7 +63,7 @@ def plan(
     memory = getattr(config, "memory", None)
     level: Level = getattr(memory, "apart", "host")
     every: int = getattr(memory, "every", 1)
-    everywhere = [host for replica in replicas for host in replica] + spares
+    everywhere = [host for replica in replicas for host in replica]
     wanted = default_copies(everywhere, level) if copies is None else copies
     budget: float | None = getattr(memory, "budget_gb", None)
     room = None if budget is None else int(budget * 1e9 // (SLOTS * shard))
@@ -75,7 +75,7 @@ def plan(
         step_s=assumptions.step_s,
         checkpoint_every=_between_checkpoints(config),
     )
-    found = reliability(replicas, [shard] * ranks, wanted, level, failures, spares, room, every, MOST_LOST)
+    found = reliability(replicas, [shard] * ranks, wanted, level, failures, (), room, every, MOST_LOST)
     network, storage = (gbps * GIGABIT for gbps in (assumptions.network_gbps, assumptions.storage_gbps))
     retrieval = shard * ranks / len(set(replicas[0])) / network
     writing = shard * ranks / storage
@@ -137,7 +137,7 @@ def _hosts(config: Config, hosts: int | None) -> tuple[list[list[Host]], list[Ho
         raise ConfigError("--hosts", hosts, f"a divisor of ranks_per_replica ({ranks}), or more than that")
     placed = [[_host(config, f"r{n}h{i}") for i in range(count)] for n in range(config.replicas)]
     replicas = [[host for host in each for _ in range(ranks // count)] for each in placed]
-    return replicas, [_host(config, f"s{i}") for i in range(getattr(config.hosts, "spare", 0))]
+    return replicas, [_host(config, f"s{i}") for i in range(config.hosts.spare)]
 
 
 def _host(config: Config, name: str) -> Host:

@@ -111,6 +111,12 @@ def test_the_only_host_is_not_protected() -> None:
     assert found.why == "there is one host only: no copy can be apart"
 
 
+def test_a_spare_host_keeps_nothing_before_it_is_called() -> None:
+    found = made({"replicas": 1, "ranks_per_replica": 4, "hosts": {"per_replica": 2, "spare": 1}})
+    assert found.hosts[2] == HostRow(host="s0", replica=None, ranks=[], copies=[], bytes=0)
+    assert found.shards[3].copies == ["r0h0"]
+
+
 def test_labels_say_in_which_rack_a_host_is() -> None:
     found = made({**ONE_REPLICA, "hosts": {"per_replica": 4, "labels": {"r0h[01]": "a/1", "*": "a/2"}}})
     assert [row.host for row in found.hosts] == ["a/1/r0h0", "a/1/r0h1", "a/2/r0h2", "a/2/r0h3"]
