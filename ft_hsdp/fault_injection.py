@@ -5,9 +5,10 @@ rank and which incarnation fail there, at which step. Each fires once in a proce
 at that step or a later one. They are off unless they are configured.
 
 Faults are what a process does wrong while an order says so: its disk is full or slow, its wall clock is wrong, or
-no packet passes between it and a peer. An order is a file in the run's folder `faults`; removing the file lifts
-the fault. A process that `watch`es the folder carries out the orders for it. Disk and clock are faked below
-ft_hsdp's code, in the functions that it calls; code that sends messages asks for a partition.
+no packet passes between it and a peer. One of them happens once: the connections to its neighbours are reset. An
+order is a file in the run's folder `faults`; removing the file lifts the fault. A process that `watch`es
+the folder carries out the orders for it. Disk and clock are faked below ft_hsdp's code, in the functions that it
+calls; code that sends messages asks for a partition, and code that connects to neighbours says so.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
+import ctypes
 import errno
 import fcntl
 import io
 import json
 import os
 import signal
+import socket
 import stat
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,8 +117,9 @@ def reach(place: str, step: int) -> None:
 
 
 HOST = "host"  # the kind that takes a host away: only a backend heeds its orders, when it places a replica
-HOOKED = ("disk_full", "slow_disk", "partition", "clock")
+HOOKED = ("disk_full", "slow_disk", "partition", "reset", "clock")
 """The kinds of faults that a process has to carry out itself."""
+RESET_S = 5.0  # how long an order to reset connections is there for the ranks that it hits
 FOLDER = "faults"
 LIGHTHOUSE = "lighthouse"
 SUPERVISOR = "supervisor"
@@ -147,6 +152,8 @@ class FaultOrder:
         return self.replica == replica and self.rank in (None, rank)
 
 
+_ring: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # connections to neighbours
+_reset: set[FaultOrder] = set()  # orders to reset them that were carried out
 _cut: Mapping[Peer, bool] = {}  # peers that nothing reaches -> whether they refuse
 _watched: set[Path] = set()
 
@@ -186,6 +193,22 @@ def _refusing(peer: Peer) -> bool:
     if _cut[peer]:
         raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused: a fault on purpose")
     return True
+
+
+def in_ring(sock: socket.socket) -> None:
+    """Note a connection to a neighbour, which a fault may reset."""
+    if _watched:
+        _ring.add(sock)
+
+
+def reset(sock: socket.socket) -> None:
+    """Reset a TCP connection: both ends get an error, and no byte that was sent arrives any more.
+
+    A connection that has ended stays as it is.
+    """
+    unspecified = ctypes.create_string_buffer(16)  # a socket address of no family: the kernel sends RST
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None, use_errno=True).connect(sock.fileno(), unspecified, len(unspecified))
 
 
 def watch(run: Path, replica: int | None, rank: int | None) -> None:
@@ -259,6 +282,10 @@ def enforce(orders: Iterable[FaultOrder], run: Path, replica: int | None, faked:
             faked.enter_context(_disk(run, None))
         elif order.kind == "slow_disk":
             faked.enter_context(_disk(run, order.seconds))
+        elif order.kind == "reset" and order not in _reset:
+            _reset.add(order)
+            for sock in list(_ring):
+                reset(sock)
         elif order.kind == "clock":
             faked.enter_context(_clock(order.seconds))
 

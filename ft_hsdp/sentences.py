@@ -212,6 +212,7 @@ _FAULTS = {
     "helper": "had a helper process that was killed or stopped",
     "partition": "was cut off by the network",
     "garbage": "was called by strangers with garbage",
+    "reset": "had its connections reset",
     "flip": "had a flipped byte in a copy of its state",
     "clock": "had a wrong clock",
 }

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -212,3 +213,31 @@ def until(condition: Callable[[], Any]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_an_order_resets_the_connections_to_the_neighbours_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fault_injection, "_watched", {tmp_path})
+    order = FaultOrder("reset", 0, until=5.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def connected() -> tuple[socket.socket, socket.socket]:
+            one = socket.create_connection(server.getsockname())
+            fault_injection.in_ring(one)
+            return one, server.accept()[0]
+
+        (one, other), stranger = connected(), socket.create_connection(server.getsockname())
+        with one, other, stranger, server.accept()[0] as known, contextlib.ExitStack() as faked:
+            fault_injection.enforce([order], tmp_path, 0, faked)
+            for end in (one, other):
+                with pytest.raises(ConnectionResetError):
+                    end.recv(1)
+            known.sendall(b"x")
+            assert stranger.recv(1) == b"x", "no connection of the ring"
+        one, other = connected()
+        with one, other, contextlib.ExitStack() as faked:
+            fault_injection.enforce([order, FaultOrder("partition", edge=(0, 1))], tmp_path, 0, faked)
+            other.sendall(b"x")
+            assert one.recv(1) == b"x", "the order was carried out before"
+            fault_injection.enforce([], tmp_path, 0, faked)

@@ -14,7 +14,7 @@ from ft_hsdp.config.running import MAX_RANKS, MAX_REPLICAS, ReplicaId
 from ft_hsdp.fault_injection import PLACES
 
 MOMENTS = ("at_step", "at_s", "rate_per_min")
-ON_RANKS = ("signal", "host", "disk_full", "slow_disk", "descriptors", "memory", "clock", "garbage")
+ON_RANKS = ("signal", "host", "disk_full", "slow_disk", "descriptors", "memory", "clock", "garbage", "reset")
 Target = Literal["fork_server", "agent", "supervisor", "lighthouse"]
 
 
@@ -52,7 +52,7 @@ _NEEDS: tuple[JsonDict, ...] = (
         "then": {"properties": {"target": _VALUE}, "required": ["target"]},
     },
     {
-        "if": {"properties": {"kind": {"const": "flip"}}, "required": ["kind"]},
+        "if": {"properties": {"kind": {"enum": ["flip", "reset"]}}, "required": ["kind"]},
         "then": {"properties": {"for_s": {"const": 0}}},
     },
     {
@@ -85,6 +85,7 @@ class ChaosConfig(Section):
         "memory",
         "helper",
         "partition",
+        "reset",
         "garbage",
         "flip",
         "clock",
@@ -102,7 +103,7 @@ class ChaosConfig(Section):
     rank: Annotated[Int, Field(ge=0, lt=MAX_RANKS)] | None = Field(
         None,
         description="rank that is hit, or with kind host the rank whose host is hit; null: all with disk_full, "
-        "slow_disk and clock; else rank 0 with at_step or at_s, a random one with rate_per_min",
+        "slow_disk, clock and reset; else rank 0 with at_step or at_s, a random one with rate_per_min",
     )
     host: str | None = Field(
         None, min_length=1, description="the host all of whose ranks are hit, with kind host also its state agents"
@@ -118,7 +119,8 @@ class ChaosConfig(Section):
         0, ge=0, le=10**6, description="with signal: steps that a lost replica stays away before its restart"
     )
     for_s: Seconds = Field(
-        0.0, description="how long it lasts; 0: until the job ends; 0 with flip and with signals other than STOP"
+        0.0,
+        description="how long it lasts; 0: until the job ends; 0 with flip, reset and signals other than STOP",
     )
     by_s: Number = Field(
         3600.0,
@@ -199,8 +201,8 @@ class ChaosConfig(Section):
             yield "signal", self.signal, allowed
         if self.for_s > 0 and sends and self.signal != "STOP":
             yield "for_s", self.for_s, f"0 with signal {self.signal}: only a STOP can be continued"
-        if self.for_s > 0 and kind == "flip":
-            yield "for_s", self.for_s, "0 with kind flip: a flipped byte stays flipped"
+        if self.for_s > 0 and kind in ("flip", "reset"):
+            yield "for_s", self.for_s, f"0 with kind {kind}: it happens once, and cannot be undone"
 
 
 class FailpointConfig(Section):

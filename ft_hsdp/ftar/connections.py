@@ -131,6 +131,7 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     """
     if sock.family == socket.AF_UNIX:
         return
+    fault_injection.in_ring(sock)
     address.tune(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
     if address.local(sock):

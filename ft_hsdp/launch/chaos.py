@@ -61,6 +61,7 @@ def in_words(injection: Injection) -> str:
         "descriptors": f"{victim} gets no more file descriptors",
         "memory": f"{victim} gets no more memory",
         "partition": f"nothing passes between {victim}" + (", connections are refused" if i.reject else ""),
+        "reset": f"the connections of {victim} to its neighbours are reset",
         "garbage": f"strangers send garbage to {victim}",
         "flip": f"a byte of a snapshot of replica {i.replica} flips",
         "clock": f"the wall clock of {victim} jumps by {i.by_s:g} s",

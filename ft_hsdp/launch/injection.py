@@ -266,7 +266,8 @@ def _belongs(pid: int, run: RunDir) -> bool:
 def _ordered(run: RunDir, injection: Injection) -> Lift:
     """Order the processes that are hit to inject the failure into themselves, by a file that they read."""
     i = injection
-    until = time.monotonic() + i.for_s if i.for_s > 0 else None
+    lasts = fault_injection.RESET_S if i.kind == "reset" else i.for_s
+    until = time.monotonic() + lasts if lasts > 0 else None
     supervisor = i.target == fault_injection.SUPERVISOR
     edge = (i.edge[0], i.edge[1]) if i.edge is not None else None
     seconds = i.by_s if i.kind == "clock" else i.delay_s

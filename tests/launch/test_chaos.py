@@ -88,6 +88,7 @@ EVERY: list[tuple[dict[str, Any], str]] = [  # one rule of each kind, and what i
         {"kind": "partition", "edge": [1, "lighthouse"], "reject": True},
         "nothing passes between replica 1 and the lighthouse, connections are refused",
     ),
+    ({"kind": "reset", "replicas": (1,)}, "the connections of replica 1 to its neighbours are reset"),
     ({"kind": "garbage", "replicas": (1,)}, "strangers send garbage to replica 1 rank 0"),
     ({"kind": "flip", "replicas": (1,)}, "a byte of a snapshot of replica 1 flips"),
     ({"kind": "clock", "replicas": (1,), "by_s": -60}, "the wall clock of replica 1 jumps by -60 s"),

@@ -166,6 +166,7 @@ RULES: list[dict[str, Any]] = [
     {"kind": "memory", "replicas": [0], "for_s": 0.3},
     {"kind": "partition", "edge": [0, 1], "for_s": 0.3, "reject": True},
     {"kind": "signal", "replicas": [2]},
+    {"kind": "reset", "replicas": [0]},
     {"kind": "flip", "replicas": [1]},
 ]
 
@@ -181,7 +182,7 @@ def test_a_slice_of_every_kind(tmp_path: Path) -> None:
     # test_lost_hosts.py has it.
     assert kinds == set(get_args(ChaosConfig.model_fields["kind"].annotation)) - {"host"}
     assert len(injected) == len(RULES)
-    assert {e["kind"] for e in lifted} == kinds - {"signal", "flip"} | {"SIGSTOP"}
+    assert {e["kind"] for e in lifted} == kinds - {"signal", "flip", "reset"} | {"SIGSTOP"}
     helpers = {e["target"] for e in injected if e["kind"] == "helper"}
     assert len(helpers) == len(get_args(Target)), "each kind of helper"
     told = "\n".join(map(tell, injected))

@@ -25,12 +25,13 @@ KINDS = (
     "lighthouse",
     "partition",
     "partition_lighthouse",
+    "reset",
     "garbage",
     "flip",
     "clock",
 )
 """What is drawn from, each alike: the kinds of `chaos`, signals and helpers one by one."""
-ENDING = ("kill", "term", "flip")  # they have no end
+ENDING = ("kill", "term", "flip", "reset")  # they have no end
 SHORT = ("supervisor",)  # they must have one
 GOOD = 0.1  # how many of the others last for good
 
