@@ -20,7 +20,7 @@ from pydantic import Field
 
 from ft_hsdp import bounded
 from ft_hsdp.core import commit, effects
-from ft_hsdp.core.commit import Vote
+from ft_hsdp.core.commit import AttemptId, Vote
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Hosts, Refused, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
@@ -183,8 +183,17 @@ class Settled:
     """From a leader to its ranks: which snapshots may be dropped."""
 
     state: StateId  # the base of the step that was voted on, or what was fetched
-    # All ranks have a copy, so older ones may go; otherwise the newest copy that all have must stay.
+    # It is complete in all promised places, so older copies may go; otherwise the newest one that is must stay.
     everywhere: bool
+    waited_s: float = 0.0  # by the vote that waited longest for copies
+    copied: int = 0  # bytes of copies of this state that the replica's hosts made
+
+
+@dataclass(frozen=True, slots=True)
+class ShardLeftOut:
+    """From a leader to its ranks: a shard cannot be copied, so no vote on this attempt waits for copies."""
+
+    fence: AttemptId
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +347,7 @@ _MESSAGES: dict[str, type] = {
     "RankCheckpointed": RankCheckpointed,
     "RankCheckpointFailed": RankCheckpointFailed,
     "Settled": Settled,
+    "ShardLeftOut": ShardLeftOut,
     "StoreCall": StoreCall,
     "StoreAnswer": StoreAnswer,
     "RingHello": RingHello,

@@ -177,6 +177,13 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "CheckpointMissing": lambda e: f"no replica has written the checkpoint of step {e.get('step', '?')}",
     "CheckpointPassedOver": lambda e: f"the checkpoint {e['checkpoint']} is passed over",
     "SnapshotSkipped": lambda e: f"{_who(e)} keeps no copy of its state of step {e.get('step', '?')}",
+    "CopyMissing": lambda e: f"{_who(e)} votes without copies of other hosts' shards of step {e.get('step', '?')}",
+    "Protected": lambda e: (
+        f"the state is protected: each shard is on {e.get('copies', '?')} {e.get('apart', 'host')}s"
+    ),
+    "Unprotected": lambda e: (
+        f"the state is not protected: a lost {e.get('apart', 'host')} may take a shard with it"
+    ),
     "SnapshotsNotForgotten": lambda e: f"{_who(e)} could not have its wrong copies dropped",
     "StateAgentNotStarted": lambda e: f"{_who(e)} cannot start a state agent",
     "ReplicaStalled": lambda e: f"replica {e['replica']} does not get on",

@@ -75,7 +75,9 @@ digests = st.lists(st.tuples(some, words), max_size=3).map(tuple)
 tokens = st.builds(
     CommitToken, fences, st.booleans(), st.booleans(), words, rows, rows, digests, rows, rows, words
 )
-votes = st.builds(Vote, some, fences, words, floats, batches, rows, words, st.booleans())
+votes = st.builds(
+    Vote, some, fences, words, floats, batches, rows, words, st.booleans(), st.booleans(), floats, counts
+)
 
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     protocol.QuorumRequest: st.builds(
@@ -108,7 +110,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     protocol.RankLeaves: st.builds(protocol.RankLeaves, some),
     protocol.RankAlive: st.builds(protocol.RankAlive, some),
     protocol.RankFetched: st.builds(protocol.RankFetched, some, states, st.booleans()),
-    protocol.Settled: st.builds(protocol.Settled, states, st.booleans()),
+    protocol.Settled: st.builds(protocol.Settled, states, st.booleans(), floats, counts),
+    protocol.ShardLeftOut: st.builds(protocol.ShardLeftOut, fences),
     protocol.RankFetchFailed: st.builds(protocol.RankFetchFailed, some, states, words),
     protocol.RankCheckpointed: st.builds(protocol.RankCheckpointed, some, states),
     protocol.RankCheckpointFailed: st.builds(protocol.RankCheckpointFailed, some, states, words),

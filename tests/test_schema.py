@@ -39,6 +39,8 @@ UNSAID = {
     ("quorum.max_accumulate", "2"),
     ("ranks_per_unit", "3"),
     ("hosts.per_replica", "3"),
+    ("memory.copies", "2"),
+    ("memory.wait_s", "60.0"),
     ("args", "['--lr']"),
     ("entry_digest", repr("ab" * 16)),
     ("chaos.1.replicas", "[3]"),

@@ -31,6 +31,7 @@ from ft_hsdp.config.running import (
     FtarConfig,
     HostsConfig,
     JobConfig,
+    MemoryConfig,
     QuorumConfig,
     StateConfig,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "JobConfig",
     "LighthouseConfig",
     "LrConfig",
+    "MemoryConfig",
     "ModelConfig",
     "NetworkConfig",
     "OptimConfig",

@@ -15,6 +15,9 @@ Int = Annotated[int, Strict()]
 Number = Annotated[float, Strict()]
 """A finite number, whole or not, but no text."""
 
+PositiveNumber = Annotated[Number, Field(gt=0)]
+"""A finite number above 0."""
+
 Seconds = Annotated[Number, Field(ge=0, le=DAY_S)]
 """A time of at most a day."""
 

@@ -21,6 +21,7 @@ from ft_hsdp.config.running import (
     FtarConfig,
     HostsConfig,
     JobConfig,
+    MemoryConfig,
     QuorumConfig,
     StateConfig,
 )
@@ -110,6 +111,7 @@ class Config(Section):
     lighthouse: LighthouseConfig = Field(default_factory=LighthouseConfig)
     ray: RayConfig = Field(default_factory=RayConfig)
     state: StateConfig = Field(default_factory=StateConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     chaos: tuple[ChaosConfig, ...] = Field((), description="failures to inject")
     debug: DebugConfig = Field(default_factory=DebugConfig)
@@ -160,6 +162,14 @@ class Config(Section):
                 f"a multiple of ranks_per_replica ({self.ranks_per_replica}): a replica is replaced as a whole"
             )
             raise refuse("spares", self.spares, allowed)
+        if (self.memory.copies or 1) > 1 and self.state.snapshot == "on_demand":
+            allowed = "1 or null with state.snapshot on_demand: states that are not copied outlive no host"
+            raise refuse("memory.copies", self.memory.copies, allowed)
+        if (self.memory.wait_s or 0.0) >= self.ftar.timeout_s:
+            allowed = (
+                f"less than ftar.timeout_s ({self.ftar.timeout_s}): the others would give up the ring meanwhile"
+            )
+            raise refuse("memory.wait_s", self.memory.wait_s, allowed)
         if self.network.tls == "on" and self.ftar.transport == "c10d":
             raise refuse("ftar.transport", "c10d", "another one with network.tls on: gloo does not encrypt")
         if self.optim.offload and self.train.device == "cpu":

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ft_hsdp.config.base import Int, PositiveSeconds, Seconds, Section, refuse
+from ft_hsdp.config.base import Int, PositiveNumber, PositiveSeconds, Seconds, Section, refuse
 from ft_hsdp.memory.hosts import LABEL
 
 MAX_REPLICAS = 64
@@ -153,6 +153,37 @@ class StateConfig(Section):
         "every_step",
         description="every_step: each committed state is copied, so that it outlives its ranks; on_demand: only "
         "those that a replica fetches (FT-HSDP §4.4)",
+    )
+
+
+class MemoryConfig(Section):
+    """Copies of states in the memory of several hosts, so that no lost host takes a state with it."""
+
+    copies: Int | None = Field(
+        None,
+        ge=1,
+        le=8,
+        description="on how many hosts each shard of the newest state is; healthy replicas count, and only what "
+        "is missing is copied; null: 2, or 1 while there are no hosts apart",
+    )
+    apart: Literal["host", "rack", "zone"] = Field(
+        "host", description="what two copies of a shard do not share: what may be lost at once"
+    )
+    every: Int = Field(
+        1,
+        ge=1,
+        le=10**6,
+        description="copies are made of each so-manieth state; as many steps may be lost with a host",
+    )
+    wait_s: Seconds | None = Field(
+        None,
+        description="how long a step waits at most for the copies of the state before it; 0: no step waits; null: "
+        "2 s, and 1 s for each GB that a host copies",
+    )
+    budget_gb: PositiveNumber | None = Field(
+        None,
+        description="GB of memory that each host gives to copies for other hosts, two of each shard; null: no "
+        "limit",
     )
 
 

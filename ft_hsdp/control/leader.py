@@ -33,6 +33,7 @@ from ft_hsdp.protocol import (
     RankShown,
     RankStopped,
     Settled,
+    ShardLeftOut,
 )
 
 RETRY_S = 0.2  # between two attempts to reach the lighthouse
@@ -244,6 +245,8 @@ class Leader:
             patience_s = VOTES * self._settings.token_timeout_s
             asyncio.get_running_loop().call_later(patience_s, self._votes_overdue, self._tally.fence, patience_s)
         self._tally = self._tally.add(vote)
+        if vote.left_out and vote.fence == self._tally.fence:
+            self._bus.broadcast(ShardLeftOut(vote.fence))
         grant = self.replica.grant
         if not self._tally.complete or grant is None:
             return
@@ -257,7 +260,9 @@ class Leader:
             chunk_bytes=settings.chunk_bytes,
         )
         fence, digest = self._tally.fence, self._tally.state_digest
-        self._settled, self._tally = (fence, Settled(self.replica.state, self._tally.kept)), None
+        waited_s, copied = max(v.waited_s for v in self._tally.votes), sum(v.copied for v in self._tally.votes)
+        self._settled = fence, Settled(self.replica.state, self._tally.kept, waited_s, copied)
+        self._tally = None
         if record is None:
             why = f"the ranks of this replica saw different contributors, or weights of the same units, at {fence}"
             self._bus.broadcast(effects.Exit(75, why))

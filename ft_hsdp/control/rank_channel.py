@@ -28,6 +28,7 @@ from ft_hsdp.protocol import (
     RankShown,
     RankStopped,
     Settled,
+    ShardLeftOut,
     Telemetry,
 )
 
@@ -46,6 +47,7 @@ ORDERS = (
     effects.DropSnapshots,
     effects.Exit,
     Settled,
+    ShardLeftOut,
     RankAlive,
 )
 REPORTS = (

@@ -289,7 +289,11 @@ class Vote:
     contributions: tuple[Contribution, ...]
     poisoned: tuple[int, ...] = ()  # replicas whose gradient was not finite
     state_digest: str = ""  # hash of the slice of the base state that is compared at this step; "": not held
-    kept: bool = False  # whether this rank's host has a complete copy of its shard of the base state
+    # Whether its shard of the base state is complete in memory, and so are the copies that its host has to make.
+    kept: bool = False
+    left_out: bool = False  # its shard is to be copied by another host, and there is nothing to copy
+    waited_s: float = 0.0  # for those copies, once all else was ready
+    copied: int = 0  # bytes of those copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +318,7 @@ class VoteTally:
 
     @property
     def kept(self) -> bool:
-        """Whether all ranks have a copy of the base state, so that older copies may be dropped."""
+        """Whether the base state is complete in all promised places, so that older copies may be dropped."""
         return self.complete and all(v.kept for v in self.votes)
 
     @property

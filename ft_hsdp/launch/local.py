@@ -20,6 +20,8 @@ from ft_hsdp.launch.job import JobResources, MakeResources, run_job, start_run
 from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.summary import Summary
+from ft_hsdp.memory.copies import MemberHosts, unmet
+from ft_hsdp.memory.hosts import Host
 
 
 def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | None]:
@@ -39,6 +41,7 @@ def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | 
     config = stamped(config)
     check_port(config)
     check_device(config)
+    check_copies(config)
     prepare_data(config)
     run = start_run(config)
     return run_job(config, run, local_resources(config, run), stream or sys.stdout)
@@ -100,6 +103,26 @@ def check_device(config: Config) -> str:
     from ft_hsdp.train.identity import describe  # a job on CPUs starts without torch in this process
 
     return describe(config.train.device, config.ranks_per_replica)
+
+
+def check_copies(config: Config) -> None:
+    """Compare `memory.copies` with the hosts for which this machine stands.
+
+    Raises:
+        ConfigError: They cannot hold so many copies.
+    """
+    memory, ranks, per_replica = config.memory, config.ranks_per_replica, config.hosts.per_replica
+    if memory.copies is None or memory.copies == 1:
+        return
+    from ft_hsdp.train.identity import HOST_VARIABLE, host_path
+
+    def host(replica: int, rank: int) -> Host:
+        named = {} if per_replica is None else {HOST_VARIABLE: f"r{replica}h{rank // (ranks // per_replica)}"}
+        return Host.parse(host_path(config.hosts.labels, {**os.environ, **named}))
+
+    members = [MemberHosts(r, tuple(host(r, k) for k in range(ranks)), True) for r in range(config.replicas)]
+    if allowed := unmet(members, memory.copies, memory.apart):
+        raise ConfigError("memory.copies", memory.copies, allowed)
 
 
 def prepare_data(config: Config) -> None:

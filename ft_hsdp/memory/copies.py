@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ft_hsdp.memory.hosts import Host, Level
 from ft_hsdp.memory.placement import groups, holders
@@ -58,6 +58,44 @@ def default_copies(hosts: Collection[Host], level: Level) -> int:
     return min(2, len({host.domain(level) for host in hosts}))
 
 
+def coverage(members: Sequence[MemberHosts], plan: Plan, level: Level) -> int:
+    """Return in how many failure domains each shard of the newest state is at least, once a plan is carried out.
+
+    Args:
+        members: the members of the epoch.
+        plan: what `missing_copies` has returned for them.
+        level: what the hosts of two copies must not share.
+    """
+    healthy = _healthy(members)
+    if not healthy:
+        return 0
+    ranks = range(len(healthy[0].hosts))
+    domains = {
+        rank: {member.hosts[rank].domain(level) for member in healthy if len(member.hosts) == len(ranks)}
+        for rank in ranks
+    }
+    for copy in plan.copies:
+        domains[copy.rank].add(copy.holder.domain(level))
+    return min(map(len, domains.values()), default=0)
+
+
+def unmet(members: Sequence[MemberHosts], copies: int, level: Level, room: int | None = None) -> str:
+    """Return what the hosts of a whole job allow instead of so many copies; "" if they can hold them.
+
+    Args:
+        members: all replicas of the job; they count as healthy.
+        copies: wanted copies of each shard.
+        level: what the hosts of two copies must not share.
+        room: shards that a host can keep for others; None: no limit.
+    """
+    whole = [replace(member, healthy=True) for member in members]
+    plan = missing_copies(whole, copies, level, room=room)
+    if not plan.unprotected:
+        return ""
+    way = "more hosts apart (hosts.per_replica under `up`), another memory.apart, or null: as many as possible"
+    return f"at most {coverage(whole, plan, level)} here ({plan.reason}); the way out: {way}"
+
+
 def missing_copies(
     members: Sequence[MemberHosts],
     copies: int,
@@ -84,7 +122,7 @@ def missing_copies(
     Returns:
         The copies to make. None if the healthy replicas suffice.
     """
-    healthy = sorted((member for member in members if member.healthy), key=lambda member: member.replica)
+    healthy = _healthy(members)
     if not healthy:
         return Plan((), (), "")
     first = healthy[0]
@@ -109,6 +147,11 @@ def missing_copies(
         )
         reason = f"{copies} copies on different {level}s are wanted; {what}"
     return Plan(tuple(sorted(made, key=lambda copy: (copy.rank, copy.holder))), unprotected, reason)
+
+
+def _healthy(members: Sequence[MemberHosts]) -> list[MemberHosts]:
+    """Return the healthy members, that with the lowest id first."""
+    return sorted((member for member in members if member.healthy), key=lambda member: member.replica)
 
 
 class _Candidates:

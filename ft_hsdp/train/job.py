@@ -494,6 +494,7 @@ class Job(DataSources, UserLoop):
         )
         driver.guess(reader, self.replica)
         runtime.snapshots.mark_current(live_state.state)
+        runtime.copies.mark_current(live_state.state)
         step = live_state.state.step
         wanted = missed(config, checkpoints.folder, step, runtime.journal) if self.rank == 0 else 0
         runtime.check_in(live_state.state, wanted)

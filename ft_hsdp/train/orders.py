@@ -1,11 +1,11 @@
 """The leader's orders on one rank: carried out on the control loop, or passed on to the main thread.
 
-Each order is an effect of the core (`core.effects`), or `Settled`. All ranks of a replica get the same orders in
-the same order. `OrderHandler` does at once what concerns the ring, the reducer, snapshots and fetches. What
-changes the model, or runs it, goes into the `Mailbox`, from which the main thread takes it; the order is kept
-there too, so that the collectives of the ranks match. Two effects need data that only this rank has, and become
-orders of their own: `Commit` becomes `ApplyOrder` with the reduced shards, `InstallSnapshot` becomes `LoadOrder`
-with the fetched shard.
+Each order is an effect of the core (`core.effects`), `Settled` or `ShardLeftOut`. All ranks of a replica get the
+same orders in the same order. `OrderHandler` does at once what concerns the ring, the reducer, snapshots, copies
+and fetches. What changes the model, or runs it, goes into the `Mailbox`, from which the main thread takes it; the
+order is kept there too, so that the collectives of the ranks match. Two effects need data that only this rank has,
+and become orders of their own: `Commit` becomes `ApplyOrder` with the reduced shards, `InstallSnapshot` becomes
+`LoadOrder` with the fetched shard.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.protocol import RankFetched, RankFetchFailed, RankStopped, Settled
+from ft_hsdp.protocol import RankFetched, RankFetchFailed, RankStopped, Settled, ShardLeftOut
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.fetch import Donor, FetchedShard, FetchRequest
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
 from ft_hsdp.train.gradients import Reducer
+from ft_hsdp.train.state.copies import CopyCost, CopyKeeper
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 AGAIN_S = 0.5  # from the start of a fetch to the report that it failed, at least
@@ -121,6 +122,7 @@ class OrderHandler:
         group: Group,
         reducer: Reducer,
         snapshots: SnapshotWriter,
+        copies: CopyKeeper,
         mailbox: Mailbox,
         journal: Journal,
         report: Callable[[object], None],
@@ -134,6 +136,7 @@ class OrderHandler:
             group: Its ring.
             reducer: Reduces its gradient.
             snapshots: Copies its states into host memory.
+            copies: Has copies made of the shards of other hosts.
             mailbox: Where the main thread takes its orders from.
             journal: Its events.
             report: Gives the leader a message; called on the control loop.
@@ -144,6 +147,7 @@ class OrderHandler:
         self._group = group
         self._reducer = reducer
         self._snapshots = snapshots
+        self._copies = copies
         self._mailbox = mailbox
         self._journal = journal
         self._report = report
@@ -166,8 +170,11 @@ class OrderHandler:
                 self._reducer.begin(order)
                 if order.role == "contribute":
                     self._mailbox.put(order)  # it may ask for more than is trained
-            case Settled(state, everywhere):
-                self._snapshots.mark_settled(state, everywhere)
+            case Settled(state, everywhere, waited_s, copied):
+                if self._copies.settled(state, everywhere, CopyCost(waited_s, copied)):
+                    self._snapshots.mark_settled(state, everywhere)
+            case ShardLeftOut(fence):
+                self._copies.give_up(fence)
             case effects.Commit(record):
                 reduced = self._buffered.pop(record.step, None) or self._reducer.take()
                 self._mailbox.put(ApplyOrder(record, reduced))
@@ -199,6 +206,7 @@ class OrderHandler:
             self._snapshots.request(grant.base, self._fetching.deadline_s)
         else:
             self._snapshots.release()
+        self._copies.configure(grant)
         self._group.configure(grant)
 
     def _fetch(self, base: StateId, donors: Sequence[Member]) -> None:

@@ -38,6 +38,7 @@ from ft_hsdp.train.job import Job
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import ApplyOrder, Mailbox, Order
 from ft_hsdp.train.state.checkpointing import checkpoints_of, load_checkpoint
+from ft_hsdp.train.state.copies import CopyCost
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.step_driver import Joined, StepDriver
 
@@ -271,12 +272,16 @@ class RecordedOrders(Mailbox):
 
 
 class Silent:
-    """Stands in for what a replay has no use for: the journal, the snapshots and the leader."""
+    """Stands in for what a replay has no use for: the journal, the snapshots, their copies and the leader."""
 
     def event(self, *args: object, **facts: object) -> None:
         """Pass over an event: the run's own journal has it."""
 
     mark_current = request = event
+
+    def cost(self) -> CopyCost:
+        """Return what copies cost: a replay makes none."""
+        return CopyCost()
 
 
 class ReplayRuntime:
@@ -284,7 +289,7 @@ class ReplayRuntime:
 
     def __init__(self, gradients: LocalGradients) -> None:
         self.reducer = gradients
-        self.journal = self.snapshots = Silent()
+        self.journal = self.snapshots = self.copies = Silent()
         self.pauses = Pauses()  # nobody waits for them
 
     def moved(self) -> None:

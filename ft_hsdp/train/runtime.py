@@ -24,7 +24,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -69,6 +68,7 @@ from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name, numerics
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import CheckIn, RankZero, ReplicaFacts
+from ft_hsdp.train.state.copies import CopiedShard, CopyKeeper, room
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.recovery import Recoverer
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
@@ -129,6 +129,7 @@ class RankRuntime:
         self._journal: Journal | None = None
         self.reporter: Reporter
         self.snapshots: SnapshotWriter
+        self.copies: CopyKeeper
         self.reducer: Reducer
         self._group: Group
         self._orders: OrderHandler
@@ -137,9 +138,11 @@ class RankRuntime:
         self.ranks = ReplicaGroup(config.timeouts.ranks_s)
         live_state.describe_frozen(self.ranks)
         digests = live_state.weights_digest(), live_state.layout.fingerprint
-        mine = [port, *digests, os.getpid(), exit_watch.process_space()]
+        mine = [port, *digests, os.getpid(), exit_watch.process_space(), live_state.layout.nbytes]
         gathered = [json.loads(each) for each in self.ranks.gather(json.dumps(mine).encode())]
-        ports, weights, layouts, pids, spaces = zip(*gathered, strict=True)
+        ports, weights, layouts, pids, spaces, sizes_of_shards = zip(*gathered, strict=True)
+        self._shards = [CopiedShard(*each) for each in zip(layouts, sizes_of_shards, strict=True)]
+        room(config.memory.budget_gb, self._shards)
         self.facts = ReplicaFacts(ports[0], weights, layouts, pids if len(set(spaces)) == 1 else ())
         self.ranks.wait_for(config.timeouts.load_s)
 
@@ -181,6 +184,18 @@ class RankRuntime:
             self._journal,
             self._snapshots_failed,
             timeouts.agent_answer_s,
+        )
+        self.copies = CopyKeeper(
+            identity.replica,
+            place.rank,
+            config.memory,
+            config.replicas,
+            self._shards,
+            self.snapshots,
+            self._journal,
+            lambda error: self.end(str(error), error.exit_code),
+            config.ftar.timeout_s,
+            copied=config.state.snapshot == "every_step",
         )
         self._call(self._open(identity))
         self._started = True
@@ -233,6 +248,7 @@ class RankRuntime:
         self._ending = True
         self._call(self._close())
         if self._started:
+            self.copies.close()
             self.snapshots.close()
         if self._journal is not None:
             self._journal.close()
@@ -256,10 +272,18 @@ class RankRuntime:
     # FTAR's thread: what the reducer calls.
 
     def send_vote(self, vote: Vote) -> None:
-        """Send a vote to the leader when this rank's snapshot of the state before is complete or left out."""
+        """Send a vote to the leader when this rank's snapshot of the state before is complete or left out.
+
+        It waits for the copies that its host makes of other hosts' shards, too.
+        """
         fault_injection.reach("vote", vote.fence.step)
-        kept = self.snapshots.keeps
-        self.snapshots.after(lambda: self.report(replace(vote, kept=kept(self._live_state.state))))
+
+        def snapshot_done() -> None:
+            state = self._live_state.state
+            assert state is not None
+            self.copies.vote(vote, state, self.report)
+
+        self.snapshots.after(snapshot_done)
 
     def _slice_digest(self, lineage: str) -> str:
         """Return the digest that goes with a vote; a rank whose own memory has changed ends before it votes."""
@@ -433,6 +457,7 @@ class RankRuntime:
             group,
             self.reducer,
             self.snapshots,
+            self.copies,
             self._mailbox,
             self.journal,
             self._report,

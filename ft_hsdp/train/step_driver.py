@@ -314,6 +314,7 @@ class StepDriver:
                 self.last = None
                 self._rejoined()
                 runtime.snapshots.mark_current(manifest.state)
+                runtime.copies.mark_current(manifest.state)
                 self._conclude_at_end()
             case WriteCheckpoint(state):
                 self.here.saver.save(state)
@@ -333,6 +334,7 @@ class StepDriver:
             live_state.apply(record, order.reduced, self.clip, partial(self._callbacks.committed, last))
         fault_injection.reach("apply-end", record.step)
         runtime.snapshots.mark_current(record.state_id)
+        runtime.copies.mark_current(record.state_id)
         runtime.reducer.give_back(order.reduced)
         self._since, self._awaited_s = now, 0.0
         self._conclude_at_end()
@@ -357,11 +359,12 @@ class StepDriver:
         """Write down what a committed step is and has cost. On rank 0."""
         record, live_state, journal = order.record, self._live_state, self.here.runtime.journal
         traffic = self.here.runtime.reducer.traffic
-        waits = exposed(now, waited_s, traffic.ended, traffic.held_up)
+        copying = self.here.runtime.copies.cost()
+        waits = exposed(now, waited_s, traffic.ended, traffic.held_up, copying.waited_s)
         waits["quorum"] += self._awaited_s
         if live_state.offload is not None:
             waits["offload"] = live_state.offload.lap()  # of the update before
-        timing = Timing(now - self._since, waits, traffic.bytes_sent, traffic.seconds)
+        timing = Timing(now - self._since, waits, traffic.bytes_sent, traffic.seconds, copying.nbytes)
         tokens = record.divisor if self._weighs else self._tokens * record.units
         mine = self.replica in record.contributors
         ledger, given_up = record.ledger(live_state.ledger), record.given_up(live_state.ledger)

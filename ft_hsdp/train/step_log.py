@@ -21,26 +21,30 @@ class Timing:
     waits: dict[str, float]  # seconds in which the main thread waited, by cause
     ftar_bytes: int  # sent
     ftar_s: float  # of its all-reduces, hidden or not
+    copied: int = 0  # bytes of copies of the state before that its hosts made
 
 
-def exposed(now: float, waited: float, reduced: float, held_up: float) -> dict[str, float]:
+def exposed(now: float, waited: float, reduced: float, held_up: float, copying: float = 0.0) -> dict[str, float]:
     """Divide the time that the main thread waited for a commit by its causes.
 
-    FTAR goes on after backward until ``reduced``; then the replicas agree. As far as FTAR ended late because it
-    had waited for the lighthouse's answer, the wait is the quorum's.
+    FTAR goes on after backward until ``reduced``; then votes wait for copies, and the replicas agree. As far as
+    FTAR ended late because it had waited for the lighthouse's answer, the wait is the quorum's.
 
     Args:
         now: When the commit came, on the monotonic clock.
         waited: Seconds that the main thread waited for it.
         reduced: When the last all-reduce ended, on the same clock.
         held_up: Seconds for which gradients waited for an order.
+        copying: Seconds for which a vote waited for copies of the state before.
 
     Returns:
-        Seconds of "quorum", "ftar" and "commit", which add up to ``waited``.
+        Seconds of "quorum", "ftar" and "commit", and of "copies" if there are any, which add up to ``waited``.
     """
     late = min(max(reduced - (now - waited), 0.0), waited)
     quorum = min(held_up, late)
-    return {"quorum": quorum, "ftar": late - quorum, "commit": waited - late}
+    copies = min(copying, waited - late)
+    found = {"quorum": quorum, "ftar": late - quorum, "commit": waited - late - copies}
+    return {**found, "copies": copies} if copying else found
 
 
 class StepLog:
@@ -134,6 +138,7 @@ class StepLog:
             "ftar_bytes": timing.ftar_bytes,
             "ftar_s": timing.ftar_s,
             "tokens": tokens,
+            **({"copied_bytes": timing.copied} if timing.copied else {}),
             "incarnation": self._incarnation,
             "role": "contribute" if contributed else "behind",  # also of one that stands by: it adds nothing
         }

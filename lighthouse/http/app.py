@@ -153,6 +153,8 @@ def create_app(
         pauses = {} if journal is None else journal.pauses()
         for row in document["replicas"]:
             row["pause"] = pauses.get(row["replica"], "")
+        if journal is not None:
+            document["protection"] = journal.protection()
         return JobStatus.model_validate(document)
 
     @v1.get("/holders", dependencies=worker)

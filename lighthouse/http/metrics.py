@@ -36,7 +36,7 @@ STATES = (
     ),
     "final",
 )
-WAITS = ("quorum", "ftar", "commit", "offload")
+WAITS = ("quorum", "ftar", "copies", "commit", "offload")
 ROUTES = (
     *("/v1/quorum", "/v1/processes", "/v1/telemetry", "/v1/status", "/v1/overview", "/v1/events", "/v1/stream"),
     *("/v1/holders", "/metrics", "/healthz", "/"),
@@ -65,6 +65,9 @@ class Meter:
         )
         self._tokens = Counter("ft_hsdp_tokens", "Tokens in committed steps", registry=registry)
         self._bytes = Counter("ft_hsdp_ftar_bytes", "Bytes that one rank sent through FTAR", registry=registry)
+        self._copied = Counter(
+            "ft_hsdp_copied_bytes", "Bytes of shards that hosts copied from each other", registry=registry
+        )
         self._seconds = Counter("ft_hsdp_ftar_seconds", "Time in which it did so", registry=registry)
         self._waits = Counter(
             "ft_hsdp_exposed_wait_seconds", "Time that steps waited, by cause", ["cause"], registry=registry
@@ -120,6 +123,7 @@ class Meter:
         self._tokens.inc(_amount(row.get("tokens")))
         self._bytes.inc(_amount(row.get("ftar_bytes")))
         self._seconds.inc(_amount(row.get("ftar_s")))
+        self._copied.inc(_amount(row.get("copied_bytes")))
         waits = row.get("waits")
         for cause, seconds in waits.items() if isinstance(waits, Mapping) else ():
             self._waits.labels(cause if cause in WAITS else OTHER).inc(_amount(seconds))
@@ -240,6 +244,8 @@ def _job(overview: Mapping[str, Any]) -> Iterator[Metric]:
         ("term", "Leadership of this lighthouse", lighthouse["term"]),
         ("finished", "1 once the job has its final state", job["finished"]),
         ("halted", "1 if the job cannot go on", bool(job["halted"])),
+        ("protected", "1 if no single lost host takes a shard of the newest state with it", _protected(job)),
+        ("copies", "Hosts apart that each shard of the newest state is on, at least", job["protection"]["copies"]),
     ):
         if value is not None:
             yield GaugeMetricFamily(f"ft_hsdp_{name}", text, _number(value))
@@ -253,6 +259,12 @@ def _job(overview: Mapping[str, Any]) -> Iterator[Metric]:
         lost.add_metric([cause], seconds)
     yield lost
     yield CounterMetricFamily("ft_hsdp_journal_rows", "Rows that the journal was given", overview["seq"])
+
+
+def _protected(job: Mapping[str, Any]) -> bool | None:
+    """Return whether the newest state is protected; None: no replica has said it yet."""
+    word = job["protection"]["word"]
+    return word == "protected" if word else None
 
 
 def _number(value: Any) -> float:

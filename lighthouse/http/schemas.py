@@ -38,6 +38,15 @@ class ReplicaStatus(BaseModel):
     hosts: list[HostStatus] = []  # in rank order; empty: it has not said
 
 
+class ProtectionView(BaseModel):
+    """Whether a lost host can take a shard of the newest state with it."""
+
+    word: str = Field(description="protected, unprotected, or nothing while no replica has said it")
+    why: str
+    copies: int | None = Field(description="hosts that each shard is on, at least; null: not known")
+    apart: str = Field(description="host, rack or zone: what those copies do not share")
+
+
 class JobStatus(BaseModel):
     """The job, its members, and each replica's state."""
 
@@ -51,6 +60,7 @@ class JobStatus(BaseModel):
     units: int = Field(description="that the members train in each step of the epoch")
     units_wanted: int = Field(description="of a step to which all replicas contribute")
     replicas: list[ReplicaStatus]
+    protection: ProtectionView | None = None  # null: this lighthouse has no journal
 
 
 class JobView(BaseModel):
@@ -65,6 +75,7 @@ class JobView(BaseModel):
     steps: int
     finished: bool
     halted: str
+    protection: ProtectionView
     live: bool
 
 

@@ -12,6 +12,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Protocol, Unpack
 
 from ft_hsdp.errors import ProtocolViolation
@@ -225,6 +226,10 @@ class JobJournal:
     def pauses(self) -> dict[int, str]:
         """Return what the training loops of replicas do instead of training, by replica."""
         return self._vitals.pauses(self._monotonic())
+
+    def protection(self) -> Json:
+        """Return whether a lost host can take a shard of the newest state with it, by the rows folded so far."""
+        return asdict(self._overview.timeline.protection.newest())
 
     def close(self) -> None:
         """Store pending rows, end subscribers and sinks; the database stays open. Later rows are dropped."""

@@ -146,6 +146,8 @@ def commit(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
         row[key] = value if _finite(value) and abs(value) <= LIMIT else None
     for key in ("units", "units_wanted"):  # a row of an earlier version has none
         row[key] = None if raw.get(key) is None else _count(raw[key], key, LIMIT)
+    if raw.get("copied_bytes") is not None:  # of a step for which hosts copied nothing from each other
+        row["copied_bytes"] = _count(raw["copied_bytes"], "copied_bytes", LIMIT)
     return row | {"role": role}
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ft_hsdp.analysis.failures import EpochSpan, Failure, Failures
 from ft_hsdp.analysis.goodput import Goodput
 from ft_hsdp.sentences import fault
 from lighthouse.overview.logged import LoggedCurves
+from lighthouse.overview.protection import Protection
 from lighthouse.overview.replicas import Lane, Lanes
 from lighthouse.overview.series import Series
 
@@ -68,6 +69,7 @@ class Timeline:
         self._replicas = range(slots)
         self.lanes = Lanes(slots, ranks, slots if replicas is None else replicas)
         self.failures = Failures(slots)
+        self.protection = Protection()
         self.started: float | None = None
         self.newest = 0.0  # t of the newest row
         self.ended: float | None = None
@@ -103,6 +105,8 @@ class Timeline:
             self.lanes.scale(int(row.get("replicas") or 0), t, str(row.get("reason", "")))
         if name == "EpochGranted" or row.get("replica") in self._replicas:
             self.lanes.event(name, row)
+            if name != "EpochGranted":
+                self.protection.event(name, row)
             self.failures.event(seq, name, row)
         self.newest = max(self.newest, t)
 
@@ -280,6 +284,7 @@ class Overview:
             "steps": about.steps,
             "finished": timeline.finished,
             "halted": timeline.halted,
+            "protection": asdict(timeline.protection.newest()),
             "live": about.live,
         }
 

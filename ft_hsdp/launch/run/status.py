@@ -40,6 +40,7 @@ def status(run: RunDir) -> Status:
         "step": answer["step"] if answer else newest,
         "epoch": answer["epoch"] if answer else None,
         **share,
+        **({"protection": answer["protection"]} if answer and answer.get("protection") else {}),
         "lighthouse": {"pid": leader["pid"], "url": leader["url"]},
         **several,
         **scaled,
@@ -52,10 +53,13 @@ def lines(run: RunDir, document: Status) -> list[str]:
     """Return the document of `status` as lines of text, with the link of the job's page."""
     leader = document["lighthouse"]
     units = f"{document['units']} of {document['units_wanted']} units a step, " if "units" in document else ""
+    word = document.get("protection", {}).get("word")
+    protected = f"{word}, " if word else ""
     found = [
-        f"{document['job']}: step {document['step']}, epoch {document['epoch']}, {units}"
+        f"{document['job']}: step {document['step']}, epoch {document['epoch']}, {units}{protected}"
         f"lighthouse {leader['url']} (pid {leader['pid']})"
     ]
+    found += [f"  unprotected: {document['protection']['why']}"] if word == "unprotected" else []
     found += [f"  scaled to {document['target']} replicas"] if "target" in document else []
     found += [f"  lighthouse {one['url']}  {one['role']}" for one in document.get("lighthouses", ())]
     for replica in document["replicas"]:

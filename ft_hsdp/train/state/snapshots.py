@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -30,7 +30,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.client import AgentGone, StateAgent
-from ft_hsdp.state.agent.messages import CompleteSnapshot
+from ft_hsdp.state.agent.messages import CompleteSnapshot, KeepCopy, KeptCopies
 from ft_hsdp.state.agent.starter import Starter
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
@@ -133,12 +133,12 @@ class SnapshotWriter:
     # The control loop.
 
     def mark_settled(self, state: StateId, everywhere: bool) -> None:
-        """Note which ranks of the replica have a snapshot of ``state``; comes with the next commit.
+        """Note whether ``state`` is complete in all promised places; comes with the next commit.
 
         Args:
             state: The state on top of which the ranks have voted.
-            everywhere: Whether all of them have a snapshot of it: then older ones may go. If some have left it
-                out, the newest one that all have stays.
+            everywhere: Whether all of them have a snapshot of it, and all copies are made: then older ones may
+                go. Otherwise the newest one for which that is so stays.
         """
         self._submit(StateAgent.mark_settled, state, everywhere)
 
@@ -168,6 +168,39 @@ class SnapshotWriter:
             self._journal.event("SnapshotsNotForgotten", "the state agent does not answer: it is killed")
             if self._home.starter is not None:
                 self._renew(self._home.starter, int(self.address.rpartition(":")[2]))
+
+    # Copies of other hosts' shards; see `train.state.copies`.
+
+    def keep(self, order: KeepCopy, refused: Callable[[str], None]) -> None:
+        """Have the agent copy another host's shard. Does not block.
+
+        Args:
+            order: Which one, and from where.
+            refused: Called on the writer's thread with the reason if the agent has no room for it.
+        """
+
+        def ask(agent: StateAgent) -> None:
+            if reason := agent.keep(order):
+                refused(reason)
+
+        self._submit(ask)
+
+    def owe(self, shards: Sequence[tuple[int, int]], since: StateId) -> None:
+        """Tell the agent which shards, (replica, rank), it keeps for others from ``since`` on. Does not block."""
+        self._submit(StateAgent.owes, shards, since)
+
+    def copied(self, state: StateId, wait_s: float) -> KeptCopies | None:
+        """Return which of the ordered copies of ``state`` are complete; None without an agent.
+
+        From a thread of its own. Blocks until none is under way any more, for about ``wait_s`` at most.
+        """
+        agent = self._agent
+        if agent is None:
+            return None
+        try:
+            return agent.kept(state, wait_s)
+        except AgentGone:
+            return None  # the writer's next order finds that out
 
     def after(self, then: Callable[[], None]) -> None:
         """Call ``then`` when all orders so far are carried out: at once, or on the writer's thread."""

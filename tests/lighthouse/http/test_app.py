@@ -88,7 +88,19 @@ async def test_processes_answers_the_protocols_message_with_one():
 
 async def test_status_and_health():
     status = (await call("GET", "/v1/status", make(2))).json()
-    job = {"job", "term", "epoch", "step", "finished", "target", "members", "units", "units_wanted", "replicas"}
+    job = {
+        "job",
+        "term",
+        "epoch",
+        "step",
+        "finished",
+        "target",
+        "members",
+        "units",
+        "units_wanted",
+        "replicas",
+        "protection",
+    }
     assert status.keys() == job
     of_replica = {"replica", "incarnation", "state", "step", "reason", "pause", "hosts"}
     assert [r.keys() for r in status["replicas"]] == [of_replica] * 2

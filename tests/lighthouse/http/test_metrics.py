@@ -46,6 +46,8 @@ def test_the_overview_is_in_gauges() -> None:
         "term": 3,
         "finished": 0,
         "halted": 0,
+        "protected": 1,
+        "copies": 2,
         "effective_training_ratio{wall_clock}": 0.75,
         "effective_training_ratio{renewal}": 0.875,
         "effective_training_ratio{with_replay}": 0.5,

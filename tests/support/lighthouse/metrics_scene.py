@@ -42,6 +42,7 @@ OVERVIEW: dict[str, Any] = {
         "steps": 70,
         "finished": False,
         "halted": "",
+        "protection": {"word": "protected", "why": "", "copies": 2, "apart": "host"},
         "live": True,
     },
     "lighthouse": {"term": 3, "epoch": 5, "since": 1.0, "outages": []},

@@ -1,0 +1,404 @@
+"""Copies of other hosts' shards: which of them this rank orders, its vote that waits for them, and what is told.
+
+Every rank evaluates `memory.copies` on its grant, so all know the same plan. The first rank of each host orders
+what its host has to keep: the state agent of that host fetches it from the owner's. No rank orders anything where
+the healthy replicas are copies enough.
+
+    control loop   configure       a new epoch has a plan of its own
+                   give_up         a shard cannot be copied: no vote on this attempt waits for copies
+                   settled         the commit says whether the state before it is kept in all promised places
+    main thread    mark_current    a state is reached: its copies are ordered
+    FTAR's thread  vote            vote once the copies of the state before are complete, or time is over
+
+The wait for copies has a thread of its own, which begins with the first copy that is ordered. What the commit says
+becomes an event when it changes: `Protected` or `Unprotected`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from ft_hsdp.config.running import MemoryConfig
+from ft_hsdp.core.commit import AttemptId, Vote
+from ft_hsdp.core.grant import Grant, paths
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import Journal
+from ft_hsdp.memory.copies import MemberHosts, Plan, coverage, missing_copies, unmet
+from ft_hsdp.memory.hosts import Host
+from ft_hsdp.state.agent.messages import KeepCopy, KeptCopies
+
+SLOTS = 2  # for each shard that a host keeps for another one: of the newest kept state, and of the next one
+DEFAULT_COPIES = 2
+WAIT_S = 2.0  # default of the longest wait of a vote, and
+BYTES_PER_S = 1e9  # the time that it waits longer, to move the copies
+LOOK_S = 0.1  # between two looks whether a wait is still of use
+
+
+class CopyAgent(Protocol):
+    """What copies need of `snapshots.SnapshotWriter`."""
+
+    def keep(self, order: KeepCopy, refused: Callable[[str], None]) -> None:
+        """Have the agent copy another host's shard."""
+
+    def owe(self, shards: Sequence[tuple[int, int]], since: StateId) -> None:
+        """Tell the agent which shards it keeps for other hosts."""
+
+    def copied(self, state: StateId, wait_s: float) -> KeptCopies | None:
+        """Return which of the ordered copies of ``state`` are complete. Blocks."""
+
+    def keeps(self, state: StateId | None) -> bool:
+        """Return whether the agent has this rank's own snapshot of ``state``."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedShard:
+    """What all replicas have in common of a rank's shard."""
+
+    layout: str  # fingerprint of its tensors
+    nbytes: int  # packed
+
+
+@dataclass(frozen=True, slots=True)
+class CopyCost:
+    """What copies have cost a step."""
+
+    waited_s: float = 0.0  # by the vote that waited longest
+    nbytes: int = 0  # that the replica's hosts have copied
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """What one epoch means for one rank."""
+
+    epoch: int
+    base: StateId
+    whole: Plan
+    copies: int  # failure domains in which each shard is, once the plan is carried out
+    orders: tuple[KeepCopy, ...]  # of this rank, of the state `base`
+    source: bool  # this rank's shard is copied by another host
+    speaks: bool  # this replica is the healthy one with the lowest id
+    wanted: int
+
+    @property
+    def lacks(self) -> str:
+        """Why the shards are not protected even when the plan is carried out; "" if they are."""
+        if self.copies >= max(DEFAULT_COPIES, self.wanted):
+            return ""
+        return self.whole.reason or f"each shard is wanted on {self.wanted} host alone (memory.copies)"
+
+
+def hosts_of(grant: Grant) -> tuple[MemberHosts, ...]:
+    """Return the members of an epoch with their hosts; () if the hosts of one are not known."""
+    found = tuple(
+        MemberHosts(m.replica, tuple(map(Host.parse, paths(m.hosts))), m.role == "contribute")
+        for m in grant.members
+    )
+    return found if all(member.hosts for member in found) else ()
+
+
+def room(budget_gb: float | None, shards: Sequence[CopiedShard]) -> int | None:
+    """Return how many shards a host may keep for others; None: any number.
+
+    Raises:
+        ConfigError: The budget has no room for one.
+    """
+    largest = max(shard.nbytes for shard in shards)
+    if budget_gb is None or not largest:
+        return None
+    count = int(budget_gb * 1e9 // (SLOTS * largest))
+    if not count:
+        least = SLOTS * largest / 1e9
+        allowed = f"at least {least:.3g} ({SLOTS} copies of a shard of {largest / 1e9:.3g} GB), or null: no limit"
+        raise ConfigError("memory.budget_gb", budget_gb, allowed)
+    return count
+
+
+class CopyKeeper:
+    """Orders the copies that this rank's host owes, and holds its votes back for them. Thread-safe."""
+
+    def __init__(
+        self,
+        replica: int,
+        rank: int,
+        config: MemoryConfig,
+        replicas: int,
+        shards: Sequence[CopiedShard],
+        agent: CopyAgent,
+        journal: Journal,
+        wrong: Callable[[ConfigError], None],
+        limit_s: float,
+        *,
+        copied: bool = True,
+    ) -> None:
+        """Make the keeper of a rank.
+
+        Args:
+            replica: This rank's replica.
+            rank: Its index there.
+            config: How many copies are wanted, and where.
+            replicas: With which the job begins; all their hosts together have to be enough.
+            shards: Of each rank.
+            agent: The way to the state agent.
+            journal: This rank's events.
+            wrong: Takes the error of a configuration that this job's hosts cannot meet.
+            limit_s: A vote waits less than that for copies, and a copy that takes longer is given up, in seconds.
+            copied: Whether each state is copied into its own host's memory.
+
+        Raises:
+            ConfigError: The budget has no room for one shard.
+        """
+        self._replica = replica
+        self._rank = rank
+        self._config = config
+        self._replicas = replicas
+        self._shards = tuple(shards)
+        self._agent = agent
+        self._journal = journal
+        self._wrong = wrong
+        self._limit_s = limit_s
+        self._copied = copied
+        self._room = room(config.budget_gb, shards)
+        self._lock = threading.Lock()  # of what follows
+        self._plan: CopyPlan | None = None
+        self._checked = config.copies is None or config.copies == 1
+        self._state: StateId | None = None  # that this rank holds
+        self._refused: dict[tuple[int, int], tuple[StateId, str]] = {}  # shards for which the agent had no room
+        self._missing = False  # whether copies of the last state that was waited for were missing
+        self._given_up: AttemptId | None = None
+        self._counted: StateId | None = None  # whose bytes are counted
+        self._cost = CopyCost()
+        self._said: bool | None = None  # whether the state is protected, as far as this replica has told it
+        self._thread: ThreadPoolExecutor | None = None
+        self.ordered = 0  # copies, for tests
+
+    # The control loop.
+
+    def configure(self, grant: Grant) -> None:
+        """Take the plan of a new epoch, and order the copies of the present state. Does not block."""
+        members = hosts_of(grant) if self._copied else ()
+        if members and not self._checked and len(members) >= self._replicas:
+            self._check(members)
+        plan = self._planned(grant, members)
+        with self._lock:
+            before, self._plan = self._plan, plan
+            state = self._state
+        old = {(o.replica, o.rank) for o in before.orders} if before is not None else set()
+        new = {(o.replica, o.rank) for o in plan.orders}
+        if new != old:
+            self._agent.owe(sorted(new), grant.base)
+        made = set(before.whole.copies) if before is not None else set()
+        if before is not None and plan.speaks and self._said is not False and set(plan.whole.copies) - made:
+            self._say(False, plan, f"replica {self._replica} begins to copy what the others held")
+        if state is not None:
+            self._order(plan, state)
+
+    def give_up(self, fence: AttemptId) -> None:
+        """Note that a shard cannot be copied: the state will not be kept everywhere, so no vote waits for it."""
+        with self._lock:
+            self._given_up = fence
+
+    def settled(self, state: StateId, everywhere: bool, cost: CopyCost) -> bool:
+        """Take what a commit says of the state before it; on rank 0 it is told when it has changed.
+
+        Returns:
+            Whether it says something of the snapshots, too. With `memory.every` it does not of states that are not
+            copied: the snapshots of the last one that was stay, beside the newest ones.
+        """
+        with self._lock:
+            plan = self._plan
+            self._cost = CopyCost(self._cost.waited_s + cost.waited_s, self._cost.nbytes + cost.nbytes)
+        if plan is None:
+            return True
+        counts = not plan.whole.copies or self._due(plan, state)
+        if plan.lacks:
+            if plan.speaks:
+                self._say(False, plan, plan.lacks)
+        elif everywhere:
+            self._say(True, plan, f"all shards of step {state.step} are in memory")
+        elif counts:
+            self._say(False, plan, f"not all shards of step {state.step} were in memory in time")
+        return counts
+
+    # The main thread.
+
+    def mark_current(self, state: StateId) -> None:
+        """Order the copies of a state that this rank has reached. Does not block."""
+        with self._lock:
+            self._state, plan = state, self._plan
+        if plan is not None:
+            self._order(plan, state)
+
+    def cost(self) -> CopyCost:
+        """Return what copies have cost since this was asked last."""
+        with self._lock:
+            cost, self._cost = self._cost, CopyCost()
+        return cost
+
+    def close(self) -> None:
+        """End the wait of a vote."""
+        with self._lock:
+            self._plan, thread = None, self._thread
+        if thread is not None:
+            thread.shutdown(wait=True)
+
+    # The thread that votes.
+
+    def vote(self, vote: Vote, state: StateId, send: Callable[[Vote], None]) -> None:
+        """Send a vote when the copies of ``state`` that this rank owes are complete; it says whether they are.
+
+        All orders of the writer are carried out by then. Does not block: what waits has a thread of its own.
+        """
+        own = self._agent.keeps(state)
+        with self._lock:
+            plan = self._plan
+            if own and plan is not None and plan.orders and self._due(plan, state):
+                self._thread = self._thread or ThreadPoolExecutor(1, "copies")
+                self._thread.submit(self._wait, plan, vote, state, send)
+                return
+        if plan is None or not plan.whole.copies:
+            send(replace(vote, kept=own))
+        elif self._due(plan, state):
+            send(replace(vote, kept=own, left_out=plan.source and not own))
+        else:
+            send(vote)  # only states that are copied are settled
+
+    def _wait(self, plan: CopyPlan, vote: Vote, state: StateId, send: Callable[[Vote], None]) -> None:
+        """Send a vote once the copies of ``state`` are complete, or it is clear that they will not be in time."""
+        began = now = time.monotonic()
+        until = began + self._patience_s(plan)
+        owed = {(order.replica, order.rank): order for order in plan.orders}
+        why = ""
+        complete: set[tuple[int, int]] = set()
+        while True:
+            with self._lock:
+                over = self._plan is not plan or self._given_up == vote.fence
+                refused = [self._refused[shard][1] for shard in owed if self._refused_for(shard, state)]
+            if over or refused:
+                why = "" if over else refused[0]
+                break
+            look_s = max(0.0, min(LOOK_S, until - now))
+            found = self._agent.copied(state, look_s)
+            ended, now = time.monotonic() - now < look_s, time.monotonic()  # no copy is under way any more
+            if found is None:
+                why = "there is no state agent"
+                break
+            for lost in found.damaged:
+                reason = f"the copy of rank {lost.rank} of replica {lost.replica} is damaged: {lost.reason}"
+                self._journal.event("SnapshotCorrupt", reason, step=lost.state.step)
+            complete = owed.keys() & set(found.complete)
+            if complete == owed.keys():
+                break
+            if found.failed or ended or now >= until:
+                why = found.failed[0].reason if found.failed else f"not here within {now - began:.1f} s"
+                break
+        kept = complete == owed.keys()
+        with self._lock:
+            nbytes = sum(owed[shard].nbytes for shard in complete) if self._counted != state else 0
+            self._counted = state
+            first, self._missing = why and not self._missing, bool(why) if kept or why else self._missing
+        if first:
+            short = sorted(owed.keys() - complete)
+            self._journal.event("CopyMissing", why, step=state.step, shards=[list(shard) for shard in short])
+        send(replace(vote, kept=kept, waited_s=now - began, copied=nbytes))
+
+    def _refused_for(self, shard: tuple[int, int], state: StateId) -> bool:
+        return shard in self._refused and self._refused[shard][0] == state
+
+    def _patience_s(self, plan: CopyPlan) -> float:
+        if self._config.wait_s is not None:
+            return self._config.wait_s
+        nbytes = sum(order.nbytes for order in plan.orders)
+        return min(WAIT_S + nbytes / BYTES_PER_S, self._limit_s / 2)
+
+    # Any thread.
+
+    def _due(self, plan: CopyPlan, state: StateId) -> bool:
+        """Whether copies of a state are made."""
+        return state.step % self._config.every == 0 or state == plan.base
+
+    def _order(self, plan: CopyPlan, state: StateId) -> None:
+        if not self._due(plan, state):
+            return
+        for order in plan.orders:
+            self.ordered += 1
+            self._agent.keep(replace(order, state=state), self._refusal((order.replica, order.rank), state))
+
+    def _refusal(self, shard: tuple[int, int], state: StateId) -> Callable[[str], None]:
+        def refused(reason: str) -> None:
+            with self._lock:
+                self._refused[shard] = state, reason
+
+        return refused
+
+    def _check(self, members: tuple[MemberHosts, ...]) -> None:
+        """Compare an explicit number of copies with the hosts of the whole job, once."""
+        self._checked = True
+        wanted = self._config.copies
+        assert wanted is not None
+        if allowed := unmet(members, wanted, self._config.apart, self._room):
+            self._wrong(ConfigError("memory.copies", wanted, allowed))
+
+    def _planned(self, grant: Grant, members: tuple[MemberHosts, ...]) -> CopyPlan:
+        wanted = self._config.copies or DEFAULT_COPIES
+        contributing = [m.replica for m in grant.members if m.role == "contribute"]
+        speaks = self._replica == min(contributing, default=None)
+        if not members:
+            known = "the hosts of the ranks are not known" if self._copied else "state.snapshot is on_demand"
+            return CopyPlan(grant.epoch, grant.base, Plan((), (), known), 0, (), False, speaks, wanted)
+        level = self._config.apart
+        whole = missing_copies(members, wanted, level, room=self._room)
+        source = any((copy.replica, copy.rank) == (self._replica, self._rank) for copy in whole.copies)
+        copies = coverage(members, whole, level)
+        orders = self._orders(grant, members, whole)
+        return CopyPlan(grant.epoch, grant.base, whole, copies, orders, source, speaks, wanted)
+
+    def _orders(self, grant: Grant, members: tuple[MemberHosts, ...], whole: Plan) -> tuple[KeepCopy, ...]:
+        """Return what this rank orders: all that its host has to keep, if it is the first rank there.
+
+        Several replicas may have ranks on one host. Then the replica whose shards are copied orders, if it has
+        ranks there, and else the one with the lowest id.
+        """
+        mine = next((member for member in members if member.replica == self._replica), None)
+        if mine is None or not mine.healthy:
+            return ()
+        here = mine.hosts[self._rank].name
+        if any(host.name == here for host in mine.hosts[: self._rank]):
+            return ()
+        there = {m.replica for m in members if m.healthy and any(host.name == here for host in m.hosts)}
+        addresses = {member.replica: member.state for member in grant.members}
+        budget = None if self._config.budget_gb is None else int(self._config.budget_gb * 1e9)
+        return tuple(
+            KeepCopy(
+                copy.replica,
+                copy.rank,
+                len(self._shards),
+                self._shards[copy.rank].nbytes,
+                self._shards[copy.rank].layout,
+                grant.base,
+                addresses[copy.replica][copy.rank],
+                self._limit_s,
+                budget,
+            )
+            for copy in whole.kept_by(here)
+            if self._replica == (copy.replica if copy.replica in there else min(there))
+        )
+
+    def _say(self, protected: bool, plan: CopyPlan, why: str) -> None:
+        """Write down whether the state is protected, if that has changed.
+
+        At first the replica with the lowest id says so for all of them, and the others only if it is not so.
+        """
+        before, self._said = self._said, protected
+        silent = before is None and protected and not plan.speaks
+        if self._rank != 0 or before == protected or silent:
+            return
+        if protected:
+            self._journal.event("Protected", why, copies=plan.copies, apart=self._config.apart)
+        else:
+            self._journal.event("Unprotected", why, apart=self._config.apart)

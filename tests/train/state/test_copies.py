@@ -1,0 +1,347 @@
+"""Which rank orders which copies, how long a vote waits for them, and when a job says that it is protected."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_hsdp.config import MemoryConfig
+from ft_hsdp.core.commit import AttemptId, Vote
+from ft_hsdp.core.grant import Grant, Member, Role, ranges
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import Journal
+from ft_hsdp.state.agent.messages import CopyFailure, KeepCopy, KeptCopies
+from ft_hsdp.train.state.copies import CopiedShard, CopyCost, CopyKeeper, room
+
+LAYOUT = "ab" * 16
+SHARDS = [CopiedShard(LAYOUT, 1000)] * 4
+DEADLINE_S = 20.0
+
+
+def state(step: int, epoch: int = 1) -> StateId:
+    return StateId(epoch, step, f"{step:032x}")
+
+
+class Agent:
+    """The state agent of a host, as far as it keeps copies for others; it has every own snapshot."""
+
+    def __init__(self) -> None:
+        self.orders: list[KeepCopy] = []
+        self.owed: list[tuple[tuple[int, int], ...]] = []
+        self.answers: list[KeptCopies | None] = []  # the last one stays
+        self.own = True
+        self.refuses = ""
+        self.asked = threading.Event()
+
+    def keep(self, order: KeepCopy, refused: Callable[[str], None]) -> None:
+        self.orders.append(order)
+        if self.refuses:
+            refused(self.refuses)
+
+    def owe(self, shards: Sequence[tuple[int, int]], since: StateId) -> None:
+        self.owed.append(tuple(shards))
+
+    def copied(self, of: StateId, wait_s: float) -> KeptCopies | None:
+        self.asked.set()
+        found = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if found is not None and len(found.complete) < 2 and not found.failed:
+            threading.Event().wait(wait_s + 0.001)  # still being fetched
+        return found
+
+    def keeps(self, of: StateId | None) -> bool:
+        return self.own
+
+
+def kept(*shards: tuple[int, int]) -> KeptCopies:
+    return KeptCopies(shards, ())
+
+
+UNDER_WAY = kept()
+
+
+def grant(epoch: int, step: int, members: Mapping[int, tuple[str, ...]], behind: Iterable[int] = ()) -> Grant:
+    """An epoch whose members have ranks on these hosts."""
+
+    def role(replica: int) -> Role:
+        return "behind" if replica in behind else "contribute"
+
+    made = tuple(
+        Member(
+            replica,
+            f"{replica}-x-0",
+            role(replica),
+            state=tuple(f"127.0.0.1:{1000 * replica + rank + 1}" for rank in range(len(hosts))),
+            hosts=ranges(hosts),
+        )
+        for replica, hosts in members.items()
+    )
+    return Grant(1, epoch, state(step), made, len(made), "why")
+
+
+class Rank:
+    """The keeper of one rank."""
+
+    def __init__(self, folder: Path, replica: int, rank: int, replicas: int = 1, **config: Any) -> None:
+        self.agent = Agent()
+        self.errors: list[ConfigError] = []
+        self.file = folder / f"{replica}-{rank}.jsonl"
+        self.journal = Journal(self.file)
+        copied = config.pop("copied", True)
+        self.keeper = CopyKeeper(
+            replica,
+            rank,
+            MemoryConfig(**config),
+            replicas,
+            SHARDS,
+            self.agent,
+            self.journal,
+            self.errors.append,
+            60.0,
+            copied=copied,
+        )
+
+    def vote(self, step: int) -> Vote:
+        """Its vote on a step, once it comes."""
+        votes: list[Vote] = []
+        came = threading.Event()
+
+        def send(vote: Vote) -> None:
+            votes.append(vote)
+            came.set()
+
+        self.send = send
+        self.keeper.vote(Vote(0, AttemptId(1, step, 0), "", 0.0, ()), state(step - 1), send)
+        assert came.wait(DEADLINE_S)
+        (vote,) = votes
+        return vote
+
+    def told(self) -> list[tuple[str, str]]:
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        return [(row["event"], row["reason"]) for row in map(json.loads, lines)]
+
+
+TWO_HOSTS = {0: ("r0h0", "r0h0", "r0h1", "r0h1")}
+
+
+def test_the_first_rank_of_each_host_orders_what_its_host_keeps(tmp_path: Path) -> None:
+    ordered: dict[int, list[tuple[int, str]]] = {}
+    for rank in range(4):
+        one = Rank(tmp_path, 0, rank)
+        one.keeper.mark_current(state(3))
+        one.keeper.configure(grant(1, 3, TWO_HOSTS))
+        one.keeper.mark_current(state(4))
+        ordered[rank] = [(order.rank, order.address) for order in one.agent.orders if order.state == state(4)]
+        assert [o.state.step for o in one.agent.orders] == ([3, 3, 4, 4] if rank in (0, 2) else [])
+    assert ordered == {
+        0: [(2, "127.0.0.1:3"), (3, "127.0.0.1:4")],
+        1: [],
+        2: [(0, "127.0.0.1:1"), (1, "127.0.0.1:2")],
+        3: [],
+    }
+
+
+def test_three_healthy_replicas_on_hosts_of_their_own_order_nothing_and_start_no_thread(tmp_path: Path) -> None:
+    members = {replica: (f"h{replica}",) * 4 for replica in range(3)}
+    before = {thread.name for thread in threading.enumerate()}
+    for replica in range(3):
+        for rank in range(4):
+            one = Rank(tmp_path, replica, rank, 3)
+            one.keeper.mark_current(state(0))
+            one.keeper.configure(grant(1, 0, members))
+            for step in (1, 2, 3):
+                vote = one.vote(step)
+                assert vote.kept
+                assert (vote.copied, vote.waited_s) == (0, 0.0)
+                one.keeper.settled(state(step - 1), True, CopyCost())
+                one.keeper.mark_current(state(step))
+            assert (one.keeper.ordered, one.agent.orders, one.agent.owed) == (0, [], [])
+            first = (replica, rank) == (0, 0)
+            assert [name for name, _ in one.told()] == (["Protected"] if first else [])
+    started = {thread.name for thread in threading.enumerate()} - before
+    assert not any(name.startswith("copies") for name in started)
+
+
+def test_a_vote_waits_for_the_copies_and_says_what_they_cost(tmp_path: Path) -> None:
+    one = Rank(tmp_path, 0, 0)
+    one.keeper.configure(grant(1, 0, TWO_HOSTS))
+    one.keeper.mark_current(state(0))
+    one.agent.answers = [UNDER_WAY, UNDER_WAY, kept((0, 2)), UNDER_WAY, kept((0, 2), (0, 3))]
+    vote = one.vote(1)
+    assert vote.kept
+    assert vote.copied == 2000
+    assert vote.waited_s > 0
+    assert one.vote(1).copied == 0, "the bytes of a state count once"
+    assert one.told() == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (KeptCopies(((0, 2),), (CopyFailure(0, 3, "it has a newer state", state(0)),)), "it has a newer state"),
+        (None, "there is no state agent"),
+        (UNDER_WAY, "not here within"),
+    ],
+)
+def test_a_copy_that_does_not_come_is_missing_from_the_vote(
+    tmp_path: Path, answer: KeptCopies | None, why: str
+) -> None:
+    one = Rank(tmp_path, 0, 0, wait_s=0.15)
+    one.keeper.configure(grant(1, 0, TWO_HOSTS))
+    one.agent.answers = [answer]
+    assert not one.vote(1).kept
+    assert not one.vote(2).kept
+    ((name, reason),) = one.told()
+    assert name == "CopyMissing"
+    assert reason.startswith(why)
+    one.agent.answers = [kept((0, 2), (0, 3))]
+    assert one.vote(3).kept
+
+
+def test_an_agent_without_room_is_not_waited_for(tmp_path: Path) -> None:
+    one = Rank(tmp_path, 0, 0, wait_s=1000.0)
+    one.agent.refuses = "no memory"
+    one.keeper.configure(grant(1, 0, TWO_HOSTS))
+    one.keeper.mark_current(state(0))
+    one.agent.answers = [UNDER_WAY]
+    assert not one.vote(1).kept
+    assert one.told() == [("CopyMissing", "no memory")]
+
+
+def test_no_vote_waits_for_a_copy_of_a_shard_that_was_left_out(tmp_path: Path) -> None:
+    owner, holder = Rank(tmp_path, 0, 2), Rank(tmp_path, 0, 0, wait_s=1000.0)
+    for one in (owner, holder):
+        one.keeper.configure(grant(1, 0, TWO_HOSTS))
+    owner.agent.own = False
+    vote = owner.vote(1)
+    assert (vote.kept, vote.left_out) == (False, True)
+    holder.agent.answers = [UNDER_WAY]
+    holder.keeper.give_up(AttemptId(1, 1, 0))
+    assert not holder.vote(1).kept
+
+
+def test_a_new_epoch_ends_the_wait_under_the_old_plan(tmp_path: Path) -> None:
+    one = Rank(tmp_path, 0, 0, wait_s=1000.0)
+    one.keeper.configure(grant(1, 0, TWO_HOSTS))
+    one.agent.answers = [UNDER_WAY]
+    later = threading.Thread(
+        target=lambda: one.agent.asked.wait(DEADLINE_S) and one.keeper.configure(grant(2, 0, TWO_HOSTS))
+    )
+    later.start()
+    assert not one.vote(1).kept
+    later.join()
+
+
+def test_only_every_third_state_is_copied_waited_for_and_settled(tmp_path: Path) -> None:
+    one = Rank(tmp_path, 0, 0, every=3)
+    one.keeper.configure(grant(1, 1, TWO_HOSTS))
+    one.agent.answers = [kept((0, 2), (0, 3))]
+    counts = {}
+    for step in range(1, 8):
+        one.keeper.mark_current(state(step))
+        vote = one.vote(step + 1)
+        counts[step] = vote.kept, one.keeper.settled(state(step), vote.kept, CopyCost())
+    assert {order.state.step for order in one.agent.orders} == {1, 3, 6}
+    assert counts == {s: (s in (1, 3, 6),) * 2 for s in range(1, 8)}
+    assert [name for name, _ in one.told()] == ["Protected"]
+
+
+def test_a_job_that_falls_to_one_replica_says_so_and_is_protected_again(tmp_path: Path) -> None:
+    both = {0: ("r0h0", "r0h0", "r0h1", "r0h1"), 1: ("r1h0", "r1h0", "r1h1", "r1h1")}
+    one = Rank(tmp_path, 1, 0, 2)
+    one.keeper.configure(grant(1, 0, both))
+    assert one.agent.owed == []
+    one.keeper.settled(state(0), True, CopyCost())
+    assert one.told() == [], "replica 0 says it for both"
+    one.keeper.mark_current(state(1))
+    one.keeper.configure(grant(2, 1, {1: both[1]}))
+    assert one.agent.owed == [((1, 2), (1, 3))]
+    one.agent.answers = [kept((1, 2), (1, 3))]
+    assert one.vote(2).kept
+    one.keeper.settled(state(1), True, CopyCost())
+    one.keeper.settled(state(2), True, CopyCost())
+    assert [name for name, _ in one.told()] == ["Unprotected", "Protected"]
+    one.keeper.configure(grant(3, 2, both, behind=[0]))
+    assert len(one.agent.owed) == 1, "a replica that is behind is no copy"
+    one.keeper.configure(grant(4, 3, both))
+    assert one.agent.owed[1:] == [()]
+    one.keeper.settled(state(3), True, CopyCost())
+    one.keeper.settled(state(4), False, CopyCost())
+    one.keeper.settled(state(5), False, CopyCost())
+    assert [name for name, _ in one.told()] == ["Unprotected", "Protected", "Unprotected"]
+
+
+@pytest.mark.parametrize(
+    ("config", "members", "reason"),
+    [
+        ({}, {0: ("h",) * 4, 1: ("h",) * 4}, "2 copies on different hosts are wanted; hosts with a host"),
+        ({"copied": False}, {0: ("h",) * 4, 1: ("g",) * 4}, "state.snapshot is on_demand"),
+        ({"copies": 1}, {0: ("h",) * 4}, "each shard is wanted on 1 host alone"),
+        ({"apart": "rack"}, {0: ("a/h",) * 4, 1: ("a/g",) * 4}, "2 copies on different racks are wanted"),
+    ],
+)
+def test_what_cannot_be_protected_by_default_is_said_once(
+    tmp_path: Path, config: dict[str, Any], members: dict[int, tuple[str, ...]], reason: str
+) -> None:
+    told = []
+    for replica in members:
+        one = Rank(tmp_path, replica, 0, len(members), **config)
+        one.keeper.configure(grant(1, 0, members))
+        for step in range(3):
+            one.keeper.settled(state(step), True, CopyCost())
+        assert one.errors == []
+        assert one.agent.orders == []
+        told += one.told()
+    ((name, why),) = told
+    assert name == "Unprotected"
+    assert why.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("config", "refused"),
+    [
+        ({"copies": 3}, True),
+        ({"copies": 2}, False),
+        ({"copies": 2, "apart": "zone"}, True),
+        ({"copies": None, "apart": "zone"}, False),
+        ({"copies": 2, "budget_gb": 2e-6}, True),  # room for one shard of the two that a host has to keep
+        ({"copies": 2, "budget_gb": 4e-6}, False),
+    ],
+)
+def test_an_explicit_number_that_the_hosts_cannot_hold_is_an_error_once_all_are_there(
+    tmp_path: Path, config: dict[str, Any], refused: bool
+) -> None:
+    members = {0: ("a/b/r0h0",) * 2 + ("a/c/r0h1",) * 2}
+    one = Rank(tmp_path, 0, 3, **config)
+    one.keeper.configure(grant(1, 0, members))
+    one.keeper.configure(grant(2, 0, members))
+    assert len(one.errors) == refused
+    if refused:
+        assert str(one.errors[0]).startswith(f"memory.copies: got {config['copies']}; allowed: at most ")
+        assert "\n" not in str(one.errors[0])
+        assert one.errors[0].exit_code == 64
+    early = Rank(tmp_path, 0, 2, 2, **config)
+    early.keeper.configure(grant(1, 0, members))
+    assert early.errors == [], "the other replica may still bring its hosts"
+
+
+def test_a_budget_without_room_for_one_shard_is_refused() -> None:
+    assert room(None, SHARDS) is None
+    assert room(6e-6, SHARDS) == 3
+    with pytest.raises(ConfigError, match=r"memory.budget_gb: got 1e-06; allowed: at least 2e-06 \(2 copies"):
+        room(1e-6, SHARDS)
+
+
+def test_hosts_that_are_not_known_hold_no_copies(tmp_path: Path) -> None:
+    one = Rank(tmp_path, 0, 0)
+    unknown = grant(1, 0, TWO_HOSTS)
+    one.keeper.configure(replace(unknown, members=tuple(replace(m, hosts=()) for m in unknown.members)))
+    assert one.vote(1).kept
+    one.keeper.settled(state(0), True, CopyCost())
+    assert one.told() == [("Unprotected", "the hosts of the ranks are not known")]
