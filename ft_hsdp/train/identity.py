@@ -98,6 +98,7 @@ class RankIdentity:
     began: float  # when it was assigned, Unix seconds
     host: str = ""  # the path of its host, such as "zone/rack/host"
     shared: str = ""  # the name of its host if the machine has several, else ""
+    hosts: tuple[str, ...] = ()  # where the replica was placed, the same names by rank; (): it is not told
 
 
 def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankIdentity:
@@ -125,7 +126,8 @@ def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankI
     starter = _start_agent(config, place, replica) if place.starts_agent else None
     predecessors = tuple(str(each) for each in incarnation.predecessors)
     shared = os.environ.get(HOST_VARIABLE, "")
-    return RankIdentity(replica, str(incarnation), predecessors, starter, time.time(), path, shared)
+    hosts = tuple(filter(None, os.environ.get(HOSTS_VARIABLE, "").split(",")))
+    return RankIdentity(replica, str(incarnation), predecessors, starter, time.time(), path, shared, hosts)
 
 
 def host_name(environment: Mapping[str, str]) -> str:

@@ -67,7 +67,7 @@ from ft_hsdp.train.gradients import Reducer, device_plane, ring_settings
 from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name, numerics
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
-from ft_hsdp.train.rank_zero import CheckIn, RankZero, ReplicaFacts
+from ft_hsdp.train.rank_zero import CheckIn, RankClaim, RankZero, ReplicaFacts, check_claims
 from ft_hsdp.train.state.copies import CopiedShard, CopyKeeper, room
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.recovery import Recoverer
@@ -222,8 +222,12 @@ class RankRuntime:
             wanted: Demand a checkpoint of a state of so many steps or more; 0: demand none.
 
         Raises:
+            Retryable: The ranks contradict each other.
             TimeoutError: Some rank did not check in within `timeouts.ranks_s`.
         """
+        place, identity = self._place, self._identity
+        mine = RankClaim(place.rank, place.ranks, identity.incarnation, identity.shared, identity.hosts, state)
+        check_claims(self.ranks, identity.replica, mine)
         self._call(self._check_in(state, wanted))
 
     def moved(self) -> None:

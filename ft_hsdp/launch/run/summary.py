@@ -17,7 +17,7 @@ from ft_hsdp.launch.run.audit import UnitAudit
 from ft_hsdp.launch.run.directory import Row
 
 # What a recovery says of itself: which incarnation took which state over, from where, and what that cost.
-RECOVERY = ("replica", "number", "state", "rung", "ranks", "from", "bytes", "seconds", "lost_steps")
+RECOVERY = ("replica", "number", "state", "rung", "ranks", "hosts", "from", "bytes", "seconds", "lost_steps")
 BLOCKS = 2048  # most sums of losses in memory; up to so many steps the means of tenths are exact
 
 Summary = dict[str, Any]

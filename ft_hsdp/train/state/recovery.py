@@ -398,6 +398,7 @@ class _Restoration:
             "number": self._about.number,
             "state": [state.commit_epoch, state.step, state.lineage],
             "ranks": len(self._peers),
+            "hosts": {str(rank): peer.host for rank, peer in enumerate(self._peers)},
             "from": dict(hosts or {}),
             "bytes": fetched,
             "seconds": time.monotonic() - self._began,

@@ -56,6 +56,7 @@ def test_each_recovery_is_a_row() -> None:
         "state": [1, 2, "a" * 32],
         "rung": "replica",
         "ranks": 2,
+        "hosts": {"0": "r0h0", "1": "s0"},
         "from": {"0": "r1h0", "1": "r0h1"},
         "bytes": 10,
         "seconds": 0.2,

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import Retryable
+from ft_hsdp.train.rank_zero import RankClaim, check_claims, disagreement
+
+HOSTS = ("r0h0", "s0")
+GANG = [RankClaim(rank, 2, "0-a-1", HOSTS[rank], HOSTS, StateId(2, 7, "ab")) for rank in range(2)]
+
+
+def test_ranks_that_agree() -> None:
+    assert disagreement(GANG) == ""
+    assert disagreement([replace(claim, host="", hosts=()) for claim in GANG]) == "", "no emulated hosts"
+
+
+@pytest.mark.parametrize(
+    ("different", "told"),
+    [
+        ({"incarnation": "0-a-0"}, "rank 1 is of incarnation 0-a-0, rank 0 of 0-a-1"),
+        ({"ranks": 4}, "rank 1 of 4 is in the place of rank 1 of 2"),
+        ({"rank": 0}, "rank 0 of 2 is in the place of rank 1 of 2"),
+        ({"hosts": ("r0h0", "r0h1")}, "rank 1 was placed on hosts r0h0, r0h1, rank 0 on r0h0, s0"),
+        ({"host": "r0h1"}, "rank 1 is on host r0h1, and was placed on s0"),
+        ({"state": StateId(2, 6, "cd")}, "rank 1 holds (2, 6, cd), rank 0 holds (2, 7, ab)"),
+    ],
+)
+def test_a_rank_that_contradicts_is_named(different: dict[str, Any], told: str) -> None:
+    assert disagreement([GANG[0], replace(GANG[1], **different)]) == told
+
+
+class Told:
+    """Stands for the ranks of a replica: what they have told each other."""
+
+    def __init__(self, *claims: RankClaim) -> None:
+        self._claims = claims
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        return [json.dumps(asdict(claim)).encode() for claim in self._claims]
+
+
+def test_a_gang_that_contradicts_itself_ends_with_a_line_and_is_started_again() -> None:
+    check_claims(Told(*GANG), 0, GANG[0])  # type: ignore[arg-type]
+    with pytest.raises(
+        Retryable, match=r"^the ranks of replica 0 contradict each other: rank 1 is on host r0h1, .*s0$"
+    ):
+        check_claims(Told(GANG[0], replace(GANG[1], host="r0h1")), 0, GANG[0])  # type: ignore[arg-type]
+    assert Retryable("").exit_code == 75
