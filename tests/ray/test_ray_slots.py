@@ -49,8 +49,11 @@ class StandIn:
 
     def __init__(self, world: World, request: PlacementRequest) -> None:
         self.world, self.request = world, request
-        self.reserved = self.gone = self.removed = False
+        self.reserved = self.failed = self.removed = False
         self.bundles: list[Any] = []
+        self.dead: set[int] = set()  # ranks whose actors died
+        self.before: dict[int, Any] = {}
+        self.nodes = 0  # that it had
         self.groups: list[WorkerGroup] = []
         self.called: list[ReplicaSpec] = []
         world.slots.append(self)
@@ -58,6 +61,29 @@ class StandIn:
     @property
     def zone(self) -> str:
         return self.request.labels.get("zone", "")
+
+    @property
+    def gone(self) -> bool:
+        return self.failed or bool(self.dead)
+
+    @property
+    def complete(self) -> bool:
+        return len(self.bundles) == self.request.size
+
+    @property
+    def repairable(self) -> bool:
+        return 0 < len(self.dead) < len(self.bundles) and not self.failed
+
+    @property
+    def missing(self) -> list[int]:
+        there = {bundle.rank for bundle in self.bundles}
+        return sorted({*range(self.request.size)} - there) if there else []
+
+    def repair(self) -> None:
+        self.before = {b.rank: b.location for b in self.bundles if b.rank in self.dead}
+        self.bundles = [b for b in self.bundles if b.rank not in self.dead]
+        self.dead.clear()
+        self.reserved = False
 
     async def reserve(self) -> None:
         while not self.reserved:
@@ -71,8 +97,12 @@ class StandIn:
         await self.world.until(lambda: self.world.actors, "actors")
         if self.gone:
             raise Retryable("its node is gone")
-        location = SimpleNamespace(host="h", address="127.0.0.1", node="n", gpus=())
-        self.bundles = [SimpleNamespace(rank=n, location=location) for n in range(self.request.size)]
+        for rank in self.missing or range(self.request.size):
+            node = f"h{self.nodes}" if self.request.strategy == "SPREAD" else "h"
+            location = SimpleNamespace(host=node, address="127.0.0.1", node=node, gpus=())
+            self.bundles.append(SimpleNamespace(rank=rank, location=location))
+            self.nodes += 1
+        self.bundles.sort(key=lambda bundle: bundle.rank)
 
     async def port(self, host: str) -> int:
         return 1
@@ -102,11 +132,18 @@ class StandIn:
 
     def die(self) -> None:
         """The node is lost."""
-        self.gone = True
+        self.failed = True
         self.world.room[self.zone] -= 1
         for group in self.groups:
             for rank in group.processes:
                 self.end(group, rank)
+
+
+    def lose(self, rank: int) -> None:
+        """The node of one rank is lost, and its replica ends."""
+        self.dead.add(rank)
+        for each in (0, 1):
+            self.end(self.groups[-1], each)
 
 
 class World:
@@ -433,3 +470,82 @@ async def test_the_end_of_the_job_is_the_end_of_spares_that_are_made(tmp_path: P
         await world.until(lambda: len(world.slots) == 3, "a spare")
         if stage == "not warm":
             await world.until(lambda: world.spares[0].groups, "its ranks")
+
+
+# A replica of two nodes that loses one of them.
+
+
+async def test_the_node_that_is_lost_is_replaced_and_the_other_one_stays(tmp_path: Path) -> None:
+    async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running() as world:
+        await world.train(0, 1)
+        hurt = world.of(1)
+        kept = hurt.bundles[0]
+        hurt.lose(1)
+        placing = asyncio.create_task(world.train(1))
+        await world.until(lambda: hurt.missing == [1] and not hurt.reserved, "the wait for a place")
+        assert not hurt.removed
+        world.room[""] += 1
+        assert await placing == "on h0, h2"
+        assert (world.of(1), hurt.bundles[0]) == (hurt, kept)
+        (replaced,) = [e for e in world.events if e["event"] == "HostReplaced"]
+        assert (replaced["replica"], replaced["before"], replaced["host"], replaced["ranks"]) == (1, "h1", "h2", [1])
+        assert await world.train(1) == COLD  # a later start finds all actors
+
+
+async def test_a_spare_that_is_ready_comes_before_another_node(tmp_path: Path) -> None:
+    async with World(tmp_path, {"": 3}, strategy="SPREAD").running() as world:
+        await world.train(0, 1)
+        spare = await world.ready()
+        hurt = world.of(1)
+        hurt.lose(1)
+        assert await world.train(1) == WARM
+        assert world.of(1) is spare
+        await world.until(lambda: hurt.removed, "what is left of the old place")
+
+
+@pytest.mark.parametrize("others", [True, False])
+async def test_the_nodes_of_a_replica_are_kept_in_vain_only_where_the_state_is_nowhere_else(
+    tmp_path: Path, others: bool
+) -> None:
+    async with World(tmp_path, {"": 2}, spares=0, timeouts={"place_s": 0.05}, strategy="SPREAD").running() as world:
+        await world.train(1, *([0] if others else []))
+        hurt = world.of(1)
+        hurt.lose(1)
+        placing = asyncio.create_task(world.train(1))
+        world.room[""] = 0
+        if others:
+            await world.until(lambda: hurt.removed, "its end")
+            await world.until(lambda: world.of(1) is not hurt, "another one")
+        else:
+            await world.until(lambda: world.backend._seeking, "the end of the patience")
+            assert world.of(1) is hurt
+            assert hurt.missing == [1]
+        world.room[""] += 1
+        await placing
+        assert (world.of(1) is hurt) == (not others)
+
+
+@pytest.mark.parametrize("lost", ["all nodes", "before the start", "twice"])
+async def test_what_is_lost_meanwhile_is_replaced_too(tmp_path: Path, lost: str) -> None:
+    async with World(tmp_path, {"": 3}, spares=0, strategy="SPREAD").running() as world:
+        await world.train(0, 1)
+        hurt = world.of(1)
+        hurt.lose(1)
+        if lost == "all nodes":
+            hurt.lose(0)
+            world.room[""] += 1
+            await world.train(1)
+            assert world.of(1) is not hurt
+            return
+        if lost == "before the start":
+            await world.backend.place(1)
+            hurt.dead.add(0)
+            with pytest.raises(Retryable, match="lost before the start"):
+                await world.backend.start(ReplicaSpec(1, 2, "a", 9, world.run.config), Watched())
+            return
+        world.room[""] += 1
+        await world.train(1)
+        hurt.lose(0)
+        world.room[""] += 1
+        assert await world.train(1) == "on h2, h3"
+        assert world.of(1) is hurt

@@ -1,7 +1,8 @@
 """The backend of a Ray cluster: it starts the ranks of a replica, or of a spare, in the slot given to them.
 
-A replica keeps its slot until one of its actors or nodes dies, or until it takes over the slot of a spare, whose
-ranks are warm.
+A replica keeps its slot until it takes over that of a spare, whose ranks are warm, or until all its nodes have lost
+an actor. If it has lost only some of them, and there is no such spare, its slot is repaired: the ranks on the other
+nodes start again there, where their memory is.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from urllib.parse import urlsplit
 
 import ray
@@ -163,7 +165,8 @@ class RayBackend:
         """Wait until a replica has a slot: its own, that of a spare, or else a new one.
 
         While it waits, up to timeouts.place_s, the pool makes no spares. After that only spares with other labels
-        are made: they compete for other resources.
+        are made: they compete for other resources. A slot that waits for other nodes instead of lost ones is given
+        back then, if another replica trains.
         """
         try:
             with self._pool.held(f"the place of {replica}"):
@@ -172,6 +175,9 @@ class RayBackend:
                     async with asyncio.timeout(self._config.timeouts.place_s):
                         await slot.reserve()
                         return
+                if slot.missing and self._others_train(replica):
+                    self._withdraw(replica)  # others have the state, and may need the nodes that it keeps
+                    slot = await self._choose(replica)
                 self._seeking[replica] = slot.request.labels
             await slot.reserve()
         except asyncio.CancelledError:
@@ -186,7 +192,10 @@ class RayBackend:
     def vacancy(self, replica: int) -> str:
         """Return in one line what a replica without a slot asks for, and what the cluster has free."""
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
-        return placement.vacancy(placement.request(self._config, replica), ray.available_resources(), nodes)
+        asked, slot = placement.request(self._config, replica), self._slots.of(replica)
+        if slot is not None and slot.missing:
+            asked = replace(asked, size=len(slot.missing))
+        return placement.vacancy(asked, ray.available_resources(), nodes)
 
     def lost_hosts(self, replica: int) -> tuple[str, ...]:
         """Return (): Ray says which nodes are gone, and gives a replica others."""
@@ -214,14 +223,15 @@ class RayBackend:
         if group is None:
             group = self._groups[spec.replica] = WorkerGroup(spec.size, spec.config, spec)
             group.given(watch)
-            had_actors = bool(slot.bundles)
+            had_actors = slot.complete
             try:
                 await self._start(group, slot)
             except ConfigError as error:
                 if not self._training:
                     raise
-                slot.gone = True  # others train with this configuration, so the fault is a node of this slot
+                slot.failed = True  # others train with this configuration, so the fault is a node of this slot
                 raise Retryable(str(error)) from None
+            self._report_replaced(spec.replica, slot)
             hosts = ", ".join(sorted({bundle.location.host for bundle in slot.bundles}))
             return COLD if had_actors else f"on {hosts}"
         how = WARM if group.ready else WARMING
@@ -235,7 +245,7 @@ class RayBackend:
         try:
             await slot.call(group, spec)
         except Retryable:
-            slot.gone = True
+            slot.failed = True
             raise
         return how
 
@@ -272,17 +282,34 @@ class RayBackend:
         agents on its own hosts may have the only copies of the newest state.
         """
         own = self._slots.of(replica)
-        if own is not None and own.gone:
+        if own is not None and own.gone and (replica in self._promised or not own.repairable):
             self._withdraw(replica)
             own = None
         asked = placement.request(self._config, replica)
-        others_train = any(n != replica and group.complete for n, group in self._training.items())
-        if own is None or (others_train and replica not in self._promised):
+        if own is None or (self._others_train(replica) and replica not in self._promised):
             group = self._pool.take(lambda group: (own is None or group.ready) and self._fits(group, asked))
             if group is not None:
                 self._promised[replica] = group
                 return self._slots.move(group, replica)
+        if own is not None and own.gone:
+            own.repair()
         return own or self._slots.reuse(replica, asked.labels) or await self._slots.new(replica, asked)
+
+    def _others_train(self, replica: int) -> bool:
+        return any(n != replica and group.complete for n, group in self._training.items())
+
+    def _report_replaced(self, replica: int, slot: ReplicaSlot) -> None:
+        """Report each host of a replica that another one has replaced since its last start."""
+        moved: dict[tuple[str, str], list[int]] = {}
+        for rank, location in slot.before.items():
+            moved.setdefault((location.host, slot.bundles[rank].location.host), []).append(rank)
+        slot.before.clear()
+        for (before, host), ranks in moved.items():
+            if host == before:
+                continue
+            head = {"t": time.time(), "event": "HostReplaced", "source": "supervisor", "replica": replica}
+            reason = f"{before} is lost; Ray gave its ranks {', '.join(map(str, ranks))} another node"
+            self._emit({**head, "host": host, "before": before, "ranks": ranks, "reason": reason})
 
     def _fits(self, group: WorkerGroup, asked: placement.PlacementRequest) -> bool:
         slot = self._slots.of(group)
@@ -355,11 +382,13 @@ class RayBackend:
             ConfigError: A node refuses the configuration.
             Retryable: A rank cannot be started; others may run then.
         """
-        if not slot.bundles:
+        if slot.gone:
+            raise Retryable(f"a node of {slot.request.name} was lost before the start")
+        if not slot.complete:
             await slot.start_actors(self._setup)
         each = await start_orders(slot, group, self._run, self._urls(), self._setup)
         started = await asyncio.gather(*(slot.start(start, group) for start in each), return_exceptions=True)
         for error in started:
             if isinstance(error, BaseException):
-                slot.gone = True
+                slot.failed = slot.failed or not slot.gone  # a node that was lost is replaced
                 raise error

@@ -1,7 +1,8 @@
 """Slots: the places in a cluster where the ranks of one replica, or of one spare, run.
 
-A `ReplicaSlot` is a placement group and the actors in it; it is lost as a whole. `ReplicaSlots` knows whether a
-slot belongs to a replica or a spare, or is free.
+A `ReplicaSlot` is a placement group and the actors in it. If only some of its nodes are lost, it can be repaired:
+Ray places their bundles on other nodes, and the actors on the other nodes stay, with the state agents and the memory
+there. `ReplicaSlots` knows whether a slot belongs to a replica or a spare, or is free.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -51,6 +52,7 @@ class Bundle:
     running: dict[int, tuple[WorkerGroup, RayProcess]] = field(default_factory=dict)  # by pid
     # Pid -> news of a rank whose start was not answered yet: None if it is warm, else its exit code.
     early: dict[int, list[int | None]] = field(default_factory=dict)
+    dead: bool = False  # its actor died
 
 
 class RayProcess:
@@ -79,7 +81,7 @@ class RayProcess:
 
 
 class ReplicaSlot:
-    """A placement group with one actor for each rank of a replica or a spare; lost as a whole."""
+    """A placement group with one actor for each rank of a replica or a spare."""
 
     def __init__(
         self,
@@ -100,16 +102,45 @@ class ReplicaSlot:
         """
         self.request = request
         self.reserved = False  # the cluster has set the resources aside
-        self.gone = False  # an actor died, or could not be started
-        self.bundles: list[Bundle] = []
+        self.failed = False  # it cannot be used any more
+        self.bundles: list[Bundle] = []  # that have an actor, by rank
+        self.before: dict[int, ActorLocation] = {}  # where ranks were whose bundles are repaired
         self._calls = calls
         self._receiver = receiver
         self._emit = emit
         self._kill_s = kill_s
         self._patience_s = 0.0
         self._grouping: asyncio.Future[PlacementGroup] | None = None
-        self._actors: list[Any] = []
-        self._polls: list[asyncio.Task[None]] = []
+        self._actors: dict[int, Any] = {}  # by rank
+        self._polls: dict[int, asyncio.Task[None]] = {}
+
+    @property
+    def gone(self) -> bool:
+        """Return whether it cannot be used as it is: an actor died, or could not be started."""
+        return self.failed or any(bundle.dead for bundle in self.bundles)
+
+    @property
+    def complete(self) -> bool:
+        """Return whether each bundle has an actor."""
+        return len(self.bundles) == self.request.size
+
+    @property
+    def repairable(self) -> bool:
+        """Return whether actors died, but none on some of its nodes."""
+        lost = {bundle.location.node for bundle in self.bundles if bundle.dead}
+        return bool(lost) and not self.failed and any(b.location.node not in lost for b in self.bundles)
+
+    @property
+    def missing(self) -> list[int]:
+        """Return the ranks without an actor, if others have one."""
+        there = {bundle.rank for bundle in self.bundles}
+        return [rank for rank in range(self.request.size) if rank not in there] if there else []
+
+    def repair(self) -> None:
+        """Keep the actors that live. `reserve` then waits for places for the others, `start_actors` starts them."""
+        self.before |= {bundle.rank: bundle.location for bundle in self.bundles if bundle.dead}
+        self.bundles = [bundle for bundle in self.bundles if not bundle.dead]
+        self.reserved = False
 
     async def reserve(self) -> None:
         """Wait without an end until the cluster has set the resources aside; a caller may cancel, and call again.
@@ -134,7 +165,7 @@ class ReplicaSlot:
                 await asyncio.sleep(POLL_S)
 
     async def start_actors(self, setup: ActorSetup) -> None:
-        """Start the actors, after `reserve`.
+        """Start the actors of bundles that have none, after `reserve`.
 
         Raises:
             ConfigError: A node refuses the configuration.
@@ -143,16 +174,20 @@ class ReplicaSlot:
         assert self._grouping is not None, "reserve() comes first"
         group = self._grouping.result()
         self._patience_s = setup.boot_s + setup.spawn_s
+        ranks = self.missing or list(range(self.request.size))
         try:
-            locations = await self._answered(self._open(group, setup))
-        except FtHsdpError:
-            self.gone = True
+            locations = await self._answered(self._open(group, setup, ranks))
+        except FtHsdpError as error:
+            # A node that was added and is lost already is replaced like the one before it.
+            self.failed = self.failed or not self.bundles or not isinstance(error, Retryable)
+            self.reserved = False
+            for rank in ranks:
+                if rank in self._actors:
+                    await self._call(ray.kill, self._actors.pop(rank))
             raise
-        self.bundles = [
-            Bundle(n, actor, location)
-            for n, (actor, location) in enumerate(zip(self._actors, locations, strict=True))
-        ]
-        self._polls = [asyncio.create_task(self._poll(bundle)) for bundle in self.bundles]
+        made = [Bundle(n, self._actors[n], location) for n, location in zip(ranks, locations, strict=True)]
+        self.bundles = sorted([*self.bundles, *made], key=lambda bundle: bundle.rank)
+        self._polls |= {bundle.rank: asyncio.create_task(self._poll(bundle)) for bundle in made}
 
     async def port(self, host: str) -> int:
         """Return a port that is free on the node of rank 0.
@@ -160,7 +195,8 @@ class ReplicaSlot:
         Raises:
             Retryable: The actor does not answer.
         """
-        return int(await self._answered(self.bundles[0].actor.port.remote(host)))
+        first = self.bundles[0]
+        return int(await self._answered(first.actor.port.remote(host), first))
 
     async def start(self, start: StartOrder, group: WorkerGroup) -> None:
         """Start a rank of a group, and report it to the group.
@@ -169,13 +205,13 @@ class ReplicaSlot:
             Retryable: The actor does not answer, or cannot fork.
         """
         bundle = self.bundles[start.rank]
-        pid = int(await self._answered(bundle.actor.start.remote(start)))
+        pid = int(await self._answered(bundle.actor.start.remote(start), bundle))
         process = RayProcess(pid, bundle, self._kill_s, lambda: self._not_killed(bundle, pid))
         bundle.running[pid] = (group, process)
         group.started(bundle.rank, process)
         for code in bundle.early.pop(pid, []):
             self._rank_changed(bundle, pid, code)
-        if self.gone and pid in bundle.running:
+        if (self.failed or bundle.dead) and pid in bundle.running:
             self._rank_changed(bundle, pid, KILLED)
 
     async def call(self, group: WorkerGroup, spec: ReplicaSpec) -> None:
@@ -189,9 +225,9 @@ class ReplicaSlot:
 
     async def remove(self) -> None:
         """End the actors and their ranks, and give the resources back."""
-        for task in self._polls:
+        for task in self._polls.values():
             task.cancel()
-        closing = [asyncio.ensure_future(actor.close.remote()) for actor in self._actors]
+        closing = [asyncio.ensure_future(actor.close.remote()) for actor in self._actors.values()]
         if closing:
             await asyncio.wait(closing, timeout=CLOSE_S)
         for each in closing:
@@ -199,19 +235,19 @@ class ReplicaSlot:
                 each.exception()  # read it, so that asyncio does not log it: a dead actor is closed as well
             else:
                 each.cancel()
-        for actor in self._actors:
+        for actor in self._actors.values():
             await self._call(ray.kill, actor)
         if self._grouping is not None:
             with contextlib.suppress(ValueError, TypeError):  # Ray did not take the request
                 await self._call(remove_placement_group, await self._grouping)
 
-    async def _open(self, group: PlacementGroup, setup: ActorSetup) -> list[ActorLocation]:
-        for number in range(self.request.size):
-            self._actors.append(await self._call(self._actor, group, number, setup))
-        return await asyncio.gather(*(actor.open.remote() for actor in self._actors))
+    async def _open(self, group: PlacementGroup, setup: ActorSetup, ranks: list[int]) -> list[ActorLocation]:
+        for number in ranks:
+            self._actors[number] = await self._call(self._actor, group, number, setup)
+        return await asyncio.gather(*(self._actors[number].open.remote() for number in ranks))
 
-    async def _answered(self, asked: Awaitable[T]) -> T:
-        """Return what actors answer.
+    async def _answered(self, asked: Awaitable[T], bundle: Bundle | None = None) -> T:
+        """Return what actors answer, or the one of a bundle.
 
         Raises:
             FtHsdpError: What an actor raised.
@@ -221,10 +257,12 @@ class ReplicaSlot:
             async with asyncio.timeout(self._patience_s):
                 return await asked
         except TimeoutError:
-            self.gone = True  # the actors may still carry the order out, so the slot cannot be used again
+            self.failed = True  # the actors may still carry the order out, so the slot cannot be used again
             why = f"the actors of {self.request.name} do not answer within {self._patience_s:g} s"
             raise Retryable(why) from None
         except RayError as error:
+            if bundle is not None and isinstance(error, ActorDiedError):
+                bundle.dead = True  # before `_poll` hears of it
             raise cause(error) from None
 
     def _actor(self, group: PlacementGroup, number: int, setup: ActorSetup) -> Any:
@@ -286,7 +324,7 @@ class ReplicaSlot:
 
     def _actor_died(self, bundle: Bundle, why: str) -> None:
         """Report that the ranks of a dead actor were killed. The last lines of their logs are lost."""
-        self.gone = True
+        bundle.dead = True
         for pid, (group, _) in list(bundle.running.items()):
             if group.spec is not None:
                 about = {"replica": group.spec.replica, "rank": bundle.rank, "incarnation": group.spec.name}
@@ -301,8 +339,12 @@ class ReplicaSlot:
 
 
 def _reserved(group: PlacementGroup) -> bool:
-    """Return whether the resources of a placement group are set aside. Blocks shortly."""
-    return bool(placement_group_table(group).get("state") == "CREATED")
+    """Return whether the resources of a placement group are set aside, on nodes that live. Blocks shortly."""
+    known = placement_group_table(group)
+    if known.get("state") != "CREATED":
+        return False
+    living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    return living.issuperset(known["bundles_to_node_id"].values())
 
 
 def cause(error: RayError) -> FtHsdpError:
