@@ -138,7 +138,6 @@ class StandIn:
             for rank in group.processes:
                 self.end(group, rank)
 
-
     def lose(self, rank: int) -> None:
         """The node of one rank is lost, and its replica ends."""
         self.dead.add(rank)
@@ -488,7 +487,12 @@ async def test_the_node_that_is_lost_is_replaced_and_the_other_one_stays(tmp_pat
         assert await placing == "on h0, h2"
         assert (world.of(1), hurt.bundles[0]) == (hurt, kept)
         (replaced,) = [e for e in world.events if e["event"] == "HostReplaced"]
-        assert (replaced["replica"], replaced["before"], replaced["host"], replaced["ranks"]) == (1, "h1", "h2", [1])
+        assert (replaced["replica"], replaced["before"], replaced["host"], replaced["ranks"]) == (
+            1,
+            "h1",
+            "h2",
+            [1],
+        )
         assert await world.train(1) == COLD  # a later start finds all actors
 
 
@@ -507,7 +511,9 @@ async def test_a_spare_that_is_ready_comes_before_another_node(tmp_path: Path) -
 async def test_the_nodes_of_a_replica_are_kept_in_vain_only_where_the_state_is_nowhere_else(
     tmp_path: Path, others: bool
 ) -> None:
-    async with World(tmp_path, {"": 2}, spares=0, timeouts={"place_s": 0.05}, strategy="SPREAD").running() as world:
+    async with World(
+        tmp_path, {"": 2}, spares=0, timeouts={"place_s": 0.05}, strategy="SPREAD"
+    ).running() as world:
         await world.train(1, *([0] if others else []))
         hurt = world.of(1)
         hurt.lose(1)

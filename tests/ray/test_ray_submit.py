@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -97,18 +96,59 @@ def audit(summary: dict, steps: int) -> None:
 
 
 @pytest.mark.proof
-def test_a_users_script_survives_the_loss_of_a_rank(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "docs" / "examples" / "own_loop.py", tmp_path / "mine.py")
+def test_a_users_script_survives_the_loss_of_a_rank_and_of_a_node(tmp_path: Path) -> None:
+    """Each replica is on two nodes. Of the one that loses one of them the other stays, with its state agent."""
+    slow = "if not __import__('os').path.exists({!r}): __import__('time').sleep(0.2)\n        loss = model(batch)"
     settings: dict[str, Any] = {
         "replicas": 2,
         "ranks_per_replica": 2,
         "entry": "mine.py",
         "train__micro_batch": 16,
+        "ray__strategy": "STRICT_SPREAD",
+        "restart__hold_s": 0.2,
     }
     with Cluster() as cluster:
-        cluster.add(2, 2)
-        with Job(cluster, tmp_path, 150, **settings) as job:
+        script = (ROOT / "docs" / "examples" / "own_loop.py").read_text()
+        slowed = script.replace("loss = model(batch)", slow.format(str(cluster.folder / "hurry")))
+        assert slowed != script
+        (tmp_path / "mine.py").write_text(slowed)
+        cluster.add(1, 1, rack="7")
+        cluster.add(1, 1, rack="8")
+        with Job(cluster, tmp_path, STEPS, **settings) as job:
             job.until(lambda: job.newest()["step"] >= 5 and job.contribute(0, 1), "the start")
             kill(job.ranks(1)[1]["pid"])
-            audit(job.end(), 150)
-            assert [s["restarts"] for s in job.events("ReplicaStarted", replica=1)] == [0, 1]
+            job.until(lambda: len(job.events("ReplicaStarted", replica=1)) == 2, "the restart")
+            job.until(lambda: job.contribute(0, 1), "both replicas")
+
+            (kept, lost), step = job.ranks(1), job.newest()["step"]
+            agent = agent_of(cluster, 1, kept["host"])
+            cluster.remove(cluster.node_above(lost["pid"]))
+            cluster.add(1, rack="9")
+            job.until(lambda: job.contribute(0) and job.newest()["step"] > step, "the other replica")
+            job.until(lambda: len(job.events("ReplicaStarted", replica=1)) == 3, "the replica on another node")
+            job.until(lambda: job.contribute(0, 1), "both replicas again")
+            (replaced,) = job.events("HostReplaced", replica=1)
+            new = replaced["host"]
+            assert (replaced["before"], replaced["ranks"]) == (lost["host"], [1])
+            assert [rank["host"] for rank in job.ranks(1)] == [kept["host"], new]
+            assert agent_of(cluster, 1, kept["host"]) == agent
+            assert agent_of(cluster, 1, new) != agent
+            job.hurry()
+            audit(job.end(), STEPS)
+            assert [s["restarts"] for s in job.events("ReplicaStarted", replica=1)] == [0, 1, 2]
+            hosts = [path for e in job.events("EpochGranted") for path, _ in e.get("hosts", {}).get("1", ())]
+            assert {path.rpartition("/")[2] for path in hosts} == {kept["host"], lost["host"], new}
+            assert f"9/{new}" in hosts
+        assert not cluster.ours()
+
+
+def agent_of(cluster: Cluster, replica: int, host: str) -> int:
+    """The pid of a replica's state agent on a host."""
+    words = ["--replica", str(replica), "--name", host]
+    found = [
+        process
+        for process in cluster.processes()
+        if "ft_hsdp.state.agent.server" in (line := process.cmdline()) and all(word in line for word in words)
+    ]
+    assert len(found) == 1, found
+    return found[0].pid

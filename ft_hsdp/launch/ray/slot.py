@@ -1,8 +1,8 @@
 """Slots: the places in a cluster where the ranks of one replica, or of one spare, run.
 
 A `ReplicaSlot` is a placement group and the actors in it. If only some of its nodes are lost, it can be repaired:
-Ray places their bundles on other nodes, and the actors on the other nodes stay, with the state agents and the memory
-there. `ReplicaSlots` knows whether a slot belongs to a replica or a spare, or is free.
+Ray places their bundles on other nodes. The actors on the rest stay, with their state agents and memory.
+`ReplicaSlots` knows whether a slot belongs to a replica or a spare, or is free.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ReplicaSlot:
         return [rank for rank in range(self.request.size) if rank not in there] if there else []
 
     def repair(self) -> None:
-        """Keep the actors that live. `reserve` then waits for places for the others, `start_actors` starts them."""
+        """Keep actors that live. `reserve` then waits for places of the others; `start_actors` starts them."""
         self.before |= {bundle.rank: bundle.location for bundle in self.bundles if bundle.dead}
         self.bundles = [bundle for bundle in self.bundles if not bundle.dead]
         self.reserved = False
