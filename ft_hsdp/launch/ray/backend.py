@@ -1,7 +1,7 @@
 """The backend of a Ray cluster: it starts the ranks of a replica, or of a spare, in the slot given to them.
 
 A replica keeps its slot until it takes over that of a spare, whose ranks are warm, or until all its nodes are
-lost. If only some of them are, and there is no such spare, its slot is repaired: the ranks on the other nodes start
+lost. If only some of them are, and there is no such spare, its slot is repaired: ranks on the other nodes start
 again there, where their memory is.
 """
 
