@@ -65,6 +65,7 @@ class CopyWorld(NamedTuple):
     pulls: frozenset[tuple[int, int, Step]]  # under way: holder, owner, state
     healthy: tuple[bool, ...]  # of each replica: it holds the state that the step begins with
     settled: tuple[bool, ...]  # what the newest commit said to each replica
+    owed: tuple[tuple[int, ...], ...]  # by host: whose shards it had to keep when the newest commit was voted on
     protected: Step  # newest state of which a commit said that it is kept
     lost: int  # failure domains since then
     calm: int  # commits since the last disturbance
@@ -102,6 +103,7 @@ class CopySpace:
             pulls=frozenset(),
             healthy=(True,) * replicas,
             settled=(False,) * replicas,
+            owed=((),) * n,
             protected=INITIAL,
             lost=0,
             calm=0,
@@ -237,12 +239,25 @@ class CopySpace:
         return w._replace(pulls=w.pulls - {(holder, owner, state)})
 
     def _hear(self, w: CopyWorld, i: int) -> CopyWorld:
-        """A rank applies the newest step, and tells its agent whether the state before it is kept everywhere."""
+        """A rank applies the newest step, and tells its agent whether the state before it is kept everywhere.
+
+        If it is, the agent frees the copies that the plan of that vote does not name.
+        """
         before, settled = w.live[i], w.settled[i // self.bounds.hosts]
         assert before is not None
         for owner, slots in w.memory[i]:
             w = _with(w, i, owner, _settle(slots, before, settled))
+            if settled and owner != i and owner not in w.owed[i]:
+                w = self._free(w, i, owner)
         return w._replace(live=_set(w.live, i, w.head), skipped=_set(w.skipped, i, False))
+
+    def _free(self, w: CopyWorld, holder: int, owner: int) -> CopyWorld:
+        """An agent drops the copies of a shard, and gives up what it copies of it."""
+        for pull in [pull for pull in w.pulls if pull[:2] == (holder, owner)]:
+            w = _with(w, owner, owner, _read(_slots(w, owner, owner), pull[2], -1))
+            w = w._replace(pulls=w.pulls - {pull})
+        kept = tuple(each for each in w.memory[holder] if each[0] != owner)
+        return w._replace(memory=_set(w.memory, holder, kept))
 
     def _commit(self, w: CopyWorld, voting: list[int], plan: Plan) -> CopyWorld:
         settled = tuple(
@@ -261,6 +276,10 @@ class CopySpace:
             votes=(None,) * len(w.votes),
             healthy=tuple(all(i in here for i in self._ranks(r)) for r in range(self.bounds.replicas)),
             settled=settled,
+            owed=tuple(
+                tuple(sorted(self._owner(copy.replica, copy.rank) for copy in plan.kept_by(host.name)))
+                for host in self._hosts
+            ),
             protected=protected,
             lost=lost,
             calm=min(2, w.calm + 1),
@@ -342,6 +361,7 @@ class CopySpace:
             skipped=(False,) * n,
             healthy=(True,) * self.bounds.replicas,
             settled=(False,) * self.bounds.replicas,
+            owed=((),) * n,
             protected=min(w.protected, state),
             calm=-1,
         )

@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.copies import NICE, CopyFetcher
 from ft_hsdp.state.agent.messages import MAX_COPIES, KeepCopy, KeptCopies, OweCopies
+from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.shared_memory import InMemorySnapshots, ServedSnapshot, SnapshotBuffer
 from ft_hsdp.state.transfer import fetch, shard_manifest
@@ -54,6 +56,7 @@ class Owners(InMemorySnapshots):
         self._server = StateServer("127.0.0.1", 0, self, TOKEN)
         self.address = self._server.address
         self.flip: int | None = None  # a bit of what is sent: of the manifest, then of the shard
+        self.hold: threading.Event | None = None  # set: what is sent may leave
         self._flipped: dict[int, SnapshotBuffer] = {}  # by descriptor
 
     def has(self, step: int, rank: int = 0) -> None:
@@ -62,6 +65,8 @@ class Owners(InMemorySnapshots):
         self.put(shard_manifest.decode(header(step, rank, nbytes=SMALL)), room)
 
     def borrow(self, wanted: StateId, rank: int) -> ServedSnapshot | None:
+        if self.hold is not None:
+            self.hold.wait(DEADLINE_S)
         served = super().borrow(wanted, rank)
         if served is None or self.flip is None:
             return served
@@ -266,6 +271,18 @@ def test_a_rank_that_comes_to_a_host_finds_its_shard_there():
         keeper.close()
 
 
+def test_a_rank_that_finds_its_state_wrong_has_the_copies_dropped_too():
+    with two_hosts() as (_, second):
+        owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
+        write(owner, 1)
+        keeper.keep(order(1, owner.address))
+        assert keeper.kept(state(1), DEADLINE_S).complete == (SHARD,)
+        keeper.forget()
+        assert not second.serves(1)
+        owner.close()
+        keeper.close()
+
+
 def test_an_agent_refuses_what_it_has_no_room_for():
     """W61."""
     with two_hosts() as (first, _):
@@ -411,6 +428,34 @@ def test_wrong_copies_are_dropped_with_what_is_being_fetched(holder: Holder, own
     holder.copies.close()
     assert holder.steps() == []
     assert holder.steps(1) == [1], "another rank's copy"
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_fetch_writes_into_no_snapshot_of_a_rank_that_comes_meanwhile(
+    holder: Holder, owners: Owners, waits: bool
+):
+    """Neither the one that is under way nor the one that waits for its end."""
+    for step in (1, 2):
+        owners.has(step)
+    owners.hold = threading.Event()
+    holder.copies.keep(KEEPER, small(1, owners))
+    pulls = holder.copies.pending(KEEPER, state(1))
+    until = time.monotonic() + DEADLINE_S
+    while (written := holder.store._shards[SHARD].slots.written) is None and time.monotonic() < until:
+        time.sleep(0.01)
+    if waits:
+        holder.copies.keep(KEEPER, small(2, owners))
+        pulls += holder.copies.pending(KEEPER, state(2))
+    holder.store.admit(Owner(0, 2, SMALL))
+    assert written not in holder.store.slots(SHARD)
+    number = holder.store.stage(SHARD, state(1))
+    owners.hold.set()
+    for pull in pulls:
+        pull.result(DEADLINE_S)
+    assert number is not None
+    assert holder.store.list(SHARD) == (), "the rank has not completed it"
+    holder.store.staged(SHARD, state(1), header(1, nbytes=SMALL))
+    assert [held.state.step for held in holder.store.list(SHARD)] == [1]
 
 
 def test_fetches_have_low_priority(holder: Holder, owners: Owners, monkeypatch: pytest.MonkeyPatch):
