@@ -15,12 +15,10 @@ from ft_hsdp.config import Config
 from ft_hsdp.config.entry import title
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.arguments import ASSUMED, Assumptions, option
-from ft_hsdp.launch.doctor.host import parameters
 from ft_hsdp.memory.copies import default_copies
 from ft_hsdp.memory.estimates import wasted_time
-from ft_hsdp.memory.hosts import Host, Level
+from ft_hsdp.memory.hosts import Host, Level, locate
 from ft_hsdp.memory.reliability import MONTH_DAYS, SLOTS, CopyFigures, HostFailures, Reliability, reliability
-from ft_hsdp.train.identity import HOST_VARIABLE, host_path
 
 STATE_BYTES = 12  # of a parameter: fp32 weight and AdamW's two moments
 MAX_HOSTS = 16_384  # of all replicas; the exact figures of so many take some seconds
@@ -141,7 +139,7 @@ def _hosts(config: Config, hosts: int | None) -> tuple[list[list[Host]], list[Ho
 
 
 def _host(config: Config, name: str) -> Host:
-    return Host.parse(host_path(config.hosts.labels, {HOST_VARIABLE: name}))
+    return locate(name, config.hosts.labels, {})[0]
 
 
 def _host_rows(
@@ -212,6 +210,16 @@ def _figures(figures: CopyFigures, interval: float, retrieval: float, stored: tu
         "effective_ratio": figures.ratio,
         "effective_ratio_renewal": figures.renewal,
     }
+
+
+def parameters(config: Config) -> int:
+    """Return the number of parameters of the model, embedding and head included."""
+    from ft_hsdp.train.tokens import VOCABULARY  # numpy is not needed for --help
+
+    model = config.model
+    kv = model.dim // model.heads * model.key_value_heads
+    block = 2 * model.dim**2 + 2 * model.dim * kv + 3 * model.dim * model.hidden_dim + 2 * model.dim
+    return model.layers * block + 2 * VOCABULARY[config.data.tokenizer] * model.dim + model.dim
 
 
 def lines(document: Document) -> list[str]:

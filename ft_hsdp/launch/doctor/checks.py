@@ -47,6 +47,7 @@ CHECKS = (
     Check("disk", storage.disk),
     Check("checkpoint", storage.checkpoint),
     Check("memory", host.memory),
+    Check("copies", host.copies),
     Check("memfd", host.memfd),
     Check("shm", host.shm),
     Check("cpus", host.cpus),

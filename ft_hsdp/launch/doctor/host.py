@@ -17,8 +17,12 @@ import psutil
 
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import title
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.arguments import Assumptions
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
+from ft_hsdp.launch.plan import parameters, plan, size_of
 from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, locate
+from ft_hsdp.memory.reliability import SLOTS
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.state.shared_memory import SEALS
 from ft_hsdp.train.identity import host_name
@@ -137,13 +141,42 @@ def needed(config: Config, replicas: int) -> int:
     copies = COPIES if config.train.device == "cpu" else HOST_COPIES
     ranks = replicas * config.ranks_per_replica + config.spares
     spares = config.spares * SPARE_COPIES * weights(config) // config.ranks_per_replica
-    return BASE_BYTES + ranks * RANK_BYTES + replicas * (AGENT_BYTES + copies * weights(config)) + spares
+    agents = replicas * (config.hosts.per_replica or 1) + config.hosts.spare
+    states = replicas * copies * weights(config) + spares + foreign(config)
+    return BASE_BYTES + ranks * RANK_BYTES + agents * AGENT_BYTES + states
+
+
+def foreign(config: Config) -> int:
+    """Return how many bytes of host memory the copies take that hosts keep for each other."""
+    document = plan(config, Assumptions())
+    return int(SLOTS * document["copied_bytes_per_step"] * document["every"])
+
+
+def copies(subject: Subject) -> str:
+    """Check that the copies that the job wants can be kept, and say what is not known about its hosts."""
+    config = subject.config
+    try:
+        document = plan(config, Assumptions(), size=1.0 if config.entry is not None else None)
+    except ConfigError as error:
+        raise Bad(str(error)) from None
+    wanted, apart = document["copies"], document["apart"]
+    here, _ = locate(host_name(os.environ), config.hosts.labels, os.environ)
+    if apart != "host" and not here.rack and not any("/" in row["host"] for row in document["hosts"]):
+        raise Undecided(f"{wanted} copies on different {apart}s; no {apart} is known here, see domains")
+    if subject.spans and config.hosts.per_replica is None:
+        raise Undecided("on how many hosts a replica runs is not known here; see `launcher.py plan --hosts N`")
+    if not document["protected"]:
+        return f"a lost host may take the state with it: {document['why']}"
+    made = document["copied_bytes_per_step"] > 0
+    how = f"{size_of(foreign(config))} for other hosts" if made and config.entry is None else ""
+    how = how or ("hosts keep copies for each other" if made else "healthy replicas are the copies")
+    return f"{wanted} copies of each shard, each on another {apart}: {how}"
 
 
 def memory(subject: Subject) -> str:
     """Check that the job fits into the free memory of this machine and of this container."""
     config, replicas = subject.config, subject.replicas
-    need, free, whose = needed(config, replicas), psutil.virtual_memory().available, "this machine has"
+    free, whose = psutil.virtual_memory().available, "this machine has"
     limit = allowance().memory
     if limit is not None and limit < free:
         free, whose = limit, "this container's limit leaves"
@@ -152,6 +185,8 @@ def memory(subject: Subject) -> str:
             f"{title(config.entry)} makes the model, whose size is not known here; {whose} {gib(free)} free"
         )
     spares = f" and {config.spares} spares" if config.spares else ""
+    need, kept = needed(config, replicas), foreign(config)
+    spares += f", {size_of(kept)} of it copies for other hosts" if kept else ""
     text = (
         f"about {gib(need)} for {parameters(config) / 1e6:.1f} M parameters x {replicas}{spares}; "
         f"{whose} {gib(free)} free"
@@ -200,16 +235,6 @@ def shm(subject: Subject) -> str:
             f"{text}; NCCL needs about {gib(need)}: docker run --shm-size, or a Kubernetes emptyDir of Memory"
         )
     return text if need else f"{text}; this job does not need it"
-
-
-def parameters(config: Config) -> int:
-    """Return the number of parameters of the model, embedding and head included."""
-    from ft_hsdp.train.tokens import VOCABULARY  # numpy is not needed for --help
-
-    model = config.model
-    kv = model.dim // model.heads * model.key_value_heads
-    block = 2 * model.dim**2 + 2 * model.dim * kv + 3 * model.dim * model.hidden_dim + 2 * model.dim
-    return model.layers * block + 2 * VOCABULARY[config.data.tokenizer] * model.dim + model.dim
 
 
 def weights(config: Config) -> int:

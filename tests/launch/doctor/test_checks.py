@@ -233,6 +233,31 @@ def test_memory_of_ranks_spares_and_snapshots(monkeypatch: pytest.MonkeyPatch) -
         host_checks.memory(ALONE)
 
 
+ONE_REPLICA = {"replicas": 1, "ranks_per_replica": 2, "hosts": {"per_replica": 2}}
+
+
+def test_memory_of_the_copies_that_hosts_keep_for_each_other() -> None:
+    apart, alone = parse(ONE_REPLICA), parse({**ONE_REPLICA, "hosts": {}})
+    state = 3 * host_checks.weights(apart)
+    more = host_checks.needed(apart, 1) - host_checks.needed(alone, 1)
+    assert more == pytest.approx(2 * state + host_checks.AGENT_BYTES, rel=1e-6)
+    assert ", 63.1 MiB of it copies for other hosts; " in host_checks.memory(Subject(apart))
+
+
+def test_which_copies_a_job_will_have() -> None:
+    assert host_checks.copies(ALONE) == (
+        "2 copies of each shard, each on another host: healthy replicas are the copies"
+    )
+    found = host_checks.copies(Subject(parse(ONE_REPLICA)))
+    assert found == "2 copies of each shard, each on another host: 63.1 MiB for other hosts"
+    found = host_checks.copies(Subject(parse({**ONE_REPLICA, "entry": "train.py"})))
+    assert found == "2 copies of each shard, each on another host: hosts keep copies for each other"
+    found = host_checks.copies(Subject(parse({"replicas": 1})))
+    assert found == "a lost host may take the state with it: there is one host only: no copy can be apart"
+    with pytest.raises(Undecided, match=r"on how many hosts a replica runs is not known here; see"):
+        host_checks.copies(SPANNING)
+
+
 def test_memory_can_be_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_checks.memfd(ALONE) == "memory can be created, sealed and mapped"
 
