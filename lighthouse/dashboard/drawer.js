@@ -3,9 +3,9 @@ import { get } from "./api.js";
 import { html, useEffect, useRef, useState } from "./html.js";
 import { Row, shaped } from "./log_rows.js";
 import { onEvent } from "./model.js";
-import { STATES, Swatch } from "./states.js";
+import { hostsOf, RUNGS, STATES, Swatch } from "./states.js";
 import { nowOf, store, useStore } from "./store.js";
-import { clock, count, day, span } from "./time.js";
+import { clock, count, day, short, span } from "./time.js";
 import { told } from "./waterfall.js";
 
 const RECENT = 20;
@@ -75,6 +75,8 @@ function Open({ replica }) {
         <div><dt>since</dt><dd class="num">${replica.since === null ? "–" : `${day(replica.since)} ${clock(replica.since)}, ${span(nowOf(state) - replica.since)}`}</dd></div>
         <div><dt>step</dt><dd class="num">${count(replica.step)}</dd></div>
         <div><dt>incarnation</dt><dd class="num">${replica.incarnation || "–"} <span class="quiet">(${replica.incarnations} so far)</span></dd></div>
+        <div><dt>hosts</dt><dd>${hostsOf(replica) || "–"}</dd></div>
+        <div><dt>state from</dt><dd><${Restored} restored=${replica.restored} /></dd></div>
         <div><dt>step time, busy</dt><dd class="num">${span(replica.step_s)}, ${span(replica.busy_s)}</dd></div>
       </dl>
       ${live && html`<${Orders} replica=${replica} />`}
@@ -85,6 +87,14 @@ function Open({ replica }) {
       <ol class="recent">${rows.map((row) => html`<${Row} key=${row.seq} row=${row} />`)}</ol>
     </aside>
   `;
+}
+
+function Restored({ restored }) {
+  if (!restored) return "–";
+  const { rung, hosts, step, bytes, seconds, lost_steps: lost } = restored;
+  const named = rung !== "agent" && hosts.length ? ` (${hosts.slice(0, 3).join(", ")}${hosts.length > 3 ? ", …" : ""})` : "";
+  const cost = [bytes && `${short(bytes)}B`, seconds !== null && `in ${span(seconds)}`, lost !== null && `${count(lost)} ${lost === 1 ? "step" : "steps"} lost`];
+  return html`${RUNGS[rung]}${named}, <span class="num">step ${step === null ? "–" : count(step)}</span> <span class="num quiet">${cost.filter(Boolean).join(", ")}</span>`;
 }
 
 function Ranks({ ranks }) {

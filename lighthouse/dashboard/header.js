@@ -38,8 +38,14 @@ function Fact({ label, children, note, warn, about }) {
   return html`<div class=${`fact ${warn ? "warn" : ""}`} title=${about}><dt>${label}</dt><dd class="num">${children}${note && html` <small>${note}</small>`}</dd></div>`;
 }
 
+/** On how many hosts the newest state is, in the words of the replicas. */
+function Copies({ protection: { word, copies, apart, why } }) {
+  const about = `the newest state: each shard is on so many ${apart}s, healthy replicas included${why && `; ${why}`}`;
+  return html`<${Fact} label="copies" about=${about} warn=${word === "unprotected"} note=${word === "unprotected" ? "" : word}>${word === "unprotected" ? word : copies}<//>`;
+}
+
 export function Header() {
-  const { job, head, effective, replicas } = useStore((s) => s.overview);
+  const { job, head, effective, replicas, protection } = useStore((s) => s.overview);
   const share = job.steps ? Math.min(1, head.step / job.steps) : 0;
   const left = head.steps_per_s > 0 && !job.finished ? (job.steps - head.step) / head.steps_per_s : null;
   const { units, units_wanted: wanted } = head;
@@ -61,6 +67,7 @@ export function Header() {
         <${Fact} label="rate" note="steps/s">${short(head.steps_per_s)}<//>
         <${Fact} label="tokens" note="/s">${short(head.tokens_per_s)}<//>
         <${Fact} label="healthy" about="replicas that contribute to a step" note=${`of ${job.total}${spare ? `, ${spare} on standby` : ""}`} warn=${head.healthy < job.total && !job.finished}>${head.healthy}<//>
+        ${protection?.word && html`<${Copies} protection=${protection} />`}
         <${Fact} label="units" about="micro-batches of one rank in the newest step, of those in a step to which all replicas contribute" note=${wanted && `of ${count(wanted)}`} warn=${units < wanted && !job.finished}>${units === null ? "–" : count(units)}<//>
         <${Fact} label="effective time" about="share of the time that trained the model">${percent(effective.wall_clock)}<//>
         <${Fact} label="epoch" about="number of the present membership: a new one begins when a replica leaves or joins">${count(head.epoch)}<//>

@@ -2,7 +2,7 @@
 import { html, useEffect, useRef, useState } from "./html.js";
 import { AXIS, draw, geometry, under } from "./lanes_draw.js";
 import { zoom } from "./model.js";
-import { STATES, Swatch } from "./states.js";
+import { hostsOf, STATES, Swatch } from "./states.js";
 import { nowOf, store, useStore, windowOf } from "./store.js";
 import { clock, day, span } from "./time.js";
 import { told } from "./waterfall.js";
@@ -175,9 +175,11 @@ function Explained({ x, y, found, width }) {
 }
 
 function Segment({ replica, segment: [from, to, name], now }) {
+  const hosts = hostsOf(store.get().overview.replicas.find((r) => r.replica === replica));
   return html`
     <p class="tip-state"><${Swatch} state=${name} /> <b>Replica ${replica}</b> ${name}</p>
     <p class="quiet">${STATES[name]?.about ?? ""}</p>
+    ${hosts && html`<p class="quiet">on ${hosts}</p>`}
     <p class="num">${clock(from)} – ${to === null ? "now" : clock(to)}, ${span((to ?? now) - from)}</p>
   `;
 }

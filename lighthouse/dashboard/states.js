@@ -18,6 +18,22 @@ export const STATES = {
   final: { about: "holds the final state", pattern: "plain" },
 };
 
+// From where a replica took its state when it started.
+export const RUNGS = {
+  agent: "the memory of its own hosts",
+  copy: "copies on other hosts",
+  replica: "the memory of another replica",
+  checkpoint: "the newest checkpoint",
+  initial: "nowhere: its initial weights",
+};
+
+/** The hosts of a replica as text, with the number of ranks on each; "" if it has not said it. */
+export function hostsOf(replica) {
+  const hosts = replica?.hosts ?? [];
+  const told = hosts.slice(0, 4).map(({ host, ranks }) => `${host} (${ranks} ${ranks === 1 ? "rank" : "ranks"})`);
+  return told.join(", ") + (hosts.length > 4 ? `, … (${hosts.length} hosts)` : "");
+}
+
 // From what may be painted over to what has to be seen, where many share one pixel.
 export const BY_WEIGHT = [
   "training", "standby", "final", "down", "drained", "behind", "booting", "warming", "fetching", "retrying", "stalled", "dead",

@@ -150,6 +150,25 @@ State = Literal[
 ]
 
 
+class HostView(BaseModel):
+    """A host of a replica."""
+
+    host: str = Field(description=f"{PATHS}, as far as that is known")
+    ranks: int
+
+
+class RecoveryView(BaseModel):
+    """From where a replica took its state when it started; null: not known."""
+
+    t: float
+    rung: str = Field(description="agent, copy, replica, checkpoint or initial")
+    hosts: list[str]  # that gave shards
+    step: float | None
+    bytes: float | None
+    seconds: float | None
+    lost_steps: float | None
+
+
 class ReplicaView(BaseModel):
     """The present state of a replica."""
 
@@ -165,6 +184,8 @@ class ReplicaView(BaseModel):
     straggler: bool
     drained: bool
     pause: str
+    hosts: list[HostView]  # in rank order; empty: it has not said
+    restored: RecoveryView | None
     ranks: list[RankView]
 
 

@@ -179,7 +179,19 @@ def _epoch(epoch: EpochSpan) -> Json:
     }
 
 
-_OF_LANE = ("replica", "state", "since", "step", "incarnation", "incarnations", "reason", "straggler", "drained")
+_OF_LANE = (
+    "replica",
+    "state",
+    "since",
+    "step",
+    "incarnation",
+    "incarnations",
+    "reason",
+    "straggler",
+    "drained",
+    "hosts",
+    "restored",
+)
 
 
 def states(lanes: Collection[Lane]) -> list[Json]:

@@ -27,6 +27,8 @@ _CLAIMS = {
     "ReplicaResumed": "training",
     "Rejoined": "training",
 }
+RUNGS = frozenset({"agent", "copy", "replica", "checkpoint", "initial"})
+MAX_HOSTS = 64  # that a recovery names
 _ENDS = {"ProcessExited": "down", "ReplicaExited": "down", "ExitReported": "down"}
 _RANKS = frozenset({"FetchCompleted"})  # counts once each rank of the replica has sent it
 
@@ -46,6 +48,8 @@ class Lane:
         self.beyond = False  # the job was scaled down and does not want this replica
         self.straggler = False
         self.standby = False  # by its newest grant it stands by
+        self.hosts: list[dict[str, Any]] = []  # where its ranks run, by its newest grant that said it
+        self.restored: dict[str, Any] | None = None  # its newest recovery
         self.segments: list[Segment] = []
         self._ranks = ranks
         self._done: set[int] = set()  # ranks that have fetched
@@ -56,6 +60,8 @@ class Lane:
         """Take an event of this replica."""
         t, incarnation = row["t"], row.get("incarnation")
         reason = row.get("reason") or ""
+        if name == "StateRestored" and incarnation not in self._gone:
+            self.restored = _recovery(row)
         if name == "ReplicaStarted":
             self._started(t, incarnation, reason)
         elif incarnation in self._gone and name not in _ENDS:
@@ -199,6 +205,8 @@ class Lanes:
     def event(self, name: str, row: Mapping[str, Any]) -> None:
         """Take one event of the job."""
         replica = row.get("replica")
+        if name == "EpochGranted":
+            self._hosts(row.get("hosts"))
         if replica is None:
             return  # it is about the whole job
         lane = self.all[replica]
@@ -206,6 +214,12 @@ class Lanes:
             self._settle(lane)
         lane.event(name, row)
         self._others.add(replica)
+
+    def _hosts(self, told: object) -> None:
+        """Take the hosts of the replicas whose hosts are new or have changed."""
+        for replica, hosts in told.items() if isinstance(told, Mapping) else ():
+            lane = self.all[int(replica)]
+            lane.hosts = [{"host": str(path), "ranks": int(ranks)} for path, ranks in hosts]
 
     def commit(self, t: float, step: int, contributors: Collection[int]) -> None:
         """Take a canonical commit; its cost does not depend on the number of replicas that go on training."""
@@ -241,6 +255,17 @@ class Lanes:
     def _settle(self, lane: Lane) -> None:
         if lane.replica in self._contributors:
             lane.contributed(self._t, self.step)
+
+
+def _recovery(row: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the newest recovery as the page shows it; None: the row does not say from where the state came."""
+    if row.get("rung") not in RUNGS:
+        return None
+    hosts = row.get("from")
+    named = sorted({str(each) for each in hosts.values()}) if isinstance(hosts, Mapping) else []
+    numbers = {name: row.get(name) for name in ("step", "bytes", "seconds", "lost_steps")}
+    known = {name: value if isinstance(value, int | float) else None for name, value in numbers.items()}
+    return {"t": row["t"], "rung": row["rung"], "hosts": named[:MAX_HOSTS], **known}
 
 
 _WORSE = (

@@ -34,6 +34,16 @@ def test_it_tells_everything_about_a_replica(page, drawer):
     expect(page.locator(".lane-name").nth(3)).to_be_focused()
 
 
+def test_it_tells_where_a_replica_runs_and_from_where_it_came_back(page, drawer):
+    expect(drawer).to_contain_text("a/1/n3h0 (2 ranks)")
+    assert state(page, "s.overview.replicas[3].restored") is None
+    page.keyboard.press("Escape")
+    lost = next(r["replica"] for r in state(page, "s.overview.replicas") if r["restored"])
+    page.locator(".lane-name").nth(lost).click()
+    expect(drawer).to_contain_text(f"the memory of another replica (n{lost ^ 1}h0")
+    expect(drawer).to_contain_text("54 MB, in 210 ms, 1 step lost")
+
+
 def test_a_wrong_token_is_refused_and_forgotten(page, drawer, seen):
     dialog = order(page, drawer, "evict", "wrong")
     dialog.get_by_role("button", name="evict replica 3").click()

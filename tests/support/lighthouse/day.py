@@ -81,7 +81,12 @@ class _Day:
         roles = {str(r): "behind" if r == behind else "contribute" for r in self.members}
         base = [self.epoch - 1, self.step, self.prev]
         facts: dict[str, Any] = {"epoch": self.epoch, "step": self.step + 1, "members": list(self.members)}
-        yield self.event("EpochGranted", after, "lighthouse", why, term=TERM, base=base, roles=roles, **facts)
+        # Each replica says once where it runs: two ranks on each host, two replicas in each rack.
+        hosts = {str(r): [[f"a/{r // 2}/n{r}h{i}", 2] for i in range(self.ranks // 2)] for r in self.members}
+        placed = {"hosts": hosts} if self.epoch == 1 else {}
+        yield self.event(
+            "EpochGranted", after, "lighthouse", why, term=TERM, base=base, roles=roles, **facts, **placed
+        )
         for r in self.members:
             at = after + 0.01 + 0.02 * self.random.random()
             yield self.of("GrantAdopted", at, r, why, role=roles[str(r)], **facts)
@@ -99,6 +104,24 @@ class _Day:
         yield self.by_supervisor(
             "ReplicaStarted", after, replica, reason, pids=[4000 + replica, 5000 + replica], restarts=life
         )
+        if life:
+            kept = {str(rank): f"n{replica ^ 1}h{rank // 2}" for rank in range(self.ranks)}
+            yield self.of(
+                "StateRestored",
+                after + 20,
+                replica,
+                "state agents of other replicas kept a part of it",
+                step=self.step - 1,
+                origin="replica",
+                rung="replica",
+                number=life,
+                ranks=self.ranks,
+                bytes=54_000_000,
+                seconds=0.21,
+                lost_steps=1,
+                state=[self.epoch, self.step - 1, BASE],
+                **{"from": kept},
+            )
         yield self.of("ReplicaWarmed", after + 21, replica, "model, optimizer and connections are ready")
         yield self.of("CheckedIn", after + 21.4, replica, "warm", state="(0, 0, abababab)")
 
