@@ -166,7 +166,6 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--hosts", type=int, metavar="N", help="of each replica, if hosts.per_replica does not say it"
     )
-    plan.add_argument("--copies", type=int, metavar="N", help="wanted copies of each shard, replicas included")
     plan.add_argument("--parameters", type=float, metavar="N", help="of the model, if the configuration does not")
     for name, each in ASSUMED.items():
         text = f"{each.metadata['help']} (%(default)g)"

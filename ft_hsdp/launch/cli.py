@@ -195,7 +195,7 @@ def _plan(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.plan import ASSUMED, Assumptions, lines, plan
 
     assumptions = Assumptions(**{name: getattr(args, name) for name in ASSUMED})
-    document = plan(_config(args), assumptions, args.hosts, args.copies, args.parameters)
+    document = plan(_config(args), assumptions, args.hosts, args.parameters)
     if args.json:
         _print_json(document)
     else:

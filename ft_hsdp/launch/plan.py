@@ -15,14 +15,13 @@ from ft_hsdp.config import Config
 from ft_hsdp.config.entry import title
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.arguments import ASSUMED, Assumptions, option
-from ft_hsdp.memory.copies import default_copies
+from ft_hsdp.memory.copies import MemberHosts, default_copies, unmet
 from ft_hsdp.memory.estimates import wasted_time
-from ft_hsdp.memory.hosts import Host, Level, locate
+from ft_hsdp.memory.hosts import Host, locate
 from ft_hsdp.memory.reliability import MONTH_DAYS, SLOTS, CopyFigures, HostFailures, Reliability, reliability
 
 STATE_BYTES = 12  # of a parameter: fp32 weight and AdamW's two moments
 MAX_HOSTS = 16_384  # of all replicas; the exact figures of so many take some seconds
-MAX_COPIES = 8
 MOST_LOST = 8
 SHOWN = 8  # hosts and shards in the table; --json has all
 MIB, GIGABIT = 2**20, 1e9 / 8
@@ -34,7 +33,6 @@ def plan(
     config: Config,
     assumptions: Assumptions,
     hosts: int | None = None,
-    copies: int | None = None,
     size: float | None = None,
 ) -> Document:
     """Return the document of `plan --json`.
@@ -44,7 +42,6 @@ def plan(
         assumptions: what it does not say.
         hosts: of each replica, in place of `hosts.per_replica`. If there are more than ranks, each has one rank:
             an estimate of a larger job.
-        copies: of each shard; None: as many as a job makes that does not say it.
         size: parameters of the model, in place of what the configuration says.
 
     Returns:
@@ -53,18 +50,20 @@ def plan(
     Raises:
         ConfigError: an option or a key cannot be used.
     """
-    _check(config, assumptions, hosts, copies, size)
+    _check(config, assumptions, hosts, size)
     replicas, spares = _hosts(config, hosts)
     ranks = len(replicas[0])
     count = parameters(config) if size is None else size
     shard = -int(-STATE_BYTES * count // ranks)
-    memory = getattr(config, "memory", None)
-    level: Level = getattr(memory, "apart", "host")
-    every: int = getattr(memory, "every", 1)
+    level, every = config.memory.apart, config.memory.every
     everywhere = [host for replica in replicas for host in replica]
-    wanted = default_copies(everywhere, level) if copies is None else copies
-    budget: float | None = getattr(memory, "budget_gb", None)
+    asked = config.memory.copies
+    wanted = default_copies(everywhere, level) if asked is None else asked
+    budget = config.memory.budget_gb
     room = None if budget is None else int(budget * 1e9 // (SLOTS * shard))
+    if room == 0:
+        least = f"{SLOTS * shard / 1e9:.3g} or more: {SLOTS} of a shard of {size_of(shard)}; or null"
+        raise ConfigError("memory.budget_gb", budget, least)
     failures = HostFailures(
         per_day=assumptions.host_failures_per_month / MONTH_DAYS,
         replace_s=assumptions.replace_s,
@@ -78,8 +77,9 @@ def plan(
     retrieval = shard * ranks / len(set(replicas[0])) / network
     writing = shard * ranks / storage
     stored = max(failures.checkpoint_every * assumptions.step_s, writing), writing
-    if copies is not None and found.plan.unprotected:
-        raise ConfigError("--copies", copies, f"fewer, or more hosts (--hosts): {found.plan.reason}")
+    if asked is not None and found.plan.unprotected:
+        members = [MemberHosts(n, tuple(each), True) for n, each in enumerate(replicas)]
+        raise ConfigError("memory.copies", asked, unmet(members, asked, level, room))
     return {
         "job": config.job.name,
         "replicas": len(replicas),
@@ -103,9 +103,7 @@ def plan(
     }
 
 
-def _check(
-    config: Config, assumptions: Assumptions, hosts: int | None, copies: int | None, size: float | None
-) -> None:
+def _check(config: Config, assumptions: Assumptions, hosts: int | None, size: float | None) -> None:
     for name, value in asdict(assumptions).items():
         least = "0 or more" if name == "host_failures_per_month" else "more than 0"
         if not isfinite(value) or value < 0 or (value == 0 and least != "0 or more"):
@@ -113,8 +111,6 @@ def _check(
     most = MAX_HOSTS // config.replicas
     if hosts is not None and not 1 <= hosts <= most:
         raise ConfigError("--hosts", hosts, f"1 to {most}")
-    if copies is not None and not 1 <= copies <= MAX_COPIES:
-        raise ConfigError("--copies", copies, f"1 to {MAX_COPIES}")
     if size is not None and not 1 <= size <= 1e15:
         raise ConfigError("--parameters", size, "1 to 1e15")
     if size is None and config.entry is not None:

@@ -94,7 +94,7 @@ function Restored({ restored }) {
   const { rung, hosts, step, bytes, seconds, lost_steps: lost } = restored;
   const named = rung !== "agent" && hosts.length ? ` (${hosts.slice(0, 3).join(", ")}${hosts.length > 3 ? ", …" : ""})` : "";
   const cost = [bytes && `${short(bytes)}B`, seconds !== null && `in ${span(seconds)}`, lost !== null && `${count(lost)} ${lost === 1 ? "step" : "steps"} lost`];
-  return html`${RUNGS[rung]}${named}, <span class="num">step ${step === null ? "–" : count(step)}</span> <span class="num quiet">${cost.filter(Boolean).join(", ")}</span>`;
+  return html`${RUNGS[rung]}${named}, <span class="num">step ${step === null ? "–" : count(step)},</span> <span class="num quiet">${cost.filter(Boolean).join(", ")}</span>`;
 }
 
 function Ranks({ ranks }) {

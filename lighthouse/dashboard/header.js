@@ -45,7 +45,7 @@ function Copies({ protection: { word, copies, apart, why } }) {
 }
 
 export function Header() {
-  const { job, head, effective, replicas, protection } = useStore((s) => s.overview);
+  const { job, head, effective, replicas } = useStore((s) => s.overview);
   const share = job.steps ? Math.min(1, head.step / job.steps) : 0;
   const left = head.steps_per_s > 0 && !job.finished ? (job.steps - head.step) / head.steps_per_s : null;
   const { units, units_wanted: wanted } = head;
@@ -67,7 +67,7 @@ export function Header() {
         <${Fact} label="rate" note="steps/s">${short(head.steps_per_s)}<//>
         <${Fact} label="tokens" note="/s">${short(head.tokens_per_s)}<//>
         <${Fact} label="healthy" about="replicas that contribute to a step" note=${`of ${job.total}${spare ? `, ${spare} on standby` : ""}`} warn=${head.healthy < job.total && !job.finished}>${head.healthy}<//>
-        ${protection?.word && html`<${Copies} protection=${protection} />`}
+        ${job.protection.word && html`<${Copies} protection=${job.protection} />`}
         <${Fact} label="units" about="micro-batches of one rank in the newest step, of those in a step to which all replicas contribute" note=${wanted && `of ${count(wanted)}`} warn=${units < wanted && !job.finished}>${units === null ? "–" : count(units)}<//>
         <${Fact} label="effective time" about="share of the time that trained the model">${percent(effective.wall_clock)}<//>
         <${Fact} label="epoch" about="number of the present membership: a new one begins when a replica leaves or joins">${count(head.epoch)}<//>

@@ -38,6 +38,7 @@ def test_it_tells_where_a_replica_runs_and_from_where_it_came_back(page, drawer)
     expect(drawer).to_contain_text("a/1/n3h0 (2 ranks)")
     assert state(page, "s.overview.replicas[3].restored") is None
     page.keyboard.press("Escape")
+    expect(page.locator(".facts")).to_contain_text("copies2 protected")
     lost = next(r["replica"] for r in state(page, "s.overview.replicas") if r["restored"])
     page.locator(".lane-name").nth(lost).click()
     expect(drawer).to_contain_text(f"the memory of another replica (n{lost ^ 1}h0")

@@ -117,6 +117,14 @@ def test_a_spare_host_keeps_nothing_before_it_is_called() -> None:
     assert found.shards[3].copies == ["r0h0"]
 
 
+def test_a_budget_bounds_what_a_host_keeps_for_others() -> None:
+    config = {**ONE_REPLICA, "hosts": {"per_replica": 2}}
+    enough, little = (made({**config, "memory": {"budget_gb": gb}}, size=1e6) for gb in (0.012, 0.0119))
+    assert (enough.protected, enough.hosts[0].copies) == (True, [(0, 2), (0, 3)])
+    assert (little.protected, little.hosts[0].copies) == (False, [(0, 2)])
+    assert little.why.endswith("each host has room for 1 copies")
+
+
 def test_labels_say_in_which_rack_a_host_is() -> None:
     found = made({**ONE_REPLICA, "hosts": {"per_replica": 4, "labels": {"r0h[01]": "a/1", "*": "a/2"}}})
     assert [row.host for row in found.hosts] == ["a/1/r0h0", "a/1/r0h1", "a/2/r0h2", "a/2/r0h3"]
@@ -146,7 +154,7 @@ def test_the_text_fits_100_columns(config: dict[str, Any], options: dict[str, An
 
 
 def test_the_text_names_the_first_hosts_and_the_rest() -> None:
-    document = plan(parse({"replicas": 1}), Assumptions(), hosts=64, copies=4)
+    document = plan(parse({"replicas": 1, "memory": {"copies": 4}}), Assumptions(), hosts=64)
     text = lines(document)
     assert text[0] == "run: 1 replica of 64 ranks on 64 hosts"
     assert text[2:4] == ["copies: 4 of each shard, each on another host, of every step", "protected"]
@@ -183,8 +191,11 @@ def test_the_documented_transcript_is_what_the_command_prints(capsys: pytest.Cap
     [
         ("--hosts 3", "--hosts: got 3; allowed: a divisor of ranks_per_replica (4), or more than that"),
         ("--hosts 0", "--hosts: got 0; allowed: 1 to 16384"),
-        ("--copies 9", "--copies: got 9; allowed: 1 to 8"),
-        ("--copies 3 --hosts 2", "--copies: got 3; allowed: fewer, or more hosts (--hosts): 3 copies on"),
+        ("--memory.copies=3 --hosts 2", "memory.copies: got 3; allowed: at most 2 here (3 copies on different"),
+        (
+            "--memory.budget_gb=0.001",
+            "memory.budget_gb: got 0.001; allowed: 0.0165 or more: 2 of a shard of 7.9 MiB",
+        ),
         ("--parameters 0", "--parameters: got 0.0; allowed: 1 to 1e15"),
         ("--entry=train.py", "--parameters: got 'nothing'; allowed: a number of parameters: train.py makes"),
         ("--step-s 0", "--step-s: got 0.0; allowed: a number, more than 0"),

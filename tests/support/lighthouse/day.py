@@ -131,6 +131,7 @@ class _Day:
             yield from self.start(r, 2 + 0.05 * r, "first start")
         self.t += 26
         yield from self.grant(0, f"first epoch; replicas {self._ids(self.members)} contribute")
+        yield self.of("Protected", 1, 0, "healthy replicas are the copies", copies=2, apart="rack")
         due = self.t + self._until_next()
         while self.t < self.end:
             took = STEP_S * (1 + abs(self.random.gauss(0, 0.04)))
