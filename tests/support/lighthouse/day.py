@@ -106,6 +106,7 @@ class _Day:
         )
         if life:
             kept = {str(rank): f"n{replica ^ 1}h{rank // 2}" for rank in range(self.ranks)}
+            origin: dict[str, Any] = {"from": kept}
             yield self.of(
                 "StateRestored",
                 after + 20,
@@ -120,7 +121,7 @@ class _Day:
                 seconds=0.21,
                 lost_steps=1,
                 state=[self.epoch, self.step - 1, BASE],
-                **{"from": kept},
+                **origin,
             )
         yield self.of("ReplicaWarmed", after + 21, replica, "model, optimizer and connections are ready")
         yield self.of("CheckedIn", after + 21.4, replica, "warm", state="(0, 0, abababab)")
