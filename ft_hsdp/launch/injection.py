@@ -160,7 +160,8 @@ def _on_host(run: RunDir, injection: Injection) -> list[int]:
     if not ranks:
         raise ConfigError("--host", host, f"a host of replica {replica} on this machine with a rank that runs")
     emulated = None if host == rows[0].get("machine", host) else host
-    agents = [p.pid for p in psutil.process_iter() if _is_helper(p, run, MODULES["agent"], replica, emulated)]
+    whose = replica if emulated is None else None  # the agent of a spare host was started for no replica
+    agents = [p.pid for p in psutil.process_iter() if _is_helper(p, run, MODULES["agent"], whose, emulated)]
     return [*ranks, *agents]
 
 
@@ -243,7 +244,8 @@ def _is_helper(
             return False
         log = Path(os.readlink(f"/proc/{process.pid}/fd/2"))
         # Ranks have the fork server's command line; they log into a folder of their replica, or of the spares.
-        return log.parent == run.path.resolve() if replica is None else log.is_relative_to(run.path.resolve())
+        deep = replica is not None or host
+        return log.is_relative_to(run.path.resolve()) if deep else log.parent == run.path.resolve()
     except (psutil.Error, OSError):
         return False
 

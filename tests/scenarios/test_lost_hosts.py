@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ft_hsdp.fault_injection import hosts_down
@@ -55,6 +56,37 @@ def test_a_host_is_lost_and_comes_back_empty_and_the_others_train_meanwhile(tmp_
         job.until(lambda: len(job.events("ReplicaStarted", replica=0)) == 2, "the second life")
         check(job.end(), steps)
         assert [len(agents(job, host)) for host in ("r0h0", "r0h1", "r1h0", "r1h1")] == [1, 2, 1, 1]
+        assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("second", ["s0", "r0h0"])
+def test_another_host_is_lost_during_the_swap(tmp_path: Path, second: str) -> None:
+    """The spare host, or one that has what it fetches: the attempt ends as a whole, the next one has what is left.
+
+    The rank on the spare host stands still while it fetches its shard, so it is known when that happens.
+    """
+    stands = {"fetch": {"replicas": [0], "rank": 1, "life": 1, "step": 0, "signal": "STOP"}}
+    hosts = {"ranks_per_replica": 3, "hosts.per_replica": 3, "hosts.spare": 2, "memory.copies": 3}
+    with Job(tmp_path, 24, replicas=1, **hosts, **{"debug.failpoints": stands}) as job:
+        run = RunDir(job.run)
+        job.until(lambda: job.step() >= 6 and job.events("Protected"), "copies on all hosts")
+        inflict(run, parse_options(kind="host", replica=0, host="r0h1"))
+        job.until(lambda: len(job.events("ReplicaStarted")) == 2, "the second life")
+        pid = job.pid(0, 1)
+        assert pid is not None
+        job.until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the fetch on the spare host")
+        inflict(run, parse_options(kind="host", replica=0, host=second))
+        summary = job.end()
+        check(summary, 24)
+        assert [(e["before"], e["host"], e["ranks"]) for e in job.events("HostReplaced")] == [
+            ("r0h1", "s0", [1]),
+            (second, "s1", [0 if second == "r0h0" else 1]),
+        ]
+        (recovery,) = summary["recoveries"]
+        assert (recovery["number"], recovery["rung"]) == (2, "copy"), "nothing was loaded in the second life"
+        assert recovery["lost_steps"] <= 1
+        assert recovery["hosts"]["1"] == ("s0" if second == "r0h0" else "s1")
         assert job.replayed()["equal"]
 
 
