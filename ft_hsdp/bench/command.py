@@ -20,10 +20,12 @@ FTAR = ("bandwidth", "spin", "kill", "reconfigure", "link")
 FETCH = ("large", "small")
 RECOVERY = ("kill", "torchft", "rejoin", "return", "stop", "readers", "local")
 ADOPT = ("step", "kill")
+MEMORY = ("step", "none", "gaps", "lost", "union", "flips")
 UNITS = ("constant", "rate", "refill", "loss", "tokens", "kills")
-KILLS = {"recovery": 200, "units": 50, "adopt": 7}  # where the user does not say
+KILLS = {"recovery": 200, "units": 50, "adopt": 7, "memory": 20}  # where the user does not say
 OVERHEAD = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # rounds where the user does not say
 OVERHEAD_BY_DEFAULT = ("steady", "snapshot", "ray")
+FLIPS = 10_000  # bytes that `bench memory` flips
 QUORUM_MEMBERS = (3, 12, 64)
 LARGEST = 4 * GIB
 MOST_MEMBERS = 16  # of a ring
@@ -90,6 +92,16 @@ class AdoptOptions:
     rounds: int  # of what is interleaved
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """What `bench memory` measures."""
+
+    measures: tuple[str, ...]
+    kills: int  # lost hosts with copies in memory; fewer with checkpoints, and of two replicas at once
+    rounds: int  # of what is interleaved
+    flips: int = FLIPS  # bytes
+
+
 def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
     """Run one bench, as the words of the command line say; progress goes to ``stream``.
 
@@ -126,6 +138,10 @@ def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
         from ft_hsdp.bench import adopt
 
         return adopt.run(adopt_options(args), stream)
+    if name == "memory":
+        from ft_hsdp.bench.memory import bench as memory
+
+        return memory.run(memory_options(args), stream)
     if name == "overhead":
         from ft_hsdp.bench import overhead
 
@@ -177,6 +193,11 @@ def recovery_options(args: Namespace) -> RecoveryOptions:
 def units_options(args: Namespace) -> UnitsOptions:
     """Return what `bench units` is to do."""
     return UnitsOptions(measures_of(args.measure or "all", UNITS), kills_of(args, "units"), rounds_of(args, 4))
+
+
+def memory_options(args: Namespace) -> MemoryOptions:
+    """Return what `bench memory` is to do."""
+    return MemoryOptions(measures_of(args.measure or "all", MEMORY), kills_of(args, "memory"), rounds_of(args, 30))
 
 
 def adopt_options(args: Namespace) -> AdoptOptions:

@@ -51,6 +51,10 @@ ADOPTED_STEP = 1.05
 
 UNIT_TIMES, REFILL_STEPS, TOKEN_MEAN = 1.03, 0.15, 1e-6
 
+COPIES = {"waiting": 1.02, "computing": 1.10}
+EXPOSED, OF_PLAN, IDLE_SHARE, PLANNED, APART = 0.01, 1.05, 0.95, 1.02, 0.001
+LOST_MS, LOST_TIMES, LOST_STEPS = 1500.0, 3.7, 1
+
 STRANGERS_TIMES, STRANGERS_BROKEN, STRANGERS_MIB = 1.10, 0, 32.0
 TLS_RING, TLS_FETCH = 0.35, 0.5  # of the plain one's speed
 
@@ -238,6 +242,41 @@ def adopt(result: Row) -> Verdicts:
         yield most(f"{row['trainer']}: units twice or skipped, other states", row, 0, wrong)
 
 
+def memory(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench memory`."""
+    for row in result["step"]:
+        text = f"copies, {row['step']}: a step, times"
+        yield most(text, row, COPIES[row["step"]], row["times"]["with"]["ratio"])
+        if row["step"] == "waiting":
+            yield most("votes wait for copies, part of a step", row, EXPOSED, row["exposed"])
+        yield most(f"memory of a host, {row['step']}, times the plan", row, OF_PLAN, row["of_plan"])
+    for row in result["none"]:
+        for what in ("bytes", "threads", "orders"):
+            yield most(f"no copies needed: {what}", {**row, "bytes": None}, 0, row[what])
+    for row in result["gaps"]:
+        yield from _gaps(row)
+    for row in result["lost"]:
+        found = row["places"]["memory"]
+        yield most("host killed to new step - 1 step, p50 ms", row, LOST_MS, found["beyond"]["p50_ms"])
+        yield least("from memory, times as fast as checkpoints", row, LOST_TIMES, row["times_as_fast"])
+        yield most("steps lost with a host", row, LOST_STEPS, found["lost_steps"]["max"])
+    for row in result["union"]:
+        yield most("two hosts at once: steps lost", row, LOST_STEPS, row["lost_steps"])
+        outside = sum(count for rung, count in row["rungs"].items() if rung in ("checkpoint", "initial"))
+        yield most("two hosts at once: not from memory", row, 0, outside)
+    for row in result["flips"]:
+        yield most("flipped bytes that were not found", {**row, "bytes": None}, 0, row["missed"])
+
+
+def _gaps(row: Row) -> Verdicts:
+    times = row["times"]
+    yield most("planned on a link: a step, times", row, PLANNED, times["planned"]["ratio"])
+    for slower, faster in (("blocking", "greedy"), ("greedy", "planned")):
+        yield least(f"{slower} - {faster}, apart by", row, APART, times[slower]["low"] - times[faster]["high"])
+    if "planned" in row["idle_share"]:
+        yield least("planned: bytes in idle spans", row, IDLE_SHARE, row["idle_share"]["planned"])
+
+
 def strangers(result: Row) -> Verdicts:
     """Yield the verdicts on a result of `bench strangers`."""
     for row in result["strangers"]:
@@ -267,6 +306,7 @@ JUDGES: Mapping[str, Callable[[Row], Verdicts]] = {
     "overhead": overhead,
     "units": units,
     "adopt": adopt,
+    "memory": memory,
     "strangers": strangers,
     "tls": tls,
 }

@@ -26,7 +26,14 @@ from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench.contenders.base import version
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.hsdp.measure import measure as link
-from ft_hsdp.bench.hsdp.processes import PRODUCT, HsdpSetup, Loopback, start, start_lighthouse
+from ft_hsdp.bench.hsdp.processes import (
+    PRODUCT,
+    HsdpSetup,
+    Loopback,
+    TrainingProcesses,
+    start,
+    start_lighthouse,
+)
 from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, ResultRow, interleave, ratio_interval, spread
@@ -34,6 +41,7 @@ from ft_hsdp.bench.scope import Process, Scope, scratch, spawn
 from ft_hsdp.bench.workers.link import greet
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import free_port, last_line, tied
+from ft_hsdp.launch.run.directory import RunDir
 
 TRANSPORTS = ("tcp", "shm")
 SETUP = HsdpSetup(
@@ -70,7 +78,10 @@ class Trained:
 
 
 def in_turns(
-    contenders: Mapping[str, Trained], rounds: int, python: str = sys.executable
+    contenders: Mapping[str, Trained],
+    rounds: int,
+    python: str = sys.executable,
+    look: Callable[[str, RunDir, TrainingProcesses], None] = lambda *_: None,
 ) -> dict[str, list[float]]:
     """Train all contenders on this machine, all alive, one block of one of them at a time (ABAB).
 
@@ -78,6 +89,7 @@ def in_turns(
         contenders: by name.
         rounds: how many blocks of each count.
         python: the interpreter of all processes.
+        look: called for each contender of ft_hsdp after its last block, with its name, its run and its processes.
 
     Returns:
         Seconds of a step, of each of so many blocks, by contender.
@@ -86,17 +98,23 @@ def in_turns(
         Retryable: A process fails.
     """
     with scratch() as (stack, folder):
-        place = Loopback(max(each.setup.replicas for each in contenders.values()), python)
+        hosts = max(each.setup.replicas * each.setup.hosts for each in contenders.values())
+        place = Loopback(hosts, python)
         samples: dict[str, Callable[[], float]] = {}
+        seen: list[tuple[str, RunDir, TrainingProcesses]] = []
         for number, (name, each) in enumerate(contenders.items()):
             own = folder / str(number)
             own.mkdir()
-            if each.kind == PRODUCT:
-                start_lighthouse(place, each.setup, own, stack)
+            run = start_lighthouse(place, each.setup, own, stack) if each.kind == PRODUCT else None
             processes = start(name, each.kind, number, place, each.setup, own, stack)
+            if run is not None:
+                seen.append((name, run, processes))
             greet(processes.links)  # one after the other: two dozen imports at once take too long
             samples[name] = partial(processes.train, each.setup.steps)
-        return interleave(samples, rounds)
+        took = interleave(samples, rounds)
+        for one in seen:
+            look(*one)
+        return took
 
 
 def _compared(took: Mapping[str, list[float]], anchor: str) -> dict[str, dict[str, float]]:

@@ -330,6 +330,47 @@ def _adopt(result: Row, console: Console) -> None:
         _table(console, "SIGKILL to the others' next commit, less one step, ms", heads, rows)
 
 
+def _memory(result: Row, console: Console) -> None:
+    for row in result["step"]:
+        _steps(
+            f"A step of {_shape(row)} on {row['hosts']} hosts, {row['step']}, with copies",
+            row["modes"],
+            row,
+            console,
+        )
+        console.print(
+            f"votes wait {100 * row['exposed']:.2f} % of a step for {row['copied_bytes'] / 1e6:.1f} MB of copies"
+            f"\nand a host keeps {row['host_bytes'] / 1e6:.1f} MB"
+        )
+    for row in result["none"]:
+        console.print(
+            f"{_shape(row)}, no copies needed, {row['steps']} steps:\n{row['bytes']} bytes, "
+            f"{row['threads']} threads and {row['orders']} orders for copies"
+        )
+    for row in result["gaps"]:
+        title = f"A step of {_shape(row)} on {row['hosts']} hosts, links of {row['rate']}, by their copies"
+        _steps(title, row["modes"], row, console, "blocks")
+        shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["idle_share"].items())
+        console.print(f"of the copies' bytes, left in idle spans: {shares or 'not known'}")
+    for row in result["lost"]:
+        rows = []
+        for name, found in row["places"].items():
+            again = f"{found['lost_steps']['p50']:g} / {found['lost_steps']['max']}"
+            steps = (f"{found['step_ms']:.4g}", *_figures(found["new"], LIMITS, 4))
+            rows.append((name, str(found["kills"]), *steps, again))
+        heads = ("state from", "hosts", "step", "p50", "min", "max", "steps again, p50 / max")
+        _table(console, "A host is killed, to the next new step, ms", heads, rows)
+    for row in result["union"]:
+        rungs = ", ".join(f"{count} from {rung}" for rung, count in row["rungs"].items())
+        console.print(
+            f"two replicas lose a host each at once, {row['losses']} times:\n{row['new']['p50_ms']:.4g} ms to a "
+            f"new step, {row['lost_steps']} steps lost at most; restored: {rungs}"
+        )
+    for row in result["flips"]:
+        found = ", ".join(f"{row['found'][kind]} of {asked} {kind}" for kind, asked in row["asked"].items())
+        console.print(f"flipped bytes that were found, and the next source used: {found}")
+
+
 def _strangers(result: Row, console: Console) -> None:
     names = {"sink": "an idle sink", "job": "the job"}
     for row in result["strangers"]:
@@ -370,6 +411,7 @@ _FIGURES: Mapping[str, Callable[[Any, Console], None]] = {
     "overhead": _overhead,
     "units": _units,
     "adopt": _adopt,
+    "memory": _memory,
     "strangers": _strangers,
     "tls": _tls,
 }

@@ -14,7 +14,7 @@ MEASURES = (
     "of ftar: bandwidth (default), spin, kill, reconfigure, link; of fetch: large, small; "
     "of recovery: kill, torchft, rejoin, return, stop, readers, local; "
     "of overhead: steady, snapshot, ray, link; of units: constant, rate, refill, loss, tokens, kills; "
-    "of adopt: step, kill; or all"
+    "of adopt: step, kill; of memory: step, none, gaps, lost, union, flips; or all"
 )
 BENCH_TIME = (
     "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); "
@@ -142,7 +142,19 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("--delay-s", type=float, default=0.2, metavar="S", help="with slow_disk: of each write")
     chaos.add_argument("--reject", action="store_true", help="with partition: refuse connections")
     bench = with_json(add("bench", "the figures, beside their anchors"))
-    kinds = ["ftar", "quorum", "fetch", "recovery", "overhead", "units", "adopt", "strangers", "tls", "driver"]
+    kinds = [
+        "ftar",
+        "quorum",
+        "fetch",
+        "recovery",
+        "overhead",
+        "units",
+        "adopt",
+        "memory",
+        "strangers",
+        "tls",
+        "driver",
+    ]
     bench.add_argument("what", nargs="+", choices=kinds)
     bench.add_argument("--measure", metavar="WHAT", help=MEASURES)
     bench.add_argument("--sizes", metavar="LIST", help="of messages or states, e.g. 64KiB,1MiB")
@@ -153,9 +165,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="of what is interleaved: 20; recovery 5; quorum 300; overhead 70 (steady), 30 (snapshot), 6 (ray); "
-        "units 4; adopt 20; strangers 6; tls 9; driver 1000000 (steps)",
+        "units 4; adopt 20; memory 30; strangers 6; tls 9; driver 1000000 (steps)",
     )
-    kills = "how many: recovery 200; units 50 of each kind; adopt 7 of each trainer"
+    kills = "how many: recovery 200; units 50 of each kind; adopt 7 of each trainer; memory 20"
     bench.add_argument("--kills", type=int, metavar="N", help=kills)
     bench.epilog = BENCH_TIME
     doctor = with_json(with_config(add("doctor", "preflight: what would stop the job, and what to do")))

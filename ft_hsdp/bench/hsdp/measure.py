@@ -90,7 +90,7 @@ def measure(setup: HsdpSetup, log: ProgressLog) -> list[ResultRow]:
         log.note(f"link is left out: {why}")
         return []
     blocks: dict[str, list[StepBlock]] = {name: [] for name in KINDS}
-    with _sigterm_unwinds(), scratch() as (stack, folder):
+    with sigterm_unwinds(), scratch() as (stack, folder):
         network = stack.enter_context(Network(setup.replicas, setup.rate, setup.congestion))
         run = start_lighthouse(network, setup, folder, stack)
         all_of_them = [start(name, name, n, network, setup, folder, stack) for n, name in enumerate(KINDS)]
@@ -105,7 +105,7 @@ def measure(setup: HsdpSetup, log: ProgressLog) -> list[ResultRow]:
 
 
 @contextmanager
-def _sigterm_unwinds() -> Iterator[None]:
+def sigterm_unwinds() -> Iterator[None]:
     """Have SIGTERM unwind as Ctrl-C does: a namespace would outlive us."""
 
     def stop(number: int, frame: object) -> None:

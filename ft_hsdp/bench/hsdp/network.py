@@ -18,6 +18,7 @@ from ft_hsdp.errors import Retryable
 COMMANDS = ("ip", "tc")
 INTERFACE = "link0"  # of a replica
 BRIDGE = "switch"
+SUBNET = "10.77.0.0/24"
 PORT = 29500
 BURST = "128kb"  # what leaves at once: two of the kernel's largest packets
 QUEUE = "10ms"  # longest time in the queue: 1.25 MB at 1 Gbit, as in a switch

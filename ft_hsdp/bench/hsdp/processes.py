@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ class HsdpSetup:
     steps: int = 1  # of a block
     replicas: int = 3
     ranks: int = 2
+    hosts: int = 1  # of each replica; its ranks are spread over them
+    copying: str = ""  # how copies of states travel, where they do: one of `bench.memory.gaps.MODES`
     rate: str = "1gbit"  # of each replica's link, as tc says it
     bits_per_s: float = 1e9  # the same
     congestion: str = ""  # control of all TCP in the namespaces, "" for the machine's default
@@ -55,8 +58,12 @@ class RankSpec:
     ranks: int
     replica: int
     rank: int
-    host: str  # its replica's address
+    host: str  # its host's address
+    leader: str  # the address of its replica's first host
     first: str  # the address of replica 0
+    name: str  # of its host, if there are several of a replica, else ""
+    first_here: bool  # of its host
+    copying: str
     interface: str  # the way to the other replicas
     port: int  # of a store
     config: str  # its own YAML file
@@ -92,7 +99,7 @@ class Loopback:
 
     def __init__(self, replicas: int, python: str = sys.executable) -> None:
         """Prepare a place for ``replicas``, whose processes are run by the interpreter ``python``."""
-        self.replicas: tuple[str, ...] = ("",) * replicas  # where each replica is
+        self.replicas: tuple[str, ...] = ("",) * replicas  # where each replica, or host of one, is
         self._python = python
         self._ports: dict[tuple[int, int], int] = {}
 
@@ -120,6 +127,7 @@ class TrainingProcesses:
     def __init__(self, name: str, links: Sequence[WorkerLink]) -> None:
         self.name = name
         self.links = list(links)  # replica by replica
+        self.said: Sequence[Mapping[str, Any]] = ()  # the ranks' answers after the newest block
 
     def train(self, steps: int) -> float:
         """Train so many steps.
@@ -128,7 +136,7 @@ class TrainingProcesses:
             Seconds of a step: from a common start until the slowest rank could begin the next, over ``steps``.
         """
         start = time.monotonic() + LEAD_S
-        answers = ask(self.links, {"steps": steps, "at": start})
+        answers = self.said = ask(self.links, {"steps": steps, "at": start})
         return (max(answer["t"] for answer in answers) - start) / steps
 
     def cpu_s(self) -> float:
@@ -153,33 +161,39 @@ def start(
     """
     run = RunDir(folder / "runs" / "link")
     links = []
-    for replica in range(setup.replicas):
-        host = place.host(replica)
-        file = folder / f"{replica}.yaml"
-        file.write_text(dump(job_config(setup, host, run.path.parent)))
-        if kind == PRODUCT:
-            _start_agent(replica, host, run, place, stack)
-        for rank in range(setup.ranks):
-            spec = RankSpec(
-                kind,
-                setup.replicas,
-                setup.ranks,
-                replica,
-                rank,
-                host,
-                place.host(0),
-                place.interface,
-                place.port(number, 0 if kind == "hsdp" else replica),
-                str(file),
-                str(run.path),
-                setup.waiting,
-                setup.hugging_face,
-                setup.wait_s,
-            )
-            log = folder / f"{name.replace(' ', '-')}-{replica}-{rank}.log"
-            within = partial(place.inside, place.replicas[replica])
-            worker = f"{name} replica {replica} rank {rank}"
-            links.append(spawn_worker(stack, worker, WORKER, [json.dumps(asdict(spec))], log, within=within))
+    for replica, rank in product(range(setup.replicas), range(setup.ranks)):
+        first, each = replica * setup.hosts, setup.ranks // setup.hosts
+        at = first + rank // each
+        host, several = place.host(at), f"r{replica}h{at - first}" if setup.hosts > 1 else ""
+        file = folder / f"{at}.yaml"
+        if rank % each == 0:
+            file.write_text(dump(job_config(setup, host, run.path.parent)))
+            if kind == PRODUCT:
+                _start_agent(replica, host, several, run, place.replicas[at], place, stack)
+        spec = RankSpec(
+            kind,
+            setup.replicas,
+            setup.ranks,
+            replica,
+            rank,
+            host,
+            place.host(first),
+            place.host(0),
+            several,
+            rank % each == 0,
+            setup.copying,
+            place.interface,
+            place.port(number, 0 if kind == "hsdp" else replica),
+            str(file),
+            str(run.path),
+            setup.waiting,
+            setup.hugging_face,
+            setup.wait_s,
+        )
+        log = folder / f"{name.replace(' ', '-')}-{replica}-{rank}.log"
+        within = partial(place.inside, place.replicas[at])
+        worker = f"{name} replica {replica} rank {rank}"
+        links.append(spawn_worker(stack, worker, WORKER, [json.dumps(asdict(spec))], log, within=within))
     return TrainingProcesses(name, links)
 
 
@@ -193,9 +207,11 @@ def start_lighthouse(place: Loopback, setup: HsdpSetup, folder: Path, stack: Exi
     return run
 
 
-def _start_agent(replica: int, host: str, run: RunDir, place: Loopback, stack: ExitStack) -> None:
-    """Start the state agent of a replica, which waits for its ranks."""
-    command = tied("ft_hsdp.state.agent.server", "--replica", str(replica), "--host", host)
-    log = run.path.parent / f"agent-{replica}.log"
+def _start_agent(
+    replica: int, host: str, name: str, run: RunDir, where: str, place: Loopback, stack: ExitStack
+) -> None:
+    """Start the state agent of a replica on the host of this name, which waits for its ranks."""
+    command = tied("ft_hsdp.state.agent.server", "--replica", str(replica), "--host", host, "--name", name)
+    log = run.path.parent / f"agent-{replica}{name}.log"
     token = run.token.read_text().strip()
-    spawn(stack, place.inside(place.replicas[replica], *command), log, {TOKEN_VARIABLE: token})
+    spawn(stack, place.inside(where, *command), log, {TOKEN_VARIABLE: token})

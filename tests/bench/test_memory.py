@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import io
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from ft_hsdp.bench import goals
+from ft_hsdp.bench.command import MEMORY, memory_options
+from ft_hsdp.bench.hsdp import network
+from ft_hsdp.bench.memory.flips import flips
+from ft_hsdp.bench.memory.gaps import MODES, SETUP, gaps, idle, report
+from ft_hsdp.bench.memory.lost import loss
+from ft_hsdp.bench.results import ProgressLog, spread
+from ft_hsdp.errors import ConfigError
+from tests.support.bench.tables import shown
+
+
+def test_all_measures_unless_one_is_named() -> None:
+    words = Namespace(measure=None, rounds=None, kills=None)
+    assert memory_options(words).measures == MEMORY
+    words = Namespace(measure="gaps", rounds=2, kills=3)
+    options = memory_options(words)
+    assert (options.measures, options.rounds, options.kills) == (("gaps",), 2, 3)
+    with pytest.raises(ConfigError, match="step, none, gaps"):
+        memory_options(Namespace(measure="all of it", rounds=None, kills=None))
+
+
+def took(**times: float) -> dict[str, list[float]]:
+    return {name: [times[name] + 0.0001 * n for n in range(5)] for name in MODES}
+
+
+def test_how_copies_travel_beside_the_goals() -> None:
+    seconds = took(none=0.5, blocking=0.55, greedy=0.52, reactive=0.505, planned=0.501)
+    sent = {name: [6e6, 12e6, 7e6] for name in MODES}
+    row = report(SETUP, 5, seconds, sent, {"none": None, "planned": 0.99, "reactive": 0.97})
+    assert row["idle_share"] == {"planned": 0.99, "reactive": 0.97}
+    assert row["link_bytes_per_step"]["greedy"] == 7_000_000
+    empty: dict[str, Any] = {name: [] for name in MEMORY}
+    result = {**empty, "gaps": [row]}
+    assert {v.text: v.met for v in goals.memory(result)} == {
+        "planned on a link: a step, times": True,
+        "blocking - greedy, apart by": True,
+        "greedy - planned, apart by": True,
+        "planned: bytes in idle spans": True,
+    }
+    assert "left in idle spans: planned 99.0 %, reactive 97.0 %" in shown("memory", result)
+    alike = took(none=0.5, blocking=0.5, greedy=0.5, reactive=0.5, planned=0.52)
+    row = report(SETUP, 5, alike, sent, {"planned": 0.9})
+    assert not any(v.met for v in goals.memory({**empty, "gaps": [row]}))
+
+
+def test_the_share_of_idle_spans_is_of_the_blocks_alone() -> None:
+    before = [{"sent": 100, "idle": 0}, {"sent": 100, "idle": 50}]
+    after = [{"sent": 300, "idle": 150}, {"sent": 200, "idle": 150}]
+    assert idle(before, after) == 0.833
+    assert idle(before, before) is None
+
+
+def test_without_root_the_links_are_left_out_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "RIGHTS", {"CAP_THAT_NOBODY_HAS": 63})
+    stream = io.StringIO()
+    assert gaps(1, ProgressLog(stream)) == []
+    assert "needs root" in stream.getvalue()
+
+
+def commit(t: float, step: int, incarnation: str = "0-a-0") -> dict[str, Any]:
+    return {"t": t, "step": step, "incarnation": incarnation}
+
+
+def test_a_new_step_is_one_that_was_not_committed_before() -> None:
+    before = [commit(t, t) for t in range(1, 11)]
+    assert loss(before, 10.5) is None
+    again = [commit(12.0, 10, "0-a-1"), commit(12.5, 11, "0-a-1")]
+    found = loss(before + again, 10.5)
+    assert found is not None
+    assert (found.step, found.new_s, found.lost_steps) == (10, 2.0, 1)
+    under_way = [*before, commit(10.6, 11)]
+    assert loss(under_way + again, 10.5) is None, "that commit was under way when the host was lost"
+    found = loss([*under_way, commit(13.0, 12, "0-a-1")], 10.5)
+    assert found is not None
+    assert (found.new_s, found.lost_steps) == (2.5, 0)
+
+
+def test_flipped_bytes_are_found_and_the_next_source_is_used() -> None:
+    (row,) = flips(20, ProgressLog(io.StringIO()))
+    assert row["found"] == row["asked"] == {"at rest": 10, "on the way": 10}
+    assert row["missed"] == 0
+
+
+def test_goals_and_tables() -> None:
+    figures, ratio = spread([0.5, 0.6]), {"ratio": 1.01, "low": 1.0, "high": 1.03}
+    places = {
+        name: {
+            "kills": 2,
+            "step_ms": 100.0,
+            "new": spread([seconds]),
+            "beyond": spread([seconds - 0.1]),
+            "lost_steps": {"p50": 0, "max": lost},
+        }
+        for name, seconds, lost in (("memory", 1.0, 1), ("checkpoint", 5.0, 40))
+    }
+    shape: dict[str, Any] = {"replicas": 1, "ranks": 2, "hosts": 2}
+    steps = [
+        {
+            **shape,
+            "step": kind,
+            "modes": {"without": figures, "with": figures},
+            "times": {"with": ratio},
+            "exposed": 0.002,
+            "copied_bytes": 9e6,
+            "host_bytes": 36e6,
+            "of_plan": 1.0,
+        }
+        for kind in ("waiting", "computing")
+    ]
+    result: dict[str, Any] = {
+        "step": steps,
+        "none": [{**shape, "steps": 10, "bytes": 0, "threads": 0, "orders": 1}],
+        "gaps": [],
+        "lost": [{**shape, "places": places, "times_as_fast": 5.0}],
+        "union": [{**shape, "losses": 2, "new": figures, "lost_steps": 1, "rungs": {"replica": 4}}],
+        "flips": [
+            {"bytes": 100, "flips": 2, "asked": {"at rest": 2}, "found": {"at rest": 1}, "missed": 1},
+        ],
+    }
+    missed = {verdict.text for verdict in goals.memory(result) if not verdict.met}
+    assert missed == {"no copies needed: orders", "flipped bytes that were not found"}
+    assert len(list(goals.memory(result))) == 14
+    text = shown("memory", result)
+    assert "restored: 4 from replica" in text
+    assert "1 of 2 at rest" in text
