@@ -187,6 +187,7 @@ class Settled:
     everywhere: bool
     waited_s: float = 0.0  # by the vote that waited longest for copies
     copied: int = 0  # bytes of copies of this state that the replica's hosts made
+    step_s: float = 0.0  # since the replica's votes before; 0: it has not voted before
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,13 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "CheckpointPassedOver": lambda e: f"the checkpoint {e['checkpoint']} is passed over",
     "SnapshotSkipped": lambda e: f"{_who(e)} keeps no copy of its state of step {e.get('step', '?')}",
     "CopyMissing": lambda e: f"{_who(e)} votes without copies of other hosts' shards of step {e.get('step', '?')}",
+    "CopiesPaced": lambda e: (
+        f"copies of {_who(e)} leave in the idle spans that were measured"
+        if e.get("planned")
+        else f"copies of {_who(e)} leave whenever nothing else is sent"
+    ),
+    "CopiesSlowed": lambda e: f"copies are made of each {e.get('every', '?')}. state: they hold up the steps",
+    "CopiesResumed": lambda e: f"copies are made of each {e.get('every', '?')}. state again",
     "Protected": lambda e: (
         f"the state is protected: each shard is on {e.get('copies', '?')} {e.get('apart', 'host')}s"
     ),

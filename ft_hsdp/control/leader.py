@@ -118,6 +118,7 @@ class Leader:
         self._lease_end_noted = False  # LeaseEnded
         self._wait_noted = False  # LighthouseAwaited
         self._tally: VoteTally | None = None  # votes on the attempt that is being reduced
+        self._voted = 0.0  # when the newest votes were complete, on the monotonic clock; 0: never
         self._settled: tuple[AttemptId, Settled] | None = None  # what the newest votes say of copies of the base
         self._waiting_vote: events.Reduced | None = None  # held back until a fetch is done
         self._fetch_waited_for: StateId | None = None  # its base; a fetch is waited for once
@@ -261,7 +262,9 @@ class Leader:
         )
         fence, digest = self._tally.fence, self._tally.state_digest
         waited_s, copied = max(v.waited_s for v in self._tally.votes), sum(v.copied for v in self._tally.votes)
-        self._settled = fence, Settled(self.replica.state, self._tally.kept, waited_s, copied)
+        voted, self._voted = self._voted, time.monotonic()
+        step_s = self._voted - voted if voted else 0.0
+        self._settled = fence, Settled(self.replica.state, self._tally.kept, waited_s, copied, step_s)
         self._tally = None
         if record is None:
             why = f"the ranks of this replica saw different contributors, or weights of the same units, at {fence}"

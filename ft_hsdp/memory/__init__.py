@@ -13,12 +13,13 @@ Read the modules in this order:
 - `copies`: which copies a membership lacks, and who makes them. Healthy replicas count as copies.
 - `recovery`: the newest state that can be put together from all agents (GEMINI §6, DeadPool §VI-D).
 - `replacement`: what is done about a failure, and which spare host takes the place of a lost one (DeadPool §V-C).
-- `schedule`: which bytes of a copy go into which idle span of the network (GEMINI §5, Algorithm 2).
+- `schedule`: which bytes of a copy go into which idle span of the network (GEMINI §5, Algorithm 2), and of which
+  states copies are made.
 - `estimates`: wasted time, effective training time and expected losses by the papers' models.
 - `reliability`: all of that for the hosts of one job.
 
-`hosts`, `recovery` and `replacement` act in each job, and `launcher.py plan` calls `reliability`. No process calls
-`copies` and `schedule` yet; the model checker does call `copies` (ADR 34).
+`hosts`, `copies`, `schedule`, `recovery` and `replacement` act in each job, and `launcher.py plan` calls
+`reliability`. The model checker calls `copies` (ADR 34).
 
 This package imports `ft_hsdp.core` and the standard library, and of that no clock, no randomness and no I/O. All
 ranks that see the same grant decide the same.

@@ -12,13 +12,18 @@ Times are seconds, sizes bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf
 from statistics import fmean, pstdev
 from typing import NamedTuple
 
 STEADY = 0.1  # largest deviation of the spans, relative to their mean, for a plan in advance (GEMINI §5.4)
 _ROUNDING = 1e-6  # bytes
+HELD_UP = 0.02  # part of all steps that may be lost to copies, and
+GRACE_S = 0.1  # a wait for the copies of a state that is never too long: it may be the machine's
+LATE = 3  # copies in a row that hold up the steps, before fewer are made
+FITTED = 100  # steps in a row that would not be held up, before more are made again
+SLOWEST = 1024  # times the configured interval, at most
 
 
 class Piece(NamedTuple):
@@ -92,6 +97,49 @@ def every(size: int, copies: int, pieces: Iterable[Piece]) -> int | None:
     if not due:
         return 1
     return ceil(due / fits) if fits else None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyInterval:
+    """Of which states copies are made: each so-manieth. It grows while copies hold up steps, and shrinks again.
+
+    It is the configured interval times a power of two, so the states of a longer one are among those of a shorter
+    one. All ranks see the same waits, so they come to the same interval.
+    """
+
+    least: int  # as it is configured
+    every: int
+    late: int = 0  # copies in a row that held up the steps
+    fitted: int = 0  # steps in a row in which the copies of an interval half as long would not have
+
+    @staticmethod
+    def of(every: int) -> CopyInterval:
+        """Return the configured interval."""
+        return CopyInterval(every, every)
+
+    def due(self, step: int) -> bool:
+        """Return whether the state after ``step`` is copied."""
+        return step % self.every == 0
+
+    def after(self, waited_s: float, step_s: float) -> CopyInterval:
+        """Return the interval after the copies of one state.
+
+        Args:
+            waited_s: how long a step was held up for them.
+            step_s: how long a step takes.
+        """
+
+        def fits(every: int) -> bool:
+            return waited_s <= max(GRACE_S, HELD_UP * every * step_s)
+
+        if not fits(self.every):
+            if self.late + 1 < LATE or self.every >= SLOWEST * self.least:
+                return replace(self, late=self.late + 1, fitted=0)
+            return CopyInterval(self.least, 2 * self.every)
+        fitted = self.fitted + self.every if fits(self.every // 2) else 0
+        if fitted < FITTED or self.every == self.least:
+            return replace(self, late=0, fitted=fitted)
+        return CopyInterval(self.least, self.every // 2)
 
 
 def idle_spans(busy: Iterable[tuple[float, float]], begin: float, end: float) -> tuple[float, ...]:

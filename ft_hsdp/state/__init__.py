@@ -14,6 +14,7 @@ then, it fetches theirs.
 Read the modules in this order:
 
 - `shared_memory`: memory that outlives the process that wrote it, and the snapshots in it.
+- `pacing`: when copies for other hosts leave: in the idle spans of the network.
 - `transfer`: the layout and manifest of a shard; serving and fetching shards over HTTP (FT-HSDP §4.4).
 - `agent`: the process that owns the snapshots of a host's ranks, and the ranks' connection to it.
 - `replica_group`: the exchange of bytes between the ranks of one replica, for checkpoints.

@@ -42,7 +42,7 @@ PATIENCE_S = 1.0  # after which a slice goes in any case: a rank may hang in a c
 BURSTS = 32  # from which the bandwidth is computed
 
 # Words of a page, each an int64.
-_BUSY, _SPAN, _STEP, _SINCE, _COUNT, _LENGTHS = range(6)
+_BUSY, _SPAN, _STEP, _SINCE, _COUNT, _SENT, _IDLE, _LENGTHS = range(8)
 MAX_SPANS = PAGE_BYTES // 8 - _LENGTHS
 
 Words = npt.NDArray[np.int64]
@@ -91,6 +91,11 @@ class SpanMeter:
             if self._words is not None:
                 self._words[_BUSY] = self._words[_COUNT] = 0
             self._words = None
+
+    def sent(self) -> tuple[int, int]:
+        """Return the bytes of copies that have left, and how many of them while no rank communicated."""
+        with self._lock:
+            return (0, 0) if self._words is None else (int(self._words[_SENT]), int(self._words[_IDLE]))
 
     def begin(self) -> None:
         """Note that a communication begins."""
@@ -188,7 +193,7 @@ class Pacer:
             if rank not in self._gates:
                 fd = shared_memory.create(PAGE_BYTES)
                 try:
-                    page = shared_memory.attach(fd, PAGE_BYTES, writable=False)
+                    page = shared_memory.attach(fd, PAGE_BYTES, writable=True)
                 except BaseException:
                     os.close(fd)
                     raise
@@ -234,15 +239,24 @@ class Pacer:
             time.sleep(TICK_S)
 
     def sent(self, rank: int, nbytes: int, seconds: float) -> None:
-        """Note how long a slice has taken."""
+        """Note that a slice has been sent, and how long it has taken."""
         with self._lock:
             if (link := self._links.get(rank)) is not None:
                 link.size += nbytes
                 link.seconds += seconds
+            if (gate := self._gates.get(rank)) is not None:
+                gate.words[_SENT] += nbytes
+                if not self._busy:
+                    gate.words[_IDLE] += nbytes
+
+    @property
+    def _busy(self) -> bool:
+        """Whether a rank of the host communicates."""
+        return any(bool(gate.words[_BUSY]) for gate in self._gates.values())
 
     def _room(self, rank: int, link: _Link, nbytes: int) -> int:
         """Return how many bytes may go now."""
-        if any(gate.words[_BUSY] for gate in self._gates.values()):
+        if self._busy:
             return 0
         largest = MOST_SLICE
         if link.bandwidth:

@@ -34,6 +34,7 @@ from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.ftar.transport.shm import Arena
+from ft_hsdp.state.pacing import SpanMeter
 
 if TYPE_CHECKING:
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane
@@ -86,6 +87,7 @@ class Reducer:
         device: torch.device = CPU,
         checked: Callable[[str], str] = lambda prev: "",
         counted: Sequence[Spans] | None = None,
+        meter: SpanMeter | None = None,
     ) -> None:
         """Make the reducer of a rank.
 
@@ -100,7 +102,10 @@ class Reducer:
                 that this rank compares with other replicas (`core.state_id`), "" if the rank does not hold that
                 state; called on FTAR's thread.
             counted: Of each bucket that is a gradient, the first ones: what counts in the norm; None: all.
+            meter: Told when the ring is used; None: nobody is.
         """
+        self._meter = meter or SpanMeter()
+        self._metered = False  # the meter was told that the ring is used
         self._group = group
         self._sizes = tuple(sizes)
         self._counted = tuple(((0, n),) for n in sizes) if counted is None else tuple(counted)
@@ -170,6 +175,7 @@ class Reducer:
         """Begin an attempt: reduce all buckets in order, from the first one."""
         with self._lock:
             self._order = order
+            self._note(used=False)
             self._submitted = 0
             self._results = []
             self._time()
@@ -180,6 +186,7 @@ class Reducer:
         with self._lock:
             self._order = None
             self._time()
+            self._note(used=False)
 
     def take(self) -> list[torch.Tensor]:
         """Return the sums of the newest attempt, fp32 [numel] each; the caller owns them until `give_back`."""
@@ -200,6 +207,18 @@ class Reducer:
             self._held_up += time.monotonic() - self._idle_since
             self._idle_since = None
 
+    def _note(self, used: bool) -> None:
+        """Tell the meter whether the ring is used: from the first bucket of an attempt to its last one.
+
+        A replica alone has no ring.
+        """
+        used = used and bool(self._group.transports)
+        if used and not self._metered:
+            self._meter.begin()
+        elif self._metered and not used:
+            self._meter.end()
+        self._metered = used
+
     def _pump(self) -> None:
         """Submit all buckets that are ready, in their order."""
         order = self._order
@@ -212,6 +231,7 @@ class Reducer:
                 self._out = self._spare.pop() if self._spare else [self._empty(n) for n in self._sizes]
             if bucket == 0:
                 self._began = time.monotonic()
+                self._note(used=True)
                 fault_injection.reach("reduce-begin", order.fence.step)
             key = Key(order.fence.epoch, order.fence.step, order.fence.attempt, bucket, order.prev)
             flat, after = (None, None) if local is None else (local.flat, local.after)
@@ -255,6 +275,7 @@ class Reducer:
             if len(self._results) < len(self._sizes):
                 return
             out, results, prev = self._out, list(self._results), self._order.prev
+            self._note(used=False)
         assert out is not None
         now = time.monotonic()
         sent = sum(r.bytes_sent for r in results)

@@ -465,7 +465,7 @@ class Job(DataSources, UserLoop):
     def _check_in(self, driver: StepDriver, reader: Reader[Any]) -> None:
         """Do all that any rank can do, wait for the incarnation if this is a spare, and join the job as that."""
         live_state, config = self._live_state, self.config
-        runtime = RankRuntime(config, self._place, self.device, self._adopted.sizes, live_state, self._mailbox)
+        runtime = RankRuntime(config, self._place, self.device, self._adopted, live_state, self._mailbox)
         self._runtime = runtime
         live_state.state = state_id.initial(config_hash(config), state_id.digest(runtime.facts.weights))
         warm = time.time()

@@ -35,6 +35,7 @@ from ft_hsdp.state.transfer.fetch import Donor, FetchedShard, FetchRequest
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.state.copies import CopyCost, CopyKeeper
+from ft_hsdp.train.state.idle_spans import SpanWatch
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 AGAIN_S = 0.5  # from the start of a fetch to the report that it failed, at least
@@ -123,6 +124,7 @@ class OrderHandler:
         reducer: Reducer,
         snapshots: SnapshotWriter,
         copies: CopyKeeper,
+        spans: SpanWatch,
         mailbox: Mailbox,
         journal: Journal,
         report: Callable[[object], None],
@@ -137,6 +139,7 @@ class OrderHandler:
             reducer: Reduces its gradient.
             snapshots: Copies its states into host memory.
             copies: Has copies made of the shards of other hosts.
+            spans: Watches when the network is idle, while copies of its replica's shards are made.
             mailbox: Where the main thread takes its orders from.
             journal: Its events.
             report: Gives the leader a message; called on the control loop.
@@ -148,6 +151,7 @@ class OrderHandler:
         self._reducer = reducer
         self._snapshots = snapshots
         self._copies = copies
+        self._spans = spans
         self._mailbox = mailbox
         self._journal = journal
         self._report = report
@@ -170,8 +174,8 @@ class OrderHandler:
                 self._reducer.begin(order)
                 if order.role == "contribute":
                     self._mailbox.put(order)  # it may ask for more than is trained
-            case Settled(state, everywhere, waited_s, copied):
-                if self._copies.settled(state, everywhere, CopyCost(waited_s, copied)):
+            case Settled(state, everywhere, waited_s, copied, step_s):
+                if self._copies.settled(state, everywhere, CopyCost(waited_s, copied, step_s)):
                     self._snapshots.mark_settled(state, everywhere)
             case ShardLeftOut(fence):
                 self._copies.give_up(fence)
@@ -207,6 +211,7 @@ class OrderHandler:
         else:
             self._snapshots.release()
         self._copies.configure(grant)
+        self._spans.want(self._copies.sources)
         self._group.configure(grant)
 
     def _fetch(self, base: StateId, donors: Sequence[Member]) -> None:

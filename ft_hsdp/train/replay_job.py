@@ -277,7 +277,7 @@ class Silent:
     def event(self, *args: object, **facts: object) -> None:
         """Pass over an event: the run's own journal has it."""
 
-    mark_current = request = event
+    mark_current = request = step = event
 
     def cost(self) -> CopyCost:
         """Return what copies cost: a replay makes none."""
@@ -289,7 +289,7 @@ class ReplayRuntime:
 
     def __init__(self, gradients: LocalGradients) -> None:
         self.reducer = gradients
-        self.journal = self.snapshots = self.copies = Silent()
+        self.journal = self.snapshots = self.copies = self.spans = Silent()
         self.pauses = Pauses()  # nobody waits for them
 
     def moved(self) -> None:

@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any
 
 import torch
@@ -63,12 +63,14 @@ from ft_hsdp.protocol import (
     Telemetry,
 )
 from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Reducer, device_plane, ring_settings
 from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name, numerics
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import CheckIn, RankClaim, RankZero, ReplicaFacts, check_claims
 from ft_hsdp.train.state.copies import CopiedShard, CopyKeeper, room
+from ft_hsdp.train.state.idle_spans import SpanWatch
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.recovery import Recoverer
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
@@ -87,7 +89,7 @@ class RankRuntime:
         config: Config,
         place: RankPlace,
         device: torch.device,
-        sizes: Sequence[int],
+        model: AdoptedModel,
         live_state: LiveState,
         mailbox: Mailbox,
     ) -> None:
@@ -97,7 +99,7 @@ class RankRuntime:
             config: The job's configuration.
             place: Where this rank runs.
             device: Of the model's shards.
-            sizes: Elements of each gradient bucket.
+            model: The adopted one.
             live_state: The state that this rank holds; only read here.
             mailbox: Where the main thread takes its orders from.
 
@@ -108,7 +110,8 @@ class RankRuntime:
         self._config = config
         self._place = place
         self._device = device
-        self._sizes = tuple(sizes)
+        self._model = model
+        self._sizes = tuple(model.sizes)
         self._live_state = live_state
         self._mailbox = mailbox
         self._ending = False  # from now on connections may close
@@ -116,7 +119,7 @@ class RankRuntime:
         self._progress = 0  # what the main thread has got done: see `moved`
         self.pauses = Pauses()  # of the main thread
         self._arena = Arena()
-        self._plane = device_plane(device, self._arena, ring_settings(config), max(sizes))
+        self._plane = device_plane(device, self._arena, ring_settings(config), max(model.sizes))
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda loop, context: self._crash(context))
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
@@ -130,6 +133,7 @@ class RankRuntime:
         self.reporter: Reporter
         self.snapshots: SnapshotWriter
         self.copies: CopyKeeper
+        self.spans: SpanWatch
         self.reducer: Reducer
         self._group: Group
         self._orders: OrderHandler
@@ -197,6 +201,7 @@ class RankRuntime:
             config.ftar.timeout_s,
             copied=config.state.snapshot == "every_step",
         )
+        self.spans = SpanWatch(self._model.watch, self.snapshots, self._journal)
         self._call(self._open(identity))
         self._started = True
 
@@ -453,6 +458,7 @@ class RankRuntime:
             self._device,
             self._slice_digest,
             self._live_state.counted,
+            self.spans.meter,
         )
         self._orders = OrderHandler(
             identity.replica,
@@ -462,6 +468,7 @@ class RankRuntime:
             self.reducer,
             self.snapshots,
             self.copies,
+            self.spans,
             self._mailbox,
             self.journal,
             self._report,

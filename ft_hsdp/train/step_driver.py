@@ -335,6 +335,7 @@ class StepDriver:
         fault_injection.reach("apply-end", record.step)
         runtime.snapshots.mark_current(record.state_id)
         runtime.copies.mark_current(record.state_id)
+        runtime.spans.step(record.step)
         runtime.reducer.give_back(order.reduced)
         self._since, self._awaited_s = now, 0.0
         self._conclude_at_end()

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.memory.schedule import every, fit, idle_spans, profile, schedule
+from ft_hsdp.memory.schedule import (
+    FITTED,
+    GRACE_S,
+    SLOWEST,
+    CopyInterval,
+    every,
+    fit,
+    idle_spans,
+    profile,
+    schedule,
+)
 
 
 def plan(
@@ -125,3 +135,35 @@ def test_the_cost_of_pieces_is_found(alpha: float, bandwidth: float) -> None:
 def test_pieces_that_say_nothing_are_refused(pieces: list[tuple[int, float]]) -> None:
     with pytest.raises(ValueError, match="pieces"):
         fit(pieces)
+
+
+def test_copies_that_hold_up_steps_three_times_in_a_row_become_fewer_and_more_again() -> None:
+    interval = CopyInterval.of(1)
+    for _ in range(5):  # 3 % of a step, but never three times in a row
+        interval = interval.after(0.3, 10.0).after(0.3, 10.0).after(0.1, 10.0)
+    assert interval.every == 1
+    for _ in range(3):
+        interval = interval.after(0.3, 10.0)
+    assert interval.every == 2
+    assert [step for step in range(6) if interval.due(step)] == [0, 2, 4]
+    for _ in range(FITTED):
+        interval = interval.after(0.3, 10.0)
+    assert interval.every == 2, "3 % of one step in two is 1.5 %, and 3 % of each would be too much"
+    steps = 0
+    while interval.every == 2:
+        interval, steps = interval.after(0.1, 10.0), steps + 2
+    assert (interval.every, steps) == (1, FITTED)
+
+
+def test_an_interval_is_never_below_the_configured_one_nor_without_an_end() -> None:
+    interval = CopyInterval.of(3)
+    for _ in range(2 * FITTED):
+        interval = interval.after(0.0, 1.0)
+    assert interval.every == 3
+    for _ in range(100):
+        interval = interval.after(1e6, 1.0)
+    assert interval.every == 3 * SLOWEST
+    short = CopyInterval.of(1)
+    for _ in range(10):
+        short = short.after(GRACE_S, 0.001)
+    assert short.every == 1, "a wait that may be the machine's does not count"

@@ -107,6 +107,11 @@ def test_a_slice_waits_for_the_ranks_of_the_host_that_communicate(pacer: Pacer, 
     assert pacer.admit(0, 100) == 100
     assert waited == 5
     assert pacer.late == 0
+    pacer.sent(0, 100, 0.1)
+    second.begin()
+    pacer.sent(0, 50, 0.1)
+    assert first.sent() == (150, 100)
+    assert second.sent() == (0, 0)
 
 
 def test_a_rank_that_hangs_in_a_communication_holds_up_a_slice_for_a_while_only(

@@ -48,6 +48,7 @@ class Group:
 
     def __init__(self, at_once: bool = False) -> None:
         self.ops: list[Op] = []
+        self.transports = ("tcp", "tcp")
         self.arena = Arena()
         self._at_once = at_once
 
@@ -59,12 +60,27 @@ class Group:
         return op.work
 
 
+class Meter:
+    """Counts when the ring is in use."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def begin(self) -> None:
+        self.told.append("begin")
+
+    def end(self) -> None:
+        self.told.append("end")
+
+
 class Scene:
     """A reducer of rank 1 of replica 0."""
 
     def __init__(self, at_once: bool = False) -> None:
         self.group, self.votes, self.checked = Group(at_once), list[Vote](), list[str]()
-        self.reducer = Reducer(self.group, SIZES, 0, 1, self.votes.append, checked=self._check)  # type: ignore[arg-type]
+        self.meter = Meter()
+        arguments: dict[str, Any] = {"checked": self._check, "meter": self.meter}
+        self.reducer = Reducer(self.group, SIZES, 0, 1, self.votes.append, **arguments)  # type: ignore[arg-type]
 
     def _check(self, prev: str) -> str:
         self.checked.append(prev)
@@ -99,6 +115,39 @@ class Scene:
 @pytest.fixture
 def s() -> Scene:
     return Scene()
+
+
+def test_the_ring_is_in_use_from_the_first_bucket_to_the_last_one(s: Scene) -> None:
+    s.begin()
+    s.open()
+    s.ready(1)
+    assert s.meter.told == []
+    s.ready(0)
+    assert s.meter.told == ["begin"]
+    s.ready(2)
+    for op in s.group.ops:
+        op.end()
+    assert s.meter.told == ["begin", "end"]
+
+
+def test_an_attempt_that_broke_does_not_use_the_ring(s: Scene) -> None:
+    s.begin()
+    s.open()
+    s.ready(0)
+    s.reducer.cancel()
+    assert s.meter.told == ["begin", "end"]
+    s.begin(attempt=1)
+    assert s.meter.told == ["begin", "end", "begin"]
+    s.begin(attempt=2)
+    assert s.meter.told == ["begin", "end", "begin", "end", "begin"]
+
+
+def test_a_replica_alone_has_no_ring(s: Scene) -> None:
+    s.group.transports = ()  # type: ignore[assignment]
+    s.begin()
+    s.open()
+    s.ready(0, 1, 2)
+    assert s.meter.told == []
 
 
 def test_a_bucket_goes_as_soon_as_it_and_all_before_it_are_there(s: Scene) -> None:

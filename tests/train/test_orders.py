@@ -39,6 +39,7 @@ async def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exceptio
             mock.Mock(),
             snapshots,
             mock.Mock(),
+            mock.Mock(),
             Mailbox(),
             Journal(tmp_path / "events.jsonl"),
             told.put_nowait,
@@ -55,7 +56,17 @@ async def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Pat
     snapshots: Any = mock.Mock()
     fetching, journal = Fetching(1, "layout", 64, "token", 7.0), Journal(tmp_path / "events.jsonl")
     one = OrderHandler(
-        0, 0, fetching, mock.Mock(), mock.Mock(), snapshots, mock.Mock(), Mailbox(), journal, lambda _: None
+        0,
+        0,
+        fetching,
+        mock.Mock(),
+        mock.Mock(),
+        snapshots,
+        mock.Mock(),
+        mock.Mock(),
+        Mailbox(),
+        journal,
+        lambda _: None,
     )
     one.handle(Keep(BASE))
     snapshots.request.assert_called_once_with(BASE, 7.0)
@@ -76,7 +87,17 @@ async def test_who_holds_the_base_has_it_ready_for_those_behind(
     snapshots: Any = mock.Mock()
     fetching, journal = Fetching(1, "layout", 64, "token", 7.0), Journal(tmp_path / "events.jsonl")
     one = OrderHandler(
-        0, 0, fetching, mock.Mock(), mock.Mock(), snapshots, mock.Mock(), Mailbox(), journal, lambda _: None
+        0,
+        0,
+        fetching,
+        mock.Mock(),
+        mock.Mock(),
+        snapshots,
+        mock.Mock(),
+        mock.Mock(),
+        Mailbox(),
+        journal,
+        lambda _: None,
     )
     members = (Member(0, "0-x-0", role), Member(1, "1-x-0", others))
     one.handle(Configure(Grant(1, 2, BASE, members, 2, "why")))

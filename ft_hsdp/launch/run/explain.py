@@ -72,6 +72,7 @@ NOTABLE = frozenset(
         "Protected",
         "Unprotected",
         "CopyMissing",
+        "CopiesSlowed",
         "SnapshotsNotForgotten",
         "StepSkipped",
         "CheckpointFailed",

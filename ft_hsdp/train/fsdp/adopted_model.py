@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ft_hsdp.errors import ConfigError, InvalidArgument
+from ft_hsdp.state.pacing import SpanMeter
 from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.fsdp.batch_norm import RunningStatistics, with_statistics
 from ft_hsdp.train.fsdp.param_groups import ParamGroup
@@ -363,6 +364,13 @@ class AdoptedModel:
             bucket.used.clear()
         if self.statistics is not None:
             self.statistics.drop()
+
+    def watch(self, meter: SpanMeter | None) -> None:
+        """Have ``meter`` told of each all-gather and reduce-scatter inside the replica; None: of none."""
+        if meter is None:
+            param_groups.unwatch(self.model)
+        else:
+            param_groups.watch(self.model, meter)
 
     def release(self) -> None:
         """Have the next backward make new gradients instead of adding to those that are here."""

@@ -159,14 +159,14 @@ class _Watched:
         return work
 
 
-_COMMUNICATIONS = ("_all_gather_comm", "_reduce_scatter_comm")
+COMMUNICATIONS: tuple[str, ...] = ("_all_gather_comm", "_reduce_scatter_comm")
 
 
 def watch(model: nn.Module, meter: SpanMeter) -> None:
     """Have ``meter`` told of each all-gather and reduce-scatter of ``model``, until `unwatch`."""
     unwatch(model)
     for raw in _raw_groups(model):
-        for name in _COMMUNICATIONS:
+        for name in COMMUNICATIONS:
             communication = getattr(raw, name, None)
             if communication is not None:  # some torch has no communications that can be replaced
                 setattr(raw, name, _Watched(communication, meter))
@@ -175,7 +175,7 @@ def watch(model: nn.Module, meter: SpanMeter) -> None:
 def unwatch(model: nn.Module) -> None:
     """End `watch`: the model communicates as it did before."""
     for raw in _raw_groups(model):
-        for name in _COMMUNICATIONS:
+        for name in COMMUNICATIONS:
             watched = getattr(raw, name, None)
             if isinstance(watched, _Watched):
                 setattr(raw, name, watched.communication)

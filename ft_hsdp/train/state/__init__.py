@@ -4,6 +4,7 @@ Read the modules in this order:
 
     live_state     the committed state that the rank holds: apply, load, copy
     snapshots      copies of each state in the memory of the host's state agent
+    idle_spans     when the rank's network is idle, for copies on other hosts
     checkpointing  a rank's part in writing and loading checkpoints
     recovery       with which state a replica begins: from the memory of hosts, or from a checkpoint
 

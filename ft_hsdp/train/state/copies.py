@@ -31,6 +31,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.copies import MemberHosts, Plan, coverage, missing_copies, unmet
 from ft_hsdp.memory.hosts import Host
+from ft_hsdp.memory.schedule import CopyInterval
 from ft_hsdp.state.agent.messages import KeepCopy, KeptCopies
 
 SLOTS = 2  # for each shard that a host keeps for another one: of the newest kept state, and of the next one
@@ -70,6 +71,7 @@ class CopyCost:
 
     waited_s: float = 0.0  # by the vote that waited longest
     nbytes: int = 0  # that the replica's hosts have copied
+    step_s: float = 0.0  # from the votes before to these; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ class CopyKeeper:
         self._replica = replica
         self._rank = rank
         self._config = config
+        self._interval = CopyInterval.of(config.every)  # changed by a commit alone, so it is the same on all ranks
         self._replicas = replicas
         self._shards = tuple(shards)
         self._agent = agent
@@ -203,8 +206,16 @@ class CopyKeeper:
         with self._lock:
             self._given_up = fence
 
+    @property
+    def sources(self) -> bool:
+        """Whether shards of this replica are copied by other hosts in this epoch."""
+        plan = self._plan
+        return plan is not None and any(copy.replica == self._replica for copy in plan.whole.copies)
+
     def settled(self, state: StateId, everywhere: bool, cost: CopyCost) -> bool:
         """Take what a commit says of the state before it; on rank 0 it is told when it has changed.
+
+        If copies hold up the steps, fewer states are copied from now on.
 
         Returns:
             Whether it says something of the snapshots, too. With `memory.every` it does not of states that are not
@@ -223,7 +234,22 @@ class CopyKeeper:
             self._say(True, plan, f"all shards of step {state.step} are in memory")
         elif counts:
             self._say(False, plan, f"not all shards of step {state.step} were in memory in time")
+        if counts and plan.whole.copies and cost.step_s:
+            self._space(cost)
         return counts
+
+    def _space(self, cost: CopyCost) -> None:
+        """Choose how many states are copied, from what the copies of one have cost."""
+        before = self._interval
+        self._interval = before.after(cost.waited_s, cost.step_s)
+        every = self._interval.every
+        if self._rank:
+            return
+        why = f"a step of {cost.step_s:.3g} s waited {cost.waited_s:.3g} s for the copies of a state"
+        if every > before.every:
+            self._journal.event("CopiesSlowed", why, every=every)
+        elif every < before.every:
+            self._journal.event("CopiesResumed", why, every=every)
 
     # The main thread.
 
@@ -320,7 +346,7 @@ class CopyKeeper:
 
     def _due(self, plan: CopyPlan, state: StateId) -> bool:
         """Whether copies of a state are made."""
-        return state.step % self._config.every == 0 or state == plan.base
+        return self._interval.due(state.step) or state == plan.base
 
     def _order(self, plan: CopyPlan, state: StateId) -> None:
         if not self._due(plan, state):

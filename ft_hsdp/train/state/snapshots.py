@@ -93,6 +93,7 @@ class SnapshotWriter:
         self._staged: StateId | None = None  # the newest whole snapshot
         self._order = threading.Lock()  # of what is submitted
         self._last: Future[Any] | None = None  # what was submitted last
+        self._gate: Callable[[Bytes], None] | None = None  # takes the page of the gate, which is to be open
         self._join_s = join_s
         self._answer_s = answer_s
         self._closing = threading.Event()
@@ -232,6 +233,21 @@ class SnapshotWriter:
 
         self._submit_alone(copy)
 
+    # The gate of this rank's copies; see `train.state.idle_spans`.
+
+    def open_gate(self, attach: Callable[[Bytes], None]) -> None:
+        """Have the agent open this rank's gate, and call ``attach`` with its page. Does not block.
+
+        Called again with another page when another agent takes the place of a lost one.
+        """
+        self._gate = attach
+        self._submit(self._open_gate)
+
+    def close_gate(self) -> None:
+        """Have the agent forget the gate. Does not block."""
+        self._gate = None
+        self._submit(StateAgent.close_gate)
+
     # A fetch.
 
     def allocate(self, state: StateId) -> Bytes | None:
@@ -320,6 +336,11 @@ class SnapshotWriter:
             agent.flip()
         fault_injection.reach("snapshot-kept", manifest.state.step)
 
+    def _open_gate(self, agent: StateAgent) -> None:
+        page = agent.open_gate()
+        if page is not None and self._gate is not None:
+            self._gate(page)
+
     def _connect(self, deadline_s: float) -> StateAgent:
         home, nbytes = self._home, self._live_state.layout.nbytes
         agent = StateAgent.connect(home.token, home.replica, home.rank, home.ranks, nbytes, deadline_s, home.host)
@@ -368,5 +389,7 @@ class SnapshotWriter:
                     agent.close()
                     return
                 self._agent = agent
+            if self._gate is not None:
+                self._submit(self._open_gate)
             self._journal.event("StateAgentFound", "snapshots are kept again")
             return

@@ -345,3 +345,28 @@ def test_hosts_that_are_not_known_hold_no_copies(tmp_path: Path) -> None:
     assert one.vote(1).kept
     one.keeper.settled(state(0), True, CopyCost())
     assert one.told() == [("Unprotected", "the hosts of the ranks are not known")]
+
+
+def test_copies_that_hold_up_the_steps_become_fewer_on_all_ranks_alike(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, 0, rank) for rank in range(4)]
+    for one in ranks:
+        assert not one.keeper.sources
+        one.keeper.configure(grant(1, 0, TWO_HOSTS))
+        assert one.keeper.sources
+    slow = CopyCost(waited_s=1.0, step_s=10.0)
+    for step in range(1, 4):
+        assert all(one.keeper.settled(state(step), True, slow) for one in ranks)
+    for one in ranks:
+        ordered = len(one.agent.orders)
+        one.keeper.mark_current(state(5))
+        assert len(one.agent.orders) == ordered, "a state that is not copied"
+        assert not one.keeper.settled(state(5), False, CopyCost(step_s=10.0)), "it settles nothing"
+        one.keeper.mark_current(state(6))
+        assert len(one.agent.orders) == ordered + 2 * (one is ranks[0] or one is ranks[2])
+    slowed = [[reason for event, reason in one.told() if event == "CopiesSlowed"] for one in ranks]
+    assert slowed == [["a step of 10 s waited 1 s for the copies of a state"], [], [], []]
+    for step in range(6, 300, 2):
+        assert all(one.keeper.settled(state(step), True, CopyCost(step_s=10.0)) for one in ranks)
+    assert "CopiesResumed" in [event for event, _ in ranks[0].told()]
+    ranks[0].keeper.configure(grant(2, 300, {0: TWO_HOSTS[0], 1: ("r1h0", "r1h0", "r1h1", "r1h1")}))
+    assert not ranks[0].keeper.sources, "the other replica is a copy"
