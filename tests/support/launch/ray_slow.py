@@ -12,7 +12,7 @@ from typing import Any
 
 from ft_hsdp.config import Config, load
 
-STEP_S = 0.25
+STEP_S = 0.5
 
 
 class Slow:
