@@ -44,6 +44,7 @@ from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 ASK_S = 1.0  # for all agents that are asked at once
+NOBODY = Holders(stands=False, head=None)  # no agent besides those of the own hosts is known
 DOUBT_S = 1.0  # for which a replica without any state of its own looks whether the others still train
 LOOK_S = 0.1  # between two such looks
 MAX_DONORS = 4  # from which one rank fetches at once
@@ -204,7 +205,9 @@ class _Restoration:
                 time.sleep(LOOK_S)
                 found = about.holders(0.0) or found
         self._found = found
-        if found is None or found.stands or found.head is None:
+        if found is None:  # its own hosts may have copies for each other
+            return [h for h in self._ask(NOBODY, hurry=False) if h.replica == about.replica]
+        if found.stands or found.head is None:
             return []
         if best is not None and not state_id.newer(found.head, best.state):
             return []

@@ -205,7 +205,7 @@ def test_a_copy_that_does_not_come_is_missing_from_the_vote(
 
 
 def test_an_agent_without_room_is_not_waited_for(tmp_path: Path) -> None:
-    one = Rank(tmp_path, 0, 0, wait_s=1000.0)
+    one = Rank(tmp_path, 0, 0, wait_s=30.0)
     one.agent.refuses = "no memory"
     one.keeper.configure(grant(1, 0, TWO_HOSTS))
     one.keeper.mark_current(state(0))
@@ -215,7 +215,7 @@ def test_an_agent_without_room_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_no_vote_waits_for_a_copy_of_a_shard_that_was_left_out(tmp_path: Path) -> None:
-    owner, holder = Rank(tmp_path, 0, 2), Rank(tmp_path, 0, 0, wait_s=1000.0)
+    owner, holder = Rank(tmp_path, 0, 2), Rank(tmp_path, 0, 0, wait_s=30.0)
     for one in (owner, holder):
         one.keeper.configure(grant(1, 0, TWO_HOSTS))
     owner.agent.own = False
@@ -227,7 +227,7 @@ def test_no_vote_waits_for_a_copy_of_a_shard_that_was_left_out(tmp_path: Path) -
 
 
 def test_a_new_epoch_ends_the_wait_under_the_old_plan(tmp_path: Path) -> None:
-    one = Rank(tmp_path, 0, 0, wait_s=1000.0)
+    one = Rank(tmp_path, 0, 0, wait_s=30.0)
     one.keeper.configure(grant(1, 0, TWO_HOSTS))
     one.agent.answers = [UNDER_WAY]
     later = threading.Thread(

@@ -1,0 +1,147 @@
+"""Copies of states on other hosts, in real jobs that lose hosts with all that was in their memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_hsdp.state.transfer.holdings import ask_held
+from tests.support.scenarios.scenario_job import Job, check
+
+STEPS = 18
+AT = 10  # the step of the vote at which a job stands
+HEAD = AT - 1  # the newest committed step then
+
+
+def told(job: Job) -> list[str]:
+    """What the job says of its protection, in order."""
+    rows = [*job.events("Protected"), *job.events("Unprotected")]
+    return [row["event"] for row in sorted(rows, key=lambda row: row["t"])]
+
+
+def recoveries(job: Job, steps: int) -> list[dict[str, Any]]:
+    """How each replica was restored, once the job has ended as if nothing had happened."""
+    summary = job.end()
+    check(summary, steps)
+    verdict = job.replayed()
+    assert verdict["equal"], verdict
+    return list(summary["recoveries"])
+
+
+@pytest.mark.proof
+def test_one_replica_loses_a_host_and_at_most_a_step(tmp_path: Path) -> None:
+    rule = {"kind": "host", "at_step": 8, "replicas": [0], "host": "r0h1", "for_s": 0.3}
+    hosts = {"ranks_per_replica": 4, "hosts.per_replica": 2, "chaos": [rule]}
+    with Job(tmp_path, STEPS, replicas=1, **hosts) as job:
+        (row,) = recoveries(job, STEPS)
+        assert (row["rung"], row["ranks"]) == ("copy", 4), row
+        assert row["lost_steps"] <= 1, row
+        assert set(row["from"].values()) == {"r0h0"}, row
+        assert sum(e["steps"] for e in job.events("HeadRolledBack")) <= 1
+        assert told(job)[0] == "Protected"
+        assert [e["reason"] for e in job.events("CopyMissing")] == []
+        assert all(row["copied_bytes"] > 0 for row in job.rows("replicas/0/commits.jsonl"))
+
+
+@pytest.mark.proof
+def test_a_job_that_falls_to_one_replica_is_protected_at_its_second_commit(tmp_path: Path) -> None:
+    """Two replicas are two copies. While one is away the other copies, and loses a host, too."""
+    chaos = [
+        {"kind": "host", "at_step": 5, "replicas": [1], "host": "r1h0", "for_s": 3.0},
+        {"kind": "host", "at_step": 11, "replicas": [0], "host": "r0h1", "for_s": 0.2},
+    ]
+    steps = 40
+    with Job(tmp_path, steps, replicas=2, **{"hosts.per_replica": 2, "chaos": chaos}) as job:
+        rows = recoveries(job, steps)
+        assert {row["replica"] for row in rows} == {0, 1}
+        assert all((row["lost_steps"] or 0) <= 1 for row in rows), rows
+        assert {row["rung"] for row in rows} <= {"agent", "copy", "replica"}, rows
+        assert sum(e["steps"] for e in job.events("HeadRolledBack")) <= 1
+        commits = {row["step"]: row for row in job.rows("replicas/0/commits.jsonl")}
+        assert all("copied_bytes" not in commits[step] for step in (1, 2, 3)), (
+            "each replica is a copy of the other"
+        )
+        alone = next(e for e in job.events("EpochGranted") if e["members"] == [0] and e["epoch"] > 1)
+        first = alone["step"]
+        assert [commits[step]["contributors"] for step in (first, first + 1)] == [[0], [0]]
+        assert all(commits[step]["copied_bytes"] > 0 for step in (first, first + 1))
+        said = {
+            name: [e["t"] for e in job.events(name) if e["t"] > alone["t"]]
+            for name in ("Unprotected", "Protected")
+        }
+        again = min(said["Protected"])
+        assert min(said["Unprotected"]) < again
+        assert again < commits[first + 2]["t"], "its second commit says that the state is kept"
+
+
+class Standing(Job):
+    """A job of one replica on two hosts that stands before the vote of rank 1 on step `AT`."""
+
+    def __init__(self, folder: Path, points: dict[str, Any] | None = None, **settings: object) -> None:
+        stands = {"replicas": [0], "rank": 1, "step": AT, "signal": "STOP"}
+        patient = {"timeouts.silence_s": 60.0, "timeouts.connect_s": 60.0, "timeouts.evict_s": 120.0}
+        points = {"vote": stands, **(points or {})}
+        failing = {"hosts.per_replica": 2, "quorum.on_lost_head": "rollback", "debug.failpoints": points}
+        super().__init__(folder, STEPS, **{"replicas": 1, **patient, **failing, **settings})
+
+    def held(self, step: int) -> set[tuple[str, int]]:
+        """The shards of a state that are in memory: host and rank of each."""
+        addresses = {agent["address"] for agent in self.agents(0).values()}
+        answers = ask_held(addresses, (self.run / "token").read_text().strip(), 5.0)
+        return {(row.host, row.rank) for rows in answers.values() for row in rows if row.state.step == step}
+
+    def lose(self, *hosts: str) -> None:
+        """Kill the agents of some hosts, and all ranks."""
+        agents = {host: agent["pid"] for host, agent in self.agents(0).items()}
+        ranks = [self.pid(0, rank) for rank in (0, 1)]
+        for pid in (*(agents[host] for host in hosts), *ranks):
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.proof
+def test_a_copy_that_is_on_some_hosts_only_counts_if_the_whole_state_is_there(tmp_path: Path) -> None:
+    """The newest snapshot of rank 1 was left out: the state before is taken, at the second attempt."""
+    points = {
+        "snapshot-out": {"replicas": [0], "rank": 1, "step": HEAD},
+        "fetch": {"replicas": [0], "rank": 1, "life": 1, "step": 0},
+    }
+    with Standing(tmp_path, points) as job:
+        job.until(lambda: job.step() == HEAD and ("r0h1", 0) in job.held(HEAD), "the copy of rank 0's shard")
+        before = {("r0h0", 0), ("r0h0", 1), ("r0h1", 0), ("r0h1", 1)}
+        assert job.held(HEAD) == {("r0h0", 0), ("r0h1", 0)}
+        assert job.held(HEAD - 1) == before
+        job.lose("r0h1")
+        (row,) = recoveries(job, STEPS)
+        assert (row["number"], row["rung"], row["state"][1], row["lost_steps"]) == (2, "copy", HEAD - 1, 1), row
+        assert sum(e["steps"] for e in job.events("HeadRolledBack")) == 1
+
+
+@pytest.mark.proof
+def test_the_owner_and_its_holder_at_once_leave_the_checkpoint(tmp_path: Path) -> None:
+    with Standing(tmp_path, checkpoint__every=4) as job:
+        job.until(lambda: any(e["step"] == 8 for e in job.events("CheckpointWritten")), "the checkpoint")
+        job.until(lambda: job.step() == HEAD, "the head")
+        job.lose("r0h0", "r0h1")
+        (row,) = recoveries(job, STEPS)
+        assert (row["rung"], row["state"][1], row["lost_steps"]) == ("checkpoint", 8, HEAD - 8), row
+
+
+@pytest.mark.proof
+def test_without_a_lighthouse_copies_go_on_and_a_recovery_finds_them(tmp_path: Path) -> None:
+    with Standing(tmp_path, {}, **{"timeouts.reach_s": 1.0}) as job:
+        job.until(lambda: job.step() >= 3, "step 3")
+        lighthouse = json.loads((job.run / "lighthouse.json").read_text())["pid"]
+        os.kill(lighthouse, signal.SIGSTOP)
+        everywhere = {(host, rank) for host in ("r0h0", "r0h1") for rank in (0, 1)}
+        job.until(lambda: job.step() == HEAD and job.held(HEAD) == everywhere, "the copies of the head")
+        job.lose("r0h1")
+        job.until(lambda: job.events("StateRestored"), "the state")
+        os.kill(lighthouse, signal.SIGCONT)
+        (row,) = recoveries(job, STEPS)
+        assert (row["rung"], row["state"][1], row["lost_steps"]) == ("copy", HEAD, None), row
