@@ -39,6 +39,7 @@ SLICE_S = 0.002  # of the link: what a communication that begins is held up by a
 LEAST_SLICE, MOST_SLICE = 64 << 10, 1 << 20  # bytes
 TICK_S = 0.0005  # between two looks at a gate that is closed
 PATIENCE_S = 1.0  # after which a slice goes in any case: a rank may hang in a communication
+NICE = 10  # of the threads that send and receive copies
 BURSTS = 32  # from which the bandwidth is computed
 
 # Words of a page, each an int64.
@@ -46,6 +47,11 @@ _BUSY, _SPAN, _STEP, _SINCE, _COUNT, _SENT, _IDLE, _LENGTHS = range(8)
 MAX_SPANS = PAGE_BYTES // 8 - _LENGTHS
 
 Words = npt.NDArray[np.int64]
+
+
+def lower_priority() -> None:
+    """Let this thread, and those that it starts, give way to training. It cannot be undone."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))  # 0: the calling thread
 
 
 def words(page: Bytes) -> Words:

@@ -639,3 +639,22 @@ def test_a_rank_that_talks_nonsense_loses_its_connection_and_nothing_else(noise:
     rank = connect(REPLICA)
     assert steps(rank) == [1]
     rank.close()
+
+
+@pytest.mark.usefixtures("holdings")
+@pytest.mark.parametrize(
+    "noise",
+    [
+        messages.frame(Recall()),
+        messages.frame(messages.WatchCopies(0)),
+        protocol.framed(b'{"type": "AwaitCopies", "body": {"state": [], "wait_s": 1}}'),
+        messages.frame(messages.AwaitCopies(state(1), -1.0)),
+    ],
+)
+def test_who_watches_copies_can_do_nothing_else(noise: bytes):
+    with stranger() as sock:
+        handshake.call_blocking(sock, TOKEN, Purpose.AGENT)
+        assert line_to(sock).ask(messages.WatchCopies(0), Done) == Done()
+        sock.sendall(noise)
+        assert hung_up_on(sock)
+    connect(REPLICA).close()

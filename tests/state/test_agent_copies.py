@@ -17,10 +17,11 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.recovery import Holding, newest
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.client import AgentGone
-from ft_hsdp.state.agent.copies import NICE, CopyFetcher
+from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.messages import MAX_COPIES, KeepCopy, KeptCopies, OweCopies
 from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.store import SnapshotStore
+from ft_hsdp.state.pacing import NICE
 from ft_hsdp.state.shared_memory import InMemorySnapshots, ServedSnapshot, SnapshotBuffer
 from ft_hsdp.state.transfer import fetch, shard_manifest
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest, NotFetched
@@ -57,6 +58,7 @@ class Owners(InMemorySnapshots):
         self.address = self._server.address
         self.flip: int | None = None  # a bit of what is sent: of the manifest, then of the shard
         self.hold: threading.Event | None = None  # set: what is sent may leave
+        self.priorities: list[int] = []  # of the threads that answer
         self._flipped: dict[int, SnapshotBuffer] = {}  # by descriptor
 
     def has(self, step: int, rank: int = 0) -> None:
@@ -65,6 +67,7 @@ class Owners(InMemorySnapshots):
         self.put(shard_manifest.decode(header(step, rank, nbytes=SMALL)), room)
 
     def borrow(self, wanted: StateId, rank: int) -> ServedSnapshot | None:
+        self.priorities.append(os.getpriority(os.PRIO_PROCESS, 0))
         if self.hold is not None:
             self.hold.wait(DEADLINE_S)
         served = super().borrow(wanted, rank)
@@ -458,7 +461,7 @@ def test_a_fetch_writes_into_no_snapshot_of_a_rank_that_comes_meanwhile(
     assert [held.state.step for held in holder.store.list(SHARD)] == [1]
 
 
-def test_fetches_have_low_priority(holder: Holder, owners: Owners, monkeypatch: pytest.MonkeyPatch):
+def test_both_ends_of_a_fetch_have_low_priority(holder: Holder, owners: Owners, monkeypatch: pytest.MonkeyPatch):
     def spy(chunk: memoryview) -> str:
         priorities.append(os.getpriority(os.PRIO_PROCESS, 0))  # of the thread that asks
         return real(chunk)
@@ -469,6 +472,7 @@ def test_fetches_have_low_priority(holder: Holder, owners: Owners, monkeypatch: 
     monkeypatch.setattr(shard_manifest, "checksum", spy)
     holder.keep(small(1, owners))
     assert priorities == [max(NICE, before)]
+    assert owners.priorities == [max(NICE, before)] * 2, "the manifest, and the bytes"
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 

@@ -252,9 +252,9 @@ def test_the_server_paces_copies_and_nothing_else() -> None:
             assert connection.getresponse().read() == bytes(snapshot.data)
             connection.close()
             assert len(pacer.asked) == slices
-        assert pacer.given == len(snapshot.data)
     finally:
-        server.close()
+        server.close()  # which waits for its readers' threads
+    assert pacer.given == len(snapshot.data)
 
 
 def test_a_rank_opens_its_gate_at_the_agent() -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import os
 import threading
 import time
 from collections.abc import Collection
@@ -29,11 +28,11 @@ from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.state.agent.messages import MAX_REASON, CopyFailure, KeepCopy, KeptCopies, OweCopies, ShardIndex
 from ft_hsdp.state.agent.shard import MAX_DAMAGED, Owner
 from ft_hsdp.state.agent.store import SnapshotStore
+from ft_hsdp.state.pacing import lower_priority
 from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
 
-NICE = 10  # of the threads of a fetch
 CLOSE_S = 10.0  # to wait for the fetches at the end: one that still connects takes 5 s
 
 _log = logging.getLogger(__name__)
@@ -195,7 +194,7 @@ class CopyFetcher:
     # On the thread of a shard.
 
     def _run(self, key: ShardIndex, course: _Course) -> None:
-        os.setpriority(os.PRIO_PROCESS, 0, max(NICE, os.getpriority(os.PRIO_PROCESS, 0)))  # of this thread alone
+        lower_priority()
         pull = course.running
         while pull is not None:
             why = self._pull(key, pull)

@@ -40,7 +40,7 @@ from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import CallerGate, Purpose
-from ft_hsdp.state.pacing import Pacer
+from ft_hsdp.state.pacing import Pacer, lower_priority
 from ft_hsdp.state.shared_memory import ServedSnapshot, SnapshotSource
 from ft_hsdp.state.transfer import shard_manifest
 
@@ -122,6 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer with a manifest, with packed bytes, or with the list of what is here."""
         self.reader.now(responding=True)
+        if self.headers.get(CLASS) == COPY:
+            lower_priority()  # this thread answers this connection alone
         match = PATH.fullmatch(self.path)
         if self.path == HELD:
             rows = shard_manifest.encode_held(self.server.source.held())
