@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.client import AgentGone, StateAgent
 from ft_hsdp.state.agent.starter import Starter, connect_newest
+from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.train.state import snapshots
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
@@ -153,6 +154,24 @@ def test_without_an_agent_training_goes_on_and_another_one_is_found(
     other = StateAgent.connect(place.token, 0, 0, 1, live.layout.nbytes, DEADLINE_S)
     assert other.address == address, "the addresses in grants no longer hold"
     other.close()
+
+
+def test_the_gate_is_opened_again_at_the_agent_that_comes_after(mesh: DeviceMesh, place: Place) -> None:
+    live, _ = hold(mesh)
+    writer = place.writer(live)
+    pages: list[Bytes] = []
+    writer.open_gate(pages.append)
+    assert done(writer)
+    assert len(pages) == 1
+    os.kill(place.agent_pid(), signal.SIGKILL)
+    writer.mark_current(START)
+    until(lambda: len(pages) == 2)
+    writer.close_gate()
+    os.kill(place.agent_pid(), signal.SIGKILL)
+    writer.mark_settled(START, True)
+    until(lambda: place.events().count("StateAgentFound") == 2)
+    assert done(writer)
+    assert len(pages) == 2, "it is not to be open any more"
 
 
 def test_a_stopped_agent_holds_a_vote_up_once_and_is_replaced(
