@@ -7,10 +7,12 @@ import json
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 
+from ft_hsdp import fault_injection
 from ft_hsdp.config import parse
 from ft_hsdp.launch.backend.base import EVICTED, LEFT
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
@@ -18,7 +20,7 @@ from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, ReplicaFailures
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.run.directory import Row, RunDir, write_json
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
 from ft_hsdp.memory.replacement import Action
 from tests.support.launch.launch_helpers import Plan, until
@@ -196,3 +198,21 @@ async def test_the_job_is_given_up_at_a_step_that_ends_it_three_times(run_dir: R
         assert world.job.halted.startswith(
             "step 5: the same step has ended all replicas 3 times; the last time rank 0"
         )
+
+
+async def test_a_host_that_is_back_before_the_replica_is_has_lost_its_rank_all_the_same(
+    run_dir: RunDir, plan: Plan
+) -> None:
+    plan(fails(1))
+    world = World(run_dir)
+    order = run_dir.path / fault_injection.FOLDER / "order.json"
+    async with play(world):
+        await world.life(0)
+        write_json(order, asdict(fault_injection.FaultOrder("host", 0, host="r0h0")))
+        (run_dir.path / "end-0").touch()
+        await until(lambda: world.named("RestartScheduled"), "the end of life 0")
+        order.unlink()
+        world.progress.saw(1)
+        await world.life(1)
+        assert [(e["before"], e["host"], e["ranks"]) for e in world.named("HostReplaced")] == [("r0h0", "s0", [0])]
+        assert world.named("HostCordoned") == []
