@@ -60,3 +60,20 @@ def test_sigterm_means_leave_and_an_edited_script_is_refused_until_it_is_put_bac
         refused = [e["reason"] for e in exits if e["kind"] == "exit 64"]
         assert "allowed: mine.py as it was when the job began" in refused[0]
         assert "put it back, or start another job" in refused[0]
+
+
+@pytest.mark.multiproc
+@pytest.mark.proof
+def test_a_step_that_ends_all_replicas_three_times_ends_the_job_with_a_reason(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    trains = "        loss = model(batch)\n"
+    fails = "        if job.step >= 5:\n            raise RuntimeError('a batch that cannot be read')\n"
+    script.write_text(EXAMPLE.read_text().replace(trains, fails + trains))
+    with Job(tmp_path, 20, entry="mine.py", **{**TWO, "ranks_per_replica": 1}) as job:
+        summary = job.end(75)
+        assert summary["steps"] == 5
+        (given_up,) = job.events("JobGivenUp")
+        assert given_up["step"] == 6
+        assert "the same step has ended all replicas 3 times" in given_up["reason"]
+        assert "a batch that cannot be read" in given_up["reason"]
+        assert all(3 <= len(starts(job, replica)) <= 4 for replica in (0, 1))
