@@ -20,6 +20,7 @@ from ft_hsdp.launch.job import JobResources, MakeResources, run_job, start_run
 from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.summary import Summary
+from ft_hsdp.memory.hosts import Level
 from ft_hsdp.memory.copies import MemberHosts, unmet
 from ft_hsdp.memory.hosts import Host
 
@@ -87,7 +88,8 @@ def emulated_hosts(config: Config) -> EmulatedHosts:
     """Return the hosts for which this machine stands, those of spare replicas included."""
     hosts = config.hosts
     of_spares = config.spares // config.ranks_per_replica * (hosts.per_replica or 0)
-    return EmulatedHosts(hosts.per_replica, config.ranks_per_replica, hosts.spare, of_spares, hosts.labels)
+    level: Level = "zone" if config.memory.apart == "zone" else "rack"  # a spare host is apart in any case
+    return EmulatedHosts(hosts.per_replica, config.ranks_per_replica, hosts.spare, of_spares, hosts.labels, level)
 
 
 def check_device(config: Config) -> str:
