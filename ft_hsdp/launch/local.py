@@ -20,9 +20,8 @@ from ft_hsdp.launch.job import JobResources, MakeResources, run_job, start_run
 from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.summary import Summary
-from ft_hsdp.memory.hosts import Level
 from ft_hsdp.memory.copies import MemberHosts, unmet
-from ft_hsdp.memory.hosts import Host
+from ft_hsdp.memory.hosts import Host, Level
 
 
 def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | None]:
