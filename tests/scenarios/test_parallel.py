@@ -10,7 +10,7 @@ import pytest
 from tests.compatibility.cases import CASES
 from tests.support.scenarios.scenario_job import ROOT, Job, check
 
-STEPS, AT, VICTIM = 80, 8, 1
+STEPS, AT, VICTIM = 48, 8, 1
 KILL = {"at_step": AT, "replicas": [VICTIM], "rank": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "tensor_parallel": {"ranks_per_unit": 2, "quorum__batch": "constant", "data__assignment": "global"},
