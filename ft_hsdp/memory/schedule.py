@@ -20,7 +20,7 @@ from typing import NamedTuple
 STEADY = 0.1  # largest deviation of the spans, relative to their mean, for a plan in advance (GEMINI §5.4)
 _ROUNDING = 1e-6  # bytes
 HELD_UP = 0.02  # part of all steps that may be lost to copies, and
-GRACE_S = 0.1  # a wait for the copies of a state that is never too long: it may be the machine's
+GRACE_S = 0.25  # a wait for the copies of a state that is never too long: it may be the machine's
 LATE = 3  # copies in a row that hold up the steps, before fewer are made
 FITTED = 100  # steps in a row that would not be held up, before more are made again
 SLOWEST = 1024  # times the configured interval, at most
