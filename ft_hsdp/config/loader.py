@@ -120,6 +120,7 @@ def agreed(config: Config) -> dict[str, str]:
         ),
         "checkpoint": {"every": config.checkpoint.every, "dir": config.checkpoint.dir and "given"},
         "ftar": config.ftar.model_dump(include={"chunk_bytes"}),
+        "memory": config.memory.model_dump(exclude={"wait_s"}),  # each rank computes from it which copies are made
     }
     flat = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
     flat |= {"ranks_per_replica": config.ranks_per_replica, "ranks_per_unit": config.ranks_per_unit}
