@@ -82,6 +82,7 @@ def in_turns(
     rounds: int,
     python: str = sys.executable,
     look: Callable[[str, RunDir, TrainingProcesses], None] = lambda *_: None,
+    settle_s: float = 0.0,
 ) -> dict[str, list[float]]:
     """Train all contenders on this machine, all alive, one block of one of them at a time (ABAB).
 
@@ -90,6 +91,7 @@ def in_turns(
         rounds: how many blocks of each count.
         python: the interpreter of all processes.
         look: called for each contender of ft_hsdp after its last block, with its name, its run and its processes.
+        settle_s: how long to wait after each block, for what it leaves to be done.
 
     Returns:
         Seconds of a step, of each of so many blocks, by contender.
@@ -110,11 +112,17 @@ def in_turns(
             if run is not None:
                 seen.append((name, run, processes))
             greet(processes.links)  # one after the other: two dozen imports at once take too long
-            samples[name] = partial(processes.train, each.setup.steps)
+            samples[name] = partial(_block, processes, each.setup.steps, settle_s)
         took = interleave(samples, rounds)
         for one in seen:
             look(*one)
         return took
+
+
+def _block(processes: TrainingProcesses, steps: int, settle_s: float) -> float:
+    seconds = processes.train(steps)
+    time.sleep(settle_s)
+    return seconds
 
 
 def _compared(took: Mapping[str, list[float]], anchor: str) -> dict[str, dict[str, float]]:

@@ -21,7 +21,7 @@ from ft_hsdp.bench.command import MemoryOptions
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.hsdp.processes import PRODUCT, HsdpSetup, TrainingProcesses
 from ft_hsdp.bench.memory.flips import flips
-from ft_hsdp.bench.memory.gaps import gaps
+from ft_hsdp.bench.memory.gaps import SETTLE_S, STEPS, gaps
 from ft_hsdp.bench.memory.lost import lost, union
 from ft_hsdp.bench.overhead import SETUP, Trained, in_turns
 from ft_hsdp.bench.results import ProgressLog, ResultRow, ratio, ratio_interval, spread
@@ -29,8 +29,8 @@ from ft_hsdp.launch.run.directory import RunDir, read_jsonl
 
 COPIES: Mapping[str, int] = {"without": 1, "without again": 1, "with": 2}
 STEP_SETUPS: Mapping[str, HsdpSetup] = {
-    "waiting": replace(SETUP, replicas=1, hosts=2, waiting=(1 << 18, 0.5)),
-    "computing": replace(SETUP, replicas=1, hosts=2),
+    "waiting": replace(SETUP, replicas=1, hosts=2, steps=STEPS, waiting=(1 << 18, 0.5)),
+    "computing": replace(SETUP, replicas=1, hosts=2, steps=STEPS),
 }
 NONE_SETUP = HsdpSetup(replicas=3, ranks=1, waiting=(1 << 16, 0.1), steps=5, sections=SETUP.sections)
 
@@ -78,7 +78,7 @@ def _trained(
         name: Trained(PRODUCT, replace(setup, sections={**setup.sections, "memory": {"copies": copies}}))
         for name, copies in contenders.items()
     }
-    return in_turns(trained, rounds, look=look), seen
+    return in_turns(trained, rounds, look=look, settle_s=SETTLE_S), seen
 
 
 def _segments(log: Path) -> int:

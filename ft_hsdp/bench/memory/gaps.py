@@ -12,6 +12,7 @@ links are what counts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,8 @@ from ft_hsdp.state.pacing import PROFILED
 
 MODES: Mapping[str, int] = {"none": 1, "blocking": 1, "greedy": 2, "reactive": 2, "planned": 2}  # memory.copies
 WATCHED = ("reactive", "planned")  # the modes in which ranks say when they communicate
-STEPS = 3  # of a block
+STEPS = 6  # of a block
+SETTLE_S = 0.5  # after a block: the copies of its last state must not meet the next block
 SETUP = HsdpSetup(
     replicas=1,
     ranks=2,
@@ -62,6 +64,7 @@ def gaps(rounds: int, log: ProgressLog, setup: HsdpSetup = SETUP) -> list[Result
         def block(name: str) -> float:
             before = network.sent()
             seconds = crews[name].train(setup.steps)
+            time.sleep(SETTLE_S)
             went = [after - begin for after, begin in zip(network.sent(), before, strict=True)]
             sent[name].append(max(went) / setup.steps)
             return seconds
