@@ -14,8 +14,9 @@ import pytest
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.donor_connection import HELD
 from ft_hsdp.state.transfer.holdings import ask_held
-from ft_hsdp.state.transfer.http import HELD, StateServer
+from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import MAX_HELD, HeldShard
 from tests.support.known import KnownConnection, admit
 from tests.support.state.agent_helpers import NBYTES, TOKEN, agent, connect, state, write

@@ -11,7 +11,7 @@ from ft_hsdp.state import pacing, shared_memory
 from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.pacing import LEAST_SLICE, MOST_SLICE, PAGE_BYTES, PATIENCE_S, PROFILED, Pacer, SpanMeter
 from ft_hsdp.state.shared_memory import InMemorySnapshots
-from ft_hsdp.state.transfer import http as state_http
+from ft_hsdp.state.transfer.donor_connection import CLASS, COPY, path
 from ft_hsdp.state.transfer.http import StateServer
 from tests.support.known import KnownConnection
 from tests.support.state import agent_helpers
@@ -245,10 +245,10 @@ def test_the_server_paces_copies_and_nothing_else() -> None:
         none: dict[str, str] = {}
         for headers, slices in (
             (none, 0),
-            ({state_http.CLASS: state_http.COPY}, -(-len(snapshot.data) // 100_000)),
+            ({CLASS: COPY}, -(-len(snapshot.data) // 100_000)),
         ):
             connection = KnownConnection(server.address, TOKEN)
-            connection.request("GET", state_http.path(STATE, 0, "data"), headers=headers)
+            connection.request("GET", path(STATE, 0, "data"), headers=headers)
             assert connection.getresponse().read() == bytes(snapshot.data)
             connection.close()
             assert len(pacer.asked) == slices

@@ -8,8 +8,8 @@ compared with its checksum before the state is used.
 Read the modules in this order:
 
 - `shard_manifest`: where each tensor lies in a packed shard (`Layout`), and its manifest: encoding and checks.
-- `http`: `StateServer`: on threads of its own, by sendfile, with limits against slow and malicious readers; and
-  `DonorConnection`: the reader's end of one connection.
+- `http`: `StateServer`: on threads of its own, by sendfile, with limits against slow and malicious readers.
+- `donor_connection`: `DonorConnection`: the reader's end of one connection.
 - `fetch`: `fetch`: the vote on the manifest, the striping over donors, the verification.
 
 A fetch goes this way:

@@ -27,7 +27,7 @@ from ft_hsdp import fault_injection
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.http import DonorBusy, DonorConnection, path
+from ft_hsdp.state.transfer.donor_connection import DonorBusy, DonorConnection, path
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
 
 MAX_RUN = 16  # chunks of one request

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.http import HELD, DonorBusy, DonorConnection
+from ft_hsdp.state.transfer.donor_connection import HELD, DonorBusy, DonorConnection
 from ft_hsdp.state.transfer.shard_manifest import HeldShard
 
 MAX_ASKED = 4096  # agents that are asked at most

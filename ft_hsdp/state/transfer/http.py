@@ -1,4 +1,4 @@
-"""Both ends of the HTTP/1.1 over which one replica fetches snapshots of another (FT-HSDP §4.4).
+"""The donor's end of the HTTP/1.1 over which one replica fetches snapshots of another (FT-HSDP §4.4).
 
     GET /v1/state/EPOCH/STEP/LINEAGE/RANK/manifest   the encoded manifest (`shard_manifest.encode`)
     GET /v1/state/EPOCH/STEP/LINEAGE/RANK/data       the packed bytes, or one range of them (bytes=A-B, bytes=A-)
@@ -9,14 +9,10 @@ A reader of a copy for another host sends the header "Ft-Class: copy"; its data 
 404: the snapshot is not here (yet). 416: another kind of range, or one that is not inside. The ETag is the digest
 of the manifest. Both ends of a connection prove the job's token first (`handshake`).
 
-`StateServer` is the donor's end, on threads of its own. A stranger gets no HTTP, no thread and no place. The
-number of readers is limited; one that finds no place is disconnected and asks again. A reader that is slow,
-silent or malicious loses its place. None of them delays a training step: the bytes go from the shared memory
-to the socket by sendfile.
-
-`DonorConnection` is the reader's end, with only as much HTTP as is needed. Bodies are received into memory
-that the caller provides. The socket blocks without timeouts, so that the kernel fills large pieces in one call
-(MSG_WAITALL). A thread that will not wait any longer calls `DonorConnection.hang_up`.
+`StateServer` works on threads of its own. A stranger gets no HTTP, no thread and no place. The number of readers
+is limited; one that finds no place is disconnected and asks again. A reader that is slow, silent or malicious
+loses its place. None of them delays a training step: the bytes go from the shared memory to the socket by
+sendfile. The reader's end is `donor_connection`.
 """
 
 from __future__ import annotations
@@ -28,7 +24,6 @@ import mmap
 import os
 import re
 import socket
-import struct
 import threading
 import time
 from collections import Counter
@@ -38,16 +33,14 @@ from http.server import BaseHTTPRequestHandler
 
 from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import CallerGate, Purpose
 from ft_hsdp.state.pacing import Pacer, lower_priority
 from ft_hsdp.state.shared_memory import ServedSnapshot, SnapshotSource
 from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.donor_connection import CLASS, COPY, HELD
 
 PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})/(manifest|data)")
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
-HELD = "/v1/held"
-CLASS, COPY = "Ft-Class", "copy"  # header of a request, and its value when what is read becomes a copy elsewhere
 UNSENT = 128 << 10  # bytes of a copy that wait in the socket: they leave although a communication has begun
 MAX_READERS = 32
 MAX_READERS_PER_PEER = 16  # one address may be a whole host of ranks, but must not occupy all places
@@ -59,17 +52,6 @@ SLICE = 1 << 20  # bytes of one sendfile: the precision of a reader's progress
 CLOSE_S = 5.0  # to wait for the readers' threads at the end
 
 _log = logging.getLogger(__name__)
-
-
-def path(state: StateId, rank: int, what: str) -> str:
-    """Return the path at which a state server has a part of a rank's shard of a state.
-
-    Args:
-        state: The state.
-        rank: The rank whose shard it is.
-        what: "manifest" or "data".
-    """
-    return f"/v1/state/{state.commit_epoch}/{state.step}/{state.lineage}/{rank}/{what}"
 
 
 @dataclass(eq=False, slots=True)
@@ -334,170 +316,3 @@ class StateServer:
         self._thread.join()
         self._loop.close()
         self._readers.leave()
-
-
-MAX_HEAD = 16 << 10  # bytes of status line and headers
-CONNECT_TIMEOUT = struct.pack("@ll", 5, 0)  # struct timeval: 5 s
-_STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*")
-_DECIMAL = re.compile(r"\d{1,18}")
-
-
-class DonorBusy(ConnectionError):
-    """The donor hung up before it answered: it has no place for another reader, or it is shutting down."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The head of an answer."""
-
-    status: int
-    headers: dict[str, str]  # by name in lower case
-    length: int  # bytes of the body, which follow on the connection
-
-
-class DonorConnection:
-    """A connection to the state server of one donor. It is made by the first `ask`.
-
-    One thread uses it; only `hang_up` may be called from another one.
-
-    Args:
-        address: "host:port" of the state server.
-        token: The job's token, which both ends prove.
-        copy: What is read becomes a copy on this host, and may wait.
-    """
-
-    def __init__(self, address: str, token: str, copy: bool = False) -> None:
-        self._address = address
-        self._token = token
-        self._copy = copy
-        self._lock = threading.Lock()
-        self._sock: socket.socket | None = None
-        self._early = b""  # bytes of the body that came together with the head
-        self._answered = False  # this connection has been answered once
-        self._over = False  # `hang_up` was called
-
-    def ask(self, path: str, span: tuple[int, int] | None = None) -> Answer:
-        """Send ``GET path`` and return the head of the answer. Blocks. The body before must have been read.
-
-        Args:
-            path: From `path`.
-            span: The bytes [begin, end) to ask for; None for all.
-
-        Raises:
-            DonorBusy: The donor hung up before its first answer on this connection.
-            ConnectionError: It hung up later.
-            OSError: There is no connection, or it broke.
-            DataCorruption: The answer is not HTTP, or the other end does not know the token.
-        """
-        sock = self._sock or self._connect()
-        lines = [f"GET {path} HTTP/1.1", f"Host: {self._address}"]
-        if self._copy:
-            lines.append(f"{CLASS}: {COPY}")
-        if span is not None:
-            lines.append(f"Range: bytes={span[0]}-{span[1] - 1}")
-        try:
-            sock.sendall("\r\n".join([*lines, "", ""]).encode())
-            answer = self._head(sock)
-        except ConnectionError as error:
-            if self._answered:
-                raise
-            self.close()
-            raise DonorBusy(str(error)) from None
-        self._answered = True
-        return answer
-
-    def read(self, length: int, most: int) -> bytes:
-        """Return the ``length`` bytes that follow. Blocks.
-
-        Raises:
-            DataCorruption: ``length`` is above ``most``.
-            OSError: The connection broke before all came.
-        """
-        if length > most:
-            raise DataCorruption(f"answered with {length} bytes; allowed: {most}")
-        data = bytearray(length)
-        self.read_into(memoryview(data))
-        return bytes(data)
-
-    def read_into(self, view: memoryview) -> None:
-        """Fill ``view`` with the bytes that follow. Blocks.
-
-        Raises:
-            ConnectionError: The donor hung up before ``view`` was full.
-            OSError: The connection broke before that.
-        """
-        assert self._sock is not None
-        got = min(len(self._early), len(view))
-        view[:got] = self._early[:got]
-        self._early = self._early[got:]
-        while got < len(view):
-            n = self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
-            if n == 0:
-                raise ConnectionError("hung up in the middle")
-            got += n
-
-    def hang_up(self) -> None:
-        """End the connection, from any thread. Calls that wait, and all later ones, raise OSError."""
-        with self._lock:
-            self._over = True
-            if self._sock is not None:
-                with contextlib.suppress(OSError):
-                    self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the connection. The next `ask` makes a new one, unless `hang_up` was called."""
-        with self._lock:
-            if self._sock is not None:
-                self._sock.close()
-            self._sock = None
-            self._early = b""
-
-    def _connect(self) -> socket.socket:
-        host, port = address.split(self._address)
-        with self._lock:
-            if self._over:
-                raise ConnectionError("hung up")
-            sock = self._sock = socket.socket(address.family(host), socket.SOCK_STREAM)
-        self._answered = False
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, CONNECT_TIMEOUT)
-        sock.connect((host, port))
-        with self._lock:
-            if self._over:  # before there was a connection that `hang_up` could shut down
-                raise ConnectionError("hung up")
-        address.tune(sock)
-        try:
-            session = handshake.call_blocking(sock, self._token, Purpose.STATE)
-        except handshake.HungUp as error:
-            self.close()
-            raise DonorBusy(str(error)) from None
-        except ProtocolViolation as error:
-            raise DataCorruption(str(error)) from None
-        with self._lock:
-            if self._over:
-                raise ConnectionError("hung up")
-            sock = self._sock = record_layer.sealable(sock, session, listening=False)
-        record_layer.agree([sock])
-        return sock
-
-    def _head(self, sock: socket.socket) -> Answer:
-        data = b""
-        while (end := data.find(b"\r\n\r\n")) < 0:
-            if len(data) > MAX_HEAD or not _begins_well(data):
-                raise DataCorruption("answered with something that is no HTTP")
-            part = sock.recv(MAX_HEAD)
-            if not part:
-                raise ConnectionError("hung up before an answer")
-            data += part
-        first, *rest = data[:end].split(b"\r\n")
-        self._early = data[end + 4 :]
-        status = _STATUS.fullmatch(first)
-        pairs = (line.decode("latin-1").partition(":") for line in rest)
-        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
-        length = headers.get("content-length", "")
-        if status is None or not _DECIMAL.fullmatch(length):
-            raise DataCorruption("answered with something that is no HTTP")
-        return Answer(int(status[1]), headers, int(length))
-
-
-def _begins_well(data: bytes) -> bool:
-    return data[:9] == b"HTTP/1.1 "[: len(data)]

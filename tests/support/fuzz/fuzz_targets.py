@@ -38,7 +38,7 @@ from ft_hsdp.launch.run.directory import Tailer
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import http, shard_manifest
-from ft_hsdp.state.transfer.http import DonorBusy, DonorConnection
+from ft_hsdp.state.transfer.donor_connection import DonorBusy, DonorConnection
 from lighthouse import validation
 from lighthouse.http import connections as lighthouse_door
 from lighthouse.quorum import state as quorum

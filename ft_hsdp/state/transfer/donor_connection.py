@@ -1,0 +1,199 @@
+"""The reader's end of the HTTP/1.1 over which one replica fetches snapshots of another (FT-HSDP §4.4).
+
+`DonorConnection` has only as much HTTP as `http.StateServer` needs. Bodies are received into memory that the
+caller provides. The socket blocks without timeouts, so that the kernel fills large pieces in one call
+(MSG_WAITALL). A thread that will not wait any longer calls `DonorConnection.hang_up`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+
+from ft_hsdp import address, handshake, record_layer
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import DataCorruption, ProtocolViolation
+from ft_hsdp.handshake import Purpose
+
+HELD = "/v1/held"
+CLASS, COPY = "Ft-Class", "copy"  # header of a request, and its value when what is read becomes a copy elsewhere
+MAX_HEAD = 16 << 10  # bytes of status line and headers
+CONNECT_TIMEOUT = struct.pack("@ll", 5, 0)  # struct timeval: 5 s
+_STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*")
+_DECIMAL = re.compile(r"\d{1,18}")
+
+
+def path(state: StateId, rank: int, what: str) -> str:
+    """Return the path at which a state server has a part of a rank's shard of a state.
+
+    Args:
+        state: The state.
+        rank: The rank whose shard it is.
+        what: "manifest" or "data".
+    """
+    return f"/v1/state/{state.commit_epoch}/{state.step}/{state.lineage}/{rank}/{what}"
+
+
+class DonorBusy(ConnectionError):
+    """The donor hung up before it answered: it has no place for another reader, or it is shutting down."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The head of an answer."""
+
+    status: int
+    headers: dict[str, str]  # by name in lower case
+    length: int  # bytes of the body, which follow on the connection
+
+
+class DonorConnection:
+    """A connection to the state server of one donor. It is made by the first `ask`.
+
+    One thread uses it; only `hang_up` may be called from another one.
+
+    Args:
+        address: "host:port" of the state server.
+        token: The job's token, which both ends prove.
+        copy: What is read becomes a copy on this host, and may wait.
+    """
+
+    def __init__(self, address: str, token: str, copy: bool = False) -> None:
+        self._address = address
+        self._token = token
+        self._copy = copy
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._early = b""  # bytes of the body that came together with the head
+        self._answered = False  # this connection has been answered once
+        self._over = False  # `hang_up` was called
+
+    def ask(self, path: str, span: tuple[int, int] | None = None) -> Answer:
+        """Send ``GET path`` and return the head of the answer. Blocks. The body before must have been read.
+
+        Args:
+            path: From `path`.
+            span: The bytes [begin, end) to ask for; None for all.
+
+        Raises:
+            DonorBusy: The donor hung up before its first answer on this connection.
+            ConnectionError: It hung up later.
+            OSError: There is no connection, or it broke.
+            DataCorruption: The answer is not HTTP, or the other end does not know the token.
+        """
+        sock = self._sock or self._connect()
+        lines = [f"GET {path} HTTP/1.1", f"Host: {self._address}"]
+        if self._copy:
+            lines.append(f"{CLASS}: {COPY}")
+        if span is not None:
+            lines.append(f"Range: bytes={span[0]}-{span[1] - 1}")
+        try:
+            sock.sendall("\r\n".join([*lines, "", ""]).encode())
+            answer = self._head(sock)
+        except ConnectionError as error:
+            if self._answered:
+                raise
+            self.close()
+            raise DonorBusy(str(error)) from None
+        self._answered = True
+        return answer
+
+    def read(self, length: int, most: int) -> bytes:
+        """Return the ``length`` bytes that follow. Blocks.
+
+        Raises:
+            DataCorruption: ``length`` is above ``most``.
+            OSError: The connection broke before all came.
+        """
+        if length > most:
+            raise DataCorruption(f"answered with {length} bytes; allowed: {most}")
+        data = bytearray(length)
+        self.read_into(memoryview(data))
+        return bytes(data)
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill ``view`` with the bytes that follow. Blocks.
+
+        Raises:
+            ConnectionError: The donor hung up before ``view`` was full.
+            OSError: The connection broke before that.
+        """
+        assert self._sock is not None
+        got = min(len(self._early), len(view))
+        view[:got] = self._early[:got]
+        self._early = self._early[got:]
+        while got < len(view):
+            n = self._sock.recv_into(view[got:], 0, socket.MSG_WAITALL)
+            if n == 0:
+                raise ConnectionError("hung up in the middle")
+            got += n
+
+    def hang_up(self) -> None:
+        """End the connection, from any thread. Calls that wait, and all later ones, raise OSError."""
+        with self._lock:
+            self._over = True
+            if self._sock is not None:
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. The next `ask` makes a new one, unless `hang_up` was called."""
+        with self._lock:
+            if self._sock is not None:
+                self._sock.close()
+            self._sock = None
+            self._early = b""
+
+    def _connect(self) -> socket.socket:
+        host, port = address.split(self._address)
+        with self._lock:
+            if self._over:
+                raise ConnectionError("hung up")
+            sock = self._sock = socket.socket(address.family(host), socket.SOCK_STREAM)
+        self._answered = False
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, CONNECT_TIMEOUT)
+        sock.connect((host, port))
+        with self._lock:
+            if self._over:  # before there was a connection that `hang_up` could shut down
+                raise ConnectionError("hung up")
+        address.tune(sock)
+        try:
+            session = handshake.call_blocking(sock, self._token, Purpose.STATE)
+        except handshake.HungUp as error:
+            self.close()
+            raise DonorBusy(str(error)) from None
+        except ProtocolViolation as error:
+            raise DataCorruption(str(error)) from None
+        with self._lock:
+            if self._over:
+                raise ConnectionError("hung up")
+            sock = self._sock = record_layer.sealable(sock, session, listening=False)
+        record_layer.agree([sock])
+        return sock
+
+    def _head(self, sock: socket.socket) -> Answer:
+        data = b""
+        while (end := data.find(b"\r\n\r\n")) < 0:
+            if len(data) > MAX_HEAD or not _begins_well(data):
+                raise DataCorruption("answered with something that is no HTTP")
+            part = sock.recv(MAX_HEAD)
+            if not part:
+                raise ConnectionError("hung up before an answer")
+            data += part
+        first, *rest = data[:end].split(b"\r\n")
+        self._early = data[end + 4 :]
+        status = _STATUS.fullmatch(first)
+        pairs = (line.decode("latin-1").partition(":") for line in rest)
+        headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+        length = headers.get("content-length", "")
+        if status is None or not _DECIMAL.fullmatch(length):
+            raise DataCorruption("answered with something that is no HTTP")
+        return Answer(int(status[1]), headers, int(length))
+
+
+def _begins_well(data: bytes) -> bool:
+    return data[:9] == b"HTTP/1.1 "[: len(data)]
