@@ -420,6 +420,23 @@ def test_a_holder_that_owes_a_copy_no_longer_keeps_it_until_the_new_plan_is_sett
     assert holder.bytes() == 0
 
 
+def test_what_a_keeper_ordered_before_it_ended_goes_if_it_orders_nothing_more(holder: Holder, owners: Owners):
+    for rank in (0, 1):
+        owners.has(4, rank)
+        assert holder.keep(small(4, owners, rank)).complete
+    holder.copies.connected(KEEPER)  # a new process
+    owners.has(6, 1)
+    assert holder.keep(small(6, owners, 1)).complete == ((0, 1),)
+    holder.copies.settle(KEEPER, state(4), True)
+    holder.copies.settle(KEEPER, state(5), False)
+    assert holder.store.copies(KEEPER) == [(0, 0), (0, 1)], "no newer state is safe"
+    holder.copies.settle(KEEPER, state(6), True)
+    assert (holder.steps(0), holder.steps(1)) == ([], [6, 4])
+    assert holder.bytes() == 2 * SMALL, "the other shard has no memory any more"
+    holder.copies.settle(KEEPER, state(7), True)
+    assert holder.steps(1) == [6, 4], "it was ordered by the process that is here"
+
+
 def test_wrong_copies_are_dropped_with_what_is_being_fetched(holder: Holder, owners: Owners):
     owners.has(1)
     owners.has(1, 1)

@@ -75,7 +75,17 @@ class CopyFetcher:
         self._lock = threading.Lock()
         self._courses: dict[ShardIndex, _Course] = {}
         self._owed: dict[int, OweCopies] = {}  # by keeper: the plan that is not settled yet
+        self._inherited: dict[int, set[ShardIndex]] = {}  # by keeper: not ordered since it has connected
         self._closed = False
+
+    def connected(self, keeper: int) -> None:
+        """Note that a keeper has connected, maybe a new process.
+
+        One that owes nothing sends no orders. So what was ordered before goes with the first settled state that it
+        does not have.
+        """
+        with self._lock:
+            self._inherited[keeper] = set(self._store.copies(keeper))
 
     def keep(self, keeper: int, order: KeepCopy) -> None:
         """Fetch a copy, instead of what is being fetched of the same shard. Returns before it is there.
@@ -95,6 +105,7 @@ class CopyFetcher:
                 raise ValueError("the agent ends")
             owner = Owner(order.rank, order.ranks, order.nbytes)
             self._store.admit_copy(order.replica, owner, keeper, order.budget)
+            self._inherited.get(keeper, set()).discard(key)
             course = self._courses.setdefault(key, _Course())
             newest = course.waiting or course.running
             if newest is not None and not newest.cancel.is_set() and _same(newest.order, order):
@@ -107,6 +118,7 @@ class CopyFetcher:
     def owes(self, keeper: int, order: OweCopies) -> None:
         """Note which copies a keeper owes from now on. The others go when the new plan is settled, or at once."""
         with self._lock:
+            self._inherited.pop(keeper, None)
             if order.at_once:
                 self._owed.pop(keeper, None)
                 self._free(keeper, order.shards)
@@ -122,6 +134,11 @@ class CopyFetcher:
             if order is not None and everywhere and not state_id.newer(order.since, state):
                 del self._owed[keeper]
                 self._free(keeper, order.shards)
+            inherited = self._inherited.get(keeper, set())
+            stale = {key for key in inherited if everywhere and not self._store.keeps(key, state)}
+            if stale:
+                inherited -= stale
+                self._free(keeper, set(self._store.copies(keeper)) - stale)
 
     def forget(self, keeper: int) -> None:
         """Drop all copies that this rank has ordered."""

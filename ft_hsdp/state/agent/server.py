@@ -153,6 +153,7 @@ class AgentListener:
         self._changed.set()
         dead = False  # superseded or refused: the process may live, and write on
         key = self._store.admit(Owner(rank, hello.ranks, hello.nbytes))
+        self._copies.connected(rank)
         try:
             await connection.send(messages.frame(messages.Welcome(self._address)))
             await RankSession(connection, key, self._store, self._copies, self._pacer).run()
