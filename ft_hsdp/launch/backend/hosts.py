@@ -86,6 +86,12 @@ class EmulatedHosts:
         """Return the spare hosts that can be used, in the order in which they are taken."""
         return [name for name in self._spare if name not in down and name not in self.cordoned]
 
+    def spare_for(self, host: str, down: Collection[str]) -> bool:
+        """Return whether a spare host is left for the ranks of ``host`` when all hosts that wait for one have it."""
+        used = {name for names in self._hosts.values() for name in names}
+        waiting = used & {*down, *self.cordoned, *self._left} - {host}
+        return len(self.free(down)) > len(waiting)
+
     def kept_ready(self, down: Collection[str]) -> list[str]:
         """Return the spare hosts whose state agent runs: all but those of spare replicas."""
         return [name for name in self.free(down) if name not in self._last]

@@ -130,7 +130,7 @@ class LocalBackend:
 
     def cordon(self, replica: int, host: str, reason: str) -> bool:
         """Give a host no ranks any more, if a spare host can take those that it has; return whether it can."""
-        if not self._hosts.free(fault_injection.hosts_down(self._run.path)):
+        if not self._hosts.spare_for(host, fault_injection.hosts_down(self._run.path)):
             return False
         self._hosts.cordon(host, reason)
         self._event("HostCordoned", replica, host, reason)

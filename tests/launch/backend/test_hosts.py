@@ -114,3 +114,16 @@ def test_all_hosts_are_listed_with_their_states() -> None:
         ("s1", "cordoned", None),
         ("r0h1", "down", None),
     ]
+
+
+def test_a_spare_host_is_promised_to_one_host_only() -> None:
+    made = EmulatedHosts(2, 2, spare=1)
+    for replica in (0, 1):
+        assert made.place(replica, [], []) == []
+    assert made.spare_for("r0h0", [])
+    made.cordon("r0h0", "exit 76")
+    assert not made.spare_for("r1h0", []), "r0h0 has not moved yet"
+    assert not made.spare_for("r1h0", ["s0"])
+    made.place(0, [], [])
+    assert not made.spare_for("r1h0", ["r0h1"])
+    assert made.place(1, [], []) == [], "it stays where it is"
