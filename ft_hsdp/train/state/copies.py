@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Protocol
 
 from ft_hsdp.config.running import MemoryConfig
@@ -235,17 +236,23 @@ class CopyKeeper:
         elif counts:
             self._say(False, plan, f"not all shards of step {state.step} were in memory in time")
         if counts and plan.whole.copies and cost.step_s:
-            self._space(cost)
+            self._space(cost, late=self._config.wait_s == 0 and not everywhere)
         return counts
 
-    def _space(self, cost: CopyCost) -> None:
-        """Choose how many states are copied, from what the copies of one have cost."""
+    def _space(self, cost: CopyCost, *, late: bool) -> None:
+        """Choose how many states are copied, from what the copies of one have cost.
+
+        Where no step waits, copies that were ``late`` were ended by those of the next state. If that went on, none
+        would ever be complete.
+        """
         before = self._interval
-        self._interval = before.after(cost.waited_s, cost.step_s)
+        self._interval = before.after(inf if late else cost.waited_s, cost.step_s)
         every = self._interval.every
         if self._rank:
             return
         why = f"a step of {cost.step_s:.3g} s waited {cost.waited_s:.3g} s for the copies of a state"
+        if late:
+            why = f"the copies of a state took longer than a step of {cost.step_s:.3g} s (memory.wait_s is 0)"
         if every > before.every:
             self._journal.event("CopiesSlowed", why, every=every)
         elif every < before.every:

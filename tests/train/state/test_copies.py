@@ -370,3 +370,14 @@ def test_copies_that_hold_up_the_steps_become_fewer_on_all_ranks_alike(tmp_path:
     assert "CopiesResumed" in [event for event, _ in ranks[0].told()]
     ranks[0].keeper.configure(grant(2, 300, {0: TWO_HOSTS[0], 1: ("r1h0", "r1h0", "r1h1", "r1h1")}))
     assert not ranks[0].keeper.sources, "the other replica is a copy"
+
+
+def test_copies_that_no_step_waits_for_become_fewer_until_they_are_complete(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, 0, rank, wait_s=0) for rank in range(2)]
+    for one in ranks:
+        one.keeper.configure(grant(1, 0, TWO_HOSTS))
+        for step in range(1, 4):
+            assert one.keeper.settled(state(step), False, CopyCost(step_s=0.1))
+        assert not one.keeper.settled(state(5), False, CopyCost(step_s=0.1)), "it is not copied"
+    slowed = [[reason for event, reason in one.told() if event == "CopiesSlowed"] for one in ranks]
+    assert slowed == [["the copies of a state took longer than a step of 0.1 s (memory.wait_s is 0)"], []]
