@@ -87,7 +87,7 @@ class EmulatedHosts:
         return [name for name in self._spare if name not in down and name not in self.cordoned]
 
     def spare_for(self, host: str, down: Collection[str]) -> bool:
-        """Return whether a spare host is left for the ranks of ``host`` when all hosts that wait for one have it."""
+        """Return whether a spare host is left for ``host`` once all others that wait for one have it."""
         used = {name for names in self._hosts.values() for name in names}
         waiting = used & {*down, *self.cordoned, *self._left} - {host}
         return len(self.free(down)) > len(waiting)
