@@ -19,6 +19,7 @@ from ft_hsdp.memory.copies import MemberHosts, default_copies, unmet
 from ft_hsdp.memory.estimates import wasted_time
 from ft_hsdp.memory.hosts import Host, locate
 from ft_hsdp.memory.reliability import MONTH_DAYS, SLOTS, CopyFigures, HostFailures, Reliability, reliability
+from ft_hsdp.state.agent.messages import MAX_COPIES
 
 STATE_BYTES = 12  # of a parameter: fp32 weight and AdamW's two moments
 MAX_HOSTS = 16_384  # of all replicas; the exact figures of so many take some seconds
@@ -60,7 +61,7 @@ def plan(
     asked = config.memory.copies
     wanted = default_copies(everywhere, level) if asked is None else asked
     budget = config.memory.budget_gb
-    room = None if budget is None else int(budget * 1e9 // (SLOTS * shard))
+    room = MAX_COPIES if budget is None else min(MAX_COPIES, int(budget * 1e9 // (SLOTS * shard)))
     if room == 0:
         least = f"{SLOTS * shard / 1e9:.3g} or more: {SLOTS} of a shard of {size_of(shard)}; or null"
         raise ConfigError("memory.budget_gb", budget, least)

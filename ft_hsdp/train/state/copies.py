@@ -33,7 +33,7 @@ from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.copies import MemberHosts, Plan, coverage, missing_copies, unmet
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.schedule import CopyInterval
-from ft_hsdp.state.agent.messages import KeepCopy, KeptCopies
+from ft_hsdp.state.agent.messages import MAX_COPIES, KeepCopy, KeptCopies
 
 SLOTS = 2  # for each shard that a host keeps for another one: of the newest kept state, and of the next one
 DEFAULT_COPIES = 2
@@ -105,21 +105,21 @@ def hosts_of(grant: Grant) -> tuple[MemberHosts, ...]:
     return found if all(member.hosts for member in found) else ()
 
 
-def room(budget_gb: float | None, shards: Sequence[CopiedShard]) -> int | None:
-    """Return how many shards a host may keep for others; None: any number.
+def room(budget_gb: float | None, shards: Sequence[CopiedShard]) -> int:
+    """Return how many shards a host may keep for others; its agent takes `MAX_COPIES` at most.
 
     Raises:
         ConfigError: The budget has no room for one.
     """
     largest = max(shard.nbytes for shard in shards)
     if budget_gb is None or not largest:
-        return None
+        return MAX_COPIES
     count = int(budget_gb * 1e9 // (SLOTS * largest))
     if not count:
         least = SLOTS * largest / 1e9
         allowed = f"at least {least:.3g} ({SLOTS} copies of a shard of {largest / 1e9:.3g} GB), or null: no limit"
         raise ConfigError("memory.budget_gb", budget_gb, allowed)
-    return count
+    return min(count, MAX_COPIES)
 
 
 class CopyKeeper:

@@ -17,7 +17,7 @@ from ft_hsdp.core.grant import Grant, Member, Role, ranges
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.state.agent.messages import CopyFailure, KeepCopy, KeptCopies
+from ft_hsdp.state.agent.messages import MAX_COPIES, CopyFailure, KeepCopy, KeptCopies
 from ft_hsdp.train.state.copies import CopiedShard, CopyCost, CopyKeeper, room
 
 LAYOUT = "ab" * 16
@@ -332,7 +332,7 @@ def test_an_explicit_number_that_the_hosts_cannot_hold_is_an_error_once_all_are_
 
 
 def test_a_budget_without_room_for_one_shard_is_refused() -> None:
-    assert room(None, SHARDS) is None
+    assert room(None, SHARDS) == room(1.0, SHARDS) == MAX_COPIES, "an agent takes no more"
     assert room(6e-6, SHARDS) == 3
     with pytest.raises(ConfigError, match=r"memory.budget_gb: got 1e-06; allowed: at least 2e-06 \(2 copies"):
         room(1e-6, SHARDS)
@@ -381,3 +381,17 @@ def test_copies_that_no_step_waits_for_become_fewer_until_they_are_complete(tmp_
         assert not one.keeper.settled(state(5), False, CopyCost(step_s=0.1)), "it is not copied"
     slowed = [[reason for event, reason in one.told() if event == "CopiesSlowed"] for one in ranks]
     assert slowed == [["the copies of a state took longer than a step of 0.1 s (memory.wait_s is 0)"], []]
+
+
+def test_no_host_is_asked_for_more_copies_than_its_agent_takes(tmp_path: Path) -> None:
+    count = 2 * (MAX_COPIES + 1)
+    errors: list[ConfigError] = []
+    agent, journal = Agent(), Journal(tmp_path / "events.jsonl")
+    shards = [CopiedShard(LAYOUT, 1000)] * count
+    keeper = CopyKeeper(0, 0, MemoryConfig(), 1, shards, agent, journal, errors.append, 60.0)
+    keeper.configure(grant(1, 0, {0: tuple(f"h{2 * rank // count}" for rank in range(count))}))
+    keeper.mark_current(state(0))
+    assert len(agent.owed[0]) == len(agent.orders) == MAX_COPIES
+    keeper.settled(state(0), True, CopyCost())
+    told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert ([row["event"] for row in told], errors) == (["Unprotected"], [])
