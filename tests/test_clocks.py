@@ -19,6 +19,7 @@ WALL = {
     "ft_hsdp/launch/run/directory.py",  # how long ago another host changed a file
     "ft_hsdp/launch/backend/local.py",
     "ft_hsdp/launch/run/recorder.py",
+    "ft_hsdp/launch/ray/backend.py",
     "ft_hsdp/launch/ray/logs.py",
     "ft_hsdp/launch/ray/slot.py",
     "ft_hsdp/launch/ray/lighthouse.py",
