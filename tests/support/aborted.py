@@ -12,10 +12,19 @@ def aborted(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rings that broke, and steps begun twice because somebody was lost; of any number of replicas' journals.
 
     A step that goes on without the lighthouse's late answer begins anew where that brings somebody in, or another
-    number that is wanted. It never does where somebody leaves: that is said with the vote on the step before.
+    number that is wanted. It never does where somebody leaves: that is said with the vote on the step before. An
+    answer that comes several steps late is refused; the next epoch of who refused it is no loss.
     """
     rows = list(events)
     adopted = [e for e in rows if e["event"] == "GrantAdopted"]
-    losses = {e["epoch"] for e in adopted if any(loss in e["reason"] for loss in LOSSES)}
+    late = [e for e in rows if e["event"] == "GrantRefused" and "stale grant" in e["reason"]]
+    instead = {_next_epoch(adopted, refused) for refused in late}
+    losses = {e["epoch"] for e in adopted if any(loss in e["reason"] for loss in LOSSES)} - instead
     again = [e for e in rows if e["event"] == "StepRetried" and e["epoch"] in losses]
     return again + [e for e in rows if e["event"] == "RingBroken"]
+
+
+def _next_epoch(adopted: Iterable[dict[str, Any]], refused: dict[str, Any]) -> int | None:
+    """The epoch that a replica adopted instead of the one that it refused."""
+    same = (e for e in adopted if e["replica"] == refused["replica"] and e["t"] >= refused["t"])
+    return next((int(e["epoch"]) for e in sorted(same, key=lambda e: e["t"])), None)
