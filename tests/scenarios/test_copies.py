@@ -8,10 +8,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ft_hsdp.state.transfer.holdings import ask_held
-from tests.support.scenarios.scenario_job import Job, check
+from tests.support.scenarios.scenario_job import DEADLINE_S, Job, check
 
 STEPS = 18
 AT = 10  # the step of the vote at which a job stands
@@ -145,3 +146,58 @@ def test_without_a_lighthouse_copies_go_on_and_a_recovery_finds_them(tmp_path: P
         os.kill(lighthouse, signal.SIGCONT)
         (row,) = recoveries(job, STEPS)
         assert (row["rung"], row["state"][1], row["lost_steps"]) == ("copy", HEAD, None), row
+
+
+@pytest.mark.proof
+def test_a_rank_that_dies_between_a_commit_and_its_snapshot_costs_that_step(tmp_path: Path) -> None:
+    """M54: the shard of the head is copied, and its agent does not know it; the host is lost with the rank."""
+    stands = {"replicas": [0], "rank": 1, "step": HEAD, "signal": "STOP"}
+    with Standing(tmp_path, {"snapshot": stands}) as job:
+        job.until(lambda: job.step() == HEAD and ("r0h0", 0) in job.held(HEAD), "rank 0 has the head")
+        everywhere = {(host, rank) for host in ("r0h0", "r0h1") for rank in (0, 1)}
+        assert job.held(HEAD - 1) == everywhere, "the commit of the head says so"
+        assert not {host for host, rank in job.held(HEAD) if rank == 1}
+        job.lose("r0h1")
+        (row,) = recoveries(job, STEPS)
+        assert (row["rung"], row["state"][1], row["lost_steps"]) == ("copy", HEAD - 1, 1), row
+        assert sum(e["steps"] for e in job.events("HeadRolledBack")) == 1
+
+
+@pytest.mark.proof
+def test_a_holder_that_dies_holds_up_no_step(tmp_path: Path) -> None:
+    """M52: its agent falls silent and is killed. The job goes on without copies, and then with a new holder."""
+    hosts = {"hosts.per_replica": 2, "memory.wait_s": 0.2}
+    steps = 40
+    with Job(tmp_path, steps, replicas=1, **hosts) as job:
+        job.until(lambda: job.step() >= 3 and job.events("Protected"), "copies")
+        holder = job.agents(0)["r0h1"]["pid"]
+        os.kill(holder, signal.SIGSTOP)
+        job.until(lambda: job.events("CopyMissing") or job.events("Unprotected"), "a copy that is late")
+        os.kill(holder, signal.SIGKILL)
+        assert recoveries(job, steps) == []
+        assert len(job.events("ReplicaStarted")) == 1, "no rank ended"
+        assert "Unprotected" in told(job)
+        assert told(job)[-1] == "Protected", "the next agent of that host keeps copies"
+
+
+@pytest.mark.proof
+def test_all_that_a_supervisor_started_dies_with_it_and_the_checkpoint_is_left(tmp_path: Path) -> None:
+    """M64: ranks and agents end with the launcher, so no memory outlives it; the next job has the checkpoint."""
+    settings = {"replicas": 1, "hosts.per_replica": 2, "checkpoint.every": 4, "checkpoint.keep": 99}
+    settings["checkpoint.dir"] = str(tmp_path / "checkpoints")
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with Job(tmp_path / "one", 10_000, **settings) as job:
+        job.until(lambda: job.events("CheckpointWritten") and job.events("Protected"), "checkpoint and copies")
+        started = psutil.Process(job.process.pid).children(recursive=True)
+        agents = {agent["pid"] for agent in job.agents(0).values()}
+        ranks = {job.pid(0, 0), job.pid(0, 1)}
+        assert agents | ranks <= {process.pid for process in started}
+        job.process.kill()
+        _, alive = psutil.wait_procs(started, DEADLINE_S)
+        assert not alive
+        newest = max(int(path.name.split("-")[1]) for path in (tmp_path / "checkpoints").glob("step-*"))
+    with Job(tmp_path / "two", newest + 6, **settings) as job:
+        check(job.end(), newest + 6)
+        assert job.rows("metrics.jsonl")[0]["step"] == newest + 1
+        assert job.replayed()["equal"]
