@@ -154,6 +154,9 @@ def test_a_rank_that_dies_between_a_commit_and_its_snapshot_costs_that_step(tmp_
     stands = {"replicas": [0], "rank": 1, "step": HEAD, "signal": "STOP"}
     with Standing(tmp_path, {"snapshot": stands}) as job:
         job.until(lambda: job.step() == HEAD and ("r0h0", 0) in job.held(HEAD), "rank 0 has the head")
+        dying = job.pid(0, 1)
+        assert dying is not None
+        job.until(lambda: psutil.Process(dying).status() == psutil.STATUS_STOPPED, "rank 1 stands still")
         everywhere = {(host, rank) for host in ("r0h0", "r0h1") for rank in (0, 1)}
         assert job.held(HEAD - 1) == everywhere, "the commit of the head says so"
         assert not {host for host, rank in job.held(HEAD) if rank == 1}
