@@ -61,7 +61,8 @@ def test_a_job_that_falls_to_one_replica_is_protected_at_its_second_commit(tmp_p
         rows = recoveries(job, steps)
         assert {row["replica"] for row in rows} == {0, 1}
         assert all((row["lost_steps"] or 0) <= 1 for row in rows), rows
-        assert {row["rung"] for row in rows} <= {"agent", "copy", "replica"}, rows
+        # Replica 1 finds nothing in memory if it is back while replica 0 trains: it fetches as one that is behind.
+        assert {row["rung"] for row in rows if row["replica"] == 0} <= {"agent", "copy", "replica"}, rows
         assert sum(e["steps"] for e in job.events("HeadRolledBack")) <= 1
         commits = {row["step"]: row for row in job.rows("replicas/0/commits.jsonl")}
         assert all("copied_bytes" not in commits[step] for step in (1, 2, 3)), (
