@@ -128,12 +128,16 @@ def test_a_copy_that_is_on_some_hosts_only_counts_if_the_whole_state_is_there(tm
 
 @pytest.mark.proof
 def test_the_owner_and_its_holder_at_once_leave_the_checkpoint(tmp_path: Path) -> None:
-    with Standing(tmp_path, checkpoint__every=4) as job:
-        job.until(lambda: any(e["step"] == 8 for e in job.events("CheckpointWritten")), "the checkpoint")
-        job.until(lambda: job.step() == HEAD, "the head")
+    head = STEPS - 2
+    stands = {"replicas": [0], "rank": 1, "step": head + 1, "signal": "STOP"}
+    with Standing(tmp_path, {"vote": stands}, checkpoint__every=4) as job:
+        # A checkpoint that rank 1 was still writing when it stopped is never complete. The first one is long done.
+        job.until(lambda: job.step() == head and job.events("CheckpointWritten"), "the head and a checkpoint")
+        newest = max(e["step"] for e in job.events("CheckpointWritten"))
         job.lose("r0h0", "r0h1")
         (row,) = recoveries(job, STEPS)
-        assert (row["rung"], row["state"][1], row["lost_steps"]) == ("checkpoint", 8, HEAD - 8), row
+        assert row["rung"] == "checkpoint", row
+        assert newest <= row["state"][1] == head - row["lost_steps"], row
 
 
 @pytest.mark.proof
