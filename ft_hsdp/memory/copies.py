@@ -140,11 +140,7 @@ def missing_copies(
     if unprotected:
         known = {host.domain(level) for host in candidates.all}
         full = room is not None and len(known) >= copies
-        what = (
-            f"each host has room for {room} copies"
-            if full
-            else f"{level}s with a host that can keep one: {len(known)}"
-        )
+        what = f"each host has room for {room} copies" if full else f"{level}s that can keep one: {len(known)}"
         reason = f"{copies} copies on different {level}s are wanted; {what}"
     return Plan(tuple(sorted(made, key=lambda copy: (copy.rank, copy.holder))), unprotected, reason)
 

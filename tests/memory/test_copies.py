@@ -49,7 +49,7 @@ def test_replicas_that_share_their_only_rack_are_unprotected_and_it_is_said() ->
     plan = missing_copies(members, 2, "rack")
     assert plan.copies == ()
     assert plan.unprotected == (0, 1)
-    assert plan.reason == "2 copies on different racks are wanted; racks with a host that can keep one: 1"
+    assert plan.reason == "2 copies on different racks are wanted; racks that can keep one: 1"
 
 
 def test_the_lowest_healthy_replica_makes_what_several_lack() -> None:

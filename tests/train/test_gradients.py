@@ -20,6 +20,7 @@ from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.train import gradients as reducing
 from ft_hsdp.train.gradients import Feeding, Reducer, checksum, contributions, sum_of_squares, usable
+from tests.support.train.meter import Meter
 
 SIZES = (3, 5, 2)
 PREV = "ab" * 16
@@ -58,19 +59,6 @@ class Group:
         if self._at_once:
             op.end()
         return op.work
-
-
-class Meter:
-    """Counts when the ring is in use."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def begin(self) -> None:
-        self.told.append("begin")
-
-    def end(self) -> None:
-        self.told.append("end")
 
 
 class Scene:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,15 @@ from ft_hsdp.train.orders import Fetching, Mailbox, Order, OrderHandler
 BASE = StateId(1, 5, "c" * 32)
 
 
+def handler(
+    folder: Path, snapshots: Any, report: Callable[[object], None] = lambda _: None, within_s: float = 7.0
+) -> OrderHandler:
+    """The handler of rank 0 of replica 0, which has these snapshots and nothing else that is real."""
+    fetching, journal = Fetching(1, "layout", 64, "token", within_s), Journal(folder / "events.jsonl")
+    group, reducer, copies, spans = (mock.Mock() for _ in range(4))
+    return OrderHandler(0, 0, fetching, group, reducer, snapshots, copies, spans, Mailbox(), journal, report)
+
+
 @pytest.mark.parametrize(
     "error", [MemoryError(), fetch.NotFetched("all are gone"), OSError("full"), RuntimeError("a bug")]
 )
@@ -31,19 +41,7 @@ async def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exceptio
         told: asyncio.Queue[object] = asyncio.Queue()
         snapshots: Any = mock.Mock()
         snapshots.allocate.side_effect = error
-        one = OrderHandler(
-            0,
-            0,
-            Fetching(1, "layout", 64, "token", 1.0),
-            mock.Mock(),
-            mock.Mock(),
-            snapshots,
-            mock.Mock(),
-            mock.Mock(),
-            Mailbox(),
-            Journal(tmp_path / "events.jsonl"),
-            told.put_nowait,
-        )
+        one = handler(tmp_path, snapshots, told.put_nowait, within_s=1.0)
         one.handle(Fetch(BASE, (Member(1, "1-x-0", "contribute", ("",), ("127.0.0.1:1",)),)))
         async with asyncio.timeout(10):
             failed = await told.get()
@@ -54,20 +52,7 @@ async def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exceptio
 
 async def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Path) -> None:
     snapshots: Any = mock.Mock()
-    fetching, journal = Fetching(1, "layout", 64, "token", 7.0), Journal(tmp_path / "events.jsonl")
-    one = OrderHandler(
-        0,
-        0,
-        fetching,
-        mock.Mock(),
-        mock.Mock(),
-        snapshots,
-        mock.Mock(),
-        mock.Mock(),
-        Mailbox(),
-        journal,
-        lambda _: None,
-    )
+    one = handler(tmp_path, snapshots)
     one.handle(Keep(BASE))
     snapshots.request.assert_called_once_with(BASE, 7.0)
 
@@ -85,20 +70,7 @@ async def test_who_holds_the_base_has_it_ready_for_those_behind(
     tmp_path: Path, role: Role, others: Role, asked: bool
 ) -> None:
     snapshots: Any = mock.Mock()
-    fetching, journal = Fetching(1, "layout", 64, "token", 7.0), Journal(tmp_path / "events.jsonl")
-    one = OrderHandler(
-        0,
-        0,
-        fetching,
-        mock.Mock(),
-        mock.Mock(),
-        snapshots,
-        mock.Mock(),
-        mock.Mock(),
-        Mailbox(),
-        journal,
-        lambda _: None,
-    )
+    one = handler(tmp_path, snapshots)
     members = (Member(0, "0-x-0", role), Member(1, "1-x-0", others))
     one.handle(Configure(Grant(1, 2, BASE, members, 2, "why")))
     assert snapshots.request.called is asked

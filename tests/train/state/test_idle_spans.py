@@ -18,6 +18,7 @@ from ft_hsdp.state.pacing import PAGE_BYTES, SpanMeter
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.state.idle_spans import SpanWatch
+from tests.support.train.meter import Meter
 
 
 class Agent:
@@ -60,19 +61,6 @@ def test_it_is_told_how_copies_leave_when_that_changes(tmp_path: Path) -> None:
         ("CopiesPaced", True, 2),
     ]
     assert "not steady (50 % deviation)" in rows[1]["reason"]
-
-
-class Meter:
-    """Says what it is told."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def begin(self) -> None:
-        self.told.append("begin")
-
-    def end(self) -> None:
-        self.told.append("end")
 
 
 class Work:
