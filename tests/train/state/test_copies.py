@@ -280,7 +280,7 @@ def test_a_job_that_falls_to_one_replica_says_so_and_is_protected_again(tmp_path
 @pytest.mark.parametrize(
     ("config", "members", "reason"),
     [
-        ({}, {0: ("h",) * 4, 1: ("h",) * 4}, "2 copies on different hosts are wanted; hosts with a host"),
+        ({}, {0: ("h",) * 4, 1: ("h",) * 4}, "2 copies on different hosts are wanted; hosts that can keep one: 1"),
         ({"copied": False}, {0: ("h",) * 4, 1: ("g",) * 4}, "state.snapshot is on_demand"),
         ({"copies": 1}, {0: ("h",) * 4}, "each shard is wanted on 1 host alone"),
         ({"apart": "rack"}, {0: ("a/h",) * 4, 1: ("a/g",) * 4}, "2 copies on different racks are wanted"),
