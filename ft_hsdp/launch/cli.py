@@ -192,7 +192,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.plan import ASSUMED, Assumptions, lines, plan
+    from ft_hsdp.launch.arguments import ASSUMED, Assumptions
+    from ft_hsdp.launch.plan.estimate import plan
+    from ft_hsdp.launch.plan.table import lines
 
     assumptions = Assumptions(**{name: getattr(args, name) for name in ASSUMED})
     document = plan(_config(args), assumptions, args.hosts, args.parameters)

@@ -12,7 +12,9 @@ Read the modules in this order:
     loop           what the user's loop hears and tells: callbacks, its own state, logged values
     identity       where a rank runs, on which device, and of which incarnation it is
     runtime        the control loop: ring, signs of life, what goes to the leader and to the lighthouse
-    rank_zero      what rank 0 has beside that: the leader, the lighthouse, the other ranks
+    check_in       how a rank restores its state and joins the job
+    replica_link   its connections to the leader, the other ranks and the lighthouse
+    rank_zero      what rank 0 has beside that: the leader
     orders         the leader's orders: carried out at once, or put into the mailbox
     gradients      a rank's gradient through FTAR, attempt by attempt, and its vote
     fsdp           (package) FSDP2 inside the replica, and its buckets

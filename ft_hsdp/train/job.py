@@ -35,6 +35,7 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.effects import Exit, RunBatch
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
+from ft_hsdp.train.check_in import check_in, open_log, restored
 from ft_hsdp.train.data.prefetch import Reader, Source
 from ft_hsdp.train.data.sources import DataSources
 from ft_hsdp.train.data.step_plan import checked_weight
@@ -42,17 +43,15 @@ from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, parts_of, shard
 from ft_hsdp.train.fsdp.batch_norm import STATE as BATCH_NORM
 from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_sigterm
 from ft_hsdp.train.loop.callbacks import CommittedStep
-from ft_hsdp.train.loop.logged_values import checked, checked_step, counts
-from ft_hsdp.train.loop.pauses import checked_pause
+from ft_hsdp.train.loop.logged_values import counts
 from ft_hsdp.train.loop.user_loop import UserLoop
 from ft_hsdp.train.optimizer.committing import Ended, Optimizer
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, Optimizers, Schedule
 from ft_hsdp.train.orders import Mailbox
 from ft_hsdp.train.runtime import RankRuntime
-from ft_hsdp.train.state.checkpointing import CheckpointSaver, missed, open_checkpoints
+from ft_hsdp.train.state.checkpointing import CheckpointSaver, open_checkpoints
 from ft_hsdp.train.state.live_state import LiveState
-from ft_hsdp.train.state.recovery import restore
 from ft_hsdp.train.step_driver import Joined, StepDriver
 from ft_hsdp.train.step_log import StepLog
 
@@ -87,7 +86,7 @@ class Job(DataSources, UserLoop):
             leave_group: Leaves the process group, when the job is closed.
         """
         DataSources.__init__(self, config, place)
-        UserLoop.__init__(self)
+        UserLoop.__init__(self, config.timeouts.pause_s)
         self.device = device
         self.rank = place.rank
         self.ranks = place.ranks  # of this replica
@@ -105,7 +104,6 @@ class Job(DataSources, UserLoop):
         self._runtime: RankRuntime | None = None
         self._saver: CheckpointSaver | None = None
         self._log: StepLog | None = None  # on rank 0
-        self._logged_names: set[str] = set()
         self._leaves = False
 
     # The user's few lines.
@@ -351,61 +349,6 @@ class Job(DataSources, UserLoop):
         """
         return None if self._driver is None else self._driver.last
 
-    def log(self, values: Mapping[str, float], step: int | None = None) -> None:
-        """Log values of the training loop, such as the loss of an evaluation, for metrics.jsonl and the curves.
-
-        Call it alike on all replicas and ranks, in the loop or in a callback. The value of rank 0 of the lowest
-        contributor to the last committed step counts, so each is written once. It does not block.
-
-        Args:
-            values: Finite numbers, or tensors of one element, by name: 1 to 64 letters, digits and ``. _ / -``. A
-                job has at most 64 names.
-            step: The committed step that they are of; None: the newest one.
-
-        Raises:
-            ConfigError: A name, a value or the step is something else, or this rank has not joined the job, or has
-                left it.
-        """
-        numbers, newest = checked(values, self._logged_names), self.step
-        of = checked_step(step, newest)
-        state = None if self._runtime is None else self._live_state.state
-        if state is None:
-            raise ConfigError(
-                "job.log", ", ".join(numbers), "a call in the loop over job.batches, or in a callback"
-            )
-        if self._log is not None and numbers and counts(self.replica, newest, self.last):
-            self._log.logged(of, state.commit_epoch, numbers)
-
-    @contextlib.contextmanager
-    def pause(self, what: str, limit_s: float | None = None) -> Iterator[None]:
-        """Announce work that is no training and no hang, such as an evaluation, for a ``with`` block.
-
-        The other replicas wait for this one beyond `ftar.timeout_s`, and `timeouts.step_s` does not count; status
-        and page show it. A rank that dies meanwhile, or whose process stands still, is found at once as ever.
-
-        Args:
-            what: What it does, in a few words.
-            limit_s: After so many seconds it counts as a hang that begins then. At most `timeouts.pause_s`, which
-                is what None stands for.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            ConfigError: It is within another pause, or an argument is something else.
-        """
-        announced = checked_pause(what, limit_s, self.config.timeouts.pause_s)
-        runtime = self._runtime
-        if runtime is None:  # nobody waits for this rank
-            yield
-            return
-        runtime.pauses.begin(*announced)
-        try:
-            yield
-        finally:
-            runtime.pauses.end()
-            runtime.moved()
-
     @property
     def over(self) -> bool:
         """Whether this rank holds the final state."""
@@ -451,6 +394,14 @@ class Job(DataSources, UserLoop):
         if runtime is not None:
             runtime.close()
 
+    def _write_logged(self, step: int, numbers: Mapping[str, float]) -> None:
+        state = None if self._runtime is None else self._live_state.state
+        if state is None:
+            allowed = "a call in the loop over job.batches, or in a callback"
+            raise ConfigError("job.log", ", ".join(numbers), allowed)
+        if self._log is not None and numbers and counts(self.replica, self.step, self.last):
+            self._log.logged(step, state.commit_epoch, numbers)
+
     # The model's hooks; during `warm_up` there is no step.
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -464,40 +415,25 @@ class Job(DataSources, UserLoop):
 
     def _check_in(self, driver: StepDriver, reader: Reader[Any]) -> None:
         """Do all that any rank can do, wait for the incarnation if this is a spare, and join the job as that."""
-        live_state, config = self._live_state, self.config
-        runtime = RankRuntime(config, self._place, self.device, self._adopted, live_state, self._mailbox)
+        live_state, config, place = self._live_state, self.config, self._place
+        runtime = RankRuntime(config, place, self.device, self._adopted, live_state, self._mailbox, self._pauses)
         self._runtime = runtime
         live_state.state = state_id.initial(config_hash(config), state_id.digest(runtime.facts.weights))
         warm = time.time()
         if self._identity is None:
-            self._identity = begin(config, self._place, self._source.wait())
+            self._identity = begin(config, place, self._source.wait())
             warm = self._identity.began
-        runtime.start(self._identity)
+        identity = self._identity
+        runtime.start(identity)
         if self.rank == 0:
-            runtime.journal.note(
-                self._identity.began, "ReplicaBooted", "its processes know which replica they are"
-            )
-            model = f"{type(self._adopted.model).__module__}.{type(self._adopted.model).__qualname__}"
-            parameters = sum(p.numel() for p in self._adopted.params.values())
-            why = "model, optimizer and process group are ready"
-            runtime.journal.note(warm, "ReplicaWarmed", why, model=model, parameters=parameters)
-            folder = self._place.run / "replicas" / str(self.replica)
-            incarnation, lost = self._identity.incarnation, runtime.journal.lost
-            self._log = StepLog(folder, incarnation, runtime.reporter.commit, lost, runtime.reporter.log)
+            self._log = open_log(runtime, place, identity, self._adopted, warm)
         checkpoints, checkpointer = open_checkpoints(
-            config, self._place.run, self._identity.incarnation, live_state, runtime.ranks, self._shards
+            config, place.run, identity.incarnation, live_state, runtime.ranks, self._shards
         )
         self._saver = CheckpointSaver(checkpointer, runtime.snapshots, self.rank, runtime.report)
-        current = config.state.snapshot == "every_step"
-        restore(
-            live_state, runtime.snapshots, runtime.ranks, checkpoints, current, runtime.journal, runtime.recoverer
-        )
+        state = restored(config, place, identity, runtime, live_state, checkpoints)
         driver.guess(reader, self.replica)
-        runtime.snapshots.mark_current(live_state.state)
-        runtime.copies.mark_current(live_state.state)
-        step = live_state.state.step
-        wanted = missed(config, checkpoints.folder, step, runtime.journal) if self.rank == 0 else 0
-        runtime.check_in(live_state.state, wanted)
+        check_in(config, place, identity, runtime, state, checkpoints)
         if self._leaves:
             runtime.leave()
         driver.begin(Joined(runtime, self._saver, self._log, self.built_in))

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from ft_hsdp import protocol, tls
 from ft_hsdp.config import Config, agreed, config_hash
@@ -24,10 +23,9 @@ from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Report, ranges
 from ft_hsdp.core.replica_state import ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import LighthouseUnreachable, Retryable
+from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankHello
-from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.identity import RankIdentity, RankPlace
 
 WRITES = 2  # x timeouts.load_s: for a checkpoint; ranks that wait for each other have given up by then
@@ -53,58 +51,6 @@ class CheckIn:
     facts: ReplicaFacts
     numerics: str  # what the bits of its results depend on
     frozen: str  # digest of what the model has beside the state
-
-
-@dataclass(frozen=True, slots=True)
-class RankClaim:
-    """What a rank is and holds when it checks in."""
-
-    rank: int
-    ranks: int
-    incarnation: str
-    host: str  # its name if the machine has several; else ""
-    hosts: tuple[str, ...]  # where the replica was placed, by rank; (): it is not told
-    state: StateId
-
-
-def disagreement(claims: Sequence[RankClaim]) -> str:
-    """Return in one line how the ranks of a replica contradict each other; "": they do not.
-
-    They are one gang of one width on the hosts on which it was placed, each shard has one rank, and all hold one
-    state (DeadPool §V-C, I1, I2 and I4).
-
-    Args:
-        claims: Of all ranks, in the order of the process group.
-    """
-    first = claims[0]
-    for place, claim in enumerate(claims):
-        who = f"rank {claim.rank}"
-        if (claim.rank, claim.ranks) != (place, len(claims)):
-            return f"{who} of {claim.ranks} is in the place of rank {place} of {len(claims)}"
-        if claim.incarnation != first.incarnation:
-            return f"{who} is of incarnation {claim.incarnation}, rank 0 of {first.incarnation}"
-        if claim.hosts != first.hosts:
-            return f"{who} was placed on hosts {', '.join(claim.hosts)}, rank 0 on {', '.join(first.hosts)}"
-        if claim.hosts and claim.hosts[place : place + 1] != (claim.host,):
-            return f"{who} is on host {claim.host}, and was placed on {', '.join(claim.hosts[place : place + 1])}"
-        if claim.state != first.state:
-            return f"{who} holds {claim.state}, rank 0 holds {first.state}"
-    return ""
-
-
-def check_claims(ranks: ReplicaGroup, replica: int, mine: RankClaim) -> None:
-    """Compare what the ranks of a replica are and hold. Blocks; a collective of all of them.
-
-    Raises:
-        Retryable: They contradict each other. Raised on all ranks.
-    """
-    told = [json.loads(each) for each in ranks.gather(json.dumps(asdict(mine)).encode())]
-    claims = [
-        RankClaim(**{**each, "hosts": tuple(each["hosts"]), "state": StateId(**each["state"])}) for each in told
-    ]
-    wrong = disagreement(claims)
-    if wrong:
-        raise Retryable(f"the ranks of replica {replica} contradict each other: {wrong}")
 
 
 class RankZero:

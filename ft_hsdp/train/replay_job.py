@@ -35,7 +35,6 @@ from ft_hsdp.train.data.prefetch import Reader
 from ft_hsdp.train.gradients import Feeding, Traffic, checksum, ring_settings, sum_of_squares
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
-from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import ApplyOrder, Mailbox, Order
 from ft_hsdp.train.state.checkpointing import checkpoints_of, load_checkpoint
 from ft_hsdp.train.state.copies import CopyCost
@@ -290,7 +289,6 @@ class ReplayRuntime:
     def __init__(self, gradients: LocalGradients) -> None:
         self.reducer = gradients
         self.journal = self.snapshots = self.copies = self.spans = Silent()
-        self.pauses = Pauses()  # nobody waits for them
 
     def moved(self) -> None:
         """Do nothing: nobody watches this rank."""

@@ -9,9 +9,9 @@ computes.
 `RankRuntime` is made once for each rank, in two stages, both on the main thread. The constructor makes what does
 not depend on the replica: memory, data plane, loop, the way to the lighthouse and to the other ranks. A spare has
 all that ready. `start` adds what belongs to one incarnation: journal, snapshots, ring and reducer. `check_in`
-joins the job. The way of one order is `Leader` -> `RankRuntime.broadcast` -> (other ranks: `RankHub` ->
-`RankLine`) -> `OrderHandler.handle` -> `Mailbox` or `Reducer`; the way of a vote is `Reducer` ->
-`RankRuntime.send_vote` -> `Leader.received`.
+joins the job. The way of one order is `Leader` -> `RankRuntime.broadcast` -> (other ranks: `ReplicaLink`)
+-> `OrderHandler.handle` -> `Mailbox` or `Reducer`; the way of a vote is `Reducer` -> `RankRuntime.send_vote` ->
+`ReplicaLink.report` -> `Leader.received`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,11 @@ import torch
 from ft_hsdp import fault_injection
 from ft_hsdp.config import Config
 from ft_hsdp.control import exit_watch
-from ft_hsdp.control.leader import Leader
 from ft_hsdp.control.lighthouse_client import own_address
-from ft_hsdp.control.rank_channel import RankLine
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.control.watchdog import Limits, Watchdog
 from ft_hsdp.core import state_id
-from ft_hsdp.core.commit import CommitToken, Vote
+from ft_hsdp.core.commit import Vote
 from ft_hsdp.core.effects import Exit
 from ft_hsdp.core.grant import Grant, Holders
 from ft_hsdp.core.state_id import StateId
@@ -45,7 +43,6 @@ from ft_hsdp.errors import (
     EXIT_RETRYABLE,
     DataCorruption,
     FTARError,
-    LighthouseUnreachable,
     LocalResourceError,
 )
 from ft_hsdp.ftar.connections import MemberIdentity
@@ -60,7 +57,6 @@ from ft_hsdp.protocol import (
     RankLeaves,
     RankShown,
     RingAbort,
-    Telemetry,
 )
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
@@ -68,11 +64,11 @@ from ft_hsdp.train.gradients import Reducer, device_plane, ring_settings
 from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name, numerics
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
-from ft_hsdp.train.rank_zero import CheckIn, RankClaim, RankZero, ReplicaFacts, check_claims
+from ft_hsdp.train.rank_zero import CheckIn, ReplicaFacts
+from ft_hsdp.train.replica_link import ReplicaLink
 from ft_hsdp.train.state.copies import CopiedShard, CopyKeeper, room
 from ft_hsdp.train.state.idle_spans import SpanWatch
 from ft_hsdp.train.state.live_state import LiveState
-from ft_hsdp.train.state.recovery import Recoverer
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
 
 SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more, comes first
@@ -92,6 +88,7 @@ class RankRuntime:
         model: AdoptedModel,
         live_state: LiveState,
         mailbox: Mailbox,
+        pauses: Pauses,
     ) -> None:
         """Make all that does not depend on the replica. A collective: blocks until all ranks of it are here.
 
@@ -102,6 +99,7 @@ class RankRuntime:
             model: The adopted one.
             live_state: The state that this rank holds; only read here.
             mailbox: Where the main thread takes its orders from.
+            pauses: Of the main thread.
 
         Raises:
             LocalSystemError: The device is at fault.
@@ -117,15 +115,14 @@ class RankRuntime:
         self._ending = False  # from now on connections may close
         self._started = False  # `start` is done
         self._progress = 0  # what the main thread has got done: see `moved`
-        self.pauses = Pauses()  # of the main thread
+        self._pauses = pauses
         self._arena = Arena()
         self._plane = device_plane(device, self._arena, ring_settings(config), max(model.sizes))
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda loop, context: self._crash(context))
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._thread.start()
-        self._zero: RankZero | None = None  # rank 0
-        self._line: RankLine | None = None  # the other ranks, once they have checked in
+        self._link = ReplicaLink(config, place, self._take, self.end)
         self._watchdog: Watchdog | None = None
         # Set by `start`.
         self._identity: RankIdentity
@@ -138,7 +135,7 @@ class RankRuntime:
         self._group: Group
         self._orders: OrderHandler
 
-        port = self._call(self._listen()) if place.rank == 0 else 0
+        port = self._call(self._link.listen())
         self.ranks = ReplicaGroup(config.timeouts.ranks_s)
         live_state.describe_frozen(self.ranks)
         digests = live_state.weights_digest(), live_state.layout.fingerprint
@@ -149,11 +146,6 @@ class RankRuntime:
         room(config.memory.budget_gb, self._shards)
         self.facts = ReplicaFacts(ports[0], weights, layouts, pids if len(set(spaces)) == 1 else ())
         self.ranks.wait_for(config.timeouts.load_s)
-
-    async def _listen(self) -> int:
-        """On rank 0: call the lighthouse, and return the port where the other ranks find their leader."""
-        self._zero = RankZero(self._config, self._place, self._report, self._rank_lost)
-        return await self._zero.hub.listen(self._place.leader_host)
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run ``coroutine`` on the control loop and wait for it; each has its own deadline."""
@@ -171,7 +163,7 @@ class RankRuntime:
         """
         config, place, timeouts = self._config, self._place, self._config.timeouts
         self._identity = identity
-        self.reporter = Reporter(identity.incarnation, self._tell_lighthouse, self._beat)
+        self.reporter = Reporter(identity.incarnation, self._link.tell_lighthouse, self._beat)
         self._journal = Journal(
             place.run / "replicas" / str(identity.replica) / "events.jsonl",
             self.reporter.event,
@@ -205,18 +197,9 @@ class RankRuntime:
         self._call(self._open(identity))
         self._started = True
 
-    @property
-    def recoverer(self) -> Recoverer:
-        """Which incarnation restores its state, and whom it asks; there from `start` on."""
-        identity, timeouts = self._identity, self._config.timeouts
-        number, limit_s = len(identity.predecessors), timeouts.load_s / 2
-        where = (identity.replica, number, identity.host, self._place.token)
-        return Recoverer(*where, self._holders, timeouts.reach_s, limit_s)
-
-    def _holders(self, wait_s: float) -> Holders | None:
+    def holders(self, wait_s: float) -> Holders | None:
         """Ask the lighthouse where copies of the newest state may be. On rank 0; blocks for about ``wait_s``."""
-        assert self._zero is not None
-        found: Holders | None = self._call(self._zero.client.find_holders(self._identity.replica, wait_s))
+        found: Holders | None = self._call(self._link.holders(self._identity.replica, wait_s))
         return found
 
     def check_in(self, state: StateId, wanted: int = 0) -> None:
@@ -227,21 +210,22 @@ class RankRuntime:
             wanted: Demand a checkpoint of a state of so many steps or more; 0: demand none.
 
         Raises:
-            Retryable: The ranks contradict each other.
             TimeoutError: Some rank did not check in within `timeouts.ranks_s`.
         """
-        place, identity = self._place, self._identity
-        mine = RankClaim(place.rank, place.ranks, identity.incarnation, identity.shared, identity.hosts, state)
-        check_claims(self.ranks, identity.replica, mine)
         self._call(self._check_in(state, wanted))
 
     def moved(self) -> None:
         """Note that the main thread got on: it fed a batch, brought a bucket or changed the state."""
         self._progress += 1
 
+    @property
+    def _done(self) -> int:
+        """How often the main thread got on, pauses included."""
+        return self._progress + self._pauses.ended
+
     def concluded(self) -> None:
         """Let the leader tell the lighthouse that the replica has ended: the final state is written down."""
-        if (leader := self._leader) is not None:
+        if (leader := self._link.leader) is not None:
             self._loop.call_soon_threadsafe(leader.concluded.set)
 
     def leave(self) -> None:
@@ -250,7 +234,7 @@ class RankRuntime:
 
     def report(self, message: object) -> None:
         """Send ``message`` to the leader; from any thread, does not block."""
-        self._loop.call_soon_threadsafe(self._report, message)
+        self._loop.call_soon_threadsafe(self._link.report, message)
 
     def close(self) -> None:
         """Close all connections and end all threads. Blocks for about a second at most."""
@@ -266,11 +250,6 @@ class RankRuntime:
         self._loop.close()
         if self._plane is not None:
             self._plane.close()
-
-    @property
-    def _leader(self) -> Leader | None:
-        """The leader, on rank 0 once all ranks have checked in."""
-        return None if self._zero is None else self._zero.leader
 
     @property
     def journal(self) -> Journal:
@@ -307,8 +286,7 @@ class RankRuntime:
 
     def broadcast(self, order: object) -> None:
         """Give an order of the leader to all ranks of this replica, this one included. On rank 0."""
-        assert self._zero is not None
-        self._zero.hub.broadcast(order)
+        self._link.broadcast(order)
         self._take(order)
 
     def end(self, reason: str, code: int = EXIT_RETRYABLE) -> None:
@@ -334,32 +312,9 @@ class RankRuntime:
             self._ending = True
         self._orders.handle(order)
 
-    # The control loop: what goes to the leader and to the lighthouse.
-
-    def _report(self, message: object) -> None:
-        """Give the leader a message: a call on rank 0, where this is also what the other ranks' messages reach."""
-        if isinstance(message, RankAlive):
-            self._heard(message)
-        elif isinstance(message, Telemetry):
-            if self._journal is not None:  # then there is a reporter
-                self.reporter.relay(message)
-        elif (leader := self._leader) is not None:
-            leader.received(message)
-        elif self._line is not None:
-            self._line.send(message)
-
-    async def _tell_lighthouse(self, telemetry: Telemetry) -> None:
-        """Send telemetry: rank 0 to the lighthouse, the other ranks to rank 0."""
-        if self._zero is not None:
-            await self._zero.client.tell(telemetry)
-        elif self._line is not None:
-            self._line.tell(telemetry)
-        else:
-            raise LighthouseUnreachable("this rank has not found its leader yet")
-
     def _beat(self) -> RankBeat:
         """Return this rank's sign of life for the lighthouse."""
-        return RankBeat(self._place.rank, os.getpid(), host_name(os.environ), self._progress, self.pauses.what)
+        return RankBeat(self._place.rank, os.getpid(), host_name(os.environ), self._done, self._pauses.what)
 
     # The control loop: what the ring reports.
 
@@ -372,15 +327,11 @@ class RankRuntime:
             self.end(f"the trainer hangs: {abort.cause}")
             return
         rank = self._place.rank
-        self._report(RankBroken(rank, abort.epoch, abort.cause, abort.suspect, abort.planned, abort.accuser))
+        self._link.report(RankBroken(rank, abort.epoch, abort.cause, abort.suspect, abort.planned, abort.accuser))
 
     def _grant_shown(self, grant: Grant) -> None:
         """Report the newer grant that a neighbour showed."""
-        self._report(RankShown(self._place.rank, grant))
-
-    def _token_came(self, token: CommitToken) -> None:
-        if (leader := self._leader) is not None:
-            leader.token(token)
+        self._link.report(RankShown(self._place.rank, grant))
 
     # The control loop: failures.
 
@@ -400,12 +351,6 @@ class RankRuntime:
         """Take an error of the snapshots' thread to the loop."""
         self._loop.call_soon_threadsafe(self._crash, {"message": "a snapshot failed", "exception": error})
 
-    def _rank_lost(self, rank: int) -> None:
-        self.end(f"rank {rank} of this replica is gone")
-
-    def _leader_lost(self) -> None:
-        self.end("the leader of this replica is gone")
-
     def _heard(self, message: RankAlive) -> None:
         if self._watchdog is not None:
             self._watchdog.heard(message.rank)
@@ -421,32 +366,26 @@ class RankRuntime:
 
     def say_alive(self) -> None:
         """Tell the other ranks of this replica that this one lives."""
-        alive = RankAlive(self._place.rank)
-        if self._zero is not None:
-            self._zero.hub.broadcast(alive)
-        elif self._line is not None:
-            self._line.send(alive)
+        self._link.broadcast(RankAlive(self._place.rank))
 
     def main_progress(self) -> int | None:
         """Return how far the main thread has come; None while it waits for an order, or pauses."""
-        return None if self._mailbox.waited_for or self.pauses.left_s() else self._progress
+        return None if self._mailbox.waited_for or self._pauses.left_s() else self._done
 
     # The control loop: start, check-in and end.
 
     async def _open(self, identity: RankIdentity) -> None:
         """Make the ring's listener, the reducer and the handler of orders."""
         config, place, layout = self._config, self._place, self._live_state.layout
-        self.reporter.start()
-        if self._zero is not None:
-            self._zero.start(identity)
+        self._link.start(identity, self.reporter)
         ring_layout = state_id.digest(self._sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
         group = self._group = Group(
             MemberIdentity(identity.replica, place.rank, ring_layout, place.token),
             ring_settings(config),
-            GroupEvents(self._ring_connected, self._ring_broken, self._grant_shown, self._token_came),
+            GroupEvents(self._ring_connected, self._ring_broken, self._grant_shown, self._link.token_came),
             self._plane,
             self._arena,
-            self.pauses.left_s,
+            self._pauses.left_s,
         )
         self._ring_address = group.listen(own_address(config.network.host, place.lighthouses[0]))
         self.reducer = Reducer(
@@ -471,21 +410,18 @@ class RankRuntime:
             self.spans,
             self._mailbox,
             self.journal,
-            self._report,
+            self._link.report,
         )
 
     async def _check_in(self, state: StateId, wanted: int) -> None:
-        place, zero, timeouts = self._place, self._zero, self._config.timeouts
+        place, zero = self._place, self._link.zero
         hello = RankHello(place.rank, self._ring_address, self.snapshots.address, self._identity.host)
         if zero is None:
-            line = RankLine(place.token, self._take, self._leader_lost)
-            async with asyncio.timeout(timeouts.ranks_s):
-                await line.connect(place.leader_host, self.facts.port, hello)
-            self._line = line
+            await self._link.connect(self.facts.port, hello)
             self._watch().expect([0])
             return
         watch = self._watch()  # those that are here early hear of their leader
-        await zero.hub.all_here(timeouts.ranks_s)
+        await zero.hub.all_here(self._config.timeouts.ranks_s)
         watch.expect(range(1, place.ranks))
         frozen = self._live_state.frozen_digest()
         replica = CheckIn(hello, state, wanted, self.facts, numerics(self._device), frozen)
@@ -497,10 +433,7 @@ class RankRuntime:
         if self._started:
             await self._group.close()
             await self.reporter.close()
-        if self._zero is not None:
-            await self._zero.close()
-        if self._line is not None:
-            self._line.close()
+        await self._link.close()
         await asyncio.sleep(0)
         tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         _, pending = await asyncio.wait(tasks, timeout=1.0) if tasks else ((), ())

@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from ft_hsdp.config import parse
 from ft_hsdp.launch.arguments import Assumptions
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.plan import lines, plan
+from ft_hsdp.launch.plan.estimate import plan
+from ft_hsdp.launch.plan.table import lines
 
 PAGE = Path(__file__).parents[2] / "docs/memory.md"
 ONE_REPLICA = {"replicas": 1, "ranks_per_replica": 4, "hosts": {"per_replica": 4}}

@@ -20,7 +20,8 @@ from ft_hsdp.config.entry import title
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.arguments import Assumptions
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
-from ft_hsdp.launch.plan import parameters, plan, size_of
+from ft_hsdp.launch.plan.estimate import parameters, plan
+from ft_hsdp.launch.plan.table import size_of
 from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, locate
 from ft_hsdp.memory.reliability import SLOTS
 from ft_hsdp.mounts import mount_of

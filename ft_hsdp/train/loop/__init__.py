@@ -11,7 +11,7 @@ Read in this order:
 - `user_state`: state of the user that is part of the committed state. It changes in callbacks on a commit;
 - `pauses`: work that is announced, so that nobody takes it for a hang;
 - `logged_values`: numbers of the loop for the metrics, and which replica's numbers count;
-- `user_loop`: the part of `Job` that registers callbacks and state.
+- `user_loop`: the part of `Job` with all of these.
 
 The way of a committed step: ``StepDriver._apply`` makes a `CommittedStep` of the record, and `LiveState.apply`
 calls ``Callbacks.committed`` between the update of the weights and the state's new name. An error there ends the

@@ -13,6 +13,7 @@ class Pauses:
     """The pause that the main thread makes, if there is one. Any thread may ask."""
 
     def __init__(self) -> None:
+        self.ended = 0  # how many there were
         self._now: tuple[str, float] | None = None  # what it is for, and until when it may last
 
     def begin(self, what: str, limit_s: float) -> None:
@@ -28,6 +29,7 @@ class Pauses:
     def end(self) -> None:
         """Note that the main thread trains again."""
         self._now = None
+        self.ended += 1
 
     def left_s(self) -> float:
         """Return for how many seconds the pause may go on; 0: there is none, or it has lasted for too long."""

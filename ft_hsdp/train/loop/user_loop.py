@@ -1,11 +1,14 @@
-"""The part of `Job` by which a user's loop takes part in the committed state: callbacks, and state of its own."""
+"""The part of `Job` for a user's loop: callbacks, state of its own, logged values and pauses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ft_hsdp.train.loop.callbacks import Callbacks, OnCommit, OnLeave, OnRejoin
+from ft_hsdp.train.loop.logged_values import checked, checked_step
+from ft_hsdp.train.loop.pauses import Pauses, checked_pause
 from ft_hsdp.train.loop.user_state import Registered, UserState
 
 CommitCallback = TypeVar("CommitCallback", bound=OnCommit)
@@ -14,9 +17,12 @@ LeaveCallback = TypeVar("LeaveCallback", bound=OnLeave)
 
 
 class UserLoop:
-    """What a loop registers before its first batch; `Job` is one."""
+    """What a loop registers before its first batch, and tells later; `Job` is one."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest_pause_s: float) -> None:
+        self._longest_pause_s = longest_pause_s
+        self._pauses = Pauses()
+        self._logged_names: set[str] = set()
         self._callbacks = Callbacks()
         self._user = UserState()
 
@@ -97,3 +103,54 @@ class UserLoop:
             ConfigError: The name or a function cannot be used, or the first batch was asked for.
         """
         self._user.register(Registered(name, state_dict, load_state_dict))
+
+    def log(self, values: Mapping[str, float], step: int | None = None) -> None:
+        """Log values of the training loop, such as the loss of an evaluation, for metrics.jsonl and the curves.
+
+        Call it alike on all replicas and ranks, in the loop or in a callback. The value of rank 0 of the lowest
+        contributor to the last committed step counts, so each is written once. It does not block.
+
+        Args:
+            values: Finite numbers, or tensors of one element, by name: 1 to 64 letters, digits and ``. _ / -``. A
+                job has at most 64 names.
+            step: The committed step that they are of; None: the newest one.
+
+        Raises:
+            ConfigError: A name, a value or the step is something else, or this rank has not joined the job, or has
+                left it.
+        """
+        numbers = checked(values, self._logged_names)
+        self._write_logged(checked_step(step, self.step), numbers)
+
+    @contextlib.contextmanager
+    def pause(self, what: str, limit_s: float | None = None) -> Iterator[None]:
+        """Announce work that is no training and no hang, such as an evaluation, for a ``with`` block.
+
+        The other replicas wait for this one beyond `ftar.timeout_s`, and `timeouts.step_s` does not count; status
+        and page show it. A rank that dies meanwhile, or whose process stands still, is found at once as ever.
+
+        Args:
+            what: What it does, in a few words.
+            limit_s: After so many seconds it counts as a hang that begins then. At most `timeouts.pause_s`, which
+                is what None stands for.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            ConfigError: It is within another pause, or an argument is something else.
+        """
+        self._pauses.begin(*checked_pause(what, limit_s, self._longest_pause_s))
+        try:
+            yield
+        finally:
+            self._pauses.end()
+
+    @property
+    def step(self) -> int:
+        """The committed step that this rank holds: `Job` knows it."""
+        raise NotImplementedError
+
+    def _write_logged(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Write values of a committed step, if those of this rank count: `Job` does."""
+        raise NotImplementedError

@@ -15,7 +15,6 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.gradients import ring_settings
 from ft_hsdp.train.identity import RankPlace
 from ft_hsdp.train.job import Job
-from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Mailbox
 from ft_hsdp.train.runtime import RankRuntime
 from tests.train.test_job import made
@@ -26,7 +25,7 @@ def job(mesh: DeviceMesh, tmp_path: Path) -> Iterator[Job]:
     config = parse({"replicas": 2, "ranks_per_replica": 1, "timeouts": {"pause_s": 100}})
     with made(mesh, tmp_path, config) as job:
         runtime = RankRuntime.__new__(RankRuntime)  # what it says of the main thread needs no connection
-        runtime.pauses, runtime._progress, runtime._mailbox = Pauses(), 0, Mailbox()
+        runtime._pauses, runtime._progress, runtime._mailbox = job._pauses, 0, Mailbox()
         runtime._place = RankPlace(0, 1, tmp_path, (), "t", "127.0.0.1", True)
         job._runtime = runtime
         yield job
@@ -35,19 +34,19 @@ def job(mesh: DeviceMesh, tmp_path: Path) -> Iterator[Job]:
 
 def test_a_pause_is_announced_while_it_lasts(job: Job) -> None:
     runtime: Any = job._runtime
-    assert (runtime.main_progress(), runtime.pauses.left_s(), runtime._beat().pause) == (0, 0.0, "")
+    assert (runtime.main_progress(), runtime._pauses.left_s(), runtime._beat().pause) == (0, 0.0, "")
     with job.pause("evaluation"):
         assert runtime.main_progress() is None, "the watchdog does not count"
-        assert 99 < runtime.pauses.left_s() <= 100
+        assert 99 < runtime._pauses.left_s() <= 100
         assert runtime._beat().pause == "evaluation"
-    assert (runtime.main_progress(), runtime.pauses.left_s(), runtime._beat().pause) == (1, 0.0, "")
+    assert (runtime.main_progress(), runtime._pauses.left_s(), runtime._beat().pause) == (1, 0.0, "")
 
 
 def test_a_pause_that_lasts_too_long_is_none(job: Job) -> None:
     runtime: Any = job._runtime
     with job.pause("evaluation", limit_s=0.02):
         end = time.monotonic() + 5
-        while runtime.pauses.left_s():
+        while runtime._pauses.left_s():
             assert time.monotonic() < end
         assert (runtime.main_progress(), runtime._beat().pause) == (0, "")
 
@@ -56,7 +55,7 @@ def test_an_error_ends_the_pause(job: Job) -> None:
     with pytest.raises(KeyError), job.pause("evaluation"):
         raise KeyError
     assert job._runtime is not None
-    assert job._runtime.pauses.left_s() == 0
+    assert job._runtime._pauses.left_s() == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,163 @@
+"""How a rank that is warm joins its job: it learns who it is, restores its state, and checks in.
+
+`check_in` does it in this order, each step of which waits for the other ranks of the replica:
+
+    RankRuntime       all that does not depend on the replica; a spare stops here until it is assigned
+    begin, start      the incarnation: journal, state agent, the ring's listener
+    restore           the newest state in memory or in a checkpoint
+    check_claims      the ranks compare what they are and hold
+    check_in          the leader asks the lighthouse for the first step
+
+The ranks of a replica that contradict each other do not join: another start may mend it (75).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ft_hsdp.config import Config
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import Retryable
+from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
+from ft_hsdp.train.identity import RankIdentity, RankPlace
+from ft_hsdp.train.runtime import RankRuntime
+from ft_hsdp.train.state.checkpointing import Checkpoints, missed
+from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.recovery import Recoverer, restore
+from ft_hsdp.train.step_log import StepLog
+
+
+@dataclass(frozen=True, slots=True)
+class RankClaim:
+    """What a rank is and holds when it checks in."""
+
+    rank: int
+    ranks: int
+    incarnation: str
+    host: str  # its name if the machine has several; else ""
+    hosts: tuple[str, ...]  # where the replica was placed, by rank; (): it is not told
+    state: StateId
+
+
+def disagreement(claims: Sequence[RankClaim]) -> str:
+    """Return in one line how the ranks of a replica contradict each other; "": they do not.
+
+    They are one gang of one width on the hosts on which it was placed, each shard has one rank, and all hold one
+    state (DeadPool §V-C, I1, I2 and I4).
+
+    Args:
+        claims: Of all ranks, in the order of the process group.
+    """
+    first = claims[0]
+    for place, claim in enumerate(claims):
+        who = f"rank {claim.rank}"
+        if (claim.rank, claim.ranks) != (place, len(claims)):
+            return f"{who} of {claim.ranks} is in the place of rank {place} of {len(claims)}"
+        if claim.incarnation != first.incarnation:
+            return f"{who} is of incarnation {claim.incarnation}, rank 0 of {first.incarnation}"
+        if claim.hosts != first.hosts:
+            return f"{who} was placed on hosts {', '.join(claim.hosts)}, rank 0 on {', '.join(first.hosts)}"
+        if claim.hosts and claim.hosts[place : place + 1] != (claim.host,):
+            return f"{who} is on host {claim.host}, and was placed on {', '.join(claim.hosts[place : place + 1])}"
+        if claim.state != first.state:
+            return f"{who} holds {claim.state}, rank 0 holds {first.state}"
+    return ""
+
+
+def check_claims(ranks: ReplicaGroup, replica: int, mine: RankClaim) -> None:
+    """Compare what the ranks of a replica are and hold. Blocks; a collective of all of them.
+
+    Raises:
+        Retryable: They contradict each other. Raised on all ranks.
+    """
+    told = [json.loads(each) for each in ranks.gather(json.dumps(asdict(mine)).encode())]
+    claims = [
+        RankClaim(**{**each, "hosts": tuple(each["hosts"]), "state": StateId(**each["state"])}) for each in told
+    ]
+    wrong = disagreement(claims)
+    if wrong:
+        raise Retryable(f"the ranks of replica {replica} contradict each other: {wrong}")
+
+
+def open_log(
+    runtime: RankRuntime, place: RankPlace, identity: RankIdentity, model: AdoptedModel, warm: float
+) -> StepLog:
+    """Open the files of a replica in the run's directory, and note when it was ready. On rank 0.
+
+    Args:
+        runtime: Of this rank; it has started.
+        place: Where this rank runs.
+        identity: Which incarnation it is of.
+        model: The adopted one.
+        warm: When all that does not depend on the replica was ready, in Unix seconds.
+    """
+    journal = runtime.journal
+    journal.note(identity.began, "ReplicaBooted", "its processes know which replica they are")
+    name = f"{type(model.model).__module__}.{type(model.model).__qualname__}"
+    parameters = sum(p.numel() for p in model.params.values())
+    why = "model, optimizer and process group are ready"
+    journal.note(warm, "ReplicaWarmed", why, model=name, parameters=parameters)
+    folder = place.run / "replicas" / str(identity.replica)
+    return StepLog(folder, identity.incarnation, runtime.reporter.commit, journal.lost, runtime.reporter.log)
+
+
+def restored(
+    config: Config,
+    place: RankPlace,
+    identity: RankIdentity,
+    runtime: RankRuntime,
+    live_state: LiveState,
+    checkpoints: Checkpoints,
+) -> StateId:
+    """Bring the live state to the newest one that can be had, and return it. A collective; blocks.
+
+    Args:
+        config: The job's configuration.
+        place: Where this rank runs.
+        identity: Which incarnation it is of.
+        runtime: Of this rank; it has started.
+        live_state: The initial state.
+        checkpoints: That the job has.
+    """
+    timeouts, number = config.timeouts, len(identity.predecessors)
+    limit_s = timeouts.load_s / 2
+    where = identity.replica, number, identity.host, place.token
+    recoverer = Recoverer(*where, runtime.holders, timeouts.reach_s, limit_s)
+    current = config.state.snapshot == "every_step"
+    restore(live_state, runtime.snapshots, runtime.ranks, checkpoints, current, runtime.journal, recoverer)
+    state = live_state.state
+    assert state is not None
+    runtime.snapshots.mark_current(state)
+    runtime.copies.mark_current(state)
+    return state
+
+
+def check_in(
+    config: Config,
+    place: RankPlace,
+    identity: RankIdentity,
+    runtime: RankRuntime,
+    state: StateId,
+    checkpoints: Checkpoints,
+) -> None:
+    """Join the job with a state. A collective; blocks until all ranks of the replica have checked in.
+
+    Args:
+        config: The job's configuration.
+        place: Where this rank runs.
+        identity: Which incarnation it is of.
+        runtime: Of this rank; it has started.
+        state: That this rank holds.
+        checkpoints: That the job has.
+
+    Raises:
+        Retryable: The ranks contradict each other.
+        TimeoutError: Some rank did not check in within `timeouts.ranks_s`.
+    """
+    wanted = missed(config, checkpoints.folder, state.step, runtime.journal) if place.rank == 0 else 0
+    mine = RankClaim(place.rank, place.ranks, identity.incarnation, identity.shared, identity.hosts, state)
+    check_claims(runtime.ranks, identity.replica, mine)
+    runtime.check_in(state, wanted)
