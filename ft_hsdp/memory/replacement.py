@@ -3,7 +3,7 @@
 DeadPool §VI-B (Table II) sorts failures by what removes them: a repair in place, another host, or the people who
 run the job. Here the evidence is how the ranks of a replica ended and what else is known about their host. In §V-C
 a spare takes the logical place of a lost host, and nothing else moves: the other ranks start again where their
-memory is.
+memory is. The ranks that then check in must be one gang.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_HARDWARE
 from ft_hsdp.memory.hosts import Host, Level
 
@@ -129,3 +130,40 @@ def assign(
         else:
             result[replica] = Assignment(tuple(hosts), missing[replica])
     return dict(sorted(result.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class RankClaim:
+    """What a rank is and holds when it checks in."""
+
+    rank: int
+    ranks: int
+    incarnation: str
+    host: str  # its name if the machine has several; else ""
+    hosts: tuple[str, ...]  # where the replica was placed, by rank; (): it is not told
+    state: StateId
+
+
+def disagreement(claims: Sequence[RankClaim]) -> str:
+    """Return in one line how the ranks of a replica contradict each other; "": they do not.
+
+    They are one gang of one width on the hosts on which it was placed, each shard has one rank, and all hold one
+    state (DeadPool §V-C, I1, I2 and I4).
+
+    Args:
+        claims: Of all ranks, in the order of the process group.
+    """
+    first = claims[0]
+    for place, claim in enumerate(claims):
+        who = f"rank {claim.rank}"
+        if (claim.rank, claim.ranks) != (place, len(claims)):
+            return f"{who} of {claim.ranks} is in the place of rank {place} of {len(claims)}"
+        if claim.incarnation != first.incarnation:
+            return f"{who} is of incarnation {claim.incarnation}, rank 0 of {first.incarnation}"
+        if claim.hosts != first.hosts:
+            return f"{who} was placed on hosts {', '.join(claim.hosts)}, rank 0 on {', '.join(first.hosts)}"
+        if claim.hosts and claim.hosts[place : place + 1] != (claim.host,):
+            return f"{who} is on host {claim.host}, and was placed on {', '.join(claim.hosts[place : place + 1])}"
+        if claim.state != first.state:
+            return f"{who} holds {claim.state}, rank 0 holds {first.state}"
+    return ""

@@ -10,11 +10,13 @@ worlds from which no end can be reached. docs/protocol.md says what the properti
 Read the modules in this order:
 
 - `world`: `Bounds` (what may go wrong, how often) and `World`, a small tuple of ids of interned states.
-- `model`: how a world changes when a core takes an event and its effects happen.
+- `view`: what can be seen of a world.
+- `model`: how it changes when a core takes an event and its effects happen.
 - `moves`: everything that may happen next in a world, each with a sentence.
 - `invariants`: the safety properties. They look at the content of states, which no core knows.
 - `explore`: the search, liveness, and the transcript of a violation.
-- `copies`: another space for the same search: copies of the state in host memory, and hosts that are lost.
+- `copy_world`, `copy_model`, `copies`: another space for the same search: copies of the state in host memory, and
+  hosts that are lost.
 
 Gradients are replaced by their meaning: the content of a replica is the list of batches that it has applied, so
 equality is exact. The package imports `ft_hsdp.core`, `ft_hsdp.memory`, the slots of a state agent and

@@ -6,31 +6,26 @@ fetch and at each word of the lighthouse.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 from ft_hsdp.core import effects, events, state_id
-from ft_hsdp.core import replica as core
-from ft_hsdp.core.commit import CommitRecord, CommitToken, Contribution
-from ft_hsdp.core.grant import Continue, Finish, Refused
+from ft_hsdp.core.commit import CommitRecord, CommitToken
+from ft_hsdp.core.grant import Continue
 from ft_hsdp.core.ledger import Run
-from ft_hsdp.core.replica_state import Phase, Replica
+from ft_hsdp.core.replica_state import Phase
 from ft_hsdp.core.units import Places, head, size
 from ft_hsdp.core.voting import LEFT
 from ft_hsdp.sim import invariants
+from ft_hsdp.sim.view import ModelView
 from ft_hsdp.sim.world import (
     SECOND_RUN,
-    Bounds,
     CommitSeen,
     Content,
-    Cores,
     Flip,
-    Interned,
     Kept,
     Running,
     World,
     WorldEntry,
-    edges,
     first,
     ledger,
     name_at,
@@ -39,28 +34,15 @@ from ft_hsdp.sim.world import (
     put,
     replica_at,
     same_run,
-    severed,
-    weight,
 )
 from lighthouse.quorum import state as quorum
-from lighthouse.quorum import transition
 from lighthouse.quorum.rules import remembered
 
 GRACE_S, EVICT_S = 1.0, 10.0
 
 
-class Model:
-    """The worlds under `bounds`, and the transitions of their cores, each computed once."""
-
-    def __init__(self, bounds: Bounds) -> None:
-        self.bounds = bounds
-        self._shards = 1 if bounds.units.shared else bounds.replicas
-        self._units = replace(bounds.units, replicas=bounds.replicas)
-        self._holes = bounds.units.shared * bounds.replicas * bounds.units.accumulate * (1 + bounds.deaths)
-        self.cores: Cores[Replica, events.Event, effects.Effect] = Cores(core.transition)
-        self.quorums: Cores[quorum.LighthouseState, quorum.Event, quorum.Effect] = Cores(transition.transition)
-        self._contents: Interned[Content] = Interned()
-        self._wait: set[tuple[int, bool]] = set()
+class Model(ModelView):
+    """How worlds change. Each transition of a core is computed once."""
 
     def initial(self) -> World:
         """Return the world in which all replicas are warm and have asked; the lighthouse is empty."""
@@ -79,73 +61,6 @@ class Model:
         for r in range(b.replicas):
             world = self.tell(world, r, events.Started())
         return world
-
-    # What is there.
-
-    def replica(self, w: World, r: int) -> Replica | None:
-        """Return the core of replica `r`; None while it is dead."""
-        return None if w.replicas[r] < 0 else self.cores.items[w.replicas[r]]
-
-    def lighthouse(self, w: World) -> quorum.LighthouseState:
-        """Return the core of the lighthouse."""
-        return self.quorums.items[w.lighthouse]
-
-    def sum(self, w: World, me: Replica) -> CommitRecord | None:
-        """Return the reduced gradient of the attempt of `me`, once every member has brought its own.
-
-        None before.
-        """
-        assert me.grant is not None
-        all_entries = dict(w.rings).get(me.fence, ())
-        ours = [e for e in all_entries if e.term == me.grant.term]  # a ring forms among those of one grant only
-        entries = [e for e in ours if me.grant.member(e.replica, e.incarnation)]
-        if {e.replica for e in entries} != set(me.grant.ring) or len({e.prev for e in entries}) != 1:
-            return None
-        if any(severed(self.bounds, w, edge) for edge in edges(me.grant)):
-            return None
-        runs = ((e.replica, run) for e in sorted(entries) for run in e.runs)
-        parts = tuple(Contribution(r, weight(run), run[0], run[1], units=run[2]) for r, run in runs)
-        f, grant = me.fence, me.grant
-        return CommitRecord(
-            *(f.epoch, f.attempt, f.step, me.ring_state.lineage, grant.ring, grant.total, parts, "sum"),
-            wanted=grant.units,
-        )
-
-    def halted(self, w: World) -> bool:
-        """Return whether the lighthouse has given the job up: no copy of the head is left, or replicas differ."""
-        return any(isinstance(a, Refused) and a.reason == self.lighthouse(w).halted for a in w.answers)
-
-    def finished(self, w: World) -> bool:
-        """Return whether all replicas ended at one final state, or the job was given up."""
-        corrupt = any(self._flipped(w, r) for r in range(len(w.replicas)))
-        return self.halted(w) or (
-            not corrupt and invariants.ended_together(self._held(w), self._replicas(w), w.late, self.bounds.steps)
-        )
-
-    def look(self, w: World) -> World:
-        """Return `w` after a check that no replica waits for nothing; raise Violation if one does."""
-        for r, core_id in enumerate(w.replicas):
-            asks = w.asked[r] is not None or w.answers[r] is not None
-            if core_id < 0 or (core_id, asks) in self._wait:
-                continue
-            invariants.waits_for_something(r, self.cores.items[core_id], asks)
-            self._wait.add((core_id, asks))
-        return w
-
-    def _replicas(self, w: World) -> Sequence[Replica | None]:
-        return [self.replica(w, r) for r in range(len(w.replicas))]
-
-    def _sound(self, w: World) -> Sequence[Replica | None]:
-        return [None if self._flipped(w, r) else me for r, me in enumerate(self._replicas(w))]
-
-    def _held(self, w: World) -> Sequence[Content]:
-        return [self._contents.items[c] for c in w.content]
-
-    def _over(self, w: World) -> bool:
-        """Return whether the job has ended: a replica has been told so, or is about to be."""
-        told = any(isinstance(a, Finish) for a in w.answers)
-        ended = any(m and m.phase is Phase.DONE and m.state.step == self.bounds.steps for m in self._replicas(w))
-        return self.lighthouse(w).finished or told or ended
 
     # What happens to a replica.
 
@@ -167,10 +82,6 @@ class Model:
         w = self.tell(w, to, events.TokenArrived(token))
         me = self.replica(w, to)
         return w if me is None or self.waits(me) else self.vote(w, to)
-
-    def waits(self, me: Replica) -> bool:
-        """Return whether `me` holds its vote back until its fetch is done."""
-        return self.bounds.patient and me.fetching is not None
 
     def vote(self, w: World, r: int) -> World:
         """Return the world after replica `r` votes, if it holds a token and the sum."""
@@ -203,9 +114,6 @@ class Model:
         """Return the world after the state of replica `r` changes silently."""
         flip = Flip(r, w.lives[r], len(self._contents.items[w.content[r]]))
         return w._replace(flipped=w.flipped | {flip}, flips=w.flips - 1)
-
-    def _flipped(self, w: World, r: int) -> bool:
-        return any((f.replica, f.life) == (r, w.lives[r]) for f in w.flipped)
 
     def die(self, w: World, r: int) -> World:
         """Return the world after replica `r` is gone with all that it held except its snapshots.
@@ -268,10 +176,6 @@ class Model:
             exited = frozenset(e for e in exited if same_run(e, me))
         return self.consult(w, quorum.ProcessesReported(Running({me[0]: me[1]}), exited, frozenset(), 0.0))
 
-    def _born(self, r: int, incarnation: str, found: state_id.StateId | None = None) -> int:
-        state = found or state_id.initial("model", "weights")
-        return self.cores.id(Replica(r, incarnation, self.bounds.steps, state, state))
-
     def _hold(self, w: World, r: int, state: state_id.StateId, content: Content) -> World:
         """Return the world in which replica `r` holds `state` and keeps a snapshot of it."""
         id_ = self._contents.id(content)
@@ -312,13 +216,6 @@ class Model:
                 return self.die(w, r)
             case _:
                 return w
-
-    def _leaves(self, w: World, r: int) -> bool:
-        """Return whether replica `r` ends before the job does, because it was drained or told to end."""
-        me = self.replica(w, r)
-        if me is None or me.state.step >= self.bounds.steps:
-            return False
-        return me.departing or me.me in self.lighthouse(w).drained
 
     def drain(self, w: World, r: int) -> World:
         """Return the world after an operator drains replica `r`."""
@@ -374,17 +271,6 @@ class Model:
         tokens = [t for t in w.tokens if self.bounds.late_tokens or not self._stale(w, t)]
         return w._replace(tokens=tuple(sorted([*tokens, (to, token)], key=repr)))
 
-    @staticmethod
-    def _of_another_grant(me: Replica, peer: Replica) -> bool:
-        """Return whether `peer` has another grant of the same epoch: then the two cannot connect."""
-        mine, theirs = me.grant, peer.grant
-        return mine is not None and theirs is not None and mine.epoch == theirs.epoch and mine != theirs
-
-    def _stale(self, w: World, item: tuple[int, CommitToken]) -> bool:
-        """Return whether a token can never count again where it is going."""
-        me = self.replica(w, item[0])
-        return me is None or me.grant is None or me.grant.epoch > item[1].fence.epoch or not me.intact
-
     def _commit(self, w: World, r: int, record: CommitRecord, decided: bool) -> World:
         """Return the world after replica `r` applies a record.
 
@@ -424,18 +310,6 @@ class Model:
         done = CommitSeen(self._contents.id(content), record.epoch, holders)
         alive = {d for d in w.commits if any(place_of(w, m) is not None for m in d.holders)}
         return w._replace(commits=frozenset(alive | {done}))
-
-    def _has(self, w: World, member: tuple[int, str], state: state_id.StateId) -> bool:
-        """Return whether an incarnation holds `state` or is prepared for it."""
-        place = place_of(w, member)
-        me = None if place is None else self.replica(w, place)
-        if me is None:
-            return False
-        return any(state_id.same(s, state) for s in (me.state, me.prepared and me.prepared.state_id) if s)
-
-    def _members(self, w: World, epoch: int) -> frozenset[tuple[int, str]]:
-        named = (e.members for e in self.lighthouse(w).epochs if e.number == epoch)
-        return frozenset(next(named, ()))
 
     # What the lighthouse does.
 

@@ -14,12 +14,12 @@ The ranks of a replica that contradict each other do not join: another start may
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from ft_hsdp.config import Config
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import Retryable
+from ft_hsdp.memory.replacement import RankClaim, disagreement
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.identity import RankIdentity, RankPlace
@@ -28,43 +28,6 @@ from ft_hsdp.train.state.checkpointing import Checkpoints, missed
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.recovery import Recoverer, restore
 from ft_hsdp.train.step_log import StepLog
-
-
-@dataclass(frozen=True, slots=True)
-class RankClaim:
-    """What a rank is and holds when it checks in."""
-
-    rank: int
-    ranks: int
-    incarnation: str
-    host: str  # its name if the machine has several; else ""
-    hosts: tuple[str, ...]  # where the replica was placed, by rank; (): it is not told
-    state: StateId
-
-
-def disagreement(claims: Sequence[RankClaim]) -> str:
-    """Return in one line how the ranks of a replica contradict each other; "": they do not.
-
-    They are one gang of one width on the hosts on which it was placed, each shard has one rank, and all hold one
-    state (DeadPool §V-C, I1, I2 and I4).
-
-    Args:
-        claims: Of all ranks, in the order of the process group.
-    """
-    first = claims[0]
-    for place, claim in enumerate(claims):
-        who = f"rank {claim.rank}"
-        if (claim.rank, claim.ranks) != (place, len(claims)):
-            return f"{who} of {claim.ranks} is in the place of rank {place} of {len(claims)}"
-        if claim.incarnation != first.incarnation:
-            return f"{who} is of incarnation {claim.incarnation}, rank 0 of {first.incarnation}"
-        if claim.hosts != first.hosts:
-            return f"{who} was placed on hosts {', '.join(claim.hosts)}, rank 0 on {', '.join(first.hosts)}"
-        if claim.hosts and claim.hosts[place : place + 1] != (claim.host,):
-            return f"{who} is on host {claim.host}, and was placed on {', '.join(claim.hosts[place : place + 1])}"
-        if claim.state != first.state:
-            return f"{who} holds {claim.state}, rank 0 holds {first.state}"
-    return ""
 
 
 def check_claims(ranks: ReplicaGroup, replica: int, mine: RankClaim) -> None:

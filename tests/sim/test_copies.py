@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.memory import recovery
+from ft_hsdp.memory import recovery, replacement
 from ft_hsdp.memory.copies import MemberHosts, Plan, missing_copies
-from ft_hsdp.memory.hosts import Level
+from ft_hsdp.memory.hosts import Host, Level
 from ft_hsdp.memory.recovery import Holding, Recoverable
-from ft_hsdp.sim import copies
-from ft_hsdp.sim.copies import CopyBounds, CopySpace
+from ft_hsdp.memory.replacement import Assignment, RankClaim
+from ft_hsdp.sim import copy_model, copy_world
+from ft_hsdp.sim.copies import CopySpace
+from ft_hsdp.sim.copy_world import CopyBounds, CopyWorld, Move, has
 from ft_hsdp.sim.explore import Exploration, search
 from ft_hsdp.state.agent.slots import SlotPhase, SnapshotSlots
 
@@ -32,6 +34,13 @@ def explored(limit_s: float = 60, **bounds: Any) -> Exploration:
         ({"replicas": 2, "hosts": 2, "losses": 1, "steps": 1}, 3_000),
         ({"replicas": 2, "hosts": 2, "racks": 1, "level": "rack", "losses": 1, "steps": 1}, 400),
         ({"replicas": 2, "hosts": 2, "copies": 3, "losses": 1, "steps": 1}, 10_000),
+        ({"hosts": 2, "spares": 1, "losses": 2, "steps": 2}, 4_000),
+        ({"hosts": 2, "spares": 1, "losses": 1, "strays": 1, "steps": 2}, 1_000),
+        ({"hosts": 2, "spares": 1, "partitions": 1, "losses": 1, "steps": 1}, 1_000),
+        ({"replicas": 2, "hosts": 2, "spares": 1, "losses": 1, "steps": 1}, 5_000),
+        ({"replicas": 2, "hosts": 1, "spares": 1, "losses": 2, "crashes": 1, "strays": 1, "steps": 2}, 20_000),
+        ({"hosts": 2, "every": 2, "losses": 1, "crashes": 1}, 5_000),
+        ({"hosts": 2, "every": 3, "losses": 1, "steps": 5}, 1_000),
     ],
 )
 def test_no_violation_in_small_spaces(bounds: dict[str, Any], least: int) -> None:
@@ -50,6 +59,9 @@ def test_no_violation_in_small_spaces(bounds: dict[str, Any], least: int) -> Non
         {"hosts": 3, "losses": 2, "skips": 1},
         {"hosts": 3, "copies": 3, "losses": 2, "steps": 2},
         {"replicas": 2, "hosts": 2, "losses": 2, "steps": 2, "skips": 1},
+        {"hosts": 3, "spares": 2, "losses": 2, "strays": 1, "steps": 2},
+        {"hosts": 3, "spares": 1, "every": 2, "losses": 2, "crashes": 1},
+        {"hosts": 3, "spares": 1, "losses": 1, "partitions": 1, "steps": 2},
     ],
 )
 def test_no_violation_in_large_spaces(bounds: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +73,7 @@ def test_no_violation_in_large_spaces(bounds: dict[str, Any], capsys: pytest.Cap
 
 
 def test_every_move_is_told_in_a_sentence() -> None:
-    space = CopySpace(CopyBounds(replicas=2, hosts=2, losses=1, skips=1, hurries=1))
+    space = CopySpace(CopyBounds(2, spares=1, losses=1, partitions=1, crashes=1, strays=1, skips=1, hurries=1))
     seen, todo = set(), [space.initial()]
     told = set()
     while todo and len(seen) < 3_000:
@@ -73,7 +85,7 @@ def test_every_move_is_told_in_a_sentence() -> None:
                 seen.add(after)
                 todo.append(after)
     assert all(len(label.split()) >= 3 for label in told)
-    assert len(told) > 8
+    assert len(told) > 12
 
 
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -90,13 +102,13 @@ def behind_is_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def planned(members: Sequence[MemberHosts], count: int, level: Level) -> Plan:
         return missing_copies([replace(member, healthy=True) for member in members], count, level)
 
-    monkeypatch.setattr(copies, "missing_copies", planned)
+    monkeypatch.setattr(copy_model, "missing_copies", planned)
 
 
 def racks_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies are on different hosts of one rack."""
     monkeypatch.setattr(
-        copies, "missing_copies", lambda members, count, level: missing_copies(members, count, "host")
+        copy_model, "missing_copies", lambda members, count, level: missing_copies(members, count, "host")
     )
 
 
@@ -129,7 +141,7 @@ def states_mixed(monkeypatch: pytest.MonkeyPatch) -> None:
         newest_row = max((row for row in best if row is not None), key=lambda row: row.state.step)
         return Recoverable(newest_row.state, tuple((row,) for row in best if row is not None))
 
-    monkeypatch.setattr(copies, "newest", newest)
+    monkeypatch.setattr(copy_model, "newest", newest)
 
 
 def oldest_restored(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +152,127 @@ def oldest_restored(monkeypatch: pytest.MonkeyPatch) -> None:
         first = min((row.state.step for row in rows), default=0)
         return recovery.newest([row for row in rows if row.state.step == first], replica, layouts, hosts)
 
-    monkeypatch.setattr(copies, "newest", oldest)
+    monkeypatch.setattr(copy_model, "newest", oldest)
+
+
+def one_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard has one slot, whatever is in it."""
+    monkeypatch.setattr(SnapshotSlots, "_usable", lambda slots, now: list(slots._slots.values()))
+
+
+def before_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank copies its shard of a step before the step is committed."""
+    of_rank = CopySpace._of_rank
+
+    def hasty(space: CopySpace, w: CopyWorld, i: int, live: copy_world.Step, plan: Plan) -> Iterable[Move]:
+        yield from of_rank(space, w, i, live, plan)
+        following = (w.epoch, w.head[1] + 1)
+        if live == w.head and w.votes[i] and not has(w, w.places[i], i, following):
+            yield "a shard is copied too early", lambda: space.snapshot(w, i, following)
+
+    monkeypatch.setattr(CopySpace, "_of_rank", hasty)
+
+
+def each_relies_on_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both replicas take it that the other one makes the copies that they lack together."""
+
+    def planned(members: Sequence[MemberHosts], count: int, level: Level) -> Plan:
+        plan = missing_copies(members, count, level)
+        return Plan((), plan.unprotected, "") if len(members) > 1 else plan
+
+    monkeypatch.setattr(copy_model, "missing_copies", planned)
+
+
+def steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two states with the highest step, that of the older epoch is restored."""
+
+    def highest(rows: Iterable[Holding], replica: int, layouts: Sequence[str], hosts: Sequence[str]) -> Any:
+        rows = sorted(rows, key=lambda row: (-row.state.step, row.state.commit_epoch))
+        for state in dict.fromkeys(row.state for row in rows):
+            found = recovery.newest([row for row in rows if row.state == state], replica, layouts, hosts)
+            if found is not None:
+                return found
+        return None
+
+    monkeypatch.setattr(copy_model, "newest", highest)
+
+
+def lost_host_placed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost host keeps its place."""
+
+    def kept(replicas: Any, lost: Any, spares: Any, level: Level) -> dict[int, Assignment]:
+        return {r: Assignment(tuple(hosts), ()) for r, hosts in replicas.items()}
+
+    monkeypatch.setattr(copy_model, "assign", kept)
+
+
+def spare_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each replica gets the first spare host."""
+
+    def given(replicas: Any, lost: Any, spares: Any, level: Level) -> dict[int, Assignment]:
+        return {r: replacement.assign({r: hosts}, lost, spares, level)[r] for r, hosts in replicas.items()}
+
+    monkeypatch.setattr(copy_model, "assign", given)
+
+
+def lost_spare_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spare host that is lost is given."""
+
+    def given(replicas: Any, lost: Any, spares: Any, level: Level) -> dict[int, Assignment]:
+        every = [*spares, Host("", "", "s0")]
+        places = {name for name in lost if name[0] == "r"}
+        return replacement.assign(replicas, places, list(dict.fromkeys(every)), level)
+
+    monkeypatch.setattr(copy_model, "assign", given)
+
+
+def copies_stay_with_the_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies do not follow a rank to its spare host: the plan names the hosts with which the job began."""
+    planned = CopySpace._planned
+    monkeypatch.setattr(CopySpace, "_planned", lambda space, well, alive, _: planned(space, well, alive, (0, 1)))
+
+
+def older_starts_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I1: a rank of an earlier start is let in."""
+
+    def alike(claims: Sequence[RankClaim]) -> str:
+        return replacement.disagreement([replace(claim, incarnation="", hosts=()) for claim in claims])
+
+    monkeypatch.setattr(copy_model, "disagreement", alike)
+
+
+def any_seat_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I2: a rank is let in a second time, in the place of another one."""
+
+    def seated(claims: Sequence[RankClaim]) -> str:
+        moved = [replace(claim, rank=seat, host=claim.hosts[seat]) for seat, claim in enumerate(claims)]
+        return replacement.disagreement(moved)
+
+    monkeypatch.setattr(copy_model, "disagreement", seated)
+
+
+def not_copied_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state that is not copied counts as left out, so the next snapshot is written over it."""
+    commit = CopySpace.commit
+
+    def committed(space: CopySpace, w: CopyWorld, voting: list[int], plan: Plan) -> CopyWorld:
+        after = commit(space, w, voting, plan)
+        return after._replace(settled=tuple(bool(each) for each in after.settled))
+
+    monkeypatch.setattr(CopySpace, "commit", committed)
+
+
+def every_state_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit after a state that is not copied says that it is kept."""
+    monkeypatch.setattr(CopySpace, "is_told", lambda space, w, plan, state: True)
+
+
+def too_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half as many states are copied as are wanted."""
+    copied = CopySpace.is_copied
+    monkeypatch.setattr(
+        CopySpace, "is_copied", lambda space, w, plan, state: copied(space, w, plan, state) and state[1] % 4 == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,15 +285,30 @@ def oldest_restored(monkeypatch: pytest.MonkeyPatch) -> None:
         (settled_by_its_own_rank, {"hosts": 2, "losses": 1, "skips": 1}, "lost"),
         (states_mixed, {"hosts": 2, "losses": 1}, "mixed"),
         (oldest_restored, {"hosts": 2, "losses": 1}, "lost"),
+        (one_slot, {"hosts": 2, "losses": 1}, "lost"),
+        (before_the_commit, {"hosts": 2, "losses": 1}, "not apart"),
+        (
+            each_relies_on_the_other,
+            {"replicas": 2, "hosts": 2, "copies": 3, "losses": 0, "steps": 1},
+            "not apart",
+        ),
+        (steps_alone, {"hosts": 2, "spares": 1, "losses": 1, "partitions": 1, "steps": 2}, "lost"),
+        (lost_host_placed, {"hosts": 2, "spares": 1, "losses": 1}, "misplaced"),
+        (lost_spare_given, {"hosts": 2, "spares": 1, "losses": 2}, "misplaced"),
+        (spare_given_twice, {"replicas": 2, "hosts": 1, "spares": 1, "losses": 2, "steps": 1}, "misplaced"),
+        (copies_stay_with_the_lost_host, {"hosts": 2, "spares": 1, "losses": 1}, "not apart"),
+        (older_starts_pass, {"hosts": 2, "losses": 1, "strays": 1, "steps": 1}, "two gangs"),
+        (any_seat_will_do, {"hosts": 2, "losses": 1, "strays": 1, "steps": 1}, "no gang"),
+        (not_copied_is_left_out, {"hosts": 2, "every": 2, "losses": 0, "crashes": 1}, "thrown away"),
+        (every_state_is_told, {"hosts": 2, "every": 2, "losses": 0}, "not apart"),
+        (too_few_states, {"hosts": 2, "every": 2, "losses": 0, "steps": 7}, "too seldom"),
     ],
 )
 def test_a_broken_rule_is_found(
     broken: Break, bounds: dict[str, Any], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for cached in (copies._stage, copies._settle):
-        cached.cache_clear()
+    copy_world.forget_slots()
     broken(monkeypatch)
     result = search(CopySpace(CopyBounds(**bounds)), 40, liveness=False)
-    for cached in (copies._stage, copies._settle):
-        cached.cache_clear()
+    copy_world.forget_slots()
     assert result.violation.startswith(found), str(result)

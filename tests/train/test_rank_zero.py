@@ -8,7 +8,8 @@ import pytest
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import Retryable
-from ft_hsdp.train.check_in import RankClaim, check_claims, disagreement
+from ft_hsdp.memory.replacement import RankClaim, disagreement
+from ft_hsdp.train.check_in import check_claims
 
 HOSTS = ("r0h0", "s0")
 GANG = [RankClaim(rank, 2, "0-a-1", HOSTS[rank], HOSTS, StateId(2, 7, "ab")) for rank in range(2)]
