@@ -1,12 +1,13 @@
 """FTAR: the fault-tolerant all-reduce between the ranks with one number in all replicas (FT-HSDP §4.2).
 
-Each rank of a replica is a member of one ring. For each epoch the members connect to their two neighbours, sum
-gradients round the ring, and leave it when a member fails or the next epoch begins. A failed all-reduce leaves the
-input as it was, so that the caller can try again in a later epoch.
+Each rank of a replica is a member of one ring, or of several if some replica has fewer ranks than others. For each
+epoch the members connect to their two neighbours, sum gradients round the ring, and leave it when a member fails
+or the next epoch begins. A failed all-reduce leaves the input as it was, so that the caller can try again in a
+later epoch.
 
 An all-reduce goes this way:
 
-    Group.all_reduce            any thread: puts a `Work` into the queue
+    Group.all_reduce            any thread: puts a `Work` into the queue of its `LaneMember`
     Executor                    the engine's thread: waits for the ring of the work's epoch
     Ring.all_reduce             cuts the message into chunks and drives one `Exchange`
     Exchange -> Pipeline        `core.ring` says which chunk to copy, add, store or send next
@@ -19,6 +20,7 @@ Read the modules in this order:
     settings       sizes, deadlines and transports of a group
     lifecycle      the states of a group and the transitions between them
     group          one rank's membership in the rings of successive epochs; everything else hangs on it
+    lane           one of its rings: there are several if replicas have unequal numbers of ranks
     rendezvous     how the ring of one grant is formed, and which edges outlive their ring
     connections    accepts other members; the small control messages to them; one connected neighbour
     heartbeat      finds members that are dead or stuck

@@ -155,13 +155,50 @@ Call = tuple[RingData, socket.socket]
 
 
 @dataclass(frozen=True, slots=True)
+class LaneRing:
+    """One of the rings of a membership that a rank takes part in: those of a lane (`memory.lanes`).
+
+    Two of them are the same lane, whose edges may be kept, if number and layout are equal.
+    """
+
+    number: int  # of the lane; with replicas of equal width the number of the rank
+    layout: str  # digest of what is summed and of the sizes; must be the same at both ends of an edge
+    owners: tuple[tuple[int, int], ...] = ()  # (width, rank that has the lane); (): of any width, rank `number`
+
+    @property
+    def usual(self) -> bool:
+        """Whether it is the ring of the ranks with one number, as in replicas of equal width."""
+        return not self.owners
+
+    def address(self, member: Member) -> str:
+        """Return where `member` listens for its neighbour in this lane, "host:port".
+
+        Raises:
+            ProtocolViolation: no rank of it has the lane.
+        """
+        width = len(member.ring)
+        rank = dict(self.owners).get(width, -1) if self.owners else self.number
+        if not 0 <= rank < width:
+            raise ProtocolViolation(f"replica {member.replica} of {width} ranks has no lane {self.number}")
+        return member.ring[rank]
+
+
+LanesOf = Callable[[Grant], tuple[LaneRing, ...]]
+"""Returns the lanes of a grant in which this rank takes part, by ascending number."""
+
+
+@dataclass(frozen=True, slots=True)
 class MemberIdentity:
     """Identifies this member to its peers."""
 
     replica: int
-    rank: int
+    rank: int  # number of the lane; with replicas of equal width the number of the rank
     layout: str  # digest of what is summed and of the sizes; must be the same at both ends of an edge
     token: str  # secret of the job
+
+    def lanes(self, _: Grant) -> tuple[LaneRing, ...]:
+        """Return the only lane of a rank whose replica is as wide as all others, of any grant."""
+        return (LaneRing(self.rank, self.layout),)
 
 
 def hello(identity: MemberIdentity, grant: Grant, host: str, offers: tuple[str, ...], kept: int = -1) -> RingHello:
@@ -184,6 +221,7 @@ class Listener:
         identity: this member; its token is the secret that callers must know.
         arrived: called with HELLO and its connection, once HELLO is checked.
         exhausted: called when no descriptor or memory is left to accept connections.
+        lanes: returns the lanes of a grant in which this rank takes part; None: always that of `identity`.
 
     Attributes:
         local: name of the Unix socket, without the leading zero byte.
@@ -194,8 +232,10 @@ class Listener:
         identity: MemberIdentity,
         arrived: Callable[[RingHello, socket.socket], None],
         exhausted: Callable[[LocalResourceError], None] = lambda error: None,
+        lanes: LanesOf | None = None,
     ) -> None:
         self._identity = identity
+        self._lanes_of = lanes or identity.lanes
         self._arrived = arrived
         self._gate = CallerGate(identity.token, (Purpose.RING, Purpose.DATA), self._admitted, exhausted)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -256,14 +296,14 @@ class Listener:
         self._arrived(message, sock)
 
     def check(self, message: RingHello) -> None:
-        """Check that a HELLO carries a genuine grant and comes from the same rank and layout.
+        """Check that a HELLO carries a genuine grant and is for a lane of this rank, with the same layout.
 
         Raises:
             ProtocolViolation: it does not.
         """
         protocol.verify(self._identity.token, message.grant)
-        if (message.rank, message.layout) != (self._identity.rank, self._identity.layout):
-            raise ProtocolViolation("HELLO of another rank or layout")
+        if (message.rank, message.layout) not in [(r.number, r.layout) for r in self._lanes_of(message.grant)]:
+            raise ProtocolViolation("HELLO of another rank, lane or layout")
 
     def _take(self, message: RingData, sock: socket.socket) -> None:
         calls = self._tickets.get(message.ticket)
@@ -308,6 +348,10 @@ class Peer:
         self._closed = False
         self._reading: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
+
+    def belongs_to(self, heard: Heard) -> None:
+        """Have `heard` called from now on, before the first `listen`: a caller's lane is known after its HELLO."""
+        self._heard = heard
 
     @property
     def _replica(self) -> int | None:

@@ -89,6 +89,7 @@ class Executor:
         self._error: FTARError | None = None  # why its ring is over
         self._ended: list[Ring] = []  # rings that are over and still have threads
         self._failed_epoch = 0  # the epoch in which an all-reduce failed: the works behind it are skipped
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="ftar", daemon=True)
         self._thread.start()
 
@@ -126,7 +127,9 @@ class Executor:
 
         The caller ends the current ring first, so that no work waits.
         """
-        self._orders.put(None)
+        with self._changed:
+            self._closed = True
+            self._orders.put(None)
         self._thread.join()
 
     # Called on any thread.
@@ -134,7 +137,11 @@ class Executor:
     def queue(self, order: AllReduceOrder) -> Work:
         """Queue an all-reduce behind all others and return its future. Any thread; does not block."""
         work = Work()
-        self._orders.put((order, work))
+        with self._changed:
+            if not self._closed:
+                self._orders.put((order, work))
+                return work
+        work.set_exception(StaleEpoch(f"epoch {order.key.epoch} is over"))
         return work
 
     # Runs on the engine's thread.

@@ -12,7 +12,7 @@ here runs on the control loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ft_hsdp import address, fault_injection, handshake
@@ -59,6 +59,7 @@ class MemberContext:
     arena: Arena  # registered memory that peers on this host can map
     host: str  # id of this machine, by which two members see that they can share memory
     heard: Heard  # gets the messages of peers
+    address: Callable[[Member], str]  # where a member listens for its neighbour in this lane, "host:port"
 
 
 class Rendezvous:
@@ -86,7 +87,7 @@ class Rendezvous:
         self._called = asyncio.Event()  # the left edge is made
 
     def member_at(self, side: int) -> Member:
-        """Return the member to the left (`side` -1) or to the right (+1) of this one."""
+        """Return the member to the left (`side` -1) or to the right (+1) of this one, or this one (0)."""
         members = self.grant.members
         return members[(self.position + side) % len(members)]
 
@@ -145,7 +146,7 @@ class Rendezvous:
         await self._greet(Peer(sock, self._context.heard))
 
     def _address(self) -> str:
-        return self.member_at(+1).ring[self._context.identity.rank]
+        return self._context.address(self.member_at(+1))
 
     async def _greet(self, peer: Peer) -> None:
         """Say HELLO on `peer`, wait for WELCOME, and open the data connection that it asks for."""
@@ -243,7 +244,7 @@ class Rendezvous:
             raise ProtocolViolation(f"no transport of {', '.join(greeting.offers)} is possible here")
         kind = KINDS[transport]
         ticket, calls = context.listener.expect()
-        host, _ = address.split(self.grant.members[self.position].ring[context.identity.rank])
+        host, _ = address.split(context.address(self.member_at(0)))
         offered = kind.offer(context.listener, host)
         edge = Edge(
             self.grant.epoch,

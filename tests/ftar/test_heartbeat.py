@@ -26,15 +26,16 @@ from ft_hsdp.ftar.heartbeat import HostLoadReader, HostSentinel, is_stopped
 from ft_hsdp.ftar.lifecycle import GroupState
 from ft_hsdp.protocol import RingBeat
 from tests.support.ftar.member_process import TOKEN, MemberProcess
-from tests.support.ftar.ring_helpers import Replica, Ring, Transport, error, until
+from tests.support.ftar.ring_helpers import Replica, Ring, Transport, error, only_lane, until
 
 MINUTE_S = 60.0
 
 
 def mute(peer: Replica) -> None:
     """It says nothing more on its control connections, and its process is there."""
-    assert peer.group._heartbeat is not None
-    peer.group._heartbeat.stop()
+    beats = only_lane(peer.group).heartbeat
+    assert beats is not None
+    beats.stop()
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -162,7 +163,7 @@ async def test_a_slow_member_that_enters_in_time_is_not_blamed() -> None:
 async def test_chunks_that_do_not_arrive_are_the_left_neighbours() -> None:
     async with Ring(0, 1, 2, timeout_s=0.5) as ring:
         await ring.form(1)
-        sender = ring.peers[0].group._ring
+        sender = only_lane(ring.peers[0].group).ring
         assert sender is not None
         assert sender._sender is not None
         with mock.patch.object(sender._sender._lanes[0], "send"):  # type: ignore[attr-defined]
@@ -177,13 +178,14 @@ async def test_beats_do_not_outlive_their_ring() -> None:
     async with Ring(0, 1) as ring:
         for epoch in (1, 2, 3):
             await ring.form(epoch)
-        first, second = (p.group._current for p in ring.peers)
+        first, second = (only_lane(p.group).current for p in ring.peers)
         assert first is not None
         assert first.left is not None
         await until(lambda: first.left and first.left.newest.epoch == 3, "beats of the new epoch")
         for peer in ring.peers:
             peer.group.stop(3, "for a test")
-        assert all(p.group._heartbeat is not None and p.group._heartbeat._timer.cancelled() for p in ring.peers)
+        beats = [only_lane(p.group).heartbeat for p in ring.peers]
+        assert all(b is not None and b._timer.cancelled() for b in beats)
         assert second is not None
 
 
@@ -319,7 +321,7 @@ async def test_an_overloaded_neighbour_has_the_time_that_it_asked_for() -> None:
     """Its last beat said that its host may keep it silent for 3 s; silence is judged at times that we choose."""
     async with Ring(0, 1, timeout_s=MINUTE_S) as ring:
         await ring.form(1)
-        beats = ring.peers[0].group._heartbeat
+        beats = only_lane(ring.peers[0].group).heartbeat
         assert beats is not None
         edges = beats._rendezvous.edges
         await until(lambda: all(n.newest.epoch == 1 for n in edges), "both have said something")
@@ -352,7 +354,7 @@ def test_no_load_explains_a_stopped_process() -> None:
         assert victim.hear() == 14.0
         pid = victim._process.pid
         assert pid is not None
-        ring = comm._group._current
+        ring = only_lane(comm._group).current
         assert ring is not None
         deadline = time.monotonic() + 20
         while not all(n.newest.pid == pid for n in ring.edges):  # it has said which process it is

@@ -18,6 +18,7 @@ from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.frame import Key
 from ft_hsdp.ftar.group import Group, GroupEvents
+from ft_hsdp.ftar.lane import LaneMember
 from ft_hsdp.ftar.lifecycle import GroupState
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.ftar.settings import Settings
@@ -42,6 +43,12 @@ def grant(epoch: int, addresses: dict[int, str], token: str = TOKEN) -> Grant:
     """A signed grant: replica to address, in ring order."""
     members = tuple(Member(r, f"{r}-x-0", "contribute", (a,), ("",)) for r, a in addresses.items())
     return protocol.sign(token, Grant(1, epoch, BASE, members, len(members), "test"))
+
+
+def only_lane(group: Group) -> LaneMember:
+    """The ring of a rank in replicas of equal width."""
+    (lane,) = group._lanes.values()
+    return lane
 
 
 class Replica:
@@ -85,8 +92,9 @@ class Replica:
     @property
     def rendezvous(self) -> Rendezvous:
         """Its current ring."""
-        assert self.group._current is not None
-        return self.group._current
+        current = only_lane(self.group).current
+        assert current is not None
+        return current
 
 
 class Ring:

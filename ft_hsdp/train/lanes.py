@@ -1,0 +1,192 @@
+"""How the gradient of a rank is divided into lanes, in a membership of replicas of unequal width (`memory.lanes`).
+
+Each bucket of a rank is one flat tensor: its rows of the bucket's parameters, one parameter after another, each
+padded to the rows of a full rank. A lane's part of a bucket is what it has of these rows, without padding. Where
+that is one piece, it is summed where it lies; otherwise the pieces are gathered into a buffer, and the sum is
+scattered.
+
+FSDP2 gives the mean over the data ranks of a replica, so what narrower replicas bring is multiplied by their share
+of the largest width. So the sum over the replicas is the sum over all ranks, divided by the largest width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+
+from ft_hsdp.core import state_id
+from ft_hsdp.core.grant import Grant
+from ft_hsdp.ftar.connections import LaneRing
+from ft_hsdp.memory.lanes import RowLane, lanes
+
+Empty = Callable[[int], torch.Tensor]
+"""Returns memory for so many fp32 elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class LanePiece:
+    """Neighbouring elements of a rank's flat bucket that are in one lane."""
+
+    flat: int  # where they begin in the bucket
+    lane: int  # where they begin in the lane's part
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LanePart:
+    """What one lane of this rank has of one bucket."""
+
+    size: int  # elements
+    pieces: tuple[LanePiece, ...]  # in order; fewer elements than `size`: the rest is zero here
+    scale: float  # by which the gradient is multiplied
+    whole: bool  # not a gradient: the sum of all lanes is the bucket's
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the sum can be written to where it belongs."""
+        return not self.whole and len(self.pieces) == 1 and self.pieces[0].size == self.size
+
+    def gather(self, flat: torch.Tensor, empty: Empty) -> torch.Tensor:
+        """Return the part of a bucket, in order.
+
+        Args:
+            flat: The rank's bucket, fp32 [numel].
+            empty: Makes the memory that the part is copied to, if it has to be copied.
+
+        Returns:
+            fp32 [size].
+        """
+        if self.in_place and self.scale == 1.0:
+            return flat[self.pieces[0].flat : self.pieces[0].flat + self.size]
+        part = empty(self.size)
+        if sum(p.size for p in self.pieces) < self.size:
+            part.zero_()
+        for p in self.pieces:
+            torch.mul(flat[p.flat : p.flat + p.size], self.scale, out=part[p.lane : p.lane + p.size])
+        return part
+
+    def target(self, flat: torch.Tensor, empty: Empty) -> torch.Tensor:
+        """Return where the sum of the part is to be written to: a part of ``flat``, or memory of its own."""
+        if self.in_place:
+            return flat[self.pieces[0].flat : self.pieces[0].flat + self.size]
+        return empty(self.size)
+
+    def scatter(self, summed: torch.Tensor, flat: torch.Tensor) -> None:
+        """Copy the sum of the part to where it belongs in the bucket, unless it is there already.
+
+        Args:
+            summed: fp32 [size], what was written to `target`.
+            flat: The rank's bucket of sums, fp32 [numel].
+        """
+        if self.whole:
+            flat.add_(summed)
+        elif not self.in_place:
+            for p in self.pieces:
+                flat[p.flat : p.flat + p.size].copy_(summed[p.lane : p.lane + p.size])
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLane:
+    """A lane that this rank has."""
+
+    ring: LaneRing
+    owners: tuple[int, ...]  # the rank that has it in a replica of each width, the largest width first
+    parts: tuple[LanePart, ...]  # of each bucket
+
+
+@dataclass(frozen=True, slots=True)
+class LanePlan:
+    """The lanes of this rank in memberships of certain widths."""
+
+    widths: tuple[int, ...]  # the different ones, the largest first
+    lanes: tuple[OwnLane, ...]  # by ascending number
+
+
+class GradientLanes:
+    """The lanes of a rank's gradient in any membership."""
+
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[tuple[str, tuple[int, ...]]]],
+        whole: Sequence[int],
+        usual: LaneRing,
+        width: int,
+        rank: int,
+        sizes: object = None,
+    ) -> None:
+        """Describe the gradient of a rank.
+
+        Args:
+            buckets: Of each bucket with gradients, the parameters in order: (name, whole shape).
+            whole: Elements of each bucket that follows: not cut, each rank has a value of its own.
+            usual: The ring of the rank in replicas of equal width.
+            width: The ranks of this replica.
+            rank: This one.
+            sizes: What else must be the same in all members, such as the sizes of chunks.
+        """
+        self._buckets = tuple(tuple(bucket) for bucket in buckets)
+        self._whole = tuple(whole)
+        self._usual = usual
+        self._width = width
+        self._rank = rank
+        self._sizes = sizes
+        self._plans: dict[tuple[int, ...], LanePlan] = {}
+
+    @cached_property
+    def _layout(self) -> str:
+        return state_id.digest(
+            [[list(each) for each in bucket] for bucket in self._buckets], self._whole, self._sizes
+        )
+
+    def of(self, grant: Grant) -> tuple[LaneRing, ...]:
+        """Return the rings of this rank in a membership, by ascending number of the lane. Any thread."""
+        plan = self.plan(grant)
+        return (self._usual,) if plan is None else tuple(lane.ring for lane in plan.lanes)
+
+    def plan(self, grant: Grant) -> LanePlan | None:
+        """Return the lanes of this rank in a membership; None if all replicas are equally wide. Any thread."""
+        widths = tuple(sorted({len(m.ring) for m in grant.members}, reverse=True))
+        if len(widths) < 2 or self._width not in widths:
+            return None
+        if widths not in self._plans:
+            self._plans[widths] = self._divide(widths)
+        return self._plans[widths]
+
+    def _divide(self, widths: tuple[int, ...]) -> LanePlan:
+        tensors = {f"{b}.{name}": (shape, 4) for b, bucket in enumerate(self._buckets) for name, shape in bucket}
+        mine = [
+            (number, lane)
+            for number, lane in enumerate(lanes(tensors, widths))
+            if lane.owner(self._width) == self._rank
+        ]
+        return LanePlan(widths, tuple(self._own(n, lane, first=i == 0) for i, (n, lane) in enumerate(mine)))
+
+    def _own(self, number: int, lane: RowLane, first: bool) -> OwnLane:
+        owners = tuple(zip(lane.widths, lane.owners, strict=True))
+        layout = state_id.digest(self._layout, number, owners)
+        parts = [self._part(b, lane) for b in range(len(self._buckets))]
+        for size in self._whole:
+            parts.append(LanePart(size, (LanePiece(0, 0, size),) if first else (), 1.0, whole=True))
+        return OwnLane(LaneRing(number, layout, owners), lane.owners, tuple(parts))
+
+    def _part(self, index: int, lane: RowLane) -> LanePart:
+        """Return what ``lane`` has of a bucket; pieces that are neighbours in bucket and lane are one."""
+        rows = {r.tensor: r for r in lane.rows}
+        pieces: list[LanePiece] = []
+        place = end = 0
+        for name, shape in self._buckets[index]:
+            chunk, row = -(-shape[0] // self._width), prod(shape[1:])
+            if (r := rows.get(f"{index}.{name}")) is not None:
+                begin = place + (r.start - self._rank * chunk) * row
+                last = pieces[-1] if pieces else None
+                if last is not None and last.flat + last.size == begin:
+                    pieces[-1] = LanePiece(last.flat, last.lane, last.size + r.elements)
+                else:
+                    pieces.append(LanePiece(begin, end, r.elements))
+                end += r.elements
+            place += chunk * row
+        return LanePart(end, tuple(pieces), self._width / lane.widths[0], whole=False)

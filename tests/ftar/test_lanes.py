@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+
+import pytest
+
+from ft_hsdp.errors import FTARError, LocalResourceError, PeerDead, StaleEpoch
+from ft_hsdp.ftar.lifecycle import GroupState
+from tests.support.ftar.lane_rig import WideRing, flat, values
+from tests.support.ftar.ring_helpers import Transport, error, until
+
+
+@pytest.mark.parametrize(
+    ("widths", "transport"),
+    [((4, 3), "tcp"), ((4, 3), "auto"), ((4, 3, 2), "auto"), ((8, 7), "auto"), ((3, 4, 4, 3), "auto")],
+)
+async def test_replicas_of_unequal_width_get_the_same_bits(widths: tuple[int, ...], transport: Transport) -> None:
+    async with WideRing(widths, transport) as ring:
+        given = await ring.form(1)
+        for step in range(1, 4):
+            await ring.check(given, step)
+        assert all(r.connected == [1] and not r.broken for r in ring.ranks)
+
+
+@pytest.mark.parametrize("widths", [(4, 3), (4, 3, 2), (8, 7), (2, 3, 3, 2)])
+async def test_works_in_any_order_of_the_lanes_do_not_wait_in_a_circle(widths: tuple[int, ...]) -> None:
+    """Each rank begins its lanes in another order; each lane goes on as soon as all of its members are there."""
+    async with WideRing(widths, "auto") as ring:
+        given = await ring.form(1)
+        works = []
+        for turn, rank in enumerate(ring.ranks):
+            plan = rank.lanes.plan(given)
+            assert plan is not None
+            buckets = [flat(b, rank.width, rank.rank) for b in values(rank.replica)]
+            order = list(range(len(plan.lanes)))[:: -1 if turn % 2 else 1]
+            for lane in order:  # all buckets of one lane before those of the next
+                works += rank.reduce(given, buckets, only=[lane])[1]
+        await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, works)), 30)
+
+
+async def test_equal_widths_have_one_ring_and_copy_nothing() -> None:
+    async with WideRing((3, 3)) as ring:
+        given = await ring.form(1)
+        assert all(rank.lanes.plan(given) is None for rank in ring.ranks)
+        assert all(len(rank.group._lanes) == 1 for rank in ring.ranks)
+        assert [tuple(rank.group._lanes) for rank in ring.replicas[0]] == [(0,), (1,), (2,)]
+        await ring.check(given)
+
+
+async def test_the_widths_change_from_epoch_to_epoch() -> None:
+    """Replica 1 has four ranks, then three, then four again; the one ring of each rank comes back."""
+
+    def threads() -> int:
+        return sum(t.name == "ftar" for t in threading.enumerate())
+
+    gc.collect()
+    before = threads(), len(os.listdir("/proc/self/fd"))
+    async with WideRing((4, 4), "auto") as ring:
+        await ring.check(await ring.form(1))
+        wide, narrow = ring.replicas[1], ring.replica(1, 3)
+        for rank in wide:
+            rank.group.stop(1, "the replica shrinks")
+        ring.replicas[1] = narrow
+        await ring.check(await ring.form(2))
+        await ring.check(await ring.form(3))
+        for rank in narrow:
+            await rank.group.close()
+        ring.replicas[1] = wide
+        await ring.check(await ring.form(4))
+        await until(lambda: threads() - before[0] == 8, "lanes that ended leave no thread", 20.0)
+        assert all(r.connected == [1, 2, 3, 4] for r in ring.replicas[0])
+    gc.collect()
+    await until(lambda: (threads(), len(os.listdir("/proc/self/fd"))) <= before, "nothing is left", 20.0)
+
+
+async def test_works_of_lanes_that_are_over_are_stale() -> None:
+    async with WideRing((4, 3)) as ring:
+        given = await ring.form(1)
+        rank = ring.replicas[0][1]
+        buckets = [flat(b, 4, 1) for b in values(0)]
+        ring.replicas[1] = ring.replica(1, 4)
+        await ring.form(2)
+        _, works = rank.reduce(given, buckets)
+        assert all([isinstance(await error(w), StaleEpoch) for w in works])
+
+
+@pytest.mark.parametrize("victim", [(0, 0), (0, 2), (1, 0), (1, 2)])
+async def test_a_loss_in_one_lane_ends_all_lanes_with_one_verdict(victim: tuple[int, int]) -> None:
+    """One rank is cut off in one of its lanes. No rank hears of it twice, and all blame an end of that edge."""
+    async with WideRing((4, 3, 3), "auto") as ring:
+        given = await ring.form(1)
+        works = []
+        for rank in ring.ranks:
+            if (rank.replica, rank.rank) != victim:
+                works += rank.reduce(given, [flat(b, rank.width, rank.rank) for b in values(rank.replica)])[1]
+        replica, number = victim
+        lane = next(iter(ring.replicas[replica][number].group._lanes.values()))
+        assert lane.current is not None
+        assert lane.current.right is not None
+        lane.current.right._sock.shutdown(2)
+        told = ring.replicas[replica][number]
+        shared = {r.address for r in ring.ranks if set(r.group._lanes) & set(told.group._lanes)}
+        in_touch = [r for r in ring.ranks if r.address in shared]
+        await until(lambda: all(r.broken for r in in_touch), "all that share a lane with it know", 20.0)
+        blamed = {replica, lane.current.member_at(+1).replica}
+        for rank in in_touch:
+            assert len(rank.broken) == 1
+            assert rank.broken[0].suspect in blamed
+            assert not rank.broken[0].planned
+            assert all(lane.over for lane in rank.group._lanes.values())
+        for rank in ring.ranks:
+            rank.group.stop(1, "the leader says so")
+        failed = [await error(w) for w in works]
+        assert all(e is None or isinstance(e, FTARError) for e in failed)
+        assert any(isinstance(e, FTARError) for e in failed)
+        await ring.check(await ring.form(2))
+
+
+async def test_an_error_of_this_rank_is_blamed_on_nobody_else() -> None:
+    async with WideRing((4, 3)) as ring:
+        await ring.form(1)
+        here = ring.replicas[0][1]
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the rank would end
+        here.group._exhausted(LocalResourceError("no descriptor is left"))
+        neighbours = [r for r in ring.ranks if set(r.group._lanes) & set(here.group._lanes)]
+        await until(lambda: all(r.broken for r in neighbours), "all that share a lane with it know", 20.0)
+        assert {(len(r.broken), r.broken[0].suspect) for r in neighbours} == {(1, 0)}
+
+
+async def test_a_member_that_leaves_on_purpose_lets_running_lanes_finish() -> None:
+    """Rank 1 of replica 1 has done its part in both of its lanes and leaves; replica 0 is still in one of them."""
+    async with WideRing((4, 3)) as ring:
+        given = await ring.form(1)
+        wide, narrow = ring.replicas[0][2], ring.replicas[1][1]
+        running = next(n for n in wide.group._lanes if n in narrow.group._lanes)
+        idle = next(n for n in wide.group._lanes if n not in narrow.group._lanes)
+        assert wide.group._lanes[running].ring is not None
+        plan = wide.lanes.plan(given)
+        assert plan is not None
+        place = [lane.ring.number for lane in plan.lanes].index(running)
+        _, works = wide.reduce(given, [flat(b, 4, 2) for b in values(0)][:1], only=[place])
+        await until(lambda: wide.group._lanes[running].state is GroupState.RUNNING, "it waits", 20.0)
+        other = ring.replicas[1][2]  # the other member of the lane that does not run
+        assert idle in other.group._lanes
+        other.group.stop(1, "the replica leaves")
+        await until(lambda: wide.group._lanes[idle].over, "the idle lane is over", 20.0)
+        assert not wide.group._lanes[running].over
+        assert not wide.broken, "the owner would stop what still runs"
+        there = narrow.lanes.plan(given)
+        assert there is not None
+        place = [lane.ring.number for lane in there.lanes].index(running)
+        works += narrow.reduce(given, [flat(b, 3, 1) for b in values(1)][:1], only=[place])[1]
+        assert [await error(w) for w in works] == [None, None]
+        await until(lambda: wide.broken, "then it ends", 20.0)
+        assert [(a.planned, a.cause) for a in wide.broken] == [(True, "the replica leaves")]
+
+
+async def test_a_lane_of_another_layout_is_refused() -> None:
+    """A member that cuts the gradient in another way cannot join a lane of the same number."""
+    async with WideRing((4, 3), connect_s=0.3) as ring:
+        odd = ring.replicas[1][0]
+        odd.lanes._sizes = "other chunks"
+        given = ring.grant(1)
+        for rank in ring.ranks:
+            rank.group.configure(given)
+        await until(lambda: odd.broken, "nobody takes it in", 30.0)
+        assert not odd.connected
+
+
+async def test_a_dead_lane_is_not_reported_as_a_stuck_one() -> None:
+    """While one lane waits for its left neighbour, the other lanes of both are at rest: nobody is blamed."""
+    async with WideRing((4, 3), timeout_s=1.0) as ring:
+        given = await ring.form(1)
+        wide = ring.replicas[0][1]
+        plan = wide.lanes.plan(given)
+        assert plan is not None
+        assert len(plan.lanes) == 2
+        _, works = wide.reduce(given, [flat(values(0)[0], 4, 1)], only=[0])
+        failed = [await error(w) for w in works]
+        assert [getattr(e, "suspect", None) for e in failed] == [1]
+        assert not isinstance(failed[0], PeerDead)
+        await until(lambda: wide.broken, "it is told", 20.0)
+        assert (wide.broken[0].stuck, wide.broken[0].suspect) == (True, 1)

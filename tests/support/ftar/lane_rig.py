@@ -1,0 +1,172 @@
+"""Replicas of several ranks and of unequal width, on one loop: each rank has its lanes, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+
+from ft_hsdp import protocol
+from ft_hsdp.core.commit import Contribution
+from ft_hsdp.core.grant import Grant, Member
+from ft_hsdp.ftar.connections import LaneRing, MemberIdentity
+from ft_hsdp.ftar.executor import Work
+from ft_hsdp.ftar.frame import Entry, Key
+from ft_hsdp.ftar.group import Group, GroupEvents
+from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.protocol import RingAbort
+from ft_hsdp.train.lanes import GradientLanes
+from tests.support.ftar.ring_helpers import BASE, TOKEN, Transport, until
+
+Shapes = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
+SHAPES: Shapes = ((("a", (10, 4)), ("b", (7,)), ("c", (3, 5))), (("d", (40, 30)),), (("e", (12,)),))
+
+
+def values(replica: int, shapes: Shapes = SHAPES) -> list[dict[str, torch.Tensor]]:
+    """The whole tensors of a replica, by bucket: the sum depends on the order of addition."""
+    made = torch.Generator().manual_seed(replica)
+    return [{name: torch.randn(shape, generator=made) for name, shape in bucket} for bucket in shapes]
+
+
+def flat(bucket: dict[str, torch.Tensor], width: int, rank: int) -> torch.Tensor:
+    """A rank's flat gradient shard, as FSDP2 makes it: of each tensor its rows, padded."""
+    parts = []
+    for tensor in bucket.values():
+        chunk = -(-len(tensor) // width)
+        rows = tensor[rank * chunk : (rank + 1) * chunk].reshape(-1)
+        parts.append(torch.cat([rows, torch.zeros(chunk * tensor[0].numel() - rows.numel())]))
+    return torch.cat(parts)
+
+
+class WideRank:
+    """One rank: its group, what it said, and its gradient."""
+
+    def __init__(
+        self,
+        replica: int,
+        width: int,
+        rank: int,
+        shapes: Shapes = SHAPES,
+        transport: Transport = "tcp",
+        timeout_s: float = 20.0,
+        connect_s: float = 20.0,
+    ) -> None:
+        self.replica, self.rank, self.width = replica, rank, width
+        self.connected: list[int] = []
+        self.broken: list[RingAbort] = []
+        events = GroupEvents(self.connected.append, self.broken.append, lambda _: None, lambda _: None)
+        settings = Settings(transport, chunk_bytes=256, timeout_s=timeout_s, connect_timeout_s=connect_s)
+        usual = LaneRing(rank, f"{width} ranks")
+        self.lanes = GradientLanes(shapes, (), usual, width, rank)
+        identity = MemberIdentity(replica, usual.number, usual.layout, TOKEN)
+        self.group = Group(identity, settings, events, lanes=self.lanes.of)
+        self.address = self.group.listen("127.0.0.1")
+
+    def reduce(
+        self, grant: Grant, buckets: Sequence[torch.Tensor], step: int = 1, only: Sequence[int] | None = None
+    ) -> tuple[list[torch.Tensor], list[Work]]:
+        """Queue the buckets, lane by lane; return where the sums go. `only`: places of lanes that take part."""
+        plan = self.lanes.plan(grant)
+        mine = Entry(self.replica, (Contribution(self.replica, 1, 0, self.replica),))
+        outs, works = [torch.zeros_like(b) for b in buckets], []
+        for index, (bucket, out) in enumerate(zip(buckets, outs, strict=True)):
+            key = Key(grant.epoch, step, 0, index, "00" * 16)
+            if plan is None:
+                works.append(self.group.all_reduce(key, bucket, out, mine))
+                continue
+            for lane in plan.lanes if only is None else [plan.lanes[i] for i in only]:
+                part = lane.parts[index]
+                target = part.target(out, torch.empty)
+                work = self.group.all_reduce(
+                    key, part.gather(bucket, torch.empty), target, mine, lane=lane.ring.number
+                )
+                work.add_done_callback(
+                    lambda w, part=part, out=out: None if w.exception() else part.scatter(w.result().out, out)
+                )
+                works.append(work)
+        return outs, works
+
+
+class WideRing:
+    """Replicas of given widths; a context that leaves nothing open."""
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        transport: Transport = "tcp",
+        timeout_s: float = 20.0,
+        connect_s: float = 20.0,
+    ) -> None:
+        self._widths = widths
+        self._transport: Transport = transport
+        self._limits = timeout_s, connect_s
+
+    async def __aenter__(self) -> WideRing:
+        self.replicas = [self.replica(r, width) for r, width in enumerate(self._widths)]
+        self._all = [rank for ranks in self.replicas for rank in ranks]
+        return self
+
+    def replica(self, replica: int, width: int) -> list[WideRank]:
+        """A replica more, with ranks of its own."""
+        return [WideRank(replica, width, rank, SHAPES, self._transport, *self._limits) for rank in range(width)]
+
+    @property
+    def ranks(self) -> list[WideRank]:
+        """All ranks of all replicas."""
+        return [rank for ranks in self.replicas for rank in ranks]
+
+    async def __aexit__(self, *_: object) -> None:
+        ranks = {id(r): r for r in (*self._all, *self.ranks)}.values()
+        await asyncio.gather(*(r.group.close() for r in ranks if r.group.state is not GroupState.CLOSED))
+
+    def grant(self, epoch: int) -> Grant:
+        """The membership of all replicas."""
+        members = tuple(
+            Member(ranks[0].replica, "x", "contribute", tuple(r.address for r in ranks), ("",) * len(ranks))
+            for ranks in self.replicas
+        )
+        return protocol.sign(TOKEN, Grant(1, epoch, BASE, members, len(members), "test"))
+
+    async def form(self, epoch: int) -> Grant:
+        """All configure; wait until all lanes of all ranks are connected."""
+        given = self.grant(epoch)
+        for rank in self.ranks:
+            rank.group.configure(given)
+        await until(lambda: all(epoch in r.connected for r in self.ranks), f"the lanes of epoch {epoch}", 30.0)
+        return given
+
+    async def check(self, given: Grant, step: int = 1) -> None:
+        """All sum; each member has the same bits, and they are the sum over the replicas."""
+        widest = max(len(m.ring) for m in given.members)
+        whole = {ranks[0].replica: values(ranks[0].replica) for ranks in self.replicas}
+        sums: dict[int, list[dict[str, torch.Tensor]]] = {}
+        queued = {}
+        for rank in self.ranks:
+            buckets = [flat(bucket, rank.width, rank.rank) for bucket in whole[rank.replica]]
+            queued[rank.replica, rank.rank] = rank.reduce(given, buckets, step)
+        for outs_works in queued.values():
+            await asyncio.gather(*map(asyncio.wrap_future, outs_works[1]))
+        for ranks in self.replicas:
+            got = [queued[r.replica, r.rank][0] for r in ranks]
+            sums[ranks[0].replica] = [
+                joined([each[b] for each in got], bucket) for b, bucket in enumerate(whole[ranks[0].replica])
+            ]
+        first, *others = sums.values()
+        for index, bucket in enumerate(first):
+            for name, total in bucket.items():
+                assert all(torch.equal(total, other[index][name]) for other in others), f"other bits of {name}"
+                expected = sum(whole[r[0].replica][index][name] * (r[0].width / widest) for r in self.replicas)
+                torch.testing.assert_close(total, expected)
+
+
+def joined(shards: Sequence[torch.Tensor], like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole tensors of a bucket from the flat shards of all ranks."""
+    found, place = {}, 0
+    for name, tensor in like.items():
+        chunk = -(-len(tensor) // len(shards)) * tensor[0].numel()
+        whole = torch.cat([shard[place : place + chunk] for shard in shards])[: tensor.numel()]
+        found[name] = whole.view(tensor.shape)
+        place += chunk
+    return found
