@@ -379,8 +379,9 @@ class ReplicaSupervisor:
         decision = self._failures.judge(end, lost_hosts, others_train)
         if decision.action is Action.HALT:
             return self._halt(end, decision.reason, why)
-        moved = decision.cordoned and self._backend.cordon(self.replica, end.host, f"{decision.reason}: {why}")
-        if end.code == EXIT_HARDWARE and not moved:
+        broken, told = end.code == EXIT_HARDWARE, f"{decision.reason}: {why}"
+        moved = decision.cordoned and self._backend.cordon(self.replica, end.host, told, broken)
+        if broken and not moved:
             return self._lose(why)
         if self._progress.halted:
             return self._lose(self._progress.halted)

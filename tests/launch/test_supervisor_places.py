@@ -57,7 +57,7 @@ class Full:
     def lost_hosts(self, replica: int) -> tuple[str, ...]:
         return ()
 
-    def cordon(self, replica: int, host: str, reason: str) -> bool:
+    def cordon(self, replica: int, host: str, reason: str, broken: bool) -> bool:
         return False
 
     def vacancy(self, replica: int) -> str:

@@ -46,6 +46,29 @@ def test_a_replica_asks_for_a_bundle_per_rank_in_its_zone() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("strategy", "free", "size", "fits"),
+    [
+        ("PACK", [1, 1, 0], 2, True),
+        ("PACK", [1, 0, 5], 2, False),  # the last node is avoided
+        ("SPREAD", [2, 0, 0], 2, True),
+        ("STRICT_PACK", [1, 1, 9], 2, False),
+        ("STRICT_PACK", [2, 0, 0], 2, True),
+        ("STRICT_SPREAD", [2, 0, 0], 2, False),
+        ("STRICT_SPREAD", [1, 1, 0], 2, True),
+        ("STRICT_SPREAD", [1, 0, 0, 5], 2, False),  # the last node has another rank of the replica
+        ("SPREAD", [1, 0, 0, 5], 2, True),
+    ],
+)
+def test_whether_there_is_room_beside_a_node(strategy: str, free: list[int], size: int, fits: bool) -> None:
+    asked = placement.PlacementRequest("a", size, {"CPU": 1.0}, strategy, {"kind": "x"}, ("n2",))
+    nodes = [placement.FreeNode(f"n{n}", {"kind": "x"}, {"CPU": cpus}) for n, cpus in enumerate(free)]
+    assert placement.fits(asked, nodes, {"n3"}) == fits
+    other = [placement.FreeNode(f"m{n}", {"kind": "y"}, {"CPU": 9.0}) for n in range(3)]
+    assert not placement.fits(asked, other)
+    assert asked.selector == {"kind": "x", "ray.io/node-id": "!in(n2)"}
+
+
 def test_a_spare_asks_for_what_replicas_ask_for_where_there_are_the_fewest() -> None:
     (anywhere,) = placement.spare_requests(config(ranks_per_replica=2, ray={"labels": {"kind": "x"}}), [])
     assert anywhere.name == "ft_hsdp-a-spare"

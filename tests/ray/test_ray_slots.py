@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -64,7 +65,22 @@ class StandIn:
 
     @property
     def gone(self) -> bool:
-        return self.failed or bool(self.dead)
+        return self.failed or bool(self.lost)
+
+    @property
+    def lost(self) -> set[int]:
+        """Ranks whose actor died, or whose node is to be avoided."""
+        return self.dead | {b.rank for b in self.bundles if b.location.node in self.request.avoid}
+
+    @property
+    def lost_nodes(self) -> dict[str, str]:
+        return {b.location.node: b.location.host for b in self.bundles if b.rank in self.dead}
+
+    def node_of(self, host: str) -> str | None:
+        return next((b.location.node for b in self.bundles if b.location.host == host), None)
+
+    def avoid(self, node: str) -> None:
+        self.request = replace(self.request, avoid=(*self.request.avoid, node))
 
     @property
     def complete(self) -> bool:
@@ -72,7 +88,7 @@ class StandIn:
 
     @property
     def repairable(self) -> bool:
-        return 0 < len(self.dead) < len(self.bundles) and not self.failed
+        return 0 < len(self.lost) < len(self.bundles) and not self.failed
 
     @property
     def missing(self) -> list[int]:
@@ -80,8 +96,9 @@ class StandIn:
         return sorted({*range(self.request.size)} - there) if there else []
 
     def repair(self) -> None:
-        self.before = {b.rank: b.location for b in self.bundles if b.rank in self.dead}
-        self.bundles = [b for b in self.bundles if b.rank not in self.dead]
+        lost = self.lost
+        self.before = {b.rank: b.location for b in self.bundles if b.rank in lost}
+        self.bundles = [b for b in self.bundles if b.rank not in lost]
         self.dead.clear()
         self.reserved = False
 

@@ -143,6 +143,43 @@ def test_a_users_script_survives_the_loss_of_a_rank_and_of_a_node(tmp_path: Path
         assert not cluster.ours()
 
 
+@pytest.mark.proof
+def test_a_lone_replica_survives_a_broken_node_and_a_lost_one(tmp_path: Path) -> None:
+    """It is on two nodes, which keep copies of each other's shards; there is no other replica."""
+    settings: dict[str, Any] = {"replicas": 1, "ranks_per_replica": 2, "ray__strategy": "STRICT_SPREAD"}
+    with Cluster() as cluster:
+        cluster.add(1, 1, 1)
+        with Job(cluster, tmp_path, 20, program=SLOW, restart__backoff_s=0.1, **settings) as job:
+            job.until(lambda: job.events("Protected"), "copies")
+            kept, broken = job.ranks(0)
+            agent = agent_of(cluster, 0, kept["host"])
+            job.spoil(broken["host"])
+            job.until(lambda: len(job.events("ReplicaStarted")) == 2, "the rank on another node")
+            (cordoned,), (replaced,) = job.events("HostCordoned"), job.events("HostReplaced")
+            assert cordoned["host"] == replaced["before"] == broken["host"]
+            assert "exit code 76" in cordoned["reason"]
+            job.until(lambda: len(job.events("Protected")) == 2, "copies again")
+            assert [rank["host"] for rank in job.ranks(0)] == [kept["host"], replaced["host"]]
+            assert agent_of(cluster, 0, kept["host"]) == agent
+
+            cluster.remove(cluster.node_above(job.ranks(0)[0]["pid"]))
+            job.until(lambda: job.events("ReplicaUnplaced"), "the word that there is no place")
+            assert f"; cordoned: {broken['host']}" in job.events("ReplicaUnplaced")[-1]["reason"]
+            cluster.add(1)
+            job.until(lambda: len(job.events("ReplicaStarted")) == 3, "the rank on the new node")
+            step = job.newest()["step"]
+            job.until(lambda: job.newest()["step"] > step, "a step")
+            job.hurry()
+            summary = job.end()
+        after = cluster.ask()
+        assert (after["actors"], after["groups"]) == ([], [])
+        assert not cluster.ours()
+    audit(summary, 20)
+    restored = [r for r in summary["recoveries"] if r["number"]]
+    assert [(r["rung"], r["lost_steps"] <= 1) for r in restored] == [("copy", True)] * 2
+    assert broken["host"] not in restored[1]["hosts"].values()
+
+
 def agent_of(cluster: Cluster, replica: int, host: str) -> int:
     """The pid of a replica's state agent on a host."""
     words = ["--replica", str(replica), "--name", host]

@@ -128,7 +128,7 @@ class LocalBackend:
         """Return the hosts of a replica that are down at this moment; its ranks there move, if there is where."""
         return self._hosts.lose(replica, fault_injection.hosts_down(self._run.path))
 
-    def cordon(self, replica: int, host: str, reason: str) -> bool:
+    def cordon(self, replica: int, host: str, reason: str, broken: bool) -> bool:
         """Give a host no ranks any more, if a spare host can take those that it has; return whether it can."""
         if not self._hosts.spare_for(host, fault_injection.hosts_down(self._run.path)):
             return False

@@ -8,7 +8,8 @@ Read the modules in this order:
 
     submit      the commands: from inside the cluster, or through its Jobs API
     backend     `RayBackend`: which slot a replica starts in, and with which environment
-    slot        a slot: a placement group and its actors; it is lost as a whole
+    slots       which replica or spare has which slot, and which are free
+    slot        a slot: a placement group and its actors; it can be repaired in part
     placement   what a replica asks of a cluster, and what the cluster has; pure
     actor       `RankActor`: one rank at a time, on its node
     logs        copies what ranks write on their nodes to the run directory of the driver

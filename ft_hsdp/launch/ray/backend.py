@@ -1,8 +1,8 @@
 """The backend of a Ray cluster: it starts the ranks of a replica, or of a spare, in the slot given to them.
 
 A replica keeps its slot until it takes over that of a spare, whose ranks are warm, or until all its nodes are
-lost. If only some of them are, and there is no such spare, its slot is repaired: ranks on the other nodes start
-again there, where their memory is.
+lost or cordoned. If only some of them are, and there is no such spare, its slot is repaired: ranks on the other
+nodes start again there, where their memory is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ipaddress
 import itertools
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +31,11 @@ from ft_hsdp.launch.backend.processes import ONE_THREAD
 from ft_hsdp.launch.backend.spares import SparePool
 from ft_hsdp.launch.ray import placement
 from ft_hsdp.launch.ray.actor import ActorSetup, StartOrder
+from ft_hsdp.launch.ray.cluster import free_nodes
 from ft_hsdp.launch.ray.logs import LogReceiver
-from ft_hsdp.launch.ray.placement import local_ranks
-from ft_hsdp.launch.ray.slot import Bundle, ReplicaSlot, ReplicaSlots
+from ft_hsdp.launch.ray.placement import fits, local_ranks
+from ft_hsdp.launch.ray.slot import Bundle, ReplicaSlot
+from ft_hsdp.launch.ray.slots import ReplicaSlots
 from ft_hsdp.launch.run.directory import Row, RunDir
 
 
@@ -150,6 +153,7 @@ class RayBackend:
         self._promised: dict[int, WorkerGroup] = {}  # replica -> the spare that its next start takes over
         self._groups: dict[int, WorkerGroup] = {}  # replica -> its newest incarnation
         self._training: dict[int, WorkerGroup] = {}  # replica -> the incarnation that has trained, or has ended
+        self._cordoned: dict[str, str] = {}  # Ray's id of a node that gets no ranks any more, and its host
         # Replica -> the labels that it asks for, once it has waited for a slot longer than timeouts.place_s.
         self._seeking: dict[int, Mapping[str, str]] = {}
 
@@ -195,15 +199,38 @@ class RayBackend:
         asked, slot = placement.request(self._config, replica), self._slots.of(replica)
         if slot is not None and slot.missing:
             asked = replace(asked, size=len(slot.missing))
-        return placement.vacancy(asked, ray.available_resources(), nodes)
+        cordoned = ", ".join(sorted(self._cordoned.values()))
+        return placement.vacancy(asked, ray.available_resources(), nodes) + (
+            f"; cordoned: {cordoned}" if cordoned else ""
+        )
 
     def lost_hosts(self, replica: int) -> tuple[str, ...]:
-        """Return (): Ray says which nodes are gone, and gives a replica others."""
-        return ()
+        """Return the hosts of a replica whose nodes are gone; one on which only an actor died is not."""
+        slot = self._slots.of(replica)
+        lost = {} if slot is None else slot.lost_nodes
+        living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if lost else set()
+        return tuple(sorted({host for node, host in lost.items() if node not in living}))
 
-    def cordon(self, replica: int, host: str, reason: str) -> bool:
-        """Return False: Ray places ranks."""
-        return False
+    def cordon(self, replica: int, host: str, reason: str, broken: bool) -> bool:
+        """Start no rank on a node any more. The next `place` of each replica there moves its ranks.
+
+        Nothing is done if the cluster has no room elsewhere now, unless the node is broken and others train.
+        """
+        slot = self._slots.of(replica)
+        node = None if slot is None else slot.node_of(host)
+        if slot is None or node is None:
+            return False
+        if node in self._cordoned:
+            return True
+        if not self._room_beside(slot, node, replica) and not (broken and self._others_train(replica)):
+            return False
+        self._cordoned[node] = host
+        head = {"t": time.time(), "event": "HostCordoned", "source": "supervisor", "replica": replica}
+        self._emit({**head, "host": host, "reason": reason})
+        for spare in self._slots.avoid(node):
+            for process in spare.processes.values():
+                process.signal(signal.SIGKILL)
+        return True
 
     async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
         """Start all ranks of an incarnation, or give it the ranks of the spare whose slot its replica took.
@@ -295,6 +322,17 @@ class RayBackend:
             own.repair()
         return own or self._slots.reuse(replica, asked.labels) or await self._slots.new(replica, asked)
 
+    def _room_beside(self, slot: ReplicaSlot, node: str, replica: int) -> bool:
+        """Return whether what a slot has on a node would find room elsewhere now."""
+        asked = replace(slot.request, avoid=(*slot.request.avoid, node))
+        for spare, other in self._slots.of_spares():
+            on_it = node in {bundle.location.node for bundle in other.bundles}
+            if spare.ready and not on_it and self._fits(spare, asked) and self._others_train(replica):
+                return True
+        nodes = [bundle.location.node for bundle in slot.bundles]
+        rest = {*nodes} - {node}
+        return fits(replace(asked, size=nodes.count(node) if rest else asked.size), free_nodes(), rest)
+
     def _others_train(self, replica: int) -> bool:
         return any(n != replica and group.complete for n, group in self._training.items())
 
@@ -308,7 +346,8 @@ class RayBackend:
             if host == before:
                 continue
             head = {"t": time.time(), "event": "HostReplaced", "source": "supervisor", "replica": replica}
-            reason = f"{before} is lost; Ray gave its ranks {', '.join(map(str, ranks))} another node"
+            why = "cordoned" if before in self._cordoned.values() else "lost"
+            reason = f"{before} is {why}; Ray gave its ranks {', '.join(map(str, ranks))} another node"
             self._emit({**head, "host": host, "before": before, "ranks": ranks, "reason": reason})
 
     def _fits(self, group: WorkerGroup, asked: placement.PlacementRequest) -> bool:
@@ -350,7 +389,9 @@ class RayBackend:
 
         Zones in which a replica waits for a slot are left out.
         """
-        requests = placement.spare_requests(self._config, self._slots.labels_of_spares())
+        requests = placement.spare_requests(
+            self._config, [slot.request.labels for _, slot in self._slots.of_spares()]
+        )
         others = itertools.cycle(requests)
         while True:
             await self._pool.wait_for(lambda: any(map(self._not_sought, requests)))

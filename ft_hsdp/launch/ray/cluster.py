@@ -18,9 +18,11 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a driver kee
 
 import ray
 import ray.util
+from ray._private.state import available_resources_per_node  # `ray.available_resources` does not say where
 from ray.exceptions import RayError
 
 from ft_hsdp.errors import EXIT_UNREACHABLE, ConfigError, FtHsdpError
+from ft_hsdp.launch.ray.placement import FreeNode
 
 NAMESPACE = "ft_hsdp"
 CONNECT_S = 5.0  # longest wait for a TCP connection to the address
@@ -51,6 +53,13 @@ class Cluster:
     def resources(self) -> dict[str, float]:
         """Return the resources of all nodes together, in use or not, by Ray's names for them."""
         return dict(ray.cluster_resources())
+
+
+def free_nodes() -> list[FreeNode]:
+    """Return all nodes that are alive, with what was free on each about a second ago. Blocks shortly."""
+    free = available_resources_per_node()
+    living = (node for node in ray.nodes() if node["Alive"])
+    return [FreeNode(n["NodeID"], n.get("Labels", {}), free.get(n["NodeID"], {})) for n in living]
 
 
 class RayOutput(io.TextIOBase):

@@ -5,13 +5,14 @@ All functions are pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ft_hsdp.config import Config, RayConfig
 from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, plain
 from ft_hsdp.train.identity import HOST_VARIABLE
 
+NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
 _WHERE = {
     "STRICT_PACK": "on one node",
     "PACK": "on few nodes",
@@ -29,6 +30,12 @@ class PlacementRequest:
     bundle: dict[str, float]  # resources of a rank, by Ray's names
     strategy: str  # ray.strategy
     labels: dict[str, str]  # that a node must have
+    avoid: tuple[str, ...] = ()  # Ray's ids of nodes that it must not be on
+
+    @property
+    def selector(self) -> dict[str, str]:
+        """Return what a node must have and must not be, as Ray takes it."""
+        return {**self.labels, **({NODE_LABEL: f"!in({', '.join(self.avoid)})"} if self.avoid else {})}
 
     def __str__(self) -> str:
         each = ", ".join(f"{name} {amount:g}" for name, amount in self.bundle.items())
@@ -77,6 +84,34 @@ def has_room(config: Config, resources: Mapping[str, float]) -> bool:
     return not config.ray.zones and all(
         ranks * amount <= resources.get(name, 0) for name, amount in bundle(config.ray).items()
     )
+
+
+@dataclass(frozen=True, slots=True)
+class FreeNode:
+    """A node that is alive."""
+
+    node: str  # Ray's id
+    labels: Mapping[str, str]
+    free: Mapping[str, float]  # resources that nothing has set aside, by Ray's names
+
+
+def fits(asked: PlacementRequest, nodes: Sequence[FreeNode], taken: Collection[str] = ()) -> bool:
+    """Return whether nodes have room for a placement group now.
+
+    Args:
+        asked: What it asks for.
+        nodes: All nodes that are alive.
+        taken: Ids of nodes that have another part of it, which keep STRICT_SPREAD from them.
+    """
+    rooms = []
+    for node in nodes:
+        labelled = all(node.labels.get(key) == value for key, value in asked.labels.items())
+        spread = asked.strategy == "STRICT_SPREAD"
+        if labelled and node.node not in asked.avoid and not (spread and node.node in taken):
+            room = min(int(node.free.get(name, 0) // amount) for name, amount in asked.bundle.items())
+            rooms.append(min(room, 1) if spread else room)
+    most = max(rooms, default=0) if asked.strategy == "STRICT_PACK" else sum(rooms)
+    return most >= asked.size
 
 
 def prefix(job: str) -> str:

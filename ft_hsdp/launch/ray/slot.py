@@ -1,8 +1,9 @@
 """Slots: the places in a cluster where the ranks of one replica, or of one spare, run.
 
 A `ReplicaSlot` is a placement group and the actors in it. If only some of its nodes are lost, it can be repaired:
-Ray places their bundles on other nodes. The actors on the rest stay, with their state agents and memory.
-`ReplicaSlots` knows whether a slot belongs to a replica or a spare, or is free.
+Ray places their bundles on other nodes. The actors on the rest stay, with their state agents and memory. The same
+is done about a node that is cordoned. Ray moves no bundle from a node that lives, so the ranks that were there get
+a placement group of their own, and their bundles stay empty as long as the others of their group are in use.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -55,6 +56,16 @@ class Bundle:
     dead: bool = False  # its actor died
 
 
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """A placement group that was asked for."""
+
+    ranks: tuple[int, ...]  # whose bundles it has, in its order
+    asking: asyncio.Future[PlacementGroup]
+    nodes: list[str] = field(default_factory=list)  # where they are; []: they have no places yet
+    left: bool = False  # one of its bundles is not used any more, and is not waited for
+
+
 class RayProcess:
     """A rank that an actor started (a `WorkerProcess`)."""
 
@@ -81,7 +92,7 @@ class RayProcess:
 
 
 class ReplicaSlot:
-    """A placement group with one actor for each rank of a replica or a spare."""
+    """A bundle of a placement group, and an actor in it, for each rank of a replica or a spare."""
 
     def __init__(
         self,
@@ -110,14 +121,30 @@ class ReplicaSlot:
         self._emit = emit
         self._kill_s = kill_s
         self._patience_s = 0.0
-        self._grouping: asyncio.Future[PlacementGroup] | None = None
+        self._reservations: dict[int, Reservation] = {}  # by rank
+        self._asked = 0  # placement groups
         self._actors: dict[int, Any] = {}  # by rank
         self._polls: dict[int, asyncio.Task[None]] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
 
     @property
     def gone(self) -> bool:
-        """Return whether it cannot be used as it is: an actor died, or could not be started."""
-        return self.failed or any(bundle.dead for bundle in self.bundles)
+        """Return whether it cannot be used as it is: an actor died or could not be started, or is to be left."""
+        return self.failed or bool(self._lost)
+
+    def node_of(self, host: str) -> str | None:
+        """Return Ray's id of the node that is a host; None if no rank is there."""
+        return next((b.location.node for b in self.bundles if b.location.host == host), None)
+
+    @property
+    def lost_nodes(self) -> dict[str, str]:
+        """Return the nodes on which actors died, each with the name of the host."""
+        return {b.location.node: b.location.host for b in self.bundles if b.dead}
+
+    @property
+    def _lost(self) -> list[Bundle]:
+        """Return the bundles that are not used again: their actor died, or their node is to be avoided."""
+        return [b for b in self.bundles if b.dead or b.location.node in self.request.avoid]
 
     @property
     def complete(self) -> bool:
@@ -126,8 +153,8 @@ class ReplicaSlot:
 
     @property
     def repairable(self) -> bool:
-        """Return whether actors died, but none on some of its nodes."""
-        lost = {bundle.location.node for bundle in self.bundles if bundle.dead}
+        """Return whether it has to leave some of its nodes, but not all."""
+        lost = {bundle.location.node for bundle in self._lost}
         return bool(lost) and not self.failed and any(b.location.node not in lost for b in self.bundles)
 
     @property
@@ -136,11 +163,20 @@ class ReplicaSlot:
         there = {bundle.rank for bundle in self.bundles}
         return [rank for rank in range(self.request.size) if rank not in there] if there else []
 
+    def avoid(self, node: str) -> None:
+        """Use a node no more: ranks that run there stay until they end."""
+        if node not in self.request.avoid:
+            self.request = replace(self.request, avoid=(*self.request.avoid, node))
+
     def repair(self) -> None:
-        """Keep actors that live. `reserve` then waits for places of the others; `start_actors` starts them."""
-        self.before |= {bundle.rank: bundle.location for bundle in self.bundles if bundle.dead}
-        self.bundles = [bundle for bundle in self.bundles if not bundle.dead]
+        """Keep what is not lost. `reserve` then waits for other places, and `start_actors` starts actors there."""
+        lost = self._lost
+        self.before |= {bundle.rank: bundle.location for bundle in lost}
+        self.bundles = [bundle for bundle in self.bundles if bundle not in lost]
         self.reserved = False
+        for bundle in lost:
+            if bundle.location.node in self.request.avoid or self._reservations[bundle.rank].left:
+                self._leave(bundle.rank)
 
     async def reserve(self) -> None:
         """Wait without an end until the cluster has set the resources aside; a caller may cancel, and call again.
@@ -148,21 +184,67 @@ class ReplicaSlot:
         Raises:
             ConfigError: Ray refuses the request.
         """
-        r = self.request
-        if self._grouping is None:
-            labels = [r.labels] * r.size if r.labels else None
-            bundles = [dict(r.bundle)] * r.size
-            asking = self._call(placement_group, bundles, r.strategy, r.name, bundle_label_selector=labels)
-            self._grouping = asyncio.ensure_future(asking)
-        try:
-            # If the caller is cancelled, `remove` still needs the group.
-            group = await asyncio.shield(self._grouping)
-        except (ValueError, TypeError) as error:
-            raise ConfigError("ray", str(r), f"what Ray takes ({first_line(error)})") from None
         while not self.reserved:
-            self.reserved = await self._call(_reserved, group)
+            wanted = self.missing or list(range(self.request.size))
+            if unplaced := [rank for rank in wanted if rank not in self._reservations]:
+                self._ask(unplaced)
+            self.reserved = await self._placed(wanted)
             if not self.reserved:
                 await asyncio.sleep(POLL_S)
+
+    def _ask(self, ranks: Sequence[int]) -> None:
+        """Ask for a placement group with bundles for these ranks."""
+        r, self._asked = self.request, self._asked + 1
+        name = r.name if self._asked == 1 else f"{r.name}+{self._asked - 1}"
+        others = {node for each in self._reservations.values() for node in each.nodes}
+        avoid = {*r.avoid, *others} if r.strategy == "STRICT_SPREAD" else r.avoid
+        selector = replace(r, avoid=tuple(sorted(avoid))).selector
+        labels = [selector] * len(ranks) if selector else None
+        bundles = [dict(r.bundle)] * len(ranks)
+        asking = self._call(placement_group, bundles, r.strategy, name, bundle_label_selector=labels)
+        made = Reservation(tuple(ranks), asyncio.ensure_future(asking))
+        self._reservations |= dict.fromkeys(ranks, made)
+
+    async def _placed(self, wanted: Sequence[int]) -> bool:
+        """Return whether ranks have places; those on nodes to be avoided are given up.
+
+        Raises:
+            ConfigError: Ray refuses the request.
+        """
+        placed = True
+        for reservation in {self._reservations[rank] for rank in wanted}:
+            try:
+                # If the caller is cancelled, `remove` still needs the group.
+                group = await asyncio.shield(reservation.asking)
+            except (ValueError, TypeError) as error:
+                raise ConfigError("ray", str(self.request), f"what Ray takes ({first_line(error)})") from None
+            reservation.nodes = await self._call(_nodes_of, group)
+            placed = placed and bool(reservation.nodes)
+            for rank, node in zip(reservation.ranks, reservation.nodes, strict=False):
+                if rank in wanted and node in self.request.avoid:
+                    self._leave(rank)
+                    placed = False
+        return placed
+
+    def _leave(self, rank: int) -> None:
+        """Give up the bundle of a rank, and its actor; the placement group, when it has no other rank."""
+        reservation = self._reservations.pop(rank)
+        reservation.left = True
+        unused = reservation if reservation not in self._reservations.values() else None
+        poll = self._polls.pop(rank, None)
+        if poll is not None:
+            poll.cancel()
+        task = asyncio.create_task(self._retire(self._actors.pop(rank, None), unused))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def _retire(self, actor: Any, unused: Reservation | None) -> None:
+        """End an actor, and give a placement group back."""
+        if actor is not None:
+            await self._close([actor])
+        if unused is not None:
+            with contextlib.suppress(ValueError, TypeError):  # Ray did not take the request
+                await self._call(remove_placement_group, await unused.asking)
 
     async def start_actors(self, setup: ActorSetup) -> None:
         """Start the actors of bundles that have none, after `reserve`.
@@ -171,12 +253,10 @@ class ReplicaSlot:
             ConfigError: A node refuses the configuration.
             Retryable: An actor does not start or does not answer.
         """
-        assert self._grouping is not None, "reserve() comes first"
-        group = self._grouping.result()
         self._patience_s = setup.boot_s + setup.spawn_s
         ranks = self.missing or list(range(self.request.size))
         try:
-            locations = await self._answered(self._open(group, setup, ranks))
+            locations = await self._answered(self._open(setup, ranks))
         except FtHsdpError as error:
             # A node that was added and is lost already is replaced like the one before it.
             self.failed = self.failed or not self.bundles or not isinstance(error, Retryable)
@@ -227,7 +307,14 @@ class ReplicaSlot:
         """End the actors and their ranks, and give the resources back."""
         for task in self._polls.values():
             task.cancel()
-        closing = [asyncio.ensure_future(actor.close.remote()) for actor in self._actors.values()]
+        await self._close(list(self._actors.values()))
+        for reservation in {*self._reservations.values()}:
+            await self._retire(None, reservation)
+        await asyncio.gather(*self._retiring)
+
+    async def _close(self, actors: Sequence[Any]) -> None:
+        """End actors and their ranks."""
+        closing = [asyncio.ensure_future(actor.close.remote()) for actor in actors]
         if closing:
             await asyncio.wait(closing, timeout=CLOSE_S)
         for each in closing:
@@ -235,15 +322,14 @@ class ReplicaSlot:
                 each.exception()  # read it, so that asyncio does not log it: a dead actor is closed as well
             else:
                 each.cancel()
-        for actor in self._actors.values():
+        for actor in actors:
             await self._call(ray.kill, actor)
-        if self._grouping is not None:
-            with contextlib.suppress(ValueError, TypeError):  # Ray did not take the request
-                await self._call(remove_placement_group, await self._grouping)
 
-    async def _open(self, group: PlacementGroup, setup: ActorSetup, ranks: list[int]) -> list[ActorLocation]:
+    async def _open(self, setup: ActorSetup, ranks: list[int]) -> list[ActorLocation]:
         for number in ranks:
-            self._actors[number] = await self._call(self._actor, group, number, setup)
+            reservation = self._reservations[number]
+            at = reservation.ranks.index(number)
+            self._actors[number] = await self._call(self._actor, reservation.asking.result(), at, setup)
         return await asyncio.gather(*(self._actors[number].open.remote() for number in ranks))
 
     async def _answered(self, asked: Awaitable[T], bundle: Bundle | None = None) -> T:
@@ -266,7 +352,7 @@ class ReplicaSlot:
             raise cause(error) from None
 
     def _actor(self, group: PlacementGroup, number: int, setup: ActorSetup) -> Any:
-        """Create an actor in its bundle."""
+        """Create an actor in the bundle with this number."""
         r = self.request
         resources = {name: amount for name, amount in r.bundle.items() if name not in ("CPU", "GPU")}
         options = {
@@ -338,13 +424,14 @@ class ReplicaSlot:
             self._calls.submit(ray.kill, bundle.actor)
 
 
-def _reserved(group: PlacementGroup) -> bool:
-    """Return whether the resources of a placement group are set aside, on nodes that live. Blocks shortly."""
+def _nodes_of(group: PlacementGroup) -> list[str]:
+    """Return the nodes of a placement group's bundles; [] unless all have places and live. Blocks shortly."""
     known = placement_group_table(group)
     if known.get("state") != "CREATED":
-        return False
+        return []
     living = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-    return living.issuperset(known["bundles_to_node_id"].values())
+    nodes = [node for _, node in sorted(known["bundles_to_node_id"].items())]
+    return nodes if living.issuperset(nodes) else []
 
 
 def cause(error: RayError) -> FtHsdpError:
@@ -354,89 +441,3 @@ def cause(error: RayError) -> FtHsdpError:
     lines = [line.strip() for line in str(error).splitlines()]
     telling = next((line for line in lines if line.startswith("The actor died because")), "")
     return Retryable(telling[:300] or first_line(error))
-
-
-SlotOwner = int | WorkerGroup
-"""A replica, by its id, or a spare."""
-
-
-class ReplicaSlots:
-    """All slots of a job, by owner, and the free ones."""
-
-    def __init__(self, make: Callable[[PlacementRequest], ReplicaSlot]) -> None:
-        """Start without slots; `make` makes one."""
-        self._make = make
-        self._slots: dict[SlotOwner, ReplicaSlot] = {}
-        self._idle: list[ReplicaSlot] = []
-        self._leaving: dict[asyncio.Task[None], ReplicaSlot] = {}
-
-    def of(self, owner: SlotOwner) -> ReplicaSlot | None:
-        """Return the slot of an owner; None if it has none."""
-        return self._slots.get(owner)
-
-    def labels_of_spares(self) -> list[Mapping[str, str]]:
-        """Return the labels that each spare asked for."""
-        return [slot.request.labels for owner, slot in self._slots.items() if isinstance(owner, WorkerGroup)]
-
-    def move(self, spare: WorkerGroup, replica: int) -> ReplicaSlot:
-        """Give a spare's slot to a replica, and release the replica's own."""
-        self.release(replica)
-        slot = self._slots[replica] = self._slots.pop(spare)
-        return slot
-
-    def reuse(self, owner: SlotOwner, labels: Mapping[str, str] | None = None) -> ReplicaSlot | None:
-        """Give a free slot to an owner, and return it; None if there is none.
-
-        Args:
-            owner: The replica or spare.
-            labels: What the slot must have asked for; None: any.
-        """
-        lost, self._idle = [b for b in self._idle if b.gone], [b for b in self._idle if not b.gone]
-        for slot in lost:
-            self._remove(slot)
-        fit = next((b for b in self._idle if labels is None or b.request.labels == labels), None)
-        if fit is not None:
-            self._idle.remove(fit)
-            self._slots[owner] = fit
-        return fit
-
-    async def new(self, owner: SlotOwner, asked: PlacementRequest) -> ReplicaSlot:
-        """Return a new slot, which is not reserved yet. Waits first until slots that are given back are gone."""
-        if self._leaving:
-            await asyncio.wait(list(self._leaving))
-        names = {slot.request.name for slot in (*self._slots.values(), *self._idle)}
-        number, name = 1, asked.name
-        while name in names:  # a slot keeps the name of its first owner
-            number += 1
-            name = f"{asked.name}:{number}"
-        slot = self._slots[owner] = self._make(replace(asked, name=name))
-        return slot
-
-    def release(self, owner: SlotOwner) -> None:
-        """Make an owner's slot free for another; remove it if it is lost or not reserved yet."""
-        slot = self._slots.pop(owner, None)
-        if slot is None:
-            return
-        if slot.reserved and not slot.gone:
-            self._idle.append(slot)
-        else:
-            self._remove(slot)
-
-    def give_back(self, owner: SlotOwner) -> None:
-        """Remove an owner's slot: the cluster gets its resources back."""
-        slot = self._slots.pop(owner, None)
-        if slot is not None:
-            self._remove(slot)
-
-    async def close(self) -> None:
-        """End all actors and their ranks, and give all resources back."""
-        for slot in (*self._slots.values(), *self._idle):
-            self._remove(slot)
-        self._slots.clear()
-        self._idle.clear()
-        await asyncio.gather(*self._leaving)
-
-    def _remove(self, slot: ReplicaSlot) -> None:
-        task = asyncio.create_task(slot.remove())
-        self._leaving[task] = slot
-        task.add_done_callback(self._leaving.pop)

@@ -217,6 +217,10 @@ class Job(StartedJob):
         """The end of what the job printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
 
+    def spoil(self, host: str) -> None:
+        """Let each rank on a host find out that the host is broken, in a job of ray_slow.py."""
+        (self.cluster.folder / f"broken-{host}").touch()
+
     def hurry(self) -> None:
         """Let a job of ray_slow.py go as fast as it can."""
         (self.cluster.folder / "hurry").touch()

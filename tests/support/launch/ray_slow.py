@@ -1,16 +1,20 @@
 """`submit` with steps that take time, but no CPU: `python ray_slow.py CONFIG --ray-address A [--KEY=...]`.
 
-Once there is a file `hurry` beside ray.folder, they take none.
+Once there is a file `hurry` beside ray.folder, they take none. A rank on a host for which there is a file
+`broken-HOST` ends with 76.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from ft_hsdp.config import Config, load
+from ft_hsdp.errors import EXIT_HARDWARE
+from ft_hsdp.train.identity import HOST_VARIABLE
 
 STEP_S = 0.5
 
@@ -24,6 +28,8 @@ class Slow:
 
     def batch(self, *where: int) -> Any:
         """A batch of the data."""
+        if self._hurry.with_name(f"broken-{os.environ[HOST_VARIABLE]}").exists():
+            os._exit(EXIT_HARDWARE)
         if not self._hurry.exists():
             time.sleep(STEP_S)
         return self._data.batch(*where)
