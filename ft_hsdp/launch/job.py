@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TextIO
 
@@ -155,8 +155,7 @@ class JobRun:
         finally:
             try:
                 await self._end(replicas, lighthouse)
-                lost = [n for n, outcome in self._outcomes.items() if outcome.kind == "lost"]
-                summary = self._recorder.finish(lost)
+                summary = self._recorder.finish(given_up(self._outcomes, self._progress.halted))
             finally:
                 self._recorder.close()
         code = self._code()
@@ -351,6 +350,12 @@ class JobRun:
         ended_well = sum(map(kinds.count, ("done", "drained", "unplaced")))
         well = "done" in kinds and ended_well == self._config.slots
         return EXIT_OK if well else EXIT_RETRYABLE
+
+
+def given_up(outcomes: Mapping[int, Outcome], halted: str) -> list[int]:
+    """Return the replicas that were given up; of a job that was halted also those that were stopped with it."""
+    kinds = ("lost", "stopped") if halted else ("lost",)
+    return [replica for replica, outcome in outcomes.items() if outcome.kind in kinds]
 
 
 def how_to_continue(config: Config, run: RunDir, step: int) -> str:

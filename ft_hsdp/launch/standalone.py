@@ -29,6 +29,7 @@ from ft_hsdp.launch.backend.forkserver import PRELOAD
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.backend.processes import environment
+from ft_hsdp.launch.failures import JobFailures
 from ft_hsdp.launch.job import END_S
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.lighthouse_process import check_port
@@ -185,6 +186,9 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         quiet_s=config.restart.hold_s,
         hosts=EmulatedHosts(config.hosts.per_replica, config.ranks_per_replica),
     )
+    if config.hosts.spare:
+        note = f"hosts.spare: {config.hosts.spare} is not used here: `replica` starts no spare host, `up` does"
+        print(note, file=sys.stderr)  # noqa: T201 - one line for the user
     token, context = secret.current(run.token), tls.client(config.network)
 
     def on_evict(_: int, incarnation: str, reason: str) -> None:
@@ -200,6 +204,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         progress=progress,
         emit=emit,
         survivors=lambda: True,
+        failures=JobFailures(lambda: (replica_id,)) if config.slots == 1 else None,
         config_file=config_file,
     )
     stopped: list[int] = []

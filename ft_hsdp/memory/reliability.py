@@ -16,7 +16,7 @@ from ft_hsdp.memory.copies import MemberHosts, Plan, missing_copies
 from ft_hsdp.memory.estimates import Reading, effective_ratio, restart_cost, swap_cost
 from ft_hsdp.memory.hosts import LEVELS, Host, Level
 from ft_hsdp.memory.placement import loss_rate
-from ft_hsdp.memory.survival import probability, survivable
+from ft_hsdp.memory.survival import expected_losses, probability, survivable
 
 SLOTS = 2  # of a shard in the steady state: one is written while the other is kept
 DAY_S = 86_400.0
@@ -43,6 +43,7 @@ class CopyFigures:
     """What one way of keeping states is worth."""
 
     survives: dict[int, Fraction | None]  # by number of hosts lost at once: probability; None: not counted
+    until_loss: float | None  # mean number of hosts lost one by one, none replaced, until a state is lost
     losses_per_month: float  # of a state in memory
     lost_s: float  # mean time of the whole job that the failure of one host costs; the other replicas go on
     ratio: float  # of the time in which the job makes progress, by the wall clock (FT-HSDP, GEMINI)
@@ -132,7 +133,8 @@ def _kept(
         effective_ratio(1 / (hosts * per_second), lost_s, reading) if per_second else 1.0 for reading in READINGS
     )
     fatal: dict[Level, tuple[int, int]] = {level: _fatal(holders, level) for level in LEVELS[1:]}
-    return CopyFigures(survives, losses * DAY_S * MONTH_DAYS, lost_s, clock, renewal, fatal)
+    until_loss = None if ways is None else expected_losses(ways)
+    return CopyFigures(survives, until_loss, losses * DAY_S * MONTH_DAYS, lost_s, clock, renewal, fatal)
 
 
 def _fatal(holders: Sequence[Sequence[Host]], level: Level) -> tuple[int, int]:

@@ -59,9 +59,15 @@ def probability(ways: Sequence[int], lost: int) -> Fraction:
     return Fraction(ways[lost], comb(units, lost))
 
 
-def expected_losses(ways: Sequence[int]) -> Fraction:
+def expected_losses(ways: Sequence[int]) -> float:
     """Return the mean number of units lost one by one, without repair, until a shard is lost (ReStore §IV-D)."""
-    return sum((probability(ways, lost) for lost in range(len(ways))), Fraction(0))
+    units, all_ways, mean = len(ways) - 1, 1, 0.0
+    for lost, kept in enumerate(ways):
+        if not kept:
+            break
+        mean += kept / all_ways
+        all_ways = all_ways * (units - lost) // (lost + 1)  # the binomial coefficient of the next term
+    return mean
 
 
 def _components(holders: Iterable[frozenset[Unit]]) -> list[list[list[Unit]]]:

@@ -79,3 +79,13 @@ def test_explain_prints_a_line_for_each_start():
         *("1-a-1", "cold", "-", "0.10", "2.00", "0.30", "0.60", "0.70", "1.00", "1.00", "4.00")
     ]
     assert {len(line) for line in start_table(starts(RETURN))} == {len(lines[heading])}
+
+
+def test_explain_says_why_a_replica_was_given_up():
+    lost = event("ReplicaLost", 5.0, replica=1, reason="exit 1; the budget of 3 restarts is used up")
+    halted = event("JobGivenUp", 6.0, replica=0, step=5, reason="step 5: it has ended all replicas 3 times")
+    assert explain([lost], (), [1])[-1] == "replica 1 was lost: exit 1; the budget of 3 restarts is used up"
+    assert explain([lost, halted], (), [0, 1])[-2:] == [
+        "replica 0 was lost: step 5: it has ended all replicas 3 times",
+        "replica 1 was lost: exit 1; the budget of 3 restarts is used up",
+    ]

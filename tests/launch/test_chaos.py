@@ -199,7 +199,8 @@ def pretenders(
     code = "import time; print(1, flush=True); time.sleep(60)"
     commands = {f"rank {rank}": [str(run.path)] for rank in hosts}
     for host in agents:
-        commands[f"agent {host}"] = [AGENT, "--replica", "0", *(["--name", host] if host else [])]
+        whose = [] if host.startswith("s") else ["--replica", "0"]  # that of a spare host began for no replica
+        commands[f"agent {host}"] = [AGENT, *whose, *(["--name", host] if host else [])]
     run.replica(0).mkdir(parents=True)
     with ExitStack() as stack:
         found = {}
@@ -238,6 +239,14 @@ def test_a_host_takes_its_ranks_and_its_agent_along_and_no_other(run_dir: RunDir
         made.lifted("over")
         assert fault_injection.hosts_down(run_dir.path, 0) == []
         dead(found, {"rank 2", "rank 3", "agent r0h1"})
+
+
+def test_the_agent_of_a_spare_host_is_found_once_a_replica_has_the_host(run_dir: RunDir) -> None:
+    with pretenders(run_dir, {0: "r0h0", 1: "s0"}, ["r0h0", "s0", "s1"]) as found:
+        inflict(run_dir, parse_options(replica=0, kind="helper", target="agent", signal="KILL"))
+        dead(found, {"agent s0"})  # the newest one of the replica
+        inflict(run_dir, parse_options(replica=0, kind="helper", target="agent", signal="KILL"))
+        dead(found, {"agent r0h0", "agent s0"})
 
 
 def test_a_machine_that_stands_for_itself_is_a_host(run_dir: RunDir) -> None:

@@ -18,6 +18,7 @@ from ft_hsdp.launch.backend.base import EVICTED, LEFT
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, ReplicaFailures
+from ft_hsdp.launch.job import given_up
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, write_json
@@ -198,6 +199,12 @@ async def test_the_job_is_given_up_at_a_step_that_ends_it_three_times(run_dir: R
         assert world.job.halted.startswith(
             "step 5: the same step has ended all replicas 3 times; the last time rank 0"
         )
+
+
+def test_a_job_that_is_halted_gives_all_its_replicas_up() -> None:
+    outcomes = {0: Outcome("stopped"), 1: Outcome("lost", "step 5"), 2: Outcome("drained"), 3: Outcome("done")}
+    assert given_up(outcomes, "step 5 has ended all replicas") == [0, 1]
+    assert given_up(outcomes, "") == [1]
 
 
 async def test_a_host_that_is_back_before_the_replica_is_has_lost_its_rank_all_the_same(

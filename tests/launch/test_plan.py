@@ -53,6 +53,7 @@ class Domain(Strict):
 class Figures(Strict):
     lost_hosts: list[Lost]
     lost_domains: dict[Literal["rack", "zone"], Domain]
+    hosts_until_loss: float | None
     losses_per_month: float
     failure_costs_s: float
     wasted_s: float
@@ -97,6 +98,8 @@ def test_each_host_of_one_replica_copies_another_one() -> None:
     assert [row.state_lost for row in found.with_copies.lost_hosts] == pytest.approx([0, 1 / 3, 1, 1])
     assert [row.state_lost for row in found.replicas_alone.lost_hosts] == [1, 1, 1, 1]
     assert found.with_copies.losses_per_month < found.replicas_alone.losses_per_month
+    assert found.with_copies.hosts_until_loss == pytest.approx(8 / 3)  # ReStore's formula for 2 groups of 2
+    assert found.replicas_alone.hosts_until_loss == 1
 
 
 def test_three_replicas_copy_nothing() -> None:

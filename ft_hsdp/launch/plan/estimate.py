@@ -198,6 +198,7 @@ def _figures(figures: CopyFigures, interval: float, retrieval: float, stored: tu
     return {
         "lost_hosts": survives,
         "lost_domains": {level: {"fatal": n, "known": known} for level, (n, known) in figures.fatal.items()},
+        "hosts_until_loss": figures.until_loss,
         "losses_per_month": figures.losses_per_month,
         "failure_costs_s": figures.lost_s,
         "wasted_s": wasted,

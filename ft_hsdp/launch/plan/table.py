@@ -48,6 +48,8 @@ def _comparison(document: Document) -> Iterator[list[str]]:
     sides = document["with_copies"], document["replicas_alone"]
     for kept in zip(*(side["lost_hosts"] for side in sides), strict=True):
         yield [f"survives {_count(kept[0]['lost'], 'lost host')}", *(_share(row["state_lost"]) for row in kept)]
+    until = [side["hosts_until_loss"] for side in sides]
+    yield ["hosts lost until a state is", *("not counted" if n is None else f"{n:,.4g}" for n in until)]
     for level in sides[0]["lost_domains"]:
         both = [side["lost_domains"][level] for side in sides]
         text = [f"{one['fatal']:,} of {one['known']:,}" if one["known"] else "unknown" for one in both]

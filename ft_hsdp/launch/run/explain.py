@@ -93,7 +93,7 @@ def explain(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[
     Args:
         events: All events, in any order.
         failures: The failures of summary.json.
-        lost: The replicas that used up their restarts.
+        lost: The replicas that were given up.
     """
     ordered = sorted(events, key=lambda e: e["t"])
     if not ordered:
@@ -105,8 +105,14 @@ def explain(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[
         lines += ["", *start_table(started)]
     for n, failure in enumerate(failures, 1):
         lines += ["", f"failure {n}: {failure_in_words(failure, start)}"]
-    lines += [f"replica {replica} was lost: its restarts were used up" for replica in lost]
+    lines += [f"replica {replica} was lost: {_why_lost(ordered, replica)}" for replica in lost]
     return lines
+
+
+def _why_lost(ordered: Sequence[Row], replica: int) -> str:
+    """Return why a replica was given up: by its supervisor, or with the job."""
+    whys = {e["event"]: e["reason"] for e in ordered if e.get("replica") == replica or e["event"] == "JobGivenUp"}
+    return str(whys.get("ReplicaLost") or whys.get("JobGivenUp") or "its restarts were used up")
 
 
 def failure_in_words(failure: Row, start: float) -> str:

@@ -98,7 +98,7 @@ class RunTally:
 
         Args:
             finals: The final.json of each replica that has ended.
-            lost: The replicas that used up their restarts.
+            lost: The replicas that were given up.
         """
         wall, typical = self._steps.wall_s, self._steps.median
         end = self._last["t"] if self._last else None

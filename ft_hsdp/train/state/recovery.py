@@ -161,7 +161,8 @@ class _Restoration:
                 return
         if not read:
             self._from_checkpoint()
-        if self._now.step == 0 and self._about.number > 0:
+        fetches = self._found is not None and self._found.stands  # from those that train: nothing is lost
+        if self._now.step == 0 and self._about.number > 0 and not fetches:
             self._tell("initial", "no copy and no checkpoint was found", origin="initial")
 
     @property

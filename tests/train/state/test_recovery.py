@@ -293,3 +293,9 @@ def test_a_restart_with_nothing_at_all_is_a_recovery_too(hosts: Make, tmp_path: 
     own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1)]
     found = restored(tmp_path, own, Lighthouse(0, own), checkpoint=False, number=number)
     assert [row["rung"] for row in found.events("StateRestored")] == ["initial"] * number
+
+
+def test_a_replica_that_fetches_from_those_that_train_has_lost_nothing(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1)]
+    found = restored(tmp_path, own, Lighthouse(5, own, stands=(True,)), checkpoint=False, number=1)
+    assert found.events("StateRestored") == []
