@@ -32,7 +32,7 @@ class Extent(NamedTuple):
     nbytes: int
 
 
-class Piece(NamedTuple):
+class RowRun(NamedTuple):
     """What a part has of one tensor."""
 
     tensor: int  # its number
@@ -88,7 +88,7 @@ def giver(source_width: int, target: tuple[int, int]) -> int:
     return rank * source_width // width
 
 
-def pieces(tensors: Sequence[Tensor], source: tuple[int, int], target: tuple[int, int]) -> tuple[Piece, ...]:
+def pieces(tensors: Sequence[Tensor], source: tuple[int, int], target: tuple[int, int]) -> tuple[RowRun, ...]:
     """Return what ``source`` has for ``target``, in order, one piece at most for each tensor.
 
     Args:
@@ -97,14 +97,14 @@ def pieces(tensors: Sequence[Tensor], source: tuple[int, int], target: tuple[int
         target: (width, rank) of the shard that is made.
     """
     whole = source[1] == giver(source[0], target)
-    found: list[Piece] = []
+    found: list[RowRun] = []
     at = to = 0  # where the tensor begins in each of the two shards
     for number, tensor in enumerate(tensors):
         (have, had), (want, wanted) = tensor.rows(*source), tensor.rows(*target)
         begin, end, size = max(have, want), min(had, wanted), tensor.row_bytes
         if begin < end and size and (tensor.sliced or whole):
             extent = Extent(at + (begin - have) * size, to + (begin - want) * size, (end - begin) * size)
-            found.append(Piece(number, end - begin, extent))
+            found.append(RowRun(number, end - begin, extent))
         at += aligned((had - have) * size)
         to += aligned((wanted - want) * size)
     return tuple(found)

@@ -32,7 +32,7 @@ from ft_hsdp.protocol import RankFetched, RankFetchFailed, RankStopped, Settled,
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.fetch import Donor
-from ft_hsdp.state.transfer.reshape import Assembled, Shard, fetch_shard
+from ft_hsdp.state.transfer.reshape import Assembled, WantedShard, fetch_shard
 from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.state.copies import CopyCost, CopyKeeper
@@ -232,7 +232,7 @@ class OrderHandler:
     ) -> None:
         """Fetch, on a thread of its own, and report how it ended: every way out reports, unless cancelled."""
         f, began = self._fetching, time.monotonic()
-        shard = Shard(base, self._rank, f.ranks, f.layout)
+        shard = WantedShard(base, self._rank, f.ranks, f.layout)
         try:
             if before is not None:
                 before.join()  # it was cancelled, and the memory it wrote into is given out again

@@ -18,7 +18,7 @@ from ft_hsdp.state.transfer import parts, served_parts, shard_manifest
 from ft_hsdp.state.transfer.fetch import Cancelled, Donor, NotFetched
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.parts import Scattered, Uncuttable
-from ft_hsdp.state.transfer.reshape import Assembled, Shard, fetch_shard, sources
+from ft_hsdp.state.transfer.reshape import Assembled, WantedShard, fetch_shard, sources
 from tests.support.known import KnownConnection
 from tests.support.state import widths
 from tests.support.state.widths import STATE, TOKEN, Serving, content, layout, manifest
@@ -53,7 +53,7 @@ def take(
     """Fetch the shard of rank ``rank`` of ``ranks``, into memory that was used before."""
     place = layout(ranks, rank)
     into = memoryview(bytearray(b"\xff" * place.nbytes))
-    shard = Shard(STATE, rank, ranks, place)
+    shard = WantedShard(STATE, rank, ranks, place)
     cancel = cancel or threading.Event()
     got = fetch_shard(shard, width, donors, into, token, deadline_s, cancel, rejected, awaited=False)
     return got, bytes(into)
@@ -195,7 +195,7 @@ def test_a_part_is_a_stream_with_its_own_manifest(serving: Make) -> None:
 @pytest.mark.parametrize(
     "query",
     [
-        *("for=3.3", "for=0.0", "for=1", "for=1.", "for=-1.3", "for=1.3&for=2.3", "for=1.3x", "FOR=1.3", "x", ""),
+        *("for=3.3", "for=0.0", "for=1", "for=1.", "for=-1.3", "for=1.3&for=2.3", "for=1.3x", "for="),
         *("for=0.4097", f"for={'9' * 30}.{'9' * 31}", "for=%31.3"),
     ],
 )

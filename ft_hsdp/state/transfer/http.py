@@ -119,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
             rows = shard_manifest.encode_held(self.server.source.held())
             self._head(200, len(rows), Content_Type="application/json")
             self.wfile.write(rows)
-        elif match is None:
+        elif match is None or (mark and not query.startswith("for=")):
             self._head(404, 0)
         elif mark and not (target and int(target[1]) < int(target[2]) <= parts.MAX_WIDTH):
             self._refuse(f"no part {query[:40]}; allowed: for=RANK.RANKS, of {parts.MAX_WIDTH} ranks at most")

@@ -88,6 +88,11 @@ def layout_at(tensors: Sequence[PackedTensor], width: int, rank: int) -> Layout:
 def check(tensors: Sequence[PackedTensor], width: int, rank: int) -> None:
     """Check that a shard is cut as FSDP2 cuts it over ``width`` ranks.
 
+    Args:
+        tensors: Of the shard.
+        width: Ranks of the replica.
+        rank: The rank whose shard it is.
+
     Raises:
         Uncuttable: It is not: its parts would be others than its readers think.
     """
@@ -152,7 +157,16 @@ class Scattered:
 
 
 def within(extents: Sequence[Extent], begin: int, end: int) -> list[tuple[int, int]]:
-    """Return where the bytes [begin, end) of a part's stream lie in the shard that has them, as (begin, end)."""
+    """Return where bytes of a part's stream lie in the shard that has them.
+
+    Args:
+        extents: Of the part.
+        begin: The first byte in the stream.
+        end: The byte after the last one.
+
+    Returns:
+        (begin, end) of each run of bytes, in order.
+    """
     found: list[tuple[int, int]] = []
     start = 0
     for extent in extents:

@@ -6,7 +6,7 @@ parts go straight to their places in the packed shard, so the least possible byt
 
 Example: rank 1 of 3 takes its shard from a replica of 4 ranks:
 
-    shard = Shard(state, 1, 3, layout)
+    shard = WantedShard(state, 1, 3, layout)
     donors = {rank: [Donor(0, address[rank])] for rank in sources(shard, 4)}
     got = fetch_shard(shard, 4, donors, memory, token, 30.0, threading.Event(), report)
 """
@@ -32,7 +32,7 @@ AT_ONCE = 4  # parts that are fetched at the same time
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class WantedShard:
     """The shard that is made: all of it is known here, from this rank's own model."""
 
     state: StateId
@@ -51,7 +51,13 @@ class Assembled:
 
 
 def sources(layout: Layout, width: int, rank: int, ranks: int) -> tuple[int, ...]:
-    """Return the ranks of a replica of ``width`` from which rank ``rank`` of ``ranks`` takes parts.
+    """Return the ranks of a replica of ``width`` ranks from which another rank takes parts.
+
+    Args:
+        layout: Of any shard of the state.
+        width: Ranks of the replica that has it.
+        rank: The rank that takes them.
+        ranks: How many there are of these.
 
     Raises:
         Uncuttable: The state cannot be cut for another number of ranks.
@@ -60,7 +66,7 @@ def sources(layout: Layout, width: int, rank: int, ranks: int) -> tuple[int, ...
 
 
 def fetch_shard(
-    shard: Shard,
+    shard: WantedShard,
     width: int,
     donors: Mapping[int, Sequence[Donor]],
     into: memoryview,
@@ -143,7 +149,7 @@ class _Stop(threading.Event):
         return isinstance(error, Cancelled) and not self._cancel.is_set()
 
 
-def _assembled(shard: Shard, first: ShardManifest, others: Sequence[ShardManifest]) -> ShardManifest:
+def _assembled(shard: WantedShard, first: ShardManifest, others: Sequence[ShardManifest]) -> ShardManifest:
     """Return the manifest of the shard, without checksums.
 
     Raises:

@@ -32,7 +32,11 @@ class ServedPart:
 
 
 def all_of(served: ServedSnapshot) -> ServedPart:
-    """Return a whole snapshot as one part."""
+    """Return a whole snapshot as one part.
+
+    Args:
+        served: Borrowed from its source.
+    """
     return ServedPart((Extent(0, 0, served.nbytes),), served.nbytes, served.manifest, served.digest)
 
 

@@ -13,7 +13,7 @@ from ft_hsdp.memory.recovery import Holding, Width
 from ft_hsdp.state.transfer import parts, reshape
 from ft_hsdp.state.transfer.fetch import Donor
 from ft_hsdp.state.transfer.parts import Uncuttable
-from ft_hsdp.state.transfer.reshape import Shard
+from ft_hsdp.state.transfer.reshape import WantedShard
 from ft_hsdp.state.transfer.shard_manifest import Layout
 
 MAX_OTHERS = 8  # other widths that count, the largest ones
@@ -70,7 +70,7 @@ class OtherWidths:
         return tuple(parts.layout_at(tensors, ranks, rank).fingerprint for rank in range(ranks))
 
 
-def donors_of(members: Sequence[Member], shard: Shard) -> tuple[int, dict[int, list[Donor]]]:
+def donors_of(members: Sequence[Member], shard: WantedShard) -> tuple[int, dict[int, list[Donor]]]:
     """Return from whom a rank fetches its shard: the width of the replicas, and who has which shard there.
 
     Replicas of its own width come first, then those of the width that most have.

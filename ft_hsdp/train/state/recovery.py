@@ -40,7 +40,7 @@ from ft_hsdp.state.transfer import fetch, reshape
 from ft_hsdp.state.transfer.fetch import Donor
 from ft_hsdp.state.transfer.holdings import Held, ask_held
 from ft_hsdp.state.transfer.parts import Uncuttable
-from ft_hsdp.state.transfer.reshape import Shard
+from ft_hsdp.state.transfer.reshape import WantedShard
 from ft_hsdp.state.transfer.shard_manifest import HeldShard, ShardManifest
 from ft_hsdp.train.state.checkpointing import Checkpoints, load_checkpoint
 from ft_hsdp.train.state.live_state import LiveState
@@ -359,7 +359,7 @@ class _Restoration:
         try:
             packed = np.empty(layout.nbytes, dtype=np.uint8) if slot is None else slot
             got = reshape.fetch_shard(
-                Shard(state, rank, ranks, layout),
+                WantedShard(state, rank, ranks, layout),
                 sources[0].ranks,
                 {of: list(each) for of, each in donors.items()},
                 packed.data,

@@ -23,7 +23,7 @@ from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.shared_memory import Bytes, InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.http import StateServer
-from ft_hsdp.state.transfer.reshape import Shard
+from ft_hsdp.state.transfer.reshape import WantedShard
 from ft_hsdp.state.transfer.shard_manifest import HeldShard, Layout, ShardManifest
 from ft_hsdp.train.state import recovery
 from ft_hsdp.train.state.checkpointing import Checkpoints
@@ -318,7 +318,7 @@ def test_other_widths_are_worked_out_when_they_are_seen() -> None:
 
 
 def test_a_rank_that_is_behind_fetches_from_replicas_of_its_width_if_there_are_any() -> None:
-    wanted = Shard(state(5), 1, 3, layout(3, 1))
+    wanted = WantedShard(state(5), 1, 3, layout(3, 1))
 
     def member(replica: int, width: int) -> Member:
         return Member(replica, f"{replica}-x-0", "contribute", (), tuple(f"r{replica}:{k}" for k in range(width)))
