@@ -31,8 +31,8 @@ Make = Callable[..., Serving]
 def serving() -> Iterator[Make]:
     made: list[Serving] = []
 
-    def make(*arguments: int, **more: float) -> Serving:
-        made.append(Serving(*arguments, **more))
+    def make(width: int, *ranks: int, lr: float = 0.1) -> Serving:
+        made.append(Serving(width, *ranks, lr=lr))
         return made[-1]
 
     yield make

@@ -186,7 +186,11 @@ class _Handler(BaseHTTPRequestHandler):
             at += most
 
     def _plain(self, fd: int, begin: int, end: int, paced: int | None) -> None:
-        """Send a range directly from the pages of the segment."""
+        """Send a range directly from the pages of the segment.
+
+        Raises:
+            ConnectionError: The segment is shorter.
+        """
         while begin < end:
             with self._slice(paced, end - begin) as most:
                 sent = os.sendfile(self.connection.fileno(), fd, begin, most)

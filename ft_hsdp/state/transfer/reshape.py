@@ -123,8 +123,8 @@ def fetch_shard(
     with ThreadPoolExecutor(AT_ONCE, "fetch-part") as threads:
         running = {rank: threads.submit(take, rank, part) for rank, part in wanted.items()}
         errors = [error for each in running.values() if (error := each.exception()) is not None]
-    if errors:
-        raise next((error for error in errors if not stop.caused(error)), errors[0])
+    for error in sorted(errors, key=stop.caused):  # first what has stopped the others
+        raise error
     found = {rank: each.result() for rank, each in running.items()}
     whole = shape.giver(width, target)
     manifest = _assembled(shard, found[whole].manifest, [each.manifest for each in found.values()])
