@@ -27,8 +27,7 @@ def _restored(e: Row) -> str:
     more = ", ..." if len(named) > HOSTS else ""
     on = f" (hosts {', '.join(named[:HOSTS])}{more})" if named else ""
     cost = f"; {lost} {'step is' if lost == 1 else 'steps are'} lost" if isinstance(lost, int) and lost else ""
-    cut = f" from shards of {e['width']} ranks," if "width" in e else ""
-    return f"goes on{cut} from its state of step {e.get('step', '?')}{_KEPT.get(str(rung), '')}{on}{cost}"
+    return f"goes on from its state of step {e.get('step', '?')}{_KEPT.get(str(rung), '')}{on}{cost}"
 
 
 def _who(e: Row) -> str:
@@ -87,6 +86,8 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "ReplicaUnplaced": lambda e: f"replica {e['replica']} has no place, the others go on without it",
     "JobGivenUp": lambda e: f"the job is given up: step {e.get('step', '?')} ends all replicas again and again",
     "HostReplaced": lambda e: f"host {e['host']} takes the place of host {e['before']} of replica {e['replica']}",
+    "Shrunk": lambda e: f"replica {e['replica']} goes on with {e['to']} ranks instead of {e['from']}",
+    "Grown": lambda e: f"replica {e['replica']} has {e['to']} ranks again, instead of {e['from']}",
     "HostCordoned": lambda e: f"host {e['host']} is cordoned: it gets no ranks any more",
     "LogLinesLost": lambda e: (
         f"{e['file']} of {_who(e) if e.get('replica') is not None else 'the job'} lacks "

@@ -129,11 +129,18 @@ def policy(config: Config) -> Policy:
             batch=quorum.batch,
             refill=quorum.refill or "next_step",
             allowed=allowed,
-            max_accumulate=quorum.max_accumulate or config.slots * config.train.accumulate,
+            max_accumulate=quorum.max_accumulate or _most_micro_batches(config),
             shared=config.data.assignment == "global",
             ranks_per_unit=config.ranks_per_unit,
+            data_ranks=config.data_ranks,
         ),
     )
+
+
+def _most_micro_batches(config: Config) -> int:
+    """Return how many micro-batches one replica of the fewest ranks trains for all the others in a step."""
+    units = config.slots * config.train.accumulate * config.data_ranks
+    return -(-units // (config.memory.shrink_to or config.data_ranks))
 
 
 # The keys that the page shows.

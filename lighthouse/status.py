@@ -46,7 +46,9 @@ def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], wa
     leaves = "" if wanted(s, replica) else ", leaves at the next step boundary"
     does = {"contribute": "training", "standby": "standby", "behind": "behind"}[member.role]
     share = f", {member.units} units in each step" if member.role == "contribute" else ""
-    return does, f"member of epoch {s.grant.epoch}{share}{leaves}"
+    ranks, whole = len(member.ring), s.policy.units.data_ranks * s.policy.units.ranks_per_unit
+    width = f", {ranks} of {whole} ranks" if 0 < ranks < whole else ""
+    return does, f"member of epoch {s.grant.epoch}{width}{share}{leaves}"
 
 
 def describe_job(name: str, s: LighthouseState, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:

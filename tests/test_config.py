@@ -43,6 +43,19 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"memory": {"copies": 0}}, "memory.copies", "a whole number from 1 to 8 or null"),
     ({"memory": {"apart": "node"}}, "memory.apart", "host, rack, zone"),
     ({"memory": {"budget_gb": 0}}, "memory.budget_gb", "a number above 0 or null"),
+    ({"memory": {"shrink_to": 0}}, "memory.shrink_to", "a whole number from 1 to 64 or null"),
+    ({"memory": {"shrink_to": 3}}, "memory.shrink_to", "1 to ranks_per_replica (2), or null"),
+    (
+        {"ranks_per_replica": 4, "ranks_per_unit": 2, "memory": {"shrink_to": 2}},
+        "memory.shrink_to",
+        "null with tensor parallelism (ranks_per_unit is 2)",
+    ),
+    ({"memory": {"shrink_to": 1}}, "memory.shrink_to", "null, unless there is one replica (there are 3)"),
+    (
+        {"replicas": 1, "hosts": {"per_replica": 1}, "memory": {"shrink_to": 1}},
+        "memory.shrink_to",
+        "null, unless hosts.per_replica is 2 or more",
+    ),
     ({"memory": {"wait_s": 60.0}}, "memory.wait_s", "less than ftar.timeout_s (60.0): the others would give up"),
     (
         {"memory": {"copies": 2}, "state": {"snapshot": "on_demand"}},

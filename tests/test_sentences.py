@@ -44,6 +44,8 @@ FACTS: dict[str, Any] = {
     "rows": 3,
     "url": "http://127.0.0.1:1",
     "host": "s0",
+    "from": 4,
+    "to": 2,
 }
 
 

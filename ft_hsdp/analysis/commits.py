@@ -60,7 +60,8 @@ def counted(row: Row) -> bool:
 
 def metrics_row(row: Row) -> Row:
     """Return the line of metrics.jsonl for a canonical commit."""
-    return {key: row.get(key) for key in _SHOWN}
+    narrow = {str(c["replica"]): c["width"] for c in row.get("contributions") or () if c.get("width")}
+    return {key: row.get(key) for key in _SHOWN} | ({"widths": narrow} if narrow else {})
 
 
 class CommitMerger:

@@ -170,6 +170,9 @@ class Config(Section):
                 f"less than ftar.timeout_s ({self.ftar.timeout_s}): the others would give up the ring meanwhile"
             )
             raise refuse("memory.wait_s", self.memory.wait_s, allowed)
+        wrong = _shrink_refusal(self)
+        if wrong is not None:
+            raise wrong
         if self.network.tls == "on" and self.ftar.transport == "c10d":
             raise refuse("ftar.transport", "c10d", "another one with network.tls on: gloo does not encrypt")
         if self.optim.offload and self.train.device == "cpu":
@@ -317,6 +320,25 @@ def _refusal(c: Config) -> PydanticCustomError | None:
         )
         return refuse("timeouts.evict_s", t.evict_s, allowed)
     return None
+
+
+def _shrink_refusal(c: Config) -> PydanticCustomError | None:
+    """Return why `memory.shrink_to` cannot be what it is; None if it can."""
+    least = c.memory.shrink_to
+    if least is None:
+        return None
+    hosts = c.hosts.per_replica
+    if least > c.ranks_per_replica:
+        allowed = f"1 to ranks_per_replica ({c.ranks_per_replica}), or null"
+    elif c.ranks_per_unit > 1:
+        allowed = f"null with tensor parallelism (ranks_per_unit is {c.ranks_per_unit})"
+    elif c.slots > 1:
+        allowed = f"null, unless there is one replica (there are {c.slots}): the others go on meanwhile"
+    elif hosts is None or hosts < 2:
+        allowed = "null, unless hosts.per_replica is 2 or more: a replica on one host loses all its ranks at once"
+    else:
+        return None
+    return refuse("memory.shrink_to", least, allowed)
 
 
 def _at(c: Config, key: str) -> float:

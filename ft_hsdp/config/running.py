@@ -185,6 +185,13 @@ class MemoryConfig(Section):
         description="GB of memory that each host gives to copies for other hosts, two of each shard; null: no "
         "limit",
     )
+    shrink_to: Int | None = Field(
+        None,
+        ge=1,
+        le=MAX_RANKS,
+        description="a replica that gets no host for lost ones within timeouts.place_s goes on with the ranks "
+        "that are left, if there are so many; it grows again when there is a host; null: it waits",
+    )
 
 
 class CheckpointConfig(Section):

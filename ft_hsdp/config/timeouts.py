@@ -114,7 +114,7 @@ class TimeoutsConfig(Section):
     place_s: PositiveSeconds = Field(
         60.0,
         description="how long a replica may look for its place in a cluster before the others begin without "
-        "it; it goes on looking",
+        "it; it goes on looking, or goes on with fewer ranks (memory.shrink_to)",
     )
     settle_s: Seconds = Field(
         60.0,

@@ -62,6 +62,7 @@ class LeaderSettings:
     # Pause after a failed checkpoint until it is tried again, if no replica has written one.
     write_again_s: float = 60.0
     ranks_per_unit: int = 1  # ranks that train the same units
+    nominal: int = 0  # data ranks of a replica that has all its ranks; 0: as many as this one has
 
 
 class RankBus(Protocol):
@@ -259,6 +260,7 @@ class Leader:
             wanted=grant.units,
             intervention=settings.intervention,
             chunk_bytes=settings.chunk_bytes,
+            widths=_narrow(grant, settings),
         )
         fence, digest = self._tally.fence, self._tally.state_digest
         waited_s, copied = max(v.waited_s for v in self._tally.votes), sum(v.copied for v in self._tally.votes)
@@ -457,6 +459,12 @@ class Leader:
             reason = f"no lighthouse has answered for {silent:.0f} s, quorum.lease_s is over: {why}"
             self._journal.event("LeaseEnded", reason, epoch=fence.epoch, step=fence.step)
         self.handle(events.LeaseEnded())
+
+
+def _narrow(grant: Grant, settings: LeaderSettings) -> dict[int, int]:
+    """Return the data ranks of the members that have fewer ranks than a whole replica, by replica id."""
+    widths = {m.replica: len(m.ring) // settings.ranks_per_unit for m in grant.members if m.ring}
+    return {replica: width for replica, width in widths.items() if width < settings.nominal}
 
 
 def _record_lost(replica: Replica, event: events.Event) -> Replica:

@@ -9,7 +9,7 @@ step.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Literal
@@ -47,6 +47,8 @@ class Contribution:
     # 0: reduced inside the replica with its other runs of part 0. 1 and above: trained later, because another
     # contributor was lost, and added to the parts before.
     part: int = 0
+    # Data ranks that trained it: rank k mod width the k-th unit of a part. 0: as many as the configuration says.
+    width: int = 0
 
     @property
     def run(self) -> Run:
@@ -335,6 +337,7 @@ class VoteTally:
         wanted: int,
         intervention: Intervention,
         chunk_bytes: int,
+        widths: Mapping[int, int] | None = None,
     ) -> CommitRecord | None:
         """Return the record that the votes add up to; None if the ranks saw different contributors.
 
@@ -349,6 +352,7 @@ class VoteTally:
             wanted: units of a step to which all replicas contribute.
             intervention: how the learning rate depends on the share of units.
             chunk_bytes: size of a chunk of the all-reduce.
+            widths: data ranks of the contributors that have fewer than the configuration says, by replica id.
 
         Returns:
             The record, or None.
@@ -362,7 +366,11 @@ class VoteTally:
             for rank, mine in enumerate(said)
         ):
             return None
-        contributions = tuple(_over_data_ranks(row) for row in zip(*of_data_ranks, strict=True))
+        narrow = widths or {}
+        contributions = tuple(
+            replace(_over_data_ranks(row), width=narrow.get(row[0].replica, 0))
+            for row in zip(*of_data_ranks, strict=True)
+        )
         poisoned = tuple(sorted({r for v in self.votes for r in v.poisoned}))
         square = float(sum(v.sumsq for v in self.votes))
         if not poisoned and not math.isfinite(square):

@@ -10,6 +10,9 @@ Two pure steps lead from a membership to units. `quotas` says how many units eac
 which *places* it takes: place p is the p-th untrained unit of the state that the step builds on, so a place needs
 no knowledge of the data, and the lighthouse can deal places. `Ledger.at` turns places into units.
 
+A replica that goes on with fewer ranks, W data ranks instead of D, trains m*W units in the same time. Units keep
+their numbers, so a micro-batch of it is any W units that follow each other among its places, one for each rank.
+
 A batch is started before the grant of its step is known. Therefore a contributor that stays keeps the places that
 it was dealt before on the same state, and the units of a lost one are free again: `redeal`.
 """
@@ -42,6 +45,7 @@ class UnitPolicy:
     max_accumulate: int = 1  # most micro-batches of a data rank in a step
     shared: bool = False  # all replicas take from one data shard; else each takes from its own
     ranks_per_unit: int = 1  # ranks that train one unit together
+    data_ranks: int = 0  # of a replica with all its ranks; 0: as many as the widest member has
 
     def contributors(self, able: int) -> int:
         """Return how many of `able` replicas contribute: the largest allowed number, or 0 if none is allowed."""
@@ -61,6 +65,28 @@ class UnitPolicy:
             return (self.accumulate,) * count
         each, more = divmod(self.replicas * self.accumulate, count)
         return tuple(max(1, min(each + (i < more), self.max_accumulate)) for i in range(count))
+
+    def shares(self, widths: Sequence[int]) -> tuple[int, ...]:
+        """Return the units of each contributor: `quotas` times the width, if all have the same one.
+
+        Otherwise each takes the same number of micro-batches, too, and what is missing to a constant batch goes in
+        single micro-batches to those that come first and whose width it fits. So a step may have fewer units than
+        wanted, and it has more only if each must take one.
+
+        Args:
+            widths: data ranks of each contributor, in ring order.
+        """
+        if self.batch == "adapt" or not widths:
+            return tuple(self.accumulate * width for width in widths)
+        wanted = self.replicas * self.accumulate * max(self.data_ranks, *widths)
+        each = max(1, min(wanted // sum(widths), self.max_accumulate))
+        missing = wanted - each * sum(widths)
+        result = []
+        for width in widths:
+            more = width <= missing and each < self.max_accumulate
+            missing -= width * more
+            result.append((each + more) * width)
+        return tuple(result)
 
 
 EACH_ITS_BATCH = UnitPolicy()

@@ -185,6 +185,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         emit=emit,
         quiet_s=config.restart.hold_s,
         hosts=EmulatedHosts(config.hosts.per_replica, config.ranks_per_replica),
+        shrink_to=config.memory.shrink_to,
     )
     if config.hosts.spare:
         note = f"hosts.spare: {config.hosts.spare} is not used here: `replica` starts no spare host, `up` does"

@@ -94,6 +94,8 @@ class ReplicaSupervisor:
         self._commits = CommitWatch(run, replica)
         self._failures = ReplicaFailures(replica, failures)
         self._stopping = False
+        self._ranks = config.ranks_per_replica  # of the next incarnation: fewer while hosts are missing
+        self._grows = ""  # the incarnation that was told to leave, because there is a place for all ranks again
         self._away_until = 0  # step
 
     @property
@@ -175,7 +177,7 @@ class ReplicaSupervisor:
             outcome, cause, committed = await self._live(reason)
             if outcome is not None:
                 return outcome
-            sent_away = self._dismissed and cause.startswith((LEFT, STRAY))
+            sent_away = (self._dismissed or self._grows) and cause.startswith((LEFT, STRAY))
             if self.drained or sent_away or self._link.rival(self.replica):
                 self._restarts = replace(self._restarts, restarts=self._restarts.restarts + 1)
                 continue
@@ -202,10 +204,10 @@ class ReplicaSupervisor:
         Returns:
             The outcome if it is the last, why it ended, and how many steps it committed.
         """
-        size = self._config.ranks_per_replica
-        spec = ReplicaSpec(self.replica, size, self._run_id, self._restarts.restarts, self._config_file)
+        spec = ReplicaSpec(self.replica, self._ranks, self._run_id, self._restarts.restarts, self._config_file)
         current = ReplicaProcess(spec, self._run)
         self.current = current
+        self._grows = ""
         self._progress.dismissed.discard(self.replica)
         guard = IncarnationGuard(current, self._config, self._run, self._progress, self.evict)
         began = self._progress.step
@@ -220,6 +222,8 @@ class ReplicaSupervisor:
             self._event("ReplicaStarted", reason, pids=pids, restarts=current.restarts, how=how)
             self._progress.wake()
             beside = [asyncio.create_task(self._settle(current)), asyncio.create_task(guard.run())]
+            if self._ranks < self._config.ranks_per_replica:
+                beside.append(asyncio.create_task(self._grow(current)))
             try:
                 await self._until_first_exit(current)
             finally:
@@ -260,12 +264,16 @@ class ReplicaSupervisor:
     async def _find_place(self) -> tuple[bool, Outcome | None]:
         """Wait until the replica has a place, or is not wanted. This does not count as a restart.
 
-        After timeouts.place_s the lighthouse is told that the others need not wait for it.
+        After timeouts.place_s it goes on with the ranks that have a host, if that is allowed. Otherwise the
+        lighthouse is told that the others need not wait for it.
 
         Returns:
             Whether it has a place, and its outcome if the job ends first.
         """
         progress, patience_s = self._progress, self._config.timeouts.place_s
+        fewer = self._ranks < self._config.ranks_per_replica and not self._backend.could_grow(self.replica)
+        if fewer and self._backend.shrink(self.replica) == self._ranks:
+            patience_s = 0.0  # it has waited, and no other host is lost
 
         def settled() -> bool:
             over = self._stopping or self.drained or progress.finished or bool(progress.halted)
@@ -275,17 +283,51 @@ class ReplicaSupervisor:
         placing.add_done_callback(lambda _: progress.wake())
         try:
             if not await progress.wait_for(settled, patience_s):
+                if self._shrinks():
+                    return True, None
                 self._link.lost(self.replica)
                 self._event("ReplicaUnplaced", self._backend.vacancy(self.replica))
                 await progress.wait_for(settled)
             if placing.done():
                 placing.result()
+                self._has_all_ranks()
                 return True, None
         finally:
             placing.cancel()
         if progress.finished:
             return False, Outcome("unplaced", "there was no place for it until the end")
         return False, self._lose(progress.halted) if progress.halted else None
+
+    def _shrinks(self) -> bool:
+        """Go on with the ranks that have a host; return whether there are enough of them."""
+        ranks = self._backend.shrink(self.replica) if self._progress.step else 0  # the first state is of all ranks
+        if not ranks:
+            return False
+        if ranks != self._ranks:
+            whole, why = self._config.ranks_per_replica, self._backend.vacancy(self.replica)
+            reason = f"{ranks} of {whole} ranks go on: {why}"
+            self._event("Shrunk", reason, **{"from": self._ranks, "to": ranks})
+            self._ranks = ranks
+        return True
+
+    def _has_all_ranks(self) -> None:
+        """Note that there is a place for all ranks."""
+        before, self._ranks = self._ranks, self._config.ranks_per_replica
+        if before < self._ranks:
+            reason = f"there is a host for all {self._ranks} ranks again"
+            self._event("Grown", reason, **{"from": before, "to": self._ranks})
+
+    async def _grow(self, current: ReplicaProcess) -> None:
+        """Tell an incarnation with too few ranks to leave at a commit, once there is a place for all of them."""
+        while not (self._commits.contributing == current.name and self._backend.could_grow(self.replica)):
+            await asyncio.sleep(LOOK_S)
+            self._commits.look()
+        if self._stopping or self._progress.finished:
+            return
+        self._grows = current.name
+        current.send(signal.SIGTERM)
+        if not await current.wait_for(lambda: not current.living, self._config.timeouts.stop_s):
+            current.kill()
 
     async def _stand_by(self) -> Outcome | None:
         """Wait until this supervisor has the replica's lease; return the outcome if the job ends first.

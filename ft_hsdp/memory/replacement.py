@@ -1,9 +1,10 @@
-"""What is done about a failure, and which spare host takes the place of a lost one.
+"""What is done about a failure, which spare host takes the place of a lost one, and who goes on without it.
 
 DeadPool §VI-B (Table II) sorts failures by what removes them: a repair in place, another host, or the people who
 run the job. Here the evidence is how the ranks of a replica ended and what else is known about their host. In §V-C
 a spare takes the logical place of a lost host, and nothing else moves: the other ranks start again where their
-memory is. The ranks that then check in must be one gang.
+memory is. The ranks that then check in must be one gang. Without a spare host a replica may go on on the hosts
+that it has left (ReStore's shrinking recovery); it gets hosts again once all replicas run, the smallest one first.
 """
 
 from __future__ import annotations
@@ -74,6 +75,16 @@ class Assignment:
     hosts: tuple[Host, ...]  # in the order of its ranks; those that live are where they were
     missing: tuple[int, ...]  # positions in `hosts` whose host is lost and has no successor: the replica waits
 
+    def left(self, ranks_per_host: int, least: int | None) -> tuple[Host, ...]:
+        """Return the hosts on which the replica goes on without the missing ones; (): it has to wait.
+
+        Args:
+            ranks_per_host: Ranks on each host.
+            least: Fewest ranks with which it goes on (`memory.shrink_to`); None: it always waits.
+        """
+        left = tuple(host for i, host in enumerate(self.hosts) if i not in self.missing)
+        return () if least is None or not left or len(left) * ranks_per_host < least else left
+
 
 def assign(
     replicas: Mapping[int, Sequence[Host]],
@@ -81,11 +92,13 @@ def assign(
     spares: Sequence[Host],
     level: Level,
     keepers: Mapping[tuple[int, int], Collection[str]] | None = None,
+    shrunk: Mapping[int, int] | None = None,
 ) -> dict[int, Assignment]:
     """Give the places of lost hosts to spare hosts.
 
-    A host that lives stays. Replicas that need the fewest hosts come first, and a replica gets hosts only if there
-    are enough for it to start. Of the spares, one that keeps a copy of the lost shards is best, since nothing has
+    A host that lives stays. Replicas that do not run come first, and of them those that need the fewest hosts;
+    then those that go on with fewer ranks, the smallest first. A replica gets hosts only if there are enough for
+    all its ranks. Of the spares, one that keeps a copy of the lost shards is best, since nothing has
     to be fetched then; next, one whose domain has no other copy of them; next, one that is near the rest of the
     replica, whose collectives need the most bandwidth.
 
@@ -93,19 +106,19 @@ def assign(
         replicas: the hosts of each replica, in the order of its ranks. Hosts in the same position hold the same
         shards. lost: names of hosts that are lost or cordoned. spares: hosts without ranks that live. level: what
         copies must not share. keepers: names of the hosts that keep copies of the shards of a replica's host, by
-        replica and position.
+        replica and position. shrunk: on how many hosts those replicas run that go on with fewer ranks.
 
     Returns:
         The hosts of each replica. No spare is given twice.
     """
-    keepers = keepers or {}
+    keepers, shrunk = keepers or {}, shrunk or {}
     free = [host for host in spares if host.name not in lost]
     missing = {
         replica: tuple(i for i, host in enumerate(hosts) if host.name in lost)
         for replica, hosts in replicas.items()
     }
     result = {}
-    for replica in sorted(replicas, key=lambda each: (len(missing[each]), each)):
+    for replica in sorted(replicas, key=lambda each: (shrunk.get(each, 0), len(missing[each]), each)):
         hosts = list(replicas[replica])
         if len(missing[replica]) <= len(free):
             for position in missing[replica]:

@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
 
 from ft_hsdp.config import Config, config_hash
 from ft_hsdp.core import state_id
@@ -184,6 +185,7 @@ class Job(DataSources, UserLoop):
         self._adopted = AdoptedModel(
             model, self.ranks, self._ready, find_unused_parameters, self.config.ranks_per_unit, batch_norm
         )
+        self._check_width()
         if (statistics := self._adopted.statistics) is not None:
             self.register_state(BATCH_NORM, statistics.state_dict, statistics.load_state_dict)
         model.register_forward_hook(self._returned)
@@ -235,6 +237,22 @@ class Job(DataSources, UserLoop):
             self._callbacks,
         )
         return Optimizer(self._driver)
+
+    def _check_width(self) -> None:
+        """Check that fewer ranks can hold the model, if a replica may go on with fewer.
+
+        Raises:
+            ConfigError: A parameter is cut in another way than along dimension 0 over all ranks.
+        """
+        least = self.config.memory.shrink_to
+        for name, param in self._adopted.params.items() if least is not None else ():
+            cut = tuple(getattr(param, "placements", ()))
+            if cut != (Shard(0),) or param.device_mesh.size() != self.ranks:
+                how = ", ".join(map(str, cut)) or "not at all"
+                allowed = (
+                    f"null, unless each parameter is cut along dimension 0 over all ranks ({name} is cut: {how})"
+                )
+                raise ConfigError("memory.shrink_to", least, allowed)
 
     def warm_up(self, once: Callable[[], None]) -> None:
         """Run ``once`` before check-in, so that the first step is as fast as the later ones.

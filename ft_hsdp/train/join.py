@@ -284,6 +284,8 @@ def _own_rank(config: Config) -> tuple[int, int]:
         if missing is not None:
             raise ConfigError(missing, None, "a process that torchrun, or a launcher of ft_hsdp, has started")
         rank, ranks, key = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "WORLD_SIZE"
+    if config.memory.shrink_to is not None and config.memory.shrink_to <= ranks <= config.ranks_per_replica:
+        return rank, ranks
     if ranks != config.ranks_per_replica:
         raise ConfigError(
             key, ranks, f"ranks_per_replica, which is {config.ranks_per_replica}: one replica's ranks"

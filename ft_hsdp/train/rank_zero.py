@@ -18,7 +18,6 @@ from ft_hsdp.control import leader as control
 from ft_hsdp.control.leader import Leader, LeaderSettings, RankBus
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.control.rank_channel import RankHub
-from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Report, ranges
 from ft_hsdp.core.replica_state import ReplicaPolicy
@@ -51,6 +50,7 @@ class CheckIn:
     facts: ReplicaFacts
     numerics: str  # what the bits of its results depend on
     frozen: str  # digest of what the model has beside the state
+    layout: str  # digest of the layouts of its ranks, or of what stays the same with fewer ranks
 
 
 class RankZero:
@@ -124,7 +124,7 @@ class RankZero:
             tuple(h.ring for h in hellos),
             tuple(h.state for h in hellos),
             config_hash(config),
-            state_id.digest(replica.facts.layouts),
+            replica.layout,
             replica.numerics,
             agreed(config),
             replica.frozen,
@@ -135,7 +135,7 @@ class RankZero:
             control.initial(number, name, train.steps, replica.state, policy, replica.wanted),
             request,
             self.client,
-            leader_settings(config, restarted=bool(identity.predecessors)),
+            leader_settings(config, self._place.ranks, restarted=bool(identity.predecessors)),
             bus,
             send_token,
             journal,
@@ -169,16 +169,17 @@ class RankZero:
             await self.client.report(protocol.ProcessReport(running, identity.predecessors))
 
 
-def leader_settings(config: Config, *, restarted: bool) -> LeaderSettings:
+def leader_settings(config: Config, ranks: int, *, restarted: bool) -> LeaderSettings:
     """Return what a leader needs to know of ``config``.
 
     Args:
         config: The job's configuration.
+        ranks: That its replica has now.
         restarted: Whether the replica was started again: then the leader waits for the lighthouse without an end.
     """
     timeouts = config.timeouts
     return LeaderSettings(
-        ranks=config.ranks_per_replica,
+        ranks=ranks,
         intervention=config.lr.intervention,
         chunk_bytes=config.ftar.chunk_bytes or 0,
         lease_s=config.quorum.lease_s,
@@ -191,4 +192,5 @@ def leader_settings(config: Config, *, restarted: bool) -> LeaderSettings:
         write_s=WRITES * timeouts.load_s,
         write_again_s=timeouts.checkpoint_again_s,
         ranks_per_unit=config.ranks_per_unit,
+        nominal=config.data_ranks,
     )

@@ -402,7 +402,7 @@ class RankRuntime:
         self._orders = OrderHandler(
             identity.replica,
             place.rank,
-            Fetching(place.ranks, layout, place.token, config.ftar.timeout_s),
+            Fetching(place.ranks, layout.fingerprint, layout.nbytes, place.token, config.ftar.timeout_s),
             group,
             self.reducer,
             self.snapshots,
@@ -424,7 +424,10 @@ class RankRuntime:
         await zero.hub.all_here(self._config.timeouts.ranks_s)
         watch.expect(range(1, place.ranks))
         frozen = self._live_state.frozen_digest()
-        replica = CheckIn(hello, state, wanted, self.facts, numerics(self._device), frozen)
+        layout = state_id.digest(self.facts.layouts)
+        if self._config.memory.shrink_to is not None:  # a replica may have another number of ranks than before
+            layout = state_id.digest(self._live_state.layout.whole, self._config.ranks_per_replica)
+        replica = CheckIn(hello, state, wanted, self.facts, numerics(self._device), frozen, layout)
         await zero.lead(replica, self, self._group.send_token, self.journal)
 
     async def _close(self) -> None:

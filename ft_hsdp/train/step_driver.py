@@ -173,7 +173,9 @@ class StepDriver:
         """Return a plan for the step after the live state."""
         shard = 0 if self._config.data.assignment == "global" else self.replica
         each = self._config.train.accumulate
-        return StepPlan(self._live_state.ledger, shard, self._data_ranks, each, places, self._weighs)
+        ledger, own = self._live_state.ledger, self._data_rank
+        whole = self._config.data_ranks
+        return StepPlan(ledger, shard, self._data_ranks, each, places, self._weighs, own, whole)
 
     def _following(self, plan: StepPlan, first: int, stride: int, each: int) -> Iterator[MicroBatch]:
         """Yield, without an end, what comes in the steps after that of ``plan`` if nothing changes.
@@ -209,13 +211,14 @@ class StepDriver:
             at = plan.begin()
             self._model.sync(not plan.left)
             if log is not None:
-                log.fed(order.step, at.shard, at.unit, self._data_ranks)
+                for first, units in at.units:
+                    log.fed(order.step, at.shard, first, units)
             later = self._following(plan, order.following, stride, each)
             batch = reader.batch(at, chain(plan.left, later))
             if log is not None:
                 self._tokens = count_tokens(batch)
             number = at.index * self._config.data_shards + at.shard
-            torch.manual_seed(stream(self._config.train.seed, "batch", number, self._data_rank, at.micro))
+            torch.manual_seed(stream(self._config.train.seed, "batch", number, at.rank, at.micro))
             runtime.moved()
             yield move(batch, self._device)
         self._hand_over(plan)  # a loop without optim.step holds nobody up

@@ -356,7 +356,10 @@ def new_epoch(
     notes = [Note("EpochGranted", grant.reason, facts)]
     taken = sum(m.units for m in grant.members if m.role == "contribute")
     if s.policy.units.batch == "constant" and taken < grant.units:
-        cap = f"a rank trains at most {s.policy.units.max_accumulate} micro-batches (quorum.max_accumulate)"
+        most = s.policy.units.max_accumulate
+        cap = f"a rank trains at most {most} micro-batches (quorum.max_accumulate)"
+        if grant.units - taken < min((len(m.ring) for m in grant.members if m.role == "contribute"), default=0):
+            cap = f"{grant.units - taken} units are too few for one more micro-batch of each rank of a replica"
         counts = {"epoch": grant.epoch, "step": base.state.step + 1, "units": taken, "units_wanted": grant.units}
         notes.append(Note("BatchReduced", cap, counts))
     return s, tuple(notes)

@@ -31,20 +31,21 @@ def apportion(grant: Grant, before: Grant | None, policy: UnitPolicy, refill: bo
     count = policy.contributors(len(able))
     contributed = {m.replica for m in before.members if m.role == "contribute"} if before else set()
     chosen = {m.replica for m in sorted(able, key=lambda m: m.replica not in contributed)[:count]}
-    quotas = iter(policy.quotas(count))
+    shares = iter(policy.shares([_data_ranks(m, policy) for m in grant.members if m.replica in chosen]))
+    full = max((_data_ranks(m, policy) for m in grant.members), default=1)
     later = policy.quotas(count + 1)[-1]  # of one that is behind, once it contributes
     members = []
     for m in grant.members:
         if m.role != "contribute":
             members.append(replace(m, units=later * _data_ranks(m, policy), places=()))
         elif m.replica in chosen:
-            members.append(replace(m, units=next(quotas) * _data_ranks(m, policy), places=()))
+            members.append(replace(m, units=next(shares), places=()))
         else:
             members.append(replace(m, role="standby", units=0, places=()))
     shared_out = replace(
         grant,
         members=tuple(members),
-        units=policy.replicas * policy.accumulate * max((_data_ranks(m, policy) for m in members), default=1),
+        units=policy.replicas * policy.accumulate * (policy.data_ranks or full),
         shared=policy.shared,
         dealt=0,
     )
@@ -64,7 +65,10 @@ def _keep_places(
     """Return ``grant`` with places for its first step, where they are others than those of an undisturbed step."""
     counts = {m.replica: m.units for m in grant.members if m.role == "contribute"}
     known = {m.replica for m in before.members if m.role == "contribute"} if before else set()
-    kept = {r: places for r, places in dealt.items() if r in known or r in counts}
+    # One that has another number of ranks now has begun no batch: what it had is free, as that of a lost one.
+    width = {m.replica: len(m.ring) for m in grant.members}
+    other = {m.replica for m in before.members if width.get(m.replica, 0) != len(m.ring)} if before else set()
+    kept = {~r if r in other else r: places for r, places in dealt.items() if r in known or r in counts}
     if not kept:
         return grant
     used = before.dealt if before is not None and state_id.same(before.base, grant.base) else 0

@@ -163,6 +163,16 @@ def test_the_record_of_a_tally() -> None:
     assert not record.skipped
 
 
+def test_the_record_says_who_had_fewer_ranks() -> None:
+    tally = VoteTally(FENCE, 2).add(vote(1)).add(vote(0))
+    whole, narrow = (tally.record("prev", (0, 1, 2), 3, 3, "none", 4096, widths) for widths in (None, {2: 3}))
+    assert whole is not None
+    assert narrow is not None
+    assert [c.width for c in whole.contributions] == [0, 0]
+    assert [(c.replica, c.width) for c in narrow.contributions] == [(0, 0), (2, 3)]
+    assert narrow.state_id == whole.state_id, "the sum is what names a state"
+
+
 @pytest.mark.parametrize("sumsq", [16.0, math.inf, math.nan])
 def test_a_poisoned_step_has_a_name_of_its_own_and_a_norm_that_can_be_written_down(sumsq: float) -> None:
     tally = VoteTally(FENCE, 2).add(vote(1, poisoned=(2,))).add(vote(0, sumsq=sumsq))

@@ -100,3 +100,34 @@ def test_runs_of_places_are_cut_and_joined() -> None:
     assert head(((0, 3), (7, 2)), 4) == ((0, 3), (7, 1))
     assert head(((0, 3),), 9) == ((0, 3),)
     assert joined([(0, 2), (2, 3), (9, 0), (6, 1)]) == ((0, 5), (6, 1))
+
+
+@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 12), st.integers(1, 4), st.integers(1, 9))
+def test_shares_of_equal_widths_are_the_quotas(
+    replicas: int, accumulate: int, count: int, width: int, cap: int
+) -> None:
+    for policy in (constant(replicas, accumulate, max(cap, accumulate)), UnitPolicy(replicas, accumulate)):
+        assert policy.shares([width] * count) == tuple(n * width for n in policy.quotas(count))
+
+
+def test_a_replica_of_fewer_ranks_takes_a_share_of_its_width() -> None:
+    assert UnitPolicy(2, 3, data_ranks=4).shares([4, 3]) == (12, 9)
+    one = UnitPolicy(1, 3, "constant", max_accumulate=9, data_ranks=4)
+    assert one.shares([4]) == (12,)
+    assert one.shares([3]) == (12,), "four micro-batches instead of three"
+    assert one.shares([2]) == (12,)
+    assert one.shares([1]) == (9,), "the cap"
+    assert UnitPolicy(1, 1, "constant", max_accumulate=2, data_ranks=4).shares([3]) == (3,), "never too many"
+    assert UnitPolicy(1, 1, "constant", max_accumulate=9, data_ranks=2).shares([4]) == (4,)
+
+
+@given(st.integers(1, 4), st.integers(1, 5), st.lists(st.integers(1, 8), min_size=1, max_size=6))
+def test_shares_of_any_widths_come_near_what_is_wanted(replicas: int, accumulate: int, widths: list[int]) -> None:
+    policy = UnitPolicy(replicas, accumulate, "constant", max_accumulate=10**6, data_ranks=8)
+    shares, wanted = policy.shares(widths), replicas * accumulate * 8
+    micro = [share // width for share, width in zip(shares, widths, strict=True)]
+    assert [n * w for n, w in zip(micro, widths, strict=True)] == list(shares)
+    assert max(micro) - min(micro) <= 1
+    assert min(micro) >= 1
+    if sum(widths) <= wanted:
+        assert wanted - sum(widths) < sum(shares) <= wanted

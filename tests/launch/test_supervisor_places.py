@@ -60,6 +60,12 @@ class Full:
     def cordon(self, replica: int, host: str, reason: str, broken: bool) -> bool:
         return False
 
+    def shrink(self, replica: int) -> int:
+        return 0
+
+    def could_grow(self, replica: int) -> bool:
+        return False
+
     def vacancy(self, replica: int) -> str:
         return f"replica {replica} is too large"
 

@@ -82,3 +82,27 @@ def test_every_host_has_one_place(count: int, width: int, gone: set[int], free: 
     waiting = [len(each.missing) for each in found.values() if each.missing]
     used = sum(name.startswith("s") for name in started)
     assert not waiting or min(waiting) > free - used, "a replica waits only if the spares do not suffice"
+
+
+def test_who_goes_on_without_its_lost_hosts() -> None:
+    """Three hosts of two ranks, one is lost: with at least four ranks it goes on, with at least five it waits."""
+    found = assign({0: hosts("a", "b", "c")}, ["b"], (), "host")[0]
+    assert found.left(2, 4) == hosts("a", "c")
+    assert (found.left(2, 5), found.left(2, None)) == ((), ())
+    assert assign({0: hosts("a")}, ["a"], (), "host")[0].left(2, 1) == (), "no host is left"
+    whole = assign({0: hosts("a", "b")}, ["b"], hosts("s0"), "host")[0]
+    assert whole.left(2, 1) == hosts("a", "s0")
+
+
+def test_free_hosts_go_to_those_that_do_not_run_and_then_to_the_smallest() -> None:
+    replicas = {0: hosts("a", "b", "c"), 1: hosts("d", "e", "f"), 2: hosts("g", "h", "i")}
+    lost = ["b", "e", "f", "h", "i"]
+
+    def whole(spares: tuple[Host, ...], shrunk: dict[int, int]) -> list[int]:
+        found = assign(replicas, lost, spares, "host", shrunk=shrunk)
+        return [n for n, each in found.items() if not each.missing]
+
+    two = hosts("s0", "s1")
+    assert whole(two, {0: 2, 1: 1, 2: 1}) == [1]
+    assert whole(two, {0: 2, 1: 1}) == [2], "it does not run at all"
+    assert whole(hosts("s0", "s1", "s2"), {0: 2, 1: 1}) == [0, 2], "what is left is enough for one"

@@ -98,6 +98,12 @@ class Backend(Protocol):
     async def place(self, replica: int) -> None:
         """Wait until there is a place for a replica's ranks, without an end; the caller cancels it."""
 
+    def shrink(self, replica: int) -> int:
+        """Place a replica on the hosts that it has left; return its ranks there, 0 if it has to wait."""
+
+    def could_grow(self, replica: int) -> bool:
+        """Return whether there is a place for all ranks of a replica that goes on with fewer."""
+
     def vacancy(self, replica: int) -> str:
         """Return in one line why a replica has no place: what it asks for, and what there is."""
 

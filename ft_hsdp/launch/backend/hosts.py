@@ -3,7 +3,8 @@
 With `hosts.per_replica` one machine stands for several hosts. Replica 0 begins on r0h0, r0h1 and so on. The spare
 hosts are s0, s1 and so on; the last ones of them are those of spare replicas. A host that is lost, by the kind
 `host` of chaos, or that is cordoned, leaves its ranks to a spare host (DeadPool §V-C). Nothing else moves: the
-other ranks start again where their memory is. A host that comes back is spare.
+other ranks start again where their memory is. A host that comes back is spare. Without a spare host a replica may
+go on on the hosts that it has left.
 """
 
 from __future__ import annotations
@@ -60,10 +61,11 @@ class EmulatedHosts:
         self._last = set(self._spare[spare:])  # of spare replicas
         self.cordoned: dict[str, str] = {}  # host -> why it gets no ranks any more
         self._left: set[str] = set()  # hosts that were lost: their ranks go elsewhere, if there is where
+        self._shrunk: dict[int, list[str]] = {}  # the hosts of replicas that go on with fewer ranks
 
     def of(self, replica: int) -> tuple[str, ...]:
         """Return the host of each rank of a replica; () without emulated hosts."""
-        return tuple(name for name in self._of(replica) for _ in range(self._each))
+        return tuple(name for name in self._used(replica) for _ in range(self._each))
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the variables that a rank has because its machine stands for several hosts."""
@@ -74,7 +76,7 @@ class EmulatedHosts:
 
         Also a host that is back before its replica starts again has lost its memory: its ranks move.
         """
-        lost = tuple(name for name in self._of(replica) if name in down)
+        lost = tuple(name for name in self._used(replica) if name in down)
         self._left.update(lost)
         return lost
 
@@ -91,6 +93,11 @@ class EmulatedHosts:
         used = {name for names in self._hosts.values() for name in names}
         waiting = used & {*down, *self.cordoned, *self._left} - {host}
         return len(self.free(down)) > len(waiting)
+
+    def can_lose(self, replica: int, host: str, down: Collection[str], least: int | None) -> bool:
+        """Return whether a replica has ``least`` ranks without ``host``; False if that is None."""
+        left = [name for name in self._of(replica) if name not in {host, *down, *self.cordoned}]
+        return least is not None and len(left) * self._each >= max(least, 1)
 
     def kept_ready(self, down: Collection[str]) -> list[str]:
         """Return the spare hosts whose state agent runs: all but those of spare replicas."""
@@ -109,11 +116,34 @@ class EmulatedHosts:
         """
         if self.per_replica is None:
             return None if down else []
-        for lost in ({*down, *self.cordoned, *self._left}, {*down, *self.cordoned}):
-            given = self._assign(replica, lost, down, others)
-            if given is not None and not given.missing:
-                return self._move(replica, given)
-        return None
+        given = self._whole(replica, down, others)
+        if given is None:
+            return None
+        self._shrunk.pop(replica, None)
+        return self._move(replica, given)
+
+    def could_grow(self, replica: int, down: Collection[str], others: Collection[int]) -> bool:
+        """Return whether a replica that goes on with fewer ranks could have all of them; as `place`."""
+        return replica in self._shrunk and self._whole(replica, down, others) is not None
+
+    def shrink(self, replica: int, down: Collection[str], others: Collection[int], least: int) -> int:
+        """Place a replica on the hosts that it has left, because it gets no others.
+
+        Args:
+            replica: The replica, which has no processes and no place.
+            down: As for `place`; so are the ``others``.
+            others: Replicas that wait for a host, too.
+            least: Fewest ranks with which it goes on.
+
+        Returns:
+            How many ranks it has there; 0: too few, it has to wait.
+        """
+        if self.per_replica is None:
+            return 0
+        left = self._assign(replica, {*down, *self.cordoned}, down, others).left(self._each, least)
+        if left:
+            self._shrunk[replica] = [host.name for host in left]
+        return len(left) * self._each
 
     def vacancy(self, replica: int, down: Collection[str]) -> str:
         """Return in words why a replica has no place; "": it has one."""
@@ -132,6 +162,18 @@ class EmulatedHosts:
             rows.append({"host": name, "state": state, "replica": used.get(name)})
         return rows
 
+    def _used(self, replica: int) -> list[str]:
+        """Return the hosts on which a replica runs, by position; without those that it goes on without."""
+        return self._shrunk.get(replica, self._of(replica))
+
+    def _whole(self, replica: int, down: Collection[str], others: Collection[int]) -> Assignment | None:
+        """Return hosts for all ranks of a replica; None: there are too few."""
+        for lost in ({*down, *self.cordoned, *self._left}, {*down, *self.cordoned}):
+            given = self._assign(replica, lost, down, others)
+            if not given.missing:
+                return given
+        return None
+
     def _of(self, replica: int) -> list[str]:
         if self.per_replica is None:
             return []
@@ -142,7 +184,7 @@ class EmulatedHosts:
 
     def _assign(
         self, replica: int, lost: Collection[str], down: Collection[str], others: Collection[int]
-    ) -> Assignment | None:
+    ) -> Assignment:
         """Return the hosts of a replica, with those of spare replicas only if the spare hosts do not suffice."""
         self._of(replica)
         everyone: dict[int, Sequence[Host]] = {
@@ -151,12 +193,12 @@ class EmulatedHosts:
         # The hosts of a replica that trains are no candidates, but say where the other copies are.
         alive = {n: hosts for n, hosts in everyone.items() if n != replica and n not in others}
         gone = {*lost} - {host.name for hosts in alive.values() for host in hosts}
-        given = None
-        for spares in (self.kept_ready(down), self.free(down)):
-            given = assign(everyone, gone, [self._host(name) for name in spares], self._level)[replica]
-            if not given.missing:
-                break
-        return given
+        shrunk = {n: len(hosts) for n, hosts in self._shrunk.items()}
+        given, more = (
+            assign(everyone, gone, [self._host(name) for name in spares], self._level, shrunk=shrunk)[replica]
+            for spares in (self.kept_ready(down), self.free(down))
+        )
+        return more if given.missing else given
 
     def _move(self, replica: int, given: Assignment) -> list[HostSwap]:
         hosts, each = self._of(replica), self._each

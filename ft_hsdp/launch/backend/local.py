@@ -58,6 +58,7 @@ class LocalBackend:
         quiet_s: float = 0.0,
         hosts: EmulatedHosts | None = None,
         agents: SpareAgents | None = None,
+        shrink_to: int | None = None,
     ) -> None:
         """Make the backend; nothing is started before `open`.
 
@@ -73,6 +74,7 @@ class LocalBackend:
             quiet_s: How long no replica may have started before a spare is made, in seconds.
             hosts: For which hosts this machine stands; None: for itself.
             agents: The state agents of spare hosts; None: none is started before its host is needed.
+            shrink_to: `memory.shrink_to`.
         """
         self._run = run
         self._emit = emit
@@ -82,6 +84,7 @@ class LocalBackend:
         self._machine = socket.gethostname()
         self._hosts = hosts or EmulatedHosts()
         self._agents = agents
+        self._shrink_to = shrink_to
         self._wait_for_host: set[int] = set()  # replicas
         self._uncalled: dict[str, int] = {}  # spare hosts that a replica has got, and the replica
         self._listed: list[dict[str, object]] = []  # the content of hosts.json
@@ -117,6 +120,16 @@ class LocalBackend:
             self._uncalled[swap.spare] = replica
             self._tell_swap(replica, swap)
 
+    def shrink(self, replica: int) -> int:
+        """Place a replica on the hosts that it has left; return its ranks there, 0 if it has to wait."""
+        if self._shrink_to is None:
+            return 0
+        return self._hosts.shrink(replica, *self._away(replica), self._shrink_to)
+
+    def could_grow(self, replica: int) -> bool:
+        """Return whether there is a place for all ranks of a replica that goes on with fewer."""
+        return self._hosts.could_grow(replica, *self._away(replica))
+
     def vacancy(self, replica: int) -> str:
         """Return which hosts of a replica are down or cordoned, and how many spare hosts there are."""
         if self._hosts.per_replica is None:
@@ -130,7 +143,10 @@ class LocalBackend:
 
     def cordon(self, replica: int, host: str, reason: str, broken: bool) -> bool:
         """Give a host no ranks any more, if a spare host can take those that it has; return whether it can."""
-        if not self._hosts.spare_for(host, fault_injection.hosts_down(self._run.path)):
+        down = fault_injection.hosts_down(self._run.path)
+        if not self._hosts.spare_for(host, down) and not self._hosts.can_lose(
+            replica, host, down, self._shrink_to
+        ):
             return False
         self._hosts.cordon(host, reason)
         self._event("HostCordoned", replica, host, reason)

@@ -94,7 +94,8 @@ class SparePool(Changes):
     def settled(self, spec: ReplicaSpec) -> None:
         """Note that an incarnation trains, or has ended."""
         self._busy.discard(spec.name)
-        self._like = spec
+        if self._like is None or spec.size >= self._like.size:  # a replica may go on with fewer ranks for a while
+            self._like = spec
         if self._wanted and self._keeping is None:
             self._keeping = asyncio.create_task(self._keep())
         self.wake()

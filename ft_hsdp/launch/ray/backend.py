@@ -193,6 +193,14 @@ class RayBackend:
             self._seeking.pop(replica, None)
             self._pool.wake()
 
+    def shrink(self, replica: int) -> int:
+        """Return 0: on a cluster a replica waits for nodes."""
+        return 0
+
+    def could_grow(self, replica: int) -> bool:
+        """Return False: no replica has fewer ranks than all."""
+        return False
+
     def vacancy(self, replica: int) -> str:
         """Return in one line what a replica without a slot asks for, and what the cluster has free."""
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())

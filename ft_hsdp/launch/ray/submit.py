@@ -276,6 +276,9 @@ def check(config: Config) -> None:
         )
     if config.lighthouse.count > 1:
         raise ConfigError("lighthouse.count", config.lighthouse.count, "1 with submit: Ray starts it again")
+    if config.memory.shrink_to is not None:
+        allowed = "null with submit: on a cluster a replica waits for nodes"
+        raise ConfigError("memory.shrink_to", config.memory.shrink_to, allowed)
     for i, rule in enumerate(config.chaos):
         if rule.kind != "signal":
             allowed = "signal with submit: the other kinds act on processes of this machine"

@@ -2,7 +2,8 @@
 
 It compares the units that canonical commits list with those that replicas logged when they fed them to the model.
 All data ranks of a replica train a micro-batch together, so the audit counts micro-batches, each of as many units
-as there are data ranks. It takes rows one at a time and keeps only the newest; the others are ranges of numbers.
+as there are data ranks; where replicas may go on with fewer ranks (`memory.shrink_to`), it counts units. It takes
+rows one at a time and keeps only the newest; the others are ranges of numbers.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class UnitAudit:
     """
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks  # data ranks of a replica
+        self._ranks = ranks  # data ranks of a replica; 1 if their number changes, so that units are counted
         self._fed: dict[int, set[Feed]] = {}  # by step: lines that wait for their commit
         self._logged: dict[int, dict[int, tuple[int, int]]] = {}  # replica -> restarts -> lowest and highest step
         self._trained: dict[int, Spans] = {}  # by data shard
@@ -102,14 +103,15 @@ class UnitAudit:
 
     def fed(self, replica: int, line: Row) -> None:
         """Add a line of a replica's fed.jsonl, which it writes before each forward pass."""
-        feed = (replica, line["step"], line["shard"], line["index"] // self._ranks)
         logged, restarts = self._logged.setdefault(replica, {}), _replica_and_restarts(line["incarnation"])[1]
         low, high = logged.get(restarts, (line["step"], line["step"]))
         logged[restarts] = min(low, line["step"]), max(high, line["step"])
-        if self._open.pop(feed, None) is not None:
-            self._train(feed)
-        elif line["step"] > self.steps - WINDOW:
-            self._fed.setdefault(line["step"], set()).add(feed)
+        for shard, number in self._split([(line["shard"], line["index"], line["units"])]):
+            feed = (replica, line["step"], shard, number)
+            if self._open.pop(feed, None) is not None:
+                self._train(feed)
+            elif line["step"] > self.steps - WINDOW:
+                self._fed.setdefault(line["step"], set()).add(feed)
 
     def again(self) -> None:
         """Drop commits and lines, which are added again from the first one on. Events stay."""

@@ -39,6 +39,8 @@ NOTABLE = frozenset(
         "JobGivenUp",
         "HostReplaced",
         "HostCordoned",
+        "Shrunk",
+        "Grown",
         "SupervisorStandsBy",
         "SupervisorLeased",
         "LogCut",

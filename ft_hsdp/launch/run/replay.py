@@ -75,6 +75,9 @@ def replay(run: RunDir, begins: Callable[[], object] = lambda: None) -> ReplayVe
         raise ConfigError("RUN", run.name, f"a run on CPUs: a {config.train.device} sums in another order")
     rows, recorded = _history(run, config)
     if config.entry is not None:
+        if any(c.get("width") for row in rows for c in row["contributions"]):
+            allowed = "one whose replicas have always had all their ranks (`verify RUN` checks it)"
+            raise ConfigError("RUN", run.name, allowed)
         if rows[0]["step"] != 1:
             _checkpoint_before(run, config, rows[0])
         begins()
@@ -189,13 +192,14 @@ class _Unsharded:
         runs: dict[int, list[Contribution]] = {}
         for c in record.contributions:
             runs.setdefault(c.replica, []).append(c)
-        gradients = {replica: self._replica(theirs) for replica, theirs in runs.items()}
+        width = record.contributions[0].width or self._ranks
+        gradients = {replica: self._replica(theirs, width) for replica, theirs in runs.items()}
         reduced = [
             [
                 ring_sum({r: g[rank][b] for r, g in gradients.items()}, record.ring, self._ring_settings)
                 for b in range(len(self._buckets))
             ]
-            for rank in range(self._ranks)
+            for rank in range(width)
         ]
         digest = state_id.digest([state_id.digest([checksum(t) for t in shards]) for shards in reduced])
         counted = tuple(replace(c, weight=self._weight(c)) for c in record.contributions)
@@ -203,45 +207,45 @@ class _Unsharded:
         if not record.updates:
             return record.state_id.lineage
         whole = [((0, flat.numel()),) for flat in reduced[0]]
-        norm = sum(sum_of_squares(s, whole) for s in reduced) ** 0.5 / (record.divisor / self._ranks)
+        norm = sum(sum_of_squares(s, whole) for s in reduced) ** 0.5 / (record.divisor / width)
         record = replace(record, norm=norm)
         for shards in reduced:
-            finish(record, shards, config.optim.clip, self._ranks)
+            finish(record, shards, config.optim.clip, width)
         for b, params in enumerate(self._buckets):
-            self._assign(params, [reduced[rank][b] for rank in range(self._ranks)])
+            self._assign(params, [reduced[rank][b] for rank in range(width)])
         self._groups.step(record)
         self._model.zero_grad(set_to_none=True)
         return record.state_id.lineage
 
-    def _replica(self, runs: Sequence[Contribution]) -> list[list[Tensor]]:
-        """What one replica brings to the ring: for each of its ranks a flat shard of each bucket."""
+    def _replica(self, runs: Sequence[Contribution], width: int) -> list[list[Tensor]]:
+        """What one replica of so many ranks brings to the ring: for each of them a flat shard of each bucket."""
         total: list[list[Tensor]] = []
         for part in sorted({c.part for c in runs}):
-            units = [u for c in runs if c.part == part for u in range(c.index, c.index + c.units, self._ranks)]
-            per_rank = [self._rank(runs[0].shard, units, rank) for rank in range(self._ranks)]
+            units = [u for c in runs if c.part == part for u in range(c.index, c.index + c.units)]
+            per_rank = [self._rank(runs[0].shard, units[rank::width], width) for rank in range(width)]
             found = [
                 [_average([g[b][rank] for g in per_rank], rank) for b in range(len(self._buckets))]
-                for rank in range(self._ranks)
+                for rank in range(width)
             ]
             sums = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(total, found, strict=False)]
             total = sums or found
         return total
 
-    def _rank(self, shard: int, units: Sequence[int], rank: int) -> list[list[Tensor]]:
+    def _rank(self, shard: int, units: Sequence[int], width: int) -> list[list[Tensor]]:
         """One rank's gradient of its micro-batches: for each bucket the flat shard of each rank.
 
         Args:
             shard: their data shard.
-            units: number of rank 0's unit of each micro-batch.
-            rank: the rank.
+            units: its own unit of each micro-batch.
+            width: ranks of its replica.
         """
         for unit in units:
-            batch = self._unit(shard, unit + rank)
+            batch = self._unit(shard, unit)
             weight = trainer.weight(self._config, batch)
             if weight:
                 loss = self._loss(batch)
                 loss.backward(torch.full_like(loss, weight))
-        pieces = [list(zip(*(self._cut(p) for p in params), strict=True)) for params in self._buckets]
+        pieces = [list(zip(*(self._cut(p, width) for p in params), strict=True)) for params in self._buckets]
         self._model.zero_grad(set_to_none=True)
         return [[torch.cat(parts) for parts in bucket] for bucket in pieces]
 
@@ -263,10 +267,10 @@ class _Unsharded:
         gathered = {name: param.to(dtype) for name, param in self._model.named_parameters()}
         return torch.func.functional_call(self._model, gathered, (batch,))
 
-    def _cut(self, param: nn.Parameter) -> Iterator[Tensor]:
+    def _cut(self, param: nn.Parameter, width: int) -> Iterator[Tensor]:
         """Return the flat, padded shards of one parameter's gradient, as FSDP2 cuts it along dimension 0."""
-        rows = -(-param.shape[0] // self._ranks)
-        whole = torch.zeros(rows * self._ranks, *param.shape[1:])
+        rows = -(-param.shape[0] // width)
+        whole = torch.zeros(rows * width, *param.shape[1:])
         if param.grad is not None:  # None: no micro-batch of the rank has a weight
             whole[: param.shape[0]] = param.grad
         return (piece.reshape(-1) for piece in whole.split(rows))
@@ -275,7 +279,7 @@ class _Unsharded:
         """Join the ranks' reduced shards of one bucket, and set them as gradients."""
         place = 0
         for param in params:
-            rows = -(-param.shape[0] // self._ranks)
+            rows = -(-param.shape[0] // len(shards))
             size = rows * (param.numel() // param.shape[0])
             whole = torch.cat([s[place : place + size].view(rows, *param.shape[1:]) for s in shards])
             param.grad = whole[: param.shape[0]].clone()

@@ -29,6 +29,9 @@ def status(run: RunDir) -> Status:
     answer = next(filter(None, (_ask(run, url, trusted) for url in urls)), None)
     reported: dict[int, Row] = {row["replica"]: row for row in (answer or {}).get("replicas", [])}
     replicas = [_replica(run, n, reported.get(n)) for n in range(config.slots)]
+    for row in replicas:
+        if 0 < len(row["ranks"]) < config.ranks_per_replica and config.memory.shrink_to is not None:
+            row["of_ranks"] = config.ranks_per_replica
     newest = max((row["step"] for row in replicas), default=0)
     several = {"lighthouses": [{"url": url, "role": _role(url, trusted)} for url in urls]} if len(urls) > 1 else {}
     target = (answer or {}).get("target", config.replicas)
@@ -66,7 +69,8 @@ def lines(run: RunDir, document: Status) -> list[str]:
         ranks = ", ".join(f"rank {r['rank']} pid {r['pid']}{_host(r)} {r['state']}" for r in replica["ranks"])
         pause = f"  pauses: {replica['pause']}" if replica.get("pause") else ""
         step = replica["step"]
-        found.append(f"  replica {replica['replica']}  {replica['state']:<12} step {step}  {ranks}{pause}")
+        few = f"{len(replica['ranks'])} of {replica['of_ranks']} ranks: " if "of_ranks" in replica else ""
+        found.append(f"  replica {replica['replica']}  {replica['state']:<12} step {step}  {few}{ranks}{pause}")
     away = [row for row in document.get("hosts", ()) if row["state"] != "used"]
     found += [f"  host {row['host']}  {row['state']}" for row in away]
     if leader["url"]:

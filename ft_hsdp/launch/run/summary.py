@@ -31,7 +31,7 @@ class RunTally:
 
     def __init__(self, config: Config) -> None:
         self._replicas = config.replicas
-        self.audit = UnitAudit(config.data_ranks)
+        self.audit = UnitAudit(config.data_ranks if config.memory.shrink_to is None else 1)
         self._failures = Failures(config.slots, most=None)
         self._events = 0
         self._starts: Counter[int] = Counter()  # by supervisors
@@ -47,6 +47,7 @@ class RunTally:
         self._steps = StepTimes()
         self._tokens = 0
         self._stalls: Counter[str] = Counter()
+        self._narrow: dict[int, int] = {}  # data ranks of a contributor -> steps; only of those that had too few
         self._last: Row | None = None
         self._contributed: dict[int, int] = {}  # replica -> its last step
 
@@ -68,6 +69,8 @@ class RunTally:
         self._tokens += row["tokens"]
         self._stalls.update(row["waits"])
         self._losses.add(row["loss"])
+        for width in {c["width"] for c in row["contributions"] if c.get("width")}:
+            self._narrow[width] = self._narrow.get(width, 0) + 1
         self._last = row
         self._contributed.update(dict.fromkeys(row["contributors"], row["step"]))
 
@@ -85,8 +88,7 @@ class RunTally:
         if not isinstance(replica, int):
             return
         if name == "StateRestored" and "rung" in event:  # an earlier version did not say so much
-            width = {"width": event["width"]} if "width" in event else {}  # only if it was another than its own
-            self._recoveries.append({key: event.get(key) for key in RECOVERY} | width)
+            self._recoveries.append({key: event.get(key) for key in RECOVERY})
         if name == "ReplicaStarted":
             self._starts[replica] += 1
         if name == "ReplicaBooted":
@@ -124,6 +126,8 @@ class RunTally:
             "failures": failures,
             "recoveries": list(self._recoveries),
         }
+        if self._narrow:
+            summary["narrow_steps"] = {str(ranks): steps for ranks, steps in sorted(self._narrow.items())}
         if lost := sorted(lost):
             summary["lost"] = lost
         if unplaced := sorted(replica for replica, yes in self._unplaced.items() if yes):

@@ -54,7 +54,7 @@ class CheckpointOrigin:
     accumulate: int = 1  # micro-batches of a data rank in a batch
     frozen: tuple[Frozen, ...] = ()  # what a state dict of the model has beside the state
     aliases: Mapping[str, str] = field(default_factory=dict)  # further names of tied tensors
-    ranks_per_unit: int = 1  # ranks of a data rank
+    data_ranks: int = 1  # of a batch: those of a replica with all its ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +304,7 @@ class Checkpointer:
             header.state,
             self._about.incarnation,
             self._about.replicas,
-            self._ranks.size // self._about.ranks_per_unit,
+            self._about.data_ranks,
             self._about.config_hash,
             self._about.config,
             self._about.accumulate,

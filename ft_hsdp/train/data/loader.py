@@ -100,9 +100,9 @@ class Loader(Generic[Batch]):
         """Read a batch in this process, and return it; for example for `Job.warm_up`. Blocks while it is read."""
         return self._reader.read(self._shape.number(shard, index, rank, micro))
 
-    def reader(self, rank: int) -> Reader[Batch]:
-        """Return what reads the batches of a data rank ahead; its workers are started now."""
-        return open_loader(self._reader, self._shape, self.options, rank)
+    def reader(self) -> Reader[Batch]:
+        """Return what reads the batches of a rank ahead; its workers are started now."""
+        return open_loader(self._reader, self._shape, self.options)
 
     def __iter__(self) -> Iterator[Batch]:
         return self._batches(self)

@@ -54,10 +54,9 @@ class Prefetcher(Generic[Batch]):
     read of a wrong guess is forgotten.
     """
 
-    def __init__(self, source: Source[Batch], rank: int) -> None:
-        """Read micro-batches of ``rank``."""
+    def __init__(self, source: Source[Batch]) -> None:
+        """Read micro-batches of ``source``."""
         self._source = source
-        self._rank = rank
         self._orders: SimpleQueue[tuple[MicroBatch, Future[Batch]] | None] = SimpleQueue()
         self._ahead: tuple[MicroBatch, Future[Batch]] | None = None
         self._closed = False
@@ -112,7 +111,7 @@ class Prefetcher(Generic[Batch]):
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(self._source.batch(at.shard, at.index, self._rank, at.micro))
+                future.set_result(self._source.batch(at.shard, at.index, at.rank, at.micro))
             except BaseException as error:
                 future.set_exception(error)
 

@@ -33,7 +33,7 @@ class DataSources:
     @property
     def _data_shape(self) -> JobShape:
         config = self.config
-        return JobShape(config.replicas, config.data_shards, self.data_ranks, config.train.accumulate)
+        return JobShape(config.replicas, config.data_shards, config.data_ranks, config.train.accumulate)
 
     def _open_reader(self, source: Any) -> Reader[Any]:
         """Return what reads the batches of ``source``.
@@ -41,14 +41,16 @@ class DataSources:
         Raises:
             ConfigError: It is no source.
         """
-        if isinstance(source, Loader | BatchStream):
+        if isinstance(source, Loader):
+            return source.reader()
+        if isinstance(source, BatchStream):
             return source.reader(self.data_rank)
         if not callable(getattr(source, "batch", None)):
             allowed = (
                 "job.loader(dataset, ...), job.stream(iterable), or what has batch(shard, index, rank, micro)"
             )
             raise ConfigError("job.batches", type(source).__name__, allowed)
-        return Prefetcher(source, self.data_rank)
+        return Prefetcher(source)
 
     def batches(self, source: Any, accumulate: int | None = None) -> Iterator[Any]:
         """Yield the batches of ``source`` that this replica has to train, ``accumulate`` in a step: `Job` does."""
@@ -120,8 +122,11 @@ class DataSources:
             The source. ``for batch in stream`` is ``for batch in job.batches(stream)``.
 
         Raises:
-            ConfigError: ``source`` is neither, or `data.assignment` is global.
+            ConfigError: ``source`` is neither, `data.assignment` is global, or `memory.shrink_to` is set.
         """
+        if self.config.memory.shrink_to is not None:
+            allowed = "null with job.stream: fewer ranks cannot go on with what each rank reads by itself"
+            raise ConfigError("memory.shrink_to", self.config.memory.shrink_to, allowed)
         if self.config.data.assignment == "global":
             raise ConfigError(
                 "data.assignment", "global", "per_replica, with job.stream: each replica reads its own"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ft_hsdp.core.commit import MAX_PARTS, MAX_RUNS, MAX_WEIGHT, Contribution
-from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.ledger import Ledger, Run
 from ft_hsdp.core.units import Places, head
 from ft_hsdp.errors import ConfigError
 
@@ -17,12 +17,19 @@ MAX_MICRO_BATCHES = 65536  # of a rank in one step, whatever a grant says
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Micro-batch ``micro`` of batch ``index`` of data shard ``shard``: a unit of each data rank."""
+    """What one data rank trains at once: a unit, which is micro-batch ``micro`` of data rank ``rank`` of a batch.
+
+    With all its ranks a replica trains the units of one micro-batch of a batch together, each on the data rank
+    after which it is named. With fewer ranks a unit may be trained on another one.
+    """
 
     shard: int
-    index: int
+    index: int  # of the batch in the data shard
     micro: int
-    unit: int  # number of the unit of data rank 0 in the data shard; those of the others follow
+    unit: int  # its number in the data shard
+    rank: int = 0  # to whose part of the batch it belongs
+    # (first, count) of the units that all data ranks of the replica train at once, in the order of the ranks.
+    units: Places = field(default=(), compare=False)
 
 
 def checked_weight(weight: object) -> int:
@@ -96,6 +103,8 @@ class StepPlan:
         accumulate: int,
         places: Places = (),
         weighs: bool = False,
+        data_rank: int = 0,
+        of_batch: int | None = None,
     ) -> None:
         """Plan to train ``places``.
 
@@ -103,15 +112,19 @@ class StepPlan:
             ledger: Of the state that the step builds on.
             shard: Data shard of the replica.
             data_ranks: Of the replica.
-            accumulate: Micro-batches of a batch.
+            accumulate: Micro-batches of a batch, of each of its data ranks.
             places: Of the replica, among the untrained units of the data shard.
             weighs: Whether `TrainedMicroBatch.weigh` says the weight of each micro-batch; otherwise it is 1.
+            data_rank: The own one.
+            of_batch: Data ranks of a batch: those of a replica with all its ranks. None: ``data_ranks``.
         """
         self._weighs = weighs
         self._ledger = ledger
         self._shard = shard
         self._data_ranks = data_ranks
-        self._accumulate = accumulate
+        self._data_rank = data_rank
+        self._of_batch = of_batch or data_ranks
+        self._each = accumulate * self._of_batch
         self._part = 0
         self._due: tuple[Places, int] = ((), 0)  # places, and how many units of them can be trained
         self.ordered = False  # whether an order has confirmed, changed or ended what is to be trained
@@ -120,7 +133,7 @@ class StepPlan:
 
     def at(self, place: int) -> MicroBatch:
         """Return the micro-batch at a place of this replica's data shard."""
-        return self._micro_batches(((place, self._data_ranks),))[0]
+        return self._cut(self._ledger.at(self._shard, ((place, self._data_ranks),)))[0]
 
     @property
     def left(self) -> Sequence[MicroBatch]:
@@ -181,17 +194,41 @@ class StepPlan:
         loss = sum(w * t.loss for t, w in zip(self.trained, weights, strict=True) if w) / total if total else 0.0
         runs: list[Contribution] = []
         for t, weight in zip(self.trained, weights, strict=True):
-            before = runs[-1] if runs else None
-            if before is not None and (sum(before.run[1:]), before.part) == (t.at.unit, t.part):
-                runs[-1] = replace(before, units=before.units + self._data_ranks, weight=before.weight + weight)
-            else:
-                runs.append(Contribution(replica, weight, t.at.shard, t.at.unit, loss, self._data_ranks, t.part))
+            for first, count in t.at.units:
+                mine = weight if first <= t.at.unit < first + count else 0
+                before = runs[-1] if runs else None
+                if before is not None and (sum(before.run[1:]), before.part) == (first, t.part):
+                    runs[-1] = replace(before, units=before.units + count, weight=before.weight + mine)
+                else:
+                    runs.append(Contribution(replica, mine, t.at.shard, first, loss, count, t.part))
         return tuple(runs)
 
     def _micro_batches(self, places: Places) -> list[MicroBatch]:
-        each, found = self._accumulate * self._data_ranks, []
         places = head(places, MAX_MICRO_BATCHES * self._data_ranks)
-        for shard, first, count in self._ledger.at(self._shard, places)[:MAX_RUNS]:
-            for unit in range(first, first + count, self._data_ranks):
-                found.append(MicroBatch(shard, unit // each, unit % each // self._data_ranks, unit))
+        return self._cut(self._ledger.at(self._shard, places)[:MAX_RUNS])
+
+    def _cut(self, runs: Sequence[Run]) -> list[MicroBatch]:
+        """Return the micro-batches of this rank in runs of units; units that are too few for one are left out."""
+        found: list[MicroBatch] = []
+        units: list[tuple[int, int]] = []
+        missing = self._data_ranks
+        for _, first, count in runs:
+            end = first + count
+            while first < end:
+                taken = min(end - first, missing)
+                units.append((first, taken))
+                first, missing = first + taken, missing - taken
+                if not missing:
+                    found.append(self._micro_batch(tuple(units)))
+                    units, missing = [], self._data_ranks
         return found
+
+    def _micro_batch(self, units: Places) -> MicroBatch:
+        before = self._data_rank
+        for first, count in units:
+            if before < count:
+                index, within = divmod(first + before, self._each)
+                micro, rank = divmod(within, self._of_batch)
+                return MicroBatch(self._shard, index, micro, first + before, rank, units)
+            before -= count
+        raise ValueError(f"{units} are no units of {self._data_ranks} data ranks")

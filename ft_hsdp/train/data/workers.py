@@ -188,11 +188,10 @@ class _Forks:
 
 
 class _NumberedReader(Generic[Batch]):
-    """Takes the micro-batches of one data rank for numbers."""
+    """Takes micro-batches for numbers."""
 
-    def __init__(self, shape: JobShape, rank: int, depth: int) -> None:
+    def __init__(self, shape: JobShape, depth: int) -> None:
         self._shape = shape
-        self._rank = rank
         self._depth = depth
 
     def trained(self, first: MicroBatch) -> None:
@@ -200,15 +199,15 @@ class _NumberedReader(Generic[Batch]):
 
     def _wanted(self, micro_batches: Iterable[MicroBatch]) -> list[int]:
         some = islice(micro_batches, self._depth + 1)
-        return [self._shape.number(at.shard, at.index, self._rank, at.micro) for at in some]
+        return [self._shape.number(at.shard, at.index, at.rank, at.micro) for at in some]
 
 
 class MainThreadReader(_NumberedReader[Batch]):
     """Reads on the main thread, when a batch is asked for."""
 
-    def __init__(self, samples: SampleReader, shape: JobShape, options: ReadOptions, rank: int) -> None:
+    def __init__(self, samples: SampleReader, shape: JobShape, options: ReadOptions) -> None:
         """Read batches of ``samples``; the arguments are those of `open_loader`."""
-        super().__init__(shape, rank, 0)
+        super().__init__(shape, 0)
         self._pipeline: _Pipeline | None = _Pipeline(samples, options)
 
     def guess(self, ahead: Iterable[MicroBatch]) -> None:
@@ -232,9 +231,9 @@ class MainThreadReader(_NumberedReader[Batch]):
 class WorkersReader(_NumberedReader[Batch]):
     """Has batches read by worker processes, which live as long as the reader."""
 
-    def __init__(self, samples: SampleReader, shape: JobShape, options: ReadOptions, rank: int) -> None:
+    def __init__(self, samples: SampleReader, shape: JobShape, options: ReadOptions) -> None:
         """Start the workers; the arguments are those of `open_loader`."""
-        super().__init__(shape, rank, options.num_workers * options.prefetch_factor)
+        super().__init__(shape, options.num_workers * options.prefetch_factor)
         self._orders: SimpleQueue[tuple[list[int], Future[Batch] | None] | None] = SimpleQueue()
         self._closed = False
         pins = options.pin_memory and torch.accelerator.is_available()
@@ -318,8 +317,8 @@ class WorkersReader(_NumberedReader[Batch]):
         pipeline.close()
 
 
-def open_loader(samples: SampleReader, shape: JobShape, options: ReadOptions, rank: int) -> Reader[Any]:
-    """Return what reads the batches of one data rank.
+def open_loader(samples: SampleReader, shape: JobShape, options: ReadOptions) -> Reader[Any]:
+    """Return what reads batches.
 
     Workers are started now, before the rank has connections to other replicas: what a worker inherits stays open
     until it ends, too.
@@ -328,10 +327,9 @@ def open_loader(samples: SampleReader, shape: JobShape, options: ReadOptions, ra
         samples: Reads the batch with a number.
         shape: Which number a place has.
         options: How batches are read.
-        rank: The data rank.
     """
     kind = WorkersReader if options.num_workers else MainThreadReader
-    return kind(samples, shape, options, rank)
+    return kind(samples, shape, options)
 
 
 def _failed(why: str) -> Retryable:

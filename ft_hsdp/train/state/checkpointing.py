@@ -79,7 +79,7 @@ def open_checkpoints(
         config.train.accumulate,
         live_state.frozen,
         live_state.aliases,
-        config.ranks_per_unit,
+        config.data_ranks,
     )
     checkpointer = Checkpointer(
         checkpoints.folder,

@@ -127,3 +127,36 @@ def test_a_spare_host_is_promised_to_one_host_only() -> None:
     made.place(0, [], [])
     assert not made.spare_for("r1h0", ["r0h1"])
     assert made.place(1, [], []) == [], "it stays where it is"
+
+
+def test_a_replica_goes_on_on_the_hosts_that_it_has_left_and_grows_when_one_is_back() -> None:
+    made, down = hosts(0), ["r0h1"]
+    assert made.lose(0, down) == ("r0h1",)
+    assert made.place(0, down, []) is None
+    assert made.shrink(0, down, [], 3) == 0
+    assert made.of(0) == ("r0h0", "r0h0", "r0h1", "r0h1"), "it waits"
+    assert made.shrink(0, down, [], 2) == 2
+    assert made.of(0) == ("r0h0", "r0h0")
+    assert made.lose(0, down) == (), "it does not run there"
+    assert not made.could_grow(0, down, [])
+    assert made.could_grow(0, [], [])
+    assert made.of(0) == ("r0h0", "r0h0"), "it runs there"
+    assert made.place(0, [], []) == []
+    assert made.of(0) == ("r0h0", "r0h0", "r0h1", "r0h1")
+    assert not made.could_grow(0, [], []), "it has all"
+
+
+def test_a_replica_that_loses_its_last_hosts_or_has_one_machine_waits() -> None:
+    made = hosts(0)
+    assert made.shrink(0, ["r0h0"], [], 1) == 2
+    assert made.lose(0, ["r0h0", "r0h1"]) == ("r0h1",)
+    assert made.shrink(0, ["r0h0", "r0h1"], [], 1) == 0
+    assert EmulatedHosts().shrink(0, ["node1"], [], 1) == 0
+
+
+def test_a_host_is_cordoned_if_its_replica_can_do_without_it() -> None:
+    made = hosts(0)
+    assert made.can_lose(0, "r0h1", [], 2)
+    assert not made.can_lose(0, "r0h1", [], 3)
+    assert not made.can_lose(0, "r0h1", ["r0h0"], 1)
+    assert not made.can_lose(0, "r0h1", [], None)

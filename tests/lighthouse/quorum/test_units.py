@@ -13,6 +13,8 @@ from ft_hsdp.config import parse
 from ft_hsdp.core.grant import Grant, Member, Role
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import Places, UnitPolicy, size
+from lighthouse.quorum.rules import Base
+from lighthouse.quorum.state import LighthouseState, Policy, new_epoch
 from lighthouse.quorum.units import apportion
 from lighthouse.runtime import policy
 from lighthouse.status import describe_job
@@ -228,6 +230,33 @@ def test_a_batch_that_the_cap_makes_smaller_is_said() -> None:
     out = script.ask(0, epoch=1, after=1)
     assert out.notes["BatchReduced"] == "a rank trains at most 4 micro-batches (quorum.max_accumulate)"
     assert units(out.grant(0)) == {0: 4}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_one_that_has_other_ranks_now_takes_what_its_ranks_need(shared: bool) -> None:
+    """Two ranks, then four on the same state: what was dealt to the two is free again."""
+    policy = UnitPolicy(data_ranks=4, accumulate=2, shared=shared)
+    narrow = apportion(grant("0", total=1), None, policy, refill=False)
+    assert (units(narrow), narrow.units) == ({0: 4}, 8)
+    four = replace(grant("0", total=1, epoch=3).members[0], ring=RING * 2)
+    wide = apportion(replace(grant("0", total=1, epoch=3), members=(four,)), narrow, policy, refill=False)
+    assert (units(wide), places(wide)) == ({0: 8}, {0: ((0, 8),)})
+    again = apportion(grant("0", total=1, epoch=4), wide, policy, refill=False)
+    assert (units(again), places(again)) == ({0: 4}, {0: ((0, 4),)})
+
+
+def test_a_constant_batch_that_ranks_do_not_divide_is_said() -> None:
+    policy = UnitPolicy(batch="constant", max_accumulate=4, data_ranks=3)
+    _, notes = new_epoch(
+        LighthouseState.empty(Policy(1, 9, units=policy), 1),
+        Base(BASE, None, ()),
+        grant("0").members,
+        "why",
+        refill=False,
+    )
+    (note,) = (each for each in notes if each.event == "BatchReduced")
+    assert note.reason == "1 units are too few for one more micro-batch of each rank of a replica"
+    assert (note.facts["units"], note.facts["units_wanted"]) == (2, 3)
 
 
 def test_status_names_the_units_of_each_and_who_stands_by() -> None:

@@ -84,7 +84,7 @@ def save_on_two_dimensions(side: Side, folder: str) -> Any:
     layout = Layout.of(params, {})
     packed = torch.empty(layout.nbytes, dtype=torch.uint8)
     live_state.pack(layout, list(params.values()), packed)
-    about = CheckpointOrigin("0-a-0", 1, "hash", {}, ranks_per_unit=2)
+    about = CheckpointOrigin("0-a-0", 1, "hash", {}, data_ranks=side.ranks.size // 2)
     checkpointer = Checkpointer(Path(folder), 1, KEY, about, layout, params, {}, side.ranks)
     outcome = checkpointer.write(packed, header(1)).result(WAIT_S)
     checkpointer.close()

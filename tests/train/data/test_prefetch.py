@@ -42,12 +42,12 @@ class Shelf:
 
 
 def at(index: int, shard: int = 0, micro: int = 0) -> MicroBatch:
-    return MicroBatch(shard, index, micro, 3 * index + micro)
+    return MicroBatch(shard, index, micro, 3 * index + micro, 3)
 
 
 @contextmanager
 def prefetcher(source: Shelf) -> Iterator[Prefetcher[tuple[int, int, int, int]]]:
-    reader = Prefetcher(source, 3)
+    reader = Prefetcher(source)
     try:
         yield reader
     finally:

@@ -173,3 +173,30 @@ def test_no_more_runs_are_trained_in_a_step_than_fit_into_an_entry() -> None:
     assert len(steps.left) == MAX_RUNS
     assert steps.trainable(((0, 2 * (MAX_RUNS + 3)),)) == 2 * MAX_RUNS
     assert steps.trainable(((0, 4),)) == 4
+
+
+def of_rank(rank: int, *places: tuple[int, int], ledger: Ledger) -> StepPlan:
+    """The plan of one of two ranks that are left of three; batches have two micro-batches of three ranks."""
+    return StepPlan(ledger, 0, 2, 2, places, data_rank=rank, of_batch=3)
+
+
+def test_fewer_ranks_train_the_units_in_their_order() -> None:
+    """Unit 5 is micro-batch 1 of rank 2 of batch 0, unit 6 is the first one of batch 1."""
+    first, second = (of_rank(rank, (0, 4), ledger=Ledger((4,))) for rank in (0, 1))
+    assert list(first.left) == [MicroBatch(0, 0, 1, 4, 1), MicroBatch(0, 1, 0, 6, 0)]
+    assert list(second.left) == [MicroBatch(0, 0, 1, 5, 2), MicroBatch(0, 1, 0, 7, 1)]
+    assert [at.units for at in first.left] == [((4, 2),), ((6, 2),)]
+
+
+def test_a_micro_batch_may_be_cut_over_holes() -> None:
+    """Three units are missing below the cursor: the second micro-batch takes the last one and the cursor's."""
+    ledger = Ledger((12,), ((0, 3, 3),))
+    plans = [of_rank(rank, (0, 4), ledger=ledger) for rank in (0, 1)]
+    assert [[at.unit for at in plan.left] for plan in plans] == [[3, 5], [4, 12]]
+    assert plans[0].left[1].units == ((5, 1), (12, 1))
+    for plan in plans:
+        while plan.left:
+            plan.begin()
+    said = [[(c.index, c.units, c.weight) for c in plan.contributions(0)] for plan in plans]
+    assert said == [[(3, 3, 2), (12, 1, 0)], [(3, 3, 1), (12, 1, 1)]], "a rank counts what it has trained"
+    assert plans[0].trainable(((0, 5),)) == 4, "one unit is left out"

@@ -69,7 +69,7 @@ def after(index: int) -> Iterator[MicroBatch]:
 @contextmanager
 def reading(data: Dataset[Any], workers: int = 2, factor: int = 2, **options: Any) -> Iterator[Any]:
     samples = SampleReader(data, 1, None, False, True, 5)
-    reader = open_loader(samples, SHAPE, ReadOptions(workers, factor, **options), 0)
+    reader = open_loader(samples, SHAPE, ReadOptions(workers, factor, **options))
     try:
         yield reader
     finally:
@@ -248,7 +248,7 @@ from tests.train.data.test_workers import SHAPE, Diary, after, hang
 die_with({os.getpid()})
 folder = pathlib.Path({str(tmp_path)!r})
 signal.signal(signal.SIGTERM, lambda *_: (folder / "told").touch())
-reader = open_loader(SampleReader(Diary(folder, hang), 1, None, False, True, 5), SHAPE, ReadOptions(2), 0)
+reader = open_loader(SampleReader(Diary(folder, hang), 1, None, False, True, 5), SHAPE, ReadOptions(2))
 reader.guess(after(3))
 (folder / "pids").write_text(" ".join(str(p.pid) for p in active_children()))
 while True:

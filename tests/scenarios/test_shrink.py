@@ -1,0 +1,77 @@
+"""A replica that lost a host and gets no other goes on with fewer ranks, and grows when the host is back."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp.launch.injection import inflict, parse_options
+from ft_hsdp.launch.run.directory import RunDir, read_jsonl
+from ft_hsdp.launch.run.status import lines, status
+from tests.support.scenarios.scenario_job import Job, check
+
+SAFE = {"checkpoint.every": 2, "quorum.on_lost_head": "rollback", "timeouts.place_s": 0.3}
+
+
+def widths(job: Job) -> list[tuple[int, int]]:
+    """How many ranks trained the steps, of how many units, each pair once, in the order of the steps."""
+    rows = read_jsonl(job.run / "metrics.jsonl")
+    found = [(row.get("widths", {}).get("0", 0), row["units"]) for row in rows if "units" in row]
+    return [pair for n, pair in enumerate(found) if n == 0 or pair != found[n - 1]]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("batch", ["adapt", "constant"])
+def test_the_only_replica_goes_on_with_half_its_ranks_and_grows(tmp_path: Path, batch: str) -> None:
+    """With a constant batch two ranks train what four trained, else half of it. No step is repeated to grow."""
+    shrinks = {"ranks_per_replica": 4, "hosts.per_replica": 2, "memory.shrink_to": 2}
+    with Job(tmp_path, 30, replicas=1, **shrinks, **SAFE, **{"quorum.batch": batch}) as job:
+        run = RunDir(job.run)
+        job.until(lambda: job.step() >= 5, "step 5")
+        lost = inflict(run, parse_options(kind="host", replica=0, host="r0h1"))
+        job.until(lambda: job.events("Shrunk"), "fewer ranks")
+        narrow = job.step()
+        job.until(lambda: job.step() >= narrow + 3, "it trains on")
+        shown = next(line for line in lines(run, status(run)) if line.startswith("  replica 0"))
+        assert "  2 of 4 ranks: rank 0 pid" in shown
+        lost.lifted("it is back")
+        summary = job.end()
+        check(summary, 30)
+        assert widths(job) == [(0, 4), (2, 4 if batch == "constant" else 2), (0, 4)]
+        assert [(e["event"], e["from"], e["to"]) for e in job.events("Shrunk") + job.events("Grown")] == [
+            ("Shrunk", 4, 2),
+            ("Grown", 2, 4),
+        ]
+        assert sum(summary["narrow_steps"].values()) >= 3
+        first, second = summary["recoveries"]
+        assert (first["ranks"], second["ranks"], second["lost_steps"]) == (2, 4, 0)
+        assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+def test_another_host_is_lost_meanwhile_and_a_rank_is_killed_while_it_grows(tmp_path: Path) -> None:
+    """Each attempt ends as a whole, and the next one is planned from the hosts that are there then."""
+    shrinks = {"ranks_per_replica": 3, "hosts.per_replica": 3, "memory.shrink_to": 1}
+    with Job(tmp_path, 30, replicas=1, **shrinks, **SAFE) as job:
+        run = RunDir(job.run)
+        job.until(lambda: job.step() >= 5, "step 5")
+        hosts = [inflict(run, parse_options(kind="host", replica=0, host="r0h1"))]
+        job.until(lambda: job.events("Shrunk"), "two ranks")
+        job.until(lambda: len(job.events("ReplicaStarted")) == 2, "the second life")
+        hosts.append(inflict(run, parse_options(kind="host", replica=0, host="r0h2")))
+        job.until(lambda: len(job.events("Shrunk")) == 2, "one rank")
+        narrow = job.step()
+        job.until(lambda: job.step() >= narrow + 2, "it trains on alone")
+        for host in hosts:
+            host.lifted("it is back")
+        job.until(lambda: len(job.events("ReplicaStarted")) == 4, "the life with all ranks")
+        job.signal(0, 2, signal.SIGKILL)
+        summary = job.end()
+        check(summary, 30)
+        assert [(e["from"], e["to"]) for e in job.events("Shrunk")] == [(3, 2), (2, 1)]
+        assert [(e["from"], e["to"]) for e in job.events("Grown")] == [(1, 3)]
+        assert widths(job)[-1] == (0, 3)
+        assert (1, 1) in widths(job)
+        assert job.replayed()["equal"]
