@@ -138,7 +138,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        wrong = _refusal(self)
+        wrong = _refusal(self) or _shrink_refusal(self)
         if wrong is not None:
             raise wrong
         if self.entry is not None and not re.fullmatch(ENTRY_PATTERN, self.entry):
@@ -170,9 +170,6 @@ class Config(Section):
                 f"less than ftar.timeout_s ({self.ftar.timeout_s}): the others would give up the ring meanwhile"
             )
             raise refuse("memory.wait_s", self.memory.wait_s, allowed)
-        wrong = _shrink_refusal(self)
-        if wrong is not None:
-            raise wrong
         if self.network.tls == "on" and self.ftar.transport == "c10d":
             raise refuse("ftar.transport", "c10d", "another one with network.tls on: gloo does not encrypt")
         if self.optim.offload and self.train.device == "cpu":
