@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from ft_hsdp.launch.run.directory import RunDir, read_json
-from tests.support.launch.ray_cluster import ROOT, SLOW, Cluster, Job, command, kill
+from tests.support.launch.ray_cluster import SLOW, Cluster, Job, command, kill
+from tests.support.slow_script import write_slow_script
 
 pytestmark = pytest.mark.multiproc
 
@@ -98,7 +99,6 @@ def audit(summary: dict, steps: int) -> None:
 @pytest.mark.proof
 def test_a_users_script_survives_the_loss_of_a_rank_and_of_a_node(tmp_path: Path) -> None:
     """Each replica is on two nodes. Of the one that loses one of them the other stays, with its state agent."""
-    slow = "if not __import__('os').path.exists({!r}): __import__('time').sleep(0.5)\n        loss = model(batch)"
     settings: dict[str, Any] = {
         "replicas": 2,
         "ranks_per_replica": 2,
@@ -109,10 +109,7 @@ def test_a_users_script_survives_the_loss_of_a_rank_and_of_a_node(tmp_path: Path
         "restart__hold_s": 0.2,
     }
     with Cluster() as cluster:
-        script = (ROOT / "docs" / "examples" / "own_loop.py").read_text()
-        slowed = script.replace("loss = model(batch)", slow.format(str(cluster.folder / "hurry")))
-        assert slowed != script
-        (tmp_path / "mine.py").write_text(slowed)
+        write_slow_script(tmp_path / "mine.py", cluster.folder / "hurry", 0.5)
         cluster.add(1, 1, rack="7")
         cluster.add(1, 1, rack="8")
         with Job(cluster, tmp_path, STEPS, **settings) as job:

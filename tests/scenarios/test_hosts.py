@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
+from tests.support.slow_script import write_slow_script
 from tests.support.tcp_proxy import Proxy
 from tests.support.torchrun_job import TorchrunJob
 
@@ -66,13 +67,13 @@ def test_a_replica_that_is_cut_off_from_the_lighthouse_beyond_its_lease_is_not_l
 # Two supervisors of one replica, started by hand: one of them runs it, and the healthy life goes on.
 
 
-STEPS = 250
+STEPS = 300  # at STEP_S they last until the new life is there, on a slow machine, too; then they take no time
+STEP_S = 0.2
 SETTINGS = f"""
 replicas: 2
 ranks_per_replica: 1
-train: {{steps: {STEPS}, micro_batch: 4, seq_len: 64, accumulate: 6}}
-model: {{dim: 64, layers: 2, heads: 2}}
-data: {{path: stdlib, max_bytes: 1048576}}
+entry: slow.py
+train: {{steps: {STEPS}, micro_batch: 16}}
 timeouts: {{supervisor_lease_s: 2.0}}
 """
 
@@ -80,6 +81,8 @@ timeouts: {{supervisor_lease_s: 2.0}}
 @pytest.mark.proof
 def test_an_old_supervisor_that_thaws_does_not_touch_the_new_life(tmp_path: Path) -> None:
     """The old one is stopped with all that it started; the new one trains; then the old one goes on."""
+    hurry = tmp_path / "hurry"
+    write_slow_script(tmp_path / "slow.py", hurry, STEP_S)
     with TorchrunJob(tmp_path, SETTINGS) as job:
         zero, old = job.replica(0), job.replica(1)
         job.until(lambda: job.step(1) >= 5, "step 5")
@@ -101,6 +104,7 @@ def test_an_old_supervisor_that_thaws_does_not_touch_the_new_life(tmp_path: Path
         job.until(lambda: job.step(0) >= min(STEPS, began + 20), "the others go on")
         pids = next(e["pids"] for e in job.rows(1, "supervisor.jsonl") if e["event"] == "ReplicaStarted")
         assert not [pid for pid in pids if psutil.pid_exists(pid)], "the old life has ended"
+        hurry.touch()
         while (step := job.step(0)) < STEPS:
             job.until(lambda step=step: job.step(0) > step, f"a step after {step}")
         job.until(lambda: None not in (zero.poll(), new.poll(), old.poll()), "the end")
