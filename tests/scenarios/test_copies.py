@@ -12,6 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
+from ft_hsdp.launch.injection import inflict, parse_options
+from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.state.transfer.holdings import ask_held
 from tests.support.scenarios.scenario_job import DEADLINE_S, Job, check
 
@@ -82,6 +84,14 @@ def test_a_job_that_falls_to_one_replica_is_protected_at_its_second_commit(tmp_p
         assert again < commits[first + 2]["t"], "its second commit says that the state is kept"
 
 
+NEVER = {"replicas": [9], "rank": 0, "step": 0}
+
+
+def facts(row: dict[str, Any]) -> tuple[str, int, int]:
+    """From where a state came, of which step it is, and how many steps it costs."""
+    return row["rung"], row["state"][1], row["lost_steps"]
+
+
 class Standing(Job):
     """A job of one replica on two hosts that stands before the vote of rank 1 on step `AT`."""
 
@@ -94,14 +104,24 @@ class Standing(Job):
 
     def held(self, step: int) -> set[tuple[str, int]]:
         """The shards of a state that are in memory: host and rank of each."""
-        addresses = {agent["address"] for agent in self.agents(0).values()}
+        replicas = range(len(list((self.run / "replicas").iterdir())))
+        addresses = {agent["address"] for replica in replicas for agent in self.agents(replica).values()}
         answers = ask_held(addresses, (self.run / "token").read_text().strip(), 5.0)
         return {(row.host, row.rank) for rows in answers.values() for row in rows if row.state.step == step}
 
+    def stopped(self, replica: int, rank: int) -> bool:
+        """Whether a rank stands still."""
+        pid = self.pid(replica, rank)
+        return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
+
     def lose(self, *hosts: str) -> None:
-        """Kill the agents of some hosts, and all ranks."""
-        agents = {host: agent["pid"] for host, agent in self.agents(0).items()}
-        ranks = [self.pid(0, rank) for rank in (0, 1)]
+        """Kill the agents of some hosts of replica 0, and all its ranks."""
+        self.lose_ranks(0, *hosts)
+
+    def lose_ranks(self, replica: int, *hosts: str) -> None:
+        """Kill the agents of some hosts, and all ranks of a replica."""
+        agents = {host: agent["pid"] for host, agent in self.agents(replica).items()}
+        ranks = [self.pid(replica, rank) for rank in (0, 1)]
         for pid in (*(agents[host] for host in hosts), *ranks):
             assert pid is not None
             with contextlib.suppress(ProcessLookupError):  # a rank ends when its neighbour is gone
@@ -188,6 +208,58 @@ def test_a_holder_that_dies_holds_up_no_step(tmp_path: Path) -> None:
         assert len(job.events("ReplicaStarted")) == 1, "no rank ended"
         assert "Unprotected" in told(job)
         assert told(job)[-1] == "Protected", "the next agent of that host keeps copies"
+
+
+@pytest.mark.proof
+def test_the_last_healthy_replica_loses_a_host_while_the_other_one_fetches(tmp_path: Path) -> None:
+    """M63: rank 0 of replica 1 has not fetched its shard, and the host of rank 1 of replica 0 is lost."""
+    points = {"fetch": {"replicas": [1], "rank": 0, "life": 1, "step": 0, "signal": "STOP"}, "vote": NEVER}
+    two = {"replicas": 2, "memory.copies": 1, "quorum.min_replicas": 2}  # so no step is made meanwhile
+    with Standing(tmp_path, points, **two) as job:
+        job.until(lambda: job.step() >= 5, "step 5")
+        job.lose_ranks(1, "r1h0", "r1h1")
+        job.until(lambda: len(job.events("ReplicaStarted", replica=1)) == 2, "the second life of replica 1")
+        job.until(lambda: job.stopped(1, 0), "the fetch of rank 0")
+        head = job.step()
+        job.until(lambda: ("r1h1", 1) in job.held(head), "the shard of rank 1")
+        assert job.held(head) == {("r0h0", 0), ("r0h1", 1), ("r1h1", 1)}
+        fetching = [job.pid(1, rank) for rank in (0, 1)]
+        job.lose_ranks(0, "r0h1")
+        for pid in fetching:
+            assert pid is not None
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        rows = recoveries(job, STEPS)
+        newest = {row["replica"]: row for row in rows}
+        assert {facts(row) for row in newest.values()} == {("replica", head, 0)}, rows
+        assert all(row["from"] == {"0": "r0h0", "1": "r1h1"} for row in newest.values()), rows
+        assert not job.events("HeadRolledBack")
+
+
+@pytest.mark.proof
+def test_copies_stay_until_a_commit_under_the_next_plan_says_that_its_state_is_kept(tmp_path: Path) -> None:
+    """M62: two replicas are copies of each other again, and lose the same shard before they commit a step so."""
+    points = {
+        "vote": {"replicas": [0], "rank": 1, "step": AT, "signal": "STOP"},  # replica 0 waits for the other one
+        "reduce-begin": {"replicas": [1], "rank": 1, "life": 1, "step": AT + 2, "signal": "STOP"},
+    }
+    with Standing(tmp_path, points, **{"replicas": 2, "quorum.catchup_wait_s": 50.0}) as job:
+        job.until(lambda: job.step() >= 3, "step 3")
+        away = inflict(RunDir(job.run), parse_options(kind="host", replica=1, host="r1h0"))
+        copies = {("r0h0", 1), ("r0h1", 0)}
+        job.until(lambda: job.stopped(0, 1) and copies <= job.held(HEAD), "copies by the replica that is left")
+        away.lifted("it is back")
+        job.until(lambda: len(job.events("CheckedIn", replica=1)) == 2, "the second life of replica 1")
+        job.signal(0, 1, signal.SIGCONT)
+        job.until(lambda: job.stopped(1, 1), "both train")
+        head = job.step()
+        job.until(lambda: ("r1h0", 0) in job.held(head), "the other replica is a copy")
+        assert copies <= job.held(head - 1), "nothing was freed"
+        job.lose_ranks(0, "r0h1")
+        job.lose_ranks(1, "r1h1")
+        rows = recoveries(job, STEPS)[-2:]
+        assert {facts(row)[1:] for row in rows} in ({(head - 1, 1)}, {(head, 0)}), rows
+        assert {row["from"]["1"] for row in rows} == {"r0h0"}, rows
 
 
 @pytest.mark.proof

@@ -43,6 +43,7 @@ from tests.support.state.agent_helpers import (
     steps,
     write,
 )
+from tests.support.tcp_proxy import Proxy
 
 SMALL = 3000  # bytes of a shard in this process
 KEEPER = 1  # the rank that orders, on the other host
@@ -226,6 +227,49 @@ def test_the_holder_dies_while_it_is_waited_for():
         with pytest.raises(AgentGone, match="closed"):
             keeper.list()
         owner.close()
+
+
+def test_a_host_that_comes_back_has_nothing_that_is_asked_for():
+    """W60: it was cut off, and a spare host took its place. Nobody wants its old copies."""
+    with two_hosts() as (first, second), agent_helpers.agent(0, "--name", "s0") as spare:
+        owner, cut_off = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
+        with Proxy(int(second.address.rpartition(":")[2])) as proxy:
+            far = f"127.0.0.1:{proxy.port}"
+            for step in (1, 2):
+                write(owner, step)
+                write(cut_off, step, rank=1)
+                cut_off.keep(order(step, owner.address))
+                assert cut_off.kept(state(step), DEADLINE_S) == KeptCopies((SHARD,), ())
+            everybody = [first.address, far, spare.address]
+            assert found_in(everybody) == (2, {0: {"r0h0", "r0h1"}, 1: {"r0h1"}})
+            proxy.cut()
+            moved = connect(0, 1, host="s0")
+            for step in (3, 4):
+                write(owner, step)
+                write(moved, step, rank=1)
+                moved.keep(order(step, owner.address))
+                assert moved.kept(state(step), DEADLINE_S) == KeptCopies((SHARD,), ())
+            now = (4, {0: {"r0h0", "s0"}, 1: {"s0"}})
+            assert found_in(everybody) == now
+            proxy.mend()
+            assert found_in(everybody) == now, "what comes back changes nothing"
+            assert {row.state.step for row in ask_held([far], TOKEN, DEADLINE_S)[far]} == {1, 2}
+            returned = Running(second.process, far)
+            assert [returned.ask(4, rank, "manifest")[0] for rank in (0, 1)] == [404, 404]
+            assert returned.serves(2)
+            spare.process.kill()
+            assert found_in(everybody) == (2, {0: {"r0h1"}, 1: {"r0h1"}}), "it is older, and no mix"
+        for each in (owner, cut_off, moved):
+            each.close()
+
+
+def found_in(addresses: list[str]) -> tuple[int, dict[int, set[str]]]:
+    """The newest state that these agents have together, and the hosts of each shard."""
+    rows = [row for each in ask_held(addresses, TOKEN, DEADLINE_S).values() for row in each]
+    kept = [Holding(r.state, r.replica, r.rank, r.ranks, r.layout, r.host, "", r.settled) for r in rows]
+    found = newest(kept, 0, [LAYOUT] * 2, ["r0h0", "s0"])
+    assert found is not None
+    return found.state.step, {i: {row.host for row in shard} for i, shard in enumerate(found.sources)}
 
 
 def test_who_waits_for_copies_holds_up_no_other_order_and_can_be_interrupted():

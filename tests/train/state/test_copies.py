@@ -18,6 +18,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.messages import MAX_COPIES, CopyFailure, KeepCopy, KeptCopies
+from ft_hsdp.train.state import copies
 from ft_hsdp.train.state.copies import CopiedShard, CopyCost, CopyKeeper, room
 
 LAYOUT = "ab" * 16
@@ -202,6 +203,46 @@ def test_a_copy_that_does_not_come_is_missing_from_the_vote(
     assert reason.startswith(why)
     one.agent.answers = [kept((0, 2), (0, 3))]
     assert one.vote(3).kept
+
+
+class Clock(Agent):
+    """An agent that fetches for ever, or until it dies; time passes only while it is waited for."""
+
+    def __init__(self, dies_at: float) -> None:
+        super().__init__()
+        self.now, self._dies_at = 100.0, 100.0 + dies_at
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def copied(self, of: StateId, wait_s: float) -> KeptCopies | None:
+        self.now = min(self.now + wait_s + 1e-9, self._dies_at)  # an agent that waits does so for a little longer
+        return None if self.now == self._dies_at else UNDER_WAY
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "dies_at", "waits"),
+    [
+        (0.25, 1e9, 0.25),  # not a whole number of looks
+        (0.0, 1e9, 0.0),
+        (None, 1e9, 2 + 2000 / 1e9),  # 2 s, and the time of its bytes
+        (70.0, 1e9, 70.0),
+        (70.0, 0.35, 0.35),  # the holder dies: nobody waits for it any longer
+    ],
+)
+def test_no_vote_waits_longer_than_it_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float | None, dies_at: float, waits: float
+) -> None:
+    """W52: whatever becomes of the holder, a vote waits `memory.wait_s` at most, by a clock of this test."""
+    one = Rank(tmp_path, 0, 0, wait_s=wait_s)
+    clock = one.agent = Clock(dies_at)
+    one.keeper._agent = clock
+    monkeypatch.setattr(copies, "time", clock)
+    one.keeper.configure(grant(1, 0, TWO_HOSTS))
+    vote = one.vote(1)
+    assert not vote.kept
+    assert vote.waited_s == pytest.approx(waits, abs=1e-6)
+    assert vote.waited_s == clock.now - 100.0
 
 
 def test_an_agent_without_room_is_not_waited_for(tmp_path: Path) -> None:
