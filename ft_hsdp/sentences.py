@@ -27,7 +27,8 @@ def _restored(e: Row) -> str:
     more = ", ..." if len(named) > HOSTS else ""
     on = f" (hosts {', '.join(named[:HOSTS])}{more})" if named else ""
     cost = f"; {lost} {'step is' if lost == 1 else 'steps are'} lost" if isinstance(lost, int) and lost else ""
-    return f"goes on from its state of step {e.get('step', '?')}{_KEPT.get(str(rung), '')}{on}{cost}"
+    cut = f" from shards of {e['width']} ranks," if "width" in e else ""
+    return f"goes on{cut} from its state of step {e.get('step', '?')}{_KEPT.get(str(rung), '')}{on}{cost}"
 
 
 def _who(e: Row) -> str:

@@ -8,13 +8,15 @@ host in each replica costs nothing as long as they held different shards.
 Shards of one state may come from several replicas, because a snapshot is only made of a committed state and a
 state has one content. Shards of two states are never combined.
 
+The shards may be those of another number of ranks: then each rank needs parts of several (`shape`).
+
 The caller fetches and verifies. If a source fails, the caller puts it into `excluded` and calls `newest` again:
 the next source of the same state is used, then an older state, and with None the checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -44,7 +46,16 @@ class Recoverable:
     """A state, and where each rank takes its shard from."""
 
     state: StateId
-    sources: tuple[tuple[Holding, ...], ...]  # of each rank, nearest first; none is empty
+    # Of each rank, nearest first; none is empty. All are of one width; if it is another one, of several ranks.
+    sources: tuple[tuple[Holding, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """The shards of a state that is cut for another number of ranks, as the replica that recovers sees them."""
+
+    layouts: tuple[str, ...]  # the layout of the shard of each rank
+    needs: tuple[tuple[int, ...], ...]  # of each rank of the replica that recovers: whose shards it needs parts of
 
 
 def newest(
@@ -53,48 +64,65 @@ def newest(
     layouts: Sequence[str],
     hosts: Sequence[str],
     excluded: Collection[Holding] = (),
+    widths: Mapping[int, Width] | None = None,
 ) -> Recoverable | None:
     """Return the newest state of which every shard is complete in some agent, or None if there is no such state.
+
+    Of one state the shards of the replica's own width come first, then those of the most ranks.
 
     Args:
         holdings: what all agents that answered hold.
         replica: the replica that recovers.
-        layouts: the layout of the shard of each of its ranks. Other layouts and widths are left out.
+        layouts: the layout of the shard of each of its ranks. Other layouts are left out.
         hosts: the path of the host of each of its ranks.
         excluded: holdings that failed a check.
+        widths: other numbers of ranks whose shards count, too.
     """
-    found: dict[StateId, list[list[Holding]]] = {}
+    own = len(layouts)
+    known = {**(widths or {}), own: Width(tuple(layouts), tuple((rank,) for rank in range(own)))}
+    found: dict[tuple[StateId, int], list[list[Holding]]] = {}
     for holding in dict.fromkeys(holdings):
-        if holding.ranks != len(layouts) or not 0 <= holding.rank < holding.ranks or holding in excluded:
+        width = known.get(holding.ranks)
+        if width is None or not 0 <= holding.rank < holding.ranks or holding in excluded:
             continue
-        if holding.layout == layouts[holding.rank]:
-            found.setdefault(holding.state, [[] for _ in layouts])[holding.rank].append(holding)
-    whole = [state for state, shards in found.items() if all(shards)]
+        if holding.layout == width.layouts[holding.rank]:
+            key = holding.state, holding.ranks
+            found.setdefault(key, [[] for _ in width.layouts])[holding.rank].append(holding)
+    whole = [key for key, shards in found.items() if all(shards)]
     if not whole:
         return None
     # Two states of one epoch and step exist only if memory was corrupted; the name decides the same way
     # everywhere.
-    state = max(whole, key=lambda each: (each.commit_epoch, each.step, each.lineage))
+    state, ranks = max(whole, key=lambda each: (*_age(each[0]), each[1] == own, each[1]))
+    shards = found[state, ranks]
     sources = (
-        tuple(sorted(shards, key=lambda holding: _distance(holding, replica, host)))
-        for shards, host in zip(found[state], hosts, strict=True)
+        tuple(
+            holding
+            for rank in needed
+            for holding in sorted(shards[rank], key=lambda holding: _distance(holding, replica, host))
+        )
+        for needed, host in zip(known[ranks].needs, hosts, strict=True)
     )
     return Recoverable(state, tuple(sources))
 
 
-def rung(used: Iterable[Holding], replica: int, hosts: Sequence[str]) -> Rung:
+def _age(state: StateId) -> tuple[int, int, str]:
+    return state.commit_epoch, state.step, state.lineage
+
+
+def rung(used: Iterable[Iterable[Holding]], replica: int, hosts: Sequence[str]) -> Rung:
     """Return what a replica had to use: "agent" if each shard was on its own host, else the farthest source.
 
     Args:
-        used: the source of each rank.
+        used: the sources of each rank.
         replica: the replica that recovers.
         hosts: the path of the host of each of its ranks.
     """
     worst = 0
-    for holding in used:
-        if holding.replica != replica:
+    for holdings, host in zip(used, hosts, strict=True):
+        if any(holding.replica != replica for holding in holdings):
             worst = max(worst, RUNGS.index("replica"))
-        elif holding.host != hosts[holding.rank]:
+        elif any(holding.host != host for holding in holdings):
             worst = max(worst, RUNGS.index("copy"))
     return RUNGS[worst]
 

@@ -106,10 +106,11 @@ class ServedSnapshot:
 class SnapshotSource(Protocol):
     """Complete snapshots by state and rank. Thread-safe."""
 
-    def borrow(self, state: StateId, rank: int) -> ServedSnapshot | None:
+    def borrow(self, state: StateId, rank: int, ranks: int | None = None) -> ServedSnapshot | None:
         """Return the snapshot of ``state`` and ``rank``, or None if it is not here (yet).
 
-        Blocks while its checksums are being computed. Its bytes do not change until `give_back`.
+        It is of a replica of ``ranks`` ranks; None: of any. Blocks while its checksums are being computed. Its
+        bytes do not change until `give_back`.
         """
         ...
 
@@ -152,7 +153,7 @@ class InMemorySnapshots:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[tuple[StateId, int], tuple[ServedSnapshot, SnapshotBuffer]] = {}
+        self._held: dict[tuple[StateId, int, int], tuple[ServedSnapshot, SnapshotBuffer]] = {}
         self._lent: list[tuple[ServedSnapshot, SnapshotBuffer]] = []
 
     def put(self, manifest: ShardManifest, room: SnapshotBuffer) -> None:
@@ -168,17 +169,21 @@ class InMemorySnapshots:
         encoded = shard_manifest.encode(manifest)
         served = ServedSnapshot(room.fd, manifest.nbytes, encoded, shard_manifest.digest(encoded))
         with self._lock:
-            self._held[manifest.state, manifest.rank] = served, room
+            self._held[manifest.state, manifest.rank, manifest.ranks] = served, room
 
     def drop(self, state: StateId, rank: int) -> None:
         """Stop offering the snapshot of ``state`` and ``rank``. Its memory is freed when no borrow is open."""
         with self._lock:
-            self._held.pop((state, rank), None)
+            for key in [key for key in self._held if key[:2] == (state, rank)]:
+                del self._held[key]
 
-    def borrow(self, state: StateId, rank: int) -> ServedSnapshot | None:
+    def borrow(self, state: StateId, rank: int, ranks: int | None = None) -> ServedSnapshot | None:
         """Return the snapshot of ``state`` and ``rank``, or None if it is not offered. Does not block."""
         with self._lock:
-            held = self._held.get((state, rank))
+            found = (
+                each for key, each in self._held.items() if key[:2] == (state, rank) and ranks in (None, key[2])
+            )
+            held = next(found, None)
             if held is None:
                 return None
             self._lent.append(held)

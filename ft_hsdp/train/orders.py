@@ -31,11 +31,13 @@ from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankFetched, RankFetchFailed, RankStopped, Settled, ShardLeftOut
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import fetch
-from ft_hsdp.state.transfer.fetch import Donor, FetchedShard, FetchRequest
-from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
+from ft_hsdp.state.transfer.fetch import Donor
+from ft_hsdp.state.transfer.reshape import Assembled, WantedShard, fetch_shard
+from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.state.copies import CopyCost, CopyKeeper
 from ft_hsdp.train.state.idle_spans import SpanWatch
+from ft_hsdp.train.state.other_widths import donors_of
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 AGAIN_S = 0.5  # from the start of a fetch to the report that it failed, at least
@@ -106,8 +108,7 @@ class Fetching:
     """What every fetch of this rank has in common."""
 
     ranks: int  # of a replica
-    layout: str  # fingerprint of the shard's layout
-    nbytes: int  # of the packed shard
+    layout: Layout  # of the shard
     token: str  # of the job
     deadline_s: float  # for a whole fetch
 
@@ -219,26 +220,26 @@ class OrderHandler:
         self._cancel.set()
         self._cancel = threading.Event()
         self._fetched_shard = None
-        chosen = [Donor(m.replica, m.state[self._rank]) for m in donors if m.replica != self._replica]
-        sources = [d.replica for d in chosen]
+        chosen = [m for m in donors if m.replica != self._replica]
+        sources = [m.replica for m in chosen]
         self._journal.event("FetchStarted", f"left behind {base}", step=base.step, donors=sources)
         arguments = (base, chosen, self._cancel, self._fetch_thread)
         self._fetch_thread = threading.Thread(target=self._run_fetch, args=arguments, name="fetch", daemon=True)
         self._fetch_thread.start()
 
     def _run_fetch(
-        self, base: StateId, donors: Sequence[Donor], cancel: threading.Event, before: threading.Thread | None
+        self, base: StateId, donors: Sequence[Member], cancel: threading.Event, before: threading.Thread | None
     ) -> None:
         """Fetch, on a thread of its own, and report how it ended: every way out reports, unless cancelled."""
         f, began = self._fetching, time.monotonic()
-        expected = ExpectedShard(base, self._rank, f.ranks, f.layout, f.nbytes)
+        shard = WantedShard(base, self._rank, f.ranks, f.layout)
         try:
             if before is not None:
                 before.join()  # it was cancelled, and the memory it wrote into is given out again
             slot = self._snapshots.allocate(base)
-            packed = np.empty(f.nbytes, dtype=np.uint8) if slot is None else slot
-            request = FetchRequest.exactly(expected, packed.data)
-            got = fetch.fetch(donors, request, f.token, f.deadline_s, cancel, self._rejected)
+            packed = np.empty(f.layout.nbytes, dtype=np.uint8) if slot is None else slot
+            width, of_rank = donors_of(donors, shard)
+            got = fetch_shard(shard, width, of_rank, packed.data, f.token, f.deadline_s, cancel, self._rejected)
             if slot is not None:
                 self._snapshots.complete(got.manifest)
         except fetch.Cancelled:
@@ -255,12 +256,15 @@ class OrderHandler:
         """Call ``then`` on the control loop, unless the fetch is cancelled by then."""
         self._loop.call_soon_threadsafe(lambda: None if cancel.is_set() else then())
 
-    def _fetched(self, base: StateId, got: FetchedShard, packed: Bytes) -> None:
+    def _fetched(self, base: StateId, got: Assembled, packed: Bytes) -> None:
         self._fetched_shard = LoadOrder(got.manifest, packed)
-        facts = {"seconds": got.seconds, "bytes": self._fetching.nbytes, "step": base.step, "given": got.given}
-        most = max(got.given, key=lambda replica: got.given[replica], default=None)
+        given: dict[int, int] = {}
+        for (_, replica), nbytes in got.given.items():
+            given[replica] = given.get(replica, 0) + nbytes
+        facts = {"seconds": got.seconds, "bytes": sum(given.values()), "step": base.step, "given": given}
+        most = max(given, key=lambda replica: given[replica], default=None)
         self._journal.event("FetchCompleted", "verified", donor=most, **facts)
         self._report(RankFetched(self._rank, base, self._snapshots.keeps(base)))
 
-    def _rejected(self, donor: Donor, why: str) -> None:
+    def _rejected(self, _: int, donor: Donor, why: str) -> None:
         self._journal.event("FetchRejected", why, donor=donor.replica)

@@ -402,7 +402,7 @@ class RankRuntime:
         self._orders = OrderHandler(
             identity.replica,
             place.rank,
-            Fetching(place.ranks, layout.fingerprint, layout.nbytes, place.token, config.ftar.timeout_s),
+            Fetching(place.ranks, layout, place.token, config.ftar.timeout_s),
             group,
             self.reducer,
             self.snapshots,

@@ -29,7 +29,7 @@ def test_a_replica_takes_its_own_copies_first() -> None:
     assert found is not None
     assert found.state == state(5)
     assert [(h.replica, h.host) for h in found.sources[0]] == [(0, "r0h0"), (0, "r0h1"), (1, "r1h0")]
-    assert rung([sources[0] for sources in found.sources], 0, HOSTS) == "agent"
+    assert rung([sources[:1] for sources in found.sources], 0, HOSTS) == "agent"
 
 
 def test_a_lost_host_in_each_replica_costs_nothing() -> None:
@@ -37,13 +37,13 @@ def test_a_lost_host_in_each_replica_costs_nothing() -> None:
     found = newest([held(5, 0, 1, "r0h1"), held(5, 1, 0, "r1h0")], 0, LAYOUTS, HOSTS)
     assert found is not None
     assert [sources[0].replica for sources in found.sources] == [1, 0]
-    assert rung([sources[0] for sources in found.sources], 0, HOSTS) == "replica"
+    assert rung([sources[:1] for sources in found.sources], 0, HOSTS) == "replica"
 
 
 def test_a_neighbour_s_copy_is_enough() -> None:
     found = newest([held(5, 0, 0, "r0h1"), held(5, 0, 1, "r0h1")], 0, LAYOUTS, HOSTS)
     assert found is not None
-    assert rung([sources[0] for sources in found.sources], 0, HOSTS) == "copy"
+    assert rung([sources[:1] for sources in found.sources], 0, HOSTS) == "copy"
 
 
 def test_shards_of_two_states_are_never_combined() -> None:

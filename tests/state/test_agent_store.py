@@ -13,6 +13,7 @@ from ft_hsdp.state.agent.slots import MAX_SLOTS
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.shared_memory import ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from tests.support.state.agent_helpers import LAYOUT, content, header, state
 
 NBYTES = 10_000
@@ -205,3 +206,82 @@ def test_what_is_held_is_listed_with_whose_it_is(holdings: SnapshotStore):
     assert [row.state.step for row in holdings.held()] == [3, 2]
     holdings.forget(SHARD)
     assert holdings.held() == ()
+
+
+def wide(step: int, rank: int, ranks: int, nbytes: int) -> bytes:
+    made = ShardManifest(state(step), rank, ranks, "0" * 32, nbytes, (), (step,), ())
+    return shard_manifest.encode(shard_manifest.seal(made, memoryview(bytes(nbytes))))
+
+
+def kept(store: SnapshotStore, rank: int, ranks: int, *steps: int, nbytes: int = 1000) -> tuple[int, int]:
+    key = store.admit(Owner(rank, ranks, nbytes))
+    store.prepare(key)
+    for step in steps:
+        assert store.stage(key, state(step)) is not None
+        store.staged(key, state(step), wide(step, rank, ranks, nbytes))
+    return key
+
+
+def rows(store: SnapshotStore) -> list[tuple[int, int, int]]:
+    return sorted((each.state.step, each.rank, each.ranks) for each in store.held())
+
+
+def test_what_a_replica_had_in_another_width_stays_until_a_state_is_settled_in_the_new_one() -> None:
+    store = SnapshotStore()
+    old = [kept(store, rank, 4, 1, 2) for rank in range(4)]
+    for key in old:
+        store.disconnect(key, dead=True)
+    key = kept(store, 0, 3, nbytes=1400)
+    assert store.list(key) == ()
+    assert rows(store) == [(step, rank, 4) for step in (1, 2) for rank in range(4)]
+    served = store.borrow(state(2), 0, 4)
+    assert served is not None
+    assert served.nbytes == 1000
+    assert store.borrow(state(2), 0, 3) is None
+    store.stage(key, state(3))
+    store.staged(key, state(3), wide(3, 0, 3, 1400))
+    store.mark_settled(key, state(3), everywhere=False)
+    assert len(rows(store)) == 9, "it may be all that is left"
+    store.mark_settled(key, state(3), everywhere=True)
+    assert rows(store) == [(3, 0, 3)]
+    assert os.pread(served.fd, 3, 0) == bytes(3), "who reads, reads on"
+    store.give_back(served)
+    assert store._former == []
+    store.close()
+
+
+def test_a_replica_that_goes_back_to_its_width_finds_its_snapshots() -> None:
+    store = SnapshotStore()
+    store.disconnect(kept(store, 0, 4, 1), dead=True)
+    numbers = set(store.slots((0, 0)))
+    store.disconnect(kept(store, 0, 3, nbytes=1400), dead=True)
+    key = kept(store, 0, 4)
+    assert [each.state for each in store.list(key)] == [state(1)]
+    assert set(store.slots(key)) == numbers
+    assert store.grow(key)
+    assert max(store.slots(key)) > max(numbers) + 2, "a number is never used again"
+    store.close()
+
+
+def test_where_memory_is_short_the_other_width_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = SnapshotStore()
+    store.disconnect(kept(store, 0, 4, 1), dead=True)
+
+    def full(nbytes: int) -> int:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(shared_memory, "create", full)
+    key = kept(store, 0, 3)
+    assert rows(store) == [(1, 0, 4)]
+    store.mark_settled(key, state(2), everywhere=False)  # it has committed a step
+    assert rows(store) == []
+    store.close()
+
+
+def test_what_is_wrong_is_forgotten_in_every_width() -> None:
+    store = SnapshotStore()
+    store.disconnect(kept(store, 0, 4, 1), dead=True)
+    key = kept(store, 0, 3, 2)
+    store.forget(key)
+    assert rows(store) == []
+    store.close()

@@ -18,6 +18,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankFetchFailed
 from ft_hsdp.state.transfer import fetch
+from ft_hsdp.state.transfer.shard_manifest import Layout
 from ft_hsdp.train import orders
 from ft_hsdp.train.orders import Fetching, Mailbox, Order, OrderHandler
 
@@ -28,7 +29,7 @@ def handler(
     folder: Path, snapshots: Any, report: Callable[[object], None] = lambda _: None, within_s: float = 7.0
 ) -> OrderHandler:
     """The handler of rank 0 of replica 0, which has these snapshots and nothing else that is real."""
-    fetching, journal = Fetching(1, "layout", 64, "token", within_s), Journal(folder / "events.jsonl")
+    fetching, journal = Fetching(1, Layout((), 64), "token", within_s), Journal(folder / "events.jsonl")
     group, reducer, copies, spans = (mock.Mock() for _ in range(4))
     return OrderHandler(0, 0, fetching, group, reducer, snapshots, copies, spans, Mailbox(), journal, report)
 

@@ -88,7 +88,8 @@ class RunTally:
         if not isinstance(replica, int):
             return
         if name == "StateRestored" and "rung" in event:  # an earlier version did not say so much
-            self._recoveries.append({key: event.get(key) for key in RECOVERY})
+            width = {"width": event["width"]} if "width" in event else {}  # only if it was another than its own
+            self._recoveries.append({key: event.get(key) for key in RECOVERY} | width)
         if name == "ReplicaStarted":
             self._starts[replica] += 1
         if name == "ReplicaBooted":

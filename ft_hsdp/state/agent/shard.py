@@ -66,12 +66,20 @@ class Shard:
         return max(self.held_bytes, INITIAL_SLOTS * self.owner.nbytes if self.keeper is not None else 0)
 
     def fit(self, owner: Owner) -> None:
-        """Drop all snapshots if they have another size or number of ranks than those of ``owner``."""
+        """Drop all snapshots if they have another size than those of ``owner``."""
         if self.owner != owner:
             _log.info("%s: %s instead of %s: its snapshots are dropped", self, owner, self.owner)
             self.slots.forget()
             self.sweep()
             self.owner = owner
+
+    def set_aside(self) -> None:
+        """Keep what is complete and nothing else: the replica has another number of ranks now."""
+        self.slots.abandon(reuse=False)
+        self.slots.unpin()
+        self.release_acquired()
+        self.sweep()
+        self.connected, self.keeper = False, None
 
     def put_back(self, number: int) -> None:
         """Remove a reader from a slot."""

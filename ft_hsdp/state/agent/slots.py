@@ -46,7 +46,7 @@ class SnapshotSlots:
 
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
-        self._count = 0
+        self.numbered = 0  # the highest number that was given to a slot
         self._completed = 0
         self._spare = 0
         self._pin: tuple[StateId, float] | None = None
@@ -69,9 +69,9 @@ class SnapshotSlots:
         """
         if self.full:
             raise ValueError(f"there are {MAX_SLOTS} slots")
-        self._count += 1
-        self._slots[self._count] = _Slot(self._count)
-        return self._count
+        self.numbered += 1
+        self._slots[self.numbered] = _Slot(self.numbered)
+        return self.numbered
 
     @property
     def written(self) -> int | None:

@@ -46,19 +46,20 @@ class SnapshotStore:
         self._host = host
         self._lock = threading.Lock()
         self._shards: dict[ShardIndex, Shard] = {}  # none is ever removed, so that slot numbers stay unique
+        # Shards of another width than their replica has now, until a state is settled in that one.
+        self._former: list[Shard] = []
         self._budget: int | None = None  # bytes for copies of other hosts' shards
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="state-seal")
 
     def admit(self, owner: Owner) -> ShardIndex:
         """Register a rank of this host, and return the key of its shard.
 
-        If its snapshots had another size or number of ranks before, they are dropped. If they were copies that
-        another rank had ordered, they are its own now.
+        If its snapshots had another size before, they are dropped. Those of another number of ranks stay until a
+        state of this one is settled. If they were copies that another rank had ordered, they are its own now.
         """
         key = self._replica, owner.rank
         with self._lock:
-            entry = self._shards.setdefault(key, Shard(self._replica, owner, own=True))
-            entry.fit(owner)
+            entry = self._fitted(key, owner, own=True)
             if not entry.own:
                 entry.slots.abandon(reuse=False)  # a fetch may still write into it
                 entry.sweep()
@@ -70,7 +71,7 @@ class SnapshotStore:
 
         Args:
             replica: The owner's.
-            owner: The owner. If its copies had another size or number of ranks before, they are dropped.
+            owner: The owner. If its copies had another size before, they are dropped.
             keeper: The rank of this host that orders it.
             budget: Bytes for all copies of other hosts' shards; None: no limit.
 
@@ -93,9 +94,39 @@ class SnapshotStore:
                 )
             if entry is None or entry.owner != owner or not entry.fds:
                 check_memory(INITIAL_SLOTS * owner.nbytes)
-            entry = self._shards.setdefault(key, Shard(replica, owner, own=False))
-            entry.fit(owner)
+            entry = self._fitted(key, owner, own=False)
             entry.own, entry.keeper, self._budget = False, keeper, budget
+
+    @property
+    def _all(self) -> list[Shard]:
+        """All shards, also those of another width than their replica has now."""
+        return [*self._shards.values(), *self._former]
+
+    def _fitted(self, key: ShardIndex, owner: Owner, *, own: bool) -> Shard:
+        """Return the shard of a key with this owner; what it had with another number of ranks is set aside."""
+        entry = self._shards.get(key)
+        if entry is not None and entry.owner.ranks != owner.ranks:
+            entry.set_aside()
+            back = next((e for e in self._former if e.replica == key[0] and e.owner == owner), None)
+            if back is not None:
+                self._former.remove(back)
+                back.own = own
+            numbers = entry.slots.numbered if back is None else max(entry.slots.numbered, back.slots.numbered)
+            if entry.slots.held():
+                self._former.append(entry)
+            entry = self._shards[key] = back or Shard(key[0], owner, own)
+            entry.slots.numbered = numbers
+        entry = self._shards.setdefault(key, Shard(key[0], owner, own))
+        entry.fit(owner)
+        return entry
+
+    def _drop_other_widths(self, entry: Shard) -> None:
+        """Drop what its replica has left in other widths."""
+        for each in self._all:
+            if each.replica == entry.replica and each.owner.ranks != entry.owner.ranks and not each.connected:
+                each.slots.forget()
+                each.sweep()
+        self._former = [each for each in self._former if each.fds]
 
     def copies(self, keeper: int) -> list[ShardIndex]:
         """Return the shards of other hosts that a rank of this host has ordered."""
@@ -228,7 +259,10 @@ class SnapshotStore:
     def mark_settled(self, key: ShardIndex, state: StateId, everywhere: bool = True) -> None:
         """Record whether all ranks of the replica have a snapshot of ``state``; see `SnapshotSlots`."""
         with self._lock:
-            self._shards[key].slots.mark_settled(state, everywhere)
+            entry = self._shards[key]
+            entry.slots.mark_settled(state, everywhere)
+            if everywhere or len(entry.fds) < INITIAL_SLOTS:  # or its own memory might never come
+                self._drop_other_widths(entry)
 
     def pin(self, key: ShardIndex, state: StateId, seconds: float) -> None:
         """Keep ``state`` for ``seconds``, now or once it is complete, and compare its checksums in advance."""
@@ -289,12 +323,13 @@ class SnapshotStore:
             return found
 
     def forget(self, key: ShardIndex) -> None:
-        """Drop all snapshots of a rank."""
+        """Drop all snapshots of a rank, and what its replica has left in other widths."""
         with self._lock:
             entry = self._shards[key]
             entry.slots.forget()
             entry.release_acquired()
             entry.sweep()
+            self._drop_other_widths(entry)
 
     def disconnect(self, key: ShardIndex, *, dead: bool) -> None:
         """Release what a rank used over its connection, which has ended.
@@ -309,15 +344,16 @@ class SnapshotStore:
             entry.release_acquired()
             entry.sweep()
 
-    def borrow(self, state: StateId, rank: int) -> ServedSnapshot | None:
+    def borrow(self, state: StateId, rank: int, ranks: int | None = None) -> ServedSnapshot | None:
         """Return the snapshot of ``state`` and ``rank``, of any replica, for reading until `give_back`.
 
-        A state has one content, so the shards of all replicas are equal. Blocks while checksums are computed.
-        Returns None if there is no such snapshot. One that is damaged is dropped, and the damage is logged.
+        A state has one content, so the shards of all replicas with ``ranks`` ranks are equal; None: any number.
+        Blocks while checksums are computed. Returns None if there is no such snapshot. One that is damaged is
+        dropped, and the damage is logged.
         """
         while True:
             with self._lock:
-                shards = [each for (_, of), each in self._shards.items() if of == rank]
+                shards = [e for e in self._all if e.owner.rank == rank and ranks in (None, e.owner.ranks)]
                 shards.sort(key=lambda each: not each.own)
                 found = ((each, number) for each in shards if (number := each.slots.find(state)) is not None)
                 entry, number = next(found, (None, None))
@@ -342,11 +378,11 @@ class SnapshotStore:
         with self._lock:
             found = [
                 (entry, kept, number, entry.headers[number])
-                for entry in self._shards.values()
+                for entry in self._all
                 for kept in entry.slots.held()
                 if (number := entry.slots.find(kept.state)) is not None
             ]
-        rows: dict[tuple[StateId, int, int], HeldShard] = {}
+        rows: dict[tuple[StateId, int, Owner], HeldShard] = {}
         for entry, kept, number, header in found:
             owner, layout = entry.owner, entry.layouts.get(number)
             if layout is None:
@@ -361,15 +397,16 @@ class SnapshotStore:
             row = HeldShard(
                 kept.state, entry.replica, owner.rank, owner.ranks, layout, owner.nbytes, kept.settled, self._host
             )
-            rows.setdefault((kept.state, entry.replica, owner.rank), row)
+            rows.setdefault((kept.state, entry.replica, owner), row)
         return tuple(rows.values())
 
     def give_back(self, served: ServedSnapshot) -> None:
         """End a borrow. Call it once for each."""
         with self._lock:
-            slots = {fd: (entry, number) for entry in self._shards.values() for number, fd in entry.fds.items()}
+            slots = {fd: (entry, number) for entry in self._all for number, fd in entry.fds.items()}
             entry, number = slots[served.fd]
             entry.put_back(number)
+            self._former = [each for each in self._former if each.fds]
 
     def close(self) -> None:
         """Cancel the checksums that have not begun."""

@@ -27,15 +27,21 @@ _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*")
 _DECIMAL = re.compile(r"\d{1,18}")
 
 
-def path(state: StateId, rank: int, what: str) -> str:
-    """Return the path at which a state server has a part of a rank's shard of a state.
+def path(
+    state: StateId, rank: int, what: str, ranks: int | None = None, part: tuple[int, int] | None = None
+) -> str:
+    """Return the path at which a state server has what belongs to a rank's shard of a state.
 
     Args:
         state: The state.
         rank: The rank whose shard it is.
         what: "manifest" or "data".
+        ranks: Ranks of that replica; None: any number.
+        part: (rank, ranks) of whom only a part of it is wanted for; None: all of it.
     """
-    return f"/v1/state/{state.commit_epoch}/{state.step}/{state.lineage}/{rank}/{what}"
+    shard = str(rank) if ranks is None else f"{rank}.{ranks}"
+    query = "" if part is None else f"?for={part[0]}.{part[1]}"
+    return f"/v1/state/{state.commit_epoch}/{state.step}/{state.lineage}/{shard}/{what}{query}"
 
 
 class DonorBusy(ConnectionError):

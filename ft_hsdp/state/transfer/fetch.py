@@ -8,8 +8,7 @@ gone, the others deliver.
 Everything is written into memory that nothing uses yet, and verified there. The live state is not touched.
 
 `fetch` is the entry point. One thread per donor receives chunks, one verifies them, and the calling thread keeps
-the deadlines. `ManifestVotes` counts the digests and `ChunkQueue` hands out the chunks; both are plain data
-structures that are used under the fetch's lock.
+the deadlines. What they share is in `striping`.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ import math
 import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ft_hsdp import fault_injection
@@ -28,120 +26,16 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.donor_connection import DonorBusy, DonorConnection, path
+from ft_hsdp.state.transfer.parts import Scattered
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
-
-MAX_RUN = 16  # chunks of one request
-
-
-class ChunkQueue:
-    """The numbers 0 to ``count`` - 1 of the chunks that are still to be fetched. Not thread-safe.
-
-    They are handed out in runs that get shorter towards the end, so that all ``takers`` finish at about the same
-    time.
-    """
-
-    def __init__(self, count: int, takers: int) -> None:
-        self._left = list(range(count - 1, -1, -1))  # the next one at the end
-        self._takers = max(1, takers)
-        self._unverified = count
-
-    @property
-    def done(self) -> bool:
-        """Whether all chunks are verified."""
-        return self._unverified == 0
-
-    def take(self) -> range:
-        """Remove and return the next run of consecutive chunks. Empty if none is left now."""
-        if not self._left:
-            return range(0)
-        most = max(1, min(MAX_RUN, len(self._left) // (2 * self._takers)))
-        first = end = self._left[-1]
-        while self._left and self._left[-1] == end and end - first < most:
-            self._left.pop()
-            end += 1
-        return range(first, end)
-
-    def put_back(self, chunks: Iterable[int]) -> None:
-        """Return chunks that have to be fetched again. They are handed out next."""
-        self._left += sorted(chunks, reverse=True)
-
-    def verified(self) -> None:
-        """Count one chunk that arrived and has its checksum."""
-        self._unverified -= 1
-
-
-class ManifestVotes:
-    """Counts which digest the manifests of ``donors`` (replica ids) have. Pure. Not thread-safe.
-
-    A donor that does not have the state has no vote until it has.
-    """
-
-    def __init__(self, donors: Iterable[int]) -> None:
-        self._unheard = set(donors)
-        self._absent: set[int] = set()
-        self._votes: dict[int, str] = {}
-
-    def vote(self, donor: int, digest: str) -> None:
-        """Record that ``donor`` has the state, with this digest."""
-        self._forget(donor)
-        self._votes[donor] = digest
-
-    def absent(self, donor: int) -> None:
-        """Record that ``donor`` does not have the state now. It may vote later."""
-        self._forget(donor)
-        self._absent.add(donor)
-
-    def failed(self, donor: int) -> None:
-        """Expect no vote from ``donor`` any more. A vote that it has cast still counts: it was asked."""
-        self._unheard.discard(donor)
-        self._absent.discard(donor)
-
-    @property
-    def unheard(self) -> frozenset[int]:
-        """The donors that have not answered."""
-        return frozenset(self._unheard)
-
-    def verdict(self, *, patient: bool) -> str | None:
-        """Return the digest of a strict majority of the votes, or None if there is none yet.
-
-        Args:
-            patient: Return None as long as a donor has not answered.
-
-        Raises:
-            DataCorruption: The donors disagree, and no donor is left whose vote could decide.
-        """
-        if not self._votes or (patient and self._unheard):
-            return None
-        digest, count = Counter(self._votes.values()).most_common(1)[0]
-        if 2 * count > len(self._votes):
-            return digest
-        if self._unheard or self._absent:
-            return None
-        raise DataCorruption(self.disagreement())
-
-    def voted(self, donor: int) -> str | None:
-        """Return the digest that ``donor`` voted for, or None."""
-        return self._votes.get(donor)
-
-    def minority(self, digest: str) -> list[int]:
-        """Return the donors that voted for another digest than ``digest``, sorted."""
-        return sorted(donor for donor, voted in self._votes.items() if voted != digest)
-
-    def disagreement(self) -> str:
-        """Return one line that says which donor has which digest."""
-        said = ", ".join(f"replica {donor} has {voted[:12]}" for donor, voted in sorted(self._votes.items()))
-        return f"the donors' manifests differ and there is no majority: {said}"
-
-    def _forget(self, donor: int) -> None:
-        self._unheard.discard(donor)
-        self._absent.discard(donor)
-
+from ft_hsdp.state.transfer.striping import ChunkQueue, ManifestVotes
 
 PATIENCE_S = 1.0  # to wait for the vote of every donor; a later vote still counts
 CHUNK_S = 5.0  # after which a donor that sends no chunk has failed
 COPY_CHUNK_S = 60.0  # the same for a copy, which waits for idle spans of the network
 RETRY_S = 0.02  # between two questions to a donor that does not have the state yet
 MAX_REGRET = 64 << 10  # bytes in the body of an answer that is no success
+MAX_WORDS = 160  # characters of it that are told
 TICK_S = 0.05  # the precision of deadlines and of cancel
 
 
@@ -170,20 +64,23 @@ class FetchRequest:
     # Raises DataCorruption if a donor's manifest is not of the wanted shard. Called on the donors' threads.
     check: Callable[[ShardManifest], None]
     # Returns memory for the manifest that the donors agreed on: uint8 [nbytes], best pre-faulted, used by nothing
-    # else until `fetch` ends. Called once, on the thread that calls `fetch`, while its lock is held.
-    memory: Callable[[ShardManifest], memoryview]
+    # else until `fetch` ends; or several places. Called once, on the thread that calls `fetch`, while its lock is
+    # held.
+    memory: Callable[[ShardManifest], memoryview | Scattered]
     awaited: bool = True  # a donor that does not have the state yet is asked again; False: it has failed
     copy: bool = False  # it becomes a copy of another host's shard: donors send it while they are idle (`pacing`)
+    ranks: int | None = None  # of the replica whose shard it is; None: any
+    part: tuple[int, int] | None = None  # (rank, ranks) of whom only a part of the shard is for (`parts`)
 
     @staticmethod
     def exactly(
-        expected: ExpectedShard, into: memoryview, *, awaited: bool = True, copy: bool = False
+        expected: ExpectedShard, into: memoryview | Scattered, *, awaited: bool = True, copy: bool = False
     ) -> FetchRequest:
         """Return a request for a shard that is known from this rank's own model.
 
         Args:
             expected: What every donor's manifest must say.
-            into: Writable memory of ``expected.nbytes`` bytes.
+            into: Writable memory of ``expected.nbytes`` bytes, in one place or in several.
             awaited: Whether donors may get the state later.
             copy: Whether it becomes a copy of another host's shard.
         """
@@ -194,6 +91,8 @@ class FetchRequest:
             lambda _: into,
             awaited,
             copy,
+            expected.ranks,
+            expected.part,
         )
 
 
@@ -265,7 +164,7 @@ class _Fetch:
         self._votes = ManifestVotes(self._donors)
         self._manifests: dict[str, tuple[ShardManifest, bytes]] = {}
         self._digest = ""
-        self._memory = memoryview(b"")
+        self._memory: memoryview | Scattered = memoryview(b"")
         self._chunks = ChunkQueue(0, 0)
         self._arrived: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._change = (
@@ -385,7 +284,7 @@ class _Fetch:
         while True:
             fault_injection.hold(donor, lambda: self._over)
             try:
-                answer = connection.ask(path(request.state, request.rank, "manifest"))
+                answer = connection.ask(self._path("manifest"))
                 self._refusing.discard(donor)
             except DonorBusy:
                 answer = None
@@ -393,7 +292,8 @@ class _Fetch:
             if answer is not None and answer.status == 200:
                 break
             if answer is not None and answer.status != 404:
-                raise DataCorruption(f"answered {answer.status}")
+                said = connection.read(answer.length, MAX_REGRET).decode("ascii", "replace")[:MAX_WORDS]
+                raise DataCorruption(f"answered {answer.status}{said and f': {said}'}")
             if answer is not None:
                 connection.read(answer.length, MAX_REGRET)
                 if not request.awaited:
@@ -442,12 +342,13 @@ class _Fetch:
         try:
             self._due[donor] = time.monotonic() + self._chunk_s
             fault_injection.hold(donor, lambda: self._over)
-            answer = connection.ask(path(self._request.state, self._request.rank, "data"), (begin, end))
+            answer = connection.ask(self._path("data"), (begin, end))
             said = (answer.status, answer.headers.get("content-range"), answer.headers.get("etag"), answer.length)
             if said != (206, f"bytes {begin}-{end - 1}/{len(self._memory)}", f'"{self._digest}"', end - begin):
                 raise DataCorruption(f"answered {said[0]} with range {said[1]} of {str(said[2])[:14]}")
             for index in run:
-                connection.read_into(self._chunk(index))
+                for piece in self._chunk(index):
+                    connection.read_into(piece)
                 fault_injection.reach("fetch", self._request.state.step)
                 self._due[donor] = time.monotonic() + self._chunk_s
                 self._arrived.put((donor, index))
@@ -459,8 +360,16 @@ class _Fetch:
                     self._chunks.put_back(left)
                     self._change.notify_all()
 
-    def _chunk(self, index: int) -> memoryview:
-        return self._memory[index * shard_manifest.CHUNK_BYTES : (index + 1) * shard_manifest.CHUNK_BYTES]
+    def _path(self, what: str) -> str:
+        wanted = self._request
+        return path(wanted.state, wanted.rank, what, wanted.ranks, wanted.part)
+
+    def _chunk(self, index: int) -> list[memoryview]:
+        begin = index * shard_manifest.CHUNK_BYTES
+        end = min(begin + shard_manifest.CHUNK_BYTES, len(self._memory))
+        if isinstance(self._memory, Scattered):
+            return self._memory.pieces(begin, end)
+        return [self._memory[begin:end]]
 
     # The verifier's thread.
 
@@ -469,10 +378,10 @@ class _Fetch:
             donor, index = arrived
             assert self.manifest is not None
             chunk = self._chunk(index)
-            right = shard_manifest.checksum(chunk) == self.manifest.checksums[index]
+            right = shard_manifest.checksum(*chunk) == self.manifest.checksums[index]
             with self._change:
                 if right:
-                    self.given[donor] = self.given.get(donor, 0) + len(chunk)
+                    self.given[donor] = self.given.get(donor, 0) + sum(map(len, chunk))
                     self._chunks.verified()
                 else:
                     self._chunks.put_back([index])

@@ -1,13 +1,17 @@
 """The donor's end of the HTTP/1.1 over which one replica fetches snapshots of another (FT-HSDP §4.4).
 
-    GET /v1/state/EPOCH/STEP/LINEAGE/RANK/manifest   the encoded manifest (`shard_manifest.encode`)
-    GET /v1/state/EPOCH/STEP/LINEAGE/RANK/data       the packed bytes, or one range of them (bytes=A-B, bytes=A-)
-    GET /v1/held                                     JSON list of the complete shards here (`encode_held`)
+    GET /v1/state/EPOCH/STEP/LINEAGE/RANK.RANKS/manifest   the encoded manifest (`shard_manifest.encode`)
+    GET /v1/state/EPOCH/STEP/LINEAGE/RANK.RANKS/data       the packed bytes, or a range (bytes=A-B, bytes=A-)
+    GET /v1/held                                           JSON list of the complete shards here (`encode_held`)
+
+With "?for=RANK2.RANKS2" the answer is about a part of that shard: what it has for a rank of another width
+(`parts`), as a stream with a manifest of its own. Without ".RANKS" the shard may be of any width.
 
 A reader of a copy for another host sends the header "Ft-Class: copy"; its data leaves when the `Pacer` lets it.
 
-404: the snapshot is not here (yet). 416: another kind of range, or one that is not inside. The ETag is the digest
-of the manifest. Both ends of a connection prove the job's token first (`handshake`).
+404: the snapshot is not here (yet). 400: no such part can be made; the body says why. 416: another kind of
+range, or one that is not inside. The ETag is the digest of the manifest. Both ends of a connection prove the job's
+token first (`handshake`).
 
 `StateServer` works on threads of its own. A stranger gets no HTTP, no thread and no place. The number of readers
 is limited; one that finds no place is disconnected and asks again. A reader that is slow, silent or malicious
@@ -35,11 +39,13 @@ from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.handshake import CallerGate, Purpose
 from ft_hsdp.state.pacing import Pacer, lower_priority
-from ft_hsdp.state.shared_memory import ServedSnapshot, SnapshotSource
-from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.shared_memory import SnapshotSource
+from ft_hsdp.state.transfer import parts, shard_manifest
 from ft_hsdp.state.transfer.donor_connection import CLASS, COPY, HELD
+from ft_hsdp.state.transfer.served_parts import ServedPart, ServedParts, all_of
 
-PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})/(manifest|data)")
+PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})(?:\.(\d{1,9}))?/(manifest|data)")
+FOR = re.compile(r"for=(\d{1,9})\.(\d{1,9})")
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 UNSENT = 128 << 10  # bytes of a copy that wait in the socket: they leave although a communication has begun
 MAX_READERS = 32
@@ -49,6 +55,7 @@ WINDOW_S = 10.0  # in which a reader has to take at least
 WINDOW_BYTES = 10 << 20  # bytes
 TICK_S = 0.25  # between two looks at the readers' progress
 SLICE = 1 << 20  # bytes of one sendfile: the precision of a reader's progress
+GATHER = 32 << 10  # bytes: shorter runs of a part are read and sent together
 CLOSE_S = 5.0  # to wait for the readers' threads at the end
 
 _log = logging.getLogger(__name__)
@@ -106,32 +113,42 @@ class _Handler(BaseHTTPRequestHandler):
         self.reader.now(responding=True)
         if self.headers.get(CLASS) == COPY:
             lower_priority()  # this thread answers this connection alone
-        match = PATH.fullmatch(self.path)
+        name, mark, query = self.path.partition("?")
+        match, target = PATH.fullmatch(name), FOR.fullmatch(query)
         if self.path == HELD:
             rows = shard_manifest.encode_held(self.server.source.held())
             self._head(200, len(rows), Content_Type="application/json")
             self.wfile.write(rows)
-        elif match is None:
+        elif match is None or (mark and not query.startswith("for=")):
             self._head(404, 0)
+        elif mark and not (target and int(target[1]) < int(target[2]) <= parts.MAX_WIDTH):
+            self._refuse(f"no part {query[:40]}; allowed: for=RANK.RANKS, of {parts.MAX_WIDTH} ranks at most")
         else:
-            self._serve(StateId(int(match[1]), int(match[2]), match[3]), int(match[4]), match[5] == "data")
+            state, ranks = StateId(int(match[1]), int(match[2]), match[3]), int(match[5]) if match[5] else None
+            part = (int(target[1]), int(target[2])) if target else None
+            self._serve(state, int(match[4]), ranks, match[6] == "data", part)
         self.reader.now(responding=False)
 
-    def _serve(self, state: StateId, rank: int, data: bool) -> None:
-        served = self.server.source.borrow(state, rank)
+    def _serve(
+        self, state: StateId, rank: int, ranks: int | None, data: bool, target: tuple[int, int] | None
+    ) -> None:
+        served = self.server.source.borrow(state, rank, ranks)
         if served is None:
             return self._head(404, 0)
         try:
+            part = all_of(served) if target is None else self.server.parts.part(served, *target)
             if data:
-                return self._data(served, rank)
-            self._head(200, len(served.manifest), ETag=f'"{served.digest}"')
-            self.wfile.write(served.manifest)
+                return self._data(served.fd, part, rank)
+            self._head(200, len(part.manifest), ETag=f'"{part.digest}"')
+            self.wfile.write(part.manifest)
             return None
+        except parts.Uncuttable as error:
+            return self._refuse(str(error))
         finally:
             self.server.source.give_back(served)
 
-    def _data(self, served: ServedSnapshot, rank: int) -> None:
-        wanted, total = self.headers.get("Range"), served.nbytes
+    def _data(self, fd: int, part: ServedPart, rank: int) -> None:
+        wanted, total = self.headers.get("Range"), part.nbytes
         begin, end = 0, total
         if wanted is not None:
             match = RANGE.fullmatch(wanted)
@@ -139,29 +156,54 @@ class _Handler(BaseHTTPRequestHandler):
             end = min(int(match[2]) + 1, total) if match and match[2] else total
             if begin >= end:
                 return self._head(416, 0, Content_Range=f"bytes */{total}")
-        about = {"ETag": f'"{served.digest}"', "Accept_Ranges": "bytes"}
+        about = {"ETag": f'"{part.digest}"', "Accept_Ranges": "bytes"}
         if wanted is not None:
             about["Content_Range"] = f"bytes {begin}-{end - 1}/{total}"
         self._head(200 if wanted is None else 206, end - begin, **about)
         paced = rank if self.headers.get(CLASS) == COPY else None
         if paced is not None:
             self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
-        if begin < end and isinstance(self.connection, record_layer.Sealed):
-            return self._encrypted(served, begin, end, paced)
+        send = self._encrypted if isinstance(self.connection, record_layer.Sealed) else self._plain
+        short = bytearray()
+        for first, last in parts.within(part.extents, begin, end):
+            if last - first < GATHER:
+                short += os.pread(fd, last - first, first)
+            if short and (last - first >= GATHER or len(short) >= SLICE):
+                self._send(short, paced)
+                short.clear()
+            if last - first >= GATHER:
+                send(fd, first, last, paced)
+        self._send(short, paced)
+        return None
+
+    def _send(self, data: bytearray, paced: int | None) -> None:
+        """Send bytes that lie in this process."""
+        at = 0
+        while at < len(data):
+            with self._slice(paced, len(data) - at) as most:
+                self.connection.sendall(data[at : at + most])
+            self.reader.taken += most
+            at += most
+
+    def _plain(self, fd: int, begin: int, end: int, paced: int | None) -> None:
+        """Send a range directly from the pages of the segment.
+
+        Raises:
+            ConnectionError: The segment is shorter.
+        """
         while begin < end:
             with self._slice(paced, end - begin) as most:
-                sent = os.sendfile(self.connection.fileno(), served.fd, begin, most)
+                sent = os.sendfile(self.connection.fileno(), fd, begin, most)
             if sent == 0:
                 raise ConnectionError("the segment ended")
             begin += sent
             self.reader.taken += sent
-        return None
 
-    def _encrypted(self, served: ServedSnapshot, begin: int, end: int, paced: int | None) -> None:
+    def _encrypted(self, fd: int, begin: int, end: int, paced: int | None) -> None:
         """Encrypt a range directly from the pages of the segment, which are mapped at once and not copied."""
         base = begin - begin % mmap.ALLOCATIONGRANULARITY
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        pages = mmap.mmap(served.fd, end - base, flags=flags, prot=mmap.PROT_READ, offset=base)
+        pages = mmap.mmap(fd, end - base, flags=flags, prot=mmap.PROT_READ, offset=base)
         with pages, memoryview(pages) as segment:
             at, last = begin - base, end - base
             while at < last:
@@ -188,6 +230,11 @@ class _Handler(BaseHTTPRequestHandler):
         yield most
         self.server.pacer.sent(paced, most, time.monotonic() - began)
 
+    def _refuse(self, why: str) -> None:
+        line = why.encode("ascii", "replace")
+        self._head(400, len(line), Content_Type="text/plain")
+        self.wfile.write(line)
+
     def _head(self, status: int, length: int, **headers: str) -> None:
         self.send_response_only(status)
         for name, value in headers.items():
@@ -205,6 +252,7 @@ class _Readers:
     def __init__(self, source: SnapshotSource, pacer: Pacer) -> None:
         self.source = source
         self.pacer = pacer
+        self.parts = ServedParts()
         self.readers: dict[socket.socket, _Reader] = {}
         self._peers: Counter[str] = Counter()
         self._change = threading.Condition()

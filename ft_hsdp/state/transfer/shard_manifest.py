@@ -23,11 +23,13 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
+from ft_hsdp.memory import shape
+from ft_hsdp.memory.shape import Cut
 
 if TYPE_CHECKING:
     import torch  # the state agent, which reads manifests, starts without it
 
-ALIGN = 64  # bytes; every tensor begins at a multiple
+ALIGN = shape.ALIGN
 CHUNK_BYTES = 4 << 20  # bytes that have a checksum of their own
 MAX_MANIFEST = 16 << 20  # bytes
 DIGEST_HEX = 64  # characters
@@ -54,6 +56,7 @@ class PackedTensor:
     global_shape: _Shape  # of the whole tensor
     offset: _Size
     nbytes: _Size
+    cut: Cut = "other"  # how the whole tensor is cut over the ranks; only rows are cut for another number of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +81,11 @@ class Layout:
                 nbytes = shard.numel() * shard.element_size()
                 dtype = str(shard.dtype).removeprefix("torch.")
                 tensors.append(
-                    PackedTensor(name, kind, dtype, tuple(shard.shape), tuple(tensor.shape), offset, nbytes)
+                    PackedTensor(
+                        name, kind, dtype, tuple(shard.shape), tuple(tensor.shape), offset, nbytes, _cut(tensor)
+                    )
                 )
-                offset += -(-nbytes // ALIGN) * ALIGN
+                offset += shape.aligned(nbytes)
         return Layout(tuple(tensors), offset)
 
     @property
@@ -115,6 +120,7 @@ class ShardManifest:
     checksums: tuple[_Sum, ...] = ()
     spoilt: tuple[tuple[_Size, _Size, _Size, _Size], ...] = ()
     user: dict[str, dict[str, Json]] = field(default_factory=dict)  # JSON values of the user's own state, by name
+    part: tuple[_Size, _Size] | None = None  # (rank, ranks) of whom only a part of the shard is for (`parts`)
 
     @property
     def ledger(self) -> Ledger:
@@ -139,6 +145,7 @@ class ExpectedShard:
     ranks: int
     layout: str  # the fingerprint of its tensors
     nbytes: int
+    part: tuple[int, int] | None = None  # (rank, ranks) of whom a part of it is for; None: the whole shard
 
 
 MAX_HELD = 4096  # rows of one list of held shards
@@ -219,14 +226,31 @@ def decode_held(data: bytes) -> tuple[HeldShard, ...]:
     )
 
 
+def _cut(tensor: torch.Tensor) -> Cut:
+    """Return how FSDP2, or the user, has cut a tensor over the ranks of the replica."""
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return "whole"
+    if len(placements) != 1:
+        return "other"
+    if placements[0].is_replicate():
+        return "whole"
+    return "rows" if placements[0].is_shard(0) and type(placements[0]).__name__ == "Shard" else "other"
+
+
 def fingerprint(tensors: Sequence[PackedTensor]) -> str:
     """Return a hash of all names, types, shapes and offsets of ``tensors``, 32 hex digits."""
     return state_id.digest([(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in tensors])
 
 
-def checksum(chunk: memoryview) -> str:
-    """Return the xxh3-64 of one chunk, 16 hex digits. Releases the GIL."""
-    return xxhash.xxh3_64_hexdigest(chunk)
+def checksum(*pieces: memoryview) -> str:
+    """Return the xxh3-64 of one chunk, in one piece or in several, 16 hex digits. Releases the GIL."""
+    if len(pieces) == 1:
+        return xxhash.xxh3_64_hexdigest(pieces[0])
+    hashed = xxhash.xxh3_64()
+    for piece in pieces:
+        hashed.update(piece)
+    return hashed.hexdigest()
 
 
 def checksums(data: memoryview) -> tuple[str, ...]:
@@ -341,7 +365,7 @@ def expect(manifest: ShardManifest, expected: ExpectedShard) -> None:
     Raises:
         DataCorruption: It is of another state, rank, layout or size.
     """
-    for name in ("state", "rank", "ranks", "layout", "nbytes"):
+    for name in ("state", "rank", "ranks", "part", "layout", "nbytes"):
         claimed, wanted = getattr(manifest, name), getattr(expected, name)
         if claimed != wanted:
             raise DataCorruption(f"manifest is of {name} {claimed}, wanted {wanted}")

@@ -11,7 +11,8 @@ decides, each rank takes its own shard:
     all ranks      load it if all have verified theirs; else rank 0 decides again, without the failed sources
 
 So the rungs fall by themselves: own agent, a copy elsewhere, another replica, an older state, the checkpoint. A
-snapshot is only made of a committed state, so shards of one state may come from several replicas.
+snapshot is only made of a committed state, so shards of one state may come from several replicas. They may be
+those of another number of ranks (`other_widths`): then each rank fetches parts of several.
 """
 
 from __future__ import annotations
@@ -35,12 +36,15 @@ from ft_hsdp.memory.recovery import Holding, Recoverable, newest, rung
 from ft_hsdp.state.checkpoint import catalog
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
-from ft_hsdp.state.transfer import fetch
-from ft_hsdp.state.transfer.fetch import Donor, FetchRequest
+from ft_hsdp.state.transfer import fetch, reshape
+from ft_hsdp.state.transfer.fetch import Donor
 from ft_hsdp.state.transfer.holdings import Held, ask_held
-from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, HeldShard, ShardManifest
+from ft_hsdp.state.transfer.parts import Uncuttable
+from ft_hsdp.state.transfer.reshape import WantedShard
+from ft_hsdp.state.transfer.shard_manifest import HeldShard, ShardManifest
 from ft_hsdp.train.state.checkpointing import Checkpoints, load_checkpoint
 from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.other_widths import OtherWidths
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 ASK_S = 1.0  # for all agents that are asked at once
@@ -87,7 +91,7 @@ class _Taken:
 class _Outcome:
     """How a rank fared with its sources."""
 
-    used: int | None = None  # the source that gave most; None: the shard is not there
+    used: tuple[int, ...] = ()  # the sources that gave something, most first; (): the shard is not there
     failed: tuple[int, ...] = ()  # sources that must not be used again
     fetched: int = 0  # bytes from other agents than its own, also in earlier attempts
 
@@ -133,6 +137,7 @@ class _Restoration:
     _about: Recoverer
     _began: float = field(default_factory=time.monotonic)
     _peers: tuple[_Peer, ...] = ()  # by rank
+    _others_cut: OtherWidths = field(init=False)  # the same state, cut for other numbers of ranks
     _fetched: int = 0  # bytes, by this rank, in all attempts
     # On rank 0.
     _found: Holders | None = None
@@ -146,6 +151,7 @@ class _Restoration:
     def run(self) -> None:
         """Try what is in memory, newest first, and then the checkpoint; or the other way round."""
         self._peers = self._gather()
+        self._others_cut = OtherWidths(self._live.layout, [peer.layout for peer in self._peers])
         if self._ranks.rank == 0:
             self._own = [h for rank, peer in enumerate(self._peers) for h in self._kept(rank, peer)]
             self._others = self._elsewhere(self._newest())
@@ -206,9 +212,12 @@ class _Restoration:
                 time.sleep(LOOK_S)
                 found = about.holders(0.0) or found
         self._found = found
-        if found is None:  # its own hosts may have copies for each other
+        if found is not None and found.stands:
+            return []
+        if found is None or (found.head is None and best is None and about.number > 0):
+            # Its own hosts may have copies for each other, or shards of another number of ranks.
             return [h for h in self._ask(NOBODY, hurry=False) if h.replica == about.replica]
-        if found.stands or found.head is None:
+        if found.head is None:
             return []
         if best is not None and not state_id.newer(found.head, best.state):
             return []
@@ -221,7 +230,7 @@ class _Restoration:
         """
         mine = {peer.address: peer.host for peer in self._peers}
         where = found.hosts | mine
-        known = {(h.address, h.replica, h.rank, h.state) for h in self._own}
+        known = {(h.address, h.replica, h.rank, h.ranks, h.state) for h in self._own}
         others = {address for agents in found.agents.values() for address in agents}
 
         def holdings(answers: Mapping[str, Held]) -> list[Holding]:
@@ -229,7 +238,7 @@ class _Restoration:
                 _holding(row, address, where.get(address, row.host))
                 for address, rows in answers.items()
                 for row in rows
-                if (address, row.replica, row.rank, row.state) not in known
+                if (address, row.replica, row.rank, row.ranks, row.state) not in known
             ]
 
         def enough(answers: Mapping[str, Held]) -> bool:
@@ -252,7 +261,8 @@ class _Restoration:
             others: What is kept besides the own snapshots of this replica's ranks.
         """
         layouts, hosts = [p.layout for p in self._peers], [p.host for p in self._peers]
-        return newest([*self._own, *others], self._about.replica, layouts, hosts, self._failed)
+        found = [*self._own, *others]
+        return newest(found, self._about.replica, layouts, hosts, self._failed, self._others_cut.of(found))
 
     def _decide(self) -> tuple[Recoverable | None, bool]:
         """Return the next state to try and each rank's sources, and whether the checkpoint is to be read first.
@@ -272,18 +282,23 @@ class _Restoration:
         return _recoverable(decided["plan"]), bool(decided["checkpoint"])
 
     def _chosen(self, sources: Sequence[Holding]) -> tuple[Holding, ...]:
-        """Return from which sources a rank takes its shard: its own agent, or the nearest of each replica."""
+        """Return from which sources a rank takes its shard: its own agent, or the nearest of each replica.
+
+        Of each part, if they are of another width.
+        """
         nearest = sources[0]
         if self._is_own(nearest):
             return (nearest,)
-        of_replica: dict[int, Holding] = {}
+        of_replica: dict[int, dict[int, Holding]] = {}
         for source in sources:
-            of_replica.setdefault(source.replica, source)
-        return tuple(of_replica.values())[:MAX_DONORS]
+            of_replica.setdefault(source.rank, {}).setdefault(source.replica, source)
+        return tuple(each for found in of_replica.values() for each in [*found.values()][:MAX_DONORS])
 
     def _is_own(self, holding: Holding) -> bool:
         """Return whether a shard is in the slots of its own rank."""
-        return holding.replica == self._about.replica and holding.address == self._peers[holding.rank].address
+        if holding.replica != self._about.replica or holding.ranks != len(self._peers):
+            return False
+        return holding.address == self._peers[holding.rank].address
 
     def _checkpoint_is_newer(self, plan: Recoverable | None) -> bool:
         """Return whether a checkpoint has the name of a newer state than ``plan``. On rank 0.
@@ -306,8 +321,8 @@ class _Restoration:
         rank = self._ranks.rank
         taken, outcome = self._take(plan.state, plan.sources[rank])
         told = [json.loads(each) for each in self._ranks.gather(json.dumps(asdict(outcome)).encode())]
-        outcomes = [_Outcome(**each) for each in told]
-        everywhere = all(each.used is not None for each in outcomes)
+        outcomes = [_Outcome(tuple(each["used"]), tuple(each["failed"]), each["fetched"]) for each in told]
+        everywhere = all(each.used for each in outcomes)
         if everywhere:
             assert taken is not None
             self._live.load(taken.manifest, taken.packed)
@@ -324,43 +339,55 @@ class _Restoration:
         if self._is_own(sources[0]):
             found = self._snapshots.acquire(state)
             if found is None or found[0].layout != self._live.layout.fingerprint:
-                return None, _Outcome(None, (0,))
-            return _Taken(*found), _Outcome(0, fetched=self._fetched)
+                return None, _Outcome(failed=(0,))
+            return _Taken(*found), _Outcome((0,), fetched=self._fetched)
         return self._fetch(state, sources)
 
     def _fetch(self, state: StateId, sources: Sequence[Holding]) -> tuple[_Taken | None, _Outcome]:
         """Fetch and verify this rank's shard, into a slot of its own agent if there is one. Blocks."""
-        layout, every = self._live.layout, tuple(range(len(sources)))
-        expected = ExpectedShard(state, self._ranks.rank, self._ranks.size, layout.fingerprint, layout.nbytes)
-        donors = {Donor(source.replica, source.address): index for index, source in enumerate(sources)}
+        layout, rank, ranks = self._live.layout, self._ranks.rank, self._ranks.size
+        donors: dict[int, dict[Donor, int]] = {}  # by rank whose shard they have: the number of the source
+        for index, source in enumerate(sources):
+            donors.setdefault(source.rank, {})[Donor(source.replica, source.address)] = index
         failed: set[int] = set()
 
-        def rejected(donor: Donor, why: str) -> None:
-            failed.add(donors[donor])
+        def rejected(of: int, donor: Donor, why: str) -> None:
+            failed.add(donors[of][donor])
             self._journal.event("FetchRejected", why, donor=donor.replica)
 
         slot = self._snapshots.allocate(state)
         try:
             packed = np.empty(layout.nbytes, dtype=np.uint8) if slot is None else slot
-            request = FetchRequest.exactly(expected, packed.data, awaited=False)
-            limit_s = self._about.limit_s / 2
-            got = fetch.fetch(list(donors), request, self._about.token, limit_s, threading.Event(), rejected)
-        except (FtHsdpError, OSError, MemoryError, fetch.NotFetched) as error:
+            got = reshape.fetch_shard(
+                WantedShard(state, rank, ranks, layout),
+                sources[0].ranks,
+                {of: list(each) for of, each in donors.items()},
+                packed.data,
+                self._about.token,
+                self._about.limit_s / 2,
+                threading.Event(),
+                rejected,
+                awaited=False,
+            )
+        except (FtHsdpError, OSError, MemoryError, Uncuttable, fetch.NotFetched, fetch.Cancelled) as error:
             self._snapshots.release()
             if not failed:  # no donor alone is to blame
                 why = str(error) or type(error).__name__
                 self._journal.event("FetchRejected", why, donor=sources[0].replica)
-            return None, _Outcome(None, tuple(sorted(failed)) or every)
+            return None, _Outcome(failed=tuple(sorted(failed)) or tuple(range(len(sources))))
         if slot is not None:
             self._snapshots.complete(got.manifest)
-        most = max(donors, key=lambda donor: got.given.get(donor.replica, 0))
-        self._fetched += layout.nbytes
-        return _Taken(got.manifest, packed), _Outcome(donors[most], tuple(sorted(failed)), self._fetched)
+        self._fetched += sum(got.given.values())
+        by_source = {
+            index: got.given.get((of, d.replica), 0) for of, each in donors.items() for d, index in each.items()
+        }
+        used = sorted((index for index, n in by_source.items() if n), key=lambda index: -by_source[index])
+        return _Taken(got.manifest, packed), _Outcome(tuple(used) or (0,), tuple(sorted(failed)), self._fetched)
 
     def _restored(self, plan: Recoverable, outcomes: Sequence[_Outcome]) -> None:
         """Write down what was restored from memory, and from where. On rank 0."""
         pairs = zip(plan.sources, outcomes, strict=True)
-        used = [sources[each.used or 0] for sources, each in pairs]
+        used = [[sources[index] for index in each.used] for sources, each in pairs]
         worst = rung(used, self._about.replica, [peer.host for peer in self._peers])
         reasons = {
             "agent": "the state agents of its hosts kept it",
@@ -371,8 +398,9 @@ class _Restoration:
             worst,
             reasons[worst],
             origin=worst,
-            hosts={str(rank): holding.host for rank, holding in enumerate(used)},
+            hosts={str(rank): holdings[0].host for rank, holdings in enumerate(used)},
             fetched=sum(each.fetched for each in outcomes),
+            width=used[0][0].ranks,
         )
 
     # From a checkpoint.
@@ -386,9 +414,15 @@ class _Restoration:
             self._tell("checkpoint", "newest valid checkpoint", origin=str(found.path), fetched=nbytes)
 
     def _tell(
-        self, on: str, reason: str, origin: str, hosts: Mapping[str, str] | None = None, fetched: int = 0
+        self,
+        on: str,
+        reason: str,
+        origin: str,
+        hosts: Mapping[str, str] | None = None,
+        fetched: int = 0,
+        width: int | None = None,
     ) -> None:
-        """Write the recovery down. On rank 0."""
+        """Write the recovery down, with the ``width`` of the shards that were used. On rank 0."""
         if self._ranks.rank != 0:
             return
         found, state = self._found, self._now
@@ -407,6 +441,7 @@ class _Restoration:
             "bytes": fetched,
             "seconds": time.monotonic() - self._began,
             "lost_steps": lost,
+            **({} if width in (None, len(self._peers)) else {"width": width}),
         }
         self._journal.event("StateRestored", reason, **facts)
 

@@ -1,0 +1,179 @@
+"""Parts of packed shards: what a rank of one width has for a rank of another width, as a stream of bytes.
+
+A *part* is a stream of its own, with a manifest of its own: the pieces of tensors one after the other, without
+padding. So chunks, checksums, agreement between donors, striping and resuming are those of a whole shard. Donor
+and receiver compute it with `cut`, each from its own tensors (`memory.shape`). The receiver writes into a packed
+shard of its own width, by its own extents (`Scattered`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ft_hsdp.memory import shape
+from ft_hsdp.memory.shape import Extent, Tensor
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import Layout, PackedTensor
+
+MAX_WIDTH = 4096  # ranks of a replica for which parts are made
+# Bytes of an element. A type that is not here has elements that are not whole bytes.
+ITEMSIZES = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2"), 1),
+    **dict.fromkeys(("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), 1),
+    **dict.fromkeys(("float16", "bfloat16", "int16", "uint16"), 2),
+    **dict.fromkeys(("float32", "int32", "uint32", "complex32"), 4),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    "complex128": 16,
+}
+
+
+class Uncuttable(ValueError):
+    """A state cannot be cut for another number of ranks. The message names the first tensor, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank has for a rank of another width."""
+
+    tensors: tuple[PackedTensor, ...]  # the pieces; their offsets are those in the stream
+    extents: tuple[Extent, ...]  # where they lie in the two packed shards, in the order of the stream
+    nbytes: int  # of the stream
+
+    @property
+    def layout(self) -> str:
+        """The fingerprint of the pieces."""
+        return shard_manifest.fingerprint(self.tensors)
+
+
+def whole(tensors: Sequence[PackedTensor]) -> tuple[Tensor, ...]:
+    """Return the tensors of the whole state.
+
+    Raises:
+        Uncuttable: One of them is cut otherwise than by rows, or its elements are no whole bytes.
+    """
+    for tensor in tensors:
+        if tensor.cut not in ("rows", "whole"):
+            raise Uncuttable(f"{tensor.kind} {tensor.name[:80]} is not cut by rows over all ranks")
+        if tensor.dtype not in ITEMSIZES:
+            raise Uncuttable(f"{tensor.kind} {tensor.name[:80]} has elements of type {tensor.dtype}")
+    return tuple(
+        Tensor(t.global_shape, ITEMSIZES[t.dtype], "rows" if t.cut == "rows" else "whole") for t in tensors
+    )
+
+
+def layout_at(tensors: Sequence[PackedTensor], width: int, rank: int) -> Layout:
+    """Return the layout of the shard of another rank of any width.
+
+    Args:
+        tensors: Those of any shard of the state.
+        width: Ranks of the replica.
+        rank: The rank.
+
+    Raises:
+        Uncuttable: The state cannot be cut for another width.
+    """
+    placed: list[PackedTensor] = []
+    offset = 0
+    for tensor, of_whole in zip(tensors, whole(tensors), strict=True):
+        begin, end = of_whole.rows(width, rank)
+        local = (end - begin, *tensor.global_shape[1:]) if tensor.global_shape else ()
+        nbytes = (end - begin) * of_whole.row_bytes
+        placed.append(replace(tensor, shape=local, offset=offset, nbytes=nbytes))
+        offset += shape.aligned(nbytes)
+    return Layout(tuple(placed), offset)
+
+
+def check(tensors: Sequence[PackedTensor], width: int, rank: int) -> None:
+    """Check that a shard is cut as FSDP2 cuts it over ``width`` ranks.
+
+    Args:
+        tensors: Of the shard.
+        width: Ranks of the replica.
+        rank: The rank whose shard it is.
+
+    Raises:
+        Uncuttable: It is not: its parts would be others than its readers think.
+    """
+    for tensor, expected in zip(tensors, layout_at(tensors, width, rank).tensors, strict=True):
+        if tensor != expected:
+            raise Uncuttable(f"{tensor.kind} {tensor.name[:80]} is not cut by rows over {width} ranks")
+
+
+def cut(tensors: Sequence[PackedTensor], source: tuple[int, int], target: tuple[int, int]) -> Part:
+    """Return what rank ``source`` has for rank ``target``.
+
+    Args:
+        tensors: Those of any shard of the state.
+        source: (width, rank) of the shard that is there.
+        target: (width, rank) of the shard that is made.
+
+    Raises:
+        Uncuttable: The state cannot be cut for another width.
+    """
+    made: list[PackedTensor] = []
+    found = shape.pieces(whole(tensors), source, target)
+    offset = 0
+    for number, rows, extent in found:
+        tensor = tensors[number]
+        local = (rows, *tensor.global_shape[1:]) if tensor.global_shape else ()
+        made.append(replace(tensor, shape=local, offset=offset, nbytes=extent.nbytes))
+        offset += extent.nbytes
+    return Part(tuple(made), shape.merged(piece.extent for piece in found), offset)
+
+
+class Scattered:
+    """Memory that is filled as one stream, and lies in several places.
+
+    Args:
+        memory: The packed shard.
+        extents: Where each run of bytes of the stream goes, by `Extent.target`.
+    """
+
+    def __init__(self, memory: memoryview, extents: Sequence[Extent]) -> None:
+        self._memory = memory
+        self._extents = tuple(extents)
+        self._begins: list[int] = []  # of each extent, in the stream
+        self._nbytes = 0
+        for extent in extents:
+            self._begins.append(self._nbytes)
+            self._nbytes += extent.nbytes
+
+    def __len__(self) -> int:
+        """Return the bytes of the stream."""
+        return self._nbytes
+
+    def pieces(self, begin: int, end: int) -> list[memoryview]:
+        """Return the memory of the bytes [begin, end) of the stream."""
+        found: list[memoryview] = []
+        number = bisect_right(self._begins, begin) - 1
+        while begin < end:
+            extent, start = self._extents[number], self._begins[number]
+            stop = min(end, start + extent.nbytes)
+            found.append(self._memory[extent.target + begin - start : extent.target + stop - start])
+            begin, number = stop, number + 1
+        return found
+
+
+def within(extents: Sequence[Extent], begin: int, end: int) -> list[tuple[int, int]]:
+    """Return where bytes of a part's stream lie in the shard that has them.
+
+    Args:
+        extents: Of the part.
+        begin: The first byte in the stream.
+        end: The byte after the last one.
+
+    Returns:
+        (begin, end) of each run of bytes, in order.
+    """
+    found: list[tuple[int, int]] = []
+    start = 0
+    for extent in extents:
+        first, last = max(begin, start), min(end, start + extent.nbytes)
+        if first < last:
+            found.append((extent.source + first - start, extent.source + last - start))
+        start += extent.nbytes
+        if start >= end:
+            break
+    return found

@@ -1,0 +1,105 @@
+"""Parts of the snapshots that a state server serves: each is sealed once, and then read like a snapshot.
+
+`ServedParts` makes the manifest of a part from that of the snapshot, with checksums of the part's own stream. They
+are computed from the snapshot's bytes in host memory, whose checksums were compared when it was borrowed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ft_hsdp.memory.shape import Extent
+from ft_hsdp.state import shared_memory
+from ft_hsdp.state.shared_memory import ServedSnapshot
+from ft_hsdp.state.transfer import parts, shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import RunningChecksums
+
+MAX_KEPT = 64  # sealed parts
+MAX_KEPT_BYTES = 64 << 20  # of their manifests
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPart:
+    """What is served of a snapshot: bytes of its segment, one run after the other, as one stream."""
+
+    extents: tuple[Extent, ...]  # where they lie, by `Extent.source`
+    nbytes: int  # of the stream
+    manifest: bytes  # encoded, with checksums of the stream
+    digest: str  # of the manifest, 64 hex digits
+
+
+def all_of(served: ServedSnapshot) -> ServedPart:
+    """Return a whole snapshot as one part.
+
+    Args:
+        served: Borrowed from its source.
+    """
+    return ServedPart((Extent(0, 0, served.nbytes),), served.nbytes, served.manifest, served.digest)
+
+
+class ServedParts:
+    """The parts that were asked for last. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # also held while a part is sealed: one at a time
+        self._kept: OrderedDict[tuple[str, int, int], ServedPart] = OrderedDict()  # by snapshot, rank and ranks
+
+    def part(self, served: ServedSnapshot, rank: int, ranks: int) -> ServedPart:
+        """Return the part of a borrowed snapshot for rank ``rank`` of ``ranks``.
+
+        Blocks while the part is sealed, which reads its bytes once.
+
+        Args:
+            served: Borrowed from its source.
+            rank: Whom the part is for.
+            ranks: How many there are of these.
+
+        Raises:
+            Uncuttable: The snapshot cannot be cut for another number of ranks.
+        """
+        key = served.digest, rank, ranks
+        with self._lock:
+            found = self._kept.get(key)
+            if found is None:
+                found = self._kept[key] = _sealed(served, rank, ranks)
+                while (
+                    len(self._kept) > MAX_KEPT
+                    or sum(len(p.manifest) for p in self._kept.values()) > MAX_KEPT_BYTES
+                ):
+                    self._kept.popitem(last=False)
+            else:
+                self._kept.move_to_end(key)
+        return found
+
+
+def _sealed(served: ServedSnapshot, rank: int, ranks: int) -> ServedPart:
+    """Return a part with its manifest."""
+    manifest = shard_manifest.decode(served.manifest)
+    parts.check(manifest.tensors, manifest.ranks, manifest.rank)
+    part = parts.cut(manifest.tensors, (manifest.ranks, manifest.rank), (ranks, rank))
+    made = replace(
+        manifest,
+        part=(rank, ranks),
+        layout=part.layout,
+        nbytes=part.nbytes,
+        tensors=part.tensors,
+        checksums=_checksums(served, part.extents),
+    )
+    encoded = shard_manifest.encode(made)
+    return ServedPart(part.extents, part.nbytes, encoded, shard_manifest.digest(encoded))
+
+
+def _checksums(served: ServedSnapshot, extents: Sequence[Extent]) -> tuple[str, ...]:
+    """Return the checksum of each chunk of the stream that ``extents`` make of a snapshot."""
+    data = memoryview(shared_memory.attach(served.fd, served.nbytes, writable=False))  # type: ignore[arg-type]
+    sums = RunningChecksums()
+    for extent in extents:
+        begin, end = extent.source, extent.source + extent.nbytes
+        while begin < end:
+            stop = min(end, begin + sums.remaining)
+            sums.add(data[begin:stop])
+            begin = stop
+    return sums.end()

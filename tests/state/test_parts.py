@@ -1,0 +1,281 @@
+"""A rank takes its shard from shards of another number of ranks, over real state servers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from ft_hsdp.errors import DataCorruption
+from ft_hsdp.memory import shape
+from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
+from ft_hsdp.state.transfer import parts, served_parts, shard_manifest
+from ft_hsdp.state.transfer.fetch import Cancelled, Donor, NotFetched
+from ft_hsdp.state.transfer.http import StateServer
+from ft_hsdp.state.transfer.parts import Scattered, Uncuttable
+from ft_hsdp.state.transfer.reshape import Assembled, WantedShard, fetch_shard, sources
+from tests.support.known import KnownConnection
+from tests.support.state import widths
+from tests.support.state.widths import STATE, TOKEN, Serving, content, layout, manifest
+
+DEADLINE_S = 30.0
+Make = Callable[..., Serving]
+
+
+@pytest.fixture
+def serving() -> Iterator[Make]:
+    made: list[Serving] = []
+
+    def make(width: int, *ranks: int, lr: float = 0.1) -> Serving:
+        made.append(Serving(width, *ranks, lr=lr))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def take(
+    width: int,
+    donors: Mapping[int, Sequence[Donor]],
+    ranks: int,
+    rank: int,
+    rejected: Callable[[int, Donor, str], None] = lambda *_: None,
+    cancel: threading.Event | None = None,
+    deadline_s: float = DEADLINE_S,
+    token: str = TOKEN,
+) -> tuple[Assembled, bytes]:
+    """Fetch the shard of rank ``rank`` of ``ranks``, into memory that was used before."""
+    place = layout(ranks, rank)
+    into = memoryview(bytearray(b"\xff" * place.nbytes))
+    shard = WantedShard(STATE, rank, ranks, place)
+    cancel = cancel or threading.Event()
+    got = fetch_shard(shard, width, donors, into, token, deadline_s, cancel, rejected, awaited=False)
+    return got, bytes(into)
+
+
+def at(*served: Serving) -> dict[int, list[Donor]]:
+    """Replica n has all its ranks at ``served[n]``."""
+    ranks = {rank for each in served for rank in each.rooms}
+    return {k: [Donor(n, each.address) for n, each in enumerate(served) if k in each.rooms] for k in ranks}
+
+
+@pytest.mark.parametrize(("width", "ranks"), [(4, 3), (3, 4), (1, 3), (3, 1), (2, 5), (9, 2), (3, 3)])
+def test_every_rank_of_another_width_gets_its_shard(serving: Make, width: int, ranks: int) -> None:
+    """The bytes, the padding and the manifest are those of a replica that was always of that width."""
+    donors = at(serving(width, *range(width)))
+    for rank in range(ranks):
+        got, data = take(width, donors, ranks, rank)
+        assert data == content(ranks, rank).tobytes()
+        assert shard_manifest.encode(got.manifest) == shard_manifest.encode(manifest(ranks, rank))
+        wanted = layout(ranks, rank)
+        least = wanted.nbytes if width == ranks else sum(tensor.nbytes for tensor in wanted.tensors)
+        assert sum(got.given.values()) == least, "no byte more than the shard has"
+
+
+def test_parts_are_striped_over_donors_that_agree(serving: Make) -> None:
+    one, other, third = (serving(4, *range(4)) for _ in range(3))
+    got, data = take(4, at(one, other, third), 3, 1)
+    assert data == content(3, 1).tobytes()
+    assert {rank for rank, _ in got.given} == {1, 2}, "the only ones that have something for it"
+
+
+def test_a_donor_with_another_state_of_the_optimizer_is_left_out(serving: Make) -> None:
+    donors = at(serving(4, *range(4)), serving(4, *range(4), lr=0.2), serving(4, *range(4)))
+    rejected: list[int] = []
+    _, data = take(4, donors, 3, 0, lambda _, donor, __: rejected.append(donor.replica))
+    assert data == content(3, 0).tobytes()
+    assert set(rejected) == {1}
+
+
+def test_parts_of_two_states_are_never_combined(serving: Make) -> None:
+    """Each part is right for itself; they say different things about the state."""
+    donors = {1: at(serving(4, 1))[1], 2: at(serving(4, 2, lr=0.2))[2]}
+    with pytest.raises(DataCorruption, match=r"ranks . and . of 4 have another hyper"):
+        take(4, donors, 3, 1)
+
+
+def test_a_flipped_byte_costs_the_donor_alone(serving: Make) -> None:
+    """The checksums of a part are sealed when it is asked for; a bit that flips after that is found."""
+    bad, good = serving(4, *range(4)), serving(4, *range(4))
+    first, data = take(4, at(bad), 3, 1)  # sealed from now on
+    bad.rooms[2].bytes[layout(4, 2).tensors[0].offset] ^= 1
+    with pytest.raises(NotFetched, match="wrong checksum"):
+        take(4, at(bad), 3, 1)
+    rejected: list[str] = []
+    again, data = take(4, at(bad, good), 3, 1, lambda _, __, why: rejected.append(why))
+    assert data == content(3, 1).tobytes()
+    assert first.manifest == again.manifest
+
+
+def test_a_donor_that_is_gone_is_done_without(serving: Make) -> None:
+    gone, here = serving(4, *range(4)), serving(4, *range(4))
+    gone.close()
+    rejected: list[tuple[int, int]] = []
+    _, data = take(4, at(gone, here), 3, 2, lambda rank, donor, _: rejected.append((rank, donor.replica)))
+    assert data == content(3, 2).tobytes()
+    assert rejected == [(rank, 0) for rank, _ in rejected]
+
+
+def test_without_one_part_there_is_no_shard(serving: Make) -> None:
+    donors = at(serving(4, 0, 1, 3))
+    with pytest.raises(NotFetched, match=r"does not have the state any more|there are no donors"):
+        take(4, {**donors, 2: [Donor(0, donors[1][0].address)]}, 3, 1)
+    with pytest.raises(NotFetched, match="there are no donors"):
+        take(4, donors, 3, 1)
+
+
+def test_the_caller_may_cancel(serving: Make) -> None:
+    cancel = threading.Event()
+    cancel.set()
+    with pytest.raises(Cancelled):
+        take(4, at(serving(4, *range(4))), 3, 1, cancel=cancel)
+
+
+class Liar(InMemorySnapshots):
+    """Serves the shard of one rank under the name of another one's."""
+
+    def __init__(self, tells: int) -> None:
+        super().__init__()
+        made = replace(manifest(4, 2), rank=tells)
+        room = SnapshotBuffer(made.nbytes)
+        room.bytes[: made.nbytes] = content(4, 2)
+        self.put(made, room)
+
+
+def test_who_serves_other_rows_is_not_believed(serving: Make) -> None:
+    """Rank 3 of 4 has fewer rows than rank 2: its shard is not cut as it says."""
+    server = StateServer("127.0.0.1", 0, Liar(tells=3), TOKEN)
+    rejected: list[str] = []
+    try:
+        donors = {**at(serving(4, 0, 1, 2)), 3: [Donor(5, server.address)]}
+        with pytest.raises(NotFetched):
+            take(4, donors, 3, 2, lambda _, __, why: rejected.append(why))
+    finally:
+        server.close()
+    assert any("answered 400: param embed is not cut by rows over 4 ranks" in why for why in rejected), rejected
+
+
+def ask(address: str, path: str, span: str | None = None) -> tuple[int, bytes, Mapping[str, str]]:
+    connection = KnownConnection(address, TOKEN)
+    try:
+        connection.request("GET", path, headers={} if span is None else {"Range": span})
+        response = connection.getresponse()
+        return response.status, response.read(), dict(response.headers)
+    finally:
+        connection.close()
+
+
+PATH = f"/v1/state/1/7/{STATE.lineage}"
+
+
+def test_a_part_is_a_stream_with_its_own_manifest(serving: Make) -> None:
+    served = serving(4, *range(4))
+    status, encoded, headers = ask(served.address, f"{PATH}/1.4/manifest?for=1.3")
+    assert status == 200
+    found = shard_manifest.decode(encoded)
+    assert (found.rank, found.ranks, found.part, headers["ETag"]) == (1, 4, (1, 3), f'"{encoded[:64].decode()}"')
+    status, data, headers = ask(served.address, f"{PATH}/1.4/data?for=1.3")
+    assert (status, headers["ETag"]) == (200, f'"{encoded[:64].decode()}"')
+    assert found.checksums == shard_manifest.checksums(memoryview(data))
+    extents = parts.cut(widths.tensors(), (4, 1), (3, 1)).extents
+    source = content(4, 1).tobytes()
+    assert data == b"".join(source[e.source : e.source + e.nbytes] for e in extents)
+    for begin, end in ((0, 1), (5, 700), (100, len(data)), (len(data) - 1, len(data))):
+        status, piece, headers = ask(served.address, f"{PATH}/1.4/data?for=1.3", f"bytes={begin}-{end - 1}")
+        assert (status, headers["Content-Range"]) == (206, f"bytes {begin}-{end - 1}/{len(data)}")
+        assert piece == data[begin:end]
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        *("for=3.3", "for=0.0", "for=1", "for=1.", "for=-1.3", "for=1.3&for=2.3", "for=1.3x", "for="),
+        *("for=0.4097", f"for={'9' * 30}.{'9' * 31}", "for=%31.3"),
+    ],
+)
+def test_a_part_that_cannot_be_is_refused(serving: Make, query: str) -> None:
+    served = serving(4, 1)
+    for what in ("manifest", "data"):
+        status, body, _ = ask(served.address, f"{PATH}/1.4/{what}?{query}")
+        assert status == 400
+        assert body.decode().endswith("allowed: for=RANK.RANKS, of 4096 ranks at most"), body
+        assert len(body) < 120
+    assert served._lent == []
+
+
+def test_a_shard_of_another_width_is_not_that_shard(serving: Make) -> None:
+    served = serving(4, 1)
+    assert ask(served.address, f"{PATH}/1.3/manifest")[0] == 404
+    assert ask(served.address, f"{PATH}/1.4/manifest")[:2] == ask(served.address, f"{PATH}/1/manifest")[:2]
+    assert ask(served.address, f"{PATH}/2.4/data?for=0.3")[0] == 404
+
+
+def test_what_is_cut_otherwise_has_no_parts(serving: Make) -> None:
+    place = layout(4, 1)
+    odd = replace(place.tensors[1], cut="other")
+    made = replace(manifest(4, 1), tensors=(place.tensors[0], odd, *place.tensors[2:]))
+    source, room = InMemorySnapshots(), SnapshotBuffer(made.nbytes)
+    source.put(shard_manifest.seal(made, room.memory[: made.nbytes]), room)
+    server = StateServer("127.0.0.1", 0, source, TOKEN)
+    try:
+        status, body, _ = ask(server.address, f"{PATH}/1.4/manifest?for=0.3")
+    finally:
+        server.close()
+    assert (status, body) == (400, b"param norm is not cut by rows over all ranks")
+    with pytest.raises(Uncuttable, match="elements of type int4"):
+        parts.whole([replace(odd, cut="rows", dtype="int4")])
+
+
+def test_the_parts_that_are_kept_are_few(serving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part is sealed once, and again when others took its place."""
+    sealed: list[int] = []
+    seal = served_parts._sealed
+    monkeypatch.setattr(served_parts, "MAX_KEPT", 3)
+    monkeypatch.setattr(served_parts, "_sealed", lambda *a: sealed.append(a[2]) or seal(*a))
+    served = serving(4, 0)
+    for ranks in (3, 3, 5, 6, 3, 7, 3, 5):
+        assert ask(served.address, f"{PATH}/0.4/manifest?for=0.{ranks}")[0] == 200
+    assert sealed == [3, 5, 6, 7, 5]
+
+
+def test_scattered_memory_is_filled_as_one_stream() -> None:
+    memory = memoryview(bytearray(40))
+    into = Scattered(memory, [shape.Extent(0, 30, 5), shape.Extent(9, 2, 3), shape.Extent(20, 10, 7)])
+    assert len(into) == 15
+    data = bytes(range(1, 16))
+    for begin, end in ((0, 4), (4, 9), (9, 15)):
+        for piece in into.pieces(begin, end):
+            piece[:] = data[begin : begin + len(piece)]
+            begin += len(piece)
+    assert (bytes(memory[30:35]), bytes(memory[2:5]), bytes(memory[10:17])) == (data[:5], data[5:8], data[8:])
+    assert into.pieces(3, 3) == []
+
+
+def test_layouts_of_other_ranks_follow_from_any_one() -> None:
+    for width in (1, 2, 3, 7):
+        for rank in range(width):
+            place = layout(width, rank)
+            parts.check(place.tensors, width, rank)
+            assert parts.layout_at(place.tensors, 4, 2) == layout(4, 2)
+            assert sources(place, 4, rank, width) == tuple(
+                k for k in range(4) if parts.cut(place.tensors, (4, k), (width, rank)).tensors
+            )
+
+
+def test_a_manifest_with_a_part_is_not_that_of_the_shard(serving: Make) -> None:
+    """Who fetches a shard does not take a part of it, whatever the donor says."""
+    served = serving(4, 1)
+    _, encoded, _ = ask(served.address, f"{PATH}/1.4/manifest?for=1.4")
+    found = shard_manifest.decode(encoded)
+    assert json.loads(encoded[65:])["part"] == [1, 4]
+    place = SimpleNamespace(fingerprint=found.layout, nbytes=found.nbytes)
+    expected = shard_manifest.ExpectedShard(STATE, 1, 4, place.fingerprint, place.nbytes)
+    with pytest.raises(DataCorruption, match="part"):
+        shard_manifest.expect(found, expected)
+    assert np.array_equal(content(4, 1), served.rooms[1].bytes[: layout(4, 1).nbytes])
