@@ -45,20 +45,35 @@ if TYPE_CHECKING:
     from ft_hsdp.train.job import Job as Job
     from ft_hsdp.train.join import join as join
     from ft_hsdp.train.loop.callbacks import CommittedStep as CommittedStep
+    from ft_hsdp.train.state.block_store import BlockStore as BlockStore
+    from ft_hsdp.train.state.block_store import SubmittedBlocks as SubmittedBlocks
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "BlockStore": ("ft_hsdp.train.state.block_store", "BlockStore"),
     "CommittedStep": ("ft_hsdp.train.loop.callbacks", "CommittedStep"),
     "Config": ("ft_hsdp.config", "Config"),
     "ConfigError": ("ft_hsdp.errors", "ConfigError"),
     "FtHsdpError": ("ft_hsdp.errors", "FtHsdpError"),
     "Job": ("ft_hsdp.train.job", "Job"),
     "join": ("ft_hsdp.train.join", "join"),
+    "SubmittedBlocks": ("ft_hsdp.train.state.block_store", "SubmittedBlocks"),
     "load_config": ("ft_hsdp.config", "load"),
 }
 
-__all__ = ["CommittedStep", "Config", "ConfigError", "FtHsdpError", "Job", "__version__", "join", "load_config"]
+__all__ = [
+    "BlockStore",
+    "CommittedStep",
+    "Config",
+    "ConfigError",
+    "FtHsdpError",
+    "Job",
+    "SubmittedBlocks",
+    "__version__",
+    "join",
+    "load_config",
+]
 
 
 def __getattr__(name: str) -> Any:

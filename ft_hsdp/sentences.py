@@ -194,6 +194,14 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "Unprotected": lambda e: (
         f"the state is not protected: a lost {e.get('apart', 'host')} may take a shard with it"
     ),
+    "BlocksSubmitted": lambda e: (
+        f"blocks of {e.get('store', '?')} are in memory, each on {e.get('copies', '?')} hosts"
+    ),
+    "BlocksUnprotected": lambda e: f"blocks of {e.get('store', '?')} are on {e.get('copies', '?')} hosts only",
+    "BlocksRejected": lambda e: f"host {e.get('host', '?')} delivers no blocks of {e.get('store', '?')}",
+    "BlocksRead": lambda e: (
+        f"{e.get('blocks', '?')} blocks of {e.get('store', '?')} are read from their source again"
+    ),
     "SnapshotsNotForgotten": lambda e: f"{_who(e)} could not have its wrong copies dropped",
     "StateAgentNotStarted": lambda e: f"{_who(e)} cannot start a state agent",
     "ReplicaStalled": lambda e: f"replica {e['replica']} does not get on",

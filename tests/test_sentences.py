@@ -16,7 +16,7 @@ from ft_hsdp.sentences import SENTENCES, fault, tell
 
 ROOT = Path(__file__).parents[1]
 NAME = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
-WRITE = {"event", "note", "_event", "_note", "Note", "Change", "Verdict"}
+WRITE = {"note_event", "event", "note", "_event", "_note", "Note", "Change", "Verdict"}
 FACTS: dict[str, Any] = {
     "t": 1.0,
     "source": "replica",

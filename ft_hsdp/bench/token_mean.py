@@ -25,6 +25,7 @@ from torch.nn import functional
 import ft_hsdp
 from ft_hsdp.bench.scope import scratch
 from ft_hsdp.config import Config, parse
+from ft_hsdp.core.randomness import stream
 from ft_hsdp.errors import EXIT_OK, FtHsdpError, Retryable
 from ft_hsdp.launch.job import JobRun, start_run
 from ft_hsdp.launch.local import local_resources
@@ -32,7 +33,6 @@ from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.terminal import Terminal
 from ft_hsdp.train.data.batches import IGNORED
-from ft_hsdp.train.data.randomness import stream
 from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.model import ModelArgs, Transformer
 from ft_hsdp.train.trainer import build_optimizer

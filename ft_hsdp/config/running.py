@@ -182,8 +182,8 @@ class MemoryConfig(Section):
     )
     budget_gb: PositiveNumber | None = Field(
         None,
-        description="GB of memory that each host gives to copies for other hosts, two of each shard; null: no "
-        "limit",
+        description="GB of memory that each host gives to copies for other hosts, two of each shard, and to "
+        "blocks of static data; null: no limit",
     )
     shrink_to: Int | None = Field(
         None,

@@ -18,6 +18,7 @@ Read the modules in this order:
 - `voting`: from the reduced gradient to the verdict, and what follows from it.
 - `checkpoint`: which replica writes a durable checkpoint, and which one retries.
 - `ring`: the schedule of the all-reduce: operations, chunks, counters (FT-HSDP §4.2).
+- `randomness`: seeds and permutations, each a function of a place.
 - `failure_detector`, `restart`: when a peer counts as lost, when a replica is started again.
 
 This package imports nothing but itself and the standard library, and of that no clock, no randomness and no I/O:

@@ -123,6 +123,18 @@ class SnapshotSource(Protocol):
         ...
 
 
+class SliceSource(Protocol):
+    """Complete slices of stores of blocks, by store and number. Thread-safe."""
+
+    def borrow(self, store: str, number: int) -> ServedSnapshot | None:
+        """Return a slice, or None if it is not here. Its bytes do not change until `give_back`."""
+        ...
+
+    def give_back(self, served: ServedSnapshot) -> None:
+        """End the borrow that returned ``served``. Call it once for each."""
+        ...
+
+
 class SnapshotBuffer:
     """Pre-faulted shared memory for one snapshot of ``nbytes`` bytes.
 

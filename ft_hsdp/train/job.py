@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -53,9 +54,11 @@ from ft_hsdp.train.orders import Mailbox
 from ft_hsdp.train.runtime import RankRuntime
 from ft_hsdp.train.state.checkpointing import CheckpointSaver, open_checkpoints
 from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.snapshots import AgentHome
 from ft_hsdp.train.step_driver import Joined, StepDriver
 from ft_hsdp.train.step_log import StepLog
 
+_log = logging.getLogger(__name__)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 Batch = TypeVar("Batch")
@@ -105,7 +108,9 @@ class Job(DataSources, UserLoop):
         self._runtime: RankRuntime | None = None
         self._saver: CheckpointSaver | None = None
         self._log: StepLog | None = None  # on rank 0
+        self._early: list[tuple[float, str, str, dict[str, object]]] = []  # events from before there is a journal
         self._leaves = False
+        self._joined = False  # there is a journal
 
     # The user's few lines.
 
@@ -420,6 +425,43 @@ class Job(DataSources, UserLoop):
         if self._log is not None and numbers and counts(self.replica, self.step, self.last):
             self._log.logged(step, state.commit_epoch, numbers)
 
+    # What `BlockStore` needs.
+
+    def agent_home(self, caller: str) -> AgentHome | None:
+        """Return where this rank's state agent is; for `ft_hsdp.BlockStore`. Does not block.
+
+        Args:
+            caller: Who asks, for the error.
+
+        Returns:
+            The agent of this rank's host, or None in a replay, which has no agents.
+
+        Raises:
+            ConfigError: This process is a spare, and of no replica yet.
+        """
+        place, identity = self._place, self._identity
+        if not place.lighthouses:
+            return None
+        if identity is None:
+            raise ConfigError(caller, "a spare", "a call in the loop: before the first batch it is of no replica")
+        return AgentHome(place.token, identity.replica, place.rank, place.ranks, identity.starter, identity.shared)
+
+    def note_event(self, event: str, reason: str, **facts: object) -> None:
+        """Write an event into the journal of this rank, once there is one; for `ft_hsdp.BlockStore`.
+
+        It also becomes a line of the rank's log. From any thread.
+
+        Args:
+            event: Its name.
+            reason: Why it happened.
+            **facts: What belongs to it.
+        """
+        _log.warning("%s: %s", event, reason)
+        if self._runtime is not None and self._joined:
+            self._runtime.journal.event(event, reason, **facts)
+        else:
+            self._early.append((time.time(), event, reason, facts))
+
     # The model's hooks; during `warm_up` there is no step.
 
     def _returned(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -443,6 +485,10 @@ class Job(DataSources, UserLoop):
             warm = self._identity.began
         identity = self._identity
         runtime.start(identity)
+        self._joined = True
+        while self._early:
+            at, event, reason, facts = self._early.pop(0)
+            runtime.journal.note(at, event, reason, **facts)
         if self.rank == 0:
             self._log = open_log(runtime, place, identity, self._adopted, warm)
         checkpoints, checkpointer = open_checkpoints(

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from ft_hsdp.core.randomness import stream
 from ft_hsdp.train.data.batches import IGNORED
-from ft_hsdp.train.data.randomness import stream
 
 if TYPE_CHECKING:
     from ft_hsdp.config import ModelConfig

@@ -23,10 +23,10 @@ from torch import nn
 from ft_hsdp import fault_injection
 from ft_hsdp.config import Config, config_hash
 from ft_hsdp.core.effects import DropGradient, Exit, Reduce, RunBatch, WriteCheckpoint
+from ft_hsdp.core.randomness import stream
 from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
-from ft_hsdp.train.data.randomness import stream
 from ft_hsdp.train.data.step_plan import MicroBatch, StepPlan, TrainedMicroBatch
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
 from ft_hsdp.train.gradients import Feeding

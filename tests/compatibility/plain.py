@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from ft_hsdp.train.data.randomness import stream
+from ft_hsdp.core.randomness import stream
 from tests.compatibility.cases import STEPS, Average, Case, Source, listed, units
 
 

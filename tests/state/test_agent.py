@@ -23,6 +23,7 @@ from ft_hsdp import address, handshake, protocol
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.agent import client, messages, server, starter
+from ft_hsdp.state.agent.blocks import SliceStore
 from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Recall, Welcome
@@ -471,7 +472,9 @@ def holdings() -> Iterator[SnapshotStore]:
     with server.listen(TOKEN, REPLICA) as sock:
         loop = asyncio.new_event_loop()
         serve = loop.create_task(
-            AgentListener(sock, TOKEN, holdings, CopyFetcher(holdings, TOKEN), "here:1").serve()
+            AgentListener(
+                sock, TOKEN, holdings, CopyFetcher(holdings, TOKEN), SliceStore(holdings), "here:1"
+            ).serve()
         )
         thread = threading.Thread(target=_until_cancelled, args=(loop, serve))
         thread.start()
@@ -490,8 +493,8 @@ def stranger() -> Iterator[socket.socket]:
         yield sock
 
 
-def line_to(sock: socket.socket) -> client._AgentSocket:
-    return client._AgentSocket(sock, end=time.monotonic() + 10)
+def line_to(sock: socket.socket) -> client.AgentSocket:
+    return client.AgentSocket(sock, end=time.monotonic() + 10)
 
 
 def hung_up_on(sock: socket.socket) -> bool:
@@ -501,7 +504,7 @@ def hung_up_on(sock: socket.socket) -> bool:
     return True
 
 
-def greet(sock: socket.socket, token: str, nbytes: int = 100) -> client._AgentSocket:
+def greet(sock: socket.socket, token: str, nbytes: int = 100) -> client.AgentSocket:
     handshake.call_blocking(sock, token, Purpose.AGENT)
     line = line_to(sock)
     assert line.ask(Hello(0, 2, nbytes), Welcome) == Welcome("here:1")

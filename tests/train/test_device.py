@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from ft_hsdp.config import Config
+from ft_hsdp.core.randomness import stream
 from ft_hsdp.errors import ConfigError, LocalSystemError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.train import gradients, identity
 from ft_hsdp.train.data import prefetch
-from ft_hsdp.train.data.randomness import stream
 from ft_hsdp.train.gradients import device_plane
 from ft_hsdp.train.runtime import RankRuntime
 

@@ -47,8 +47,8 @@ class StateAgent:
 
     def __init__(
         self,
-        connection: _AgentSocket,
-        watch: Callable[[float], _AgentSocket],
+        connection: AgentSocket,
+        watch: Callable[[float], AgentSocket],
         address: str,
         nbytes: int,
         deadline_s: float,
@@ -60,10 +60,10 @@ class StateAgent:
         self._nbytes = nbytes
         self.deadline_s = deadline_s  # of each call; may be changed
         self._lock = threading.Lock()  # held for one order and its answer
-        self._socket: _AgentSocket | None = connection
+        self._socket: AgentSocket | None = connection
         self._make_watch = watch
         self._watching = threading.RLock()  # held for one `kept`
-        self._watch: _AgentSocket | None = None  # made by the first `kept`
+        self._watch: AgentSocket | None = None  # made by the first `kept`
         self._maps: dict[int, Bytes] = {}  # the mapped slots by number
         self._open: int | None = None  # the slot that may be written
         self._number = 0  # of the slot that `stage` returned last
@@ -91,8 +91,8 @@ class StateAgent:
             AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
         """
 
-        def watch(until: float) -> _AgentSocket:
-            connection, _ = _called(token, replica, name, until, messages.WatchCopies(rank), messages.Done)
+        def watch(until: float) -> AgentSocket:
+            connection, _ = called(token, replica, name, until, messages.WatchCopies(rank), messages.Done)
             return connection
 
         end, patience_s = time.monotonic() + deadline_s, GREET_S
@@ -101,7 +101,7 @@ class StateAgent:
             patience_s *= 2
             try:
                 hello = messages.Hello(rank, ranks, nbytes)
-                connection, welcome = _called(token, replica, name, until, hello, messages.Welcome)
+                connection, welcome = called(token, replica, name, until, hello, messages.Welcome)
                 return StateAgent(connection, watch, str(welcome.address), nbytes, deadline_s)
             except ProtocolViolation as error:
                 raise AgentGone(f"not the state agent of replica {replica}: {error}") from error
@@ -291,7 +291,7 @@ class StateAgent:
             shared_memory.protect(written, writable=False)
 
     @contextlib.contextmanager
-    def _exchange(self) -> Iterator[_AgentSocket]:
+    def _exchange(self) -> Iterator[AgentSocket]:
         """Lend the connection for one order and its answer. An error ends the connection and becomes AgentGone."""
         if not self._lock.acquire(timeout=self.deadline_s):
             raise AgentGone(f"the state agent did not answer another call within {self.deadline_s:g} s")
@@ -326,9 +326,9 @@ class StateAgent:
             self._watching.release()
 
 
-def _called(
+def called(
     token: str, replica: int, name: str, until: float, first: object, answer: type
-) -> tuple[_AgentSocket, Any]:
+) -> tuple[AgentSocket, Any]:
     """Connect to the newest agent, send the first message, and return the connection and the answer. Blocks.
 
     Raises:
@@ -340,14 +340,14 @@ def _called(
         sock.settimeout(max(RETRY_S, until - time.monotonic()))
         connect_newest(sock, token, replica, name)
         handshake.call_blocking(sock, token, Purpose.AGENT)
-        connection = _AgentSocket(sock, until)
+        connection = AgentSocket(sock, until)
         return connection, connection.ask(first, answer)
     except BaseException:
         sock.close()
         raise
 
 
-class _AgentSocket:
+class AgentSocket:
     """Reads and writes frames on a connected Unix socket. Blocks until ``end`` at most, on the monotonic clock."""
 
     def __init__(self, sock: socket.socket, end: float) -> None:

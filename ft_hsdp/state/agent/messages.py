@@ -4,8 +4,9 @@ Both ends have proved that they know the job's token (`handshake`). A frame is a
 orders; each gets one answer. The header of a snapshot, which is its encoded manifest, follows `Staged` and `Taken`
 as a frame of its own. The file descriptor of a slot comes with the first byte of the answer.
 
-A connection begins with `Hello`, or with `WatchCopies`. The second one only asks `AwaitCopies`, whose answer may
-take long: on the first one it would hold up the rank's next snapshot.
+A connection begins with `Hello`, with `WatchCopies` or with `OpenBlocks`. The second one only asks `AwaitCopies`,
+whose answer may take long: on the first one it would hold up the rank's next snapshot. The third one is for blocks
+(`blocks`), whose orders may take long, too.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from pydantic import Field
 
 from ft_hsdp import bounded, protocol
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.state.transfer.blocks import MAX_NBYTES, MAX_SLICES, SliceName
 
 MAX_MESSAGE = 1 << 16  # bytes
 MAX_HEADER = 16 << 20  # bytes
 MAX_RANKS = 1 << 20
-MAX_NBYTES = 1 << 50
 MAX_COPIES = 128  # shards of other hosts that one agent keeps, at most
 MAX_REASON = 120  # characters
+MAX_HELD_SLICES = 512  # slices of a store of blocks on one host, at most
 GENERATIONS = 4  # agents of one replica on one host, at most: all but the newest are frozen
 
 ShardIndex = tuple[
@@ -237,6 +239,90 @@ class CloseGate:
 
 
 @dataclass(frozen=True, slots=True)
+class OpenBlocks:
+    """The first message of a rank's connection for blocks. Answer: BlocksOpened."""
+
+    rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksOpened:
+    """The agent accepts the rank."""
+
+    address: Annotated[str, Field(max_length=300)]  # "host:port" at which the agent serves slices over HTTP
+
+
+_Store = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+_SliceNumber = Annotated[int, Field(ge=0, lt=MAX_SLICES)]
+
+
+@dataclass(frozen=True, slots=True)
+class ListSlices:
+    """Order: list the complete slices of a store, and drop older stores of that name. Answer: SlicesHeld."""
+
+    store: _Store
+    name: Annotated[str, Field(max_length=64)]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldSlice:
+    """A complete slice, whose checksums were compared."""
+
+    slice: int
+    slices: int  # of the store
+    digest: str  # of its manifest
+
+
+@dataclass(frozen=True, slots=True)
+class SlicesHeld:
+    """The complete slices of a store on this host."""
+
+    held: tuple[HeldSlice, ...]  # MAX_HELD_SLICES at most
+
+
+@dataclass(frozen=True, slots=True)
+class WriteSlice:
+    """Order: allocate a slice for this rank to write. Answer: SliceGranted or OrderRefused."""
+
+    about: SliceName
+    # Bytes that the agent may use for slices and copies of other hosts' shards; None: no limit.
+    budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SliceGranted:
+    """The file descriptor of the slice comes along."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceWritten:
+    """Order: the slice is complete. Its encoded manifest follows. Answer: Done or OrderRefused."""
+
+    store: _Store
+    slice: _SliceNumber
+
+
+@dataclass(frozen=True, slots=True)
+class CopySlice:
+    """Order: copy a slice from another host. Answer: Done when it is here, or OrderRefused."""
+
+    about: SliceName
+    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # of its manifest
+    # "host:port" of the state servers that have it, the first one is asked first.
+    addresses: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=300)], ...], Field(max_length=64)]
+    deadline_s: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]  # until it is given up
+    budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None  # as in WriteSlice
+
+
+@dataclass(frozen=True, slots=True)
+class DropSlices:
+    """Order: free slices. Answer: Done."""
+
+    store: _Store
+    slices: Annotated[tuple[_SliceNumber, ...], Field(max_length=MAX_HELD_SLICES)]
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The order was carried out."""
 
@@ -251,6 +337,7 @@ class OrderRefused:
 
 
 ORDERS = (Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget, KeepCopy, OweCopies, OpenGate, CloseGate)
+BLOCK_ORDERS = (ListSlices, WriteSlice, SliceWritten, CopySlice, DropSlices)
 
 # The tag of each message on the socket. Tags never change: an agent may be older than the ranks that call it.
 _TYPES: dict[str, type] = {
@@ -270,6 +357,15 @@ _TYPES: dict[str, type] = {
     "OpenGate": OpenGate,
     "GateOpened": GateOpened,
     "CloseGate": CloseGate,
+    "OpenBlocks": OpenBlocks,
+    "BlocksOpened": BlocksOpened,
+    "ListSlices": ListSlices,
+    "SlicesHeld": SlicesHeld,
+    "WriteSlice": WriteSlice,
+    "SliceGranted": SliceGranted,
+    "SliceWritten": SliceWritten,
+    "CopySlice": CopySlice,
+    "DropSlices": DropSlices,
     "Hello": Hello,
     "Welcome": Welcome,
     "Slot": SlotGranted,

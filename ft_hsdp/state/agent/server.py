@@ -32,6 +32,7 @@ from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, LocalResourceError
 from ft_hsdp.handshake import Admitted, CallerGate, Purpose
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
+from ft_hsdp.state.agent.blocks import BlockSession, SliceStore
 from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.session import AgentConnection, RankSession, WatchSession
 from ft_hsdp.state.agent.shard import Owner
@@ -77,6 +78,7 @@ class AgentListener:
         token: The job's token, which callers must prove.
         store: Where the ranks' snapshots are.
         copies: What fetches copies of other hosts' shards into it.
+        slices: Where slices of static data are.
         address: "host:port" at which the agent serves over HTTP; told to each rank.
         pacer: Of the HTTP server.
     """
@@ -87,6 +89,7 @@ class AgentListener:
         token: str,
         store: SnapshotStore,
         copies: CopyFetcher,
+        slices: SliceStore,
         address: str,
         pacer: Pacer | None = None,
     ) -> None:
@@ -94,12 +97,14 @@ class AgentListener:
         self._token = token
         self._store = store
         self._copies = copies
+        self._slices = slices
         self._address = address
         self._pacer = pacer or Pacer()
         self._tasks: set[asyncio.Task[None]] = set()
         self._ranks: dict[int, asyncio.Task[None]] = {}  # the connection of each rank
         self._watches: dict[int, asyncio.Task[None]] = {}  # the second connection of each rank
-        self._changed = asyncio.Event()  # of ``_ranks``
+        self._blocks: dict[int, asyncio.Task[None]] = {}  # the connection of each rank for blocks
+        self._changed = asyncio.Event()  # of ``_ranks`` and ``_blocks``
 
     async def serve(self) -> None:
         """Accept ranks and carry out their orders until cancelled."""
@@ -126,7 +131,7 @@ class AgentListener:
         while True:
             self._changed.clear()
             try:
-                async with asyncio.timeout(None if self._ranks else seconds):
+                async with asyncio.timeout(None if self._ranks or self._blocks else seconds):
                     await self._changed.wait()
             except TimeoutError:
                 return
@@ -137,9 +142,11 @@ class AgentListener:
                 connection = AgentConnection(sock)
                 async with asyncio.timeout(handshake.hello_s()):
                     first = await connection.read(MAX_HELLO)
-                    hello = messages.decode(first, messages.Hello, messages.WatchCopies)
+                    hello = messages.decode(first, messages.Hello, messages.WatchCopies, messages.OpenBlocks)
                 if isinstance(hello, messages.Hello):
                     await self._rank(connection, hello)
+                elif isinstance(hello, messages.OpenBlocks):
+                    await self._open_blocks(connection, hello.rank)
                 else:
                     await self._watch(connection, hello.rank)
             except ProtocolViolation as error:
@@ -173,6 +180,16 @@ class AgentListener:
             await WatchSession(connection, rank, self._copies).run()
         finally:
             del self._watches[rank]
+
+    async def _open_blocks(self, connection: AgentConnection, rank: int) -> None:
+        await self._supersede(self._blocks, rank)
+        self._changed.set()
+        try:
+            await connection.send(messages.frame(messages.BlocksOpened(self._address)))
+            await BlockSession(connection, self._slices, self._token).run()
+        finally:
+            del self._blocks[rank]
+            self._changed.set()
 
     async def _supersede(self, tasks: dict[int, asyncio.Task[None]], rank: int) -> None:
         """End an older connection of a rank, and register this one."""
@@ -264,15 +281,15 @@ def run(
     """
     with listen(token, replica, generation, name) as sock:
         store = SnapshotStore(replica, name or socket.gethostname())
-        copies, pacer = CopyFetcher(store, token), Pacer()
+        copies, pacer, slices = CopyFetcher(store, token), Pacer(), SliceStore(store)
         try:
-            server = StateServer(host, port, store, token, pacer)
+            server = StateServer(host, port, store, token, pacer, slices)
         except OSError as error:
             raise ConfigError(
                 "--host, --port", f"{host}:{port}", f"a free address here ({error.strerror})"
             ) from None
         try:
-            listener = AgentListener(sock, token, store, copies, server.address, pacer)
+            listener = AgentListener(sock, token, store, copies, slices, server.address, pacer)
             ready = {"pid": os.getpid(), "address": server.address}
             asyncio.run(serve(listener, linger_s, guard, ready))
         finally:

@@ -49,6 +49,7 @@ class SnapshotStore:
         # Shards of another width than their replica has now, until a state is settled in that one.
         self._former: list[Shard] = []
         self._budget: int | None = None  # bytes for copies of other hosts' shards
+        self._reserved = 0  # bytes of the same budget that something else has, which is not in ``_shards``
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="state-seal")
 
     def admit(self, owner: Owner) -> ShardIndex:
@@ -86,7 +87,7 @@ class SnapshotStore:
             others = [each for k, each in self._shards.items() if not each.own and k != key]
             if sum(each.keeper is not None for each in others) >= MAX_COPIES:
                 raise ValueError(f"copies of {MAX_COPIES} shards are kept here already")
-            used = sum(each.needed_bytes for each in others)
+            used = self._reserved + sum(each.needed_bytes for each in others)
             if budget is not None and used + INITIAL_SLOTS * owner.nbytes > budget:
                 raise ValueError(
                     f"{INITIAL_SLOTS} slots of {owner.nbytes} bytes are needed; {used} of {budget} bytes of "
@@ -127,6 +128,25 @@ class SnapshotStore:
                 each.slots.forget()
                 each.sweep()
         self._former = [each for each in self._former if each.fds]
+
+    def reserve(self, nbytes: int, budget: int | None) -> None:
+        """Take ``nbytes`` of the budget for copies, for something that is kept elsewhere in this process.
+
+        Raises:
+            ValueError: The budget has less.
+        """
+        with self._lock:
+            used = self._reserved + sum(each.needed_bytes for each in self._shards.values() if not each.own)
+            if budget is not None and used + nbytes > budget:
+                raise ValueError(
+                    f"{nbytes} bytes are needed; {used} of {budget} bytes of memory.budget_gb are taken"
+                )
+            self._reserved += nbytes
+
+    def release(self, nbytes: int) -> None:
+        """Give back what was taken by `reserve`."""
+        with self._lock:
+            self._reserved -= nbytes
 
     def copies(self, keeper: int) -> list[ShardIndex]:
         """Return the shards of other hosts that a rank of this host has ordered."""
@@ -180,7 +200,8 @@ class SnapshotStore:
         """Return whether the budget has room for one more slot of a copy."""
         if entry.keeper is None:
             return False
-        others = sum(each.needed_bytes for each in self._shards.values() if not each.own and each is not entry)
+        kept = [each for each in self._shards.values() if not each.own and each is not entry]
+        others = self._reserved + sum(each.needed_bytes for each in kept)
         return self._budget is None or others + entry.held_bytes + entry.owner.nbytes <= self._budget
 
     def stage(self, key: ShardIndex, state: StateId, *, copy: bool = False) -> int | None:

@@ -3,6 +3,8 @@
     GET /v1/state/EPOCH/STEP/LINEAGE/RANK.RANKS/manifest   the encoded manifest (`shard_manifest.encode`)
     GET /v1/state/EPOCH/STEP/LINEAGE/RANK.RANKS/data       the packed bytes, or a range (bytes=A-B, bytes=A-)
     GET /v1/held                                           JSON list of the complete shards here (`encode_held`)
+    GET /v1/blocks/STORE/SLICE/manifest                    the encoded manifest of a slice of a store of blocks
+    GET /v1/blocks/STORE/SLICE/data                        its bytes, or a range
 
 With "?for=RANK2.RANKS2" the answer is about a part of that shard: what it has for a rank of another width
 (`parts`), as a stream with a manifest of its own. Without ".RANKS" the shard may be of any width.
@@ -39,13 +41,14 @@ from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.handshake import CallerGate, Purpose
 from ft_hsdp.state.pacing import Pacer, lower_priority
-from ft_hsdp.state.shared_memory import SnapshotSource
+from ft_hsdp.state.shared_memory import SliceSource, SnapshotSource
 from ft_hsdp.state.transfer import parts, shard_manifest
 from ft_hsdp.state.transfer.donor_connection import CLASS, COPY, HELD
 from ft_hsdp.state.transfer.served_parts import ServedPart, ServedParts, all_of
 
 PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})(?:\.(\d{1,9}))?/(manifest|data)")
 FOR = re.compile(r"for=(\d{1,9})\.(\d{1,9})")
+BLOCKS = re.compile(r"/v1/blocks/([0-9a-f]{32})/(\d{1,9})/(manifest|data)")
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 UNSENT = 128 << 10  # bytes of a copy that wait in the socket: they leave although a communication has begun
 MAX_READERS = 32
@@ -115,10 +118,13 @@ class _Handler(BaseHTTPRequestHandler):
             lower_priority()  # this thread answers this connection alone
         name, mark, query = self.path.partition("?")
         match, target = PATH.fullmatch(name), FOR.fullmatch(query)
+        of_blocks = BLOCKS.fullmatch(self.path)
         if self.path == HELD:
             rows = shard_manifest.encode_held(self.server.source.held())
             self._head(200, len(rows), Content_Type="application/json")
             self.wfile.write(rows)
+        elif of_blocks is not None:
+            self._serve_slice(of_blocks[1], int(of_blocks[2]), of_blocks[3] == "data")
         elif match is None or (mark and not query.startswith("for=")):
             self._head(404, 0)
         elif mark and not (target and int(target[1]) < int(target[2]) <= parts.MAX_WIDTH):
@@ -146,6 +152,20 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(str(error))
         finally:
             self.server.source.give_back(served)
+
+    def _serve_slice(self, store: str, number: int, data: bool) -> None:
+        slices = self.server.slices
+        served = None if slices is None else slices.borrow(store, number)
+        if slices is None or served is None:
+            return self._head(404, 0)
+        try:
+            if data:
+                return self._data(served.fd, all_of(served), number)
+            self._head(200, len(served.manifest), ETag=f'"{served.digest}"')
+            self.wfile.write(served.manifest)
+            return None
+        finally:
+            slices.give_back(served)
 
     def _data(self, fd: int, part: ServedPart, rank: int) -> None:
         wanted, total = self.headers.get("Range"), part.nbytes
@@ -249,8 +269,9 @@ class _Handler(BaseHTTPRequestHandler):
 class _Readers:
     """The connections that have proved the token, with a place and a thread for each."""
 
-    def __init__(self, source: SnapshotSource, pacer: Pacer) -> None:
+    def __init__(self, source: SnapshotSource, pacer: Pacer, slices: SliceSource | None) -> None:
         self.source = source
+        self.slices = slices
         self.pacer = pacer
         self.parts = ServedParts()
         self.readers: dict[socket.socket, _Reader] = {}
@@ -322,6 +343,7 @@ class StateServer:
         source: Where the snapshots are. Called from the readers' threads.
         token: The job's token, which readers must prove.
         pacer: Says when readers of copies are served; None: at once.
+        slices: Where slices of stores of blocks are; None: there are none.
 
     Attributes:
         address: "host:port" at which it listens.
@@ -331,12 +353,18 @@ class StateServer:
     """
 
     def __init__(
-        self, host: str, port: int, source: SnapshotSource, token: str, pacer: Pacer | None = None
+        self,
+        host: str,
+        port: int,
+        source: SnapshotSource,
+        token: str,
+        pacer: Pacer | None = None,
+        slices: SliceSource | None = None,
     ) -> None:
         listener = address.bound(host, port)
         listener.listen(handshake.BACKLOG)
         self.address = address.join(host, listener.getsockname()[1])
-        self._readers = _Readers(source, pacer or Pacer())
+        self._readers = _Readers(source, pacer or Pacer(), slices)
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()
         serving = self._serve(listener, token)

@@ -7,7 +7,6 @@ runs it instead, draws the same numbers.
 
 Read the modules in this order:
 
-    randomness  seeds and permutations, each a function of a place
     step_plan   what one rank trains in a step
     prefetch    `Source`, from which batches come, and their reading ahead of time
     batches     the built-in trainer's data: windows of tokens

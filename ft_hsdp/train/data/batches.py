@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ft_hsdp.core.randomness import Permutation
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.train.data.randomness import Permutation
 from ft_hsdp.train.tokens import SEPARATOR, Tokens
 
 IGNORED = -100  # a target that does not count: torch's own ignore_index

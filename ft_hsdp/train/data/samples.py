@@ -20,7 +20,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
-from ft_hsdp.train.data.randomness import Permutation, stream
+from ft_hsdp.core.randomness import Permutation, stream
 
 
 @dataclass(frozen=True, slots=True)

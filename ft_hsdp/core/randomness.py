@@ -7,13 +7,20 @@ the order of a pass over the data without a table.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 _ROUNDS = 6
 _MASK = 2**64 - 1
 
 
 def stream(seed: int, use: str, *place: object) -> int:
-    """Return the 63-bit seed of ``use`` (at most 8 letters) at ``place``."""
+    """Return a 63-bit seed.
+
+    Args:
+        seed: The job's.
+        use: What it is for; at most 8 letters.
+        *place: Where it is used.
+    """
     text = "/".join(map(str, (seed, *place)))
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=f"ft_hsdp.{use}".encode()).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -27,7 +34,16 @@ class Permutation:
     """
 
     def __init__(self, n: int, seed: int, turn: int) -> None:
-        """Draw the permutation ``turn`` of ``seed``; ValueError if n is less than 1."""
+        """Draw the permutation ``turn`` of ``seed``.
+
+        Args:
+            n: Of how many things.
+            seed: Of all permutations.
+            turn: Which of them.
+
+        Raises:
+            ValueError: ``n`` is less than 1.
+        """
         if n < 1:
             raise ValueError(f"a permutation of {n} things: n must be at least 1")
         self.n = n
@@ -41,8 +57,16 @@ class Permutation:
     def __len__(self) -> int:
         return self.n
 
+    def __iter__(self) -> Iterator[int]:
+        """Yield where 0, 1, ... go."""
+        return map(self.__getitem__, range(self.n))
+
     def __getitem__(self, place: int) -> int:
-        """Return where ``place`` goes; IndexError outside 0..n-1."""
+        """Return where ``place`` goes.
+
+        Raises:
+            IndexError: It is outside 0..n-1.
+        """
         if not 0 <= place < self.n:
             raise IndexError(f"{place} is not in 0..{self.n - 1}")
         # The network permutes 0..4^half-1, a domain below 4n+4; walking its cycle until the value
@@ -52,10 +76,29 @@ class Permutation:
             if place < self.n:
                 return place
 
+    def index(self, place: int) -> int:
+        """Return what goes to ``place``: the inverse.
+
+        Raises:
+            IndexError: It is outside 0..n-1.
+        """
+        if not 0 <= place < self.n:
+            raise IndexError(f"{place} is not in 0..{self.n - 1}")
+        while True:
+            place = self._decrypt(place)
+            if place < self.n:
+                return place
+
     def _encrypt(self, value: int) -> int:
         left, right = value >> self._half, value & self._low
         for key in self._keys:
             left, right = right, left ^ (_mix(right ^ key) & self._low)
+        return left << self._half | right
+
+    def _decrypt(self, value: int) -> int:
+        left, right = value >> self._half, value & self._low
+        for key in reversed(self._keys):
+            left, right = right ^ (_mix(left ^ key) & self._low), left
         return left << self._half | right
 
 

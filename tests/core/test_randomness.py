@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.train.data.randomness import Permutation
+from ft_hsdp.core.randomness import Permutation
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1), turn=st.integers(0, 10**6))
 def test_every_place_is_taken_once(n: int, seed: int, turn: int) -> None:
     permutation = Permutation(n, seed, turn)
     assert sorted(permutation[i] for i in range(n)) == list(range(n))
+    assert [permutation.index(permutation[i]) for i in range(n)] == list(range(n))
 
 
 @pytest.mark.parametrize("n", [4, 5, 16, 17, 64, 65, 256, 257, 1024, 1025])
@@ -53,5 +54,7 @@ def test_places_outside_are_refused() -> None:
     for place in (-1, 5):
         with pytest.raises(IndexError):
             permutation[place]
+        with pytest.raises(IndexError):
+            permutation.index(place)
     with pytest.raises(ValueError, match="at least 1"):
         Permutation(0, 0, 0)

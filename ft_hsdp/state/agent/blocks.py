@@ -1,0 +1,387 @@
+"""Slices of block stores in a state agent: memory, orders, and both ends of the connection for them.
+
+A rank connects a second time, for blocks alone, because the orders here may take long: the agent answers when a
+slice is copied. `SliceStore` keeps the slices. They outlive the ranks, as snapshots do, and are served by the same
+state server. `BlockSession` carries out a rank's orders, `BlockAgent` is the rank's end.
+
+The life of a slice: a rank writes it from its source (`write`, `written`), or the agent copies it from another
+host's agent (`copy`). From then on it does not change, until it is dropped or found damaged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ft_hsdp import protocol
+from ft_hsdp.errors import DataCorruption, ProtocolViolation
+from ft_hsdp.state import shared_memory
+from ft_hsdp.state.agent import messages
+from ft_hsdp.state.agent.client import RETRY_S, AgentGone, AgentSocket, called
+from ft_hsdp.state.agent.session import AgentConnection
+from ft_hsdp.state.agent.shard import check_memory
+from ft_hsdp.state.agent.store import SnapshotStore
+from ft_hsdp.state.shared_memory import Bytes, ServedSnapshot
+from ft_hsdp.state.transfer import blocks
+from ft_hsdp.state.transfer.blocks import SliceManifest, SliceName, SliceRead
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False, slots=True)
+class _Slice:
+    about: SliceName
+    fd: int
+    header: bytes = b""  # its encoded manifest; empty: it is being written
+    readers: int = 0
+    dropped: bool = False
+
+
+class SliceStore:
+    """The slices on this host. Thread-safe.
+
+    Args:
+        snapshots: With which it shares the budget of the host.
+    """
+
+    def __init__(self, snapshots: SnapshotStore) -> None:
+        self._snapshots = snapshots
+        self._lock = threading.Lock()
+        self._slices: dict[tuple[str, int], _Slice] = {}
+        self._lent: dict[int, _Slice] = {}  # by descriptor: what readers have
+
+    def allocate(self, about: SliceName, budget: int | None) -> int:
+        """Allocate memory for a slice, instead of one that was not completed. Blocks.
+
+        Args:
+            about: The slice.
+            budget: Bytes for all that the host keeps for others; None: no limit.
+
+        Returns:
+            The file descriptor, which stays owned by the store.
+
+        Raises:
+            ValueError: It is there already, or there is no room for it. Says which.
+        """
+        key = about.store, about.slice
+        with self._lock:
+            there = self._slices.get(key)
+            if there is not None and there.header:
+                raise ValueError(f"slice {about.slice} is here already")
+            if there is not None:
+                self._drop(key)
+        self._snapshots.reserve(about.nbytes, budget)
+        try:
+            check_memory(about.nbytes)
+            fd = shared_memory.create(about.nbytes)
+        except OSError as error:
+            self._snapshots.release(about.nbytes)
+            raise ValueError(f"no memory for {about.nbytes} bytes: {error.strerror}") from None
+        except ValueError:
+            self._snapshots.release(about.nbytes)
+            raise
+        with self._lock:
+            if key in self._slices:
+                self._snapshots.release(about.nbytes)
+                os.close(fd)
+                raise ValueError(f"slice {about.slice} is being written by another rank")
+            self._slices[key] = _Slice(about, fd)
+        return fd
+
+    def complete(self, store: str, number: int, header: bytes) -> None:
+        """Mark a slice as complete.
+
+        Raises:
+            ValueError: It is not being written, or the header is of another one.
+        """
+        try:
+            about = blocks.decode(header).about
+        except DataCorruption as error:
+            raise ValueError(str(error)) from None
+        with self._lock:
+            there = self._slices.get((store, number))
+            if there is None or there.header or there.about != about:
+                raise ValueError(f"slice {number} is not being written")
+            there.header = header
+
+    def abandon(self, store: str, number: int) -> None:
+        """Free a slice that its writer will not complete."""
+        with self._lock:
+            there = self._slices.get((store, number))
+            if there is not None and not there.header:
+                self._drop((store, number))
+
+    def drop(self, store: str, numbers: Sequence[int]) -> None:
+        """Free slices. The memory of one that is being read is freed when its last reader has ended."""
+        with self._lock:
+            for number in numbers:
+                if (store, number) in self._slices:
+                    self._drop((store, number))
+
+    def held(self, store: str, name: str) -> tuple[messages.HeldSlice, ...]:
+        """Return the complete slices of a store; older stores of the same name are dropped. Blocks.
+
+        Every checksum is compared, and a slice that differs is dropped.
+        """
+        with self._lock:
+            for key, each in list(self._slices.items()):
+                if each.about.name == name and key[0] != store:
+                    self._drop(key)
+            found = [each for key, each in self._slices.items() if key[0] == store and each.header]
+            for each in found:
+                each.readers += 1
+        rows = []
+        for each in found:
+            about = each.about
+            try:
+                data = shared_memory.attach(each.fd, about.nbytes, writable=False)
+                damaged = blocks.decode(each.header).damaged(data.data)
+            except (OSError, ValueError, DataCorruption) as error:
+                _log.error("slice %d of %s cannot be read: %s", about.slice, name, error)
+                damaged = True
+            with self._lock:
+                each.readers -= 1
+                if damaged and not each.dropped:
+                    _log.error("slice %d of %s is damaged, and dropped", about.slice, name)
+                    self._drop((store, about.slice))
+                self._sweep(each)
+            if not damaged:
+                rows.append(messages.HeldSlice(about.slice, about.slices, blocks.digest_of(each.header)))
+        return tuple(rows)
+
+    def borrow(self, store: str, number: int) -> ServedSnapshot | None:
+        """Return a complete slice for reading until `give_back`; None if it is not here."""
+        with self._lock:
+            there = self._slices.get((store, number))
+            if there is None or not there.header:
+                return None
+            there.readers += 1
+            self._lent[there.fd] = there
+            return ServedSnapshot(there.fd, there.about.nbytes, there.header, blocks.digest_of(there.header))
+
+    def give_back(self, served: ServedSnapshot) -> None:
+        """End a borrow. Call it once for each."""
+        with self._lock:
+            each = self._lent[served.fd]
+            each.readers -= 1
+            self._sweep(each)
+
+    def copy(self, order: messages.CopySlice, token: str, cancel: threading.Event) -> None:
+        """Copy a slice from the first of the order's sources that can serve it. Blocks.
+
+        Raises:
+            ValueError: There is no room for it, or no source has served it in time. One line.
+        """
+        about, until = order.about, time.monotonic() + order.deadline_s
+        fd = self.allocate(about, order.budget)
+        why = "no source is named"
+        for address in order.addresses:
+            known: dict[str, tuple[SliceManifest, bytes]] = {}
+            read = SliceRead(about, order.digest, address, ((0, about.nbytes, 0),))
+            try:
+                into = shared_memory.attach(fd, about.nbytes, writable=True)
+                left_s = max(0.0, until - time.monotonic())
+                failed = blocks.read_slices([read], into.data, token, left_s, known, cancel).failed
+                if not failed:
+                    self.complete(about.store, about.slice, known[order.digest][1])
+                    return
+                why = failed[0][1]
+            except (OSError, RuntimeError) as error:
+                why = str(error) or type(error).__name__
+            if cancel.is_set():
+                break
+        self.abandon(about.store, about.slice)
+        raise ValueError(why)
+
+    def _drop(self, key: tuple[str, int]) -> None:
+        each = self._slices.pop(key)
+        each.dropped = True
+        self._sweep(each)
+
+    def _sweep(self, each: _Slice) -> None:
+        """Free the memory of a slice that was dropped and that nobody reads."""
+        if each.dropped and not each.readers and each.fd >= 0:
+            self._lent.pop(each.fd, None)
+            os.close(each.fd)
+            each.fd = -1
+            self._snapshots.release(each.about.nbytes)
+
+
+class BlockSession:
+    """Carries out the orders of one rank about blocks, one at a time.
+
+    Args:
+        connection: The rank's.
+        slices: Where the slices are.
+        token: The job's token, which other hosts' state servers check.
+    """
+
+    def __init__(self, connection: AgentConnection, slices: SliceStore, token: str) -> None:
+        self._connection = connection
+        self._slices = slices
+        self._token = token
+        self._writing: set[tuple[str, int]] = set()
+        # Of its own: an order that takes long holds up no snapshot of the other ranks.
+        self._thread = ThreadPoolExecutor(1, "blocks")
+        self._ended = threading.Event()
+
+    async def run(self) -> None:
+        """Carry out orders until the connection ends. What is not complete then is freed.
+
+        Raises:
+            OSError: The rank hung up.
+            ProtocolViolation: The rank sent something that is no valid order.
+        """
+        try:
+            while True:
+                data = await self._connection.read(messages.MAX_MESSAGE)
+                order = messages.decode(data, *messages.BLOCK_ORDERS)
+                header = b""
+                if isinstance(order, messages.SliceWritten):
+                    header = await self._connection.read(blocks.MAX_MANIFEST)
+                loop = asyncio.get_running_loop()
+                answer, fds = await loop.run_in_executor(self._thread, self._carry_out, order, header)
+                await self._connection.send(messages.frame(answer), fds)
+        finally:
+            self._ended.set()
+            self._thread.submit(self._release)
+            self._thread.shutdown(wait=False)
+
+    def _carry_out(self, order: object, header: bytes) -> tuple[object, Sequence[int]]:
+        slices = self._slices
+        try:
+            match order:
+                case messages.ListSlices(store, name):
+                    return messages.SlicesHeld(slices.held(store, name)[: messages.MAX_HELD_SLICES]), ()
+                case messages.WriteSlice(about, budget):
+                    fd = slices.allocate(about, budget)
+                    self._writing.add((about.store, about.slice))
+                    return messages.SliceGranted(), (fd,)
+                case messages.SliceWritten(store, number):
+                    slices.complete(store, number, header)
+                    self._writing.discard((store, number))
+                case messages.CopySlice():
+                    slices.copy(order, self._token, self._ended)
+                case messages.DropSlices(store, numbers):
+                    slices.drop(store, numbers)
+        except ValueError as error:
+            return messages.OrderRefused(" ".join(str(error).split())[: messages.MAX_REASON]), ()
+        return messages.Done(), ()
+
+    def _release(self) -> None:
+        for store, number in self._writing:
+            self._slices.abandon(store, number)
+
+
+class BlockAgent:
+    """A rank's connection to its host's agent for blocks; made by `connect`. For one thread.
+
+    Every method blocks for the agent's answer, and raises AgentGone if the agent is gone or does not answer in
+    time.
+    """
+
+    def __init__(self, connection: AgentSocket, address: str, deadline_s: float) -> None:
+        self.address = address  # "host:port" at which the agent serves over HTTP
+        self._socket = connection
+        self._deadline_s = deadline_s
+
+    @staticmethod
+    def connect(token: str, replica: int, rank: int, deadline_s: float, name: str = "") -> BlockAgent:
+        """Connect to the state agent of ``replica`` on this host; waits for one that does not listen yet. Blocks.
+
+        Args:
+            token: The job's token.
+            replica: The replica id.
+            rank: This rank within its replica.
+            deadline_s: How long to wait for the agent. Later calls wait as long, and for what they have it do.
+            name: That of this host, if its machine has several.
+
+        Raises:
+            AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
+        """
+        end = time.monotonic() + deadline_s
+        while True:
+            try:
+                first = messages.OpenBlocks(rank)
+                connection, opened = called(token, replica, name, end, first, messages.BlocksOpened)
+                return BlockAgent(connection, str(opened.address), deadline_s)
+            except ProtocolViolation as error:
+                raise AgentGone(f"not the state agent of replica {replica}: {error}") from error
+            except OSError as error:
+                if time.monotonic() + RETRY_S > end:
+                    why = f"no state agent of replica {replica} within {deadline_s:g} s ({error})"
+                    raise AgentGone(why) from error
+            time.sleep(RETRY_S)
+
+    def held(self, store: str, name: str, wait_s: float) -> tuple[messages.HeldSlice, ...]:
+        """Return the complete slices of a store on this host, whose checksums were compared.
+
+        Older stores of the same name are dropped.
+
+        Args:
+            store: The digest of what the store is.
+            name: That the user gave it.
+            wait_s: How much longer the comparison may take, in seconds.
+        """
+        answer = self._ask(messages.ListSlices(store, name), wait_s, messages.SlicesHeld)
+        rows: tuple[messages.HeldSlice, ...] = answer.held
+        return rows
+
+    def write(self, about: SliceName, budget: int | None, wait_s: float) -> Bytes | str:
+        """Return memory to write a slice into, until `written`; or one line that says why there is none.
+
+        Args:
+            about: The slice.
+            budget: Bytes for all that the host keeps for others; None: no limit.
+            wait_s: How much longer its allocation may take, in seconds.
+        """
+        order = messages.WriteSlice(about, budget)
+        answer = self._ask(order, wait_s, messages.SliceGranted, messages.OrderRefused)
+        if isinstance(answer, messages.OrderRefused):
+            return answer.reason
+        return self._socket.map_segment(about.nbytes, writable=True)
+
+    def written(self, manifest: SliceManifest) -> str:
+        """Say that a slice is written; the caller must not write into it any more.
+
+        Returns:
+            "", or one line that says why the agent refuses it.
+        """
+        order = messages.SliceWritten(manifest.about.store, manifest.about.slice)
+        more = protocol.framed(blocks.encode(manifest))
+        answer = self._ask(order, 0.0, messages.Done, messages.OrderRefused, more=more)
+        return answer.reason if isinstance(answer, messages.OrderRefused) else ""
+
+    def copy(self, order: messages.CopySlice) -> str:
+        """Have the agent copy a slice from other hosts. Blocks until it is here, or cannot be.
+
+        Returns:
+            "", or one line that says why it is not here.
+        """
+        answer = self._ask(order, order.deadline_s, messages.Done, messages.OrderRefused)
+        return answer.reason if isinstance(answer, messages.OrderRefused) else ""
+
+    def drop(self, store: str, numbers: Sequence[int]) -> None:
+        """Free slices of this host."""
+        for at in range(0, len(numbers), messages.MAX_HELD_SLICES):
+            part = tuple(numbers[at : at + messages.MAX_HELD_SLICES])
+            self._ask(messages.DropSlices(store, part), 0.0, messages.Done)
+
+    def close(self) -> None:
+        """Close the connection. The agent keeps what is complete."""
+        self._socket.close()
+
+    def _ask(self, order: object, wait_s: float, *answers: type, more: bytes = b"") -> Any:
+        self._socket.end = time.monotonic() + self._deadline_s + wait_s
+        try:
+            return self._socket.ask(order, *answers, more=more)
+        except (OSError, ValueError, LookupError, ProtocolViolation) as error:
+            self._socket.close()
+            raise AgentGone(f"the state agent is gone: {error or type(error).__name__}") from error

@@ -1,0 +1,237 @@
+"""Slices of block stores in state agents: agents as processes where one dies, else in this one."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from ft_hsdp.errors import DataCorruption
+from ft_hsdp.state.agent.blocks import BlockAgent, SliceStore
+from ft_hsdp.state.agent.client import AgentGone
+from ft_hsdp.state.agent.messages import CopySlice
+from ft_hsdp.state.agent.shard import Owner
+from ft_hsdp.state.agent.store import SnapshotStore
+from ft_hsdp.state.shared_memory import InMemorySnapshots, ServedSnapshot, attach
+from ft_hsdp.state.transfer import blocks
+from ft_hsdp.state.transfer.blocks import SliceManifest, SliceName, SliceRead, read_slices
+from ft_hsdp.state.transfer.http import StateServer
+from tests.support.state import agent_helpers
+from tests.support.state.agent_helpers import DEADLINE_S, TOKEN
+
+STORE = "5" * 32
+PIECE = 1000
+NBYTES = 10 * PIECE + 17
+
+
+def about(number: int = 0, store: str = STORE, nbytes: int = NBYTES) -> SliceName:
+    return SliceName(store, "points", number, 4, nbytes, PIECE)
+
+
+def content(number: int = 0, nbytes: int = NBYTES) -> np.ndarray:
+    return np.random.default_rng(number).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def manifest(number: int = 0, store: str = STORE) -> SliceManifest:
+    return SliceManifest(about(number, store), blocks.sums_of(content(number).data, PIECE))
+
+
+def digest(number: int = 0) -> str:
+    return blocks.digest_of(blocks.encode(manifest(number)))
+
+
+def write(agent: BlockAgent, number: int = 0, store: str = STORE) -> str:
+    memory = agent.write(about(number, store), None, DEADLINE_S)
+    if isinstance(memory, str):
+        return memory
+    memory[:] = content(number)
+    del memory
+    return agent.written(manifest(number, store))
+
+
+def order(number: int, *addresses: str, budget: int | None = None) -> CopySlice:
+    return CopySlice(about(number), digest(number), addresses, DEADLINE_S, budget)
+
+
+def read(address: str, number: int = 0, begin: int = 0, nbytes: int = NBYTES) -> tuple[bytes, blocks.SlicesRead]:
+    into = bytearray(nbytes)
+    wanted = SliceRead(about(number), digest(number), address, ((begin, nbytes, 0),))
+    return into, read_slices([wanted], memoryview(into), TOKEN, DEADLINE_S, {})
+
+
+@contextmanager
+def host(name: str) -> Iterator[tuple[BlockAgent, agent_helpers.Running]]:
+    with agent_helpers.agent(0, "--name", name) as running:
+        agent = BlockAgent.connect(TOKEN, 0, 0, DEADLINE_S, name)
+        try:
+            yield agent, running
+        finally:
+            agent.close()
+
+
+def test_a_slice_is_written_copied_read_in_parts_and_outlives_its_writer() -> None:
+    with host("a") as (first, one), host("b") as (second, two):
+        assert first.address == one.address
+        assert write(first) == ""
+        assert second.copy(order(0, one.address)) == ""
+        first.close()
+        one.process.kill()
+        one.process.wait(DEADLINE_S)
+        into, outcome = read(two.address, begin=1500, nbytes=4000)
+        assert outcome.failed == []
+        assert bytes(into) == content()[1500:5500].tobytes()
+        assert outcome.nbytes == 5 * PIECE, "whole pieces are read, and no more"
+        (held,) = second.held(STORE, "points", DEADLINE_S)
+        assert (held.slice, held.slices, held.digest) == (0, 4, digest())
+        with pytest.raises(AgentGone):
+            first.held(STORE, "points", DEADLINE_S)
+
+
+def test_a_slice_whose_writer_is_gone_before_it_was_complete_is_freed_and_can_be_written_again() -> None:
+    with host("a") as (agent, _):
+        assert not isinstance(agent.write(about(), None, DEADLINE_S), str)
+        agent.close()
+        again = BlockAgent.connect(TOKEN, 0, 0, DEADLINE_S, "a")
+        assert again.held(STORE, "points", DEADLINE_S) == ()
+        assert write(again) == ""
+        assert write(again) == "slice 0 is here already"
+        again.close()
+
+
+def test_an_older_store_of_the_same_name_is_dropped_and_so_is_what_is_named() -> None:
+    with host("a") as (agent, running):
+        assert write(agent, store="1" * 32) == ""
+        assert write(agent, 1) == ""
+        assert write(agent, 2) == ""
+        assert [each.slice for each in agent.held(STORE, "points", DEADLINE_S)] == [1, 2]
+        assert agent.held("1" * 32, "other", DEADLINE_S) == ()
+        agent.drop(STORE, [1])
+        assert [each.slice for each in agent.held(STORE, "points", DEADLINE_S)] == [2]
+        _, outcome = read(running.address, 1)
+        assert [why for _, why in outcome.failed] == ["does not have slice 1 (answered 404)"]
+
+
+def test_a_copy_needs_a_source_that_has_it_and_the_next_one_is_asked() -> None:
+    with host("a") as (first, one), host("b") as (second, two):
+        assert "does not have slice 0" in second.copy(order(0, one.address))
+        assert second.copy(order(0)) == "no source is named"
+        assert write(first, 0) == ""
+        assert second.copy(order(0, "127.0.0.1:9", one.address)) == ""
+        assert bytes(read(two.address)[0]) == content().tobytes()
+
+
+class Corrupt:
+    """A source of slices that flips one bit, of the manifest or of the data."""
+
+    def __init__(self, bit: int) -> None:
+        self.slices = SliceStore(SnapshotStore())
+        fd = self.slices.allocate(about(), None)
+        attach(fd, NBYTES, writable=True)[:] = content()
+        encoded = blocks.encode(manifest())
+        self.slices.complete(STORE, 0, encoded)
+        at, mask = bit // 8, 1 << bit % 8
+        if at >= len(encoded):
+            attach(fd, NBYTES, writable=True)[at - len(encoded)] ^= mask
+        self.at = at if at < len(encoded) else None
+        self.mask = mask
+
+    def borrow(self, store: str, number: int) -> ServedSnapshot | None:
+        served = self.slices.borrow(store, number)
+        if served is None or self.at is None:
+            return served
+        wrong = bytearray(served.manifest)
+        wrong[self.at] ^= self.mask
+        return ServedSnapshot(served.fd, served.nbytes, bytes(wrong), served.digest)
+
+    def give_back(self, served: ServedSnapshot) -> None:
+        self.slices.give_back(served)
+
+
+def test_a_flipped_bit_is_found_wherever_it_is() -> None:
+    bits = 8 * (len(blocks.encode(manifest())) + NBYTES)
+    for bit in np.random.default_rng(1).integers(0, bits, 24):
+        corrupt = Corrupt(int(bit))
+        server = StateServer("127.0.0.1", 0, InMemorySnapshots(), TOKEN, slices=corrupt)
+        try:
+            _, outcome = read(server.address)
+            assert len(outcome.failed) == 1, bit
+        finally:
+            server.close()
+
+
+def test_a_slice_that_is_damaged_at_rest_is_dropped_when_it_is_listed() -> None:
+    slices = SliceStore(SnapshotStore())
+    for number in (0, 1):
+        fd = slices.allocate(about(number), None)
+        attach(fd, NBYTES, writable=True)[:] = content(number)
+        slices.complete(STORE, number, blocks.encode(manifest(number)))
+        if number:
+            attach(fd, NBYTES, writable=True)[PIECE] ^= 1
+    assert [each.slice for each in slices.held(STORE, "points")] == [0]
+    assert slices.borrow(STORE, 1) is None
+    assert slices.allocate(about(1), None) >= 0, "its place is free"
+
+
+def test_the_budget_counts_slices_and_copies_of_shards_together() -> None:
+    snapshots = SnapshotStore()
+    slices = SliceStore(snapshots)
+    with pytest.raises(ValueError, match=r"10017 bytes are needed; 0 of 10000 bytes of memory\.budget_gb"):
+        slices.allocate(about(), 10_000)
+    slices.allocate(about(), 11_000)
+    with pytest.raises(ValueError, match="10017 of 11000 bytes"):
+        slices.allocate(about(1), 11_000)
+    with pytest.raises(ValueError, match="10017 of 11000 bytes"):
+        snapshots.admit_copy(1, Owner(0, 1, 500), 0, 11_000)
+    slices.abandon(STORE, 0)
+    snapshots.admit_copy(1, Owner(0, 1, 500), 0, 11_000)
+    with pytest.raises(ValueError, match="1000 of 11000 bytes"):
+        slices.allocate(about(), 11_000)
+    snapshots.close()
+
+
+def test_a_slice_that_is_dropped_while_it_is_read_is_freed_afterwards() -> None:
+    snapshots = SnapshotStore()
+    slices = SliceStore(snapshots)
+    fd = slices.allocate(about(), 11_000)
+    attach(fd, NBYTES, writable=True)[:] = content()
+    slices.complete(STORE, 0, blocks.encode(manifest()))
+    served = slices.borrow(STORE, 0)
+    slices.drop(STORE, [0, 3])
+    assert attach(served.fd, NBYTES, writable=False).tobytes() == content().tobytes()
+    with pytest.raises(ValueError, match="10017 of 11000"):
+        slices.allocate(about(), 11_000)
+    slices.give_back(served)
+    slices.allocate(about(), 11_000)
+
+
+def test_a_holder_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "SILENT_S", 0.3)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        _, outcome = read(f"127.0.0.1:{silent.getsockname()[1]}")
+        assert [why for _, why in outcome.failed] == ["nothing within 0.3 s"]
+        cancel = threading.Event()
+        cancel.set()
+        wanted = SliceRead(about(), digest(), f"127.0.0.1:{silent.getsockname()[1]}", ())
+        failed = read_slices([wanted], memoryview(b""), TOKEN, DEADLINE_S, {}, cancel).failed
+        assert [each for each, _ in failed] == [wanted]
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        b"",
+        b"0" * 64 + b"\n{}",
+        blocks.encode(manifest())[:-1],
+        blocks.encode(SliceManifest(about(), b"12345678")),
+        blocks.encode(SliceManifest(about(number=9, store="x"), b"")),
+    ],
+)
+def test_a_manifest_that_is_none_is_refused(encoded: bytes) -> None:
+    with pytest.raises(DataCorruption):
+        blocks.decode(encoded)
