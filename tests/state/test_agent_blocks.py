@@ -200,6 +200,7 @@ def test_a_slice_that_is_dropped_while_it_is_read_is_freed_afterwards() -> None:
     attach(fd, NBYTES, writable=True)[:] = content()
     slices.complete(STORE, 0, blocks.encode(manifest()))
     served = slices.borrow(STORE, 0)
+    assert served is not None
     slices.drop(STORE, [0, 3])
     assert attach(served.fd, NBYTES, writable=False).tobytes() == content().tobytes()
     with pytest.raises(ValueError, match="10017 of 11000"):

@@ -74,6 +74,10 @@ class Rank:
 made: list[BlockStore] = []
 
 
+def store_of(job: Any, **described: Any) -> BlockStore:
+    return BlockStore(job, **{"name": "points", "blocks": BLOCKS, "block_bytes": BLOCK_BYTES, **described})
+
+
 @pytest.fixture(autouse=True)
 def _closed() -> Iterator[None]:
     yield
@@ -90,7 +94,7 @@ class Replica:
         ranks = len(hosts) * per_host
         shared, barrier = [None] * ranks, threading.Barrier(ranks)
         self.jobs = [Rank(rank, ranks, hosts[rank // per_host], budget_gb) for rank in range(ranks)]
-        self.stores = [BlockStore(job, "points", BLOCKS, BLOCK_BYTES, **described) for job in self.jobs]
+        self.stores = [store_of(job, **described) for job in self.jobs]
         made.extend(self.stores)
         for rank, store in enumerate(self.stores):
             store._group = Group(rank, shared, barrier)
@@ -270,17 +274,18 @@ def test_loads_fetch_little_more_than_what_is_asked_for() -> None:
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:
     job = Rank(0, 1, "", None)
-    for described, line in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"name": "a b"}, "BlockStore(name)"),
         ({"blocks": 0}, "BlockStore(blocks)"),
         ({"block_bytes": True}, "BlockStore(block_bytes)"),
         ({"copies": 17}, "an integer from 1 to 16"),
-    ):
+    ]
+    for described, line in cases:
         with pytest.raises(ConfigError) as caught:
-            BlockStore(job, **{"name": "x", "blocks": 4, "block_bytes": 4, **described})
+            store_of(job, **described)
         assert line in str(caught.value)
         assert "\n" not in str(caught.value)
-    store = BlockStore(job, "points", BLOCKS, BLOCK_BYTES)
+    store = store_of(job)
     with pytest.raises(ConfigError, match=r"a call after BlockStore\.submit"):
         store.load([(0, 1)])
     with pytest.raises(ConfigError, match="No such file"):
@@ -289,7 +294,8 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"short of 3 bytes.*24000 bytes: 1000 blocks of 24"):
         store.submit(str(tmp_path / "short"))
     store._read = lambda first, end: DATA[first:end]  # as in a replay, which has no agents
-    for wanted in ([(0, 1001)], [(5, 4)], [(0, 5), (4, 6)], [3], {0: [(-1, 2)]}):
+    wrong: list[Any] = [[(0, 1001)], [(5, 4)], [(0, 5), (4, 6)], [3], {0: [(-1, 2)]}]
+    for wanted in wrong:
         with pytest.raises(ConfigError, match=r"BlockStore\.load"):
             store.load(wanted)
     assert np.array_equal(store.load([(7, 9), (0, 2)]), np.concatenate((DATA[7:9], DATA[0:2])))
