@@ -129,8 +129,8 @@ class HostsConfig(Section):
         ge=1,
         le=MAX_RANKS,
         description="emulated hosts, r0h0 and so on, over which `up` and `replica` spread the ranks of a replica "
-        "evenly, each with a state agent of its own; it divides ranks_per_replica; null: the machines that there "
-        "are",
+        "evenly, each with a state agent of its own; it divides ranks_per_replica; null: one under `up`, if no "
+        "variable says where this machine stands, else the machines that there are",
     )
     spare: Int = Field(
         0,

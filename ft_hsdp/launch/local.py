@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -21,7 +21,8 @@ from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.memory.copies import MemberHosts, unmet
-from ft_hsdp.memory.hosts import Host, Level
+from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, SLURM_VARIABLE, Host, Level
+from ft_hsdp.train.identity import HOST_VARIABLE, host_path
 
 
 def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | None]:
@@ -85,11 +86,28 @@ def local_resources(
 
 
 def emulated_hosts(config: Config) -> EmulatedHosts:
-    """Return the hosts for which this machine stands, those of spare replicas included."""
-    hosts = config.hosts
+    """Return the hosts for which this machine stands, those of spare replicas included.
+
+    Only hosts that the configuration asks for are replaced by those of spare replicas.
+    """
+    hosts, per_replica = config.hosts, hosts_of_a_replica(config, os.environ)
     of_spares = config.spares // config.ranks_per_replica * (hosts.per_replica or 0)
     level: Level = "zone" if config.memory.apart == "zone" else "rack"  # a spare host is apart in any case
-    return EmulatedHosts(hosts.per_replica, config.ranks_per_replica, hosts.spare, of_spares, hosts.labels, level)
+    return EmulatedHosts(per_replica, config.ranks_per_replica, hosts.spare, of_spares, hosts.labels, level)
+
+
+def hosts_of_a_replica(config: Config, environment: Mapping[str, str]) -> int | None:
+    """Return for how many hosts of each replica this machine stands: one, if nothing says otherwise.
+
+    Args:
+        config: The job's configuration, whose `hosts.per_replica` comes first.
+        environment: Of this process.
+
+    Returns:
+        None if the machine stands for itself alone, because a variable says which host it is, or where it stands.
+    """
+    said = any(environment.get(name) for name in (HOST_VARIABLE, DOMAINS_VARIABLE, SLURM_VARIABLE))
+    return config.hosts.per_replica or (None if said else 1)
 
 
 def check_device(config: Config) -> str:
@@ -113,10 +131,9 @@ def check_copies(config: Config) -> None:
     Raises:
         ConfigError: They cannot hold so many copies.
     """
-    memory, ranks, per_replica = config.memory, config.ranks_per_replica, config.hosts.per_replica
+    memory, ranks, per_replica = config.memory, config.ranks_per_replica, hosts_of_a_replica(config, os.environ)
     if memory.copies is None or memory.copies == 1:
         return
-    from ft_hsdp.train.identity import HOST_VARIABLE, host_path
 
     def host(replica: int, rank: int) -> Host:
         named = {} if per_replica is None else {HOST_VARIABLE: f"r{replica}h{rank // (ranks // per_replica)}"}

@@ -80,7 +80,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             64,
             "--kind: got 'fire'; allowed: signal, ",
         ),
-        (["up", "c.yaml", "--memory.copies=2"], 64, "memory.copies: got 2; allowed: at most 1 here (2 copies on"),
+        (["up", "c.yaml", "--memory.copies=4"], 64, "memory.copies: got 4; allowed: at most 3 here (4 copies on"),
         (["explain", "none"], 64, "run: got 'none'"),
         (["replay", "none"], 64, "run: got 'none'"),
         (["submit", "none.yaml"], 64, "config file: got 'none.yaml'"),

@@ -18,7 +18,7 @@ from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.job import JobRun, start_run
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, check_port
-from ft_hsdp.launch.local import local_resources, up
+from ft_hsdp.launch.local import emulated_hosts, local_resources, up
 from ft_hsdp.launch.run.directory import read_json, read_jsonl
 from ft_hsdp.launch.run.status import status
 from ft_hsdp.launch.run.summary import Summary
@@ -104,6 +104,19 @@ async def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -
     own = [e for e in read_jsonl(job.run.events) if e["source"] in ("supervisor", "chaos")]
     assert told == own
     assert {"FailureInjected", "ReplicaStarted", "ProcessExited", "ReplicaExited"} <= {e["event"] for e in told}
+
+
+def test_without_per_replica_each_replica_is_a_host_unless_the_machine_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("FT_HSDP_HOST", "FT_HSDP_DOMAINS", "SLURM_TOPOLOGY_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    made = emulated_hosts(parse({"spares": 2}))
+    assert [made.of(replica) for replica in (0, 1)] == [("r0h0", "r0h0"), ("r1h0", "r1h0")]
+    assert made.place(0, ["r0h0"], ()) is None, "nobody asked for hosts that replace it"
+    assert emulated_hosts(parse({"hosts": {"per_replica": 2}})).of(0) == ("r0h0", "r0h1")
+    monkeypatch.setenv("FT_HSDP_DOMAINS", "rack=7")
+    assert emulated_hosts(parse({})).of(0) == ()
 
 
 async def test_down_steps_keep_a_replica_away(tmp_path: Path) -> None:
