@@ -21,6 +21,7 @@ FETCH = ("large", "small")
 RECOVERY = ("kill", "torchft", "rejoin", "return", "stop", "readers", "local")
 ADOPT = ("step", "kill")
 MEMORY = ("step", "none", "gaps", "lost", "union", "flips")
+WIDTH = ("reshape",)
 UNITS = ("constant", "rate", "refill", "loss", "tokens", "kills")
 KILLS = {"recovery": 200, "units": 50, "adopt": 7, "memory": 20}  # where the user does not say
 OVERHEAD = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # rounds where the user does not say
@@ -102,6 +103,15 @@ class MemoryOptions:
     flips: int = FLIPS  # bytes
 
 
+@dataclass(frozen=True, slots=True)
+class WidthOptions:
+    """What `bench width` measures."""
+
+    measures: tuple[str, ...]
+    rounds: int  # of what is interleaved
+    sizes: tuple[int, ...]  # of states that go to another number of ranks, in bytes
+
+
 def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
     """Run one bench, as the words of the command line say; progress goes to ``stream``.
 
@@ -142,6 +152,10 @@ def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
         from ft_hsdp.bench.memory import bench as memory
 
         return memory.run(memory_options(args), stream)
+    if name == "width":
+        from ft_hsdp.bench.width import bench as width
+
+        return width.run(width_options(args), stream)
     if name == "overhead":
         from ft_hsdp.bench import overhead
 
@@ -198,6 +212,12 @@ def units_options(args: Namespace) -> UnitsOptions:
 def memory_options(args: Namespace) -> MemoryOptions:
     """Return what `bench memory` is to do."""
     return MemoryOptions(measures_of(args.measure or "all", MEMORY), kills_of(args, "memory"), rounds_of(args, 30))
+
+
+def width_options(args: Namespace) -> WidthOptions:
+    """Return what `bench width` is to do."""
+    measures = measures_of(args.measure or "all", WIDTH)
+    return WidthOptions(measures, rounds_of(args, 9), sizes_of(args.sizes) or (256 * MIB,))
 
 
 def adopt_options(args: Namespace) -> AdoptOptions:

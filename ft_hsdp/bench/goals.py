@@ -53,6 +53,7 @@ UNIT_TIMES, REFILL_STEPS, TOKEN_MEAN = 1.03, 0.15, 1e-6
 
 COPIES = {"waiting": 1.02, "computing": 1.10}
 EXPOSED, OF_PLAN, IDLE_SHARE, PLANNED, APART = 0.01, 1.05, 0.95, 1.02, 0.001
+RESHAPE_TIMES, RESHAPE_BYTES = 2.0, 1.05
 LOST_MS, LOST_TIMES, LOST_STEPS = 1500.0, 3.7, 1
 
 STRANGERS_TIMES, STRANGERS_BROKEN, STRANGERS_MIB = 1.10, 0, 32.0
@@ -277,6 +278,14 @@ def _gaps(row: Row) -> Verdicts:
         yield least("planned: bytes in idle spans", row, IDLE_SHARE, row["idle_share"]["planned"])
 
 
+def width(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench width`."""
+    for row in result["reshape"]:
+        there = f"{row['from']} ranks to {row['to']}"
+        yield least(f"{there}, times as fast as DCP", row, RESHAPE_TIMES, row["times_as_fast"])
+        yield most(f"{there}: bytes, times the least", row, RESHAPE_BYTES, row["times_least"])
+
+
 def strangers(result: Row) -> Verdicts:
     """Yield the verdicts on a result of `bench strangers`."""
     for row in result["strangers"]:
@@ -307,6 +316,7 @@ JUDGES: Mapping[str, Callable[[Row], Verdicts]] = {
     "units": units,
     "adopt": adopt,
     "memory": memory,
+    "width": width,
     "strangers": strangers,
     "tls": tls,
 }

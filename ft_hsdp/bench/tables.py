@@ -403,6 +403,15 @@ def _driver(result: Row, console: Console) -> None:
     )
 
 
+def _width(result: Row, console: Console) -> None:
+    for row in result["reshape"]:
+        title = f"{size_name(row['bytes'])} from {row['from']} ranks to {row['to']}: median of {row['rounds']}"
+        rows = [(name, *_figures(found, LIMITS, 4)) for name, found in row["contenders"].items()]
+        _table(console, title, ("", "p50, ms", "min", "max"), rows)
+        read, fewest = row["read_bytes"], row["least_bytes"]
+        console.print(f"{read} bytes read, {row['times_least']:.4f} times the least possible ({fewest})")
+
+
 _FIGURES: Mapping[str, Callable[[Any, Console], None]] = {
     "ftar": _ftar,
     "quorum": _quorum,
@@ -412,6 +421,7 @@ _FIGURES: Mapping[str, Callable[[Any, Console], None]] = {
     "units": _units,
     "adopt": _adopt,
     "memory": _memory,
+    "width": _width,
     "strangers": _strangers,
     "tls": _tls,
 }

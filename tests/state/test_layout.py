@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -104,3 +107,11 @@ def test_consecutive_ranges_hold_every_byte_once(sizes: list[int], parts: int) -
         ):
             seen[tensor][start:stop] += 1
     assert all((s == 1).all() for s in seen)
+
+
+@pytest.mark.multiproc
+def test_the_layouts_of_other_widths_are_those_that_fsdp2_makes() -> None:
+    """In a process of its own: torch's process group is one for a whole process."""
+    script = [sys.executable, "-m", "tests.support.state.real_widths"]
+    done = subprocess.run(script, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

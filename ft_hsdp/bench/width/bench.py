@@ -1,0 +1,27 @@
+"""`bench width`: what it costs that replicas have different numbers of ranks."""
+
+from __future__ import annotations
+
+from typing import Any, TextIO
+
+from ft_hsdp.bench.command import WidthOptions
+from ft_hsdp.bench.goals import begin_result, finish_result
+from ft_hsdp.bench.results import ProgressLog
+from ft_hsdp.bench.width.reshape import reshape
+
+
+def run(options: WidthOptions, stream: TextIO) -> dict[str, Any]:
+    """Return the result, ready for JSON; progress goes to ``stream``.
+
+    Raises:
+        ConfigError: The machine does not allow what is asked.
+        Retryable: A process fails.
+        DataCorruption: A shard is not what it should be.
+    """
+    log = ProgressLog(stream)
+    result, started = begin_result("width", log)
+    wanted = options.measures
+    result["reshape"] = (
+        [reshape(size, options.rounds, log) for size in options.sizes] if "reshape" in wanted else []
+    )
+    return finish_result(result, log, started)
