@@ -1,7 +1,13 @@
 """What it costs that replicas have different numbers of ranks (`bench width`).
 
-- `bench`: the measures by name;
-- `reshape`: a state goes from 4 ranks to 3, beside torch.distributed.checkpoint through tmpfs.
+Read the modules in this order:
+
+    bench     the measures by name
+    reshape   a state goes from 4 ranks to 3: by parts from memory to memory, and by DCP through tmpfs
+
+In `reshape` each rank is a process: 4 state servers with a shard each, 3 ranks that fetch theirs, and for
+torch.distributed.checkpoint (DCP) 4 ranks that save and 3 that load. The two ways take turns. After each turn the
+receivers compare every byte with what the shard has to be.
 
 The goals of each row are in `bench.goals.width`.
 
