@@ -9,6 +9,9 @@ In `reshape` each rank is a process: 4 state servers with a shard each, 3 ranks 
 torch.distributed.checkpoint (DCP) 4 ranks that save and 3 that load. The two ways take turns. After each turn the
 receivers compare every byte with what the shard has to be.
 
+The bytes that the 3 ranks read from their sockets are counted, beside the least that their shards can
+need: the bytes of their tensors.
+
 The goals of each row are in `bench.goals.width`.
 
 The call path: `bench width` -> `bench.run` -> one function for each measure -> a row of the result.
