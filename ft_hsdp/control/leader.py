@@ -261,6 +261,7 @@ class Leader:
             intervention=settings.intervention,
             chunk_bytes=settings.chunk_bytes,
             widths=_narrow(grant, settings),
+            ring_widths=grant.widths,
         )
         fence, digest = self._tally.fence, self._tally.state_digest
         waited_s, copied = max(v.waited_s for v in self._tally.votes), sum(v.copied for v in self._tally.votes)

@@ -97,14 +97,15 @@ class CommitRecord:
     ring: tuple[int, ...]  # replica ids in the order of addition
     total: int  # replicas of the job, for the learning rate
     contributions: tuple[Contribution, ...]  # what is in the sum, sorted
-    digest: str  # hash of the reduced shards' hashes, in rank order
-    norm: float = 0.0  # of the gradient, after the division; squares are summed in rank order
+    digest: str  # hash of the reduced shards' hashes, in the order of ranks, or of lanes if widths differ
+    norm: float = 0.0  # of the gradient, after the division; squares are summed in that order
     lr_scale: float = 1.0  # factor on the learning rate for a step with fewer units (FT-HSDP §6.2)
     chunk_bytes: int = 0  # size of a chunk, which with `ring` fixes the order of addition
     poisoned: tuple[int, ...] = ()  # contributors whose gradient is not finite
     spoiled: tuple[Run, ...] = ()  # units that the step goes without: not finite in an earlier attempt
     retries: int = 0  # a spoiled unit that was left out of so many steps is given up
     wanted: int = 0  # units of a step to which all replicas contribute
+    ring_widths: tuple[int, ...] = ()  # ranks of each member, in ring order, if they differ
 
     @property
     def state_id(self) -> StateId:
@@ -164,7 +165,8 @@ class CommitRecord:
     def divisor(self) -> int:
         """The sum of the contributors' weights, never the size of the ring.
 
-        The sum of the gradients is divided by it. Each replica has divided by its number of data ranks before.
+        The sum of the gradients is divided by it. Each replica has divided by its number of data ranks before; if
+        these differ, all have divided by the largest.
         """
         return sum(c.weight for c in self.contributions)
 
@@ -280,6 +282,18 @@ def void(fence: AttemptId, known: tuple[AttemptId, ...]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneVote:
+    """What a rank votes on one of its lanes (`memory.lanes`), if replicas are not equally wide."""
+
+    number: int  # of the lane
+    owners: tuple[tuple[int, int], ...]  # (ranks of a replica, rank that has the lane)
+    digest: str  # hash of the lane's sums
+    sumsq: float  # sum of squares of them, before the division
+    contributions: tuple[Contribution, ...]  # as its ring named them, each with the weight of the lane's owner
+    state_digest: str = ""  # hash of the slice of what the lane has of the base state; "": not held
+
+
+@dataclass(frozen=True, slots=True)
 class Vote:
     """The vote of one rank: it holds its reduced shard."""
 
@@ -296,6 +310,8 @@ class Vote:
     left_out: bool = False  # its shard is to be copied by another host, and there is nothing to copy
     waited_s: float = 0.0  # for those copies, once all else was ready
     copied: int = 0  # bytes of those copies
+    # With these, `digest`, `sumsq`, `contributions` and `state_digest` say nothing.
+    lanes: tuple[LaneVote, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,9 +341,31 @@ class VoteTally:
 
     @property
     def state_digest(self) -> str:
-        """The hash of the ranks' state digests, in rank order; "" if a rank does not hold its slice."""
-        digests = [v.state_digest for v in self.votes]
+        """The hash of the ranks' state digests, in the order of ranks or lanes; "" if one is not held."""
+        digests = [each.state_digest for each in self._lanes or self.votes]
         return digest(digests) if all(digests) else ""
+
+    @property
+    def _lanes(self) -> list[LaneVote]:
+        return sorted((lane for v in self.votes for lane in v.lanes), key=lambda lane: lane.number)
+
+    def _rows(self, widths: Mapping[int, int]) -> list[tuple[Contribution, ...]] | None:
+        """Return what each data rank has of each contribution; None if votes contradict each other.
+
+        Args:
+            widths: ranks of each replica of the ring, if they differ; ranks then train units by themselves.
+        """
+        parts: Sequence[Vote | LaneVote] = self._lanes if widths else self.votes
+        if len({tuple((c.replica, *c.run, c.part) for c in each.contributions) for each in parts}) != 1:
+            return None
+        found: list[dict[int, Contribution]] = [{} for _ in parts[0].contributions]
+        for each in parts:
+            owners = dict(each.owners) if isinstance(each, LaneVote) else {}
+            for known, c in zip(found, each.contributions, strict=True):
+                rank = each.rank // self.ranks_per_unit if isinstance(each, Vote) else owners[widths[c.replica]]
+                if known.setdefault(rank, c).weight != c.weight:
+                    return None
+        return [tuple(known[rank] for rank in sorted(known)) for known in found]
 
     def record(
         self,
@@ -338,6 +376,7 @@ class VoteTally:
         intervention: Intervention,
         chunk_bytes: int,
         widths: Mapping[int, int] | None = None,
+        ring_widths: tuple[int, ...] = (),
     ) -> CommitRecord | None:
         """Return the record that the votes add up to; None if the ranks saw different contributors.
 
@@ -353,30 +392,24 @@ class VoteTally:
             intervention: how the learning rate depends on the share of units.
             chunk_bytes: size of a chunk of the all-reduce.
             widths: data ranks of the contributors that have fewer than the configuration says, by replica id.
+            ring_widths: ranks of each member, in ring order, if they differ.
 
         Returns:
             The record, or None.
         """
-        if len({tuple((c.replica, *c.run, c.part) for c in v.contributions) for v in self.votes}) != 1:
-            return None
-        said = [v.contributions for v in self.votes]
-        of_data_ranks = said[:: self.ranks_per_unit]
-        if any(
-            [c.weight for c in mine] != [c.weight for c in of_data_ranks[rank // self.ranks_per_unit]]
-            for rank, mine in enumerate(said)
-        ):
+        rows = self._rows(dict(zip(ring, ring_widths, strict=True)) if ring_widths else {})
+        if rows is None:
             return None
         narrow = widths or {}
-        contributions = tuple(
-            replace(_over_data_ranks(row), width=narrow.get(row[0].replica, 0))
-            for row in zip(*of_data_ranks, strict=True)
-        )
+        contributions = tuple(replace(_over_data_ranks(row), width=narrow.get(row[0].replica, 0)) for row in rows)
+        parts: Sequence[Vote | LaneVote] = self._lanes if ring_widths else self.votes
         poisoned = tuple(sorted({r for v in self.votes for r in v.poisoned}))
-        square = float(sum(v.sumsq for v in self.votes))
+        square = float(sum(each.sumsq for each in parts))
         if not poisoned and not math.isfinite(square):
             poisoned = tuple(sorted({c.replica for c in contributions}))
+        data_ranks = self.ranks // self.ranks_per_unit
         weight, units = sum(c.weight for c in contributions), sum(c.units for c in contributions)
-        norm = 0.0 if poisoned or not weight else square**0.5 / (weight / len(of_data_ranks))
+        norm = 0.0 if poisoned or not weight else square**0.5 / (weight / max(ring_widths, default=data_ranks))
         return CommitRecord(
             epoch=self.fence.epoch,
             attempt=self.fence.attempt,
@@ -385,12 +418,13 @@ class VoteTally:
             ring=ring,
             total=total,
             contributions=contributions,
-            digest=digest([v.digest for v in self.votes]),
+            digest=digest([each.digest for each in parts]),
             norm=norm,
             wanted=wanted,
             lr_scale=lr_scale(intervention, units, wanted) if contributions else 1.0,
             chunk_bytes=chunk_bytes,
             poisoned=poisoned,
+            ring_widths=ring_widths,
         )
 
 

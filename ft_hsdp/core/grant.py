@@ -86,6 +86,12 @@ class Grant:
         """The replica ids in ring order."""
         return tuple(m.replica for m in self.members)
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The ranks of each member, in ring order, if they differ; () if all have the same number."""
+        widths = tuple(len(m.ring) for m in self.members)
+        return widths if len(set(widths)) > 1 else ()
+
     def member(self, replica: int, incarnation: str) -> Member | None:
         """Return the entry of one incarnation.
 

@@ -196,7 +196,7 @@ class MemberIdentity:
     layout: str  # digest of what is summed and of the sizes; must be the same at both ends of an edge
     token: str  # secret of the job
 
-    def lanes(self, _: Grant) -> tuple[LaneRing, ...]:
+    def lanes(self, _: Grant | None = None) -> tuple[LaneRing, ...]:
         """Return the only lane of a rank whose replica is as wide as all others, of any grant."""
         return (LaneRing(self.rank, self.layout),)
 

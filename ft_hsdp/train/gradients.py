@@ -25,8 +25,9 @@ import xxhash
 from ft_hsdp import fault_injection
 from ft_hsdp.config import Config
 from ft_hsdp.core import state_id
-from ft_hsdp.core.commit import AttemptId, Contribution, Vote
+from ft_hsdp.core.commit import AttemptId, Contribution, LaneVote, Vote
 from ft_hsdp.core.effects import Reduce
+from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.core.units import Places, size
 from ft_hsdp.ftar.allreduce import AllReduceResult
@@ -35,6 +36,7 @@ from ft_hsdp.ftar.group import Group
 from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.state.pacing import SpanMeter
+from ft_hsdp.train.lanes import GradientLanes, LanePlan
 
 if TYPE_CHECKING:
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane
@@ -88,6 +90,8 @@ class Reducer:
         checked: Callable[[str], str] = lambda prev: "",
         counted: Sequence[Spans] | None = None,
         meter: SpanMeter | None = None,
+        lanes: GradientLanes | None = None,
+        checked_lanes: Callable[[LanePlan], Sequence[str]] = lambda plan: [""] * len(plan.lanes),
     ) -> None:
         """Make the reducer of a rank.
 
@@ -103,6 +107,8 @@ class Reducer:
                 state; called on FTAR's thread.
             counted: Of each bucket that is a gradient, the first ones: what counts in the norm; None: all.
             meter: Told when the ring is used; None: nobody is.
+            lanes: Divides the gradient among replicas of unequal width; None: there are none.
+            checked_lanes: Returns the digests of what each lane of this rank has of the state that is checked.
         """
         self._meter = meter or SpanMeter()
         self._metered = False  # the meter was told that the ring is used
@@ -113,6 +119,9 @@ class Reducer:
         self._rank = rank
         self._voted = voted
         self._checked = checked
+        self._checked_lanes = checked_lanes
+        self._lanes = lanes
+        self._plan: LanePlan | None = None  # the lanes of the membership; None: replicas are equally wide
         self._lock = threading.RLock()  # a work may be done before its callback is set
         self._device = device
         # By bucket: what is in it after each part of the step. An attempt takes the first one with the units that
@@ -121,7 +130,9 @@ class Reducer:
         self._feeding: Feeding | None = None
         self._order: Reduce | None = None  # the attempt under way
         self._submitted = 0  # buckets of it
-        self._results: list[AllReduceResult] = []
+        self._parts: dict[tuple[int, int, str], torch.Tensor] = {}  # memory for parts of lanes that are copied
+        self._missing = 0  # all-reduces of it that have not ended
+        self._results: list[tuple[int, int, AllReduceResult]] = []  # with bucket and place of the lane
         self._out: list[torch.Tensor] | None = None  # the sums, one for each bucket
         self._spare: list[list[torch.Tensor]] = []  # memory for sums that was given back
         self._began = 0.0  # the first all-reduce of the attempt
@@ -171,10 +182,21 @@ class Reducer:
 
     # The control loop.
 
+    def configure(self, grant: Grant) -> None:
+        """Take the lanes of a new membership, before its ring is formed; if they change, the attempt is over."""
+        plan = None if self._lanes is None else self._lanes.plan(grant)
+        with self._lock:
+            if plan is not self._plan:
+                self._order, self._plan = None, plan
+                self._parts.clear()
+                self._time()
+                self._note(used=False)
+
     def begin(self, order: Reduce) -> None:
         """Begin an attempt: reduce all buckets in order, from the first one."""
         with self._lock:
             self._order = order
+            self._missing = len(self._sizes) if self._plan is None else self._plan.works
             self._note(used=False)
             self._submitted = 0
             self._results = []
@@ -228,21 +250,42 @@ class Reducer:
             if mine is None:
                 return
             if self._out is None:
-                self._out = self._spare.pop() if self._spare else [self._empty(n) for n in self._sizes]
+                self._out = self._spare.pop() if self._spare else [self._empty(n).zero_() for n in self._sizes]
             if bucket == 0:
                 self._began = time.monotonic()
                 self._note(used=True)
                 fault_injection.reach("reduce-begin", order.fence.step)
             key = Key(order.fence.epoch, order.fence.step, order.fence.attempt, bucket, order.prev)
-            flat, after = (None, None) if local is None else (local.flat, local.after)
-            work = self._group.all_reduce(key, flat, self._out[bucket], mine, after)
-            work.add_done_callback(partial(self._done, order.fence))
             self._submitted += 1
+            flat, after = (None, None) if local is None else (local.flat, local.after)
+            if self._plan is None:
+                work = self._group.all_reduce(key, flat, self._out[bucket], mine, after)
+                work.add_done_callback(partial(self._done, order.fence, bucket, 0))
+                continue
+            if flat is not None and after is not None:
+                after.synchronize()
+                flat = on_host(flat)
+            for place, lane, part in self._plan.of(bucket):
+                empty = partial(self._lane_memory, bucket, place)
+                given = None if flat is None else part.gather(flat, partial(empty, "gradient"))
+                target = part.target(self._out[bucket], partial(empty, "sum"))
+                work = self._group.all_reduce(key, given, target, mine, lane=lane.ring.number)
+                work.add_done_callback(partial(self._done, order.fence, bucket, place))
 
     def _empty(self, numel: int) -> torch.Tensor:
         if self._device.type == "cpu":
             return self._group.arena.empty(numel)
         return torch.empty(numel, device=self._device)
+
+    def _lane_memory(self, bucket: int, place: int, use: str, numel: int) -> torch.Tensor:
+        """Return memory for a part of a lane, the same in each step.
+
+        Works of an earlier attempt may read and write it, as the sums, until the next ring stands; then no more.
+        """
+        key = bucket, place, use
+        if key not in self._parts:
+            self._parts[key] = self._group.arena.empty(numel)
+        return self._parts[key]
 
     def _mine(self, order: Reduce, bucket: int) -> tuple[Entry | None, Local | None]:
         """Return this rank's entry and local gradient for a bucket; None twice while the gradient is not whole."""
@@ -259,31 +302,45 @@ class Reducer:
 
     # FTAR's thread.
 
-    def _done(self, fence: AttemptId, work: Future[AllReduceResult]) -> None:
+    def _done(self, fence: AttemptId, bucket: int, place: int, work: Future[AllReduceResult]) -> None:
         if work.exception() is not None:
             return  # the group reports that itself
         try:
-            self._count(fence, work.result())
+            self._count(fence, bucket, place, work.result())
         except Exception as error:  # a future swallows what its callback raises
             self._group.crashed(f"the vote on step {fence.step} failed", error)
 
-    def _count(self, fence: AttemptId, result: AllReduceResult) -> None:
+    def _count(self, fence: AttemptId, bucket: int, place: int, result: AllReduceResult) -> None:
         with self._lock:
             if self._order is None or self._order.fence != fence:
                 return
-            self._results.append(result)
-            if len(self._results) < len(self._sizes):
+            self._results.append((bucket, place, result))
+            self._missing -= 1
+            if self._missing:
                 return
-            out, results, prev = self._out, list(self._results), self._order.prev
+            out, results, prev, plan = self._out, list(self._results), self._order.prev, self._plan
             self._note(used=False)
         assert out is not None
+        if plan is not None:
+            plan.scatter(results, out)
         now = time.monotonic()
-        sent = sum(r.bytes_sent for r in results)
+        sent = sum(r.bytes_sent for _, _, r in results)
         self.traffic = Traffic(sent, now - self._began, now, self._held_up)
-        self._voted(self._vote(fence, results, out, self._checked(prev)))
+        poisoned = tuple(sorted({e.replica for _, _, r in results for e in r.entries if e.poisoned}))
+        held = self._checked(prev)
+        if plan is None:
+            self._voted(self._vote(fence, [r for _, _, r in results], out, held, poisoned))
+        else:
+            lanes = self._lane_votes(plan, results, self._checked_lanes(plan) if held else ())
+            self._voted(Vote(self._rank, fence, "", 0.0, (), poisoned, lanes=lanes))
 
     def _vote(
-        self, fence: AttemptId, results: list[AllReduceResult], out: list[torch.Tensor], state_digest: str
+        self,
+        fence: AttemptId,
+        results: list[AllReduceResult],
+        out: list[torch.Tensor],
+        state_digest: str,
+        poisoned: tuple[int, ...],
     ) -> Vote:
         sums = [on_host(t) for t in out]
         return Vote(
@@ -292,9 +349,29 @@ class Reducer:
             digest=state_id.digest([checksum(t) for t in sums]),
             sumsq=sum_of_squares(sums, self._counted),
             contributions=contributions(results),
-            poisoned=tuple(sorted({e.replica for r in results for e in r.entries if e.poisoned})),
+            poisoned=poisoned,
             state_digest=state_digest,
         )
+
+    def _lane_votes(
+        self, plan: LanePlan, results: list[tuple[int, int, AllReduceResult]], state_digests: Sequence[str]
+    ) -> tuple[LaneVote, ...]:
+        """Return what this rank votes on each of its lanes: all that counts is the same at the lane's members."""
+        votes: list[LaneVote] = []
+        for place, lane in enumerate(plan.lanes):
+            mine = sorted(((bucket, r) for bucket, at, r in results if at == place), key=lambda each: each[0])
+            squares = [r.out for bucket, r in mine if bucket < len(self._counted)]
+            votes.append(
+                LaneVote(
+                    lane.ring.number,
+                    lane.ring.owners,
+                    state_id.digest([checksum(r.out) for _, r in mine]),
+                    sum_of_squares(squares, [((0, t.numel()),) for t in squares]),
+                    contributions([r for _, r in mine]),
+                    state_digests[place] if state_digests else "",
+                )
+            )
+        return tuple(votes)
 
 
 def contributions(results: Sequence[AllReduceResult]) -> tuple[Contribution, ...]:

@@ -20,6 +20,7 @@ import torch
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Grant
+from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.memory.lanes import RowLane, lanes
 
@@ -48,7 +49,7 @@ class LanePart:
     @property
     def in_place(self) -> bool:
         """Whether the sum can be written to where it belongs."""
-        return not self.whole and len(self.pieces) == 1 and self.pieces[0].size == self.size
+        return not self.whole and len(self.pieces) == 1
 
     def gather(self, flat: torch.Tensor, empty: Empty) -> torch.Tensor:
         """Return the part of a bucket, in order.
@@ -71,7 +72,7 @@ class LanePart:
 
     def target(self, flat: torch.Tensor, empty: Empty) -> torch.Tensor:
         """Return where the sum of the part is to be written to: a part of ``flat``, or memory of its own."""
-        if self.in_place:
+        if self.in_place and not flat.is_cuda:
             return flat[self.pieces[0].flat : self.pieces[0].flat + self.size]
         return empty(self.size)
 
@@ -83,8 +84,8 @@ class LanePart:
             flat: The rank's bucket of sums, fp32 [numel].
         """
         if self.whole:
-            flat.add_(summed)
-        elif not self.in_place:
+            flat.add_(summed.to(flat.device))
+        elif not self.in_place or flat.is_cuda:
             for p in self.pieces:
                 flat[p.flat : p.flat + p.size].copy_(summed[p.lane : p.lane + p.size])
 
@@ -104,6 +105,33 @@ class LanePlan:
 
     widths: tuple[int, ...]  # the different ones, the largest first
     lanes: tuple[OwnLane, ...]  # by ascending number
+    buckets: int
+
+    def of(self, bucket: int) -> list[tuple[int, OwnLane, LanePart]]:
+        """Return what is summed of a bucket: (place in `lanes`, lane, its part).
+
+        An empty part is left out, but not of the last bucket: its headers tell all members of each lane the loss.
+        """
+        found = [(place, lane, lane.parts[bucket]) for place, lane in enumerate(self.lanes)]
+        return [each for each in found if each[2].size or bucket == self.buckets - 1]
+
+    @property
+    def works(self) -> int:
+        """The number of all-reduces in a step."""
+        return sum(len(self.of(bucket)) for bucket in range(self.buckets))
+
+    def scatter(self, results: Sequence[tuple[int, int, AllReduceResult]], out: Sequence[torch.Tensor]) -> None:
+        """Put the sums of all parts where they belong.
+
+        Args:
+            results: Of all works: (bucket, place of the lane, result).
+            out: Of each bucket the rank's sums, fp32 [numel].
+        """
+        for bucket, flat in enumerate(out):
+            if all(lane.parts[bucket].whole for lane in self.lanes):
+                flat.zero_()
+        for bucket, place, result in results:
+            self.lanes[place].parts[bucket].scatter(result.out, out[bucket])
 
 
 class GradientLanes:
@@ -149,8 +177,8 @@ class GradientLanes:
 
     def plan(self, grant: Grant) -> LanePlan | None:
         """Return the lanes of this rank in a membership; None if all replicas are equally wide. Any thread."""
-        widths = tuple(sorted({len(m.ring) for m in grant.members}, reverse=True))
-        if len(widths) < 2 or self._width not in widths:
+        widths = tuple(sorted(set(grant.widths), reverse=True))
+        if self._width not in widths:
             return None
         if widths not in self._plans:
             self._plans[widths] = self._divide(widths)
@@ -163,7 +191,8 @@ class GradientLanes:
             for number, lane in enumerate(lanes(tensors, widths))
             if lane.owner(self._width) == self._rank
         ]
-        return LanePlan(widths, tuple(self._own(n, lane, first=i == 0) for i, (n, lane) in enumerate(mine)))
+        own = tuple(self._own(number, lane, first=place == 0) for place, (number, lane) in enumerate(mine))
+        return LanePlan(widths, own, len(self._buckets) + len(self._whole))
 
     def _own(self, number: int, lane: RowLane, first: bool) -> OwnLane:
         owners = tuple(zip(lane.widths, lane.owners, strict=True))

@@ -213,6 +213,7 @@ class OrderHandler:
             self._snapshots.release()
         self._copies.configure(grant)
         self._spans.want(self._copies.sources)
+        self._reducer.configure(grant)
         self._group.configure(grant)
 
     def _fetch(self, base: StateId, donors: Sequence[Member]) -> None:

@@ -77,6 +77,7 @@ def record_of(row: Mapping[str, Any]) -> CommitRecord:
         poisoned=tuple(row["poisoned"]),
         spoiled=tuple((shard, first, count) for shard, first, count in row.get("spoiled", ())),
         retries=row.get("poison_retries", 0),
+        ring_widths=tuple(row.get("ring_widths", ())),
     )
 
 

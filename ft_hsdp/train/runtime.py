@@ -62,6 +62,7 @@ from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Reducer, device_plane, ring_settings
 from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name, numerics
+from ft_hsdp.train.lanes import GradientLanes
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import CheckIn, ReplicaFacts
@@ -379,13 +380,19 @@ class RankRuntime:
         config, place, layout = self._config, self._place, self._live_state.layout
         self._link.start(identity, self.reporter)
         ring_layout = state_id.digest(self._sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
+        member = MemberIdentity(identity.replica, place.rank, ring_layout, place.token)
+        lanes, sizes = None, (config.ftar.chunk_bytes, config.ftar.chunks)
+        if (rows := self._model.rows) is not None:
+            whole = self._sizes[len(rows) :]
+            lanes = GradientLanes(rows, whole, member.lanes()[0], place.ranks, place.rank, sizes)
         group = self._group = Group(
-            MemberIdentity(identity.replica, place.rank, ring_layout, place.token),
+            member,
             ring_settings(config),
             GroupEvents(self._ring_connected, self._ring_broken, self._grant_shown, self._link.token_came),
             self._plane,
             self._arena,
             self._pauses.left_s,
+            lanes.of if lanes is not None else None,
         )
         self._ring_address = group.listen(own_address(config.network.host, place.lighthouses[0]))
         self.reducer = Reducer(
@@ -398,6 +405,8 @@ class RankRuntime:
             self._slice_digest,
             self._live_state.counted,
             self.spans.meter,
+            lanes,
+            self._live_state.lane_digests,
         )
         self._orders = OrderHandler(
             identity.replica,

@@ -116,6 +116,7 @@ class StepLog:
             "lineage": state.lineage,
             "prev": record.prev,
             "ring": list(record.ring),
+            **({"ring_widths": list(record.ring_widths)} if record.ring_widths else {}),
             "contributors": list(record.contributors),
             "contributions": [asdict(c) for c in record.contributions],
             "digest": record.digest,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ft_hsdp.errors import ConfigError, InvalidArgument
 from ft_hsdp.state.pacing import SpanMeter
@@ -244,6 +244,7 @@ class AdoptedModel:
         self.model = model
         self._ready = ready
         self._find_unused = find_unused
+        self._ranks = ranks
         self.data_ranks = ranks // ranks_per_unit  # over which gradients are a mean
         if batch_norm not in (None, "mean"):
             raise ConfigError("job.adopt(batch_norm)", batch_norm, '"mean", or None')
@@ -262,6 +263,20 @@ class AdoptedModel:
         self.gradients = len(gradients)  # how many buckets are gradients
         counts = [len(self.params)] if find_unused else []
         self.sizes = (*gradients, *counts, *([self.statistics.numel] if self.statistics else []))
+
+    @property
+    def rows(self) -> list[list[tuple[str, tuple[int, ...]]]] | None:
+        """The parameters of each gradient bucket in order, with their whole shapes.
+
+        None: replicas of unequal width cannot sum them, as a parameter is not cut along dimension 0 over all
+        ranks, or there are running statistics, whose sum over the ranks depends on their number in its last bits.
+        """
+        params = self.params.values()
+        by_rows = all(p.placements == (Shard(0),) and p.device_mesh.size() == self._ranks for p in params)
+        if not by_rows or self.statistics is not None:
+            return None
+        names = {id(p): n for n, p in self.params.items()}
+        return [[(names[id(p)], tuple(p.shape)) for p in bucket.params] for bucket in self.buckets]
 
     def settle(self) -> None:
         """Take the running statistics as they are now: they may have been loaded after adoption."""

@@ -37,18 +37,19 @@ Schedule = Factor | LRScheduler | Iterable[LRScheduler]
 def finish(record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | None, data_ranks: int) -> None:
     """Turn the sums into the gradient, in place: divide by the contributors' weights, then clip by the norm.
 
-    Each contributor's gradient is a mean over its data ranks already.
+    Each contributor's gradient is a mean over its data ranks already; if replicas are not equally wide, it is the
+    sum over them, divided by the largest width.
 
-    The norm in the record was summed in rank order over the replica, so that every replica clips alike.
+    The norm in the record was summed in the order of ranks or lanes, so that every replica clips alike.
 
     Args:
         record: The commit, of a step that updates.
         reduced: A flat fp32 sum for each bucket.
         clip: Largest norm; None does not clip.
-        data_ranks: Of each replica.
+        data_ranks: Of this replica.
     """
     for flat in reduced:
-        flat.div_(record.divisor / data_ranks)
+        flat.div_(record.divisor / max(record.ring_widths, default=data_ranks))
     if clip is not None and record.norm > clip:
         for flat in reduced:
             flat.mul_(clip / (record.norm + CLIP_EPS))

@@ -23,7 +23,7 @@ import blake3
 import numpy as np
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ft_hsdp import fault_injection
 from ft_hsdp.core import state_id
@@ -38,8 +38,10 @@ from ft_hsdp.state.transfer.shard_manifest import Layout, RunningChecksums, Shar
 from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Spans
+from ft_hsdp.train.lanes import LanePlan
 from ft_hsdp.train.loop.user_state import UserState, Values
 from ft_hsdp.train.optimizer.groups import Groups, finish
+from ft_hsdp.train.state import lane_slices
 
 PIECE = 256 << 10  # bytes that are copied and hashed together, so that they are in the CPU's cache the second time
 
@@ -131,6 +133,7 @@ class LiveState:
         self.state: StateId | None = None  # its name; set before check-in
         self.frozen: tuple[Frozen, ...] = ()  # what the model has beside the state; see `describe_frozen`
         self.aliases: dict[str, str] = {}  # further names of tied tensors, with the name that they have here
+        self._lane_pieces: tuple[LanePlan, list[lane_slices.Pieces]] | None = None  # of the newest plan
         self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
         self._lock = threading.Lock()  # held by what changes or copies the state
 
@@ -342,6 +345,24 @@ class LiveState:
             users = f"; state of job.register_state may change in job.on_commit alone: {names[0]}" if names else ""
             raise DataCorruption(f"{where} changed in this rank's memory after the step was applied{users}")
         return digest
+
+    def lane_digests(self, plan: LanePlan) -> list[str]:
+        """Return, for each lane of this rank, the digest of the slice that its owners compare with the next vote.
+
+        For use between two updates, like `slice_digest`.
+        """
+        assert self.state is not None
+        shards = [local(t) for t in self._live]
+        if self._lane_pieces is None or self._lane_pieces[0] is not plan:
+            tensors = [*self.params.values(), *self._optim.values(), *self.user.values()]
+            cut = [isinstance(t, DTensor) and t.placements == (Shard(0),) for t in tensors]
+            shapes = [tuple(t.shape) if by_rows else None for t, by_rows in zip(tensors, cut, strict=True)]
+            sizes = [(t.numel() * t.element_size(), t.element_size()) for t in shards]
+            self._lane_pieces = plan, lane_slices.pieces(plan, shapes, sizes, self._ranks, self._rank)
+        held = [as_bytes(shard) for shard in shards]
+        more = [self._user.encoded if lane.ring.number == 0 else b"" for lane in plan.lanes]
+        both = zip(self._lane_pieces[1], more, strict=True)
+        return [lane_slices.digest(self.state.step, mine, held, user) for mine, user in both]
 
     def _pieces(self, state: StateId) -> tuple[tuple[int, int, int], ...]:
         return within(self.layout, *state_id.slice_bounds(self.layout.nbytes, state.step))
