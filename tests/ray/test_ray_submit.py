@@ -171,7 +171,9 @@ def test_a_lone_replica_survives_a_broken_node_and_a_lost_one(tmp_path: Path) ->
         after = cluster.ask()
         assert (after["actors"], after["groups"]) == ([], [])
         assert not cluster.ours()
-    audit(summary, 20)
+    assert (summary["steps"], summary["batches"]["duplicated"]) == (20, 0)
+    cut = bool(job.events("LogCut"))  # the line of the last step of a lone replica may be lost with its node
+    assert summary["batches"]["skipped"] in ((0, 2) if cut else (0,))
     restored = [r for r in summary["recoveries"] if r["number"]]
     assert [(r["rung"], r["lost_steps"] <= 1) for r in restored] == [("copy", True)] * 2
     assert broken["host"] not in restored[1]["hosts"].values()
