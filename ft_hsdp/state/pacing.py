@@ -35,9 +35,9 @@ from ft_hsdp.state.shared_memory import Bytes
 PAGE_BYTES = 4096
 PROFILED = 20  # steps of a profile (GEMINI §5.4)
 USED = 0.9  # part of a span that is used: GEMINI's mu
-SLICE_S = 0.002  # of the link: what a communication that begins is held up by at most
+SLICE_S = 0.001  # of the link: what a communication that begins is held up by at most
 LEAST_SLICE, MOST_SLICE = 64 << 10, 1 << 20  # bytes
-TICK_S = 0.0005  # between two looks at a gate that is closed
+TICK_S = 0.001  # between two looks at a gate that is closed
 PATIENCE_S = 1.0  # after which a slice goes in any case: a rank may hang in a communication
 NICE = 10  # of the threads that send and receive copies
 BURSTS = 32  # from which the bandwidth is computed

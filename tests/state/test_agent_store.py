@@ -285,3 +285,21 @@ def test_what_is_wrong_is_forgotten_in_every_width() -> None:
     store.forget(key)
     assert rows(store) == []
     store.close()
+
+
+def test_a_slot_of_a_rank_that_has_gone_can_be_written_as_a_copy(holdings: SnapshotStore):
+    number = write(holdings, 1)
+    served = holdings.borrow(state(1), RANK)  # which maps the slot, to verify it
+    assert served is not None and number is not None
+    holdings.give_back(served)
+    holdings.disconnect(SHARD, dead=True)
+    holdings.admit_copy(0, Owner(RANK, 2, NBYTES), keeper=0, budget=None)
+    holdings.prepare(SHARD)
+    for step in range(2, 6):
+        staged = holdings.stage(SHARD, state(step), copy=True)
+        assert staged is not None
+        holdings.writable(SHARD, staged)[:] = content(step, RANK, NBYTES)
+        holdings.staged(SHARD, state(step), header(step, RANK, nbytes=NBYTES), staged)
+        holdings.mark_settled(SHARD, state(step))
+        assert holdings.writable(SHARD, staged) is holdings.writable(SHARD, staged)
+    assert read(holdings.borrow(state(5), RANK)) == content(5, RANK, NBYTES).tobytes()

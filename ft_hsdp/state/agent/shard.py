@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
+from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.messages import Damage
 from ft_hsdp.state.agent.slots import SnapshotSlots
 from ft_hsdp.state.shared_memory import Bytes
@@ -45,6 +46,7 @@ class Shard:
     keeper: int | None = None  # the rank of this host that has ordered the copy
     slots: SnapshotSlots = field(default_factory=SnapshotSlots)
     fds: dict[int, int] = field(default_factory=dict)  # of all slots
+    views: dict[int, Bytes] = field(default_factory=dict)  # of slots that this process has written or verified
     headers: dict[int, bytes] = field(default_factory=dict)  # encoded manifests of complete slots
     layouts: dict[int, str] = field(default_factory=dict)  # of complete slots, once they were listed
     verified: dict[int, Future[tuple[bytes, str]]] = field(default_factory=dict)  # (manifest, its digest)
@@ -81,6 +83,19 @@ class Shard:
         self.sweep()
         self.connected, self.keeper = False, None
 
+    def view(self, number: int) -> Bytes:
+        """Map a slot, writable if it is for copies, and keep the mapping: each new one costs its page faults anew.
+
+        Raises:
+            LookupError: There is no such slot any more.
+            OSError: It cannot be mapped.
+        """
+        view = self.views.get(number)
+        if view is None or view.flags.writeable == self.own:
+            view = shared_memory.attach(self.fds[number], self.owner.nbytes, writable=not self.own)
+            self.views[number] = view
+        return view
+
     def put_back(self, number: int) -> None:
         """Remove a reader from a slot."""
         self.slots.give_back(number)
@@ -103,6 +118,7 @@ class Shard:
         """Free the memory of slots that were removed."""
         for number in self.fds.keys() - self.slots.numbers:
             os.close(self.fds.pop(number))
+            self.views.pop(number, None)
             self.headers.pop(number, None)
             self.layouts.pop(number, None)
             self.verified.pop(number, None)

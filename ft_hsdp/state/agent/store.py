@@ -262,8 +262,7 @@ class SnapshotStore:
             OSError: It cannot be mapped.
         """
         with self._lock:
-            entry = self._shards[key]
-            return shared_memory.attach(entry.fds[number], entry.owner.nbytes, writable=True)
+            return self._shards[key].view(number)
 
     def abandon(self, key: ShardIndex, number: int) -> None:
         """Free a slot whose writer has ended without completing it."""
@@ -438,15 +437,17 @@ class SnapshotStore:
         if number not in entry.verified:
             entry.slots.borrow(number)
             entry.verified[number] = self._verifier.submit(
-                self._verified, entry, number, state, entry.owner, entry.fds[number], entry.headers[number]
+                self._verified, entry, number, state, entry.owner, entry.headers[number]
             )
         return entry.verified[number]
 
     def _verified(
-        self, entry: Shard, number: int, state: StateId, owner: Owner, fd: int, header: bytes
+        self, entry: Shard, number: int, state: StateId, owner: Owner, header: bytes
     ) -> tuple[bytes, str]:
         try:
-            compare(header, shared_memory.attach(fd, owner.nbytes, writable=False), state, owner)
+            with self._lock:
+                view = entry.view(number)
+            compare(header, view, state, owner)
             return header, shard_manifest.digest(header)
         except Exception as error:
             with self._lock:
