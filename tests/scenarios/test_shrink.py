@@ -12,7 +12,7 @@ from ft_hsdp.launch.run.directory import RunDir, read_jsonl
 from ft_hsdp.launch.run.status import lines, status
 from tests.support.scenarios.scenario_job import Job, check
 
-SAFE = {"checkpoint.every": 2, "quorum.on_lost_head": "rollback", "timeouts.place_s": 0.3}
+SAFE = {"quorum.on_lost_head": "rollback", "timeouts.place_s": 0.3}
 
 
 def widths(job: Job) -> list[tuple[int, int]]:
@@ -29,7 +29,7 @@ def test_the_only_replica_goes_on_with_half_its_ranks_and_grows(tmp_path: Path, 
     shrinks = {"ranks_per_replica": 4, "hosts.per_replica": 2, "memory.shrink_to": 2}
     with Job(tmp_path, 30, replicas=1, **shrinks, **SAFE, **{"quorum.batch": batch}) as job:
         run = RunDir(job.run)
-        job.until(lambda: job.step() >= 5, "step 5")
+        job.until(lambda: job.step() >= 5 and job.events("Protected"), "copies on both hosts")
         lost = inflict(run, parse_options(kind="host", replica=0, host="r0h1"))
         job.until(lambda: job.events("Shrunk"), "fewer ranks")
         narrow = job.step()
@@ -46,7 +46,8 @@ def test_the_only_replica_goes_on_with_half_its_ranks_and_grows(tmp_path: Path, 
         ]
         assert sum(summary["narrow_steps"].values()) >= 3
         first, second = summary["recoveries"]
-        assert (first["ranks"], second["ranks"], second["lost_steps"]) == (2, 4, 0)
+        assert (first["ranks"], second["ranks"]) == (2, 4)
+        assert (first["lost_steps"] <= 1, second["lost_steps"]) == (True, 0)
         assert job.replayed()["equal"]
 
 
