@@ -276,7 +276,7 @@ def test_without_torchrun_it_is_the_first_incarnation_of_its_run(monkeypatch: py
 
 def test_only_a_replica_s_first_life_gives_up_on_a_lighthouse_that_does_not_answer() -> None:
     config = parse({"timeouts": {"reach_s": 7}, "ranks_per_replica": 3})
-    first, later = (leader_settings(config, 2, restarted=again) for again in (False, True))
+    first, later = (leader_settings(config, 3, restarted=again) for again in (False, True))
     assert (first.join_timeout_s, later.join_timeout_s) == (7.0, None)
     assert (first.reach_s, later.reach_s, first.ranks) == (7.0, 7.0, 3)
 

@@ -49,8 +49,8 @@ def test_a_commit_has_all_that_a_replay_needs(tmp_path: Path) -> None:
     assert row["contributors"] == [0, 2]
     assert row["poisoned"] == []
     assert row["contributions"] == [
-        {"replica": 0, "weight": 1, "shard": 0, "index": 6, "loss": 1.0, "units": 1, "part": 0},
-        {"replica": 2, "weight": 3, "shard": 2, "index": 4, "loss": 2.0, "units": 3, "part": 1},
+        {"replica": 0, "weight": 1, "shard": 0, "index": 6, "loss": 1.0, "units": 1, "part": 0, "width": 0},
+        {"replica": 2, "weight": 3, "shard": 2, "index": 4, "loss": 2.0, "units": 3, "part": 1, "width": 0},
     ]
     assert (row["cursors"], row["holes"]) == ([7, 9, 7], [[1, 3, 2]])
     assert (row["units"], row["units_wanted"]) == (4, 5)
