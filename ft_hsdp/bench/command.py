@@ -21,7 +21,7 @@ FETCH = ("large", "small")
 RECOVERY = ("kill", "torchft", "rejoin", "return", "stop", "readers", "local")
 ADOPT = ("step", "kill")
 MEMORY = ("step", "none", "gaps", "lost", "union", "flips")
-WIDTH = ("reshape",)
+WIDTH = ("reshape", "allreduce")
 UNITS = ("constant", "rate", "refill", "loss", "tokens", "kills")
 KILLS = {"recovery": 200, "units": 50, "adopt": 7, "memory": 20}  # where the user does not say
 OVERHEAD = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # rounds where the user does not say
@@ -110,6 +110,7 @@ class WidthOptions:
     measures: tuple[str, ...]
     rounds: int  # of what is interleaved
     sizes: tuple[int, ...]  # of states that go to another number of ranks, in bytes
+    gradients: tuple[int, ...]  # of replicas that are not equally wide, in bytes
 
 
 def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
@@ -217,7 +218,8 @@ def memory_options(args: Namespace) -> MemoryOptions:
 def width_options(args: Namespace) -> WidthOptions:
     """Return what `bench width` is to do."""
     measures = measures_of(args.measure or "all", WIDTH)
-    return WidthOptions(measures, rounds_of(args, 9), sizes_of(args.sizes) or (256 * MIB,))
+    sizes = sizes_of(args.sizes)
+    return WidthOptions(measures, rounds_of(args, 9), sizes or (256 * MIB,), sizes or (64 * MIB,))
 
 
 def adopt_options(args: Namespace) -> AdoptOptions:

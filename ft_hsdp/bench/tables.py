@@ -410,6 +410,13 @@ def _width(result: Row, console: Console) -> None:
         _table(console, title, ("", "p50, ms", "min", "max"), rows)
         read, fewest = row["read_bytes"], row["least_bytes"]
         console.print(f"{read} bytes read, {row['times_least']:.4f} times the least possible ({fewest})")
+    for row in result["allreduce"]:
+        title = f"all-reduce of {size_name(row['bytes'])} by ranks of two replicas: median of {row['rounds']}"
+        rows = [(name, *_figures(found, LIMITS, 4)) for name, found in row["contenders"].items()]
+        _table(console, title, ("", "p50, ms", "min", "max"), rows)
+        console.print(
+            f"{row['times']:.2f} times as long in {row['lanes']} lanes, with the same bits at all members"
+        )
 
 
 _FIGURES: Mapping[str, Callable[[Any, Console], None]] = {

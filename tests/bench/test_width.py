@@ -10,14 +10,14 @@ import pytest
 from ft_hsdp.bench import goals
 from ft_hsdp.bench.command import WIDTH, width_options
 from ft_hsdp.bench.results import MIB, ProgressLog, spread
-from ft_hsdp.bench.width import reshape
+from ft_hsdp.bench.width import allreduce, reshape
 from ft_hsdp.errors import ConfigError
 from tests.support.bench.tables import shown
 
 
 def test_all_measures_unless_one_is_named() -> None:
     options = width_options(Namespace(measure=None, rounds=None, sizes=None))
-    assert (options.measures, options.sizes) == (WIDTH, (256 * MIB,))
+    assert (options.measures, options.sizes, options.gradients) == (WIDTH, (256 * MIB,), (64 * MIB,))
     with pytest.raises(ConfigError, match="reshape"):
         width_options(Namespace(measure="narrower", rounds=None, sizes=None))
 
@@ -47,6 +47,23 @@ def test_the_state_is_as_large_as_asked_for_and_the_same_in_both_widths() -> Non
         whole = [np.concatenate([each[number] for each in cut]) for number in range(reshape.TENSORS)]
         found[width] = [each.tobytes() for each in whole]
     assert found[4] == found[3]
+
+
+def test_unequal_replicas_beside_the_goal() -> None:
+    took = {"4+4": spread([0.1, 0.1, 0.1]), "4+3": spread([0.12, 0.12, 0.12])}
+    row: dict[str, Any] = {"bytes": 64 * MIB, "rounds": 3, "contenders": took, "lanes": 6, "times": 1.2}
+    empty: dict[str, Any] = {name: [] for name in WIDTH}
+    assert [v.met for v in goals.width({**empty, "allreduce": [row]})] == [True]
+    assert [v.met for v in goals.width({**empty, "allreduce": [{**row, "times": 1.26}]})] == [False]
+    assert "1.20 times as long in 6 lanes" in shown("width", {**empty, "allreduce": [row]})
+
+
+@pytest.mark.multiproc
+def test_processes_of_replicas_of_4_and_3_ranks_get_the_same_bits() -> None:
+    """`DataCorruption` if the owners of a lane hold other sums."""
+    row = allreduce.allreduce(2 * MIB, 1, ProgressLog(io.StringIO()))
+    assert row["lanes"] == 6
+    assert set(row["contenders"]) == {"4+4", "4+3"}
 
 
 @pytest.mark.multiproc

@@ -7,6 +7,7 @@ from typing import Any, TextIO
 from ft_hsdp.bench.command import WidthOptions
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.results import ProgressLog
+from ft_hsdp.bench.width.allreduce import allreduce
 from ft_hsdp.bench.width.reshape import reshape
 
 
@@ -16,12 +17,15 @@ def run(options: WidthOptions, stream: TextIO) -> dict[str, Any]:
     Raises:
         ConfigError: The machine does not allow what is asked.
         Retryable: A process fails.
-        DataCorruption: A shard is not what it should be.
+        DataCorruption: A shard or a sum is not what it should be.
     """
     log = ProgressLog(stream)
     result, started = begin_result("width", log)
     wanted = options.measures
     result["reshape"] = (
         [reshape(size, options.rounds, log) for size in options.sizes] if "reshape" in wanted else []
+    )
+    result["allreduce"] = (
+        [allreduce(size, options.rounds, log) for size in options.gradients] if "allreduce" in wanted else []
     )
     return finish_result(result, log, started)
