@@ -1,0 +1,174 @@
+"""Loads from a block store after a lost host: bytes and messages beside ReStore's formulas, and real loads.
+
+The survivors share the blocks that the lost host worked on (ReStore §IV-B, §VI-B). In a scattered load ranges of
+blocks are permuted, so that all hosts send; in a consecutive one only the r - 1 other holders of those blocks do.
+The plans are counted for clusters of the paper's sizes. Then the same loads are made in this process, from one
+state server for each host, and what arrives is counted: it must be what was planned, bit for bit.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+
+from ft_hsdp.bench.results import KIB, MIB, ProgressLog, ResultRow, ratio, spread
+from ft_hsdp.errors import DataCorruption
+from ft_hsdp.memory.blocks import (
+    BlockLayout,
+    LoadPlan,
+    bottleneck_blocks,
+    bottleneck_senders,
+    first_hosts,
+    plan_load,
+    share,
+    shrink,
+)
+from ft_hsdp.state.agent.blocks import SliceStore
+from ft_hsdp.state.agent.store import SnapshotStore
+from ft_hsdp.state.shared_memory import InMemorySnapshots, attach
+from ft_hsdp.state.transfer import blocks as slices_of
+from ft_hsdp.state.transfer.blocks import SliceManifest, SliceName, SliceRead, read_slices
+from ft_hsdp.state.transfer.http import StateServer
+
+BLOCK, PIECE, RANGE, COPIES, LOST = 64, 16 * KIB, 256 * KIB, 4, 1  # bytes, bytes, bytes, hosts, host
+PLANNED = (8, 16, 48)  # hosts
+PER_HOST = 16 * MIB
+LOADED, LOADED_PER_HOST = 8, 4 * MIB
+LOAD_S = 60.0
+STORE = "0" * 32
+
+
+def blocks(rounds: int, log: ProgressLog) -> list[ResultRow]:
+    """Return a row for each number of hosts, and one of real loads.
+
+    Raises:
+        DataCorruption: A load returned other bytes, or more or fewer than planned.
+    """
+    rows = [planned(hosts, PER_HOST) for hosts in PLANNED]
+    for row in rows:
+        scattered, consecutive = row["scattered"]["times"], row["consecutive"]["times"]
+        log.say(
+            f"{row['hosts']} hosts: the busiest sends {scattered:.2f} times the formula if scattered, else "
+            f"{consecutive:.2f} times, and {row['apart']:.1f} times as much"
+        )
+    rows.append(loaded(LOADED, LOADED_PER_HOST, rounds))
+    return rows
+
+
+def _plan(hosts: int, per_host: int, *, permuted: bool) -> tuple[BlockLayout, LoadPlan]:
+    layout = BlockLayout(per_host // BLOCK * hosts, RANGE // BLOCK, hosts, 0 if permuted else None)
+    align = PIECE // BLOCK
+    wanted = shrink({r: [span] for r, span in enumerate(share(layout.blocks, hosts, align))}, [LOST], align)
+    holders = {n: [h for h in first_hosts(n, hosts, hosts, COPIES) if h != LOST] for n in range(hosts)}
+    return layout, plan_load(layout, wanted, holders)
+
+
+def planned(hosts: int, per_host: int) -> ResultRow:
+    """Return what the plans of one size say, beside the formulas."""
+    row: ResultRow = {"hosts": hosts, "copies": COPIES, "bytes": per_host}
+    for name, permuted in (("scattered", True), ("consecutive", False)):
+        layout, plan = _plan(hosts, per_host, permuted=permuted)
+        most = max(plan.sent().values())
+        formula = bottleneck_blocks(layout.blocks, hosts, COPIES, permuted=permuted)
+        senders = bottleneck_senders(layout.blocks, hosts, layout.range_blocks) + 1 if permuted else 1
+        row[name] = {
+            "busiest_bytes": most * BLOCK,
+            "times": ratio(most, formula),
+            "senders": max(plan.senders().values()),
+            "senders_formula": senders,
+        }
+    row["apart"] = ratio(row["consecutive"]["busiest_bytes"], row["scattered"]["busiest_bytes"])
+    return row
+
+
+def loaded(hosts: int, per_host: int, rounds: int) -> ResultRow:
+    """Load what a lost host worked on, by all others at once, from a server for each host.
+
+    Raises:
+        DataCorruption: What came is not what was planned.
+    """
+    row: ResultRow = {"hosts": hosts, "copies": COPIES, "bytes": per_host, "loads": {}}
+    data = np.random.default_rng(1).integers(0, 256, (per_host // BLOCK * hosts, BLOCK), dtype=np.uint8)
+    for name, permuted in (("scattered", True), ("consecutive", False)):
+        layout, plan = _plan(hosts, per_host, permuted=permuted)
+        with _servers(layout, data, hosts) as (servers, digests, token):
+            took = [_load(layout, plan, data, servers, digests, token) for _ in range(rounds)]
+        row["loads"][name] = spread(took)
+    return row
+
+
+def _about(layout: BlockLayout, number: int) -> SliceName:
+    return SliceName(STORE, "bench", number, layout.slices, layout.slice_blocks(number) * BLOCK, PIECE)
+
+
+@contextmanager
+def _servers(
+    layout: BlockLayout, data: np.ndarray, hosts: int
+) -> Iterator[tuple[Sequence[StateServer], Mapping[int, str], str]]:
+    """Run a state server for each host, with its slices."""
+    token, digests = secrets.token_hex(32), {}
+    stores = [SliceStore(SnapshotStore()) for _ in range(hosts)]
+    for number in range(layout.slices):
+        about = _about(layout, number)
+        content = np.zeros((layout.slice_blocks(number), BLOCK), dtype=np.uint8)
+        for run in layout.contents(number):
+            content[run.offset : run.offset + run.count] = data[run.block : run.block + run.count]
+        flat = content.reshape(-1)
+        encoded = slices_of.encode(SliceManifest(about, slices_of.sums_of(flat.data, PIECE)))
+        digests[number] = slices_of.digest_of(encoded)
+        for host in first_hosts(number, hosts, hosts, COPIES):
+            attach(stores[host].allocate(about, None), about.nbytes, writable=True)[:] = flat
+            stores[host].complete(STORE, number, encoded)
+    servers = [StateServer("127.0.0.1", 0, InMemorySnapshots(), token, slices=each) for each in stores]
+    try:
+        yield servers, digests, token
+    finally:
+        for server in servers:
+            server.close()
+        for each in stores:
+            each.drop(STORE, range(layout.slices))
+
+
+def _load(
+    layout: BlockLayout,
+    plan: LoadPlan,
+    data: np.ndarray,
+    servers: Sequence[StateServer],
+    digests: Mapping[int, str],
+    token: str,
+) -> float:
+    """Carry out a plan, all readers at once, and return the seconds that it took.
+
+    Raises:
+        DataCorruption: What came is not what was planned.
+    """
+    readers = sorted({read.reader for read in plan.reads})
+
+    def one(reader: int) -> int:
+        mine = [read for read in plan.reads if read.reader == reader]
+        out, orders, at = np.empty((sum(r.run.count for r in mine), BLOCK), dtype=np.uint8), [], 0
+        for read in mine:
+            span = (read.run.offset * BLOCK, read.run.count * BLOCK, at * BLOCK)
+            about, address = _about(layout, read.run.slice), servers[read.holder].address
+            orders.append(SliceRead(about, digests[read.run.slice], address, (span,)))
+            at += read.run.count
+        found = read_slices(orders, out.reshape(-1).data, token, LOAD_S, {})
+        wanted = np.concatenate([data[r.run.block : r.run.block + r.run.count] for r in mine])
+        if found.failed or not np.array_equal(out, wanted):
+            raise DataCorruption(f"reader {reader} got other blocks: {found.failed[:1]}")
+        return found.nbytes
+
+    with ThreadPoolExecutor(len(readers)) as pool:
+        began = time.perf_counter()
+        received = Counter(dict(zip(readers, pool.map(one, readers), strict=True)))
+        took = time.perf_counter() - began
+    came, due = sum(received.values()), sum(plan.sent().values()) * BLOCK
+    if came != due:
+        raise DataCorruption(f"{came} bytes came, planned were {due}")
+    return took
