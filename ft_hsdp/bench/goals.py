@@ -54,6 +54,7 @@ UNIT_TIMES, REFILL_STEPS, TOKEN_MEAN = 1.03, 0.15, 1e-6
 COPIES = {"waiting": 1.02, "computing": 1.10}
 EXPOSED, OF_PLAN, IDLE_SHARE, PLANNED, APART = 0.01, 1.05, 0.95, 1.02, 0.001
 RESHAPE_TIMES, RESHAPE_BYTES = 2.0, 1.05
+BLOCKS_TIMES = 1.15
 LANES_TIMES = 1.25  # an all-reduce of replicas of 4 and 3 ranks, beside 4 and 4
 LOST_MS, LOST_TIMES, LOST_STEPS = 1500.0, 3.7, 1
 
@@ -285,6 +286,9 @@ def width(result: Row) -> Verdicts:
         there = f"{row['from']} ranks to {row['to']}"
         yield least(f"{there}, times as fast as DCP", row, RESHAPE_TIMES, row["times_as_fast"])
         yield most(f"{there}: bytes, times the least", row, RESHAPE_BYTES, row["times_least"])
+    for row in result["blocks"]:
+        name = f"{row['hosts']} hosts: bytes of the busiest sender, times ReStore's formula"
+        yield most(name, row, BLOCKS_TIMES, row["scattered"]["times"])
     for row in result["allreduce"]:
         yield most("all-reduce of 4 with 3 ranks, times 4 with 4", row, LANES_TIMES, row["times"])
 

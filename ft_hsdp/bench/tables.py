@@ -410,6 +410,21 @@ def _width(result: Row, console: Console) -> None:
         _table(console, title, ("", "p50, ms", "min", "max"), rows)
         read, fewest = row["read_bytes"], row["least_bytes"]
         console.print(f"{read} bytes read, {row['times_least']:.4f} times the least possible ({fewest})")
+    if rows := [
+        (
+            str(row["hosts"]),
+            *(f"{row[k]['times']:.2f}" for k in ("scattered", "consecutive")),
+            f"{row['apart']:.1f}",
+            f"{row['scattered']['senders']} / {row['scattered']['senders_formula']}",
+        )
+        for row in result["blocks"]
+    ]:
+        title = "the busiest sender of a lost host's blocks, times ReStore's formula"
+        _table(console, title, ("hosts", "scattered", "consecutive", "apart, times", "senders / formula"), rows)
+    for row in result["loads"]:
+        title = f"the same blocks of {size_name(row['bytes'])} a host from {row['hosts']} servers on this machine"
+        found = [(name, *_figures(each, LIMITS, 4)) for name, each in row["loads"].items()]
+        _table(console, title, ("", "p50, ms", "min", "max"), found)
     for row in result["allreduce"]:
         title = f"all-reduce of {size_name(row['bytes'])} by ranks of two replicas: median of {row['rounds']}"
         rows = [(name, *_figures(found, LIMITS, 4)) for name, found in row["contenders"].items()]

@@ -10,9 +10,11 @@ import pytest
 from ft_hsdp.bench import goals
 from ft_hsdp.bench.command import WIDTH, width_options
 from ft_hsdp.bench.results import MIB, ProgressLog, spread
-from ft_hsdp.bench.width import allreduce, reshape
+from ft_hsdp.bench.width import allreduce, blocks, reshape
 from ft_hsdp.errors import ConfigError
 from tests.support.bench.tables import shown
+
+EMPTY: dict[str, Any] = {name: [] for name in (*WIDTH, "loads")}
 
 
 def test_all_measures_unless_one_is_named() -> None:
@@ -26,11 +28,10 @@ def test_another_number_of_ranks_beside_the_goals() -> None:
     took = {"ft_hsdp": spread([0.1, 0.2, 0.1]), "dcp": spread([0.3, 0.3, 0.4])}
     row: dict[str, Any] = {"bytes": 256 * MIB, "from": 4, "to": 3, "rounds": 3, "contenders": took}
     row |= {"times_as_fast": 3.0, "read_bytes": 1010, "least_bytes": 1000, "times_least": 1.01}
-    empty: dict[str, Any] = {name: [] for name in WIDTH}
-    assert [v.met for v in goals.width({**empty, "reshape": [row]})] == [True, True]
-    assert "1010 bytes read, 1.0100 times the least possible (1000)" in shown("width", {**empty, "reshape": [row]})
+    assert [v.met for v in goals.width({**EMPTY, "reshape": [row]})] == [True, True]
+    assert "1010 bytes read, 1.0100 times the least possible (1000)" in shown("width", {**EMPTY, "reshape": [row]})
     worse = {**row, "times_as_fast": 1.9, "times_least": 1.06}
-    assert [v.met for v in goals.width({**empty, "reshape": [worse]})] == [False, False]
+    assert [v.met for v in goals.width({**EMPTY, "reshape": [worse]})] == [False, False]
 
 
 def test_a_state_that_does_not_fit_is_refused() -> None:
@@ -49,13 +50,23 @@ def test_the_state_is_as_large_as_asked_for_and_the_same_in_both_widths() -> Non
     assert found[4] == found[3]
 
 
+def test_loads_of_blocks_beside_the_goal() -> None:
+    row = blocks.planned(8, blocks.PER_HOST)
+    assert [v.met for v in goals.width({**EMPTY, "blocks": [row]})] == [True]
+    worse = {**row, "scattered": {**row["scattered"], "times": 1.16}}
+    assert [v.met for v in goals.width({**EMPTY, "blocks": [worse]})] == [False]
+    loads = blocks.loaded(4, MIB, 1)
+    assert set(loads["loads"]) == {"scattered", "consecutive"}
+    text = shown("width", {**EMPTY, "blocks": [row], "loads": [loads]})
+    assert "from 4 servers on this machine" in text
+
+
 def test_unequal_replicas_beside_the_goal() -> None:
     took = {"4+4": spread([0.1, 0.1, 0.1]), "4+3": spread([0.12, 0.12, 0.12])}
     row: dict[str, Any] = {"bytes": 64 * MIB, "rounds": 3, "contenders": took, "lanes": 6, "times": 1.2}
-    empty: dict[str, Any] = {name: [] for name in WIDTH}
-    assert [v.met for v in goals.width({**empty, "allreduce": [row]})] == [True]
-    assert [v.met for v in goals.width({**empty, "allreduce": [{**row, "times": 1.26}]})] == [False]
-    assert "1.20 times as long in 6 lanes" in shown("width", {**empty, "allreduce": [row]})
+    assert [v.met for v in goals.width({**EMPTY, "allreduce": [row]})] == [True]
+    assert [v.met for v in goals.width({**EMPTY, "allreduce": [{**row, "times": 1.26}]})] == [False]
+    assert "1.20 times as long in 6 lanes" in shown("width", {**EMPTY, "allreduce": [row]})
 
 
 @pytest.mark.multiproc

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -124,8 +124,8 @@ def test_two_with_one_unit_never_make_a_step(checked: bool) -> None:
     assert bool(result.violation) is not checked
 
 
-def _twice(self: UnitPolicy, count: int) -> tuple[int, ...]:
-    return (2 * self.accumulate,) * count
+def _twice(self: UnitPolicy, widths: Sequence[int]) -> tuple[int, ...]:
+    return tuple(2 * self.accumulate * width for width in widths)
 
 
 SUM = Model.sum
@@ -151,7 +151,7 @@ def _by_quota(self: Model, w: World, me: Replica) -> CommitRecord | None:
 
 
 MUTANTS: list[tuple[str, Any, str, Callable[..., Any], UnitPolicy, str]] = [
-    ("a quota is counted twice", UnitPolicy, "quotas", _twice, NEXT_STEP, "too many units"),
+    ("a quota is counted twice", UnitPolicy, "shares", _twice, NEXT_STEP, "too many units"),
     ("a refill without a fence", voting, "head", lambda *_: (), replace(SAME_STEP, shared=True), "other units"),
     ("units from the grant", Model, "sum", _as_granted, SAME_STEP, "other units"),
     ("a weight from the grant", Model, "sum", _by_quota, SAME_STEP, "other weights"),

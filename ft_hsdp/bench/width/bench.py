@@ -8,6 +8,7 @@ from ft_hsdp.bench.command import WidthOptions
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.bench.width.allreduce import allreduce
+from ft_hsdp.bench.width.blocks import blocks, loads
 from ft_hsdp.bench.width.reshape import reshape
 
 
@@ -17,7 +18,7 @@ def run(options: WidthOptions, stream: TextIO) -> dict[str, Any]:
     Raises:
         ConfigError: The machine does not allow what is asked.
         Retryable: A process fails.
-        DataCorruption: A shard or a sum is not what it should be.
+        DataCorruption: A shard, a sum or a block is not what it should be.
     """
     log = ProgressLog(stream)
     result, started = begin_result("width", log)
@@ -28,4 +29,6 @@ def run(options: WidthOptions, stream: TextIO) -> dict[str, Any]:
     result["allreduce"] = (
         [allreduce(size, options.rounds, log) for size in options.gradients] if "allreduce" in wanted else []
     )
+    result["blocks"] = blocks(log) if "blocks" in wanted else []
+    result["loads"] = loads(options.rounds) if "blocks" in wanted else []
     return finish_result(result, log, started)

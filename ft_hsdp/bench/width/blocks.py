@@ -44,12 +44,8 @@ LOAD_S = 60.0
 STORE = "0" * 32
 
 
-def blocks(rounds: int, log: ProgressLog) -> list[ResultRow]:
-    """Return a row for each number of hosts, and one of real loads.
-
-    Raises:
-        DataCorruption: A load returned other bytes, or more or fewer than planned.
-    """
+def blocks(log: ProgressLog) -> list[ResultRow]:
+    """Return a row of plans for each number of hosts."""
     rows = [planned(hosts, PER_HOST) for hosts in PLANNED]
     for row in rows:
         scattered, consecutive = row["scattered"]["times"], row["consecutive"]["times"]
@@ -57,8 +53,16 @@ def blocks(rounds: int, log: ProgressLog) -> list[ResultRow]:
             f"{row['hosts']} hosts: the busiest sends {scattered:.2f} times the formula if scattered, else "
             f"{consecutive:.2f} times, and {row['apart']:.1f} times as much"
         )
-    rows.append(loaded(LOADED, LOADED_PER_HOST, rounds))
     return rows
+
+
+def loads(rounds: int) -> list[ResultRow]:
+    """Return a row of real loads.
+
+    Raises:
+        DataCorruption: A load returned other bytes, or more or fewer than planned.
+    """
+    return [loaded(LOADED, LOADED_PER_HOST, rounds)]
 
 
 def _plan(hosts: int, per_host: int, *, permuted: bool) -> tuple[BlockLayout, LoadPlan]:
