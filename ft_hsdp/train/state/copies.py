@@ -292,7 +292,12 @@ class CopyKeeper:
             plan = self._plan
             if own and plan is not None and plan.orders and self._due(plan, state):
                 self._thread = self._thread or ThreadPoolExecutor(1, "copies")
-                self._thread.submit(self._wait, plan, vote, state, send)
+                try:
+                    self._thread.submit(self._wait, plan, vote, state, send)
+                except RuntimeError:  # the host has no thread left; without its vote the step would stop
+                    self._thread.shutdown(wait=False, cancel_futures=True)
+                    self._thread = None
+                    send(replace(vote, kept=False))
                 return
         if plan is None or not plan.whole.copies:
             send(replace(vote, kept=own))

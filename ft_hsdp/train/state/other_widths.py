@@ -19,21 +19,6 @@ from ft_hsdp.state.transfer.shard_manifest import Layout
 MAX_OTHERS = 8  # other widths that count, the largest ones
 
 
-def uncuttable(layout: Layout, ranks: int, rank: int) -> str:
-    """Return why a state cannot be cut for another number of ranks; "" if it can.
-
-    Args:
-        layout: Of this rank's shard.
-        ranks: Of the replica.
-        rank: This rank.
-    """
-    try:
-        parts.check(layout.tensors, ranks, rank)
-    except Uncuttable as error:
-        return str(error)
-    return ""
-
-
 class OtherWidths:
     """The other widths of one state, worked out when a shard of them is seen.
 

@@ -436,3 +436,19 @@ def test_no_host_is_asked_for_more_copies_than_its_agent_takes(tmp_path: Path) -
     keeper.settled(state(0), True, CopyCost())
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]
     assert ([row["event"] for row in told], errors) == (["Unprotected"], [])
+
+
+def test_without_a_thread_to_wait_for_copies_a_rank_votes_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    one = Rank(tmp_path, 0, 0)
+    one.keeper.configure(grant(1, 0, TWO_HOSTS))
+    one.keeper.settled(state(0), True, CopyCost())
+    one.agent.answers = [kept((0, 2), (0, 3))]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        assert not one.vote(1).kept
+    assert one.vote(1).kept
