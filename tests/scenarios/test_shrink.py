@@ -23,7 +23,7 @@ def widths(job: Job) -> list[tuple[int, int]]:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("batch", ["adapt", "constant"])
+@pytest.mark.parametrize("batch", [pytest.param("adapt", marks=pytest.mark.soak), "constant"])
 def test_the_only_replica_goes_on_with_half_its_ranks_and_grows(tmp_path: Path, batch: str) -> None:
     """With a constant batch two ranks train what four trained, else half of it. No step is repeated to grow."""
     shrinks = {"ranks_per_replica": 4, "hosts.per_replica": 2, "memory.shrink_to": 2}
