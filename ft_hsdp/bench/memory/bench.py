@@ -84,12 +84,13 @@ def _trained(
 def _segments(log: Path) -> int:
     """Return the bytes of all snapshots and copies in a state agent, which has written its pid into ``log``."""
     pid = json.loads(next(line for line in log.read_text().splitlines() if line.startswith("{")))["pid"]
-    found = 0
+    found: dict[tuple[int, int], int] = {}  # a mapping has a descriptor of its own: count a segment once
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             if "memfd:ft_hsdp-state" in os.readlink(descriptor):
-                found += descriptor.stat().st_size
-    return found
+                segment = descriptor.stat()
+                found[segment.st_dev, segment.st_ino] = segment.st_size
+    return sum(found.values())
 
 
 def steps(rounds: int, log: ProgressLog, setups: Mapping[str, HsdpSetup] = STEP_SETUPS) -> list[ResultRow]:
