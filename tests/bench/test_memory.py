@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +12,13 @@ import pytest
 from ft_hsdp.bench import goals
 from ft_hsdp.bench.command import MEMORY, memory_options
 from ft_hsdp.bench.hsdp import network
+from ft_hsdp.bench.memory.bench import segments
 from ft_hsdp.bench.memory.flips import flips
 from ft_hsdp.bench.memory.gaps import MODES, SETUP, gaps, idle, report
 from ft_hsdp.bench.memory.lost import loss
 from ft_hsdp.bench.results import ProgressLog, spread
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.state import shared_memory
 from tests.support.bench.tables import shown
 
 
@@ -25,6 +30,18 @@ def test_all_measures_unless_one_is_named() -> None:
     assert (options.measures, options.rounds, options.kills) == (("gaps",), 2, 3)
     with pytest.raises(ConfigError, match="step, none, gaps"):
         memory_options(Namespace(measure="all of it", rounds=None, kills=None))
+
+
+def test_a_segment_that_an_agent_maps_counts_once(tmp_path: Path) -> None:
+    log = tmp_path / "agent-r0h0.log"
+    log.write_text("started\n" + json.dumps({"pid": os.getpid()}) + "\n")
+    before = segments(log)
+    fd = shared_memory.create(5000)
+    try:
+        view = shared_memory.attach(fd, 5000, writable=True)  # the mapping has a descriptor of its own
+        assert (segments(log) - before, view.size) == (os.fstat(fd).st_size, 5000)
+    finally:
+        os.close(fd)
 
 
 def took(**times: float) -> dict[str, list[float]]:

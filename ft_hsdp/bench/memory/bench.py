@@ -72,7 +72,7 @@ def _trained(
     def look(name: str, run: RunDir, processes: TrainingProcesses) -> None:
         logs = run.path.parent.glob("agent-*.log")
         rows = read_jsonl(run.commits(0))
-        seen[name] = Seen(rows, processes.said, [_segments(log) for log in sorted(logs)])
+        seen[name] = Seen(rows, processes.said, [segments(log) for log in sorted(logs)])
 
     trained = {
         name: Trained(PRODUCT, replace(setup, sections={**setup.sections, "memory": {"copies": copies}}))
@@ -81,7 +81,7 @@ def _trained(
     return in_turns(trained, rounds, look=look, settle_s=SETTLE_S), seen
 
 
-def _segments(log: Path) -> int:
+def segments(log: Path) -> int:
     """Return the bytes of all snapshots and copies in a state agent, which has written its pid into ``log``."""
     pid = json.loads(next(line for line in log.read_text().splitlines() if line.startswith("{")))["pid"]
     found: dict[tuple[int, int], int] = {}  # a mapping has a descriptor of its own: count a segment once

@@ -35,7 +35,7 @@ SETUP = HsdpSetup(
     ranks=2,
     hosts=2,
     steps=STEPS,
-    waiting=(1 << 17, 0.4),
+    waiting=(1 << 18, 0.4),
     sections={"model": {"layers": 8, "dim": 64, "heads": 2}, "network": {"allow": [SUBNET]}},
 )
 PROFILES = 2 * PROFILED + 2  # steps before the first block: a profile, and one with the bandwidth known
