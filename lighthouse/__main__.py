@@ -30,7 +30,8 @@ from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal, here
 from lighthouse.ha import instance
 from lighthouse.http import connections
-from lighthouse.http.access import Keys, Rates, RequestGate
+from lighthouse.http.access import Keys, RequestGate
+from lighthouse.http.rate_limits import Rates
 from lighthouse.journal.database import DatabaseFailed, SqliteDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.runtime import LeaderRuntime, begin

@@ -19,7 +19,7 @@ from ft_hsdp.core.grant import Answer, Grant, Holders, Refused, Report
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import Eviction, ProcessReport, QuorumRequest, SupervisorReply, Wait
 from lighthouse import status, validation
-from lighthouse.http.access import Rates
+from lighthouse.http.rate_limits import Rates
 from lighthouse.quorum import commands
 from lighthouse.quorum.holders import StateAgents, holders
 from lighthouse.quorum.rules import Incarnation

@@ -10,6 +10,7 @@ Read the modules in this order:
 
 - `leader`: `Leader` drives the core of its replica. All of it runs on the control loop of rank 0, so it has no
   locks.
+- `grant_requests`: how the leader asks the lighthouse, and the lease while there is no answer.
 - `rank_channel`: one TCP connection from each other rank to rank 0 (`RankHub`, `RankLine`), for orders and
   reports.
 - `lighthouse_client`: which lighthouse is asked, over HTTP, and what becomes of one that does not answer.

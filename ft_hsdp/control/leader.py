@@ -13,15 +13,16 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ft_hsdp import fault_injection, protocol
+from ft_hsdp.control.grant_requests import GrantRequests
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.control.telemetry import Decisions
 from ft_hsdp.core import effects, events
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.commit import AttemptId, CommitToken, Intervention, Vote, VoteTally
-from ft_hsdp.core.grant import Grant, Refused
+from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.replica_state import DEFAULT, Phase, Replica, ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, LighthouseUnreachable, exhausted
+from ft_hsdp.errors import EXIT_RETRYABLE
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import (
     RankBroken,
@@ -36,9 +37,6 @@ from ft_hsdp.protocol import (
     ShardLeftOut,
 )
 
-RETRY_S = 0.2  # between two attempts to reach the lighthouse
-PATIENCE_S = 0.02  # shortest wait for the answer of a lighthouse that has answered before
-LATE = "no answer in time"
 KEPT_EPOCHS = 16  # epochs for which it is remembered which ranks have left their ring
 VOTES = 3  # x ftar.timeout_s between the first and the last vote of a replica; a ring that hangs ends within two
 
@@ -100,24 +98,11 @@ class Leader:
     ) -> None:
         self.replica = replica
         self._about = about
-        self._client = client
         self._settings = settings
         self._bus = bus
         self._send_token = send_token
         self._journal = journal
-        self._request: asyncio.Task[None] | None = None  # asks the lighthouse until it answers
-        # The newest request that was sent, and when.
-        self._newest: tuple[float, protocol.QuorumRequest] | None = None
-        self._queued: protocol.QuorumRequest | None = None  # a newer one, sent once the lighthouse has answered
-        self._unanswered_since: float | None = None  # when the oldest request without an answer was sent
-        self._overdue = False  # whether a request went unanswered for too long, and none was answered since
-        self._answered_at = time.monotonic()  # when the lighthouse answered last; at first: the check-in
-        self._pace_s = settings.answer_wait_s  # between the newest two requests
-        self._joined = False  # whether the lighthouse has ever answered
-        # Whether the journal has these events of the present outage.
-        self._lease_noted = False  # LeaseUsed
-        self._lease_end_noted = False  # LeaseEnded
-        self._wait_noted = False  # LighthouseAwaited
+        self.requests = GrantRequests(client, settings, bus, self, journal)
         self._tally: VoteTally | None = None  # votes on the attempt that is being reduced
         self._voted = 0.0  # when the newest votes were complete, on the monotonic clock; 0: never
         self._settled: tuple[AttemptId, Settled] | None = None  # what the newest votes say of copies of the base
@@ -134,7 +119,7 @@ class Leader:
 
     def start(self) -> None:
         """Check in: the ranks are warm."""
-        self._answered_at = time.monotonic()
+        self.requests.begin()
         self._journal.event("CheckedIn", "warm", state=str(self.replica.state))
         self.handle(events.Started())
 
@@ -201,15 +186,14 @@ class Leader:
 
     def close(self) -> None:
         """Cancel the open request to the lighthouse."""
-        if self._request is not None:
-            self._request.cancel()
+        self.requests.close()
 
     def _perform(self, effect: effects.Effect) -> None:
         match effect:
             case effects.RequestGrant(report, pause):
                 if report.number and self._about.rules:
                     self._about = replace(self._about, rules={})  # all agreed on them with the first grant
-                self._send(replace(self._about, report=report), pause)
+                self.requests.send(replace(self._about, report=report), pause)
             case effects.SendToken(token):
                 fault_injection.reach("token-second" if token.verdict else "token-first", token.fence.step)
                 self._send_token(token)
@@ -299,6 +283,19 @@ class Leader:
             self._waiting_vote = None
             self.handle(reduced)
 
+    async def ring_left(self, epoch: int) -> None:
+        """Wait until all ranks have left the ring of an epoch; a rank that does not ends the replica."""
+        while len(self._stopped.get(epoch, ())) < self._settings.ranks:
+            self._all_stopped.clear()
+            try:
+                async with asyncio.timeout(self._settings.token_timeout_s):
+                    await self._all_stopped.wait()
+            except TimeoutError:
+                late = sorted(set(range(self._settings.ranks)) - self._stopped.get(epoch, set()))
+                limit_s = self._settings.token_timeout_s
+                why = f"ranks {late} have not left the ring of epoch {epoch} within {limit_s:g} s"
+                self._bus.end(why, EXIT_RETRYABLE)
+
     def _wrote(self, rank: int, state: StateId) -> None:
         """Count a rank's shard of a checkpoint, which is complete when all ranks have written theirs."""
         wanted, ranks = self._written
@@ -328,138 +325,6 @@ class Leader:
             self._not_written(
                 state, f"ranks {late} have not written within {self._settings.write_s:g} s", late=late
             )
-
-    def _send(self, ask: protocol.QuorumRequest, pause: bool = False) -> None:
-        """Ask the lighthouse, in place of the request before.
-
-        A lighthouse that owes an answer is given more time, but the step does not wait for it: on a ring that
-        works the new request is held back until the answer comes or the time is over.
-        """
-        loop, now = asyncio.get_running_loop(), time.monotonic()
-        sent = self._newest[0] if self._newest is not None else 0.0
-        works = self.replica.phase is Phase.ASKING and self.replica.intact
-        if self._request is not None and works and self._overdue and now < sent + self._settings.answer_wait_s:
-            self._queued = ask
-            loop.call_soon(self._lapse, LATE)
-            return
-        if self._request is not None:
-            self._request.cancel()
-        if self._newest is not None and self._newest[1].report.step + 1 == ask.report.step:
-            self._pace_s = now - sent
-        self._newest, self._queued = (now, ask), None
-        self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
-        self._request = loop.create_task(self._asking(ask, pause))
-
-    async def _asking(self, ask: protocol.QuorumRequest, pause: bool) -> None:
-        """Ask until there is an answer. Meanwhile the last grant is repeated as long as its lease runs.
-
-        First all ranks must have left the ring that the request calls broken; a rank that does not ends the
-        replica.
-        """
-        report = ask.report
-        if pause:
-            await asyncio.sleep(RETRY_S)
-        while report.after and len(self._stopped.get(report.after, ())) < self._settings.ranks:
-            self._all_stopped.clear()
-            try:
-                async with asyncio.timeout(self._settings.token_timeout_s):
-                    await self._all_stopped.wait()
-            except TimeoutError:
-                gone = self._stopped.get(report.after, set())
-                late = sorted(set(range(self._settings.ranks)) - gone)
-                limit_s = self._settings.token_timeout_s
-                why = f"ranks {late} have not left the ring of epoch {report.after} within {limit_s:g} s"
-                self._bus.end(why, EXIT_RETRYABLE)
-        if report.state.step >= self.replica.steps:
-            await self.concluded.wait()
-        loop = asyncio.get_running_loop()
-        patience_s = 0.0 if self._overdue else min(self._settings.answer_wait_s, max(self._pace_s, PATIENCE_S))
-        lapse = loop.call_later(patience_s, self._late)
-        try:
-            while True:
-                try:
-                    answer = await self._client.ask(ask)
-                except LighthouseUnreachable as error:
-                    self._unreachable(error)
-                    await asyncio.sleep(RETRY_S)
-                    ask, self._queued = self._queued or ask, None
-                    continue
-                break
-        finally:
-            lapse.cancel()
-        self._answered_at = time.monotonic()
-        self._joined = True
-        self._overdue = self._lease_noted = self._lease_end_noted = False
-        self._unanswered_since = None
-        self._request = None
-        fault_injection.reach("quorum-reply", ask.report.step)
-        held, self._queued = self._queued, None
-        if held is None or isinstance(answer, Refused):
-            self.handle(events.Answered(answer))
-        elif isinstance(answer, Grant):
-            self.handle(events.GrantShown(answer))
-        if held is not None and self._request is None and self.replica.phase is Phase.ASKING:
-            self._send(held)
-
-    def _unreachable(self, error: LighthouseUnreachable) -> None:
-        """Handle a request without an answer.
-
-        End this process if the cause is its own, give up a first start, or use the lease.
-        """
-        why = str(error)
-        if (local := exhausted(error)) is not None:  # this process has run out of something: it cannot call
-            self._bus.end(str(local), EXIT_RETRYABLE)
-            return
-        silent = time.monotonic() - self._answered_at
-        limit_s = self._settings.join_timeout_s
-        if not self._joined and limit_s is not None and silent > limit_s:
-            self._bus.broadcast(effects.Exit(EXIT_UNREACHABLE, f"{why} for {silent:.0f} s"))
-            return
-        if not self._joined and not self._wait_noted and silent > self._settings.reach_s:
-            self._wait_noted = True
-            self._journal.event("LighthouseAwaited", f"{why} for {silent:.0f} s; it is asked until it answers")
-        self._lapse(why)
-
-    def _late(self) -> None:
-        """Go on without the answer.
-
-        A step waits no longer than the last one took, and later ones do not wait at all.
-        """
-        self._overdue = True
-        self._lapse(LATE)
-
-    def _lapse(self, why: str) -> None:
-        """Repeat the last grant as long as its lease runs. After that all members of the ring stop together."""
-        silent = time.monotonic() - self._answered_at
-        if not self._joined:
-            return
-        if silent > self._settings.lease_s:
-            self._end_lease(why)
-            return
-        away = why is not LATE or silent > self._settings.answer_wait_s
-        if away and not self._lease_noted and self.replica.phase is Phase.ASKING and self.replica.intact:
-            self._lease_noted = True
-            self._journal.event("LeaseUsed", why, epoch=self.replica.fence.epoch, step=self.replica.fence.step)
-        self.handle(events.Unanswered())
-
-    def _end_lease(self, why: str) -> None:
-        """Stop training until a lighthouse answers. The ring is told that this is no failure.
-
-        A step may be longer than the lease: the first request after it has the usual time for its answer.
-        """
-        if self.replica.phase is not Phase.ASKING or not self.replica.intact:
-            return
-        now = time.monotonic()
-        due = (now if self._unanswered_since is None else self._unanswered_since) + self._settings.answer_wait_s
-        if now < due:
-            asyncio.get_running_loop().call_later(due - now, self._lapse, why)
-            return
-        if not self._lease_end_noted:
-            self._lease_end_noted = True
-            fence, silent = self.replica.fence, now - self._answered_at
-            reason = f"no lighthouse has answered for {silent:.0f} s, quorum.lease_s is over: {why}"
-            self._journal.event("LeaseEnded", reason, epoch=fence.epoch, step=fence.step)
-        self.handle(events.LeaseEnded())
 
 
 def _narrow(grant: Grant, settings: LeaderSettings) -> dict[int, int]:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from lighthouse.http.access import source
+from lighthouse.http.rate_limits import source
 
 BACKLOG = 1024
 KEEP_ALIVE_S = 75

@@ -18,8 +18,9 @@ from fastapi.responses import StreamingResponse
 
 from ft_hsdp import protocol
 from ft_hsdp.protocol import Telemetry
-from lighthouse.http.access import Bearer, Keys, TooMany
+from lighthouse.http.access import Bearer, Keys
 from lighthouse.http.quorum_route import read
+from lighthouse.http.rate_limits import TooMany
 from lighthouse.http.schemas import Events, OverviewView
 from lighthouse.journal.database import MAX_READ, DatabaseFailed
 from lighthouse.journal.journal import JobJournal, said

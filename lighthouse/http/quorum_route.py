@@ -21,7 +21,8 @@ from ft_hsdp import protocol
 from ft_hsdp.core.grant import Answer, Continue
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import QuorumRequest, Wait
-from lighthouse.http.access import MAX_BODY, Bearer, refuse, too_large
+from lighthouse.http.access import Bearer, refuse, too_large
+from lighthouse.http.rate_limits import MAX_BODY
 from lighthouse.service import Open, Service
 from lighthouse.store import StoreFailed
 

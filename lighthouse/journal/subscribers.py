@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from lighthouse.http.access import STREAMS, TooMany
+from lighthouse.http.rate_limits import STREAMS, TooMany
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.overview.overview import JournalEntry
 

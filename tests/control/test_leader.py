@@ -167,7 +167,7 @@ async def test_a_step_that_is_longer_than_the_lease_does_not_end_it(scene: Calla
     s.vote(1, AttemptId(1, 1, 0), (0, 1))
     s.leader.token(replace(s.tokens[0], equal=(0, 1)))
     await s.until(lambda: len(s.lighthouse.asks) == 2, "asks for step 2")
-    s.leader._late()
+    s.leader.requests.late()
     assert s.leader.replica.phase is Phase.ASKING
     s.lighthouse.answers.put_nowait(Continue(1, 2))
     await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(1, 2, 0), "step 2")
@@ -561,7 +561,7 @@ async def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took
     assert s.lighthouse.cancelled == 0
     assert not s.events("LeaseUsed"), "nothing was away for long"
     s.lighthouse.answers.put_nowait(Continue(1, 2))
-    await s.until(lambda: not s.leader._overdue, "the late answer")
+    await s.until(lambda: not s.leader.requests.overdue, "the late answer")
     assert [r.fence.step for r in s.named(effects.Reduce)] == [1, 2, 3, 4, 5, 6]
     s.vote(0, AttemptId(1, 6, 0))
     s.vote(1, AttemptId(1, 6, 0))

@@ -23,7 +23,7 @@ from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.transfer.shard_manifest import Layout
 from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.model import ModelArgs, Transformer
-from ft_hsdp.train.state import live_state
+from ft_hsdp.train.state import packing
 
 CONFIG = parse(
     {
@@ -73,7 +73,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
         named = frozen.described(beside, ranks), frozen.aliases(made, {**params, **beside})
         place = Layout.of(params, {})
         buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-        live_state.pack(place, list(params.values()), buffer)
+        packing.pack(place, list(params.values()), buffer)
         about = CheckpointOrigin("0-a-0", 3, "hash", CONFIG.model_dump(mode="json"), 1, *named)
         checkpointer = Checkpointer(top / folder, 2, secret.checkpoint_key(None), about, place, params, {}, ranks)
         header = Header(StateId(1, step, "ab" * 16), Ledger((1, 2, 3)), ({"lr": 0.1},))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ALIGN, Layout
-from ft_hsdp.train.state import live_state
+from ft_hsdp.train.state import packing
 from tests.support.state.state_helpers import tensors
 
 
@@ -19,9 +19,9 @@ def test_what_is_packed_comes_out() -> None:
     source = [*params.values(), *optim.values()]
     place = Layout.of(params, optim)
     buffer = torch.full((place.nbytes,), 0xFF, dtype=torch.uint8)
-    live_state.pack(place, source, buffer)
+    packing.pack(place, source, buffer)
     target = [torch.zeros_like(t) for t in source]
-    live_state.unpack(place, buffer, target)
+    packing.unpack(place, buffer, target)
     assert all(torch.equal(a, b) for a, b in zip(source, target, strict=True))
     used = torch.zeros(place.nbytes, dtype=torch.bool)
     for t in place.tensors:
@@ -34,11 +34,11 @@ def test_what_is_packed_comes_out() -> None:
 @pytest.mark.parametrize("chunk", [64, 1000, 4 << 20])
 def test_its_checksums_are_of_the_sources_chunk_by_chunk(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_manifest, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(live_state, "PIECE", 300)
+    monkeypatch.setattr(packing, "PIECE", 300)
     source = tensors(3)
     place = Layout.of(source, {})
     buffer = torch.full((place.nbytes,), 0xFF, dtype=torch.uint8)
-    sums = live_state.pack(place, list(source.values()), buffer)
+    sums = packing.pack(place, list(source.values()), buffer)
     assert sums == shard_manifest.checksums(memoryview(buffer.numpy()))  # type: ignore[arg-type]
 
 
@@ -48,9 +48,9 @@ def test_any_shapes(shapes: list[list[int]], seed: int) -> None:
     source = {str(i): torch.randn(shape, generator=g) for i, shape in enumerate(shapes)}
     place = Layout.of(source, {})
     buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-    live_state.pack(place, list(source.values()), buffer)
+    packing.pack(place, list(source.values()), buffer)
     target = [torch.full_like(t, 9.0) for t in source.values()]
-    live_state.unpack(place, buffer, target)
+    packing.unpack(place, buffer, target)
     assert all(torch.equal(a, b) for a, b in zip(source.values(), target, strict=True))
 
 
@@ -58,9 +58,9 @@ def test_a_transposed_tensor_is_packed_row_by_row() -> None:
     source = torch.arange(12.0).view(3, 4).t()
     place = Layout.of({"t": source}, {})
     buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-    live_state.pack(place, [source], buffer)
+    packing.pack(place, [source], buffer)
     target = torch.zeros(4, 3)
-    live_state.unpack(place, buffer, [target])
+    packing.unpack(place, buffer, [target])
     assert torch.equal(target, source)
 
 
@@ -68,9 +68,9 @@ def test_values_that_are_no_numbers_survive_bit_by_bit() -> None:
     source = torch.tensor([0x7FC00001, -0x80000000, 0x7F800000, 1], dtype=torch.int32).view(torch.float32)
     place = Layout.of({"x": source}, {})
     buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-    live_state.pack(place, [source], buffer)
+    packing.pack(place, [source], buffer)
     target = torch.zeros(4)
-    live_state.unpack(place, buffer, [target])
+    packing.unpack(place, buffer, [target])
     assert torch.equal(target.view(torch.int32), source.view(torch.int32))
 
 
@@ -94,7 +94,7 @@ def test_the_fingerprint_tells_layouts_apart(other: dict[str, torch.Tensor]) -> 
 def test_another_number_of_tensors_is_a_programmers_error() -> None:
     place = Layout.of({"a": torch.zeros(4)}, {})
     with pytest.raises(ValueError, match="shorter"):
-        live_state.pack(place, [], torch.empty(place.nbytes, dtype=torch.uint8))
+        packing.pack(place, [], torch.empty(place.nbytes, dtype=torch.uint8))
 
 
 @given(st.lists(st.integers(0, 400), max_size=9), st.integers(1, 20))
@@ -102,7 +102,7 @@ def test_consecutive_ranges_hold_every_byte_once(sizes: list[int], parts: int) -
     place = Layout.of({str(i): torch.zeros(n) for i, n in enumerate(sizes)}, {})
     seen = [torch.zeros(t.nbytes, dtype=torch.int8) for t in place.tensors]
     for part in range(parts):
-        for tensor, start, stop in live_state.within(
+        for tensor, start, stop in packing.within(
             place, place.nbytes * part // parts, place.nbytes * (part + 1) // parts
         ):
             seen[tensor][start:stop] += 1

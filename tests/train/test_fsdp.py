@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, shard, weighed
-from ft_hsdp.train.state.live_state import state_digest
+from ft_hsdp.train.state.packing import state_digest
 from tests.support.state.odd_model import Odd, batch
 from tests.support.state.started_ranks import rows_of_ranks
 

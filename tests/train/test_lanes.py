@@ -14,7 +14,7 @@ from ft_hsdp.train.gradients import Feeding, Reducer
 from ft_hsdp.train.lanes import GradientLanes
 from ft_hsdp.train.optimizer.groups import finish
 from ft_hsdp.train.state import lane_slices
-from ft_hsdp.train.state.live_state import as_bytes
+from ft_hsdp.train.state.packing import as_bytes
 from tests.support.ftar.lane_rig import SHAPES, WideRank, WideRing, flat, joined, values
 from tests.support.ftar.ring_helpers import until
 

@@ -37,7 +37,7 @@ from ft_hsdp.train.gradients import checksum, ring_settings, sum_of_squares
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, finish
 from ft_hsdp.train.replay_job import record_of, ring_sum
-from ft_hsdp.train.state.live_state import state_digest
+from ft_hsdp.train.state.packing import state_digest
 
 
 @dataclass(frozen=True, slots=True)

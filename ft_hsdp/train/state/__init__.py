@@ -3,6 +3,7 @@
 Read the modules in this order:
 
     live_state     the committed state that the rank holds: apply, load, copy
+    packing        how its tensors become bytes and come back
     snapshots      copies of each state in the memory of the host's state agent
     idle_spans     when the rank's network is idle, for copies on other hosts
     checkpointing  a rank's part in writing and loading checkpoints

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import blake3
 import numpy as np
 import torch
 import xxhash
@@ -34,7 +33,7 @@ from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Frozen
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
-from ft_hsdp.state.transfer.shard_manifest import Layout, RunningChecksums, ShardManifest
+from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
 from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Spans
@@ -42,8 +41,7 @@ from ft_hsdp.train.lanes import LanePlan
 from ft_hsdp.train.loop.user_state import UserState, Values
 from ft_hsdp.train.optimizer.groups import Groups, finish
 from ft_hsdp.train.state import lane_slices
-
-PIECE = 256 << 10  # bytes that are copied and hashed together, so that they are in the CPU's cache the second time
+from ft_hsdp.train.state.packing import as_bytes, local, pack, state_digest, unpack, within
 
 
 @dataclass(slots=True)
@@ -380,95 +378,3 @@ class LiveState:
         with self.here():
             values = self._user.values
             return state_digest(self._model.params, self._optim, self._groups.hyper(), self.user, values)
-
-
-def within(layout: Layout, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
-    """Return what lies in the packed bytes [start, stop).
-
-    Returns:
-        (index of the tensor, begin, end) for each piece, in bytes of that tensor.
-    """
-    cut = ((i, max(start - t.offset, 0), min(stop - t.offset, t.nbytes)) for i, t in enumerate(layout.tensors))
-    return tuple((i, a, b) for i, a, b in cut if a < b)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a DTensor, or the tensor itself, detached."""
-    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return shard.detach()
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's memory as uint8 [nbytes]. A tensor that is not contiguous is copied."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
-
-
-def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) -> tuple[str, ...]:
-    """Copy local shards, from any device, into ``buffer`` uint8 [layout.nbytes]. Padding becomes zero.
-
-    Returns:
-        The checksum of each chunk (`ShardManifest.checksums`). For tensors in host memory it is computed from the
-        tensors, not from the buffer, so a byte that is damaged on its way or in the buffer shows.
-    """
-    packed: Any = buffer.numpy()
-    sums = RunningChecksums()
-    end = 0
-    for place, source in zip(layout.tensors, sources, strict=True):
-        _copy(np.zeros(place.offset - end, dtype=np.uint8), packed[end : place.offset], sums)
-        end = place.offset + place.nbytes
-        if not place.nbytes:
-            continue
-        into, held = packed[place.offset : end], as_bytes(local(source))
-        if held.device.type != "cpu":
-            buffer[place.offset : end].copy_(held)
-            held = buffer[place.offset : end]
-        _copy(held.numpy(), into, sums)
-    _copy(np.zeros(layout.nbytes - end, dtype=np.uint8), packed[end:], sums)
-    return sums.end()
-
-
-def _copy(source: Any, target: Any, sums: RunningChecksums) -> None:
-    """Copy ``source`` to ``target`` piece by piece, and add each piece to ``sums``."""
-    begin = 0
-    while begin < len(source):
-        piece = source[begin : begin + min(sums.remaining, PIECE)]
-        np.copyto(target[begin : begin + len(piece)], piece)
-        sums.add(piece.data)
-        begin += len(piece)
-
-
-def unpack(layout: Layout, buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy the shards in ``buffer`` into the live tensors ``targets``, on any device."""
-    for place, target in zip(layout.tensors, targets, strict=True):
-        if place.nbytes:
-            piece = buffer[place.offset : place.offset + place.nbytes]
-            flat = local(target)
-            flat.copy_(piece.view(flat.dtype).view(flat.shape))
-
-
-def state_digest(
-    params: Mapping[str, torch.Tensor],
-    optim: Mapping[str, torch.Tensor],
-    hyper: Sequence[dict[str, Any]],
-    user: Mapping[str, torch.Tensor] | None = None,
-    values: Values | None = None,
-) -> str:
-    """Return the blake3 of a state in hex, independent of its sharding; a collective if there are DTensors.
-
-    Over the sorted names of (name, dtype, global shape, blake3 of the full row-major bytes) of parameters,
-    then of optimizer tensors and of those of the user, then canonical JSON of the hyper-parameters before lr_scale
-    and of the user's values, if there are any.
-    """
-    total = blake3.blake3()
-    for named in (params, optim, user or {}):
-        for name in sorted(named):
-            tensor = named[name]
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            array: Any = as_bytes(full.detach().cpu()).numpy()
-            content = blake3.blake3(memoryview(array)).hexdigest()
-            dtype = str(full.dtype).removeprefix("torch.")
-            total.update(state_id.canonical([name, dtype, list(full.shape), content]).encode())
-    total.update(state_id.canonical(hyper).encode())
-    if values:
-        total.update(state_id.canonical(values).encode())
-    return total.hexdigest()

@@ -22,22 +22,9 @@ from uvicorn.server import ServerState
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse.http import access, connections
-from lighthouse.http.access import (
-    ADDRESSES,
-    ADMIN_VARIABLE,
-    KIB,
-    Buckets,
-    Keys,
-    OpenSlots,
-    Rates,
-    RequestGate,
-    TooMany,
-    may,
-    rule,
-    source,
-    view_key,
-)
+from lighthouse.http.access import ADMIN_VARIABLE, Keys, RequestGate, may, view_key
 from lighthouse.http.openapi import describe
+from lighthouse.http.rate_limits import ADDRESSES, KIB, Buckets, OpenSlots, Rates, TooMany, rule, source
 from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
 
 NEXT = "7a" * 32

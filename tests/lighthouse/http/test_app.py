@@ -12,8 +12,9 @@ from ft_hsdp import protocol
 from ft_hsdp.core.grant import Grant, Refused
 from ft_hsdp.protocol import SupervisorReply, Wait
 from lighthouse.http import quorum_route
-from lighthouse.http.access import MAX_BODY, Keys, view_key
+from lighthouse.http.access import Keys, view_key
 from lighthouse.http.app import create_app
+from lighthouse.http.rate_limits import MAX_BODY
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import StoreFailed

@@ -14,9 +14,10 @@ from fastapi import FastAPI
 
 from ft_hsdp import protocol
 from ft_hsdp.protocol import RankBeat, Telemetry
-from lighthouse.http.access import STREAMS, Keys, view_key
+from lighthouse.http.access import Keys, view_key
 from lighthouse.http.app import create_app
 from lighthouse.http.journal_routes import FOLDER, SECURITY, Static, views
+from lighthouse.http.rate_limits import STREAMS
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.overview import JobInfo

@@ -11,8 +11,9 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import CHECKS, load_all_checks
 
-from lighthouse.http.access import Keys, Rates, RequestGate, view_key
+from lighthouse.http.access import Keys, RequestGate, view_key
 from lighthouse.http.app import create_app
+from lighthouse.http.rate_limits import Rates
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.overview import JobInfo

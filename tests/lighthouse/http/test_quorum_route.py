@@ -6,9 +6,10 @@ from typing import Any
 
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Continue, Grant
-from lighthouse.http.access import MAX_BODY, Keys
+from lighthouse.http.access import Keys
 from lighthouse.http.app import create_app
 from lighthouse.http.quorum_route import BODY_S
+from lighthouse.http.rate_limits import MAX_BODY
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, make_service, quiet
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ft_hsdp import protocol
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import RankBeat, Telemetry
-from lighthouse.http.access import STREAMS, TooMany
+from lighthouse.http.rate_limits import STREAMS, TooMany
 from lighthouse.journal import journal as module
 from lighthouse.journal import subscribers
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase, SqliteDatabase

@@ -17,8 +17,9 @@ import uvloop
 from ft_hsdp import tls
 from ft_hsdp.config import parse
 from lighthouse.http import connections
-from lighthouse.http.access import Keys, Rates, RequestGate
+from lighthouse.http.access import Keys, RequestGate
 from lighthouse.http.app import create_app
+from lighthouse.http.rate_limits import Rates
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.overview import JobInfo

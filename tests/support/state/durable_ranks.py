@@ -36,7 +36,7 @@ from ft_hsdp.state.checkpoint import catalog, drafts
 from ft_hsdp.state.checkpoint.catalog import resume
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header
 from ft_hsdp.state.transfer.shard_manifest import Layout
-from ft_hsdp.train.state import live_state
+from ft_hsdp.train.state import packing
 from tests.support.state.durable_side import HYPER, KEY, VALUES, Side, header, told, two_layers
 
 WAIT_S = 60.0
@@ -83,7 +83,7 @@ def save_on_two_dimensions(side: Side, folder: str) -> Any:
     params = dict(model.named_parameters())
     layout = Layout.of(params, {})
     packed = torch.empty(layout.nbytes, dtype=torch.uint8)
-    live_state.pack(layout, list(params.values()), packed)
+    packing.pack(layout, list(params.values()), packed)
     about = CheckpointOrigin("0-a-0", 1, "hash", {}, data_ranks=side.ranks.size // 2)
     checkpointer = Checkpointer(Path(folder), 1, KEY, about, layout, params, {}, side.ranks)
     outcome = checkpointer.write(packed, header(1)).result(WAIT_S)

@@ -19,8 +19,8 @@ from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import tensors
-from ft_hsdp.train.state import live_state
-from ft_hsdp.train.state.live_state import state_digest
+from ft_hsdp.train.state import packing
+from ft_hsdp.train.state.packing import state_digest
 
 
 class Uneven(nn.Module):
@@ -59,7 +59,7 @@ class Side:
         self.optim = tensors(optimizer, {id(p): n for n, p in sharded.params.items()})
         for at, tensor in enumerate(self.optim.values()):  # alike on any number of ranks
             whole = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed * 1000 + at))
-            mine = live_state.local(tensor)
+            mine = packing.local(tensor)
             first = _first_row(tensor) if isinstance(tensor, DTensor) else 0
             mine.copy_(whole[first : first + mine.shape[0]] if isinstance(tensor, DTensor) else whole)
         # State of the user: averages of the weights, and a plain tensor that is alike on all ranks.
@@ -72,7 +72,7 @@ class Side:
     def packed(self) -> torch.Tensor:
         buffer = torch.empty(self.layout.nbytes, dtype=torch.uint8)
         live = [*self.params.values(), *self.optim.values(), *self.user.values()]
-        live_state.pack(self.layout, live, buffer)
+        packing.pack(self.layout, live, buffer)
         return buffer
 
     def digest(self) -> str:

@@ -31,7 +31,8 @@ from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
 from ft_hsdp.train.gradients import checksum, sum_of_squares
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
-from ft_hsdp.train.state.live_state import LiveState, pack
+from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.packing import pack
 from ft_hsdp.train.step_driver import scalar
 from tests.support.state.parallel_models import (
     VOCABULARY,

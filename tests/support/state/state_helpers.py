@@ -10,7 +10,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.shared_memory import SnapshotBuffer
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
-from ft_hsdp.train.state import live_state
+from ft_hsdp.train.state import packing
 
 TOKEN = "ab" * 32
 STATE = StateId(3, 7, "0123456789abcdef" * 2)
@@ -48,6 +48,6 @@ def sealed(state: StateId = STATE, rank: int = 0, size: int = 1000, seed: int = 
     params = tensors(seed, size)
     place = Layout.of(params, {})
     room = SnapshotBuffer(place.nbytes)
-    live_state.pack(place, list(params.values()), torch.from_numpy(room.bytes))
+    packing.pack(place, list(params.values()), torch.from_numpy(room.bytes))
     header = ShardManifest(state, rank, 2, place.fingerprint, place.nbytes, place.tensors, (4, 5), HYPER)
     return Snapshot(shard_manifest.seal(header, room.memory), room), place

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
-from ft_hsdp.train.state.live_state import state_digest
+from ft_hsdp.train.state.packing import state_digest
 from tests.support.state.odd_model import Odd, batch
 
 rank = int(os.environ["RANK"])

@@ -21,7 +21,8 @@ from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
 from ft_hsdp.train.state import live_state
-from ft_hsdp.train.state.live_state import LiveState, Offload, state_digest
+from ft_hsdp.train.state.live_state import LiveState, Offload
+from ft_hsdp.train.state.packing import state_digest
 from tests.support.state.odd_model import Odd, batch
 
 START = StateId(0, 0, "0" * 32)

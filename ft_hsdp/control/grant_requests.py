@@ -1,0 +1,194 @@
+"""How a replica asks the lighthouse for grants: one request at a time, and the lease while there is no answer.
+
+A request is repeated until it is answered. A step waits for an answer no longer than the last step took; then the
+last grant is repeated as long as its lease runs, and after that the ring stops until a lighthouse answers. All of
+it runs on the control loop of rank 0, so nothing here is locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from ft_hsdp import fault_injection, protocol
+from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.core import effects, events
+from ft_hsdp.core.grant import Grant, Refused
+from ft_hsdp.core.replica_state import Phase
+from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, LighthouseUnreachable, exhausted
+from ft_hsdp.jsonl import Journal
+
+if TYPE_CHECKING:
+    from ft_hsdp.control.leader import Leader, LeaderSettings, RankBus
+
+RETRY_S = 0.2  # between two attempts to reach the lighthouse
+PATIENCE_S = 0.02  # shortest wait for the answer of a lighthouse that has answered before
+LATE = "no answer in time"
+
+
+class GrantRequests:
+    """The open request of a replica, and the lease of its last grant.
+
+    Args:
+        client: The line to the lighthouse.
+        settings: From the configuration.
+        bus: Where orders to the ranks go.
+        leader: Who asks; it gets the answers as events.
+        journal: Where it is written that the lighthouse does not answer.
+    """
+
+    def __init__(
+        self, client: LighthouseClient, settings: LeaderSettings, bus: RankBus, leader: Leader, journal: Journal
+    ) -> None:
+        self._client = client
+        self._settings = settings
+        self._bus = bus
+        self._leader = leader
+        self._journal = journal
+        self._request: asyncio.Task[None] | None = None  # asks the lighthouse until it answers
+        # The newest request that was sent, and when.
+        self._newest: tuple[float, protocol.QuorumRequest] | None = None
+        self._queued: protocol.QuorumRequest | None = None  # a newer one, sent once the lighthouse has answered
+        self._unanswered_since: float | None = None  # when the oldest request without an answer was sent
+        self.overdue = False  # whether a request went unanswered for too long, and none was answered since
+        self._answered_at = time.monotonic()  # when the lighthouse answered last; at first: the check-in
+        self._pace_s = settings.answer_wait_s  # between the newest two requests
+        self._joined = False  # whether the lighthouse has ever answered
+        # Whether the journal has these events of the present outage.
+        self._lease_noted = False  # LeaseUsed
+        self._lease_end_noted = False  # LeaseEnded
+        self._wait_noted = False  # LighthouseAwaited
+
+    def begin(self) -> None:
+        """Note the time of the check-in."""
+        self._answered_at = time.monotonic()
+
+    def close(self) -> None:
+        """Cancel the open request."""
+        if self._request is not None:
+            self._request.cancel()
+
+    def send(self, ask: protocol.QuorumRequest, pause: bool = False) -> None:
+        """Ask the lighthouse, in place of the request before.
+
+        A lighthouse that owes an answer is given more time, but the step does not wait for it: on a ring that
+        works the new request is held back until the answer comes or the time is over.
+        """
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        sent = self._newest[0] if self._newest is not None else 0.0
+        works = self._leader.replica.phase is Phase.ASKING and self._leader.replica.intact
+        if self._request is not None and works and self.overdue and now < sent + self._settings.answer_wait_s:
+            self._queued = ask
+            loop.call_soon(self._lapse, LATE)
+            return
+        if self._request is not None:
+            self._request.cancel()
+        if self._newest is not None and self._newest[1].report.step + 1 == ask.report.step:
+            self._pace_s = now - sent
+        self._newest, self._queued = (now, ask), None
+        self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
+        self._request = loop.create_task(self._asking(ask, pause))
+
+    async def _asking(self, ask: protocol.QuorumRequest, pause: bool) -> None:
+        """Ask until there is an answer. Meanwhile the last grant is repeated as long as its lease runs.
+
+        First all ranks must have left the ring that the request calls broken, and the end of the job must be in
+        the logs.
+        """
+        report = ask.report
+        if pause:
+            await asyncio.sleep(RETRY_S)
+        if report.after:
+            await self._leader.ring_left(report.after)
+        if report.state.step >= self._leader.replica.steps:
+            await self._leader.concluded.wait()
+        loop = asyncio.get_running_loop()
+        patience_s = 0.0 if self.overdue else min(self._settings.answer_wait_s, max(self._pace_s, PATIENCE_S))
+        lapse = loop.call_later(patience_s, self.late)
+        try:
+            while True:
+                try:
+                    answer = await self._client.ask(ask)
+                except LighthouseUnreachable as error:
+                    self._unreachable(error)
+                    await asyncio.sleep(RETRY_S)
+                    ask, self._queued = self._queued or ask, None
+                    continue
+                break
+        finally:
+            lapse.cancel()
+        self._answered_at = time.monotonic()
+        self._joined = True
+        self.overdue = self._lease_noted = self._lease_end_noted = False
+        self._unanswered_since = None
+        self._request = None
+        fault_injection.reach("quorum-reply", ask.report.step)
+        held, self._queued = self._queued, None
+        if held is None or isinstance(answer, Refused):
+            self._leader.handle(events.Answered(answer))
+        elif isinstance(answer, Grant):
+            self._leader.handle(events.GrantShown(answer))
+        if held is not None and self._request is None and self._leader.replica.phase is Phase.ASKING:
+            self.send(held)
+
+    def _unreachable(self, error: LighthouseUnreachable) -> None:
+        """Handle a request without an answer.
+
+        End this process if the cause is its own, give up a first start, or use the lease.
+        """
+        why = str(error)
+        if (local := exhausted(error)) is not None:  # this process has run out of something: it cannot call
+            self._bus.end(str(local), EXIT_RETRYABLE)
+            return
+        silent = time.monotonic() - self._answered_at
+        limit_s = self._settings.join_timeout_s
+        if not self._joined and limit_s is not None and silent > limit_s:
+            self._bus.broadcast(effects.Exit(EXIT_UNREACHABLE, f"{why} for {silent:.0f} s"))
+            return
+        if not self._joined and not self._wait_noted and silent > self._settings.reach_s:
+            self._wait_noted = True
+            self._journal.event("LighthouseAwaited", f"{why} for {silent:.0f} s; it is asked until it answers")
+        self._lapse(why)
+
+    def late(self) -> None:
+        """Go on without the answer.
+
+        A step waits no longer than the last one took, and later ones do not wait at all.
+        """
+        self.overdue = True
+        self._lapse(LATE)
+
+    def _lapse(self, why: str) -> None:
+        """Repeat the last grant as long as its lease runs. After that all members of the ring stop together."""
+        silent = time.monotonic() - self._answered_at
+        if not self._joined:
+            return
+        if silent > self._settings.lease_s:
+            self._end_lease(why)
+            return
+        replica = self._leader.replica
+        away = why is not LATE or silent > self._settings.answer_wait_s
+        if away and not self._lease_noted and replica.phase is Phase.ASKING and replica.intact:
+            self._lease_noted = True
+            self._journal.event("LeaseUsed", why, epoch=replica.fence.epoch, step=replica.fence.step)
+        self._leader.handle(events.Unanswered())
+
+    def _end_lease(self, why: str) -> None:
+        """Stop training until a lighthouse answers. The ring is told that this is no failure.
+
+        A step may be longer than the lease: the first request after it has the usual time for its answer.
+        """
+        replica, now = self._leader.replica, time.monotonic()
+        if replica.phase is not Phase.ASKING or not replica.intact:
+            return
+        due = (now if self._unanswered_since is None else self._unanswered_since) + self._settings.answer_wait_s
+        if now < due:
+            asyncio.get_running_loop().call_later(due - now, self._lapse, why)
+            return
+        if not self._lease_end_noted:
+            self._lease_end_noted = True
+            fence, silent = replica.fence, now - self._answered_at
+            reason = f"no lighthouse has answered for {silent:.0f} s, quorum.lease_s is over: {why}"
+            self._journal.event("LeaseEnded", reason, epoch=fence.epoch, step=fence.step)
+        self._leader.handle(events.LeaseEnded())
