@@ -7,7 +7,7 @@ JSON.
 Read in this order:
 
 - `command`: the benches by name, and what the user asks of each;
-- `results`, `goals`, `tables`: figures and the machine, how they stand to the goals, output;
+- `results`, `goals`, `tables`, `table_parts`: figures and the machine, how they stand to the goals, output;
 - `scope`: how a bench starts its processes, waits for them, and ends them;
 - `workers`, `contenders`: processes that do one thing on command, and what each of them measures;
 - one module or package for each bench: `allreduce` (bench ftar), `quorum`, `state_fetch` (bench fetch),

@@ -21,9 +21,9 @@ FETCH = ("large", "small")
 RECOVERY = ("kill", "torchft", "rejoin", "return", "stop", "readers", "local")
 ADOPT = ("step", "kill")
 MEMORY = ("step", "none", "gaps", "lost", "union", "flips")
-WIDTH = ("reshape", "allreduce", "blocks")
+WIDTH = ("reshape", "allreduce", "blocks", "lone")
 UNITS = ("constant", "rate", "refill", "loss", "tokens", "kills")
-KILLS = {"recovery": 200, "units": 50, "adopt": 7, "memory": 20}  # where the user does not say
+KILLS = {"recovery": 200, "units": 50, "adopt": 7, "memory": 20, "width": 20}  # where the user does not say
 OVERHEAD = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # rounds where the user does not say
 OVERHEAD_BY_DEFAULT = ("steady", "snapshot", "ray")
 FLIPS = 10_000  # bytes that `bench memory` flips
@@ -108,6 +108,7 @@ class WidthOptions:
     """What `bench width` measures."""
 
     measures: tuple[str, ...]
+    kills: int  # hosts that are lost
     rounds: int  # of what is interleaved
     sizes: tuple[int, ...]  # of states that go to another number of ranks, in bytes
     gradients: tuple[int, ...]  # of replicas that are not equally wide, in bytes
@@ -219,7 +220,8 @@ def width_options(args: Namespace) -> WidthOptions:
     """Return what `bench width` is to do."""
     measures = measures_of(args.measure or "all", WIDTH)
     sizes = sizes_of(args.sizes)
-    return WidthOptions(measures, rounds_of(args, 9), sizes or (256 * MIB,), sizes or (64 * MIB,))
+    kills, rounds = kills_of(args, "width"), rounds_of(args, 9)
+    return WidthOptions(measures, kills, rounds, sizes or (256 * MIB,), sizes or (64 * MIB,))
 
 
 def adopt_options(args: Namespace) -> AdoptOptions:

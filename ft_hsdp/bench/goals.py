@@ -56,6 +56,7 @@ EXPOSED, OF_PLAN, IDLE_SHARE, PLANNED, APART = 0.01, 1.05, 0.95, 1.02, 0.001
 RESHAPE_TIMES, RESHAPE_BYTES = 2.0, 1.05
 BLOCKS_TIMES = 1.15
 LANES_TIMES = 1.25  # an all-reduce of replicas of 4 and 3 ranks, beside 4 and 4
+LONE_MS, LONE_STEPS = 2000.0, 1
 LOST_MS, LOST_TIMES, LOST_STEPS = 1500.0, 3.7, 1
 
 STRANGERS_TIMES, STRANGERS_BROKEN, STRANGERS_MIB = 1.10, 0, 32.0
@@ -289,6 +290,11 @@ def width(result: Row) -> Verdicts:
     for row in result["blocks"]:
         name = f"{row['hosts']} hosts: bytes of the busiest sender, times ReStore's formula"
         yield most(name, row, BLOCKS_TIMES, row["scattered"]["times"])
+    for row in result["lone"]:
+        there = f"{row['ranks']} ranks to {row['left']}"
+        yield most(f"{there}: host lost to new step - 1 step, p50 ms", row, LONE_MS, row["beyond"]["p50_ms"])
+        yield most(f"{there}: steps lost", row, LONE_STEPS, row["lost_steps"]["max"])
+        yield most(f"{row['left']} ranks to {row['ranks']}: steps repeated", row, 0, row["grow"]["repeated"])
     for row in result["allreduce"]:
         yield most("all-reduce of 4 with 3 ranks, times 4 with 4", row, LANES_TIMES, row["times"])
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from ft_hsdp.bench.goals import JUDGES, TORCHFT_FETCHES, Row, times_as_fast, times_as_long, where
 from ft_hsdp.bench.results import size_name
+from ft_hsdp.bench.table_parts import LIMITS, figures_of, interval_of, print_table
+from ft_hsdp.bench.width.figures import width_figures
 
 ANCHORS = ("gloo", "torchft", "openmpi")
-LIMITS = ("p50_ms", "min_ms", "max_ms")
 TAIL = ("p50_ms", "p99_ms", "max_ms")
 SPANS = {
     "next": "{signal} to the next commit",
@@ -61,32 +60,13 @@ def show(bench: str, result: Row, stream: TextIO) -> None:
             met = "[green]met[/]" if verdict.met else "[red]missed[/]"
             wanted = f"{verdict.bound} {verdict.limit:g}"
             goals.append((verdict.text, where(verdict), wanted, f"{verdict.seen:.3g}", met))
-        _table(console, "Goals", ("goal", "", "wanted", "seen", ""), goals)
+        print_table(console, "Goals", ("goal", "", "wanted", "seen", ""), goals)
     for note in result["notes"]:
         console.print(escape(f"note: {note}"))
 
 
-def _table(console: Console, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; all columns but the first are figures."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(heads[0])
-    for head in heads[1:]:
-        table.add_column(head, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _figures(span: Mapping[str, float], keys: Sequence[str], digits: int = 3) -> list[str]:
-    return [f"{span[key]:.{digits}g}" for key in keys]
-
-
 def _median_and_most(span: Mapping[str, float]) -> str:
-    return " / ".join(_figures(span, ("p50_ms", "max_ms")))
-
-
-def _interval(times: Mapping[str, float], of: str = " times as long") -> str:
-    return f"{times['ratio']:.3f}{of} (95 %: {times['low']:.3f} to {times['high']:.3f})"
+    return " / ".join(figures_of(span, ("p50_ms", "max_ms")))
 
 
 def _contenders(result: Row, console: Console, key: str = "contenders", width: int = 8) -> None:
@@ -100,14 +80,16 @@ def _ftar(result: Row, console: Console) -> None:
         _bandwidth([row for row in result["bandwidth"] if row["members"] == members], members, console)
     if result["spin"]:
         title = "Beside a spinning Python thread: median ms (share of idle speed)"
-        _table(console, title, ("", "N", "size", "idle", "in a rank", "own process"), map(_spin, result["spin"]))
+        print_table(
+            console, title, ("", "N", "size", "idle", "in a rank", "own process"), map(_spin, result["spin"])
+        )
     if result["kill"]:
         spans = ("to the raise", "to the next sum", "less one sum")
         title = "SIGKILL of a member: p50 / max ms"
-        _table(console, title, ("", "N", "size", "kills", *spans), map(_ring_kill, result["kill"]))
+        print_table(console, title, ("", "N", "size", "kills", *spans), map(_ring_kill, result["kill"]))
     if result["reconfigure"]:
         heads = ("", "N", "order", "time")
-        _table(console, "Reconfigure: p50 / max ms", heads, map(_reconfigured, result["reconfigure"]))
+        print_table(console, "Reconfigure: p50 / max ms", heads, map(_reconfigured, result["reconfigure"]))
     for row in result.get("link", ()):
         _link(row, console)
 
@@ -116,11 +98,11 @@ def _bandwidth(rows: Sequence[Row], members: int, console: Console) -> None:
     names = list(rows[0]["contenders"])
     heads = ("", *(size_name(row["bytes"]) for row in rows))
     times = [(name, *(f"{row['contenders'][name]['p50_ms']:.3g}" for row in rows)) for name in names]
-    _table(console, f"All-reduce of fp32, {members} members: median ms of {rows[0]['rounds']}", heads, times)
+    print_table(console, f"All-reduce of fp32, {members} members: median ms of {rows[0]['rounds']}", heads, times)
     for anchor in (anchor for anchor in ANCHORS if anchor in names and len(names) > 1):
         others = [name for name in names if name != anchor]
         times = [(name, *(f"{row['times_as_fast'][name][anchor]:.2f}" for row in rows)) for name in others]
-        _table(console, f"Times as fast as {anchor}, {members} members", heads, times)
+        print_table(console, f"Times as fast as {anchor}, {members} members", heads, times)
 
 
 def _spin(row: Row) -> Sequence[str]:
@@ -147,7 +129,7 @@ def _link(row: Row, console: Console) -> None:
         sent = f"{found['link_bytes_per_step'] / 1e6:.1f}"
         rows.append((name, f"{found['step']['p50_ms']:.0f}", cost, f"{found['cpu_ms_per_step']:.0f}", sent))
     heads = ("", "step, ms", "cost, ms", "CPU, ms", "MB sent")
-    _table(console, f"A step of {shape}: median of {row['rounds']}", heads, rows)
+    print_table(console, f"A step of {shape}: median of {row['rounds']}", heads, rows)
     own = row["ft_hsdp"]
     console.print(
         f"ft_hsdp's exchange takes {own['exchange_ms']:.0f} ms (the link alone: {row['least_exchange_ms']:.0f}); "
@@ -162,8 +144,8 @@ def _quorum(result: Row, console: Console) -> None:
         rows = []
         for kind, each in row["rounds"].items():
             times = "" if kind == "torchft" else f"{times_as_long(row, kind):.2f}"
-            rows.append((kind, *_figures(each, LIMITS), times, f"{row['cpu_ms'][kind]:.2f}"))
-        _table(console, title, ("", "p50, ms", "min", "max", "times torchft", "server's CPU, ms"), rows)
+            rows.append((kind, *figures_of(each, LIMITS), times, f"{row['cpu_ms'][kind]:.2f}"))
+        print_table(console, title, ("", "p50, ms", "min", "max", "times torchft", "server's CPU, ms"), rows)
 
 
 def _fetch(result: Row, console: Console) -> None:
@@ -178,7 +160,7 @@ def _fetch(result: Row, console: Console) -> None:
             took = f"{memory['times_state']:.2f} ({memory['growth_times_state']:.2f})"
             rows.append((name, f"{found['p50_ms']:.4g}", f"{row['gb_per_s'][name]:.2f}", *times, took))
         heads = ("", "ms", "GB/s", *(f"times {name}" for name in anchors), "memory, times state (growth)")
-        _table(console, title, heads, rows)
+        print_table(console, title, heads, rows)
 
 
 def _recovery(result: Row, console: Console) -> None:
@@ -195,17 +177,17 @@ def _recovery(result: Row, console: Console) -> None:
         _return(row, console)
     for row in result["readers"]:
         crowd = ", ".join(f"{count} {kind}" for kind, count in row["readers"].items())
-        rows = [(name, *_figures(each, LIMITS, 4), str(each["count"])) for name, each in row["steps"].items()]
+        rows = [(name, *figures_of(each, LIMITS, 4), str(each["count"])) for name, each in row["steps"].items()]
         title = f"A step beside readers of state ({crowd}), ms"
-        _table(console, title, ("", "p50", "min", "max", "steps"), rows)
-        console.print(_interval(row["times"]))
+        print_table(console, title, ("", "p50", "min", "max", "steps"), rows)
+        console.print(interval_of(row["times"]))
     if result["local"]:
         heads = ("size", "agent: write", "read", "file: write", "read", "times as fast")
         rows = []
         for row in result["local"]:
             times = (f"{row['times'][key]['p50_ms']:.3g}" for key in ("stage", "agent", "save", "file"))
             rows.append((size_name(row["bytes"]), *times, f"{row['times_as_fast']:.3g}"))
-        _table(console, "A killed rank's state on its host: median ms", heads, rows)
+        print_table(console, "A killed rank's state on its host: median ms", heads, rows)
 
 
 def _killed(row: Row, peers: Sequence[Row], console: Console, signal: str) -> None:
@@ -213,15 +195,15 @@ def _killed(row: Row, peers: Sequence[Row], console: Console, signal: str) -> No
     for peer in peers:
         _spans(f"torchft, {peer['setting']}", peer, console, signal)
     if row["phases"]:
-        rows = [(name, *_figures(span, TAIL)) for name, span in row["phases"].items()]
-        _table(console, "Where it goes until the last survivor's commit, ms", ("", "p50", "p99", "max"), rows)
+        rows = [(name, *figures_of(span, TAIL)) for name, span in row["phases"].items()]
+        print_table(console, "Where it goes until the last survivor's commit, ms", ("", "p50", "p99", "max"), rows)
 
 
 def _spans(who: str, row: Row, console: Console, signal: str) -> None:
     title = f"{who}: {row['kills']} {signal}s, {row['replicas']} replicas, steps of {row['step_ms']:.3g} ms"
     known = [(text.format(signal=signal), row[key]) for key, text in SPANS.items() if row.get(key)]
-    rows = [(text, *_figures(span, TAIL), str(span["count"])) for text, span in known]
-    _table(console, title, ("ms", "p50", "p99", "max", "of"), rows)
+    rows = [(text, *figures_of(span, TAIL), str(span["count"])) for text, span in known]
+    print_table(console, title, ("ms", "p50", "p99", "max", "of"), rows)
 
 
 def _return(row: Row, console: Console) -> None:
@@ -232,7 +214,7 @@ def _return(row: Row, console: Console) -> None:
         others = [f"{found[key]['p50_ms'] / 1e3:.2f}" for key in ("commit", "contribute")]
         rows.append((who, f"{found['step_ms'] / 1e3:.2f}", *less_one, *others, str(found["kills"])))
     title = f"SIGKILL to the victim's own next commit, s: {row['model']}, {row['replicas']} replicas"
-    _table(console, title, ("", *RETURNS), rows)
+    print_table(console, title, ("", *RETURNS), rows)
     for who, found in contenders.items():
         starts = ", ".join(f"{count} {how}" for how, count in found["starts"].items())
         console.print(f"{who:<8} {STARTS[who]}{starts and f' ({starts})'}")
@@ -241,9 +223,9 @@ def _return(row: Row, console: Console) -> None:
     for name in sorted(names, key=lambda name: name == LAST_PHASE):
         spans = [found["phases"].get(name) for found in contenders.values()]
         rows.append((name, *(f"{span['p50_ms']:.3g}" if span else "" for span in spans)))
-    _table(console, "Where it goes until that commit, median ms", ("", *contenders), rows)
+    print_table(console, "Where it goes until that commit, median ms", ("", *contenders), rows)
     for who, times in row["times"].items():
-        console.print(f"{who}: " + _interval(times, " times torchft's"))
+        console.print(f"{who}: " + interval_of(times, " times torchft's"))
 
 
 def _overhead(result: Row, console: Console) -> None:
@@ -264,8 +246,8 @@ def _steps(title: str, steps: Mapping[str, Row], row: Row, console: Console, wha
     for name, step in steps.items():
         times = row["times"].get(name)
         shares = (f"{times['ratio']:.3f}", f"{times['low']:.3f} to {times['high']:.3f}") if times else ("", "")
-        rows.append((name, *_figures(step, LIMITS, 4), str(step["count"]), *shares))
-    _table(console, title, ("", "p50, ms", "min", "max", what, "times", "95 %"), rows)
+        rows.append((name, *figures_of(step, LIMITS, 4), str(step["count"]), *shares))
+    print_table(console, title, ("", "p50, ms", "min", "max", what, "times", "95 %"), rows)
 
 
 def _shape(row: Row) -> str:
@@ -278,22 +260,26 @@ def _units(result: Row, console: Console) -> None:
         heads = ("refill", "data", "steps", "without 1", "wanted", "at the loss", "short")
         keys = ("refill", "assignment", "steps", "away", "wanted", "at_loss")
         table = [[*(str(row[key]) for key in keys), str(len(row["others"]))] for row in result["constant"]]
-        _table(console, "Units of a step, constant batch; other steps that are short", heads, table)
+        print_table(console, "Units of a step, constant batch; other steps that are short", heads, table)
     for row in result["rate"]:
-        rows = [(name, *_figures(each, LIMITS, 4), str(each["count"])) for name, each in row["unit"].items()]
+        rows = [(name, *figures_of(each, LIMITS, 4), str(each["count"])) for name, each in row["unit"].items()]
         title = f"Time of a unit, {row['survivors']} survivors of {row['replicas']} replicas"
-        _table(console, title, ("batch", "p50, ms", "min", "max", "turns"), rows)
-        console.print(_interval(row["times"]["constant"]))
+        print_table(console, title, ("batch", "p50, ms", "min", "max", "turns"), rows)
+        console.print(interval_of(row["times"]["constant"]))
     for row in result["refill"]:
         title = f"same_step: the step of a loss beyond its units' own time, {row['kills']} kills"
-        steps = _figures(row["steps"], ("p50", "min", "max"))
-        beyond = ("ms", *_figures(row["beyond"], LIMITS))
-        _table(console, title, ("", "p50", "min", "max"), [beyond, (f"steps of {row['step_ms']:.0f} ms", *steps)])
+        steps = figures_of(row["steps"], ("p50", "min", "max"))
+        beyond = ("ms", *figures_of(row["beyond"], LIMITS))
+        print_table(
+            console, title, ("", "p50", "min", "max"), [beyond, (f"steps of {row['step_ms']:.0f} ms", *steps)]
+        )
     for row in result["loss"]:
         _losses(row, console)
     for row in result["tokens"]:
         rows = [(text, f"{row[key]:.2g}") for key, text in TOKENS.items()]
-        _table(console, f"Relative difference to one big batch in fp64, {row['steps']} steps", ("", "most"), rows)
+        print_table(
+            console, f"Relative difference to one big batch in fp64, {row['steps']} steps", ("", "most"), rows
+        )
     if result["kills"]:
         heads = ("batch", "kills", "steps", "units", "twice", "skipped", "replay", "breaches")
         keys, equal = ("batch", "kills", "steps", "trained", "twice", "skipped"), {True: "equal", False: "DIFFERS"}
@@ -301,7 +287,7 @@ def _units(result: Row, console: Console) -> None:
             [*(str(row[key]) for key in keys), equal[row["replayed"]], str(len(row["breaches"]))]
             for row in result["kills"]
         ]
-        _table(console, "SIGKILL of random ranks at random moments", heads, table)
+        print_table(console, "SIGKILL of random ranks at random moments", heads, table)
 
 
 def _losses(row: Row, console: Console) -> None:
@@ -313,7 +299,7 @@ def _losses(row: Row, console: Console) -> None:
         out = [f"{run[key]:.4f}" for key in ("outside_last", "outside_most") if key in run] or ["", ""]
         rows.append((name, f"{run['last']:.4f}", *out, str(run["units"])))
     title = f"Mean loss of the last {row['of_last']} of {row['steps']} steps, and how far outside of the seeds"
-    _table(console, title, ("", "loss", "outside", f"any {row['block']}", "units"), rows)
+    print_table(console, title, ("", "loss", "outside", f"any {row['block']}", "units"), rows)
 
 
 def _adopt(result: Row, console: Console) -> None:
@@ -324,10 +310,10 @@ def _adopt(result: Row, console: Console) -> None:
         rows = []
         for row in result["kill"]:
             units = (str(row[key]) for key in ("trained", "twice", "skipped"))
-            times = (f"{row['step_ms']:.3g}", *_figures(row["less_one"], ("p50_ms", "max_ms")))
-            rows.append((row["trainer"], str(row["kills"]), *times, _figures(row["stall"], TAIL)[0], *units))
+            times = (f"{row['step_ms']:.3g}", *figures_of(row["less_one"], ("p50_ms", "max_ms")))
+            rows.append((row["trainer"], str(row["kills"]), *times, figures_of(row["stall"], TAIL)[0], *units))
         heads = ("", "kills", "step, ms", "p50", "max", "all of it", "units", "twice", "skipped")
-        _table(console, "SIGKILL to the others' next commit, less one step, ms", heads, rows)
+        print_table(console, "SIGKILL to the others' next commit, less one step, ms", heads, rows)
 
 
 def _memory(result: Row, console: Console) -> None:
@@ -356,10 +342,10 @@ def _memory(result: Row, console: Console) -> None:
         rows = []
         for name, found in row["places"].items():
             again = f"{found['lost_steps']['p50']:g} / {found['lost_steps']['max']}"
-            steps = (f"{found['step_ms']:.4g}", *_figures(found["new"], LIMITS, 4))
+            steps = (f"{found['step_ms']:.4g}", *figures_of(found["new"], LIMITS, 4))
             rows.append((name, str(found["kills"]), *steps, again))
         heads = ("state from", "hosts", "step", "p50", "min", "max", "steps again, p50 / max")
-        _table(console, "A host is killed, to the next new step, ms", heads, rows)
+        print_table(console, "A host is killed, to the next new step, ms", heads, rows)
     for row in result["union"]:
         rungs = ", ".join(f"{count} from {rung}" for rung, count in row["rungs"].items())
         console.print(
@@ -377,11 +363,11 @@ def _strangers(result: Row, console: Console) -> None:
         listeners = ", ".join(f"{count} {kind}" for kind, count in row["listeners"].items())
         console.print(f"  {row['per_s']} hostile first frames a second, in turn to {listeners}")
         rows = [
-            (names[name], *_figures(each, LIMITS, 4), str(row["calls"][name]))
+            (names[name], *figures_of(each, LIMITS, 4), str(row["calls"][name]))
             for name, each in row["steps"].items()
         ]
-        _table(console, "a step", ("strangers call", "p50, ms", "min", "max", "calls"), rows)
-        console.print(f"  {_interval(row['times'])}")
+        print_table(console, "a step", ("strangers call", "p50, ms", "min", "max", "calls"), rows)
+        console.print(f"  {interval_of(row['times'])}")
 
 
 def _tls(result: Row, console: Console) -> None:
@@ -389,8 +375,8 @@ def _tls(result: Row, console: Console) -> None:
     console.print(f"  AES-128-GCM on one thread: {speeds['seal']:.2f} GB/s to seal, {speeds['open']:.2f} to open")
     for name, text in (("ring", "all-reduce of 64 MiB, 2 members"), ("fetch", "fetch of a state")):
         found = [each for row in result[name] for each in row["contenders"].items()]
-        rows = [(who, *_figures(each, LIMITS, 4)) for who, each in found]
-        _table(console, text, ("contender", "p50, ms", "min", "max"), rows)
+        rows = [(who, *figures_of(each, LIMITS, 4)) for who, each in found]
+        print_table(console, text, ("contender", "p50, ms", "min", "max"), rows)
 
 
 def _driver(result: Row, console: Console) -> None:
@@ -403,37 +389,6 @@ def _driver(result: Row, console: Console) -> None:
     )
 
 
-def _width(result: Row, console: Console) -> None:
-    for row in result["reshape"]:
-        title = f"{size_name(row['bytes'])} from {row['from']} ranks to {row['to']}: median of {row['rounds']}"
-        rows = [(name, *_figures(found, LIMITS, 4)) for name, found in row["contenders"].items()]
-        _table(console, title, ("", "p50, ms", "min", "max"), rows)
-        read, fewest = row["read_bytes"], row["least_bytes"]
-        console.print(f"{read} bytes read, {row['times_least']:.4f} times the least possible ({fewest})")
-    if rows := [
-        (
-            str(row["hosts"]),
-            *(f"{row[k]['times']:.2f}" for k in ("scattered", "consecutive")),
-            f"{row['apart']:.1f}",
-            f"{row['scattered']['senders']} / {row['scattered']['senders_formula']}",
-        )
-        for row in result["blocks"]
-    ]:
-        title = "the busiest sender of a lost host's blocks, times ReStore's formula"
-        _table(console, title, ("hosts", "scattered", "consecutive", "apart, times", "senders / formula"), rows)
-    for row in result["loads"]:
-        title = f"the same blocks of {size_name(row['bytes'])} a host from {row['hosts']} servers on this machine"
-        found = [(name, *_figures(each, LIMITS, 4)) for name, each in row["loads"].items()]
-        _table(console, title, ("", "p50, ms", "min", "max"), found)
-    for row in result["allreduce"]:
-        title = f"all-reduce of {size_name(row['bytes'])} by ranks of two replicas: median of {row['rounds']}"
-        rows = [(name, *_figures(found, LIMITS, 4)) for name, found in row["contenders"].items()]
-        _table(console, title, ("", "p50, ms", "min", "max"), rows)
-        console.print(
-            f"{row['times']:.2f} times as long in {row['lanes']} lanes, with the same bits at all members"
-        )
-
-
 _FIGURES: Mapping[str, Callable[[Any, Console], None]] = {
     "ftar": _ftar,
     "quorum": _quorum,
@@ -443,7 +398,7 @@ _FIGURES: Mapping[str, Callable[[Any, Console], None]] = {
     "units": _units,
     "adopt": _adopt,
     "memory": _memory,
-    "width": _width,
+    "width": width_figures,
     "strangers": _strangers,
     "tls": _tls,
 }

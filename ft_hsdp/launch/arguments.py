@@ -15,11 +15,11 @@ MEASURES = (
     "of recovery: kill, torchft, rejoin, return, stop, readers, local; "
     "of overhead: steady, snapshot, ray, link; of units: constant, rate, refill, loss, tokens, kills; "
     "of adopt: step, kill; of memory: step, none, gaps, lost, union, flips; "
-    "of width: reshape, allreduce, blocks; or all"
+    "of width: reshape, allreduce, blocks, lone; or all"
 )
 BENCH_TIME = (
     "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); "
-    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20; units 13; adopt 10; strangers 2; tls 1; width 1"
+    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20; units 13; adopt 10; strangers 2; tls 1; width 3"
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",
@@ -169,7 +169,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="of what is interleaved: 20; recovery 5; quorum 300; overhead 70 (steady), 30 (snapshot), 6 (ray); "
         "units 4; adopt 20; memory 30; width 9; strangers 6; tls 9; driver 1000000 (steps)",
     )
-    kills = "how many: recovery 200; units 50 of each kind; adopt 7 of each trainer; memory 20"
+    kills = "how many: recovery 200; units 50 of each kind; adopt 7 of each trainer; memory and width 20"
     bench.add_argument("--kills", type=int, metavar="N", help=kills)
     bench.epilog = BENCH_TIME
     doctor = with_json(with_config(add("doctor", "preflight: what would stop the job, and what to do")))

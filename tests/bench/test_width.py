@@ -9,8 +9,10 @@ import pytest
 
 from ft_hsdp.bench import goals
 from ft_hsdp.bench.command import WIDTH, width_options
+from ft_hsdp.bench.memory.lost import Loss
+from ft_hsdp.bench.recovery.analysis import Kill
 from ft_hsdp.bench.results import MIB, ProgressLog, spread
-from ft_hsdp.bench.width import allreduce, blocks, reshape
+from ft_hsdp.bench.width import allreduce, blocks, lone, reshape
 from ft_hsdp.errors import ConfigError
 from tests.support.bench.tables import shown
 
@@ -18,10 +20,11 @@ EMPTY: dict[str, Any] = {name: [] for name in (*WIDTH, "loads")}
 
 
 def test_all_measures_unless_one_is_named() -> None:
-    options = width_options(Namespace(measure=None, rounds=None, sizes=None))
-    assert (options.measures, options.sizes, options.gradients) == (WIDTH, (256 * MIB,), (64 * MIB,))
+    options = width_options(Namespace(measure=None, rounds=None, sizes=None, kills=None))
+    assert (options.measures, options.kills) == (WIDTH, 20)
+    assert (options.sizes, options.gradients) == ((256 * MIB,), (64 * MIB,))
     with pytest.raises(ConfigError, match="reshape"):
-        width_options(Namespace(measure="narrower", rounds=None, sizes=None))
+        width_options(Namespace(measure="narrower", rounds=None, sizes=None, kills=None))
 
 
 def test_another_number_of_ranks_beside_the_goals() -> None:
@@ -67,6 +70,60 @@ def test_unequal_replicas_beside_the_goal() -> None:
     assert [v.met for v in goals.width({**EMPTY, "allreduce": [row]})] == [True]
     assert [v.met for v in goals.width({**EMPTY, "allreduce": [{**row, "times": 1.26}]})] == [False]
     assert "1.20 times as long in 6 lanes" in shown("width", {**EMPTY, "allreduce": [row]})
+
+
+def commit(t: float, step: int, incarnation: str) -> dict[str, Any]:
+    return {"t": t, "step": step, "incarnation": incarnation}
+
+
+def test_a_replica_that_grows_repeats_no_step() -> None:
+    rows = [commit(1.0, 7, "0-a-1"), commit(2.0, 8, "0-a-1")]
+    assert lone.growth(rows) is None
+    assert lone.growth(rows[:1]) is None
+    assert lone.growth([*rows, commit(2.5, 9, "0-a-2")]) == lone.Growth(0.5, 0)
+    assert lone.growth([*rows, commit(2.5, 8, "0-a-2")]) == lone.Growth(0.5, 1)
+    assert lone.calm(rows, 2)
+    assert not lone.calm(rows, 3)
+    assert not lone.calm([*rows, commit(2.5, 9, "0-a-2")], 2)
+
+
+def test_the_wait_for_a_host_is_a_phase_of_its_own() -> None:
+    head = {"replica": 0, "incarnation": "0-a-1"}
+    events: list[dict[str, Any]] = [
+        {**head, "event": "ReplicaExited", "t": 10.1, "incarnation": "0-a-0", "kind": "SIGKILL"},
+        {**head, "event": "Shrunk", "t": 10.3, "incarnation": "0-a-0"},
+        {**head, "event": "ReplicaStarted", "t": 10.4},
+        {**head, "event": "ReplicaWarmed", "t": 10.7},
+        {**head, "event": "CheckedIn", "t": 10.8},
+        {**head, "event": "GrantAdopted", "t": 10.9},
+    ]
+    found = lone.phases([Kill(10.0, 0, 3, "0-a-0")], ["0-a-1"], [Loss(10.0, 5, 1.2, 5)], events)
+    wanted = {"exit": 100, "place": 200, "start": 100, "warm-up": 300, "check-in": 100, "grant": 100, "fetch": 0}
+    assert found == pytest.approx({**wanted, "step": 300})
+
+
+def test_a_lone_replica_that_shrinks_beside_the_goals() -> None:
+    row: dict[str, Any] = {"replicas": 1, "ranks": 4, "hosts": 2, "left": 2, "kills": 2, "place_ms": 100.0}
+    row |= {"step_ms": 110.0, "new": spread([1.0, 1.2]), "beyond": spread([0.9, 1.1])}
+    row |= {"lost_steps": {"p50": 0.5, "max": 1}, "phases": {"exit": 60.0, "place": 100.0}}
+    row["grow"] = {"pause": spread([1.5, 1.6]), "repeated": 0}
+    assert [v.met for v in goals.width({**EMPTY, "lone": [row]})] == [True, True, True]
+    text = shown("width", {**EMPTY, "lone": [row]})
+    assert "exit 60, place 100" in text
+    assert "steps again: 0.5 / 1 (p50 / max) to shrink, 0 to grow" in text
+    worse = {**row, "beyond": spread([2.1]), "lost_steps": {"p50": 2, "max": 2}}
+    worse["grow"] = {"pause": spread([1.5]), "repeated": 1}
+    assert [v.met for v in goals.width({**EMPTY, "lone": [worse]})] == [False, False, False]
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_lone_replica_loses_a_host_and_gets_it_back() -> None:
+    (row,) = lone.lone(1, ProgressLog(io.StringIO()))
+    assert row["lost_steps"]["max"] <= 1
+    assert row["grow"]["repeated"] == 0
+    assert row["beyond"]["p50_ms"] + row["step_ms"] == pytest.approx(row["new"]["p50_ms"])
+    assert sum(row["phases"].values()) == pytest.approx(row["new"]["p50_ms"], rel=0.01)
 
 
 @pytest.mark.multiproc

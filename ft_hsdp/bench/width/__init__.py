@@ -6,6 +6,8 @@ Read the modules in this order:
     reshape    a state goes from 4 ranks to 3: by parts from memory to memory, and by DCP through tmpfs
     allreduce  replicas of 4 and 3 ranks sum a gradient in lanes, beside replicas of 4 and 4
     blocks     loads of lost blocks from a block store, scattered and consecutive, beside ReStore's formulas
+    lone       one replica loses a host, goes on with fewer ranks, and grows when the host is back
+    figures    the tables
 
 In `reshape` each rank is a process: 4 state servers with a shard each, 3 ranks that fetch theirs, and for
 torch.distributed.checkpoint (DCP) 4 ranks that save and 3 that load. The two ways take turns. After each turn the

@@ -1,0 +1,66 @@
+"""The figures of `bench width` as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+
+from ft_hsdp.bench.results import size_name
+from ft_hsdp.bench.table_parts import LIMITS, figures_of, print_table
+
+Row = Mapping[str, Any]
+
+
+def width_figures(result: Row, console: Console) -> None:
+    """Print what was measured."""
+    for row in result["reshape"]:
+        title = f"{size_name(row['bytes'])} from {row['from']} ranks to {row['to']}: median of {row['rounds']}"
+        rows = [(name, *figures_of(found, LIMITS, 4)) for name, found in row["contenders"].items()]
+        print_table(console, title, ("", "p50, ms", "min", "max"), rows)
+        read, fewest = row["read_bytes"], row["least_bytes"]
+        console.print(f"{read} bytes read, {row['times_least']:.4f} times the least possible ({fewest})")
+    if rows := [
+        (
+            str(row["hosts"]),
+            *(f"{row[k]['times']:.2f}" for k in ("scattered", "consecutive")),
+            f"{row['apart']:.1f}",
+            f"{row['scattered']['senders']} / {row['scattered']['senders_formula']}",
+        )
+        for row in result["blocks"]
+    ]:
+        title = "the busiest sender of a lost host's blocks, times ReStore's formula"
+        print_table(
+            console, title, ("hosts", "scattered", "consecutive", "apart, times", "senders / formula"), rows
+        )
+    for row in result["loads"]:
+        title = f"the same blocks of {size_name(row['bytes'])} a host from {row['hosts']} servers on this machine"
+        found = [(name, *figures_of(each, LIMITS, 4)) for name, each in row["loads"].items()]
+        print_table(console, title, ("", "p50, ms", "min", "max"), found)
+    for row in result["allreduce"]:
+        title = f"all-reduce of {size_name(row['bytes'])} by ranks of two replicas: median of {row['rounds']}"
+        rows = [(name, *figures_of(found, LIMITS, 4)) for name, found in row["contenders"].items()]
+        print_table(console, title, ("", "p50, ms", "min", "max"), rows)
+        console.print(
+            f"{row['times']:.2f} times as long in {row['lanes']} lanes, with the same bits at all members"
+        )
+    for row in result["lone"]:
+        _lone(row, console)
+
+
+def _lone(row: Row, console: Console) -> None:
+    heads = ("ms", "p50", "min", "max")
+    rows = [
+        ("to the next new step", *figures_of(row["new"], LIMITS, 4)),
+        ("the same less one step", *figures_of(row["beyond"], LIMITS, 4)),
+        ("the host is back: from the last step of fewer ranks", *figures_of(row["grow"]["pause"], LIMITS, 4)),
+    ]
+    title = f"One replica of {row['ranks']} ranks on {row['hosts']} hosts loses one, {row['kills']} times"
+    print_table(console, title, heads, rows)
+    phases = ", ".join(f"{name} {ms:.0f}" for name, ms in row["phases"].items())
+    console.print(
+        f"of that, p50 ms: {phases}\n"
+        f"steps again: {row['lost_steps']['p50']:g} / {row['lost_steps']['max']} (p50 / max) to shrink, "
+        f"{row['grow']['repeated']} to grow"
+    )
