@@ -1,4 +1,7 @@
-"""A user's script: it trains the case that its first argument names, and writes the weights to its second one."""
+"""A user's script: it trains the case that its first argument names, and writes the weights to its second one.
+
+With a third argument its steps take so many seconds, until a test says hurry.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ft_hsdp
 from tests.compatibility.cases import CASES, Average, Source
+from tests.support.slow_script import pause
 
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def main() -> None:
     case, file = CASES[sys.argv[1]], sys.argv[2]
+    step_s = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
     job = ft_hsdp.join()
     torch.manual_seed(0)
     with torch.device("cpu" if case.weights is None else "meta"):
@@ -35,6 +40,8 @@ def main() -> None:
     optim = job.optimizer(made, None if case.schedule is None else case.schedule(made))
     optim.clip = case.clip
     for batch in job.batches(Source(case, job.config.replicas, job.data_ranks)):
+        if step_s:
+            pause(step_s)
         if case.weigh is not None:
             job.weigh(case.weigh(batch))
         loss = case.loss(model, batch)

@@ -12,16 +12,14 @@ import psutil
 import pytest
 
 from ft_hsdp.train.data.samples import JobShape, SampleReader
-from tests.support.torchrun_job import ROOT, TorchrunJob, check
+from tests.support.scenarios.scenario_job import ROOT, Job, check
 from tests.support.train.loader_loop import BATCH, Slow
 
 LOOP = ROOT / "tests" / "support" / "train" / "loader_loop.py"
-REPLICAS, RANKS, STEPS = 2, 2, 250
-SETTINGS = f"""
-replicas: {REPLICAS}
-ranks_per_replica: {RANKS}
-train: {{steps: {STEPS}}}
-"""
+REPLICAS, RANKS = 2, 2
+STEPS = 200  # they must last until both replicas are back, on a slow machine, too; then they take no time
+AT = 30  # where both are killed
+SETTINGS: dict[str, Any] = {"replicas": REPLICAS, "ranks_per_replica": RANKS, "entry": str(LOOP)}
 
 
 def fed(folder: Path, replica: int, rank: int) -> dict[int, list[tuple[list[int], list[float]]]]:
@@ -33,25 +31,48 @@ def fed(folder: Path, replica: int, rank: int) -> dict[int, list[tuple[list[int]
     return found
 
 
-def worker_of(torchrun: psutil.Process, rank: int) -> psutil.Process:
+def worker_of(job: Job, replica: int, rank: int) -> psutil.Process:
     """A process that reads for a rank."""
-    parent = next(c for c in torchrun.children() if c.environ().get("RANK") == str(rank))
-    return next(c for c in parent.children() if c.name() == "pt_data_worker")
+    pid = job.pid(replica, rank)
+    assert pid is not None
+    return next(c for c in psutil.Process(pid).children() if c.name() == "pt_data_worker")
+
+
+def commits_of(job: Job) -> dict[int, dict[str, Any]]:
+    """The commits of a job, by step."""
+    return {row["step"]: row for r in range(REPLICAS) for row in job.rows(f"replicas/{r}/commits.jsonl")}
+
+
+def slowest(job: Job) -> int:
+    """The newest step that both replicas committed."""
+    return min(
+        rows[-1]["step"] if (rows := job.rows(f"replicas/{r}/commits.jsonl")) else 0 for r in range(REPLICAS)
+    )
+
+
+def both_again(job: Job, lost: int) -> bool:
+    """Whether both contribute to the newest commit, and did not to one since a replica was killed."""
+    rows = job.rows(f"replicas/{1 - lost}/commits.jsonl")
+    started = job.events("ReplicaStarted", replica=lost)
+    return len(started) == 2 and len(rows[-1]["contributors"]) == REPLICAS and rows[-1]["t"] > started[-1]["t"]
 
 
 @pytest.mark.proof
 def test_each_sample_counts_once_though_a_rank_and_a_worker_are_killed(tmp_path: Path) -> None:
-    with TorchrunJob(tmp_path, SETTINGS) as job:
-        replicas = [job.torchrun(r, RANKS, LOOP) for r in range(REPLICAS)]
-        job.until(lambda: min(job.step(0), job.step(1)) >= 8, "step 8")
-        job.kill(replicas[1], 1)
-        job.until(lambda: _both_after_one(job.rows(0)), "the replica is back")
-        worker_of(psutil.Process(replicas[0].pid), 1).send_signal(signal.SIGKILL)
-        check(job.finals(replicas), STEPS, ["1", "1"])
-        assert "the data of this rank: worker process" in (tmp_path / "replica0.log").read_text()
-        rows = max((job.rows(r) for r in range(REPLICAS)), key=len)
-        commits = {row["step"]: row for r in range(REPLICAS) for row in job.rows(r)}
-    assert sorted(commits) == list(range(1, STEPS + 1)), rows[-1]
+    with Job(tmp_path, STEPS, **SETTINGS) as job:
+        job.until(lambda: slowest(job) >= 8, "step 8")
+        job.signal(1, 1, signal.SIGKILL)
+        job.until(lambda: both_again(job, 1), "the replica is back")
+        worker_of(job, 0, 1).send_signal(signal.SIGKILL)
+        job.until(lambda: both_again(job, 0), "the other one is back")
+        job.hurry()
+        summary = job.end()
+        check(summary, STEPS)
+        assert [summary["replicas"][r]["incarnations"] for r in "01"] == [2, 2]
+        ended = job.events("ProcessExited", replica=0, rank=1)[0]
+        assert "the data of this rank: worker process" in ended["reason"]
+        commits = commits_of(job)
+    assert sorted(commits) == list(range(1, STEPS + 1))
     shape = JobShape(REPLICAS, REPLICAS, RANKS, 1)
     reader = SampleReader(Slow(), BATCH, None, True, True, 0)
     counted: Counter[tuple[int, int]] = Counter()
@@ -76,14 +97,15 @@ def test_each_sample_counts_once_though_a_rank_and_a_worker_are_killed(tmp_path:
 @pytest.mark.proof
 def test_a_stream_of_which_both_replicas_are_killed_repeats_and_skips_nothing(tmp_path: Path) -> None:
     """One has a state that is saved; the other one is read again from its beginning."""
-    steps, kinds = 120, ["stateful", "plain"]
-    with TorchrunJob(tmp_path, SETTINGS.replace(f"steps: {STEPS}", f"steps: {steps}")) as job:
-        replicas = [job.torchrun(r, RANKS, LOOP, kinds[r]) for r in range(REPLICAS)]
-        job.until(lambda: min(job.step(0), job.step(1)) >= 80, "step 80")
+    steps, plain = 2 * AT, 1
+    with Job(tmp_path, steps, **SETTINGS, args=["stream"]) as job:
+        job.until(lambda: slowest(job) >= AT, f"step {AT}")
         for replica in range(REPLICAS):
-            job.kill(replicas[replica], replica)
-        check(job.finals(replicas), steps, ["1", "1"])
-        commits = {row["step"]: row for r in range(REPLICAS) for row in job.rows(r)}
+            job.signal(replica, replica, signal.SIGKILL)
+        summary = job.end()
+        check(summary, steps)
+        assert [summary["replicas"][r]["incarnations"] for r in "01"] == [2, 2]
+        commits = commits_of(job)
     for replica in range(REPLICAS):
         mine = sorted(step for step in commits if replica in commits[step]["contributors"])
         for rank in range(RANKS):
@@ -94,10 +116,4 @@ def test_a_stream_of_which_both_replicas_are_killed_repeats_and_skips_nothing(tm
             reads = [int(noise) for step in sorted(rows) for _, (noise,) in rows[step]]
             lives = [n for n in range(1, len(reads)) if reads[n] != reads[n - 1] + 1]
             passed = reads[lives[0]] - 1 if lives else reads[-1]
-            assert (passed >= 80) is (kinds[replica] == "plain"), f"{passed} items were read again"
-
-
-def _both_after_one(rows: list[dict[str, Any]]) -> bool:
-    """Whether both replicas contribute again."""
-    alone = [row["step"] for row in rows if len(row["contributors"]) == 1]
-    return bool(alone) and len(rows[-1]["contributors"]) == REPLICAS
+            assert (passed >= AT) is (replica == plain), f"{passed} items were read again"

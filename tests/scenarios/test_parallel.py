@@ -10,7 +10,8 @@ import pytest
 from tests.compatibility.cases import CASES
 from tests.support.scenarios.scenario_job import ROOT, Job, check
 
-STEPS, AT, VICTIM = 48, 8, 1
+STEPS, AT, VICTIM = 24, 6, 1
+STEP_S = 0.5  # until the victim is back
 KILL = {"at_step": AT, "replicas": [VICTIM], "rank": 2}
 KINDS: dict[str, dict[str, Any]] = {
     "tensor_parallel": {"ranks_per_unit": 2, "quorum__batch": "constant", "data__assignment": "global"},
@@ -34,7 +35,10 @@ def digest(summary: dict[str, Any]) -> str:
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", ["tensor_parallel", pytest.param("expert_parallel", marks=pytest.mark.soak)])
 def test_a_killed_replica_heals_while_the_other_goes_on(tmp_path: Path, kind: str) -> None:
-    with job(tmp_path / "job", kind, STEPS, chaos=[KILL]) as running:
+    slow = {"args": [kind, str(tmp_path / "weights.pt"), str(STEP_S)]}
+    with job(tmp_path / "job", kind, STEPS, chaos=[KILL], **slow) as running:
+        running.until(lambda: running.events("Rejoined", replica=VICTIM), "the victim contributes again")
+        running.hurry()
         summary = running.end()
         check(summary, STEPS)
         assert [f["kind"] for f in summary["failures"]] == ["SIGKILL"]

@@ -5,7 +5,6 @@ The evaluation of replica 0 takes `EVALUATION_S`, that of the others no time, so
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import time
@@ -61,14 +60,9 @@ def digest(tensors: dict[str, Any]) -> str:
 
 def main() -> None:
     """Train until the job ends, and write what this rank holds then into the run's directory."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--replica", type=int, required=True)
-    args = parser.parse_args()
-    config = ft_hsdp.load_config(args.config)
-    data = Spirals(config.train.micro_batch, config.train.seed)
-    job = ft_hsdp.join(config, args.replica)
-    torch.manual_seed(config.train.seed)
+    job = ft_hsdp.join()
+    data = Spirals(job.config.train.micro_batch, job.config.train.seed)
+    torch.manual_seed(job.config.train.seed)
     model = job.shard(Classifier())
     optim = job.optimizer(torch.optim.AdamW(model.parameters(), lr=3e-3))
     average = Average(model)
@@ -96,7 +90,7 @@ def main() -> None:
         "heard": heard,
         "loss": job.last.loss if job.last is not None else None,
     }
-    (Path("runs/job") / f"held-{args.replica}-{job.rank}.json").write_text(json.dumps(found))
+    (Path("runs/job") / f"held-{job.replica}-{job.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

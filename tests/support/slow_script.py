@@ -1,15 +1,22 @@
-"""The loop of docs/examples/own_loop.py with steps that take time, but no CPU, until there is a file `hurry`."""
+"""Steps that take time, but no CPU, until there is a file `hurry`: a job lasts as long as a test wants."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LOSS = "loss = model(batch)"
 
 
+def pause(seconds: float) -> None:
+    """Sleep, unless there is a file `hurry` in the working directory."""
+    if not Path("hurry").exists():
+        time.sleep(seconds)
+
+
 def write_slow_script(script: Path, hurry: Path, step_s: float) -> None:
-    """Write the loop as a script.
+    """Write the loop of docs/examples/own_loop.py as a script.
 
     Args:
         script: Where to.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import time
 from pathlib import Path
 
 import torch
@@ -17,8 +16,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 
 import ft_hsdp
 from docs.examples.own_loop import Classifier, Spirals
+from tests.support.slow_script import pause
 
-STEP_S = 0.05  # so that a replica that is killed comes back before the end
+STEP_S = 0.1  # so that a replica that is killed comes back before the end
 RATES = (0.02, 3e-3)
 
 
@@ -31,15 +31,12 @@ def schedules(muon: torch.optim.Optimizer, adam: torch.optim.Optimizer) -> list[
 def main() -> None:
     """Train until the job ends."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("config", type=Path)
     parser.add_argument("seen", type=Path)
-    parser.add_argument("--replica", type=int, required=True)
     args = parser.parse_args()
 
-    config = ft_hsdp.load_config(args.config)
-    data = Spirals(config.train.micro_batch, config.train.seed)
-    job = ft_hsdp.join(config, args.replica)
-    torch.manual_seed(config.train.seed)
+    job = ft_hsdp.join()
+    data = Spirals(job.config.train.micro_batch, job.config.train.seed)
+    torch.manual_seed(job.config.train.seed)
     model = job.shard(Classifier())
     blocks = [p for p in model.blocks.parameters() if p.dim() == 2]
     rest = [p for p in model.parameters() if not any(p is q for q in blocks)]
@@ -49,13 +46,13 @@ def main() -> None:
     optim = job.optimizer([muon, adam], schedulers)
     optim.clip = 1.0
     for batch in job.batches(data):
-        time.sleep(STEP_S)
+        pause(STEP_S)
         model(batch).backward()
         optim.step()
         for scheduler in schedulers:
             scheduler.step()
     seen = {"epochs": [s.last_epoch for s in schedulers], "rates": [s.get_last_lr() for s in schedulers]}
-    (args.seen / f"{args.replica}-{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    (args.seen / f"{job.replica}-{os.environ['RANK']}.json").write_text(json.dumps(seen))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ SYSTEM = {  # a node that is gone is noticed soon
     "health_check_timeout_ms": 1500,
     "health_check_failure_threshold": 3,
     "enable_autoscaler_v2": False,
+    "prestart_worker_first_driver": False,  # a process for each CPU, which no job here takes
 }
 
 
@@ -64,6 +65,10 @@ def main() -> None:
         "_system_config": SYSTEM,
         **shared,
     }
+    if (
+        not cpus
+    ):  # nobody looks at Ray's own page: the nodes' agents load little, as in a small installation of Ray
+        ray._private.utils.get_dashboard_dependency_error = lambda: ImportError("not wanted")
     os.makedirs("/tmp/ray", exist_ok=True)  # Ray notes the address of the newest cluster there
     cluster = Cluster(initialize_head=True, head_node_args=head, shutdown_at_exit=False)
     nodes: dict[int, Any] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -56,13 +55,10 @@ class Data:
 def main() -> None:
     """Train until the job ends."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("config", type=Path)
-    parser.add_argument("--replica", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--other", type=int, help="a replica whose base is another one")
     args = parser.parse_args()
-    config = ft_hsdp.load_config(args.config)
-    job = ft_hsdp.join(config, args.replica)
-    torch.manual_seed(args.seed)
+    job = ft_hsdp.join()
+    torch.manual_seed(job.replica == args.other)
     bases = [Adapted().base.weight.detach().clone() for _ in range(LAYERS)]
     torch.manual_seed(0)
     model = Model()

@@ -1,6 +1,6 @@
 """A user's loop over `job.loader` or `job.stream`, which writes down what it was fed.
 
-torchrun ... loader_loop.py [plain | stateful]
+`loader_loop.py stream`: the source of replica 0 has a state that is saved, that of replica 1 has none.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import ft_hsdp
+from tests.support.slow_script import pause
 
 SAMPLES, BATCH = 1000, 4
-READ_S = 0.02  # of a sample: a job of no work would end before a replica is back
+READ_S = 0.05  # of a sample, so that a replica that is killed comes back before the end
 STREAM_READ_S = 0.02
 WIDTH = 8
 
@@ -32,7 +32,7 @@ class Slow(Dataset[Any]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        time.sleep(READ_S)
+        pause(READ_S)
         return {"sample": index, "noise": random.random(), "input_ids": torch.randn(WIDTH)}
 
 
@@ -44,7 +44,7 @@ class Plain:
 
     def __iter__(self) -> Iterator[Any]:
         while True:
-            time.sleep(STREAM_READ_S)
+            pause(STREAM_READ_S)
             self.next += 1
             self.read += 1
             sample = (self.next - 1) * self.shards + self.shard
@@ -79,15 +79,14 @@ class Small(nn.Module):
 
 
 def main() -> int:
-    kind = sys.argv[1] if len(sys.argv) > 1 else None
     job = ft_hsdp.join()
     torch.manual_seed(0)
     model = job.shard(Small())
     optim = job.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
-    if kind is None:
-        source: Any = job.loader(Slow(), BATCH, num_workers=2)
+    if sys.argv[1:] == ["stream"]:
+        source: Any = job.stream((Stateful, Plain)[job.replica])
     else:
-        source = job.stream(Plain if kind == "plain" else Stateful)
+        source = job.loader(Slow(), BATCH, num_workers=2)
     job.warm_up(lambda: model(torch.ones(1, WIDTH)).backward())
     for batch in source:
         row = {"step": job.step + 1, "samples": batch["sample"].tolist(), "noise": batch["noise"].tolist()}

@@ -3,33 +3,36 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.status import lines, status
 from tests.support.averaging_loop import EVALUATION_S, EVERY
-from tests.support.torchrun_job import ROOT, TorchrunJob, check
+from tests.support.scenarios.scenario_job import ROOT, Job, check
 
 SCRIPT = ROOT / "tests" / "support" / "averaging_loop.py"
-STEPS, TIMEOUT_S = 45, 1.5
-SETTINGS = f"""
-replicas: 2
-ranks_per_replica: 2
-train: {{steps: {STEPS}, micro_batch: 16}}
-ftar: {{timeout_s: {TIMEOUT_S}}}
-timeouts: {{connect_s: {TIMEOUT_S}}}
-"""
+STEPS, TIMEOUT_S = 35, 1.5
+SETTINGS: dict[str, Any] = {
+    "replicas": 2,
+    "ranks_per_replica": 2,
+    "entry": str(SCRIPT),
+    "train__micro_batch": 16,
+    "ftar__timeout_s": TIMEOUT_S,
+    "timeouts__connect_s": TIMEOUT_S,
+}
 
 
 @pytest.mark.proof
 @pytest.mark.multiproc
 def test_an_average_of_the_weights_is_equal_everywhere_and_an_evaluation_is_no_hang(tmp_path: Path) -> None:
     assert EVALUATION_S > TIMEOUT_S
-    with TorchrunJob(tmp_path, SETTINGS) as job:
-        replicas = [job.torchrun(r, 2, SCRIPT, "CONFIG", "--replica", "REPLICA") for r in range(2)]
+    with Job(tmp_path, STEPS, **SETTINGS) as job:
         run = RunDir(job.run)
+        job.until(run.lighthouse.exists, "the lighthouse listens")
 
         def pausing() -> list[str]:
             seen = status(run)
@@ -39,11 +42,12 @@ def test_an_average_of_the_weights_is_equal_everywhere_and_an_evaluation_is_no_h
 
         # The pause of replica 1 is short, but may be seen.
         job.until(lambda: pausing() == ["evaluation", ""], "replica 1 waits for replica 0")
-        job.until(lambda: job.step(0) > EVERY, "the step after the evaluation")
-        assert job.rows(0)[-1]["contributors"] == [0, 1], "replica 1 waited"
-        job.kill(replicas[1], 1)
-        finals = job.finals(replicas)
-        check(finals, STEPS, ["0", "1"])
+        job.until(lambda: job.step() > EVERY, "the step after the evaluation")
+        assert job.contributing() == {0, 1}, "replica 1 waited"
+        job.signal(1, 1, signal.SIGKILL)
+        summary = job.end()
+        check(summary, STEPS)
+        assert [summary["replicas"][r]["incarnations"] for r in "01"] == [1, 2]
         held = [json.loads((job.run / f"held-{r}-{k}.json").read_text()) for r in (0, 1) for k in (0, 1)]
         assert len({each["average"] for each in held}) == 1, "the average differs"
         assert len({each["here"] for each in held}) == 1
@@ -61,10 +65,10 @@ def test_an_average_of_the_weights_is_equal_everywhere_and_an_evaluation_is_no_h
                 "no step of those that it applied is missing"
             )
             assert any(isinstance(said, list) for said in each["heard"]), "it came back with a state"
-        logged = [row for r in (0, 1) for row in job.rows(r, "logged.jsonl")]
+        logged = [row for r in (0, 1) for row in job.rows(f"replicas/{r}/logged.jsonl")]
         assert sorted(row["step"] for row in logged) == list(range(EVERY, STEPS + 1, EVERY)), "each value once"
         assert all(row["values"]["eval/loss"] > 0 for row in logged)
-        merged = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in merged if "logged" in row] == list(range(EVERY, STEPS + 1, EVERY))
-        broken = [row for r in (0, 1) for row in job.rows(r, "events.jsonl") if "has not entered" in str(row)]
-        assert broken == []
+        assert [row["step"] for row in job.rows("metrics.jsonl") if "logged" in row] == list(
+            range(EVERY, STEPS + 1, EVERY)
+        )
+        assert [row for row in job.rows("events.jsonl") if "has not entered" in str(row)] == []
