@@ -37,24 +37,10 @@ def test_replicas_under_torchrun_survive_the_loss_of_a_leader(tmp_path: Path) ->
 
 @pytest.mark.multiproc
 @pytest.mark.proof
-def test_a_rank_that_is_told_to_end_takes_its_replica_with_it_and_torchrun_starts_it_again(tmp_path: Path) -> None:
-    """No step is repeated for it, whichever rank it is."""
-    with TorchrunJob(tmp_path, SETTINGS.replace(f"steps: {STEPS}", f"steps: {4 * STEPS}")) as job:
-        launcher = ROOT / "launcher.py"
-        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG", "--replica", "REPLICA") for r in range(2)]
-        job.until(lambda: job.step(1) >= 5, "step 5")
-        job.kill(replicas[0], 1, signal.SIGTERM)
-        check(job.finals(replicas), 4 * STEPS, ["1", "0"])
-        events = [e for r in range(2) for e in job.rows(r, "events.jsonl")]
-        assert "LeaveRequested" in {e["event"] for e in events}
-        assert aborted(events) == []
-
-
-@pytest.mark.multiproc
-@pytest.mark.proof
 def test_a_users_script_runs_under_torchrun_and_under_a_supervisor_and_an_edited_one_is_refused(
     tmp_path: Path,
 ) -> None:
+    """A rank of it is told to end, which takes its replica with it; no step is repeated for that."""
     script = tmp_path / "mine.py"
     script.write_text((ROOT / "docs" / "examples" / "own_loop.py").read_text())
     settings = "replicas: 2\nranks_per_replica: 2\nentry: mine.py\ntrain: {steps: 120, micro_batch: 16}"
@@ -64,7 +50,7 @@ def test_a_users_script_runs_under_torchrun_and_under_a_supervisor_and_an_edited
         job.until(lambda: min(job.step(0), job.step(1)) >= 5, "step 5")
         whole = script.read_text()
         script.write_text(f"{whole}\n# edited\n")
-        job.kill(replicas[0], 0)
+        job.kill(replicas[0], 1, signal.SIGTERM)
         job.until(lambda: "all replicas need the same file: put it back" in job.tails(), "the refusal")
         script.write_text(whole)
         finals = job.finals(replicas)
@@ -74,6 +60,9 @@ def test_a_users_script_runs_under_torchrun_and_under_a_supervisor_and_an_edited
         assert (summary["steps"], summary["batches"]["duplicated"], summary["batches"]["skipped"]) == (120, 0, 0)
         assert summary["replicas"]["0"]["incarnations"] >= 2
         assert summary["replicas"]["1"]["incarnations"] == 1
+        events = [e for r in range(2) for e in job.rows(r, "events.jsonl")]
+        assert "LeaveRequested" in {e["event"] for e in events}
+        assert aborted(events) == []
 
 
 @pytest.mark.multiproc

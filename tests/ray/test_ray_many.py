@@ -290,7 +290,7 @@ def stopped_in_peace(cluster: Cluster, words: list[str], folder: Path) -> None:
 # A job on a real Ray cluster with a warm spare: a replica whose node is lost goes on as that.
 
 
-STEPS = 120  # they must last until replicas are back, on a slow machine, too
+STEPS = 80  # they must last until replicas are back, on a slow machine, too
 WARM = "from a spare"
 
 

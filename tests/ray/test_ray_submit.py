@@ -17,7 +17,7 @@ from tests.support.slow_script import write_slow_script
 
 pytestmark = pytest.mark.multiproc
 
-STEPS = 160  # they must last until replicas are back, on a slow machine, too
+STEPS = 100  # they must last until replicas are back, on a slow machine, too
 
 
 def test_nodes_go_and_come(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_users_script_survives_the_loss_of_a_rank_and_of_a_node(tmp_path: Path
         "restart__hold_s": 0.2,
     }
     with Cluster() as cluster:
-        write_slow_script(tmp_path / "mine.py", cluster.folder / "hurry", 0.5)
+        write_slow_script(tmp_path / "mine.py", cluster.folder / "hurry", 0.8)
         cluster.add(1, 1, rack="7")
         cluster.add(1, 1, rack="8")
         with Job(cluster, tmp_path, STEPS, **settings) as job:

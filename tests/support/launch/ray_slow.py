@@ -16,7 +16,7 @@ from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_HARDWARE
 from ft_hsdp.train.identity import HOST_VARIABLE
 
-STEP_S = 0.5
+STEP_S = 0.8
 
 
 class Slow:
