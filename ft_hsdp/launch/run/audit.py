@@ -72,7 +72,7 @@ class UnitAudit:
     So the ledger is checked against the units that the model really got. A resumed run begins with the ledger
     before its first step. A unit that is in a hole of the last ledger is not counted as skipped. If the line of a
     unit may have been lost, with its machine or because a disk was full, the unit is `unlogged`: neither trained
-    nor skipped.
+    nor skipped. So are the units of a commit whose line may have been lost: the ledger after it counts them.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -168,7 +168,7 @@ class UnitAudit:
                 twice.add((shard, number))
             unlogged.add((shard, number))
         for before, after in self._gaps:
-            if self._dark(before["t"], after["t"]):
+            if self._dark(before["t"], after["t"]) or self._cut_between(before, after):
                 unlogged |= set(self._between(before, after))
         holes = set(self._split(self._last["holes"])) if self._last else set()
         skipped = 0
@@ -227,13 +227,20 @@ class UnitAudit:
                 found.append((after, before))
         return found
 
+    def _cut_between(self, before: Row, after: Row) -> bool:
+        """Return whether one replica logged two commits, and its log was cut between them."""
+        of, first = _replica_and_restarts(before["incarnation"])
+        same, last = _replica_and_restarts(after["incarnation"])
+        cuts = map(_replica_and_restarts, self._cut)
+        return of == same and any(replica == of and first <= restarts < last for replica, restarts in cuts)
+
     def _dark(self, since: float, until: float) -> bool:
         """Return whether a disk lost lines between two Unix times."""
         return any(since - SLACK_S <= b and a <= until + SLACK_S for a, b in self._losses)
 
 
 def _brief(row: Row) -> Row:
-    return {key: row[key] for key in ("t", "cursors", "contributions")}
+    return {key: row[key] for key in ("t", "cursors", "contributions", "incarnation")}
 
 
 def _replica_and_restarts(incarnation: str) -> tuple[int, int]:

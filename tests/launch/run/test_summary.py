@@ -339,6 +339,26 @@ def test_only_the_log_of_rank_0_tells_what_was_fed_and_the_user_is_told() -> Non
     assert ("units", "19 trained, 0 twice, 0 skipped, 1 in logs that are gone") in summary_lines(cut(0))
 
 
+@pytest.mark.parametrize(
+    ("cut", "fed", "missed"),
+    [
+        ("0-abc-0", False, True),
+        ("0-abc-0", True, True),  # one of the two lines of the step arrived
+        ("0-abc-1", False, False),  # the cut was later
+        ("1-abc-0", False, False),  # another replica's log was cut
+    ],
+)
+def test_the_step_that_a_lone_replica_lost_with_its_log_is_missed_and_not_skipped(
+    cut: str, fed: bool, missed: bool
+) -> None:
+    steps = [step for step in range(1, LOGGED_STEPS + 1) if step != 5]
+    rows = [commit(step, who=(0,), total=1, incarnation=f"0-abc-{step > 5:d}") for step in steps]
+    lines = [{"step": step, "shard": 0, "index": step - 1, "units": 1, "t": 0.0} for step in (*steps, 5)]
+    log = [{**line, "incarnation": f"0-abc-{line['step'] > 5:d}"} for line in lines if fed or line["step"] != 5]
+    found = {"trained": 9, "duplicated": 0, "skipped": 0 if missed else 1}
+    assert batches(rows, {0: log}, [cut]) == found | ({"unlogged": 1} if missed else {})
+
+
 def test_replicas_without_a_place_at_the_end_are_named() -> None:
     events = [
         event("ReplicaUnplaced", 1.0, replica=1),
