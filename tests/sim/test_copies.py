@@ -15,7 +15,7 @@ from ft_hsdp.memory.hosts import Host, Level
 from ft_hsdp.memory.recovery import Holding, Recoverable
 from ft_hsdp.memory.replacement import Assignment, RankClaim
 from ft_hsdp.sim import copy_model, copy_world
-from ft_hsdp.sim.copies import CopySpace
+from ft_hsdp.sim.copies import LARGE, CopySpace
 from ft_hsdp.sim.copy_world import CopyBounds, CopyWorld, Move, has
 from ft_hsdp.sim.explore import Exploration, search
 from ft_hsdp.state.agent.slots import SlotPhase, SnapshotSlots
@@ -69,6 +69,14 @@ def test_no_violation_in_large_spaces(bounds: dict[str, Any], capsys: pytest.Cap
     with capsys.disabled():
         print(f"\n{bounds}: {result}")
     assert not result.violation, str(result)
+    assert result.states > 300_000
+
+
+@pytest.mark.soak
+def test_no_violation_in_the_space_that_the_command_explores() -> None:
+    result = search(CopySpace(LARGE), 240)
+    assert not result.violation, str(result)
+    assert result.exhausted
     assert result.states > 300_000
 
 
