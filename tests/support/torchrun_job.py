@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -31,7 +31,7 @@ class TorchrunJob:
         self._config.write_text(f"job: {{name: job}}\n{settings}\n")
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> TorchrunJob:
+    def __enter__(self) -> Self:
         self.lighthouse = self._start("lighthouse", [str(ROOT / "launcher.py"), "lighthouse", str(self._config)])
         self.until(lambda: (self.run / "lighthouse.json").exists(), "the lighthouse listens")
         return self
@@ -49,7 +49,7 @@ class TorchrunJob:
     def _start(self, name: str, arguments: list[str], **variables: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                self._command(name, arguments),
                 cwd=self.folder,
                 env={**environment(), **variables},
                 stdout=log,
@@ -58,6 +58,10 @@ class TorchrunJob:
             )
         self._started.append(process)
         return process
+
+    def _command(self, name: str, arguments: list[str]) -> list[str]:
+        """What runs python with ``arguments``, as the lighthouse or one of the replicas."""
+        return [sys.executable, *arguments]
 
     def torchrun(self, replica: int, ranks: int, script: Path, *arguments: str) -> subprocess.Popen[bytes]:
         """Start ``script`` with ``arguments``, where CONFIG is the job's file and REPLICA the replica.

@@ -89,12 +89,7 @@ class Job(StartedJob):
 
     def agents(self, replica: int) -> dict[str, dict[str, Any]]:
         """Pid and address of the newest state agent on each host of a replica."""
-        found = {}
-        for log in (self.run / "replicas" / str(replica)).glob("agent-*.log"):
-            ready = [line for line in log.read_text().splitlines() if line.startswith("{")]
-            if ready:
-                found[log.stem.removeprefix("agent-")] = dict(json.loads(ready[-1]))
-        return found
+        return agents_of(self.run, replica)
 
     def contributing(self) -> set[int]:
         """The replicas that contributed to the newest commit."""
@@ -185,6 +180,16 @@ class Job(StartedJob):
         process.close()
         verdict: dict[str, Any] = json.loads(out.read_text())
         return verdict
+
+
+def agents_of(run: Path, replica: int) -> dict[str, dict[str, Any]]:
+    """Pid and address of the newest state agent on each host of a replica."""
+    found = {}
+    for log in (run / "replicas" / str(replica)).glob("agent-*.log"):
+        ready = [line for line in log.read_text().splitlines() if line.startswith("{")]
+        if ready:
+            found[log.stem.removeprefix("agent-")] = dict(json.loads(ready[-1]))
+    return found
 
 
 def _print_into(out: Path, folder: Path, env: dict[str, str], arguments: list[str]) -> None:
