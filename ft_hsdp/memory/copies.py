@@ -69,14 +69,10 @@ def coverage(members: Sequence[MemberHosts], plan: Plan, level: Level) -> int:
     healthy = _healthy(members)
     if not healthy:
         return 0
-    ranks = range(len(healthy[0].hosts))
-    domains = {
-        rank: {member.hosts[rank].domain(level) for member in healthy if len(member.hosts) == len(ranks)}
-        for rank in ranks
-    }
+    domains = _covered(healthy, level)
     for copy in plan.copies:
         domains[copy.rank].add(copy.holder.domain(level))
-    return min(map(len, domains.values()), default=0)
+    return min(map(len, domains), default=0)
 
 
 def unmet(members: Sequence[MemberHosts], copies: int, level: Level, room: int | None = None) -> str:
@@ -106,10 +102,11 @@ def missing_copies(
 ) -> Plan:
     """Return which copies have to be made besides those that the healthy replicas are.
 
-    The healthy replica with the lowest id makes them, so that no two replicas rely on each other. Its hosts keep
-    each other's shards in the groups of `placement.groups`. A holder that is lost, full, or in a domain that has a
-    copy already is replaced: by the next host of the shard's probing sequence, then by a spare host, then by a
-    host of another replica. The other copies stay where they are.
+    The healthy replica with the lowest id makes them, so that no two replicas rely on each other; of replicas of
+    unequal width, one with the most ranks, and the narrower ones count for nothing. Its hosts keep each other's
+    shards in the groups of `placement.groups`. A holder that is lost, full, or in a domain that has a copy already
+    is replaced: by the next host of the shard's probing sequence, then by a spare host, then by a host of another
+    replica. The other copies stay where they are.
 
     Args:
         members: the members of the epoch.
@@ -126,10 +123,7 @@ def missing_copies(
     if not healthy:
         return Plan((), (), "")
     first = healthy[0]
-    covered = [
-        {member.hosts[rank].domain(level) for member in healthy if len(member.hosts) == len(first.hosts)}
-        for rank in range(len(first.hosts))
-    ]
+    covered = _covered(healthy, level)
     deficit = copies - min(map(len, covered))
     if deficit <= 0:
         return Plan((), (), "")
@@ -146,8 +140,18 @@ def missing_copies(
 
 
 def _healthy(members: Sequence[MemberHosts]) -> list[MemberHosts]:
-    """Return the healthy members, that with the lowest id first."""
-    return sorted((member for member in members if member.healthy), key=lambda member: member.replica)
+    """Return the healthy members with the most ranks, that with the lowest id first.
+
+    Narrower ones have other shards: they are no copies, and their ranks do not know what a holder has to fetch.
+    """
+    healthy = [member for member in members if member.healthy]
+    most = max((len(member.hosts) for member in healthy), default=0)
+    return sorted((member for member in healthy if len(member.hosts) == most), key=lambda member: member.replica)
+
+
+def _covered(healthy: Sequence[MemberHosts], level: Level) -> list[set[Domain]]:
+    """Return the failure domains of each shard, by rank, before any copy is made."""
+    return [{member.hosts[rank].domain(level) for member in healthy} for rank in range(len(healthy[0].hosts))]
 
 
 class _Candidates:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.memory.copies import MemberHosts, Plan, default_copies, missing_copies
+from ft_hsdp.memory.copies import MemberHosts, Plan, coverage, default_copies, missing_copies
 from ft_hsdp.memory.hosts import Host
 
 
@@ -36,6 +37,16 @@ def test_a_single_replica_keeps_its_copies_on_its_other_hosts() -> None:
 def test_the_ranks_of_one_host_have_one_holder() -> None:
     plan = missing_copies([member(5, "h0", "h1", ranks=2)], 2, "host")
     assert told(plan) == [(5, 0, "h1"), (5, 1, "h1"), (5, 2, "h0"), (5, 3, "h0")]
+
+
+def test_narrower_replicas_are_no_copies_and_keep_none() -> None:
+    narrow, wide = member(0, "r0h0", ranks=2), member(1, "r1h0", "r1h1", ranks=2)
+    plan = missing_copies([narrow, wide], 2, "host")
+    assert told(plan) == [(1, 0, "r1h1"), (1, 1, "r1h1"), (1, 2, "r1h0"), (1, 3, "r1h0")]
+    assert coverage([narrow, wide], plan, "host") == 2
+    assert missing_copies([narrow, wide, member(2, "r2h0", "r2h1", ranks=2)], 2, "host") == NOTHING
+    alone = missing_copies([narrow, replace(wide, healthy=False)], 2, "host")
+    assert (alone.copies, alone.unprotected) == ((), (0, 1))
 
 
 def test_holders_stand_in_other_racks() -> None:
