@@ -184,7 +184,7 @@ class Reducer:
 
     def configure(self, grant: Grant) -> None:
         """Take the lanes of a new membership, before its ring is formed; if they change, the attempt is over."""
-        plan = None if self._lanes is None else self._lanes.plan(grant)
+        plan = None if self._lanes is None else self._lanes.plan(grant.widths)
         with self._lock:
             if plan is not self._plan:
                 self._order, self._plan = None, plan

@@ -11,7 +11,7 @@ of the largest width. So the sum over the replicas is the sum over all ranks, di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -172,17 +172,21 @@ class GradientLanes:
 
     def of(self, grant: Grant) -> tuple[LaneRing, ...]:
         """Return the rings of this rank in a membership, by ascending number of the lane. Any thread."""
-        plan = self.plan(grant)
+        plan = self.plan(grant.widths)
         return (self._usual,) if plan is None else tuple(lane.ring for lane in plan.lanes)
 
-    def plan(self, grant: Grant) -> LanePlan | None:
-        """Return the lanes of this rank in a membership; None if all replicas are equally wide. Any thread."""
-        widths = tuple(sorted(set(grant.widths), reverse=True))
-        if self._width not in widths:
+    def plan(self, widths: Iterable[int]) -> LanePlan | None:
+        """Return the lanes of this rank in a membership; None if all replicas are equally wide. Any thread.
+
+        Args:
+            widths: `Grant.widths`.
+        """
+        different = tuple(sorted(set(widths), reverse=True))
+        if self._width not in different:
             return None
-        if widths not in self._plans:
-            self._plans[widths] = self._divide(widths)
-        return self._plans[widths]
+        if different not in self._plans:
+            self._plans[different] = self._divide(different)
+        return self._plans[different]
 
     def _divide(self, widths: tuple[int, ...]) -> LanePlan:
         tensors = {f"{b}.{name}": (shape, 4) for b, bucket in enumerate(self._buckets) for name, shape in bucket}

@@ -32,7 +32,7 @@ async def test_works_in_any_order_of_the_lanes_do_not_wait_in_a_circle(widths: t
         given = await ring.form(1)
         works = []
         for turn, rank in enumerate(ring.ranks):
-            plan = rank.lanes.plan(given)
+            plan = rank.lanes.plan(given.widths)
             assert plan is not None
             buckets = [flat(b, rank.width, rank.rank) for b in values(rank.replica)]
             order = list(range(len(plan.lanes)))[:: -1 if turn % 2 else 1]
@@ -44,7 +44,7 @@ async def test_works_in_any_order_of_the_lanes_do_not_wait_in_a_circle(widths: t
 async def test_equal_widths_have_one_ring_and_copy_nothing() -> None:
     async with WideRing((3, 3)) as ring:
         given = await ring.form(1)
-        assert all(rank.lanes.plan(given) is None for rank in ring.ranks)
+        assert all(rank.lanes.plan(given.widths) is None for rank in ring.ranks)
         assert all(len(rank.group._lanes) == 1 for rank in ring.ranks)
         assert [tuple(rank.group._lanes) for rank in ring.replicas[0]] == [(0,), (1,), (2,)]
         await ring.check(given)
@@ -138,7 +138,7 @@ async def test_a_member_that_leaves_on_purpose_lets_running_lanes_finish() -> No
         running = next(n for n in wide.group._lanes if n in narrow.group._lanes)
         idle = next(n for n in wide.group._lanes if n not in narrow.group._lanes)
         assert wide.group._lanes[running].ring is not None
-        plan = wide.lanes.plan(given)
+        plan = wide.lanes.plan(given.widths)
         assert plan is not None
         place = [lane.ring.number for lane in plan.lanes].index(running)
         _, works = wide.reduce(given, [flat(b, 4, 2) for b in values(0)][:1], only=[place])
@@ -149,7 +149,7 @@ async def test_a_member_that_leaves_on_purpose_lets_running_lanes_finish() -> No
         await until(lambda: wide.group._lanes[idle].over, "the idle lane is over", 20.0)
         assert not wide.group._lanes[running].over
         assert not wide.broken, "the owner would stop what still runs"
-        there = narrow.lanes.plan(given)
+        there = narrow.lanes.plan(given.widths)
         assert there is not None
         place = [lane.ring.number for lane in there.lanes].index(running)
         works += narrow.reduce(given, [flat(b, 3, 1) for b in values(1)][:1], only=[place])[1]
@@ -175,7 +175,7 @@ async def test_a_dead_lane_is_not_reported_as_a_stuck_one() -> None:
     async with WideRing((4, 3), timeout_s=1.0) as ring:
         given = await ring.form(1)
         wide = ring.replicas[0][1]
-        plan = wide.lanes.plan(given)
+        plan = wide.lanes.plan(given.widths)
         assert plan is not None
         assert len(plan.lanes) == 2
         _, works = wide.reduce(given, [flat(values(0)[0], 4, 1)], only=[0])

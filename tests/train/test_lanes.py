@@ -10,6 +10,7 @@ from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution, Vote, Vot
 from ft_hsdp.core.effects import Reduce
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.connections import LaneRing
+from ft_hsdp.launch.run.replay_sums import equal_sums, lane_sums
 from ft_hsdp.train.gradients import Feeding, Reducer
 from ft_hsdp.train.lanes import GradientLanes
 from ft_hsdp.train.optimizer.groups import finish
@@ -101,6 +102,14 @@ async def test_replicas_of_any_width_make_one_record_and_one_gradient(widths: tu
                 assert all(torch.equal(total, other[index][name]) for other in whole), "the same bits"
                 means = [values(r)[index][name] * w for r, w in enumerate(widths)]
                 torch.testing.assert_close(total, sum(means) / divisor)
+        shards = {r: [[flat(b, w, k) for b in values(r)] for k in range(w)] for r, w in enumerate(widths)}
+        again = (lane_sums if first.ring_widths else equal_sums)(shards, first, SHAPES, every[0].rank.settings)
+        for index, bucket in enumerate(whole[0]):
+            added = [of_rank[index] for of_rank in again.reduced]
+            finish(first, added, None, max(widths))
+            found = joined(added, values(0)[index])
+            assert all(torch.equal(found[name], total) for name, total in bucket.items()), "a replay adds alike"
+        assert again.square**0.5 / (divisor / max(widths)) == first.norm
         squares = sum(float((t.double() ** 2).sum()) for bucket in whole[0] for t in bucket.values())
         assert first.norm == pytest.approx(squares**0.5)
         expected = torch.tensor([float(sum(widths)), sum(w * (w - 1) / 2 for w in widths), 0.0])
@@ -200,7 +209,7 @@ async def test_the_lanes_of_a_replica_have_each_row_once() -> None:
     async with WideRing((4, 3)) as ring:
         given = ring.grant(1)
         for ranks in ring.replicas:
-            plans = [rank.lanes.plan(given) for rank in ranks]
+            plans = [rank.lanes.plan(given.widths) for rank in ranks]
             sizes = [part.size for plan in plans if plan for lane in plan.lanes for part in lane.parts]
             assert sum(sizes) == sum(t.numel() for bucket in values(0) for t in bucket.values())
             assert [len(plan.lanes) for plan in plans if plan] == ([1, 2, 2, 1] if len(ranks) == 4 else [2, 2, 2])

@@ -194,7 +194,7 @@ class Rank:
         from ft_hsdp.train.gradients import checksum
 
         self._step += 1
-        plan = self._lanes.plan(self._grant)
+        plan = self._lanes.plan(self._grant.widths)
         mine = Entry(self._replica, (Contribution(self._replica, 1, 0, self._replica),))
         works: list[tuple[int, int, Any]] = []
         for bucket, (flat, out) in enumerate(zip(self._gradient, self._sums, strict=True)):

@@ -22,21 +22,21 @@ from torch import Tensor, nn
 from ft_hsdp import secret
 from ft_hsdp.analysis.commits import counted, newest_final
 from ft_hsdp.config import Config, load
-from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import Contribution
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run import replay_entry
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import check_counts_units, commits_of, finals_of
+from ft_hsdp.launch.run.replay_sums import equal_sums, lane_sums
 from ft_hsdp.state.checkpoint import catalog, dcp
 from ft_hsdp.state.checkpoint.catalog import UNSIGNED, Checkpoint
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
 from ft_hsdp.train import trainer
-from ft_hsdp.train.gradients import checksum, ring_settings, sum_of_squares
+from ft_hsdp.train.gradients import ring_settings
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, finish
-from ft_hsdp.train.replay_job import record_of, ring_sum
+from ft_hsdp.train.replay_job import record_of
 from ft_hsdp.train.state.packing import state_digest
 
 
@@ -165,6 +165,7 @@ class _Unsharded:
         self._groups = Groups(optimizer, lambda step: trainer.factor(config, step))
         self._names = {id(p): n for n, p in self._model.named_parameters()}
         self._buckets: list[list[nn.Parameter]] = [list(m.parameters()) for m in reversed(self._model.shards())]
+        self._rows = [[(self._names[id(p)], tuple(p.shape)) for p in bucket] for bucket in self._buckets]
 
     def resume(self, run: RunDir, first: Row) -> Ledger:
         """Load the checkpoint on which the first recorded step builds, and return its ledger.
@@ -192,27 +193,21 @@ class _Unsharded:
         runs: dict[int, list[Contribution]] = {}
         for c in record.contributions:
             runs.setdefault(c.replica, []).append(c)
-        width = record.contributions[0].width or self._ranks
-        gradients = {replica: self._replica(theirs, width) for replica, theirs in runs.items()}
-        reduced = [
-            [
-                ring_sum({r: g[rank][b] for r, g in gradients.items()}, record.ring, self._ring_settings)
-                for b in range(len(self._buckets))
-            ]
-            for rank in range(width)
-        ]
-        digest = state_id.digest([state_id.digest([checksum(t) for t in shards]) for shards in reduced])
+        gradients = {
+            replica: self._replica(theirs, theirs[0].width or self._ranks) for replica, theirs in runs.items()
+        }
+        sums = lane_sums if record.ring_widths else equal_sums
+        found = sums(gradients, record, self._rows, self._ring_settings)
+        width = len(found.reduced)
         counted = tuple(replace(c, weight=self._weight(c)) for c in record.contributions)
-        record = replace(record, contributions=counted, digest=digest)
+        record = replace(record, contributions=counted, digest=found.digest)
         if not record.updates:
             return record.state_id.lineage
-        whole = [((0, flat.numel()),) for flat in reduced[0]]
-        norm = sum(sum_of_squares(s, whole) for s in reduced) ** 0.5 / (record.divisor / width)
-        record = replace(record, norm=norm)
-        for shards in reduced:
+        record = replace(record, norm=found.square**0.5 / (record.divisor / width))
+        for shards in found.reduced:
             finish(record, shards, config.optim.clip, width)
         for b, params in enumerate(self._buckets):
-            self._assign(params, [reduced[rank][b] for rank in range(width)])
+            self._assign(params, [shards[b] for shards in found.reduced])
         self._groups.step(record)
         self._model.zero_grad(set_to_none=True)
         return record.state_id.lineage

@@ -57,18 +57,18 @@ class WideRank:
         self.connected: list[int] = []
         self.broken: list[RingAbort] = []
         events = GroupEvents(self.connected.append, self.broken.append, lambda _: None, lambda _: None)
-        settings = Settings(transport, chunk_bytes=256, timeout_s=timeout_s, connect_timeout_s=connect_s)
+        self.settings = Settings(transport, chunk_bytes=256, timeout_s=timeout_s, connect_timeout_s=connect_s)
         usual = LaneRing(rank, f"{width} ranks")
         self.lanes = GradientLanes(shapes, (), usual, width, rank)
         identity = MemberIdentity(replica, usual.number, usual.layout, TOKEN)
-        self.group = Group(identity, settings, events, lanes=self.lanes.of)
+        self.group = Group(identity, self.settings, events, lanes=self.lanes.of)
         self.address = self.group.listen("127.0.0.1")
 
     def reduce(
         self, grant: Grant, buckets: Sequence[torch.Tensor], step: int = 1, only: Sequence[int] | None = None
     ) -> tuple[list[torch.Tensor], list[Work]]:
         """Queue the buckets, lane by lane; return where the sums go. `only`: places of lanes that take part."""
-        plan = self.lanes.plan(grant)
+        plan = self.lanes.plan(grant.widths)
         mine = Entry(self.replica, (Contribution(self.replica, 1, 0, self.replica),))
         outs, works = [torch.zeros_like(b) for b in buckets], []
         for index, (bucket, out) in enumerate(zip(buckets, outs, strict=True)):
