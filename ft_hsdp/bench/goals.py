@@ -295,6 +295,9 @@ def width(result: Row) -> Verdicts:
         yield most(f"{there}: host lost to new step - 1 step, p50 ms", row, LONE_MS, row["beyond"]["p50_ms"])
         yield most(f"{there}: steps lost", row, LONE_STEPS, row["lost_steps"]["max"])
         yield most(f"{row['left']} ranks to {row['ranks']}: steps repeated", row, 0, row["grow"]["repeated"])
+    for row in result["losses"]:
+        wrong = row["twice"] + row["skipped"] + (not row["replayed"]) + len(row["breaches"])
+        yield most(f"{row['job']}, {row['losses']} hosts lost: twice, skipped, not replayed", row, 0, wrong)
     for row in result["allreduce"]:
         yield most("all-reduce of 4 with 3 ranks, times 4 with 4", row, LANES_TIMES, row["times"])
 

@@ -15,11 +15,11 @@ MEASURES = (
     "of recovery: kill, torchft, rejoin, return, stop, readers, local; "
     "of overhead: steady, snapshot, ray, link; of units: constant, rate, refill, loss, tokens, kills; "
     "of adopt: step, kill; of memory: step, none, gaps, lost, union, flips; "
-    "of width: reshape, allreduce, blocks, lone; or all"
+    "of width: reshape, allreduce, blocks, lone, losses; or all"
 )
 BENCH_TIME = (
     "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); "
-    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20; units 13; adopt 10; strangers 2; tls 1; width 3"
+    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20; units 13; adopt 10; strangers 2; tls 1; width 10"
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from argparse import Namespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from ft_hsdp.bench.command import WIDTH, width_options
 from ft_hsdp.bench.memory.lost import Loss
 from ft_hsdp.bench.recovery.analysis import Kill
 from ft_hsdp.bench.results import MIB, ProgressLog, spread
-from ft_hsdp.bench.width import allreduce, blocks, lone, reshape
+from ft_hsdp.bench.width import allreduce, blocks, lone, losses, reshape
 from ft_hsdp.errors import ConfigError
 from tests.support.bench.tables import shown
 
@@ -114,6 +115,29 @@ def test_a_lone_replica_that_shrinks_beside_the_goals() -> None:
     worse = {**row, "beyond": spread([2.1]), "lost_steps": {"p50": 2, "max": 2}}
     worse["grow"] = {"pause": spread([1.5]), "repeated": 1}
     assert [v.met for v in goals.width({**EMPTY, "lone": [worse]})] == [False, False, False]
+
+
+def test_random_losses_beside_the_goal() -> None:
+    row: dict[str, Any] = {"job": "one, adapt", "replicas": 1, "ranks": 4, "losses": 50, "shrunk": 30, "grown": 20}
+    row |= {"steps": 1500, "narrow_steps": 200, "trained": 5000, "twice": 0, "skipped": 0}
+    row |= {"replayed": True, "breaches": []}
+    assert [v.met for v in goals.width({**EMPTY, "losses": [row]})] == [True]
+    assert "one, adapt" in shown("width", {**EMPTY, "losses": [row]})
+    for worse in ({"twice": 1}, {"skipped": 1}, {"replayed": False}, {"breaches": ["a line"]}):
+        assert [v.met for v in goals.width({**EMPTY, "losses": [{**row, **worse}]})] == [False]
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", losses.JOBS)
+def test_50_random_losses_with_shrink_and_grow(name: str) -> None:
+    (row,) = losses.losses(50, ProgressLog(sys.stdout), [name])
+    assert (row["losses"], row["twice"], row["skipped"], row["breaches"]) == (50, 0, 0, [])
+    assert row["replayed"]
+    assert row["shrunk"] >= 10
+    assert row["grown"] >= 5
+    assert row["narrow_steps"] >= 20
 
 
 @pytest.mark.proof

@@ -7,6 +7,7 @@ Read the modules in this order:
     allreduce  replicas of 4 and 3 ranks sum a gradient in lanes, beside replicas of 4 and 4
     blocks     loads of lost blocks from a block store, scattered and consecutive, beside ReStore's formulas
     lone       one replica loses a host, goes on with fewer ranks, and grows when the host is back
+    losses     hosts that are lost at random moments: the audit, the check of the logs and the replay
     figures    the tables
 
 In `reshape` each rank is a process: 4 state servers with a shard each, 3 ranks that fetch theirs, and for

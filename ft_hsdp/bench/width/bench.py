@@ -10,6 +10,7 @@ from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.bench.width.allreduce import allreduce
 from ft_hsdp.bench.width.blocks import blocks, loads
 from ft_hsdp.bench.width.lone import lone
+from ft_hsdp.bench.width.losses import losses
 from ft_hsdp.bench.width.reshape import reshape
 
 
@@ -33,4 +34,5 @@ def run(options: WidthOptions, stream: TextIO) -> dict[str, Any]:
     result["blocks"] = blocks(log) if "blocks" in wanted else []
     result["loads"] = loads(options.rounds) if "blocks" in wanted else []
     result["lone"] = lone(options.kills, log) if "lone" in wanted else []
+    result["losses"] = losses(options.kills, log) if "losses" in wanted else []
     return finish_result(result, log, started)

@@ -47,6 +47,12 @@ def width_figures(result: Row, console: Console) -> None:
         )
     for row in result["lone"]:
         _lone(row, console)
+    if result["losses"]:
+        heads = ("replicas, batch", "lost", "shrunk", "grown", "steps", "narrow", "twice", "skipped", "replay")
+        keys = ("job", "losses", "shrunk", "grown", "steps", "narrow_steps", "twice", "skipped")
+        equal = {True: "equal", False: "DIFFERS"}
+        table = [[*(str(row[key]) for key in keys), equal[row["replayed"]]] for row in result["losses"]]
+        print_table(console, "Random hosts are lost at random moments", heads, table)
 
 
 def _lone(row: Row, console: Console) -> None:
