@@ -6,7 +6,7 @@ replica, batch b of a data shard has the units b*A*D to (b+1)*A*D - 1; unit u is
 rank u % D of batch u // (A*D). A contributor trains m micro-batches on each of its data ranks, so it takes m*D
 units.
 
-Two pure steps lead from a membership to units. `quotas` says how many units each contributor takes. `deal` says
+Two pure steps lead from a membership to units. `shares` says how many units each contributor takes. `deal` says
 which *places* it takes: place p is the p-th untrained unit of the state that the step builds on, so a place needs
 no knowledge of the data, and the lighthouse can deal places. `Ledger.at` turns places into units.
 
@@ -53,25 +53,14 @@ class UnitPolicy:
             return able
         return max((n for n in self.allowed if n <= able), default=0)
 
-    def quotas(self, count: int) -> tuple[int, ...]:
-        """Return the micro-batches per data rank of each of `count` contributors, in ring order.
-
-        Two quotas differ by at most one. Their sum is `replicas * accumulate` unless the batch adapts, or
-        `max_accumulate` caps them.
-        """
-        if count < 1:
-            return ()
-        if self.batch == "adapt":
-            return (self.accumulate,) * count
-        each, more = divmod(self.replicas * self.accumulate, count)
-        return tuple(max(1, min(each + (i < more), self.max_accumulate)) for i in range(count))
-
     def shares(self, widths: Sequence[int]) -> tuple[int, ...]:
-        """Return the units of each contributor: `quotas` times the width, if all have the same one.
+        """Return the units of each contributor: its micro-batches per data rank times its width.
 
-        Otherwise each takes the same number of micro-batches, too, and what is missing to a constant batch goes in
-        single micro-batches to those that come first and whose width it fits. So a step may have fewer units than
-        wanted, and it has more only if each must take one.
+        If the batch adapts, each takes `accumulate` micro-batches. Otherwise two contributors differ by at most
+        one: what is missing to a constant batch goes in single micro-batches to those that come first and whose
+        width it fits. With equal widths the sum is what is wanted, unless `max_accumulate` caps it or there are
+        more contributors than micro-batches. With unequal ones a step may have fewer units than that, and it has
+        more only if each must take one.
 
         Args:
             widths: data ranks of each contributor, in ring order.

@@ -37,6 +37,7 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.effects import Exit, RunBatch
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
+from ft_hsdp.memory.lanes import without_rows
 from ft_hsdp.train.check_in import check_in, open_log, restored
 from ft_hsdp.train.data.prefetch import Reader, Source
 from ft_hsdp.train.data.sources import DataSources
@@ -246,16 +247,32 @@ class Job(DataSources, UserLoop):
     def _check_width(self) -> None:
         """Check that fewer ranks can hold the model, if a replica may go on with fewer.
 
+        With several replicas, those of other widths sum their gradients in lanes. Each rank then needs a row.
+
         Raises:
-            ConfigError: A parameter is cut in another way than along dimension 0 over all ranks.
+            ConfigError: A parameter is cut in another way than along dimension 0 over all ranks; or there are
+                several replicas, and the model has running statistics, or some ranks of a width would have no row.
         """
-        least = self.config.memory.shrink_to
+        config, least = self.config, self.config.memory.shrink_to
         for name, param in self._adopted.params.items() if least is not None else ():
             cut = tuple(getattr(param, "placements", ()))
             if cut != (Shard(0),) or param.device_mesh.size() != self.ranks:
                 how = ", ".join(map(str, cut)) or "not at all"
                 allowed = (
                     f"null, unless each parameter is cut along dimension 0 over all ranks ({name} is cut: {how})"
+                )
+                raise ConfigError("memory.shrink_to", least, allowed)
+        if least is None or config.slots < 2:
+            return
+        if (rows := self._adopted.rows) is None:
+            allowed = "null with batch_norm: sums of running statistics depend on the number of ranks"
+            raise ConfigError("memory.shrink_to", least, allowed)
+        tensors = {name: (shape, 4) for bucket in rows for name, shape in bucket}
+        of_host = config.ranks_per_replica // (config.hosts.per_replica or 1)
+        for width in (w for w in range(of_host, config.ranks_per_replica + 1, of_host) if w >= least):
+            if empty := without_rows(tensors, width):
+                allowed = (
+                    f"null, or a model of which each rank has a row (rank {empty[0]} of {width} would have none)"
                 )
                 raise ConfigError("memory.shrink_to", least, allowed)
 

@@ -31,13 +31,13 @@ def apportion(grant: Grant, before: Grant | None, policy: UnitPolicy, refill: bo
     count = policy.contributors(len(able))
     contributed = {m.replica for m in before.members if m.role == "contribute"} if before else set()
     chosen = {m.replica for m in sorted(able, key=lambda m: m.replica not in contributed)[:count]}
-    shares = iter(policy.shares([_data_ranks(m, policy) for m in grant.members if m.replica in chosen]))
+    widths = [_data_ranks(m, policy) for m in grant.members if m.replica in chosen]
+    shares = iter(policy.shares(widths))
     full = max((_data_ranks(m, policy) for m in grant.members), default=1)
-    later = policy.quotas(count + 1)[-1]  # of one that is behind, once it contributes
     members = []
     for m in grant.members:
-        if m.role != "contribute":
-            members.append(replace(m, units=later * _data_ranks(m, policy), places=()))
+        if m.role != "contribute":  # it is behind: what it will train once it contributes
+            members.append(replace(m, units=policy.shares([*widths, _data_ranks(m, policy)])[-1], places=()))
         elif m.replica in chosen:
             members.append(replace(m, units=next(shares), places=()))
         else:

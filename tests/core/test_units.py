@@ -18,7 +18,7 @@ def constant(replicas: int, accumulate: int, cap: int = 10**6) -> UnitPolicy:
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 12))
 def test_a_constant_batch_is_shared_out_as_evenly_as_possible(replicas: int, accumulate: int, count: int) -> None:
-    quotas = constant(replicas, accumulate).quotas(count)
+    quotas = constant(replicas, accumulate).shares([1] * count)
     assert len(quotas) == count
     assert max(quotas) - min(quotas) <= 1
     assert min(quotas) >= 1
@@ -28,11 +28,11 @@ def test_a_constant_batch_is_shared_out_as_evenly_as_possible(replicas: int, acc
 
 
 def test_quotas_are_capped_and_adapt() -> None:
-    assert constant(4, 3).quotas(3) == (4, 4, 4)
-    assert constant(4, 3, cap=4).quotas(1) == (4,)
-    assert constant(4, 1).quotas(3) == (2, 1, 1)
-    assert UnitPolicy(4, 3).quotas(3) == (3, 3, 3)
-    assert constant(4, 3).quotas(0) == ()
+    assert constant(4, 3).shares([1, 1, 1]) == (4, 4, 4)
+    assert constant(4, 3, cap=4).shares([1]) == (4,)
+    assert constant(4, 1).shares([1, 1, 1]) == (2, 1, 1)
+    assert UnitPolicy(4, 3).shares([1, 1, 1]) == (3, 3, 3)
+    assert constant(4, 3).shares([]) == ()
 
 
 @pytest.mark.parametrize(("able", "count"), [(9, 8), (8, 8), (7, 4), (3, 2), (1, 0)])
@@ -78,7 +78,7 @@ def test_no_two_that_live_ever_hold_one_unit(
     """Through any memberships on one state: what a member may have trained is dealt to no other."""
     policy, before, dealt = constant(replicas, accumulate), dict[int, Places](), 0
     for ids in members:
-        counts = {r: n * ranks for r, n in zip(sorted(ids), policy.quotas(len(ids)), strict=True)}
+        counts = {r: n * ranks for r, n in zip(sorted(ids), policy.shares([1] * len(ids)), strict=True)}
         if before:
             after, dealt = redeal(before, counts, shared, refill, dealt)
         else:
@@ -103,11 +103,11 @@ def test_runs_of_places_are_cut_and_joined() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 12), st.integers(1, 4), st.integers(1, 9))
-def test_shares_of_equal_widths_are_the_quotas(
+def test_shares_of_equal_widths_are_those_of_one_rank_times_the_width(
     replicas: int, accumulate: int, count: int, width: int, cap: int
 ) -> None:
     for policy in (constant(replicas, accumulate, max(cap, accumulate)), UnitPolicy(replicas, accumulate)):
-        assert policy.shares([width] * count) == tuple(n * width for n in policy.quotas(count))
+        assert policy.shares([width] * count) == tuple(n * width for n in policy.shares([1] * count))
 
 
 def test_a_replica_of_fewer_ranks_takes_a_share_of_its_width() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -10,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.core.incarnation import IncarnationId
@@ -318,6 +322,32 @@ def test_a_loader_has_the_jobs_shape_and_seed(mesh: DeviceMesh, tmp_path: Path) 
             next(iter(loader))
         with pytest.raises(ConfigError, match=r"a call after job.optimizer"):
             next(iter(job.stream([1])))
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ([nn.Linear(4, 4)], "each rank has a row (rank 2 of 3 would have none)"),
+        ([nn.Linear(4, 12), nn.BatchNorm1d(12)], "null with batch_norm"),
+    ],
+)
+def test_a_model_that_lanes_cannot_sum_is_refused(
+    mesh: DeviceMesh, tmp_path: Path, parts: list[nn.Module], why: str
+) -> None:
+    """With one replica there are no lanes, and nothing is refused."""
+    lone = parse(
+        {"replicas": 1, "ranks_per_replica": 6, "hosts": {"per_replica": 2}, "memory": {"shrink_to": 2}},
+    )
+    for replicas in (1, 2):
+        with made(mesh, tmp_path, lone.model_copy(update={"replicas": replicas})) as job:
+            model = nn.Sequential(*copy.deepcopy(parts))
+            fully_shard(model, mesh=mesh)
+            if replicas == 1:
+                job.adopt(model, batch_norm="mean")
+                continue
+            with pytest.raises(ConfigError, match=re.escape(why)) as refused:
+                job.adopt(model, batch_norm="mean")
+            assert refused.value.key == "memory.shrink_to"
 
 
 def test_a_stream_needs_data_shards_of_the_replicas_own(mesh: DeviceMesh, tmp_path: Path) -> None:

@@ -115,6 +115,26 @@ def test_a_second_loss_on_the_same_state_deals_no_place_twice() -> None:
     assert not mine & others, "what 0 and 3 give up they may have trained"
 
 
+@pytest.mark.parametrize(
+    ("batch", "now", "later"), [("adapt", {0: 12, 1: 12}, 9), ("constant", {0: 20, 1: 16}, 12)]
+)
+def test_a_narrower_one_that_is_behind_will_take_a_share_of_its_width(
+    batch: Any, now: dict[int, int], later: int
+) -> None:
+    """Three replicas of 4 data ranks are wanted, with 3 micro-batches each: 36 units. Replica 2 has 3 ranks."""
+    policy = UnitPolicy(accumulate=3, batch=batch, max_accumulate=12, shared=True, data_ranks=4)
+    made = grant("01", behind="2", total=3)
+    wide = tuple(replace(m, ring=RING * 2 if m.replica < 2 else (*RING, *RING)[:3]) for m in made.members)
+    shared_out = apportion(replace(made, members=wide), None, policy, refill=False)
+    assert units(shared_out) == now
+    assert shared_out.units == 36
+    assert next(m.units for m in shared_out.members if m.role == "behind") == later
+    whole = apportion(
+        replace(made, members=tuple(replace(m, role="contribute") for m in wide)), None, policy, False
+    )
+    assert units(whole)[2] == later, "what it was told"
+
+
 def test_one_that_is_behind_takes_nothing_until_it_has_the_state() -> None:
     whole = apportion(grant("0123"), None, SHARED, refill=False)
     three = apportion(grant("012", base=LATER, epoch=3), whole, SHARED, refill=True)
