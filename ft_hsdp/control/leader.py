@@ -19,7 +19,6 @@ from ft_hsdp.control.telemetry import Decisions
 from ft_hsdp.core import effects, events
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.commit import AttemptId, CommitToken, Intervention, Vote, VoteTally
-from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.replica_state import DEFAULT, Phase, Replica, ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_RETRYABLE
@@ -244,7 +243,7 @@ class Leader:
             wanted=grant.units,
             intervention=settings.intervention,
             chunk_bytes=settings.chunk_bytes,
-            widths=_narrow(grant, settings),
+            widths=grant.narrower(settings.nominal, settings.ranks_per_unit),
             ring_widths=grant.widths,
         )
         fence, digest = self._tally.fence, self._tally.state_digest
@@ -325,12 +324,6 @@ class Leader:
             self._not_written(
                 state, f"ranks {late} have not written within {self._settings.write_s:g} s", late=late
             )
-
-
-def _narrow(grant: Grant, settings: LeaderSettings) -> dict[int, int]:
-    """Return the data ranks of the members that have fewer ranks than a whole replica, by replica id."""
-    widths = {m.replica: len(m.ring) // settings.ranks_per_unit for m in grant.members if m.ring}
-    return {replica: width for replica, width in widths.items() if width < settings.nominal}
 
 
 def _record_lost(replica: Replica, event: events.Event) -> Replica:

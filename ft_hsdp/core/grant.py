@@ -92,6 +92,16 @@ class Grant:
         widths = tuple(len(m.ring) for m in self.members)
         return widths if len(set(widths)) > 1 else ()
 
+    def narrower(self, nominal: int, ranks_per_unit: int = 1) -> dict[int, int]:
+        """Return the data ranks of the members that have fewer of them than a whole replica, by replica id.
+
+        Args:
+            nominal: data ranks of a whole replica.
+            ranks_per_unit: ranks that train one unit together.
+        """
+        widths = {m.replica: len(m.ring) // ranks_per_unit for m in self.members if m.ring}
+        return {replica: width for replica, width in widths.items() if width < nominal}
+
     def member(self, replica: int, incarnation: str) -> Member | None:
         """Return the entry of one incarnation.
 

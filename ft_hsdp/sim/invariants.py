@@ -5,7 +5,7 @@ They look at the content of replicas, which no core knows, so an identity that l
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from ft_hsdp.core import state_id
@@ -15,9 +15,11 @@ from ft_hsdp.core.ledger import Run
 from ft_hsdp.core.replica_state import Phase, Replica
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import Places, UnitPolicy
+from ft_hsdp.memory.lanes import lanes
 from ft_hsdp.sim.world import Content, Flip, Kept, same_run, weight
 
 EPOCHS_WITHOUT_A_STEP = 12
+TENSORS = {"a": ((10, 4), 4), "b": ((7,), 4), "c": ((4, 5), 4)}  # each can be cut for up to 4 ranks
 
 
 class Violation(Exception):
@@ -56,18 +58,80 @@ def as_many_units_as_wanted(r: int, record: CommitRecord, grant: Grant, policy: 
     """Check the number of units of a step that replica `r` commits on `grant`, if the batch is constant.
 
     Only the first step of an epoch may have fewer, when a contributor was lost in the middle of it, and more, when
-    another one came back and the others had trained its units.
+    another one came back and the others had trained its units. If replicas have fewer ranks, the number need not
+    be one of whole micro-batches: fewer units are missing than one more micro-batch of the widest one has.
     """
-    cap = len(record.contributors) * policy.max_accumulate
+    widths = {m.replica: max(1, len(m.ring)) for m in grant.members if m.replica in record.contributors}
+    slack = max(widths.values()) - 1 if min(widths.values()) < policy.data_ranks else 0
+    cap = sum(widths.values()) * policy.max_accumulate
     if policy.batch != "constant" or record.poisoned or cap < grant.units:
         return
     first = record.step == grant.base.step + 1
-    if record.units < grant.units and not (first and policy.refill == "next_step"):
+    if record.units < grant.units - slack and not (first and policy.refill == "next_step"):
         raise Violation(
             f"too few units: replica {r} commits {record.units} of {grant.units} in step {record.step}"
         )
-    if record.units > grant.units and not first:
+    if record.units > max(grant.units, sum(widths.values())) and not first:
         raise Violation(f"too many units: replica {r} commits {record.units}, {grant.units} are wanted")
+
+
+def cut_alike(entries: Mapping[int, tuple[int, tuple[int, ...]]]) -> None:
+    """Check that the members of a ring that holds a sum have cut their gradients into the same lanes.
+
+    Args:
+        entries: for each member, how many ranks it has, and the widths of all members by its grant.
+    """
+    plans = {replica: lanes(TENSORS, told or (width,)) for replica, (width, told) in entries.items()}
+    if len(set(plans.values())) > 1:
+        raise Violation(f"other widths: the members of a ring cut their gradients for {dict(entries)}")
+    for replica, (width, _) in entries.items():
+        if {rank for lane in plans[replica] if width in lane.widths for rank in [lane.owner(width)]} != {
+            *range(width)
+        }:
+            raise Violation(f"other widths: replica {replica} has {width} ranks, the ring knows {dict(entries)}")
+
+
+def names_widths(r: int, record: CommitRecord, widths: Mapping[int, int], ranks: int) -> None:
+    """Check that a record which replica `r` commits names the widths that its voters had.
+
+    Each rank of a contributor trains as many units, so that none waits for another.
+
+    Args:
+        r: place of the replica.
+        record: the record.
+        widths: ranks of each member that voted.
+        ranks: of a replica that has all.
+    """
+    ring = tuple(widths[replica] for replica in record.ring)
+    if record.ring_widths != (ring if len(set(ring)) > 1 else ()):
+        raise Violation(f"other widths: replica {r} commits with {record.ring_widths}, the voters had {ring}")
+    for replica in record.contributors:
+        width, mine = widths[replica], [c for c in record.contributions if c.replica == replica]
+        if {c.width for c in mine} != {width if width < ranks else 0}:
+            raise Violation(f"other widths: replica {r} commits {mine} of a replica with {width} ranks")
+        if sum(c.units for c in mine) % width:
+            raise Violation(f"idle ranks: replica {r} commits {mine} of a replica with {width} ranks")
+
+
+def no_longer_than_needed(grant: Grant, policy: UnitPolicy) -> None:
+    """Check that no contributor waits for another one because that has fewer ranks.
+
+    Micro-batches are trained one after the other: no rank has more of them than all ranks together need for the
+    wanted units, and with a batch that adapts no more than those of a replica that has all its ranks.
+    """
+    widths = {m.replica: len(m.ring) for m in grant.members if m.role == "contribute"}
+    rounds = {m.replica: -(-m.units // len(m.ring)) for m in grant.members if m.role == "contribute"}
+    most = -(-grant.units // max(1, sum(widths.values()))) if policy.batch == "constant" else policy.accumulate
+    if slow := {r: n for r, n in rounds.items() if n > max(1, most)}:
+        raise Violation(f"waits: epoch {grant.epoch} wants {slow} micro-batches of ranks, {most} are enough")
+
+
+def repeats_nothing(r: int, trained: Places) -> None:
+    """Check that replica `r`, which leaves to come back with more ranks, throws nothing away that it trained."""
+    if trained:
+        raise Violation(
+            f"repeated: replica {r} leaves to grow, and drops the places {trained}, which it has trained"
+        )
 
 
 def agreement(r: int, state: StateId, contents: Sequence[Content], replicas: Sequence[Replica | None]) -> None:

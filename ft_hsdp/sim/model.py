@@ -34,6 +34,7 @@ from ft_hsdp.sim.world import (
     put,
     replica_at,
     same_run,
+    width_of,
 )
 from lighthouse.quorum import state as quorum
 from lighthouse.quorum.rules import remembered
@@ -94,6 +95,9 @@ class Model(ModelView):
         """Return the world after replica `r` holds the sum and votes. All of its state is compared at once."""
         brought = ((e.replica, run) for e in dict(w.rings)[record.fence] for run in e.runs)
         invariants.counts_what_was_brought(r, record, brought)
+        if w.widths:
+            ring = dict(w.rings)[record.fence]
+            invariants.cut_alike({e.replica: (width_of(w, (e.replica, e.incarnation)), e.widths) for e in ring})
         digest = ("corrupt" if self._flipped(w, r) else "sound") if self.bounds.flips else ""
         return self.tell(w, r, events.Reduced(record.fence, record, digest))
 
@@ -131,13 +135,38 @@ class Model(ModelView):
             answers=put(w.answers, r, None),
             tokens=tuple(t for t in w.tokens if t[0] != r),
             exits=tuple(sorted((*w.exits, (me.me, me.incarnation)))),
+            growing=w.growing - {r},
         )
+
+    def lose_host(self, w: World, r: int) -> World:
+        """Return the world after replica `r` loses a host, and no spare is there.
+
+        All its ranks end, if they run. It will go on with those that are left. A snapshot lacks the lost shard
+        then, unless another replica or another host has it.
+        """
+        w = w._replace(losses=w.losses - 1, left=put(w.left, r, w.left[r] - 1))
+        if not self.bounds.copied:
+            elsewhere = {snapshot for other, kept in enumerate(w.kept) if other != r for snapshot in kept}
+            w = w._replace(kept=put(w.kept, r, tuple(s for s in w.kept[r] if s in elsewhere)))
+        return w if self.replica(w, r) is None else self.die(w, r)
+
+    def get_host(self, w: World, r: int) -> World:
+        """Return the world after replica `r` gets a host back: its next life has one rank more.
+
+        If it runs, it is told to end.
+        """
+        w = w._replace(returns=w.returns - 1, left=put(w.left, r, w.left[r] + 1))
+        if self.replica(w, r) is None:
+            return w
+        return self.tell(w._replace(growing=w.growing | {r}), r, events.LeaveRequested())
 
     def restart(self, w: World, r: int, found: Kept | None = None) -> World:
         """Return the world after replica `r` starts again from initial weights or the snapshot that it `found`."""
         life = w.lives[r] + 1
         late = w.late | {r} if self._over(w) else w.late
-        w = w._replace(lives=put(w.lives, r, life), late=late)
+        w = w._replace(lives=put(w.lives, r, life), late=late, growing=w.growing - {r})
+        if w.widths:
+            w = w._replace(widths=put(w.widths, r, (*w.widths[r], w.left[r])))
         born = self._born(replica_at(w, r), name_at(w, r), found.state if found else None)
         kept = w.kept[r][w.kept[r].index(found) :] if found else ()
         w = w._replace(replicas=put(w.replicas, r, born), kept=put(w.kept, r, kept))
@@ -199,7 +228,8 @@ class Model(ModelView):
                 w = w._replace(asked=put(w.asked, r, effect), answers=put(w.answers, r, None))
                 return w if effect.pause else self.deliver(w, r)
             case effects.RunBatch(_, places):
-                begun = places if self.bounds.eager else head(places, 1)
+                at_once = width_of(w, (replica_at(w, r), name_at(w, r))) or 1
+                begun = places if self.bounds.eager else head(places, at_once)
                 return w._replace(trained=put(w.trained, r, begun))
             case effects.DropGradient():
                 return w._replace(trained=put(w.trained, r, ()))
@@ -212,6 +242,9 @@ class Model(ModelView):
                 return self._commit(w, r, record, decided)
             case effects.DropSnapshots():
                 return w._replace(kept=put(w.kept, r, ()))
+            case effects.Exit(_, why) if r in w.growing and why == LEFT and w.replicas[r] >= 0:
+                invariants.repeats_nothing(r, w.trained[r])
+                return self.die(w, r)._replace(growing=w.growing)
             case effects.Exit(code, why) if w.replicas[r] >= 0 and (code or why == LEFT or self._leaves(w, r)):
                 return self.die(w, r)
             case _:
@@ -229,7 +262,9 @@ class Model(ModelView):
         if r in w.exiled:  # it is sent again and again, and arrives when it can
             return w._replace(asked=put(w.asked, r, replace(ask, pause=True)))
         w = w._replace(asked=put(w.asked, r, replace(ask, pause=False)))
-        return self.consult(w, quorum.Asked(quorum.OpenRequest(ask.report, id=r), 0.0))
+        ranks = width_of(w, (replica_at(w, r), name_at(w, r)))
+        ring = tuple(f"replica-{r}:{rank}" for rank in range(ranks))
+        return self.consult(w, quorum.Asked(quorum.OpenRequest(ask.report, id=r, ring=ring), 0.0))
 
     def _enter(self, w: World, r: int, order: effects.Reduce) -> World:
         me, here, fence = replica_at(w, r), self.replica(w, r), order.fence
@@ -241,7 +276,7 @@ class Model(ModelView):
             shard = 0 if self._units.shared else me
             runs = ledger(self._contents.items[w.content[r]], self._shards).at(shard, places)
             runs = runs if self.bounds.replicated_cursors else ((me, w.local[r], 1),)
-        entry = WorldEntry(me, name_at(w, r), here.grant.term, runs, order.prev)
+        entry = WorldEntry(me, name_at(w, r), here.grant.term, runs, order.prev, here.grant.widths)
         rings = dict(w.rings)
         if any(e[:3] == entry[:3] for e in rings.get(fence, ())):
             return w
@@ -284,6 +319,8 @@ class Model(ModelView):
         me = self.replica(w, r)
         if me is not None and me.grant is not None and me.grant.epoch == record.epoch:
             invariants.as_many_units_as_wanted(r, record, me.grant, self._units)
+        if known := self._widths(w, record):
+            invariants.names_widths(r, record, known, self.bounds.ranks)
         content = (*before, frozenset(units))
         w = self._hold(w._replace(trained=put(w.trained, r, ())), r, record.state_id, content)
         if not self.bounds.replicated_cursors and replica_at(w, r) in record.contributors:
@@ -340,6 +377,8 @@ class Model(ModelView):
                     audited = True
         invariants.head_stays(before.head, after.head, audited)
         if after.epoch > before.epoch:
+            if self.bounds.ranks and after.grant is not None:
+                invariants.no_longer_than_needed(after.grant, self._units)
             invariants.no_storm(after.epoch, after.head)
         if self.halted(w) and not after.diverged:
             invariants.truly_lost(after.head, self._replicas(w), w.kept)

@@ -27,12 +27,15 @@ def successors(model: Model, w: World) -> Iterator[Move]:
         if me is not None:
             yield from _of_replica(model, w, r, me)
         elif (id_, name_at(w, r)) not in w.exits and r != w.second and id_ not in model.lighthouse(w).drained:
-            yield f"{_who(w, r)} restarts", partial(model.restart, w, r)
-            for found in w.kept[r]:
+            grown = r in w.growing and w.kept[r]  # its memory is still there
+            if not grown:
+                yield f"{_who(w, r)} restarts", partial(model.restart, w, r)
+            for found in w.kept[r][:1] if grown else w.kept[r]:
                 yield (
                     f"{_who(w, r)} restarts and finds {found.state}",
                     partial(model.restart, w, r, found),
                 )
+        yield from _of_hosts(model, w, r, me)
     yield from _of_two_lives(model, w)
     yield from _of_messages(model, w)
     yield from _of_lighthouse(model, w)
@@ -151,6 +154,15 @@ def _exhausted(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
     """Yield the end of a process that cannot connect: it ends itself when it needs to, and blames no neighbour."""
     if me.phase is Phase.REDUCING:
         yield f"{_who(w, r)} ends itself", partial(model.die, w, r)
+
+
+def _of_hosts(model: Model, w: World, r: int, me: Replica | None) -> Iterator[Move]:
+    """Yield what hosts bring that are lost without a spare, or come back, also while a replica starts again."""
+    if w.losses and w.left[r] > 1 and (me is None or me.phase is not Phase.DONE):
+        yield f"{_who(w, r)} loses a host", partial(model.lose_host, w, r)
+    trains = me is not None and me.intact and me.role == "contribute" and not me.departing
+    if w.returns and w.left[r] < model.bounds.ranks and (me is None or trains):
+        yield f"{_who(w, r)} gets a host back", partial(model.get_host, w, r)
 
 
 def _of_two_lives(model: Model, w: World) -> Iterator[Move]:

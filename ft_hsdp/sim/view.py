@@ -24,6 +24,7 @@ from ft_hsdp.sim.world import (
     place_of,
     severed,
     weight,
+    width_of,
 )
 from lighthouse.quorum import state as quorum
 from lighthouse.quorum import transition
@@ -35,8 +36,9 @@ class ModelView:
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
         self._shards = 1 if bounds.units.shared else bounds.replicas
-        self._units = replace(bounds.units, replicas=bounds.replicas)
-        self._holes = bounds.units.shared * bounds.replicas * bounds.units.accumulate * (1 + bounds.deaths)
+        self._units = replace(bounds.units, replicas=bounds.replicas, data_ranks=bounds.ranks)
+        units = bounds.replicas * bounds.units.accumulate * max(1, bounds.ranks)
+        self._holes = bounds.units.shared * units * (1 + bounds.deaths + bounds.losses)
         self.cores: Cores[Replica, events.Event, effects.Effect] = Cores(core.transition)
         self.quorums: Cores[quorum.LighthouseState, quorum.Event, quorum.Effect] = Cores(transition.transition)
         self._contents: Interned[Content] = Interned()
@@ -66,11 +68,15 @@ class ModelView:
         if any(severed(self.bounds, w, edge) for edge in edges(me.grant)):
             return None
         runs = ((e.replica, run) for e in sorted(entries) for run in e.runs)
-        parts = tuple(Contribution(r, weight(run), run[0], run[1], units=run[2]) for r, run in runs)
         f, grant = me.fence, me.grant
+        fewer = grant.narrower(self.bounds.ranks)
+        parts = tuple(
+            Contribution(r, weight(run), run[0], run[1], units=run[2], width=fewer.get(r, 0)) for r, run in runs
+        )
         return CommitRecord(
             *(f.epoch, f.attempt, f.step, me.ring_state.lineage, grant.ring, grant.total, parts, "sum"),
             wanted=grant.units,
+            ring_widths=grant.widths,
         )
 
     def halted(self, w: World) -> bool:
@@ -145,6 +151,10 @@ class ModelView:
         if me is None:
             return False
         return any(state_id.same(s, state) for s in (me.state, me.prepared and me.prepared.state_id) if s)
+
+    def _widths(self, w: World, record: CommitRecord) -> dict[int, int]:
+        """Return how many ranks the members of a record's epoch really have; {} if that is not known any more."""
+        return {member[0]: width_of(w, member) for member in self._members(w, record.epoch)} if w.widths else {}
 
     def _members(self, w: World, epoch: int) -> frozenset[tuple[int, str]]:
         named = (e.members for e in self.lighthouse(w).epochs if e.number == epoch)

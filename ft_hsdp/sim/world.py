@@ -93,6 +93,11 @@ class Bounds:
     units: UnitPolicy = EACH_ITS_BATCH  # how the units of a step are shared out
     # A replica has trained all units that it started with when a grant asks for fewer; False: only the first one.
     eager: bool = False
+    ranks: int = 0  # of a replica that has all its hosts, one on each; 0: nobody looks at widths
+    started_with: tuple[int, ...] = ()  # ranks that each replica has at first; (): all of them
+    losses: int = 0  # hosts that are lost, and no spare is there: their replicas go on with the ranks left
+    returns: int = 0  # hosts that come back: their replicas leave at a commit, and start with more ranks
+    copied: bool = False  # each host has copies of its replica's other shards: a lost one takes no snapshot along
 
 
 class WorldEntry(NamedTuple):
@@ -103,6 +108,7 @@ class WorldEntry(NamedTuple):
     term: int  # of its grant
     runs: tuple[Run, ...]  # what it trained; (): it relays
     prev: str  # lineage that it builds on
+    widths: tuple[int, ...]  # ranks of the members, by its grant; (): they have one number
 
 
 class Kept(NamedTuple):
@@ -163,6 +169,11 @@ class World(NamedTuple):
     short: frozenset[str] = frozenset()  # incarnations that cannot connect
     exiles: int = 0
     exiled: frozenset[int] = frozenset()  # places from which the lighthouse cannot be reached
+    widths: tuple[tuple[int, ...], ...] = ()  # ranks of each life of each replica; (): without `Bounds.ranks`
+    left: tuple[int, ...] = ()  # ranks on the hosts that each replica has now: the width of its next life
+    losses: int = 0
+    returns: int = 0
+    growing: frozenset[int] = frozenset()  # replicas that leave, or have left, because a host is back
 
 
 def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -> World:
@@ -174,6 +185,7 @@ def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -
         content: id of the empty content.
         lighthouse: id of its core.
     """
+    widths = (b.started_with or (b.ranks,) * b.replicas) if b.ranks else ()
     return World(
         replicas=replicas,
         content=(content,) * b.replicas,
@@ -203,6 +215,10 @@ def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -
         copies=b.copies,
         shortages=b.shortages,
         exiles=b.exiles,
+        widths=tuple((width,) for width in widths),
+        left=widths,
+        losses=b.losses,
+        returns=b.returns,
     )
 
 
@@ -248,6 +264,12 @@ def name_at(w: World, place: int) -> str:
     """Return the newest incarnation at this place; a second supervisor's run has another name."""
     r = replica_at(w, place)
     return named(r, w.lives[place], RUN if r == place else SECOND_RUN)
+
+
+def width_of(w: World, member: tuple[int, str]) -> int:
+    """Return how many ranks an incarnation has, or had; 0: widths play no part."""
+    name = IncarnationId.parse(member[1])
+    return w.widths[member[0]][name.restarts] if name is not None and w.widths else 0
 
 
 def place_of(w: World, member: tuple[int, str]) -> int | None:
