@@ -38,9 +38,10 @@ help:
 train: $(STAMP)
 	$(BIN)/python launcher.py up configs/quickstart.yaml
 
-# Tests that do not depend on time run four at a time. All other tests run two at a time after them: they mostly wait.
+# Tests that do not depend on time run four at a time, long files first (tests/conftest.py has the order). All other
+# tests run two at a time after them: they mostly wait.
 test: lint types
-	$(PYTEST) -n 4 --dist loadfile -m 'not proof and not soak and not integration and not multiproc'; one=$$?; \
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'not proof and not soak and not integration and not multiproc'; one=$$?; \
 	$(PYTEST) -n 2 --dist worksteal -m 'not proof and not soak and not integration and multiproc'; two=$$?; exit $$((one ? one : two))
 
 # Long runs with real launchers and processes, two at a time; twenty minutes or more. Then two of the other trainers.

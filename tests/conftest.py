@@ -39,7 +39,8 @@ SKIP_NOTHING = os.environ.get("FT_HSDP_SKIP_NOTHING") == "1"
 WITHOUT_A_GPU = ("CUDA is not available", "Not enough GPUs")  # torchft's own tests say so
 
 RANKS = {"scenarios"}  # folders of which every test trains with real ranks
-LAST = ["sim", "scenarios"]  # folders with long tests: what fails soon fails first
+FIRST = ("sim", "ftar_kernels")  # folders with few and long tests: at the end they would keep one worker alone
+LAST = ("scenarios",)  # with real ranks: what fails soon fails first
 
 
 ASYNC_S = 40.0  # longest time for an async test; `pytest.mark.timeout` allows another
@@ -67,14 +68,14 @@ def _bounded(test: Callable[..., Awaitable[None]], seconds: float) -> Callable[.
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark whole folders, put the long ones at the end, and bound async tests."""
+    """Mark whole folders, order them by how long they take, and bound async tests."""
     for item in items:
         if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
             limit = item.get_closest_marker("timeout")
             item.obj = _bounded(item.obj, limit.args[0] if limit else ASYNC_S)
         if RANKS & set(item.path.parts):
             item.add_marker(pytest.mark.multiproc)
-    items.sort(key=lambda item: LAST.index(name) if (name := item.path.parent.name) in LAST else -1)
+    items.sort(key=lambda item: (item.path.parent.name in LAST) - (item.path.parent.name in FIRST))
 
 
 @pytest.hookimpl(wrapper=True)

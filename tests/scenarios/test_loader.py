@@ -18,7 +18,7 @@ from tests.support.train.loader_loop import BATCH, Slow
 LOOP = ROOT / "tests" / "support" / "train" / "loader_loop.py"
 REPLICAS, RANKS = 2, 2
 STEPS = 200  # they must last until both replicas are back, on a slow machine, too; then they take no time
-AT = 30  # where both are killed
+AT = 40  # where both are killed; more than one second into the job
 SETTINGS: dict[str, Any] = {"replicas": REPLICAS, "ranks_per_replica": RANKS, "entry": str(LOOP)}
 
 
@@ -97,11 +97,12 @@ def test_each_sample_counts_once_though_a_rank_and_a_worker_are_killed(tmp_path:
 @pytest.mark.proof
 def test_a_stream_of_which_both_replicas_are_killed_repeats_and_skips_nothing(tmp_path: Path) -> None:
     """One has a state that is saved; the other one is read again from its beginning."""
-    steps, plain = 2 * AT, 1
+    steps, plain = AT + 20, 1
     with Job(tmp_path, steps, **SETTINGS, args=["stream"]) as job:
         job.until(lambda: slowest(job) >= AT, f"step {AT}")
         for replica in range(REPLICAS):
             job.signal(replica, replica, signal.SIGKILL)
+        job.hurry()
         summary = job.end()
         check(summary, steps)
         assert [summary["replicas"][r]["incarnations"] for r in "01"] == [2, 2]

@@ -21,7 +21,7 @@ from tests.support.slow_script import pause
 
 SAMPLES, BATCH = 1000, 4
 READ_S = 0.05  # of a sample, so that a replica that is killed comes back before the end
-STREAM_READ_S = 0.02
+STREAM_READ_S = 0.05  # so that a state was saved by the step of the loss: one is, each second
 WIDTH = 8
 
 
