@@ -22,8 +22,8 @@ from tests.support.scenarios.scenario_job import agents_of, check
 from tests.support.slow_script import write_slow_script
 from tests.support.torchrun_job import TorchrunJob
 
-STEPS = 45  # at STEP_S they last until the host is back, on a slow machine, too; then they take no time
-STEP_S = 0.6
+STEPS = 28  # at STEP_S they last until the host is back, on a slow machine, too; then they take no time
+STEP_S = 0.8
 LEASE_S = 2.0
 SETTINGS = f"""
 replicas: 2
