@@ -14,6 +14,7 @@ from tests.support.scenarios.scenario_job import ROOT, Job, check
 from tests.support.started_job import StartedJob
 
 STEPS, POINTS = 24, 65536
+FEWER = ("--hosts.spare=0", "--memory.shrink_to=2", "--timeouts.place_s=0.3")  # instead of a spare host
 PAGE = (ROOT / "docs/blocks.md").read_text()
 COMMANDS = re.findall(r"^python ([^#\n]*)", re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)[0], re.MULTILINE)
 
@@ -49,7 +50,7 @@ def test_a_lost_host_costs_no_point_and_changes_no_bit(tmp_path: Path) -> None:
     points = [sys.executable, str(ROOT / shlex.split(COMMANDS[0])[0]), str(tmp_path / "points.bin")]
     subprocess.run(points, check=True, timeout=60)
     digests = []
-    for name, more in (("lost", ()), ("whole", ("--chaos=[]",))):
+    for name, more in (("lost", ()), ("fewer", FEWER), ("whole", ("--chaos=[]",))):
         with Example(tmp_path / name, *more) as job:
             summary = job.end()
             check(summary, STEPS)
@@ -58,8 +59,13 @@ def test_a_lost_host_costs_no_point_and_changes_no_bit(tmp_path: Path) -> None:
             assert job.events("BlocksRead") == []
             assert f"{POINTS} blocks were read from" in told[0]["reason"]
             if not more:
+                assert job.replayed()["equal"]
                 assert [row["copies"] for row in told] == [2, 2]
                 assert "0 blocks were read from" in told[1]["reason"], "the other host had all points"
-                assert job.replayed()["equal"]
-    assert digests[0] == digests[1]
+            if name == "fewer":
+                assert [row["to"] for row in job.events("Shrunk")] == [2]
+                assert len(told) == len(job.events("BlocksUnprotected")) == 1, (
+                    "the host that is left had all points"
+                )
+    assert digests == [digests[-1]] * 3
     assert summary["loss_last"] < 0.9 * summary["loss_first"]
