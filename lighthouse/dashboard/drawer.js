@@ -75,6 +75,7 @@ function Open({ replica }) {
         <div><dt>since</dt><dd class="num">${replica.since === null ? "–" : `${day(replica.since)} ${clock(replica.since)}, ${span(nowOf(state) - replica.since)}`}</dd></div>
         <div><dt>step</dt><dd class="num">${count(replica.step)}</dd></div>
         <div><dt>incarnation</dt><dd class="num">${replica.incarnation || "–"} <span class="quiet">(${replica.incarnations} so far)</span></dd></div>
+        ${replica.width < state.overview.job.ranks && html`<div><dt>ranks</dt><dd class="num">${replica.width} of ${state.overview.job.ranks}</dd></div>`}
         <div><dt>hosts</dt><dd>${hostsOf(replica) || "–"}</dd></div>
         <div><dt>state from</dt><dd><${Restored} restored=${replica.restored} /></dd></div>
         <div><dt>step time, busy</dt><dd class="num">${span(replica.step_s)}, ${span(replica.busy_s)}</dd></div>

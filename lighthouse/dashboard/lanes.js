@@ -21,6 +21,7 @@ function shown(state) {
     outages: overview.lighthouse.outages,
     now,
     chosen: state.failure,
+    ranks: overview.job.ranks,
   };
 }
 
@@ -166,7 +167,7 @@ function Explained({ x, y, found, width }) {
   return html`
     <div class="tip" role="status" style=${style}>
       <p class="tip-when">${day(found.t)} ${clock(found.t)}</p>
-      ${found.segment && html`<${Segment} replica=${replica} segment=${found.segment} now=${nowOf(state)} />`}
+      ${found.segment && html`<${Segment} replica=${replica} t=${found.t} segment=${found.segment} now=${nowOf(state)} />`}
       ${found.failure && html`<p><b class="bad">Failure</b> of replica ${found.failure.replica}: ${told(found.failure)}</p>`}
       ${found.epoch && html`<p><b>Epoch ${found.epoch.epoch}</b>, ${found.epoch.members.length} members: ${found.epoch.reason}</p>`}
       ${found.outage && html`<p><b class="bad">The lighthouse was away</b> for ${span((found.outage[1] ?? nowOf(state)) - found.outage[0])}</p>`}
@@ -174,11 +175,14 @@ function Explained({ x, y, found, width }) {
   `;
 }
 
-function Segment({ replica, segment: [from, to, name], now }) {
+function Segment({ replica, t, segment: [from, to, name], now }) {
+  const { job, lanes } = store.get().overview;
+  const ranks = lanes.find((l) => l.replica === replica).widths.findLast(([since]) => since <= t)?.[1] ?? job.ranks;
   const hosts = hostsOf(store.get().overview.replicas.find((r) => r.replica === replica));
   return html`
     <p class="tip-state"><${Swatch} state=${name} /> <b>Replica ${replica}</b> ${name}</p>
     <p class="quiet">${STATES[name]?.about ?? ""}</p>
+    ${ranks < job.ranks && html`<p>${ranks} of ${job.ranks} ranks</p>`}
     ${hosts && html`<p class="quiet">on ${hosts}</p>`}
     <p class="num">${clock(from)} – ${to === null ? "now" : clock(to)}, ${span((to ?? now) - from)}</p>
   `;

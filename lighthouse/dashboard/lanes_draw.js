@@ -12,7 +12,7 @@ export function geometry(width, lane, [start, end]) {
   return { width, lane, start, end, x: (t) => (t - start) * perSecond, t: (x) => start + x / perSecond };
 }
 
-export function draw(canvas, geo, { lanes, epochs, failures, outages, now, chosen }) {
+export function draw(canvas, geo, { lanes, epochs, failures, outages, now, chosen, ranks }) {
   const ratio = devicePixelRatio || 1;
   const height = AXIS + lanes.length * geo.lane;
   canvas.width = Math.round(geo.width * ratio);
@@ -23,7 +23,7 @@ export function draw(canvas, geo, { lanes, epochs, failures, outages, now, chose
   const colour = (name) => style.getPropertyValue(name).trim();
   grid(g, geo, height, colour);
   const looks = inks(ratio);
-  lanes.forEach(({ segments }, row) => stretches(g, geo, segments, row, now, looks, ratio));
+  lanes.forEach(({ segments, widths }, row) => stretches(g, geo, byWidth(segments, widths, ranks, now), row, now, looks, ratio));
   g.fillStyle = colour("--outage");
   for (const [from, to] of outages) {
     const x0 = Math.max(0, geo.x(from));
@@ -53,16 +53,29 @@ function grid(g, geo, height, colour) {
   }
 }
 
+/** The segments, each cut where its replica went on with another number of ranks: [from, to, state, share of its ranks]. */
+function byWidth(segments, widths, ranks, now) {
+  if (!widths.length) return segments;
+  const steps = [[-Infinity, ranks], ...widths];
+  return segments.flatMap(([from, to, state]) =>
+    steps.flatMap(([t, width], n) => {
+      const [a, b] = [Math.max(from, t), Math.min(to ?? now, steps[n + 1]?.[0] ?? Infinity)];
+      return a < b ? [[a, b, state, width / ranks]] : [];
+    }),
+  );
+}
+
 function stretches(g, geo, segments, row, now, looks, ratio) {
   const y = AXIS + row * geo.lane + 2;
   const seen = segments
     .filter(([from, to]) => (to ?? now) >= geo.start && from <= geo.end)
     .sort((a, b) => (WEIGHT[a[2]] ?? 0) - (WEIGHT[b[2]] ?? 0));
-  for (const [from, to, state] of seen) {
+  for (const [from, to, state, share = 1] of seen) {
     const x0 = Math.max(0, geo.x(from));
     const x1 = Math.min(geo.width, geo.x(Math.min(to ?? now, now)));
     const narrowest = NARROWEST[state] ?? 1.5;
-    paint(g, looks[state] ?? looks.down, x0, y, Math.max(narrowest, x1 - x0), geo.lane - 4, ratio);
+    const [whole, room] = [geo.lane - 4, Math.max(2, Math.round((geo.lane - 4) * share))]; // fewer ranks: a thinner bar
+    paint(g, looks[state] ?? looks.down, x0, y + whole - room, Math.max(narrowest, x1 - x0), room, ratio);
   }
 }
 

@@ -204,6 +204,7 @@ class Scraped(Collector):
         for name, text in (
             ("step", "Newest step of a replica"),
             ("incarnations", "Starts of a replica"),
+            ("width", "Ranks of a replica; fewer than it should have while a host is missing"),
             ("straggler", "1 for a replica that is slower than the others"),
             ("drained", "1 for a replica that an operator has taken out"),
         ):

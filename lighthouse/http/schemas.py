@@ -185,6 +185,7 @@ class ReplicaView(BaseModel):
     drained: bool
     pause: str
     hosts: list[HostView]  # in rank order; empty: it has not said
+    width: int = Field(description="ranks that it has, or goes on with while a host is missing")
     restored: RecoveryView | None
     ranks: list[RankView]
 
@@ -194,6 +195,7 @@ class LaneView(BaseModel):
 
     replica: int
     segments: list[tuple[float, float | None, State]]
+    widths: list[tuple[float, int]] = Field(description="when it went on with how many ranks; empty: always all")
 
 
 class EpochView(BaseModel):

@@ -120,7 +120,10 @@ class Timeline:
 
     def segments(self, start: float, end: float, width: float) -> list[Json]:
         """Return the lanes between two times; states of less than ``width`` seconds are joined (`Lane.cut`)."""
-        return [{"replica": lane.replica, "segments": lane.cut(start, end, width)} for lane in self.lanes.shown()]
+        return [
+            {"replica": lane.replica, "segments": lane.cut(start, end, width), "widths": lane.widths}
+            for lane in self.lanes.shown()
+        ]
 
     def epochs(self, start: float, end: float) -> list[Json]:
         """Return the memberships granted between two times."""
@@ -190,6 +193,7 @@ _OF_LANE = (
     "straggler",
     "drained",
     "hosts",
+    "width",
     "restored",
 )
 

@@ -28,6 +28,7 @@ _CLAIMS = {
     "Rejoined": "training",
 }
 RUNGS = frozenset({"agent", "copy", "replica", "checkpoint", "initial"})
+MAX_WIDTHS = 256  # changes of the number of ranks that a lane keeps
 MAX_HOSTS = 64  # that a recovery names
 _ENDS = {"ProcessExited": "down", "ReplicaExited": "down", "ExitReported": "down"}
 _RANKS = frozenset({"FetchCompleted"})  # counts once each rank of the replica has sent it
@@ -51,7 +52,8 @@ class Lane:
         self.hosts: list[dict[str, Any]] = []  # where its ranks run, by its newest grant that said it
         self.restored: dict[str, Any] | None = None  # its newest recovery
         self.segments: list[Segment] = []
-        self._ranks = ranks
+        self.width = ranks  # ranks that it has, or goes on with
+        self.widths: list[tuple[float, int]] = []  # when it went on with another number of ranks
         self._done: set[int] = set()  # ranks that have fetched
         self._gone: list[str] = []  # incarnations that are over
         self._proof = 0.0  # when it contributed last
@@ -60,6 +62,8 @@ class Lane:
         """Take an event of this replica."""
         t, incarnation = row["t"], row.get("incarnation")
         reason = row.get("reason") or ""
+        if name in ("Shrunk", "Grown"):
+            self._widths(t, row.get("to"))
         if name == "StateRestored" and incarnation not in self._gone:
             self.restored = _recovery(row)
         if name == "ReplicaStarted":
@@ -141,6 +145,12 @@ class Lane:
         """Return the state of a replica of which no process runs."""
         return "drained" if self.drained or self.beyond else "down"
 
+    def _widths(self, t: float, ranks: object) -> None:
+        """Take another number of ranks; rows may come late."""
+        if isinstance(ranks, int) and ranks > 0:
+            self.widths = sorted({*self.widths, (t, ranks)})[-MAX_WIDTHS:]
+            self.width = self.widths[-1][1]
+
     def _rest(self, t: float, reason: str) -> None:
         if self.state in ("down", "drained"):
             self._enter(self._absent, t, reason)
@@ -151,7 +161,7 @@ class Lane:
             self._done.discard(rank)  # only this one: rows of another rank that is done may have come before
         if name in _RANKS:
             self._done.add(rank)
-            if len(self._done) < self._ranks:
+            if len(self._done) < self.width:
                 return
             self._done = set()
         if name == "ReplicaResumed" and self.state != "stalled":

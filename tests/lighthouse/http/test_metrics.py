@@ -56,6 +56,7 @@ def test_the_overview_is_in_gauges() -> None:
         "journal_rows_total": 41,
         "replica_step{1}": 9,
         "replica_incarnations{1}": 4,
+        "replica_width{0}": 2,
         "replica_straggler{0}": 0,
         "replica_straggler{1}": 1,
         "replica_drained{1}": 1,

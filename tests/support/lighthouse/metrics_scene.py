@@ -70,8 +70,24 @@ OVERVIEW: dict[str, Any] = {
         "lost_s": {"startup": 4.0, "ftar": 1.5},
     },
     "replicas": [
-        {"replica": 0, "state": "training", "step": 12, "incarnations": 1, "straggler": False, "drained": False},
-        {"replica": 1, "state": "booting", "step": 9, "incarnations": 4, "straggler": True, "drained": True},
+        {
+            "replica": 0,
+            "state": "training",
+            "step": 12,
+            "incarnations": 1,
+            "width": 2,
+            "straggler": False,
+            "drained": False,
+        },
+        {
+            "replica": 1,
+            "state": "booting",
+            "step": 9,
+            "incarnations": 4,
+            "width": 2,
+            "straggler": True,
+            "drained": True,
+        },
     ],
     "failures": [FAILURE],
 }
