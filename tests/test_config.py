@@ -50,7 +50,7 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
         "memory.shrink_to",
         "null with tensor parallelism (ranks_per_unit is 2)",
     ),
-    ({"memory": {"shrink_to": 1}}, "memory.shrink_to", "null, unless there is one replica (there are 3)"),
+    ({"memory": {"shrink_to": 1}}, "memory.shrink_to", "null, unless hosts.per_replica is 2 or more"),
     (
         {"replicas": 1, "hosts": {"per_replica": 1}, "memory": {"shrink_to": 1}},
         "memory.shrink_to",

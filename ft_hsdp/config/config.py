@@ -329,8 +329,6 @@ def _shrink_refusal(c: Config) -> PydanticCustomError | None:
         allowed = f"1 to ranks_per_replica ({c.ranks_per_replica}), or null"
     elif c.ranks_per_unit > 1:
         allowed = f"null with tensor parallelism (ranks_per_unit is {c.ranks_per_unit})"
-    elif c.slots > 1:
-        allowed = f"null, unless there is one replica (there are {c.slots}): the others go on meanwhile"
     elif hosts is None or hosts < 2:
         allowed = "null, unless hosts.per_replica is 2 or more: a replica on one host loses all its ranks at once"
     else:

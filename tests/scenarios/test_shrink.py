@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.launch.injection import inflict, parse_options
+from ft_hsdp.launch.injection import Inflicted, inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir, read_jsonl
+from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.status import lines, status
 from tests.support.scenarios.scenario_job import Job, check
 
@@ -75,4 +76,67 @@ def test_another_host_is_lost_meanwhile_and_a_rank_is_killed_while_it_grows(tmp_
         assert [(e["from"], e["to"]) for e in job.events("Grown")] == [(1, 3)]
         assert widths(job)[-1] == (0, 3)
         assert (1, 1) in widths(job)
+        assert job.replayed()["equal"]
+
+
+def together(job: Job) -> list[tuple[int, ...]]:
+    """The ranks of the members of each canonical commit, in ring order; () if they are equal. Each run once."""
+    rows = [tuple(row.get("ring_widths", ())) for row in commits_of(RunDir(job.run.resolve()))]
+    return [widths for n, widths in enumerate(rows) if n == 0 or widths != rows[n - 1]]
+
+
+def unequal(job: Job) -> int:
+    """How many steps replica 1 has committed together with one of fewer ranks."""
+    return sum(1 for row in job.rows("replicas/1/commits.jsonl") if row.get("ring_widths"))
+
+
+def beside(folder: Path, steps: int, ranks: int = 4, **more: object) -> Job:
+    """Two replicas of `ranks` ranks on two hosts each; half of the ranks are enough."""
+    shrinks = {"ranks_per_replica": ranks, "hosts.per_replica": 2, "memory.shrink_to": ranks // 2}
+    return Job(folder, steps, replicas=2, **shrinks, **SAFE, **more)
+
+
+def shrunk(job: Job, replica: int = 0) -> Inflicted:
+    """Lose a host of a replica, and wait until it trains on beside the other one; the host."""
+    job.until(lambda: job.step() >= 5, "step 5")
+    before = unequal(job)
+    lost = inflict(RunDir(job.run), parse_options(kind="host", replica=replica, host=f"r{replica}h1"))
+    job.until(lambda: job.events("Shrunk"), "fewer ranks")
+    job.until(lambda: unequal(job) >= before + 3, "both contribute")
+    return lost
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("ranks", "batch"),
+    [
+        (2, "adapt"),
+        pytest.param(4, "adapt", marks=pytest.mark.soak),
+        pytest.param(4, "constant", marks=pytest.mark.soak),
+    ],
+)
+def test_one_of_two_replicas_goes_on_with_half_its_ranks_and_grows(tmp_path: Path, ranks: int, batch: str) -> None:
+    """They sum by lanes. `verify` finds each unit once, and a replay the same bits.
+
+    No step is committed while one of them is away: so the job lasts until the lost host is back.
+    """
+    steps = 60
+    with beside(tmp_path, steps, ranks, **{"quorum.batch": batch, "quorum.min_replicas": 2}) as job:
+        lost = shrunk(job)
+        lost.lifted("it is back")
+        summary = job.end()
+        check(summary, steps)
+        half = ranks // 2
+        assert [(e["event"], e["from"], e["to"]) for e in job.events("Shrunk") + job.events("Grown")] == [
+            ("Shrunk", ranks, half),
+            ("Grown", half, ranks),
+        ]
+        seen = together(job)
+        assert (half, ranks) in seen
+        assert seen[-1] == ()
+        rows = commits_of(RunDir(job.run.resolve()))
+        began = min(row["t"] for row in rows if row.get("ring_widths"))
+        assert not [e for e in job.events("RingBroken") if e["t"] > began], "it leaves at a commit to grow"
+        narrow = {row["units"] for row in rows if row.get("ring_widths") and len(row["contributors"]) == 2}
+        assert narrow == {2 * ranks if batch == "constant" else ranks + half}
         assert job.replayed()["equal"]
