@@ -58,6 +58,7 @@ PLACES = {
     "live-flip": "a bit of the state flips after its snapshot was taken",
     "snapshot-flip": "a bit of a complete snapshot flips",
     "snapshot-out": "there is no memory for a snapshot: it is left out",
+    "copy-out": "there is no memory for a copy of another host's shard: it is refused",
     "record-lost": "the ring broke in doubt: the record is forgotten, as a loss of memory would",
 }
 

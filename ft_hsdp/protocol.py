@@ -188,6 +188,8 @@ class Settled:
     waited_s: float = 0.0  # by the vote that waited longest for copies
     copied: int = 0  # bytes of copies of this state that the replica's hosts made
     step_s: float = 0.0  # since the replica's votes before; 0: it has not voted before
+    # Copies that their holders refuse: the rank whose shard it is, and the rank that has said so in its vote.
+    refused: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

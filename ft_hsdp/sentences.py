@@ -181,6 +181,9 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "CheckpointPassedOver": lambda e: f"the checkpoint {e['checkpoint']} is passed over",
     "SnapshotSkipped": lambda e: f"{_who(e)} keeps no copy of its state of step {e.get('step', '?')}",
     "CopyMissing": lambda e: f"{_who(e)} votes without copies of other hosts' shards of step {e.get('step', '?')}",
+    "CopyMoved": lambda e: (
+        f"host {e.get('holder', '?')} is to keep the copy of rank {e.get('shard', '?')} of replica {e['replica']}"
+    ),
     "CopiesPaced": lambda e: (
         f"copies of {_who(e)} leave in the idle spans that were measured"
         if e.get("planned")

@@ -110,7 +110,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     protocol.RankLeaves: st.builds(protocol.RankLeaves, some),
     protocol.RankAlive: st.builds(protocol.RankAlive, some),
     protocol.RankFetched: st.builds(protocol.RankFetched, some, states, st.booleans()),
-    protocol.Settled: st.builds(protocol.Settled, states, st.booleans(), floats, counts),
+    protocol.Settled: st.builds(
+        protocol.Settled, states, st.booleans(), floats, counts, floats, st.just(((2, 1),))
+    ),
     protocol.ShardLeftOut: st.builds(protocol.ShardLeftOut, fences),
     protocol.RankFetchFailed: st.builds(protocol.RankFetchFailed, some, states, words),
     protocol.RankCheckpointed: st.builds(protocol.RankCheckpointed, some, states),

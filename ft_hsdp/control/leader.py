@@ -250,7 +250,8 @@ class Leader:
         waited_s, copied = max(v.waited_s for v in self._tally.votes), sum(v.copied for v in self._tally.votes)
         voted, self._voted = self._voted, time.monotonic()
         step_s = self._voted - voted if voted else 0.0
-        self._settled = fence, Settled(self.replica.state, self._tally.kept, waited_s, copied, step_s)
+        refused = tuple((rank, vote.rank) for vote in self._tally.votes for rank in vote.refused)
+        self._settled = fence, Settled(self.replica.state, self._tally.kept, waited_s, copied, step_s, refused)
         self._tally = None
         if record is None:
             why = f"the ranks of this replica saw different contributors, or weights of the same units, at {fence}"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from ft_hsdp.memory.hosts import Host, Level
 from ft_hsdp.memory.placement import groups, holders
@@ -51,6 +51,15 @@ class Plan:
     def kept_by(self, host: str) -> tuple[Copy, ...]:
         """Return the copies that a host has to hold before its ranks say that the state is kept."""
         return tuple(copy for copy in self.copies if copy.holder.name == host)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What a host said of a copy that it is to hold: it does not keep it."""
+
+    replica: int  # whose shard it is
+    rank: int
+    host: str  # name of the holder
 
 
 def default_copies(hosts: Collection[Host], level: Level) -> int:
@@ -137,6 +146,40 @@ def missing_copies(
         what = f"each host has room for {room} copies" if full else f"{level}s that can keep one: {len(known)}"
         reason = f"{copies} copies on different {level}s are wanted; {what}"
     return Plan(tuple(sorted(made, key=lambda copy: (copy.rank, copy.holder))), unprotected, reason)
+
+
+def move_refused(
+    members: Sequence[MemberHosts], plan: Plan, level: Level, refusals: Sequence[Refusal], room: int | None = None
+) -> Plan:
+    """Return a plan in which the copy that its holder refuses, as the last of `refusals` says, is elsewhere.
+
+    It moves to the next own host of the replica in the shard's probing sequence that has room, has not refused it,
+    and is in a failure domain without a copy of it. No other copy moves. Without such a host it stays where it is:
+    its holder is asked again for each state, and the votes say that the state is not kept.
+
+    Args:
+        members: the members of the epoch.
+        plan: what `missing_copies` has returned for them, after the earlier refusals.
+        level: what the hosts of two copies must not share.
+        refusals: in the order in which they were told, the last one not looked at yet.
+        room: shards that a host can keep for others; None: no limit.
+    """
+    last = refusals[-1]
+    healthy = _healthy(members)
+    refused = next((c for c in plan.copies if (c.replica, c.rank, c.holder.name) == astuple(last)), None)
+    if not healthy or refused is None:
+        return plan
+    first, others = healthy[0], tuple(copy for copy in plan.copies if copy != refused)
+    taken = _covered(healthy, level)[last.rank] | {c.holder.domain(level) for c in others if c.rank == last.rank}
+    kept = Counter(copy.holder.name for copy in others)
+    unable = {each.host for each in refusals if (each.replica, each.rank) == (last.replica, last.rank)}
+    own = list(dict.fromkeys(first.hosts))
+    for i in probing(own.index(first.hosts[last.rank]), len(own)):
+        full = room is not None and kept[own[i].name] >= room
+        if not full and own[i].name not in unable and own[i].domain(level) not in taken:
+            copies = (*others, replace(refused, holder=own[i]))
+            return replace(plan, copies=tuple(sorted(copies, key=lambda copy: (copy.rank, copy.holder))))
+    return plan
 
 
 def _healthy(members: Sequence[MemberHosts]) -> list[MemberHosts]:

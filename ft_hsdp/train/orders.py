@@ -175,8 +175,8 @@ class OrderHandler:
                 self._reducer.begin(order)
                 if order.role == "contribute":
                     self._mailbox.put(order)  # it may ask for more than is trained
-            case Settled(state, everywhere, waited_s, copied, step_s):
-                if self._copies.settled(state, everywhere, CopyCost(waited_s, copied, step_s)):
+            case Settled(state, everywhere, waited_s, copied, step_s, refused):
+                if self._copies.settled(state, everywhere, CopyCost(waited_s, copied, step_s), refused):
                     self._snapshots.mark_settled(state, everywhere)
             case ShardLeftOut(fence):
                 self._copies.give_up(fence)

@@ -67,7 +67,8 @@ from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import CheckIn, ReplicaFacts
 from ft_hsdp.train.replica_link import ReplicaLink
-from ft_hsdp.train.state.copies import CopiedShard, CopyKeeper, room
+from ft_hsdp.train.state.copies import CopyKeeper
+from ft_hsdp.train.state.copy_plan import CopiedShard, room
 from ft_hsdp.train.state.idle_spans import SpanWatch
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter

@@ -6,8 +6,16 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.memory.copies import MemberHosts, Plan, coverage, default_copies, missing_copies
-from ft_hsdp.memory.hosts import Host
+from ft_hsdp.memory.copies import (
+    MemberHosts,
+    Plan,
+    Refusal,
+    coverage,
+    default_copies,
+    missing_copies,
+    move_refused,
+)
+from ft_hsdp.memory.hosts import Host, Level
 
 
 def member(replica: int, *paths: str, ranks: int = 1, healthy: bool = True) -> MemberHosts:
@@ -111,6 +119,54 @@ def test_room_is_respected_and_a_lack_of_it_is_said() -> None:
     assert Counter(name for _, _, name in told(plan)) == {"h0": 1, "h1": 1}
     assert plan.unprotected == (1, 3)
     assert plan.reason == "2 copies on different hosts are wanted; each host has room for 1 copies"
+
+
+def refused(members: list[MemberHosts], *pairs: tuple[int, str], level: Level = "host", room: int = 9) -> Plan:
+    """The plan of two copies after these ranks' copies were refused by these hosts."""
+    plan = missing_copies(members, 2, level, room=room)
+    told = [Refusal(0, rank, host) for rank, host in pairs]
+    for count in range(1, len(told) + 1):
+        plan = move_refused(members, plan, level, told[:count], room)
+    return plan
+
+
+def test_a_refused_copy_moves_to_the_next_own_host_and_stays_if_there_is_none() -> None:
+    three = [member(0, "h0", "h1", "h2")]
+    assert told(refused(three)) == [(0, 0, "h1"), (0, 1, "h2"), (0, 2, "h0")]
+    assert told(refused(three, (0, "h1"))) == [(0, 0, "h2"), (0, 1, "h2"), (0, 2, "h0")]
+    assert told(refused(three, (0, "h1"), (0, "h2"))) == told(refused(three, (0, "h1"))), "nobody is left"
+    assert refused(three, (0, "h1"), room=1) == refused(three, room=1), "h2 is full"
+    assert refused(three, (0, "h2"), (7, "h1")) == refused(three), "nobody asked them"
+    racks = [member(0, "a/h0", "b/h1", "a/h2", "b/h3")]
+    assert told(refused(racks, (0, "h1"), level="rack"))[0] == (0, 0, "h3")
+
+
+@given(
+    st.lists(st.integers(0, 2), min_size=2, max_size=7),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from(["host", "rack"]),
+    st.integers(1, 4),
+    st.lists(st.integers(0, 99), max_size=6),
+)
+def test_a_refusal_moves_one_copy_at_most_and_never_to_a_host_that_refuses(
+    racks: list[int], ranks: int, copies: int, level: Level, room: int, picks: list[int]
+) -> None:
+    hosts = tuple(Host("", f"k{rack}", f"h{i}") for i, rack in enumerate(racks) for _ in range(ranks))
+    members = [MemberHosts(0, hosts, True)]
+    plan = missing_copies(members, copies, level, room=room)
+    refusals: list[Refusal] = []
+    for pick in picks if plan.copies else ():
+        asked = plan.copies[pick % len(plan.copies)]
+        refusals.append(Refusal(0, asked.rank, asked.holder.name))
+        after = move_refused(members, plan, level, refusals, room)
+        gone, came = set(plan.copies) - set(after.copies), set(after.copies) - set(plan.copies)
+        assert (gone, len(came)) in (({asked}, 1), (set(), 0))
+        for copy in came:
+            assert Refusal(0, copy.rank, copy.holder.name) not in refusals
+        assert coverage(members, after, level) == coverage(members, plan, level)
+        assert max(Counter(copy.holder.name for copy in after.copies).values()) <= room
+        plan = after
 
 
 def test_the_default_is_two_copies_where_there_are_two_hosts() -> None:

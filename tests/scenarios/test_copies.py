@@ -221,6 +221,21 @@ def test_a_holder_that_dies_holds_up_no_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
+def test_a_copy_that_its_holder_refuses_moves_to_the_next_host(tmp_path: Path) -> None:
+    """M61: h1 keeps the shard of rank 0, and refuses it; then h0 is lost, and h2 has the only copy."""
+    chaos = [{"kind": "host", "at_step": 10, "replicas": [0], "host": "r0h0", "for_s": 0.3}]
+    points = {"copy-out": {"replicas": [0], "rank": 1, "step": 4}}
+    hosts = {"ranks_per_replica": 3, "hosts.per_replica": 3, "chaos": chaos, "debug.failpoints": points}
+    with Job(tmp_path, STEPS, replicas=1, **hosts) as job:
+        (row,) = recoveries(job, STEPS)
+        assert (row["rung"], row["ranks"], row["from"]["0"]) == ("copy", 3, "r0h2"), row
+        assert row["lost_steps"] <= 1, row
+        (moved,) = job.events("CopyMoved")
+        assert (moved["shard"], moved["holder"]) == (0, "r0h2"), moved
+        assert told(job)[:3] == ["Protected", "Unprotected", "Protected"]
+
+
+@pytest.mark.proof
 def test_the_last_healthy_replica_loses_a_host_while_the_other_one_fetches(tmp_path: Path) -> None:
     """M63: rank 0 of replica 1 has not fetched its shard, and the host of rank 1 of replica 0 is lost."""
     points = {"fetch": {"replicas": [1], "rank": 0, "life": 1, "step": 0, "signal": "STOP"}, "vote": NEVER}

@@ -15,7 +15,7 @@ from tests.support.programs import inapplicable
 from tests.support.scenarios.scenario_job import Job, check
 
 STEPS = 40
-NOT_DEATHS = ("record-lost", "state-flip", "live-flip", "snapshot-flip", "snapshot-out")
+NOT_DEATHS = ("record-lost", "state-flip", "live-flip", "snapshot-flip", "snapshot-out", "copy-out")
 LEADER_ONLY = ("token-first", "token-second", "quorum-reply", "checkpoint-rename")
 FIRST_KILL = {"at_step": 4, "replicas": [1], "rank": 1, "signal": "KILL"}
 

@@ -74,6 +74,7 @@ NOTABLE = frozenset(
         "Protected",
         "Unprotected",
         "CopyMissing",
+        "CopyMoved",
         "CopiesSlowed",
         "BlocksUnprotected",
         "BlocksRejected",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import inf
@@ -26,19 +26,18 @@ from typing import Protocol
 
 from ft_hsdp.config.running import MemoryConfig
 from ft_hsdp.core.commit import AttemptId, Vote
-from ft_hsdp.core.grant import Grant, paths
+from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.memory.copies import MemberHosts, Plan, coverage, missing_copies, unmet
-from ft_hsdp.memory.hosts import Host
+from ft_hsdp.memory.copies import MemberHosts, Refusal, unmet
 from ft_hsdp.memory.schedule import CopyInterval
-from ft_hsdp.state.agent.messages import MAX_COPIES, KeepCopy, KeptCopies
+from ft_hsdp.state.agent.messages import KeepCopy, KeptCopies
+from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlan, CopyPlanner, hosts_of
 
-SLOTS = 2  # for each shard that a host keeps for another one: of the newest kept state, and of the next one
-DEFAULT_COPIES = 2
 WAIT_S = 2.0  # default of the longest wait of a vote, and
 BYTES_PER_S = 1e9  # the time that it waits longer, to move the copies
+FAILURES = 3  # fetches of a shard that fail in a row until another host is to keep it; one may be an accident
 LOOK_S = 0.1  # between two looks whether a wait is still of use
 
 
@@ -59,67 +58,12 @@ class CopyAgent(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CopiedShard:
-    """What all replicas have in common of a rank's shard."""
-
-    layout: str  # fingerprint of its tensors
-    nbytes: int  # packed
-
-
-@dataclass(frozen=True, slots=True)
 class CopyCost:
     """What copies have cost a step."""
 
     waited_s: float = 0.0  # by the vote that waited longest
     nbytes: int = 0  # that the replica's hosts have copied
     step_s: float = 0.0  # from the votes before to these; 0: not known
-
-
-@dataclass(frozen=True, slots=True)
-class CopyPlan:
-    """What one epoch means for one rank."""
-
-    epoch: int
-    base: StateId
-    whole: Plan
-    copies: int  # failure domains in which each shard is, once the plan is carried out
-    orders: tuple[KeepCopy, ...]  # of this rank, of the state `base`
-    source: bool  # this rank's shard is copied by another host
-    speaks: bool  # this replica is the healthy one with the lowest id
-    wanted: int
-
-    @property
-    def lacks(self) -> str:
-        """Why the shards are not protected even when the plan is carried out; "" if they are."""
-        if self.copies >= max(DEFAULT_COPIES, self.wanted):
-            return ""
-        return self.whole.reason or f"each shard is wanted on {self.wanted} host alone (memory.copies)"
-
-
-def hosts_of(grant: Grant) -> tuple[MemberHosts, ...]:
-    """Return the members of an epoch with their hosts; () if the hosts of one are not known."""
-    found = tuple(
-        MemberHosts(m.replica, tuple(map(Host.parse, paths(m.hosts))), m.role == "contribute")
-        for m in grant.members
-    )
-    return found if all(member.hosts for member in found) else ()
-
-
-def room(budget_gb: float | None, shards: Sequence[CopiedShard]) -> int:
-    """Return how many shards a host may keep for others; its agent takes `MAX_COPIES` at most.
-
-    Raises:
-        ConfigError: The budget has no room for one.
-    """
-    largest = max(shard.nbytes for shard in shards)
-    if budget_gb is None or not largest:
-        return MAX_COPIES
-    count = int(budget_gb * 1e9 // (SLOTS * largest))
-    if not count:
-        least = SLOTS * largest / 1e9
-        allowed = f"at least {least:.3g} ({SLOTS} copies of a shard of {largest / 1e9:.3g} GB), or null: no limit"
-        raise ConfigError("memory.budget_gb", budget_gb, allowed)
-    return min(count, MAX_COPIES)
 
 
 class CopyKeeper:
@@ -161,13 +105,15 @@ class CopyKeeper:
         self._config = config
         self._interval = CopyInterval.of(config.every)  # changed by a commit alone, so it is the same on all ranks
         self._replicas = replicas
-        self._shards = tuple(shards)
         self._agent = agent
         self._journal = journal
         self._wrong = wrong
         self._limit_s = limit_s
         self._copied = copied
-        self._room = room(config.budget_gb, shards)
+        self._planner = CopyPlanner(replica, rank, config, shards, copied=copied, limit_s=limit_s)
+        self._grant: Grant | None = None  # of this epoch
+        self._refusals: tuple[Refusal, ...] = ()  # that commits told, in their order; the same on all ranks
+        self._failures: dict[tuple[int, int], tuple[StateId, int]] = {}  # newest state, and how many in a row
         self._lock = threading.Lock()  # of what follows
         self._plan: CopyPlan | None = None
         self._checked = config.copies is None or config.copies == 1
@@ -188,19 +134,25 @@ class CopyKeeper:
         members = hosts_of(grant) if self._copied else ()
         if members and not self._checked and len(members) >= self._replicas:
             self._check(members)
-        plan = self._planned(grant, members)
+        self._grant = grant
+        plan = self._planner.plan(grant, members, self._refusals)
+        before, state = self._take(plan, grant.base)
+        made = set(before.whole.copies) if before is not None else set()
+        if before is not None and plan.speaks and self._said is not False and set(plan.whole.copies) - made:
+            self._say(False, plan, f"replica {self._replica} begins to copy what the others held")
+        if state is not None:
+            self._order(plan, state)
+
+    def _take(self, plan: CopyPlan, since: StateId) -> tuple[CopyPlan | None, StateId | None]:
+        """Take a plan, and return the one before it and the state that this rank holds."""
         with self._lock:
             before, self._plan = self._plan, plan
             state = self._state
         old = {(o.replica, o.rank) for o in before.orders} if before is not None else set()
         new = {(o.replica, o.rank) for o in plan.orders}
         if new != old:
-            self._agent.owe(sorted(new), grant.base)
-        made = set(before.whole.copies) if before is not None else set()
-        if before is not None and plan.speaks and self._said is not False and set(plan.whole.copies) - made:
-            self._say(False, plan, f"replica {self._replica} begins to copy what the others held")
-        if state is not None:
-            self._order(plan, state)
+            self._agent.owe(sorted(new), since)
+        return before, state
 
     def give_up(self, fence: AttemptId) -> None:
         """Note that a shard cannot be copied: the state will not be kept everywhere, so no vote waits for it."""
@@ -213,10 +165,19 @@ class CopyKeeper:
         plan = self._plan
         return plan is not None and any(copy.replica == self._replica for copy in plan.whole.copies)
 
-    def settled(self, state: StateId, everywhere: bool, cost: CopyCost) -> bool:
+    def settled(
+        self, state: StateId, everywhere: bool, cost: CopyCost, refused: Sequence[tuple[int, int]] = ()
+    ) -> bool:
         """Take what a commit says of the state before it; on rank 0 it is told when it has changed.
 
-        If copies hold up the steps, fewer states are copied from now on.
+        If copies hold up the steps, fewer states are copied from now on. A copy whose holder refuses it moves to
+        another host from the next state on.
+
+        Args:
+            state: The state on top of which the ranks have voted.
+            everywhere: Whether it is kept in all promised places.
+            cost: What its copies have cost.
+            refused: The rank of each shard that a host does not keep, and the rank of that host that said so.
 
         Returns:
             Whether it says something of the snapshots, too. With `memory.every` it does not of states that are not
@@ -228,6 +189,8 @@ class CopyKeeper:
         if plan is None:
             return True
         counts = not plan.whole.copies or self._due(plan, state)
+        if refused:
+            self._move(plan, state, refused)
         if plan.lacks:
             if plan.speaks:
                 self._say(False, plan, plan.lacks)
@@ -238,6 +201,28 @@ class CopyKeeper:
         if counts and plan.whole.copies and cost.step_s:
             self._space(cost, late=self._config.wait_s == 0 and not everywhere)
         return counts
+
+    def _move(self, plan: CopyPlan, state: StateId, refused: Sequence[tuple[int, int]]) -> None:
+        """Plan anew without the holders that refuse copies. What they keep stays until the new plan is settled."""
+        grant = self._grant
+        members = hosts_of(grant) if grant is not None else ()
+        mine = next((member for member in members if member.replica == self._replica), None)
+        if grant is None or mine is None:
+            return
+        told = (Refusal(self._replica, rank, mine.hosts[voter].name) for rank, voter in refused)
+        new = tuple(refusal for refusal in told if refusal not in self._refusals)
+        if not new:
+            return
+        self._refusals += new
+        moved = self._planner.plan(grant, members, self._refusals)
+        self._take(moved, state)
+        gone = sorted(set(plan.whole.copies) - set(moved.whole.copies), key=lambda copy: copy.rank)
+        for copy in gone if self._rank == 0 else ():
+            kept = {each.holder.name for each in moved.whole.copies if each.rank == copy.rank}
+            was = {each.holder.name for each in plan.whole.copies if each.rank == copy.rank}
+            (holder,) = kept - was
+            why = f"host {copy.holder.name} does not keep it"
+            self._journal.event("CopyMoved", why, shard=copy.rank, holder=holder)
 
     def _space(self, cost: CopyCost, *, late: bool) -> None:
         """Choose how many states are copied, from what the copies of one have cost.
@@ -313,12 +298,13 @@ class CopyKeeper:
         owed = {(order.replica, order.rank): order for order in plan.orders}
         why = ""
         complete: set[tuple[int, int]] = set()
+        lasting: set[tuple[int, int]] = set()  # that this host will not keep, as far as it knows
         while True:
             with self._lock:
                 over = self._plan is not plan or self._given_up == vote.fence
-                refused = [self._refused[shard][1] for shard in owed if self._refused_for(shard, state)]
+                refused = {shard: self._refused[shard][1] for shard in owed if self._refused_for(shard, state)}
             if over or refused:
-                why = "" if over else refused[0]
+                why = "" if over else next(iter(refused.values()))
                 break
             look_s = max(0.0, min(LOOK_S, until - now))
             found = self._agent.copied(state, look_s)
@@ -333,9 +319,13 @@ class CopyKeeper:
             if complete == owed.keys():
                 break
             if found.failed or ended or now >= until:
+                lasting = self._lasting(owed.keys() & {(each.replica, each.rank) for each in found.failed}, state)
                 why = found.failed[0].reason if found.failed else f"not here within {now - began:.1f} s"
                 break
         kept = complete == owed.keys()
+        for shard in complete:
+            self._failures.pop(shard, None)
+        lasting |= refused.keys()
         with self._lock:
             nbytes = sum(owed[shard].nbytes for shard in complete) if self._counted != state else 0
             self._counted = state
@@ -343,7 +333,15 @@ class CopyKeeper:
         if first:
             short = sorted(owed.keys() - complete)
             self._journal.event("CopyMissing", why, step=state.step, shards=[list(shard) for shard in short])
-        send(replace(vote, kept=kept, waited_s=now - began, copied=nbytes))
+        told = tuple(sorted(rank for replica, rank in lasting if replica == self._replica))
+        send(replace(vote, kept=kept, waited_s=now - began, copied=nbytes, refused=() if over else told))
+
+    def _lasting(self, failed: Collection[tuple[int, int]], state: StateId) -> set[tuple[int, int]]:
+        """Count the fetches that have failed, and return those of which so many in a row have that it may last."""
+        for shard in failed:
+            before, count = self._failures.get(shard, (None, 0))
+            self._failures[shard] = state, count + (before != state)
+        return {shard for shard in failed if self._failures[shard][1] >= FAILURES}
 
     def _refused_for(self, shard: tuple[int, int], state: StateId) -> bool:
         return shard in self._refused and self._refused[shard][0] == state
@@ -379,53 +377,8 @@ class CopyKeeper:
         self._checked = True
         wanted = self._config.copies
         assert wanted is not None
-        if allowed := unmet(members, wanted, self._config.apart, self._room):
+        if allowed := unmet(members, wanted, self._config.apart, self._planner.room):
             self._wrong(ConfigError("memory.copies", wanted, allowed))
-
-    def _planned(self, grant: Grant, members: tuple[MemberHosts, ...]) -> CopyPlan:
-        wanted = self._config.copies or DEFAULT_COPIES
-        contributing = [m.replica for m in grant.members if m.role == "contribute"]
-        speaks = self._replica == min(contributing, default=None)
-        if not members:
-            known = "the hosts of the ranks are not known" if self._copied else "state.snapshot is on_demand"
-            return CopyPlan(grant.epoch, grant.base, Plan((), (), known), 0, (), False, speaks, wanted)
-        level = self._config.apart
-        whole = missing_copies(members, wanted, level, room=self._room)
-        source = any((copy.replica, copy.rank) == (self._replica, self._rank) for copy in whole.copies)
-        copies = coverage(members, whole, level)
-        orders = self._orders(grant, members, whole)
-        return CopyPlan(grant.epoch, grant.base, whole, copies, orders, source, speaks, wanted)
-
-    def _orders(self, grant: Grant, members: tuple[MemberHosts, ...], whole: Plan) -> tuple[KeepCopy, ...]:
-        """Return what this rank orders: all that its host has to keep, if it is the first rank there.
-
-        Several replicas may have ranks on one host. Then the replica whose shards are copied orders, if it has
-        ranks there, and else the one with the lowest id.
-        """
-        mine = next((member for member in members if member.replica == self._replica), None)
-        if mine is None or not mine.healthy:
-            return ()
-        here = mine.hosts[self._rank].name
-        if any(host.name == here for host in mine.hosts[: self._rank]):
-            return ()
-        there = {m.replica for m in members if m.healthy and any(host.name == here for host in m.hosts)}
-        addresses = {member.replica: member.state for member in grant.members}
-        budget = None if self._config.budget_gb is None else int(self._config.budget_gb * 1e9)
-        return tuple(
-            KeepCopy(
-                copy.replica,
-                copy.rank,
-                len(self._shards),
-                self._shards[copy.rank].nbytes,
-                self._shards[copy.rank].layout,
-                grant.base,
-                addresses[copy.replica][copy.rank],
-                self._limit_s,
-                budget,
-            )
-            for copy in whole.kept_by(here)
-            if self._replica == (copy.replica if copy.replica in there else min(there))
-        )
 
     def _say(self, protected: bool, plan: CopyPlan, why: str) -> None:
         """Write down whether the state is protected, if that has changed.

@@ -181,7 +181,9 @@ class SnapshotWriter:
         """
 
         def ask(agent: StateAgent) -> None:
-            if reason := agent.keep(order):
+            if fault_injection.hit("copy-out", order.state.step):
+                refused("copy-out: there is no memory for it")
+            elif reason := agent.keep(order):
                 refused(reason)
 
         self._submit(ask)

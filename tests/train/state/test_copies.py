@@ -19,7 +19,8 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.messages import MAX_COPIES, CopyFailure, KeepCopy, KeptCopies
 from ft_hsdp.train.state import copies
-from ft_hsdp.train.state.copies import CopiedShard, CopyCost, CopyKeeper, room
+from ft_hsdp.train.state.copies import CopyCost, CopyKeeper
+from ft_hsdp.train.state.copy_plan import CopiedShard, room
 
 LAYOUT = "ab" * 16
 SHARDS = [CopiedShard(LAYOUT, 1000)] * 4
@@ -253,6 +254,52 @@ def test_an_agent_without_room_is_not_waited_for(tmp_path: Path) -> None:
     one.agent.answers = [UNDER_WAY]
     assert not one.vote(1).kept
     assert one.told() == [("CopyMissing", "no memory")]
+
+
+THREE_HOSTS = {0: ("r0h0", "r0h1", "r0h2", "r0h2")}
+
+
+def test_a_copy_that_its_holder_refuses_is_ordered_at_the_next_host_by_all_ranks_alike(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, 0, rank, wait_s=30.0) for rank in range(4)]
+    for one in ranks:
+        one.keeper.configure(grant(1, 0, THREE_HOSTS))
+    holder = ranks[1]
+    assert holder.agent.owed == [((0, 0),)]
+    holder.agent.refuses = "no memory"
+    for one in ranks:
+        one.keeper.mark_current(state(0))
+    vote = holder.vote(1)
+    assert (vote.kept, vote.refused) == (False, (0,))
+    for one in ranks:
+        one.keeper.settled(state(0), False, CopyCost(), ((0, 1),))
+        one.keeper.mark_current(state(1))
+    assert holder.agent.owed == [((0, 0),), ()]
+    assert (0, 0) in ranks[2].agent.owed[-1]
+    assert "127.0.0.1:1" in [order.address for order in ranks[2].agent.orders if order.state == state(1)]
+    assert [order for order in holder.agent.orders if order.state == state(1)] == []
+    assert [one.told()[-1][0] for one in ranks[:1]] == ["Unprotected"]
+    assert [name for name, _ in ranks[0].told()].count("CopyMoved") == 1
+    before = len(ranks[2].agent.owed)
+    for one in ranks:
+        one.keeper.settled(state(1), False, CopyCost(), ((0, 1),))  # a vote from before the move
+        one.keeper.configure(grant(2, 1, THREE_HOSTS))
+    assert len(ranks[2].agent.owed) == before, "a new epoch does not ask who has refused"
+
+
+def test_a_holder_refuses_after_three_failed_fetches_in_a_row_and_not_because_it_is_late(tmp_path: Path) -> None:
+    one = Rank(tmp_path, 0, 0, wait_s=0.05)
+    one.keeper.configure(grant(1, 0, TWO_HOSTS))
+
+    def refused(step: int, answer: KeptCopies | None) -> tuple[int, ...]:
+        one.agent.answers = [answer]
+        return one.vote(step).refused
+
+    failed = [KeptCopies(((0, 2),), (CopyFailure(0, 3, "reset", state(step)),)) for step in range(20)]
+    assert [refused(step, failed[step - 1]) for step in (1, 2, 2)] == [(), (), ()], "a state counts once"
+    assert refused(3, kept((0, 2), (0, 3))) == ()
+    assert [refused(step, failed[step - 1]) for step in (4, 5, 6, 7)] == [(), (), (3,), (3,)]
+    assert [refused(step, UNDER_WAY) for step in (8, 9, 10, 11)] == [()] * 4
+    assert [refused(step, None) for step in (12, 13, 14, 15)] == [()] * 4
 
 
 def test_no_vote_waits_for_a_copy_of_a_shard_that_was_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,164 @@
+"""What the copies of one epoch are for one rank: which it orders, and whether the job is protected with them.
+
+Every rank plans from its grant and from the refusals that commits have told. All ranks of a replica are told the
+same, so they plan alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ft_hsdp.config.running import MemoryConfig
+from ft_hsdp.core.grant import Grant, paths
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.memory.copies import MemberHosts, Plan, Refusal, coverage, missing_copies, move_refused
+from ft_hsdp.memory.hosts import Host
+from ft_hsdp.state.agent.messages import MAX_COPIES, KeepCopy
+
+SLOTS = 2  # for each shard that a host keeps for another one: of the newest kept state, and of the next one
+DEFAULT_COPIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedShard:
+    """What all replicas have in common of a rank's shard."""
+
+    layout: str  # fingerprint of its tensors
+    nbytes: int  # packed
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """What one epoch means for one rank."""
+
+    epoch: int
+    base: StateId
+    whole: Plan
+    copies: int  # failure domains in which each shard is, once the plan is carried out
+    orders: tuple[KeepCopy, ...]  # of this rank, of the state `base`
+    source: bool  # this rank's shard is copied by another host
+    speaks: bool  # this replica is the healthy one with the lowest id
+    wanted: int
+
+    @property
+    def lacks(self) -> str:
+        """Why the shards are not protected even when the plan is carried out; "" if they are."""
+        if self.copies >= max(DEFAULT_COPIES, self.wanted):
+            return ""
+        return self.whole.reason or f"each shard is wanted on {self.wanted} host alone (memory.copies)"
+
+
+def hosts_of(grant: Grant) -> tuple[MemberHosts, ...]:
+    """Return the members of an epoch with their hosts; () if the hosts of one are not known."""
+    found = tuple(
+        MemberHosts(m.replica, tuple(map(Host.parse, paths(m.hosts))), m.role == "contribute")
+        for m in grant.members
+    )
+    return found if all(member.hosts for member in found) else ()
+
+
+def room(budget_gb: float | None, shards: Sequence[CopiedShard]) -> int:
+    """Return how many shards a host may keep for others; its agent takes `MAX_COPIES` at most.
+
+    Raises:
+        ConfigError: The budget has no room for one.
+    """
+    largest = max(shard.nbytes for shard in shards)
+    if budget_gb is None or not largest:
+        return MAX_COPIES
+    count = int(budget_gb * 1e9 // (SLOTS * largest))
+    if not count:
+        least = SLOTS * largest / 1e9
+        allowed = f"at least {least:.3g} ({SLOTS} copies of a shard of {largest / 1e9:.3g} GB), or null: no limit"
+        raise ConfigError("memory.budget_gb", budget_gb, allowed)
+    return min(count, MAX_COPIES)
+
+
+class CopyPlanner:
+    """Plans the copies of each epoch for one rank; does not block.
+
+    Args:
+        replica: This rank's replica.
+        rank: Its index there.
+        config: How many copies are wanted, and where.
+        shards: Of each rank.
+        copied: Whether each state is copied into its own host's memory.
+        limit_s: A copy that takes longer is given up, in seconds.
+
+    Raises:
+        ConfigError: The budget has no room for one shard.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        rank: int,
+        config: MemoryConfig,
+        shards: Sequence[CopiedShard],
+        *,
+        copied: bool,
+        limit_s: float,
+    ) -> None:
+        self._replica = replica
+        self._rank = rank
+        self._config = config
+        self._shards = tuple(shards)
+        self._copied = copied
+        self._limit_s = limit_s
+        self.room = room(config.budget_gb, shards)  # shards that each host keeps for others
+
+    def plan(self, grant: Grant, members: tuple[MemberHosts, ...], refusals: Sequence[Refusal]) -> CopyPlan:
+        """Return the plan of an epoch.
+
+        Args:
+            grant: The grant of the epoch.
+            members: With their hosts; () if there are no copies to plan.
+            refusals: Of holders of this replica's copies, in the order in which commits told them.
+        """
+        wanted = self._config.copies or DEFAULT_COPIES
+        contributing = [m.replica for m in grant.members if m.role == "contribute"]
+        speaks = self._replica == min(contributing, default=None)
+        if not members:
+            known = "the hosts of the ranks are not known" if self._copied else "state.snapshot is on_demand"
+            return CopyPlan(grant.epoch, grant.base, Plan((), (), known), 0, (), False, speaks, wanted)
+        level = self._config.apart
+        whole = missing_copies(members, wanted, level, room=self.room)
+        for told in range(1, len(refusals) + 1):
+            whole = move_refused(members, whole, level, refusals[:told], self.room)
+        source = any((copy.replica, copy.rank) == (self._replica, self._rank) for copy in whole.copies)
+        copies = coverage(members, whole, level)
+        orders = self._orders(grant, members, whole)
+        return CopyPlan(grant.epoch, grant.base, whole, copies, orders, source, speaks, wanted)
+
+    def _orders(self, grant: Grant, members: tuple[MemberHosts, ...], whole: Plan) -> tuple[KeepCopy, ...]:
+        """Return what this rank orders: all that its host has to keep, if it is the first rank there.
+
+        Several replicas may have ranks on one host. Then the replica whose shards are copied orders, if it has
+        ranks there, and else the one with the lowest id.
+        """
+        mine = next((member for member in members if member.replica == self._replica), None)
+        if mine is None or not mine.healthy:
+            return ()
+        here = mine.hosts[self._rank].name
+        if any(host.name == here for host in mine.hosts[: self._rank]):
+            return ()
+        there = {m.replica for m in members if m.healthy and any(host.name == here for host in m.hosts)}
+        addresses = {member.replica: member.state for member in grant.members}
+        budget = None if self._config.budget_gb is None else int(self._config.budget_gb * 1e9)
+        return tuple(
+            KeepCopy(
+                copy.replica,
+                copy.rank,
+                len(self._shards),
+                self._shards[copy.rank].nbytes,
+                self._shards[copy.rank].layout,
+                grant.base,
+                addresses[copy.replica][copy.rank],
+                self._limit_s,
+                budget,
+            )
+            for copy in whole.kept_by(here)
+            if self._replica == (copy.replica if copy.replica in there else min(there))
+        )
