@@ -216,13 +216,12 @@ class CopyKeeper:
         self._refusals += new
         moved = self._planner.plan(grant, members, self._refusals)
         self._take(moved, state)
-        gone = sorted(set(plan.whole.copies) - set(moved.whole.copies), key=lambda copy: copy.rank)
-        for copy in gone if self._rank == 0 else ():
-            kept = {each.holder.name for each in moved.whole.copies if each.rank == copy.rank}
-            was = {each.holder.name for each in plan.whole.copies if each.rank == copy.rank}
-            (holder,) = kept - was
-            why = f"host {copy.holder.name} does not keep it"
-            self._journal.event("CopyMoved", why, shard=copy.rank, holder=holder)
+        old, now = plan.whole.copies, moved.whole.copies
+        gone = [copy for copy in old if copy not in now] if self._rank == 0 else []  # both by rank
+        came = [copy for copy in now if copy not in old] if self._rank == 0 else []
+        for before, after in zip(gone, came, strict=True):
+            why = f"host {before.holder.name} does not keep it"
+            self._journal.event("CopyMoved", why, shard=after.rank, holder=after.holder.name)
 
     def _space(self, cost: CopyCost, *, late: bool) -> None:
         """Choose how many states are copied, from what the copies of one have cost.

@@ -286,6 +286,14 @@ def test_a_copy_that_its_holder_refuses_is_ordered_at_the_next_host_by_all_ranks
     assert len(ranks[2].agent.owed) == before, "a new epoch does not ask who has refused"
 
 
+def test_two_copies_of_one_shard_that_are_refused_at_once_both_move(tmp_path: Path) -> None:
+    one = Rank(tmp_path, 0, 0, copies=3)
+    one.keeper.configure(grant(1, 0, {0: tuple(f"r0h{i}" for i in range(6))}))
+    one.keeper.settled(state(0), False, CopyCost(), ((0, 1), (0, 2)))
+    moved = [reason for name, reason in one.told() if name == "CopyMoved"]
+    assert sorted(moved) == ["host r0h1 does not keep it", "host r0h2 does not keep it"]
+
+
 def test_a_holder_refuses_after_three_failed_fetches_in_a_row_and_not_because_it_is_late(tmp_path: Path) -> None:
     one = Rank(tmp_path, 0, 0, wait_s=0.05)
     one.keeper.configure(grant(1, 0, TWO_HOSTS))
