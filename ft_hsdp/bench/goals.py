@@ -56,6 +56,7 @@ EXPOSED, OF_PLAN, IDLE_SHARE, PLANNED, APART = 0.01, 1.05, 0.95, 1.02, 0.001
 RESHAPE_TIMES, RESHAPE_BYTES = 2.0, 1.05
 BLOCKS_TIMES = 1.15
 LANES_TIMES = 1.25  # an all-reduce of replicas of 4 and 3 ranks, beside 4 and 4
+WIDTH_RATE, WIDTH_WAIT = 0.97, 0.1  # of the share of the ranks; steps that the other replica waits
 LONE_MS, LONE_STEPS = 2000.0, 1
 LOST_MS, LOST_TIMES, LOST_STEPS = 1500.0, 3.7, 1
 
@@ -290,6 +291,13 @@ def width(result: Row) -> Verdicts:
     for row in result["blocks"]:
         name = f"{row['hosts']} hosts: bytes of the busiest sender, times ReStore's formula"
         yield most(name, row, BLOCKS_TIMES, row["scattered"]["times"])
+    for row in result["rate"]:
+        text = f"{row['left']} of {row['ranks']} ranks: units/s, of {row['share']:g} of the rate"
+        yield least(text, row, WIDTH_RATE, row["of_share"])
+    for row in result["shrink"]:
+        for change, steps in row["steps"].items():
+            yield most(f"a {change}: the other waits, p50, steps", row, WIDTH_WAIT, steps)
+        yield most("a grow: steps repeated", row, 0, row["repeated"])
     for row in result["lone"]:
         there = f"{row['ranks']} ranks to {row['left']}"
         yield most(f"{there}: host lost to new step - 1 step, p50 ms", row, LONE_MS, row["beyond"]["p50_ms"])

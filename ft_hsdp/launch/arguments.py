@@ -15,7 +15,7 @@ MEASURES = (
     "of recovery: kill, torchft, rejoin, return, stop, readers, local; "
     "of overhead: steady, snapshot, ray, link; of units: constant, rate, refill, loss, tokens, kills; "
     "of adopt: step, kill; of memory: step, none, gaps, lost, union, flips; "
-    "of width: reshape, allreduce, blocks, lone, losses; or all"
+    "of width: reshape, allreduce, blocks, rate, shrink, lone, losses; or all"
 )
 BENCH_TIME = (
     "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); "

@@ -13,7 +13,7 @@ from ft_hsdp.bench.command import WIDTH, width_options
 from ft_hsdp.bench.memory.lost import Loss
 from ft_hsdp.bench.recovery.analysis import Kill
 from ft_hsdp.bench.results import MIB, ProgressLog, spread
-from ft_hsdp.bench.width import allreduce, blocks, lone, losses, reshape
+from ft_hsdp.bench.width import allreduce, blocks, lone, losses, pair, reshape
 from ft_hsdp.errors import ConfigError
 from tests.support.bench.tables import shown
 
@@ -115,6 +115,61 @@ def test_a_lone_replica_that_shrinks_beside_the_goals() -> None:
     worse = {**row, "beyond": spread([2.1]), "lost_steps": {"p50": 2, "max": 2}}
     worse["grow"] = {"pause": spread([1.5]), "repeated": 1}
     assert [v.met for v in goals.width({**EMPTY, "lone": [worse]})] == [False, False, False]
+
+
+def joint(t: float, step: int, width: int | None, wait: float = 0.001) -> dict[str, Any]:
+    """A commit of replica 0, to which replica 1 contributed with so many ranks; 0: all; None: it did not."""
+    both: list[dict[str, int]] = [
+        {"replica": 0, "width": 0, "units": 4},
+        {"replica": 1, "width": width, "units": width or 4},
+    ]
+    mine = both if width is not None else both[:1]
+    units = sum(each["units"] for each in mine)
+    return {"t": t, "step": step, "contributions": mine, "units": units, "waits": {"ftar": wait}}
+
+
+def test_what_the_other_replica_waits_for() -> None:
+    rows = [
+        joint(1, 1, 0),
+        joint(2, 2, None, 0.5),
+        joint(3, 3, None),
+        joint(4, 4, None, 0.021),
+        joint(5, 5, 3, 0.011),
+    ]
+    rows += [
+        joint(6, 6, 3),
+        joint(7, 7, None, 0.006),
+        joint(8, 8, None),
+        joint(9, 9, None, 0.9),
+        joint(10, 10, 0, 0.002),
+    ]
+    events: list[dict[str, Any]] = [
+        {"event": "CheckedIn", "replica": 1, "incarnation": "1-a-1", "t": 3.5},
+        {"event": "CheckedIn", "replica": 1, "incarnation": "1-a-2", "t": 9.5},
+        {"event": "StepRetried", "replica": 0, "t": 1.5},
+    ]
+    less, more = pair.Change(1.2, "1-a-1", 3), pair.Change(5.5, "1-a-2", 4)
+    assert pair.waited_s(less, rows, events, 0.001) == pytest.approx(0.02 + 0.01), "from its check-in on"
+    assert pair.waited_s(more, rows, events, 0.001) == pytest.approx(0.005 + 0.001), "its leave, and its check-in"
+    assert pair.retried(more, rows, events) == 0
+    assert pair.retried(more, rows, [*events, {"event": "StepRetried", "replica": 0, "t": 6.5}]) == 1
+    assert pair.units_per_s(rows[4:6]) == 7.0
+
+
+def test_one_of_two_replicas_shrinks_beside_the_goals() -> None:
+    head: dict[str, Any] = {"replicas": 2, "ranks": 4, "left": 3}
+    rate = {**head, "steps": 60, "units_per_s": {"before": 38.0, "fewer": 33.1, "after": 38.1}}
+    rate |= {"share": 0.875, "of_share": 0.994}
+    shrink = {**head, "losses": 5, "step_ms": 210.0, "repeated": 0, "steps": {"shrink": 0.05, "grow": 0.06}}
+    shrink["waits"] = {"shrink": spread([0.01]), "grow": spread([0.012])}
+    result = {**EMPTY, "rate": [rate], "shrink": [shrink]}
+    assert [v.met for v in goals.width(result)] == [True] * 4
+    text = shown("width", result)
+    assert "0.994 of 0.875 of the rate" in text
+    assert "0 steps were repeated to grow" in text
+    worse = {**shrink, "repeated": 1, "steps": {"shrink": 0.11, "grow": 0.11}}
+    result = {**EMPTY, "rate": [{**rate, "of_share": 0.96}], "shrink": [worse]}
+    assert not any(v.met for v in goals.width(result))
 
 
 def test_random_losses_beside_the_goal() -> None:

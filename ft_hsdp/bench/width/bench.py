@@ -11,6 +11,7 @@ from ft_hsdp.bench.width.allreduce import allreduce
 from ft_hsdp.bench.width.blocks import blocks, loads
 from ft_hsdp.bench.width.lone import lone
 from ft_hsdp.bench.width.losses import losses
+from ft_hsdp.bench.width.pair import rate, shrink
 from ft_hsdp.bench.width.reshape import reshape
 
 
@@ -33,6 +34,8 @@ def run(options: WidthOptions, stream: TextIO) -> dict[str, Any]:
     )
     result["blocks"] = blocks(log) if "blocks" in wanted else []
     result["loads"] = loads(options.rounds) if "blocks" in wanted else []
+    result["rate"] = rate(log) if "rate" in wanted else []
+    result["shrink"] = shrink(max(1, options.kills // 4), log) if "shrink" in wanted else []
     result["lone"] = lone(options.kills, log) if "lone" in wanted else []
     result["losses"] = losses(options.kills, log) if "losses" in wanted else []
     return finish_result(result, log, started)

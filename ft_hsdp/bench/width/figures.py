@@ -45,6 +45,15 @@ def width_figures(result: Row, console: Console) -> None:
         console.print(
             f"{row['times']:.2f} times as long in {row['lanes']} lanes, with the same bits at all members"
         )
+    for row in result["rate"]:
+        each = ", ".join(f"{name} {value:.2f}" for name, value in row["units_per_s"].items())
+        where = f"one of {row['replicas']} replicas at {row['left']} of {row['ranks']} ranks"
+        console.print(f"units per second, {where}:\n{each}: {row['of_share']:.3f} of {row['share']:g} of the rate")
+    for row in result["shrink"]:
+        title = f"What the other replica waits for, steps of {row['step_ms']:.0f} ms, {row['losses']} lost hosts"
+        rows = [(name, *figures_of(each, LIMITS, 3)) for name, each in row["waits"].items()]
+        print_table(console, title, ("", "p50, ms", "min", "max"), rows)
+        console.print(f"{row['repeated']} steps were repeated to grow")
     for row in result["lone"]:
         _lone(row, console)
     if result["losses"]:
