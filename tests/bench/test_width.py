@@ -195,6 +195,16 @@ def test_50_random_losses_with_shrink_and_grow(name: str) -> None:
     assert row["narrow_steps"] >= 20
 
 
+@pytest.mark.soak
+@pytest.mark.usefixtures("_nothing_left")
+def test_one_of_two_replicas_loses_a_host_and_gets_it_back() -> None:
+    (row,) = pair.shrink(1, ProgressLog(io.StringIO()))
+    assert row["repeated"] == 0
+    assert row["waits"]["shrink"]["count"] == row["waits"]["grow"]["count"] == 1
+    (row,) = pair.rate(ProgressLog(io.StringIO()))
+    assert set(row["units_per_s"]) == {"before", "fewer", "after"}
+
+
 @pytest.mark.proof
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_lone_replica_loses_a_host_and_gets_it_back() -> None:

@@ -23,6 +23,8 @@ RANKS, LEFT = 4, 2  # of a replica: at first, and at least
 JOBS: Mapping[str, tuple[int, str]] = {  # replicas, `quorum.batch`
     "one, adapt": (1, "adapt"),
     "one, constant": (1, "constant"),
+    "two, adapt": (2, "adapt"),
+    "two, constant": (2, "constant"),
 }
 APART_S, AWAY_S = (0.1, 3.0), (0.2, 4.0)  # from one loss to the next; how long a host is away
 CALM_SHARE = 0.5  # of the losses come after some steps
