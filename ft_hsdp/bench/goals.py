@@ -295,8 +295,7 @@ def width(result: Row) -> Verdicts:
         text = f"{row['left']} of {row['ranks']} ranks: units/s, of {row['share']:g} of the rate"
         yield least(text, row, WIDTH_RATE, row["of_share"])
     for row in result["shrink"]:
-        for change, steps in row["steps"].items():
-            yield most(f"a {change}: the other waits, p50, steps", row, WIDTH_WAIT, steps)
+        yield most("a shrink: the other waits, p50, steps", row, WIDTH_WAIT, row["steps"]["shrink"])
         yield most("a grow: steps repeated", row, 0, row["repeated"])
     for row in result["lone"]:
         there = f"{row['ranks']} ranks to {row['left']}"

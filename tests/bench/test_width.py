@@ -148,7 +148,7 @@ def test_what_the_other_replica_waits_for() -> None:
         {"event": "CheckedIn", "replica": 1, "incarnation": "1-a-2", "t": 9.5},
         {"event": "StepRetried", "replica": 0, "t": 1.5},
     ]
-    less, more = pair.Change(1.2, "1-a-1", 3), pair.Change(5.5, "1-a-2", 4)
+    less, more = pair.WidthChange(1.2, "1-a-1", 3), pair.WidthChange(5.5, "1-a-2", 4)
     assert pair.waited_s(less, rows, events, 0.001) == pytest.approx(0.02 + 0.01), "from its check-in on"
     assert pair.waited_s(more, rows, events, 0.001) == pytest.approx(0.005 + 0.001), "its leave, and its check-in"
     assert pair.retried(more, rows, events) == 0
@@ -163,7 +163,7 @@ def test_one_of_two_replicas_shrinks_beside_the_goals() -> None:
     shrink = {**head, "losses": 5, "step_ms": 210.0, "repeated": 0, "steps": {"shrink": 0.05, "grow": 0.06}}
     shrink["waits"] = {"shrink": spread([0.01]), "grow": spread([0.012])}
     result = {**EMPTY, "rate": [rate], "shrink": [shrink]}
-    assert [v.met for v in goals.width(result)] == [True] * 4
+    assert [v.met for v in goals.width(result)] == [True] * 3
     text = shown("width", result)
     assert "0.994 of 0.875 of the rate" in text
     assert "0 steps were repeated to grow" in text

@@ -25,14 +25,14 @@ from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, ratio, s
 from ft_hsdp.bench.width.lone import CALM, SHRINKS, LostHost
 from ft_hsdp.launch.run.directory import Row
 
-STEP_S = 0.2
+STEP_S = 0.5  # as in `bench memory`: 8 ranks share the cores, and what they compute is not to count
 REPLICAS, RANKS, LEFT = 2, 4, 3
 VICTIM, OTHER = 1, 0
 RATE_STEPS = 60  # of each window
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class WidthChange:
     """A replica came back with another number of ranks."""
 
     t: float  # Unix time of what caused it: the host was lost, or was back
@@ -58,7 +58,7 @@ class _Pair:
     def __init__(self, job: JobUnderTest) -> None:
         self.job = job
         self.rows = job.rows[OTHER]
-        self.changes: list[Change] = []
+        self.changes: list[WidthChange] = []
 
     def until(self, ranks: int, steps: int) -> None:
         """Wait until the victim has contributed to the newest ``steps`` commits with so many ranks."""
@@ -81,7 +81,7 @@ class _Pair:
 
     def _came(self, t: float, ranks: int) -> None:
         self.until(ranks, CALM)
-        self.changes.append(Change(t, str(self.job.rows[VICTIM][-1]["incarnation"]), ranks))
+        self.changes.append(WidthChange(t, str(self.job.rows[VICTIM][-1]["incarnation"]), ranks))
 
 
 def rate(log: ProgressLog) -> list[ResultRow]:
@@ -155,7 +155,7 @@ def shrink(count: int, log: ProgressLog) -> list[ResultRow]:
     ]
 
 
-def waited_s(change: Change, rows: Sequence[Row], events: Sequence[Row], usual_s: float) -> float:
+def waited_s(change: WidthChange, rows: Sequence[Row], events: Sequence[Row], usual_s: float) -> float:
     """Return what the other replica waited for a change, beyond the waits of as many usual steps.
 
     It counts the steps from the check-in of the new incarnation to its first contribution; for a growth, those
@@ -177,18 +177,18 @@ def waited_s(change: Change, rows: Sequence[Row], events: Sequence[Row], usual_s
     return float(sum(map(exposed, counted)) - len(counted) * usual_s)
 
 
-def retried(change: Change, rows: Sequence[Row], events: Sequence[Row]) -> int:
+def retried(change: WidthChange, rows: Sequence[Row], events: Sequence[Row]) -> int:
     """Return how many steps the other replica repeated from a change's cause to the next contribution."""
     first = next(row["t"] for row in rows if row["t"] > change.t and _is_of(change, row, events))
     repeats = (e for e in events if e["event"] in ("StepRetried", "HeadRolledBack"))
     return sum(change.t < each["t"] <= first for each in repeats)
 
 
-def _checked_in(change: Change, events: Sequence[Row]) -> float:
+def _checked_in(change: WidthChange, events: Sequence[Row]) -> float:
     since = incarnations(events)[VICTIM, change.incarnation].checked_in
     return math.inf if since is None else since
 
 
-def _is_of(change: Change, row: Row, events: Sequence[Row]) -> bool:
+def _is_of(change: WidthChange, row: Row, events: Sequence[Row]) -> bool:
     """Return whether the changed replica contributed to a commit after its check-in."""
     return ranks_of(row) == change.width and row["t"] > _checked_in(change, events)
