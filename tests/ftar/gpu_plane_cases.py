@@ -174,12 +174,13 @@ def test_the_buffer_is_registered_and_grows_to_what_is_asked_for() -> None:
 
 @pytest.mark.parametrize("grace_s", [0.1, 5.0])
 def test_a_device_that_does_nothing_is_at_fault(grace_s: float) -> None:
-    plane, out = GpuPlane(CPU, Arena(), 0.2, via="streamops"), Arena().empty(8)
+    plane, out = GpuPlane(CPU, Arena(), DEADLINE_S, via="streamops"), Arena().empty(8)
     ring = Ring(1, [5], 0, None, None, plane, Settings(chunk_bytes=CHUNK, chunks=SLOTS))
     order = AllReduceOrder(KEY, None, out, entry(5))
-    ring.all_reduce(order)
+    ring.all_reduce(order)  # compiles the kernel, which may take long
     assert plane._staged is not None
     plane._staged.grace_s = grace_s
+    plane._timeout_s = 0.2  # of the next all-reduce, which finishes nothing
     with ThreadPoolExecutor(1) as pool:
         with HostStream._interpreter:  # no kernel runs meanwhile
             work = pool.submit(ring.all_reduce, order)
