@@ -271,9 +271,14 @@ class Listener:
             calls.get_nowait()[1].close()
 
     def _admitted(self, proved: Admitted, sock: socket.socket) -> None:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if task.cancelled():  # maybe before its first line
+                sock.close()
+
         task = asyncio.get_running_loop().create_task(self._greet(proved, sock))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(ended)
 
     async def _greet(self, proved: Admitted, sock: socket.socket) -> None:
         first = RingHello if proved.purpose is Purpose.RING else RingData

@@ -365,6 +365,7 @@ class LaneMember:
         self._executor.over(rendezvous.grant.epoch, error)
         if self._forming is not None and self._forming is not asyncio.current_task():
             self._forming.cancel()
+        rendezvous.give_up()
         for peer in rendezvous.edges:
             self._spawn(peer.close())
         self._enter(GroupState.FATAL if isinstance(error, FatalError) else GroupState.BROKEN)

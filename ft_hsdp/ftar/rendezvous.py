@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ft_hsdp import address, fault_injection, handshake
 from ft_hsdp.core.grant import Grant, Member
@@ -85,6 +86,7 @@ class Rendezvous:
         self._welcome: asyncio.Queue[RingWelcome | None] = asyncio.Queue()  # None: the spare edge has ended
         self._laps: asyncio.Queue[RingBarrier] = asyncio.Queue()
         self._called = asyncio.Event()  # the left edge is made
+        self._admitting: asyncio.Task[Any] | None = None  # waits for the left neighbour's data connection
 
     def member_at(self, side: int) -> Member:
         """Return the member to the left (`side` -1) or to the right (+1) of this one, or this one (0)."""
@@ -255,13 +257,20 @@ class Rendezvous:
             offered,
             ticket,
         )
+        self._admitting = asyncio.current_task()
         try:
             async with asyncio.timeout(context.settings.connect_timeout_s):
                 await peer.send(RingWelcome(self.grant.epoch, False, transport, offered, ticket))
                 peer.receiver = await kind.accept(edge, calls)
                 peer.transport = transport
         finally:
+            self._admitting = None
             context.listener.forget(ticket)
+
+    def give_up(self) -> None:
+        """Wait no longer for the left neighbour's data connection: the ring is over. Does not close the edge."""
+        if self._admitting is not None:
+            self._admitting.cancel()
 
     async def _go_round(self) -> None:
         """Pass the barrier: lap 1 tells that all members are connected, lap 2 that all of them know it."""

@@ -119,6 +119,15 @@ async def test_a_caller_that_says_nothing_is_hung_up_on(monkeypatch: pytest.Monk
     await asyncio.sleep(0)
 
 
+async def test_a_caller_that_is_let_in_as_the_listener_closes_is_hung_up_on() -> None:
+    here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))
+    ours, theirs = socket.socketpair()
+    with theirs:
+        here._admitted(handshake.Admitted(Purpose.RING, b"", b""), ours)
+        here.close()  # before the loop has begun to read its hello
+        await until(lambda: ours.fileno() < 0, "its connection is closed", 20.0)
+
+
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "unix"])
 async def test_data_connections_come_with_a_ticket(local: bool) -> None:
     here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))

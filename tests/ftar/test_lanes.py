@@ -9,6 +9,10 @@ import pytest
 
 from ft_hsdp.errors import FTARError, LocalResourceError, PeerDead, StaleEpoch
 from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.transport.kind import Edge
+from ft_hsdp.ftar.transport.sender import StreamSender
+from ft_hsdp.ftar.transport.shm import Arena
+from ft_hsdp.ftar.transport.tcp import Tcp
 from tests.support.ftar.lane_rig import WideRing, flat, values
 from tests.support.ftar.ring_helpers import Transport, error, until
 
@@ -74,6 +78,30 @@ async def test_the_widths_change_from_epoch_to_epoch() -> None:
         assert all(r.connected == [1, 2, 3, 4] for r in ring.replicas[0])
     gc.collect()
     await until(lambda: (threads(), len(os.listdir("/proc/self/fd"))) <= before, "nothing is left", 20.0)
+
+
+async def test_new_lanes_do_not_wait_for_a_neighbour_that_ended_as_it_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has called, and its data connection never comes. The one that follows has fewer ranks."""
+    called: list[int] = []
+
+    async def silent(kind: Tcp, edge: Edge, arena: Arena) -> StreamSender:
+        called.append(edge.member)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with WideRing((2, 2), connect_s=32.0) as ring:
+        with monkeypatch.context() as patched:
+            patched.setattr(Tcp, "dial", silent)
+            given = ring.grant(1)
+            for rank in ring.ranks:
+                rank.group.configure(given)
+            await until(lambda: len(called) == 4, "all have called and were answered", 20.0)
+            await asyncio.gather(*(rank.group.close() for rank in ring.replicas[1]))
+            await until(lambda: all(rank.broken for rank in ring.replicas[0]), "the others hear of it", 20.0)
+        ring.replicas[1] = ring.replica(1, 1)
+        await ring.check(await ring.form(2))
 
 
 async def test_works_of_lanes_that_are_over_are_stale() -> None:

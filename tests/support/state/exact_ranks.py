@@ -5,6 +5,7 @@ RANK and STORE are in the environment. Prints a JSON line: for each case "equal"
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -20,17 +21,21 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim.lr_scheduler import LinearLR, LRScheduler, StepLR
 
+from ft_hsdp.config import parse
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
+from ft_hsdp.train.lanes import check_update
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, finish
 from ft_hsdp.train.state.live_state import LiveState
 
 CLIPPED = "a clip of a group"
+ROWS = "optimizers that update each row alone"
+EXACT = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "Muon", "NAdam", "RAdam", "RMSprop", "SGD")
 RANKS, STEPS, REJOIN, CLIP = 2, 5, 2, 0.7
 FLAGS = (
     "amsgrad",
@@ -239,13 +244,28 @@ def clipped(mesh: DeviceMesh) -> str:
     return "clipped" if moved else "not clipped"
 
 
+def of_rows(mesh: DeviceMesh) -> str:
+    """The optimizers, without options, that replicas of unequal width may have."""
+    config = parse(
+        {"replicas": 2, "ranks_per_replica": 2, "hosts": {"per_replica": 2}, "memory": {"shrink_to": 1}}
+    )
+    found = set()
+    for make, _ in (CASES[f"{name} plain"] for name in EXACT):
+        for optimizer in make(adopted(mesh, 0).model):
+            create_state(optimizer)
+            with contextlib.suppress(ConfigError):
+                check_update(config, optimizer)
+                found.add(type(optimizer).__name__)
+    return " ".join(sorted(found))
+
+
 def main(names: Iterable[str]) -> None:
     warnings.simplefilter("ignore")
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     said = {name: verdict(mesh, *CASES[name]) for name in names or CASES}
-    print(json.dumps({**said, CLIPPED: clipped(mesh)}))
+    print(json.dumps({**said, CLIPPED: clipped(mesh), ROWS: of_rows(mesh)}))
     sys.stdout.flush()
     dist.destroy_process_group()
     os._exit(0)  # what torch takes down at the end of an interpreter is not what is tested

@@ -1,0 +1,189 @@
+"""The windows of a replica with fewer ranks: what else happens while it shrinks, fetches or grows."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_hsdp.launch.injection import Inflicted, inflict, parse_options
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.recorder import commits_of
+from tests.support.scenarios.scenario_job import Job, check
+
+SAFE = {"quorum.on_lost_head": "rollback", "timeouts.place_s": 0.3, "restart.hold_s": 0.3, "debug.faults": True}
+
+
+def job_of(folder: Path, steps: int, replicas: int, ranks: int, least: int, **more: object) -> Job:
+    """A job whose ranks have a host each; no step is committed while one of two replicas is away."""
+    hosts = {"ranks_per_replica": ranks, "hosts.per_replica": ranks, "memory.shrink_to": least}
+    settings = {"replicas": replicas, "quorum.min_replicas": replicas, **hosts, **SAFE, **more}
+    return Job(folder, steps, **settings)
+
+
+def lose(job: Job, replica: int, host: str) -> Inflicted:
+    """Lose a host of a replica."""
+    return inflict(RunDir(job.run), parse_options(kind="host", replica=replica, host=host))
+
+
+def reset(job: Job, replica: int) -> None:
+    """Reset the connections of a replica to its neighbours."""
+    inflict(RunDir(job.run), parse_options(kind="reset", replica=replica))
+
+
+def changes(job: Job, replica: int) -> list[tuple[int, int]]:
+    """The numbers of ranks of a replica, from and to, in order."""
+    rows = [*job.events("Shrunk", replica=replica), *job.events("Grown", replica=replica)]
+    return [(row["from"], row["to"]) for row in sorted(rows, key=lambda row: row["t"])]
+
+
+def starts(job: Job, replica: int) -> int:
+    """How often the ranks of a replica were started."""
+    return len(job.events("ReplicaStarted", replica=replica))
+
+
+def contributed(job: Job, since: int, *widths: int) -> bool:
+    """Whether both replicas contributed to a commit after step `since` with so many ranks; none given: equal."""
+    rows = [row for row in job.rows("replicas/1/commits.jsonl") if row["step"] > since]
+    both = [tuple(sorted(row.get("ring_widths", ()))) for row in rows if len(row["contributors"]) == 2]
+    return tuple(sorted(widths)) in both
+
+
+def stopped(job: Job, replica: int, rank: int) -> bool:
+    """Whether a rank is stopped by a signal."""
+    pid = job.pid(replica, rank)
+    try:
+        return pid is not None and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except OSError:
+        return False
+
+
+def stands_in_its_fetch(replica: int, rank: int) -> dict[str, Any]:
+    """The second life of a rank stops as a part of the state has arrived."""
+    point = {"replicas": [replica], "rank": rank, "life": 1, "step": 0, "signal": "STOP"}
+    return {"debug.failpoints": {"fetch": point}}
+
+
+def finish(job: Job, steps: int) -> dict[str, Any]:
+    """The job to its end: exactly once, one state, replayed bit by bit."""
+    summary = job.end()
+    check(summary, steps)
+    assert job.replayed()["equal"]
+    return summary
+
+
+@pytest.mark.proof
+def test_a_replica_loses_another_host_while_it_fetches(tmp_path: Path) -> None:
+    """What its ranks fetch is void: the fewer ones fetch their parts. The host is back before they train."""
+    with job_of(tmp_path, 40, 2, 2, 1, **{"hosts.spare": 1}, **stands_in_its_fetch(1, 1)) as job:
+        job.until(lambda: job.step() >= 3, "step 3")
+        lose(job, 1, "r1h1")
+        job.until(lambda: stopped(job, 1, 1), "it fetches on the spare host")
+        spare = lose(job, 1, "s0")
+        job.until(lambda: job.events("Shrunk"), "fewer ranks")
+        spare.lifted("it is back")
+        finish(job, 40)
+        assert changes(job, 1) == [(2, 1), (1, 2)]
+        assert contributed(job, 0, 1, 2)
+        first = [row["rank"] for row in job.events("FetchCompleted") if row["incarnation"].endswith("-1")]
+        assert 1 not in first, "it was lost in its fetch"
+
+
+@pytest.mark.soak
+def test_the_number_of_ranks_of_a_donor_changes_while_another_replica_is_behind(tmp_path: Path) -> None:
+    """The grant is void for the one that fetches: in a new epoch it takes what the fewer ranks hold."""
+    settings = {"quorum.min_replicas": 1, "checkpoint.every": 5, **stands_in_its_fetch(1, 0)}
+    with job_of(tmp_path, 100, 2, 4, 2, **settings) as job:
+        job.until(lambda: job.step() >= 3, "step 3")
+        job.signal(1, 3, signal.SIGKILL)
+        job.until(lambda: stopped(job, 1, 0), "it fetches")
+        behind = job.pid(1, 0)
+        assert behind is not None
+        host = lose(job, 0, "r0h3")
+        job.until(lambda: job.events("Shrunk", replica=0), "the donor has fewer ranks")
+        with contextlib.suppress(ProcessLookupError):  # its supervisor may have found it stopped
+            os.kill(behind, signal.SIGCONT)
+        job.until(lambda: contributed(job, 0, 3, 4), "both train")
+        host.lifted("it is back")
+        finish(job, 100)
+        assert changes(job, 0)[:1] == [(4, 3)]
+        assert changes(job, 1) == []
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("batch", ["adapt", "constant"])
+def test_one_of_two_replicas_loses_two_hosts_a_connection_and_gets_them_back_meanwhile(
+    tmp_path: Path, batch: str
+) -> None:
+    """4 ranks, then 3, then 2 while the 3 start; connections are reset; the hosts are back before the 2 train."""
+    with job_of(tmp_path, 60, 2, 4, 2, **{"quorum.batch": batch, "checkpoint.every": 5}) as job:
+        job.until(lambda: job.step() >= 5, "step 5")
+        hosts = [lose(job, 0, "r0h3")]
+        job.until(lambda: job.events("Shrunk", replica=0), "three ranks")
+        job.until(lambda: starts(job, 0) == 2, "the second life")
+        hosts.append(lose(job, 0, "r0h2"))
+        reset(job, 1)
+        job.until(lambda: len(job.events("Shrunk", replica=0)) == 2, "two ranks")
+        for host in hosts:
+            host.lifted("it is back")
+        finish(job, 60)
+        assert changes(job, 0) == [(4, 3), (3, 2), (2, 4)]
+
+
+@pytest.mark.soak
+def test_one_of_two_replicas_trains_with_three_of_four_ranks_and_a_connection_is_reset(tmp_path: Path) -> None:
+    """Lanes of 4 and 3 ranks are formed again after a reset, and again as another host is lost."""
+    with job_of(tmp_path, 80, 2, 4, 2, **{"checkpoint.every": 5}) as job:
+        job.until(lambda: job.step() >= 5, "step 5")
+        hosts = [lose(job, 0, "r0h3")]
+        job.until(lambda: contributed(job, 5, 3, 4), "three and four ranks")
+        reset(job, 1)
+        before = job.step()
+        job.until(lambda: contributed(job, before + 1, 3, 4), "the lanes are formed again")
+        hosts.append(lose(job, 0, "r0h2"))
+        reset(job, 1)
+        job.until(lambda: contributed(job, before, 2, 4), "two and four ranks")
+        for host in hosts:
+            host.lifted("it is back")
+        finish(job, 80)
+        assert changes(job, 0) == [(4, 3), (3, 2), (2, 4)]
+        assert not commits_of(RunDir(job.run.resolve()))[-1].get("ring_widths")
+
+
+@pytest.mark.soak
+def test_a_host_that_comes_back_goes_to_the_replica_that_has_too_few(tmp_path: Path) -> None:
+    """Its former replica has a spare host and keeps it; the narrower one grows on the host that is back."""
+    with job_of(tmp_path, 60, 2, 2, 1, **{"hosts.spare": 1}) as job:
+        job.until(lambda: job.step() >= 3, "step 3")
+        first = lose(job, 0, "r0h1")
+        job.until(lambda: job.events("HostReplaced"), "the spare host is taken")
+        job.until(lambda: starts(job, 0) == 2, "it starts on the spare host")
+        before = job.step()
+        job.until(lambda: contributed(job, before + 1), "both train")
+        second = lose(job, 1, "r1h1")
+        job.until(lambda: contributed(job, before, 2, 1), "the other one trains with one rank")
+        first.lifted("it is back")
+        job.until(lambda: job.events("Grown", replica=1), "it has two ranks")
+        second.lifted("it is back, too")
+        finish(job, 60)
+        assert (changes(job, 0), changes(job, 1)) == ([], [(2, 1), (1, 2)])
+
+
+@pytest.mark.soak
+def test_the_only_replica_gets_its_host_back_while_it_shrinks(tmp_path: Path) -> None:
+    """A rank dies as it takes its part of the state, and the host is back: it goes on with all ranks."""
+    dies = {"fetch": {"replicas": [0], "rank": 0, "life": 1, "step": 0}}
+    with job_of(tmp_path, 30, 1, 4, 2, **{"debug.failpoints": dies, "checkpoint.every": 5}) as job:
+        job.until(lambda: job.step() >= 5 and job.events("Protected"), "copies")
+        host = lose(job, 0, "r0h2")
+        job.until(lambda: starts(job, 0) == 2, "fewer ranks start")
+        host.lifted("it is back")
+        summary = finish(job, 30)
+        assert changes(job, 0) == [(4, 3), (3, 4)]
+        died = [row for row in job.events("ReplicaExited") if row["incarnation"].endswith("-1")]
+        assert [(row["kind"], row["rank"]) for row in died] == [("SIGKILL", 0)], "in its fetch"
+        assert all(one["lost_steps"] <= 1 for one in summary["recoveries"])
