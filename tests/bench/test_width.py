@@ -56,13 +56,28 @@ def test_the_state_is_as_large_as_asked_for_and_the_same_in_both_widths() -> Non
 
 def test_loads_of_blocks_beside_the_goal() -> None:
     row = blocks.planned(8, blocks.PER_HOST)
-    assert [v.met for v in goals.width({**EMPTY, "blocks": [row]})] == [True]
-    worse = {**row, "scattered": {**row["scattered"], "times": 1.16}}
-    assert [v.met for v in goals.width({**EMPTY, "blocks": [worse]})] == [False]
-    loads = blocks.loaded(4, MIB, 1)
-    assert set(loads["loads"]) == {"scattered", "consecutive"}
-    text = shown("width", {**EMPTY, "blocks": [row], "loads": [loads]})
-    assert "from 4 servers on this machine" in text
+    assert [v.met for v in goals.width({**EMPTY, "blocks": [row]})] == [True, True]
+    worse = {**row, "scattered": {**row["scattered"], "times": 1.16, "senders": 13}}
+    assert [v.met for v in goals.width({**EMPTY, "blocks": [worse]})] == [False, False]
+    loads = [blocks.loaded(4, MIB, 1), blocks.loaded(4, MIB // 4, 1, 8e6)]
+    assert [list(each["loads"]) for each in loads] == [list(blocks.WAYS)] * 2
+    text = shown("width", {**EMPTY, "blocks": [row], "loads": loads})
+    assert "from 4 servers on this machine, over loopback" in text
+    assert "links of 8 MB/s" in text
+
+
+def test_slow_links_carry_what_was_planned_and_no_faster() -> None:
+    (row,) = (blocks.loaded(8, MIB // 2, 1, 20e6),)
+    for way, each in row["loads"].items():
+        assert each["busiest_bytes"] <= each["carried_bytes"] < 1.2 * each["busiest_bytes"], way
+        assert each["min_ms"] >= 0.99e3 * each["busiest_bytes"] / 20e6, "no link is faster than it is"
+    scattered, single = (row["loads"][way] for way in ("scattered", "single"))
+    assert single["busiest_bytes"] == single["formula_bytes"] > 3 * scattered["busiest_bytes"]
+    seen = {"ratio": 3.9, "low": 3.8, "high": 4.0}
+    assert [v.met for v in goals.width({**EMPTY, "loads": [{**row, "times": seen}]})] == [True]
+    slower = {**seen, "low": 0.9}
+    assert [v.met for v in goals.width({**EMPTY, "loads": [{**row, "times": slower}]})] == [False]
+    assert list(goals.width({**EMPTY, "loads": [{**row, "times": slower, "bytes_per_s": None}]})) == []
 
 
 def test_unequal_replicas_beside_the_goal() -> None:

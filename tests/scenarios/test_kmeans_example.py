@@ -50,7 +50,7 @@ def test_a_lost_host_costs_no_point_and_changes_no_bit(tmp_path: Path) -> None:
     points = [sys.executable, str(ROOT / shlex.split(COMMANDS[0])[0]), str(tmp_path / "points.bin")]
     subprocess.run(points, check=True, timeout=60)
     digests = []
-    for name, more in (("lost", ()), ("fewer", FEWER), ("whole", ("--chaos=[]",))):
+    for name, more in (("lost", ()), ("fewer", FEWER)):
         with Example(tmp_path / name, *more) as job:
             summary = job.end()
             check(summary, STEPS)
@@ -59,7 +59,9 @@ def test_a_lost_host_costs_no_point_and_changes_no_bit(tmp_path: Path) -> None:
             assert job.events("BlocksRead") == []
             assert f"{POINTS} blocks were read from" in told[0]["reason"]
             if not more:
-                assert job.replayed()["equal"]
+                replayed = job.replayed()
+                assert replayed["equal"]
+                digests.append(replayed["digest"])  # in a process that loses nothing
                 assert [row["copies"] for row in told] == [2, 2]
                 assert "0 blocks were read from" in told[1]["reason"], "the other host had all points"
             if name == "fewer":

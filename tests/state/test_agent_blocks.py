@@ -6,19 +6,23 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from ft_hsdp.errors import DataCorruption
+from ft_hsdp.handshake import HungUp, Purpose, call_blocking
 from ft_hsdp.state.agent.blocks import BlockAgent, SliceStore
 from ft_hsdp.state.agent.client import AgentGone
-from ft_hsdp.state.agent.messages import CopySlice
+from ft_hsdp.state.agent.messages import CopySlice, Done, DropSlices
 from ft_hsdp.state.agent.shard import Owner
+from ft_hsdp.state.agent.starter import connect_newest
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.shared_memory import InMemorySnapshots, ServedSnapshot, attach
 from ft_hsdp.state.transfer import blocks
 from ft_hsdp.state.transfer.blocks import SliceManifest, SliceName, SliceRead, read_slices
+from ft_hsdp.state.transfer.donor_connection import Answer, DonorBusy, DonorConnection
 from ft_hsdp.state.transfer.http import StateServer
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import DEADLINE_S, TOKEN
@@ -221,6 +225,55 @@ def test_a_holder_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
         wanted = SliceRead(about(), digest(), f"127.0.0.1:{silent.getsockname()[1]}", ())
         failed = read_slices([wanted], memoryview(b""), TOKEN, DEADLINE_S, {}, cancel).failed
         assert [each for each, _ in failed] == [wanted]
+
+
+def test_a_stranger_gives_no_order_reads_no_byte_and_is_no_source() -> None:
+    other = "0" * len(TOKEN)
+    slices = SliceStore(SnapshotStore())
+    attach(slices.allocate(about(1), None), NBYTES, writable=True)[:] = content(1)
+    slices.complete(STORE, 1, blocks.encode(manifest(1)))
+    server = StateServer("127.0.0.1", 0, InMemorySnapshots(), other, slices=slices)
+    try:
+        with host("a") as (agent, running):
+            assert write(agent) == ""
+            with socket.socket(socket.AF_UNIX) as sock:
+                connect_newest(sock, TOKEN, 0, "a")  # who finds the socket knows no token by that
+                sock.settimeout(DEADLINE_S)
+                with pytest.raises(HungUp):
+                    call_blocking(sock, other, Purpose.AGENT)
+            into = bytearray(NBYTES)
+            wanted = SliceRead(about(), digest(), running.address, ((0, NBYTES, 0),))
+            outcome = read_slices([wanted], memoryview(into), other, 0.3, {})
+            assert (len(outcome.failed), outcome.nbytes, any(into)) == (1, 0, False)
+            assert "not here within" in agent.copy(replace(order(1, server.address), deadline_s=0.3))
+            again = BlockAgent.connect(TOKEN, 0, 1, DEADLINE_S, "a")
+            with pytest.raises(AgentGone):
+                again._ask(DropSlices("no digest", (0,)), 0.0, Done)
+            assert [each.slice for each in agent.held(STORE, "points", DEADLINE_S)] == [0]
+    finally:
+        server.close()
+
+
+def test_a_holder_that_has_no_place_is_asked_again_also_by_a_reader_that_knows_the_manifest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    connect, refused = DonorConnection.ask, 0
+
+    def busy(self: DonorConnection, path: str, span: tuple[int, int] | None = None) -> Answer:
+        nonlocal refused
+        if refused < 3:
+            refused += 1
+            raise DonorBusy("no place")
+        return connect(self, path, span)
+
+    with host("a") as (agent, running):
+        assert write(agent) == ""
+        known = {digest(): (manifest(), blocks.encode(manifest()))}
+        into = bytearray(NBYTES)
+        wanted = SliceRead(about(), digest(), running.address, ((0, NBYTES, 0),))
+        monkeypatch.setattr(DonorConnection, "ask", busy)
+        assert read_slices([wanted], memoryview(into), TOKEN, DEADLINE_S, known).failed == []
+        assert bytes(into) == content().tobytes()
 
 
 @pytest.mark.parametrize(

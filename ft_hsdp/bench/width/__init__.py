@@ -5,7 +5,8 @@ Read the modules in this order:
     bench      the measures by name
     reshape    a state goes from 4 ranks to 3: by parts from memory to memory, and by DCP through tmpfs
     allreduce  replicas of 4 and 3 ranks sum a gradient in lanes, beside replicas of 4 and 4
-    blocks     loads of lost blocks from a block store, scattered and consecutive, beside ReStore's formulas
+    blocks     loads of lost blocks, scattered, consecutive and from one source, beside ReStore's formulas
+    links      a slow link for each server of such a load
     pair       one of two replicas has fewer ranks for a while: units per second, and what the other one waits for
     lone       one replica loses a host, goes on with fewer ranks, and grows when the host is back
     losses     hosts that are lost at random moments: the audit, the check of the logs and the replay

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from ft_hsdp.bench.results import size_name
-from ft_hsdp.bench.table_parts import LIMITS, figures_of, print_table
+from ft_hsdp.bench.table_parts import LIMITS, figures_of, interval_of, print_table
 
 Row = Mapping[str, Any]
 
@@ -35,9 +35,7 @@ def width_figures(result: Row, console: Console) -> None:
             console, title, ("hosts", "scattered", "consecutive", "apart, times", "senders / formula"), rows
         )
     for row in result["loads"]:
-        title = f"the same blocks of {size_name(row['bytes'])} a host from {row['hosts']} servers on this machine"
-        found = [(name, *figures_of(each, LIMITS, 4)) for name, each in row["loads"].items()]
-        print_table(console, title, ("", "p50, ms", "min", "max"), found)
+        _loads(row, console)
     for row in result["allreduce"]:
         title = f"all-reduce of {size_name(row['bytes'])} by ranks of two replicas: median of {row['rounds']}"
         rows = [(name, *figures_of(found, LIMITS, 4)) for name, found in row["contenders"].items()]
@@ -62,6 +60,24 @@ def width_figures(result: Row, console: Console) -> None:
         equal = {True: "equal", False: "DIFFERS"}
         table = [[*(str(row[key]) for key in keys), equal[row["replayed"]]] for row in result["losses"]]
         print_table(console, "Random hosts are lost at random moments", heads, table)
+
+
+def _loads(row: Row, console: Console) -> None:
+    rate = row["bytes_per_s"]
+    link = "over loopback" if rate is None else f"links of {rate / 1e6:g} MB/s"
+    title = f"the same, {size_name(row['bytes'])} a host from {row['hosts']} servers on this machine, {link}"
+    heads = ("", "p50, ms", "min", "max", "busiest sends, bytes / formula", "senders / formula")
+    found = [
+        (
+            way,
+            *figures_of(each, LIMITS, 4),
+            f"{each['busiest_bytes']} / {each['formula_bytes']}",
+            f"{each['senders']} / {each['senders_formula']}",
+        )
+        for way, each in row["loads"].items()
+    ]
+    print_table(console, title, heads, found)
+    console.print(f"scattered beside single: {interval_of(row['times'], ' times as fast')}")
 
 
 def _lone(row: Row, console: Console) -> None:

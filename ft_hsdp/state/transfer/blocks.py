@@ -25,7 +25,7 @@ from pydantic import ConfigDict, Field, StringConstraints, ValidationError, with
 
 from ft_hsdp import bounded
 from ft_hsdp.errors import DataCorruption
-from ft_hsdp.state.transfer.donor_connection import DonorBusy, DonorConnection
+from ft_hsdp.state.transfer.donor_connection import Answer, DonorBusy, DonorConnection
 
 SUM_BYTES = 8  # of an xxh3-64
 DIGEST_HEX = 64  # characters
@@ -156,6 +156,7 @@ class _Talk:
     due: float  # when something has to have arrived, on the monotonic clock
     nbytes: int = 0
     requests: int = 0
+    failed: list[tuple[SliceRead, str]] = field(default_factory=list)  # what came was wrong
     why: str = ""  # the reads that are left have failed
     done: bool = False
 
@@ -204,13 +205,13 @@ def read_slices(
             over = now > until or (cancel is not None and cancel.is_set())
             for talk in talks:
                 if not talk.done and not talk.why and (over or now > talk.due):
-                    talk.why = f"not here within {deadline_s:g} s" if over else f"nothing within {SILENT_S:g} s"
+                    talk.why = f"not here within {deadline_s:.3g} s" if over else f"nothing within {SILENT_S:g} s"
                     talk.connection.hang_up()
             change.wait(TICK_S)
     for thread in threads:
         thread.join()
     return SlicesRead(
-        [(read, talk.why) for talk in talks for read in talk.left],
+        [each for talk in talks for each in (*talk.failed, *((read, talk.why) for read in talk.left))],
         sum(talk.nbytes for talk in talks),
         sum(talk.requests for talk in talks),
     )
@@ -229,17 +230,39 @@ def _read(
     try:
         while talk.left and not talk.why:
             read = talk.left[0]
-            manifest = _manifest(talk, read, known, until)
-            for begin, nbytes, target in read.spans:
-                _span(talk, read, manifest, begin, into[target : target + nbytes])
+            try:
+                manifest = _manifest(talk, read, known, until)
+                for begin, nbytes, target in read.spans:
+                    _span(talk, read, manifest, begin, into[target : target + nbytes], until)
+            except DataCorruption as error:  # of this slice: the holder's other ones may be right
+                talk.failed.append((read, str(error)))
+                talk.connection.close()
             talk.left.pop(0)
-    except (OSError, ValueError, DataCorruption) as error:
+    except (OSError, ValueError) as error:
         talk.why = talk.why or str(error) or type(error).__name__
     finally:
         talk.connection.close()
         with change:
             talk.done = True
             change.notify_all()
+
+
+def _asked(talk: _Talk, what: str, span: tuple[int, int] | None, until: float) -> Answer:
+    """Ask the holder, again and again while it has no place for another reader.
+
+    Raises:
+        DataCorruption: What answers does not know the token, or speaks no HTTP.
+        DonorBusy: It had no place until the deadline.
+        OSError: The connection broke.
+    """
+    while True:
+        try:
+            return talk.connection.ask(what, span)
+        except DonorBusy:
+            if talk.why or time.monotonic() > until:
+                raise
+            talk.due = time.monotonic() + SILENT_S  # it waits for a place, so it is not silent
+            time.sleep(RETRY_S)
 
 
 def _manifest(
@@ -254,15 +277,7 @@ def _manifest(
     """
     if read.digest in known:
         return known[read.digest][0]
-    while True:
-        try:
-            answer = talk.connection.ask(path(read.about, "manifest"))
-            break
-        except DonorBusy:
-            if talk.why or time.monotonic() > until:
-                raise
-            talk.due = time.monotonic() + SILENT_S  # it has no place for another reader
-            time.sleep(RETRY_S)
+    answer = _asked(talk, path(read.about, "manifest"), None, until)
     if answer.status != 200:
         talk.connection.read(answer.length, MAX_REGRET)
         raise DataCorruption(f"does not have slice {read.about.slice} (answered {answer.status})")
@@ -275,11 +290,14 @@ def _manifest(
     return manifest
 
 
-def _span(talk: _Talk, read: SliceRead, manifest: SliceManifest, begin: int, target: memoryview) -> None:
+def _span(
+    talk: _Talk, read: SliceRead, manifest: SliceManifest, begin: int, target: memoryview, until: float
+) -> None:
     """Read some bytes of a slice: whole pieces, because only they can be verified.
 
     Raises:
         DataCorruption: The holder answers something else, or a checksum differs.
+        DonorBusy: It had no place for a reader until the deadline.
         OSError: The connection broke.
     """
     piece, total = manifest.about.piece, manifest.about.nbytes
@@ -287,7 +305,7 @@ def _span(talk: _Talk, read: SliceRead, manifest: SliceManifest, begin: int, tar
     low, end = begin - begin % piece, begin + len(target)
     while low < end:
         high = min(total, low + most, -(-end // piece) * piece)
-        answer = talk.connection.ask(path(read.about, "data"), (low, high))
+        answer = _asked(talk, path(read.about, "data"), (low, high), until)
         said = answer.status, answer.headers.get("etag"), answer.length
         if said != (206, f'"{read.digest}"', high - low):
             talk.connection.read(answer.length, MAX_REGRET)

@@ -8,6 +8,7 @@ Read the modules in this order:
     idle_spans     when the rank's network is idle, for copies on other hosts
     checkpointing  a rank's part in writing and loading checkpoints
     recovery       with which state a replica begins: from the memory of hosts, or from a checkpoint
+    block_store    static data of the user in the memory of hosts, with `block_data` and `block_submission`
 
 The way of a state: ``job._apply`` changes the live state; `SnapshotWriter` copies it into the agent's memory; the
 vote on the next step says that the copy is complete. After a failure `recovery.restore` finds the newest state of

@@ -29,6 +29,7 @@ from ft_hsdp.state.checkpoint import dcp
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
 from ft_hsdp.train.gradients import checksum, sum_of_squares
+from ft_hsdp.train.optimizer.clipping import clip_groups
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
 from ft_hsdp.train.state.live_state import LiveState
@@ -156,7 +157,7 @@ def adopt(kind: Kind) -> dict[str, Any]:
         assert float(right) > CLIP
         torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP)
         groups.groups[0]["clip"] = CLIP
-        groups._clip()
+        clip_groups(groups.groups, ())
         clipped: Any = param.grad  # of the last one
         worst["clip"] = max(worst["clip"], float((clipped.full_tensor() - other).abs().max()))
         theirs.step()

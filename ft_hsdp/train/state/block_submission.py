@@ -1,0 +1,242 @@
+"""Brings the blocks of a store into the memory of the hosts, together with the other ranks: `BlockSubmission`.
+
+One round: all ranks learn what the agents of the hosts hold and compute the same plan from it. Each does its part:
+it reads slices from the source, or has its host's agent copy them. Rounds follow until nothing is missing that a
+host has room for. What is known then, which host has which slice, is what loads are planned from.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ft_hsdp.errors import Retryable
+from ft_hsdp.memory.blocks import BlockLayout, Span, SubmissionPlan, merged, plan_submission
+from ft_hsdp.state.agent.blocks import BlockAgent
+from ft_hsdp.state.agent.messages import CopySlice
+from ft_hsdp.state.replica_group import Failed, ReplicaGroup
+from ft_hsdp.state.transfer import blocks as slices_of
+from ft_hsdp.state.transfer.blocks import SliceManifest
+from ft_hsdp.train.state.block_data import BlockData, BlockReader, shown_spans
+
+if TYPE_CHECKING:
+    from ft_hsdp.train.job import Job
+
+COPY_S = 5.0  # to copy a slice, and
+COPY_BYTES_PER_S = 50e6  # the time that it may take longer
+MAX_ROUNDS = 64  # of a submission; each but the last one gets on, or finds a host that has no room
+
+
+@dataclass(frozen=True, slots=True)
+class SubmittedBlocks:
+    """What `BlockStore.submit` found and did, the same on all ranks. Blocks of all hosts are added up."""
+
+    copies: int  # hosts that each block is on at least
+    read: int  # blocks that were read from the source
+    copied: int  # blocks that went from one host to another
+    kept: int  # copies of blocks that were in place already
+
+
+@dataclass(slots=True)
+class BlockHolders:
+    """Which host has which slices, the same on all ranks. Hosts are numbered by their first rank."""
+
+    layout: BlockLayout
+    hosts: list[str] = field(default_factory=list)  # addresses of their agents, by host
+    host_of: list[int] = field(default_factory=list)  # by rank
+    names: list[str] = field(default_factory=list)  # of the hosts, for people
+    holders: dict[int, list[int]] = field(default_factory=dict)  # hosts, by slice
+    digests: dict[int, str] = field(default_factory=dict)  # of manifests, by slice
+
+    def take(self, rows: Sequence[tuple[int, int, int, str]], cut: Callable[[int], BlockLayout]) -> None:
+        """Note what the hosts hold, as far as most of them agree on the number of slices and on their bytes.
+
+        Args:
+            rows: (host, slice, number of slices, digest of its manifest) of all slices of all hosts.
+            cut: Returns the layout of so many slices.
+        """
+        cuts = Counter(slices for _, _, slices, _ in rows)
+        most = max(cuts, key=lambda each: (cuts[each], -each)) if cuts else len(self.hosts)
+        self.layout = cut(most)
+        votes: dict[int, Counter[str]] = defaultdict(Counter)
+        for _, number, slices, digest in rows:
+            if slices == most and number < self.layout.slices:
+                votes[number][digest] += 1
+        self.digests = {
+            number: max(found, key=lambda each: (found[each], each)) for number, found in votes.items()
+        }
+        holders = defaultdict(list)
+        for at, number, slices, digest in rows:
+            if slices == most and self.digests.get(number) == digest:
+                holders[number].append(at)
+        self.holders = dict(holders)
+
+
+class BlockSubmission:
+    """A rank's part in one submission. For one thread; every call is a collective of the replica's ranks.
+
+    Args:
+        data: What the blocks are.
+        reader: The source.
+        job: Whose rank this is.
+        agent: The connection to the host's agent.
+        group: The ranks of the replica.
+        known: Who holds what; it is brought up to date.
+    """
+
+    def __init__(
+        self,
+        data: BlockData,
+        reader: BlockReader,
+        job: Job,
+        agent: BlockAgent,
+        group: ReplicaGroup,
+        known: BlockHolders,
+    ) -> None:
+        self._data = data
+        self._reader = reader
+        self._job = job
+        self._agent = agent
+        self._group = group
+        self._known = known
+        gigabytes = job.config.memory.budget_gb
+        self._budget = None if gigabytes is None else int(gigabytes * 1e9)  # bytes
+        self._refused: dict[tuple[int, int], str] = {}  # why, by slice and host
+
+    def run(self, host: str) -> SubmittedBlocks:
+        """Do what is missing. Blocks.
+
+        Args:
+            host: The name of this rank's host; "" for that of the machine.
+
+        Returns:
+            What was found and done.
+
+        Raises:
+            Retryable: Some rank could not read the source, or is gone.
+        """
+        data, refused = self._data, self._refused
+        read = copied = kept = 0
+        began = time.monotonic()
+        lost: list[Span] | None = None  # what was in memory once, and is not
+        for _ in range(MAX_ROUNDS):
+            self._look(host)
+            known = self._known
+            held = {number: set(each) for number, each in known.holders.items()}
+            plan = plan_submission(known.layout.slices, len(known.hosts), data.copies, held, refused.keys())
+            if lost is None:
+                lost = [span for number, _ in plan.written for span in self._spans(number)] if held else []
+                kept = sum(len(each) * self._slice_count(number) for number, each in held.items())
+            done = self._together(functools.partial(self._carry_out, plan))
+            for failed in (each for rank in done for each in rank):
+                refused[failed[0], failed[1]] = failed[2]
+            written = [number for number, at in plan.written if (number, at) not in refused]
+            read += sum(map(self._slice_count, written))
+            made = () if plan.written else plan.copied  # copies follow in the next round
+            copied += sum(self._slice_count(each.slice) for each in made if (each.slice, each.host) not in refused)
+            if not plan.written and not plan.copied:
+                break
+        fewest = min((len(known.holders.get(n, ())) for n in range(known.layout.slices)), default=0)
+        result = SubmittedBlocks(fewest, read, copied, kept)
+        if self._group.rank == 0:
+            self._tell(result, lost or [], time.monotonic() - began)
+        return result
+
+    def _slice_count(self, number: int) -> int:
+        return sum(run.count for run in self._known.layout.contents(number))
+
+    def _spans(self, number: int) -> list[Span]:
+        return [(run.block, run.block + run.count) for run in self._known.layout.contents(number)]
+
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """Do something on all ranks, and return what each of them returned. A collective.
+
+        Raises:
+            Retryable: It failed on one of them.
+        """
+        try:
+            return self._group.on_all(work)
+        except (Failed, RuntimeError) as error:
+            raise Retryable(f"the blocks of {self._data.name} are not in memory: {error}") from error
+
+    def _look(self, host: str) -> None:
+        """Learn from all hosts what they hold, and drop what cannot be used. A collective."""
+        data, known, agent, rank = self._data, self._known, self._agent, self._group.rank
+        name = host or os.uname().nodename
+        addresses = self._together(lambda: [agent.address, name])
+        known.hosts = list(dict.fromkeys(address for address, _ in addresses))
+        known.host_of = [known.hosts.index(address) for address, _ in addresses]
+        known.names = [addresses[known.host_of.index(each)][1] for each in range(len(known.hosts))]
+        here = known.host_of[rank]
+        speaks = known.host_of.index(here) == rank
+        nbytes = data.blocks * data.block_bytes * data.copies
+
+        def listed() -> list[list[Any]]:
+            rows = agent.held(data.store, data.name, nbytes / COPY_BYTES_PER_S) if speaks else ()
+            return [[row.slice, row.slices, row.digest] for row in rows]
+
+        rows = [(known.host_of[r], *row) for r, each in enumerate(self._together(listed)) for row in each]
+        known.take(rows, data.cut)
+        if speaks:
+            wrong = [n for at, n, _, _ in rows if at == here and here not in known.holders.get(n, ())]
+            agent.drop(data.store, wrong)
+
+    def _carry_out(self, plan: SubmissionPlan) -> list[tuple[int, int, str]]:
+        """Do this rank's part of a plan, and return (slice, host, why) of what was refused."""
+        known = self._known
+        here = known.host_of[self._group.rank]
+        ranks = [rank for rank, host in enumerate(known.host_of) if host == here]
+        turn = ranks.index(self._group.rank)
+        refused = []
+        if not turn:
+            self._agent.drop(self._data.store, [number for number, host in plan.dropped if host == here])
+        for number in [number for number, host in plan.written if host == here][turn :: len(ranks)]:
+            if why := self._write(number):
+                refused.append((number, here, why))
+        if plan.written:
+            return refused  # copies are made in the next round, of what was written
+        for order in [each for each in plan.copied if each.host == here][turn :: len(ranks)]:
+            about = self._data.slice_name(known.layout, order.slice)
+            addresses = tuple(known.hosts[each] for each in order.sources)
+            limit_s = COPY_S + about.nbytes / COPY_BYTES_PER_S
+            asked = CopySlice(about, known.digests[order.slice], addresses, limit_s, self._budget)
+            if why := self._agent.copy(asked):
+                refused.append((order.slice, here, why))
+        return refused
+
+    def _write(self, number: int) -> str:
+        """Read a slice from the source into memory of the agent; return why there is none, or ""."""
+        layout, size = self._known.layout, self._data.block_bytes
+        about = self._data.slice_name(layout, number)
+        memory = self._agent.write(about, self._budget, about.nbytes / COPY_BYTES_PER_S)
+        if isinstance(memory, str):
+            return memory
+        for run in layout.contents(number):
+            begin = run.offset * size
+            data = self._reader.read(run.block, run.block + run.count)
+            memory[begin : begin + len(data)] = np.frombuffer(data, dtype=np.uint8)
+        sums = slices_of.sums_of(memory.data, about.piece)
+        del memory
+        return self._agent.written(SliceManifest(about, sums))
+
+    def _tell(self, result: SubmittedBlocks, lost: Sequence[Span], seconds: float) -> None:
+        """Write down what was done. On rank 0."""
+        data, refused, origin = self._data, self._refused, self._reader.origin
+        facts: Mapping[str, Any] = {"store": data.name, "blocks": data.blocks, "seconds": seconds}
+        if lost:
+            count = sum(end - first for first, end in lost)
+            why = f"no host has {shown_spans(merged(lost))} any more"
+            self._job.note_event("BlocksRead", why, store=data.name, blocks=count, origin=origin)
+        if result.read or result.copied:
+            why = f"{result.read} blocks were read from {origin}, {result.copied} copied from host to host"
+            self._job.note_event("BlocksSubmitted", why, copies=result.copies, **facts)
+        if result.copies < data.copies:
+            why = next(iter(refused.values()), f"there are {len(self._known.hosts)} hosts")
+            self._job.note_event("BlocksUnprotected", why, copies=result.copies, **facts)

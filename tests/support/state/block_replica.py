@@ -1,0 +1,125 @@
+"""A replica's stores of blocks: agents are processes, the ranks are threads that exchange bytes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ft_hsdp.state.replica_group import Failed
+from ft_hsdp.train.state.block_store import BlockStore, SubmittedBlocks
+from ft_hsdp.train.state.snapshots import AgentHome
+from tests.support.state import agent_helpers
+from tests.support.state.agent_helpers import DEADLINE_S, TOKEN
+
+BLOCKS, BLOCK_BYTES = 1000, 24
+DATA = np.random.default_rng(0).integers(0, 256, (BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+
+
+class Group:
+    """What the ranks of a replica tell each other, between threads."""
+
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self._shared = shared
+        self._barrier = barrier
+
+    def on_all(self, work: Callable[[], Any]) -> list[Any]:
+        try:
+            self._shared[self.rank] = {"done": json.loads(json.dumps(work()))}
+        except Exception as error:
+            self._shared[self.rank] = {"error": str(error)}
+        self._barrier.wait(DEADLINE_S)
+        told = list(self._shared)
+        self._barrier.wait(DEADLINE_S)
+        errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told) if "error" in each]
+        if errors:
+            raise Failed("; ".join(errors))
+        return [each["done"] for each in told]
+
+
+class Rank:
+    """What a store needs of a job."""
+
+    def __init__(self, rank: int, ranks: int, host: str, budget_gb: float | None) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.host = host
+        self.alone = False  # in a replay, which has no agents
+        self.events: list[tuple[str, str, dict[str, object]]] = []
+        timeouts = SimpleNamespace(load_s=DEADLINE_S, agent_s=DEADLINE_S)
+        self.config = SimpleNamespace(timeouts=timeouts, memory=SimpleNamespace(budget_gb=budget_gb))
+
+    def agent_home(self, caller: str) -> AgentHome | None:
+        return None if self.alone else AgentHome(TOKEN, 0, self.rank, self.ranks, None, self.host)
+
+    def note_event(self, event: str, reason: str, **facts: object) -> None:
+        self.events.append((event, reason, facts))
+
+    def told(self, event: str) -> list[tuple[str, dict[str, object]]]:
+        return [(reason, facts) for name, reason, facts in self.events if name == event]
+
+
+def store_of(job: Any, **described: Any) -> BlockStore:
+    return BlockStore(job, **{"name": "points", "blocks": BLOCKS, "block_bytes": BLOCK_BYTES, **described})
+
+
+_made: list[BlockStore] = []
+
+
+class Replica:
+    """The ranks of one incarnation of a replica, two on each host, with a store each."""
+
+    def __init__(
+        self, hosts: Sequence[str], per_host: int = 2, budget_gb: float | None = None, **described: Any
+    ) -> None:
+        ranks = len(hosts) * per_host
+        shared, barrier = [None] * ranks, threading.Barrier(ranks)
+        self.jobs = [Rank(rank, ranks, hosts[rank // per_host], budget_gb) for rank in range(ranks)]
+        self.stores = [store_of(job, **described) for job in self.jobs]
+        _made.extend(self.stores)
+        for rank, store in enumerate(self.stores):
+            store._group = Group(rank, shared, barrier)
+        self.read: list[tuple[int, int]] = []  # what was read from the source
+
+    def source(self, first: int, end: int) -> np.ndarray:
+        self.read.append((first, end))
+        return DATA[first:end]
+
+    def each(self, work: Callable[[BlockStore], Any]) -> list[Any]:
+        with ThreadPoolExecutor(len(self.stores)) as pool:
+            return list(pool.map(work, self.stores))
+
+    def submit(self) -> SubmittedBlocks:
+        found = self.each(lambda store: store.submit(self.source))
+        assert len(set(found)) == 1
+        return found[0]
+
+    def check(self) -> None:
+        """Each rank loads its part; all parts together are the data."""
+        parts = self.each(lambda store: store.load([store.share()]))
+        assert np.array_equal(np.concatenate(parts), DATA)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+@contextmanager
+def hosts(*names: str) -> Iterator[dict[str, agent_helpers.Running]]:
+    """State agents of so many hosts, until the end of the block; so long live the stores made in it."""
+    with ExitStack() as stack:
+        yield {name: stack.enter_context(agent_helpers.agent(0, "--name", name)) for name in names}
+        while _made:
+            _made.pop().close()
+
+
+def kill(running: agent_helpers.Running) -> None:
+    running.process.kill()
+    running.process.wait(DEADLINE_S)
