@@ -12,6 +12,7 @@ What must hold:
   that state or a newer one. As long as no host is lost, it comes back with the newest state of which all ranks had
   a snapshot when they voted.
 - Without a further disturbance the second commit that has to say so says so again, and one in `every` has to.
+  That a host refuses a shard disturbs one commit, as long as another host of the replica can have it.
 - The ranks that train are one gang: one start, on the hosts on which it was placed, one rank for each shard, one
   state (DeadPool, I1, I2 and I4). No rank is placed on a lost host, and no two on one.
 
@@ -26,7 +27,7 @@ from functools import partial
 
 from ft_hsdp.memory.copies import Plan
 from ft_hsdp.sim.copy_model import CopyModel
-from ft_hsdp.sim.copy_world import CopyBounds, CopyWorld, Move, Step, has, put
+from ft_hsdp.sim.copy_world import CopyBounds, CopyWorld, Move, Step, has
 from ft_hsdp.sim.explore import search
 
 LARGE = CopyBounds(hosts=3, spares=1, losses=2, steps=2)
@@ -78,8 +79,9 @@ class CopySpace(CopyModel):
             owed = self.owners(plan, w.places[i]) if self.is_copied(w, plan, live) else []
             kept = own and all(has(w, w.places[i], owner, live) for owner in owed)
             hopeless = any(w.skipped[owner] for owner in owed)
-            if kept or w.skipped[i] or hopeless:
-                voted = w._replace(votes=put(w.votes, i, kept))
+            refused = w.refusing & {(owner, w.places[i]) for owner in owed}
+            if kept or w.skipped[i] or hopeless or refused:
+                voted = self.vote(w, i, kept, refused if own else ())
                 yield f"{name} votes, and {'keeps' if kept else 'lacks'} {live}", lambda: voted
             elif w.hurries:
                 hurried = self.hurry(w, i)._replace(hurries=w.hurries - 1)
@@ -87,18 +89,22 @@ class CopySpace(CopyModel):
 
     def _of_pulls(self, w: CopyWorld, plan: Plan) -> Iterator[Move]:
         for copy in plan.copies:
-            holder, owner = self._number[copy.holder.name], copy.replica * self.bounds.hosts + copy.rank
+            holder, owner = self._number[copy.holder.name], self.number(copy)
             state = w.live[w.places.index(holder)] if holder in w.places else None
             if (
                 state is None
                 or not self.is_copied(w, plan, state)
                 or (holder, owner, state) in w.pulls
+                or (owner, holder) in w.refusing
                 or not has(w, w.places[owner], owner, state)
                 or has(w, holder, owner, state)
             ):
                 continue
             begun = partial(self.pull, w, holder, owner, state)
             yield f"{copy.holder.name} begins to copy {self._name(w, owner)}'s shard of {state}", begun
+            if w.refusals:
+                refused = partial(self.refuse, w, holder, owner)
+                yield f"{copy.holder.name} has no room for {self._name(w, owner)}'s shard of {state}", refused
         for holder, owner, state in sorted(w.pulls):
             done = partial(self.pulled, w, holder, owner, state)
             yield f"{self._hosts[holder].name} has {self._name(w, owner)}'s shard of {state}", done

@@ -1,8 +1,9 @@
 """How the hosts of a job and their memory change when something happens; the properties are checked on the way.
 
-What decides is the product's own code: `memory.copies` says who keeps which copy, `memory.replacement` which spare
-host takes whose place and whether the ranks that check in are one gang, `SnapshotSlots` which memory is written,
-`memory.recovery` what is restored, and `CopyInterval` which states are copied.
+What decides is the product's own code: `memory.copies` says who keeps which copy and where it moves if its holder
+refuses it, `memory.replacement` which spare host takes whose place and whether the ranks that check in are one
+gang, `SnapshotSlots` which memory is written, `memory.recovery` what is restored, and `CopyInterval` which states
+are copied.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 
-from ft_hsdp.memory.copies import MemberHosts, Plan, missing_copies
+from ft_hsdp.memory.copies import Copy, MemberHosts, Plan, Refusal, missing_copies, move_refused
 from ft_hsdp.memory.recovery import Holding, newest
 from ft_hsdp.memory.replacement import RankClaim, assign, disagreement
 from ft_hsdp.memory.schedule import CopyInterval
@@ -64,12 +65,15 @@ class CopyModel:
 
     def plan(self, w: CopyWorld) -> Plan:
         """Return which copies the hosts of the present epoch make."""
-        return self._plan_of(w.healthy, tuple(live is not None for live in w.live), w.places)
+        return self._plan_of(w.healthy, tuple(live is not None for live in w.live), w.places, w.told)
 
     def owners(self, plan: Plan, host: int) -> list[int]:
         """Return the ranks whose shards a host has to keep."""
-        kept = plan.kept_by(self._hosts[host].name)
-        return sorted(copy.replica * self.bounds.hosts + copy.rank for copy in kept)
+        return sorted(map(self.number, plan.kept_by(self._hosts[host].name)))
+
+    def number(self, copy: Copy) -> int:
+        """Return the rank whose shard a copy is of, by number."""
+        return copy.replica * self.bounds.hosts + copy.rank
 
     def is_copied(self, w: CopyWorld, plan: Plan, state: Step) -> bool:
         """Return whether copies of a state are made, which its votes wait for."""
@@ -85,13 +89,46 @@ class CopyModel:
         done = live is not None and (w.skipped[i] or has(w, w.places[i], i, live))
         return done and w.votes[i] is None and w.healthy[i // self.bounds.hosts]
 
-    def _planned(self, healthy: tuple[bool, ...], alive: tuple[bool, ...], places: tuple[int, ...]) -> Plan:
+    def _planned(
+        self,
+        healthy: tuple[bool, ...],
+        alive: tuple[bool, ...],
+        places: tuple[int, ...],
+        told: tuple[tuple[tuple[int, int], ...], ...],
+    ) -> Plan:
         members = [
             MemberHosts(r, tuple(self._hosts[places[i]] for i in self.ranks(r)), healthy[r])
             for r in range(self.bounds.replicas)
             if all(alive[i] for i in self.ranks(r))
         ]
-        return missing_copies(members, self.bounds.copies, self.bounds.level)
+        plan = missing_copies(members, self.bounds.copies, self.bounds.level)
+        for pairs in told:
+            refusals = [
+                Refusal(*divmod(owner, self.bounds.hosts), self._hosts[host].name) for owner, host in pairs
+            ]
+            for count in range(1, len(refusals) + 1):
+                plan = move_refused(members, plan, self.bounds.level, refusals[:count])
+        return plan
+
+    def _keepable(self, w: CopyWorld, plan: Plan) -> bool:
+        """Return whether the hosts can keep a state in all promised places."""
+        return not plan.unprotected and not any(
+            (self.number(copy), self._number[copy.holder.name]) in w.refusing and not self._can_move(w, plan, copy)
+            for copy in plan.copies
+        )
+
+    def _can_move(self, w: CopyWorld, plan: Plan, refused: Copy) -> bool:
+        """Return whether a copy of a host of the owner's replica can be on another one of them."""
+        owner, level = self.number(refused), self.bounds.level
+        others = [copy.holder for copy in plan.copies if self.number(copy) == owner and copy != refused]
+        whole = [
+            self._hosts[w.places[r * self.bounds.hosts + refused.rank]] for r, well in enumerate(w.healthy) if well
+        ]
+        taken = {host.domain(level) for host in others + whole}
+        own = [w.places[i] for i in self.ranks(refused.replica)]
+        return self._number[refused.holder.name] in own and any(
+            (owner, i) not in w.refusing and self._hosts[i].domain(level) not in taken for i in own
+        )
 
     # Snapshots, copies and commits.
 
@@ -105,6 +142,11 @@ class CopyModel:
     def skip(self, w: CopyWorld, i: int) -> CopyWorld:
         """A rank leaves out its snapshot."""
         return w._replace(skipped=put(w.skipped, i, True), skips=w.skips - 1, calm=-1, whole=INITIAL)
+
+    def vote(self, w: CopyWorld, i: int, kept: bool, refused: Iterable[tuple[int, int]]) -> CopyWorld:
+        """A rank says whether its host has all that it has to keep, and which shards of its replica it refuses."""
+        named = frozenset(pair for pair in refused if pair[0] // self.bounds.hosts == i // self.bounds.hosts)
+        return w._replace(votes=put(w.votes, i, kept), named=w.named | named if named and not kept else w.named)
 
     def hurry(self, w: CopyWorld, i: int) -> CopyWorld:
         """A rank votes without the copies that its host has to keep."""
@@ -126,6 +168,10 @@ class CopyModel:
         w = with_slots(w, holder, owner, staged(slots_of(w, holder, owner), state))
         w = self._read(w, owner, state, -1)
         return w._replace(pulls=w.pulls - {(holder, owner, state)})
+
+    def refuse(self, w: CopyWorld, holder: int, owner: int) -> CopyWorld:
+        """A host has no room for a shard any more, until the host itself is lost."""
+        return w._replace(refusing=w.refusing | {(owner, holder)}, refusals=w.refusals - 1, calm=min(w.calm, 0))
 
     def hear(self, w: CopyWorld, i: int) -> CopyWorld:
         """A rank applies the newest step, and tells its agent whether the state before it is kept everywhere.
@@ -150,12 +196,13 @@ class CopyModel:
         )
         calm = min(2, w.calm + 1) if told else w.calm
         protected, lost = w.protected, w.lost
+        keepable = self._keepable(w, plan)
         if told and everywhere and not plan.unprotected:
             protected, lost = w.head, 0
             self._is_apart(w, w.head)
-        elif told and w.calm >= 1 and not plan.unprotected:
+        elif told and w.calm >= 1 and keepable:
             raise Violation(f"not protected: {w.head} is not kept, and nothing went wrong since the last commit")
-        if calm == 2 and not plan.unprotected and w.head[1] - protected[1] >= self.bounds.every:
+        if calm == 2 and keepable and w.head[1] - protected[1] >= self.bounds.every:
             raise Violation(f"too seldom: {protected} is the newest state that is kept at {w.head}")
         here = [i for i, live in enumerate(w.live) if live is not None]
         head = (w.epoch, w.head[1] + 1)
@@ -164,6 +211,8 @@ class CopyModel:
         return w._replace(
             head=head,
             votes=(None,) * len(w.votes),
+            named=frozenset(),
+            told=self._told(w),
             healthy=healthy,
             base=self._base(w, head if healthy != w.healthy else w.base),
             settled=settled,
@@ -173,6 +222,15 @@ class CopyModel:
             whole=w.head if own and self.bounds.crashes else w.whole,
             top=max(w.top, head) if self.bounds.partitions else w.top,
             calm=calm,
+        )
+
+    def _told(self, w: CopyWorld) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return which refused copies each replica knows after a commit: also what its ranks' votes named."""
+        if not w.named:
+            return w.told
+        return tuple(
+            told + tuple(sorted(pair for pair in w.named - {*told} if pair[0] in self.ranks(r)))
+            for r, told in enumerate(w.told)
         )
 
     def _base(self, w: CopyWorld, state: Step) -> Step:
@@ -217,6 +275,7 @@ class CopyModel:
         w = w._replace(
             memory=tuple(() if i in gone else memory for i, memory in enumerate(w.memory)),
             down=w.down | frozenset(gone),
+            refusing=frozenset(pair for pair in w.refusing if pair[1] not in gone),
             aside=tuple(sorted(aside.items())),
             lost=w.lost + 1,
             whole=INITIAL,
@@ -241,6 +300,8 @@ class CopyModel:
         return w._replace(
             live=tuple(None if i in dead else live for i, live in enumerate(w.live)),
             votes=(None,) * len(w.votes),  # a new epoch: who votes again looks at its copies again
+            named=frozenset(),
+            told=tuple(() if r in replicas else told for r, told in enumerate(w.told)),
             skipped=tuple(skipped and i not in dead for i, skipped in enumerate(w.skipped)),
             healthy=tuple(healthy and r not in replicas for r, healthy in enumerate(w.healthy)),
             base=self._base(w, w.head),
@@ -254,7 +315,8 @@ class CopyModel:
         self._check_in(self._claims(w, replica, w.head))
         ranks = self.ranks(replica)
         live = tuple(w.head if i in ranks else live for i, live in enumerate(w.live))
-        return w._replace(live=live, votes=(None,) * len(w.votes), base=self._base(w, w.head), calm=-1)
+        base = self._base(w, w.head)
+        return w._replace(live=live, votes=(None,) * len(w.votes), named=frozenset(), base=base, calm=-1)
 
     def restore(self, w: CopyWorld) -> CopyWorld:
         """No rank has a state: all replicas begin with the newest one that is in memory."""

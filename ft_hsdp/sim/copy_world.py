@@ -39,6 +39,7 @@ class CopyBounds:
     strays: int = 0  # processes that check in with a gang that they are not of
     skips: int = 0  # snapshots that a rank leaves out
     hurries: int = 0  # votes that do not wait for the copies
+    refusals: int = 0  # shards that a host keeps no longer for another one
     slots: int = 3  # of a rank in one agent, at most
 
 
@@ -52,9 +53,12 @@ class CopyWorld(NamedTuple):
     aside: tuple[tuple[int, Memory], ...]  # what is in the memory of those that are cut off
     live: tuple[Step | None, ...]  # the state of each rank; None: it is dead
     votes: tuple[bool | None, ...]  # of each rank on the next step: whether it keeps its state
+    named: frozenset[tuple[int, int]]  # by those votes: rank that owns, host that refuses its shard
     skipped: tuple[bool, ...]  # whether it has left out the snapshot of its state
     memory: tuple[Memory, ...]  # of each host
     pulls: frozenset[tuple[int, int, Step]]  # under way: host that holds, rank that owns, state
+    refusing: frozenset[tuple[int, int]]  # rank that owns, host that has no room for its shard
+    told: tuple[tuple[tuple[int, int], ...], ...]  # by replica: such pairs that commits named since it started
     healthy: tuple[bool, ...]  # of each replica: it holds the state that the step begins with
     base: Step  # with which the epoch begins, if not every state is copied
     settled: tuple[bool | None, ...]  # what the newest commit said to each replica; None: nothing
@@ -70,6 +74,7 @@ class CopyWorld(NamedTuple):
     strays: int
     skips: int
     hurries: int
+    refusals: int
 
 
 Move = tuple[str, Callable[[], CopyWorld]]
@@ -97,9 +102,12 @@ def first(b: CopyBounds) -> CopyWorld:
         aside=(),
         live=(INITIAL,) * ranks,
         votes=(None,) * ranks,
+        named=frozenset(),
         skipped=(False,) * ranks,
         memory=((),) * hosts,
         pulls=frozenset(),
+        refusing=frozenset(),
+        told=((),) * b.replicas,
         healthy=(True,) * b.replicas,
         base=INITIAL,
         settled=(False,) * b.replicas,
@@ -115,6 +123,7 @@ def first(b: CopyBounds) -> CopyWorld:
         strays=b.strays,
         skips=b.skips,
         hurries=b.hurries,
+        refusals=b.refusals,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ft_hsdp.memory import recovery, replacement
-from ft_hsdp.memory.copies import MemberHosts, Plan, missing_copies
+from ft_hsdp.memory.copies import MemberHosts, Plan, Refusal, missing_copies, move_refused
 from ft_hsdp.memory.hosts import Host, Level
 from ft_hsdp.memory.recovery import Holding, Recoverable
 from ft_hsdp.memory.replacement import Assignment, RankClaim
@@ -41,6 +41,8 @@ def explored(limit_s: float = 60, **bounds: Any) -> Exploration:
         ({"replicas": 2, "hosts": 1, "spares": 1, "losses": 2, "crashes": 1, "strays": 1, "steps": 2}, 20_000),
         ({"hosts": 2, "every": 2, "losses": 1, "crashes": 1}, 5_000),
         ({"hosts": 2, "every": 3, "losses": 1, "steps": 5}, 1_000),
+        ({"hosts": 3, "losses": 0, "refusals": 1}, 9_000),
+        ({"replicas": 2, "hosts": 2, "copies": 3, "losses": 0, "refusals": 2, "steps": 2}, 3_000),
     ],
 )
 def test_no_violation_in_small_spaces(bounds: dict[str, Any], least: int) -> None:
@@ -62,6 +64,7 @@ def test_no_violation_in_small_spaces(bounds: dict[str, Any], least: int) -> Non
         {"hosts": 3, "spares": 2, "losses": 2, "strays": 1, "steps": 2},
         {"hosts": 3, "spares": 1, "every": 2, "losses": 2, "crashes": 1},
         {"hosts": 3, "spares": 1, "losses": 1, "partitions": 1, "steps": 2},
+        {"hosts": 3, "losses": 1, "refusals": 1, "steps": 2},
     ],
 )
 def test_no_violation_in_large_spaces(bounds: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +84,9 @@ def test_no_violation_in_the_space_that_the_command_explores() -> None:
 
 
 def test_every_move_is_told_in_a_sentence() -> None:
-    space = CopySpace(CopyBounds(2, spares=1, losses=1, partitions=1, crashes=1, strays=1, skips=1, hurries=1))
+    space = CopySpace(
+        CopyBounds(2, spares=1, losses=1, partitions=1, crashes=1, strays=1, skips=1, hurries=1, refusals=1)
+    )
     seen, todo = set(), [space.initial()]
     told = set()
     while todo and len(seen) < 3_000:
@@ -237,7 +242,9 @@ def lost_spare_given(monkeypatch: pytest.MonkeyPatch) -> None:
 def copies_stay_with_the_lost_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The copies do not follow a rank to its spare host: the plan names the hosts with which the job began."""
     planned = CopySpace._planned
-    monkeypatch.setattr(CopySpace, "_planned", lambda space, well, alive, _: planned(space, well, alive, (0, 1)))
+    monkeypatch.setattr(
+        CopySpace, "_planned", lambda space, well, alive, _, told: planned(space, well, alive, (0, 1), told)
+    )
 
 
 def older_starts_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +290,43 @@ def too_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+def refused_copies_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy stays with the host that refuses it, whatever a commit says."""
+    monkeypatch.setattr(copy_model, "move_refused", lambda members, plan, level, refusals: plan)
+
+
+def refused_is_owed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank does not wait for the copy that its host refuses, before a commit has moved it."""
+    vote = CopySpace.vote
+
+    def alone(space: CopySpace, w: CopyWorld, i: int, kept: bool, refused: Iterable[tuple[int, int]]) -> CopyWorld:
+        return vote(space, w, i, kept or bool(refused), refused)
+
+    monkeypatch.setattr(CopySpace, "vote", alone)
+
+
+def moved_into_its_rack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A refused copy moves to any other host, also in the rack of its owner."""
+
+    def moved(members: Sequence[MemberHosts], plan: Plan, level: Level, refusals: Sequence[Refusal]) -> Plan:
+        return move_refused(members, plan, "host", refusals)
+
+    monkeypatch.setattr(copy_model, "move_refused", moved)
+
+
+def moved_copies_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host that refuses a shard frees what it has of it, before the next host has a copy."""
+    commit = CopySpace.commit
+
+    def committed(space: CopySpace, w: CopyWorld, voting: list[int], plan: Plan) -> CopyWorld:
+        after = commit(space, w, voting, plan)
+        for owner, holder in after.refusing:
+            after = space._free(after, holder, owner)
+        return after
+
+    monkeypatch.setattr(CopySpace, "commit", committed)
+
+
 @pytest.mark.parametrize(
     ("broken", "bounds", "found"),
     [
@@ -300,7 +344,11 @@ def too_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
             {"replicas": 2, "hosts": 2, "copies": 3, "losses": 0, "steps": 1},
             "not apart",
         ),
-        (steps_alone, {"hosts": 2, "spares": 1, "losses": 1, "partitions": 1, "steps": 2}, "lost"),
+        (
+            steps_alone,
+            {"hosts": 1, "copies": 1, "spares": 1, "losses": 0, "partitions": 1, "crashes": 1, "steps": 2},
+            "lost",
+        ),
         (lost_host_placed, {"hosts": 2, "spares": 1, "losses": 1}, "misplaced"),
         (lost_spare_given, {"hosts": 2, "spares": 1, "losses": 2}, "misplaced"),
         (spare_given_twice, {"replicas": 2, "hosts": 1, "spares": 1, "losses": 2, "steps": 1}, "misplaced"),
@@ -310,6 +358,10 @@ def too_few_states(monkeypatch: pytest.MonkeyPatch) -> None:
         (not_copied_is_left_out, {"hosts": 2, "every": 2, "losses": 0, "crashes": 1}, "thrown away"),
         (every_state_is_told, {"hosts": 2, "every": 2, "losses": 0}, "not apart"),
         (too_few_states, {"hosts": 2, "every": 2, "losses": 0, "steps": 7}, "too seldom"),
+        (refused_copies_stay, {"hosts": 3, "losses": 0, "refusals": 1}, "not protected"),
+        (refused_is_owed_no_more, {"hosts": 3, "losses": 0, "refusals": 1, "steps": 2}, "not apart"),
+        (moved_into_its_rack, {"hosts": 3, "racks": 2, "level": "rack", "losses": 0, "refusals": 1}, "not apart"),
+        (moved_copies_freed_at_once, {"hosts": 2, "losses": 1, "refusals": 1}, "lost"),
     ],
 )
 def test_a_broken_rule_is_found(
