@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -30,14 +29,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Shard
 
 from ft_hsdp.config import Config, config_hash
 from ft_hsdp.core import state_id
 from ft_hsdp.core.effects import Exit, RunBatch
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
-from ft_hsdp.memory.lanes import without_rows
 from ft_hsdp.train.check_in import check_in, open_log, restored
 from ft_hsdp.train.data.prefetch import Reader, Source
 from ft_hsdp.train.data.sources import DataSources
@@ -45,6 +42,7 @@ from ft_hsdp.train.data.step_plan import checked_weight
 from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, parts_of, shard
 from ft_hsdp.train.fsdp.batch_norm import STATE as BATCH_NORM
 from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_sigterm
+from ft_hsdp.train.lanes import check_fewer_ranks, check_update
 from ft_hsdp.train.loop.callbacks import CommittedStep
 from ft_hsdp.train.loop.logged_values import counts
 from ft_hsdp.train.loop.user_loop import UserLoop
@@ -53,19 +51,18 @@ from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, Optimizers, Schedule
 from ft_hsdp.train.orders import Mailbox
 from ft_hsdp.train.runtime import RankRuntime
+from ft_hsdp.train.state.block_host import BlockHost
 from ft_hsdp.train.state.checkpointing import CheckpointSaver, open_checkpoints
 from ft_hsdp.train.state.live_state import LiveState
-from ft_hsdp.train.state.snapshots import AgentHome
 from ft_hsdp.train.step_driver import Joined, StepDriver
 from ft_hsdp.train.step_log import StepLog
 
-_log = logging.getLogger(__name__)
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 Batch = TypeVar("Batch")
 
 
-class Job(DataSources, UserLoop):
+class Job(DataSources, UserLoop, BlockHost):
     """One rank's part in the job; `ft_hsdp.join` makes it.
 
     The order of calls is `shard` or `adopt`, `optimizer`, optionally `warm_up`, then `batches`.
@@ -92,12 +89,12 @@ class Job(DataSources, UserLoop):
         """
         DataSources.__init__(self, config, place)
         UserLoop.__init__(self, config.timeouts.pause_s)
+        BlockHost.__init__(self, place, identity)
         self.device = device
         self.rank = place.rank
         self.ranks = place.ranks  # of this replica
         self.built_in = False  # whether the trainer of this package runs it, so that a replay can repeat it
         self._source = source
-        self._identity = identity
         self._leave_group = leave_group
         self._mailbox = Mailbox()
         self._shards = config.data_shards
@@ -109,9 +106,7 @@ class Job(DataSources, UserLoop):
         self._runtime: RankRuntime | None = None
         self._saver: CheckpointSaver | None = None
         self._log: StepLog | None = None  # on rank 0
-        self._early: list[tuple[float, str, str, dict[str, object]]] = []  # events from before there is a journal
         self._leaves = False
-        self._joined = False  # there is a journal
 
     # The user's few lines.
 
@@ -191,7 +186,7 @@ class Job(DataSources, UserLoop):
         self._adopted = AdoptedModel(
             model, self.ranks, self._ready, find_unused_parameters, self.config.ranks_per_unit, batch_norm
         )
-        self._check_width()
+        check_fewer_ranks(self.config, self._adopted, self.ranks)
         if (statistics := self._adopted.statistics) is not None:
             self.register_state(BATCH_NORM, statistics.state_dict, statistics.load_state_dict)
         model.register_forward_hook(self._returned)
@@ -214,8 +209,8 @@ class Job(DataSources, UserLoop):
 
         Raises:
             ConfigError: This is the second call; a torch scheduler is attached that was not given; a parameter is
-                frozen nowhere and in no optimizer, or in two, or not the model's; or an optimizer's state
-                cannot be made before its first step.
+                frozen nowhere and in no optimizer, or in two, or not the model's; an optimizer's state cannot be
+                made before its first step; or replicas may be unequally wide, and its update depends on that.
         """
         if self._groups is not None:
             name = type(optimizer).__name__
@@ -227,6 +222,7 @@ class Job(DataSources, UserLoop):
         groups.check_length(self.config.train.steps)
         for each in groups.optimizers:
             create_state(each)
+            check_update(self.config, each)
         self._groups = groups
         offload = self.config.optim.offload
         ledger = Ledger.empty(self._shards)
@@ -243,38 +239,6 @@ class Job(DataSources, UserLoop):
             self._callbacks,
         )
         return Optimizer(self._driver)
-
-    def _check_width(self) -> None:
-        """Check that fewer ranks can hold the model, if a replica may go on with fewer.
-
-        With several replicas, those of other widths sum their gradients in lanes. Each rank then needs a row.
-
-        Raises:
-            ConfigError: A parameter is cut in another way than along dimension 0 over all ranks; or there are
-                several replicas, and the model has running statistics, or some ranks of a width would have no row.
-        """
-        config, least = self.config, self.config.memory.shrink_to
-        for name, param in self._adopted.params.items() if least is not None else ():
-            cut = tuple(getattr(param, "placements", ()))
-            if cut != (Shard(0),) or param.device_mesh.size() != self.ranks:
-                how = ", ".join(map(str, cut)) or "not at all"
-                allowed = (
-                    f"null, unless each parameter is cut along dimension 0 over all ranks ({name} is cut: {how})"
-                )
-                raise ConfigError("memory.shrink_to", least, allowed)
-        if least is None or config.slots < 2:
-            return
-        if (rows := self._adopted.rows) is None:
-            allowed = "null with batch_norm: sums of running statistics depend on the number of ranks"
-            raise ConfigError("memory.shrink_to", least, allowed)
-        tensors = {name: (shape, 4) for bucket in rows for name, shape in bucket}
-        of_host = config.ranks_per_replica // (config.hosts.per_replica or 1)
-        for width in (w for w in range(of_host, config.ranks_per_replica + 1, of_host) if w >= least):
-            if empty := without_rows(tensors, width):
-                allowed = (
-                    f"null, or a model of which each rank has a row (rank {empty[0]} of {width} would have none)"
-                )
-                raise ConfigError("memory.shrink_to", least, allowed)
 
     def warm_up(self, once: Callable[[], None]) -> None:
         """Run ``once`` before check-in, so that the first step is as fast as the later ones.
@@ -430,6 +394,7 @@ class Job(DataSources, UserLoop):
         log, self._log = self._log, None
         if log is not None:
             log.close()
+        self._events = None
         runtime, self._runtime = self._runtime, None  # a signal may come at any time
         if runtime is not None:
             runtime.close()
@@ -441,43 +406,6 @@ class Job(DataSources, UserLoop):
             raise ConfigError("job.log", ", ".join(numbers), allowed)
         if self._log is not None and numbers and counts(self.replica, self.step, self.last):
             self._log.logged(step, state.commit_epoch, numbers)
-
-    # What `BlockStore` needs.
-
-    def agent_home(self, caller: str) -> AgentHome | None:
-        """Return where this rank's state agent is; for `ft_hsdp.BlockStore`. Does not block.
-
-        Args:
-            caller: Who asks, for the error.
-
-        Returns:
-            The agent of this rank's host, or None in a replay, which has no agents.
-
-        Raises:
-            ConfigError: This process is a spare, and of no replica yet.
-        """
-        place, identity = self._place, self._identity
-        if not place.lighthouses:
-            return None
-        if identity is None:
-            raise ConfigError(caller, "a spare", "a call in the loop: before the first batch it is of no replica")
-        return AgentHome(place.token, identity.replica, place.rank, place.ranks, identity.starter, identity.shared)
-
-    def note_event(self, event: str, reason: str, **facts: object) -> None:
-        """Write an event into the journal of this rank, once there is one; for `ft_hsdp.BlockStore`.
-
-        It also becomes a line of the rank's log. From any thread.
-
-        Args:
-            event: Its name.
-            reason: Why it happened.
-            **facts: What belongs to it.
-        """
-        _log.warning("%s: %s", event, reason)
-        if self._runtime is not None and self._joined:
-            self._runtime.journal.event(event, reason, **facts)
-        else:
-            self._early.append((time.time(), event, reason, facts))
 
     # The model's hooks; during `warm_up` there is no step.
 
@@ -502,10 +430,7 @@ class Job(DataSources, UserLoop):
             warm = self._identity.began
         identity = self._identity
         runtime.start(identity)
-        self._joined = True
-        while self._early:
-            at, event, reason, facts = self._early.pop(0)
-            runtime.journal.note(at, event, reason, **facts)
+        self._write_events(runtime.journal)
         if self.rank == 0:
             self._log = open_log(runtime, place, identity, self._adopted, warm)
         checkpoints, checkpointer = open_checkpoints(

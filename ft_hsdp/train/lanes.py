@@ -7,6 +7,9 @@ scattered.
 
 FSDP2 gives the mean over the data ranks of a replica, so what narrower replicas bring is multiplied by their share
 of the largest width. So the sum over the replicas is the sum over all ranks, divided by the largest width.
+
+`check_fewer_ranks` refuses models that cannot be held, or summed, like that; `check_update` refuses optimizers
+that update to other bits in replicas of other widths.
 """
 
 from __future__ import annotations
@@ -17,12 +20,17 @@ from functools import cached_property
 from math import prod
 
 import torch
+from torch.distributed.tensor import Shard
 
+from ft_hsdp.config import Config
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Grant
+from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.connections import LaneRing
-from ft_hsdp.memory.lanes import RowLane, lanes
+from ft_hsdp.memory.lanes import RowLane, lanes, without_rows
+from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
+from ft_hsdp.train.optimizer.creation import updates_rows_alone
 
 Empty = Callable[[int], torch.Tensor]
 """Returns memory for so many fp32 elements."""
@@ -223,3 +231,56 @@ class GradientLanes:
                 end += r.elements
             place += chunk * row
         return LanePart(end, tuple(pieces), self._width / lane.widths[0], whole=False)
+
+
+def check_fewer_ranks(config: Config, model: AdoptedModel, ranks: int) -> None:
+    """Check that fewer ranks can hold a model, if a replica of the job may go on with fewer.
+
+    With several replicas, those of other widths sum their gradients in lanes. Each rank then needs a row. Does not
+    block.
+
+    Args:
+        config: Of the job.
+        model: As the ranks of this replica hold it.
+        ranks: Of this replica.
+
+    Raises:
+        ConfigError: A parameter is cut in another way than along dimension 0 over all ranks; or there are several
+            replicas, and the model has running statistics, or some ranks of a width would have no row.
+    """
+    least = config.memory.shrink_to
+    if least is None:
+        return
+    for name, param in model.params.items():
+        cut = tuple(getattr(param, "placements", ()))
+        if cut != (Shard(0),) or param.device_mesh.size() != ranks:
+            how = ", ".join(map(str, cut)) or "not at all"
+            allowed = f"null, unless each parameter is cut along dimension 0 over all ranks ({name} is cut: {how})"
+            raise ConfigError("memory.shrink_to", least, allowed)
+    if config.slots < 2:
+        return
+    if (rows := model.rows) is None:
+        allowed = "null with batch_norm: sums of running statistics depend on the number of ranks"
+        raise ConfigError("memory.shrink_to", least, allowed)
+    tensors = {name: (shape, 4) for bucket in rows for name, shape in bucket}
+    of_host = config.ranks_per_replica // (config.hosts.per_replica or 1)
+    for width in (w for w in range(of_host, config.ranks_per_replica + 1, of_host) if w >= least):
+        if empty := without_rows(tensors, width):
+            allowed = f"null, or a model of which each rank has a row (rank {empty[0]} of {width} would have none)"
+            raise ConfigError("memory.shrink_to", least, allowed)
+
+
+def check_update(config: Config, optimizer: torch.optim.Optimizer) -> None:
+    """Check that replicas of unequal width update to the same bits, if the job may have such. Does not block.
+
+    Args:
+        config: Of the job.
+        optimizer: One that `create_state` has taken.
+
+    Raises:
+        ConfigError: The optimizer computes with several rows of a parameter, as Muon does.
+    """
+    least = config.memory.shrink_to
+    if least is not None and config.slots > 1 and not updates_rows_alone(optimizer):
+        allowed = f"null: an update by {type(optimizer).__name__} has other bits on another number of ranks"
+        raise ConfigError("memory.shrink_to", least, allowed)

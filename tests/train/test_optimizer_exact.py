@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.state.exact_ranks import CASES, CLIPPED, RANKS
+from tests.support.state.exact_ranks import CASES, CLIPPED, EXACT, RANKS, ROWS
 from tests.support.state.started_ranks import rows_of_ranks
 
 DEADLINE_S = 170.0
@@ -34,6 +34,12 @@ def test_it_is_exact_or_refused(verdicts: list[dict[str, str]], case: str) -> No
 
 def test_a_group_is_clipped_by_its_norm_over_all_ranks(verdicts: list[dict[str, str]]) -> None:
     assert [each[CLIPPED] for each in verdicts] == ["clipped"] * RANKS
+
+
+def test_an_optimizer_that_computes_with_several_rows_is_found(verdicts: list[dict[str, str]]) -> None:
+    """Replicas of unequal width would have other bits after its update."""
+    alone = sorted(name for name in EXACT if name != "Muon")
+    assert [each[ROWS].split() for each in verdicts] == [alone] * RANKS
 
 
 def test_every_optimizer_of_torch_is_tried() -> None:

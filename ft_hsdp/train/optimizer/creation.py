@@ -59,6 +59,40 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
             _fill(param, optimizer.state[param], keys)
 
 
+def updates_rows_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the update of each row of a parameter depends on the gradient of that row alone.
+
+    Does not block. Only then does it have the same bits however many ranks share the rows. So small parameters
+    are trained twice, with other gradients of the last row.
+
+    Args:
+        optimizer: One that `create_state` has taken.
+    """
+    kinds = {}
+    for group in optimizer.param_groups:
+        for param in _trainable(group):
+            kinds[param.dim(), param.dtype, _kind(group)] = group, param
+    return all(_first_rows_alike(optimizer, group, param) for group, param in kinds.values())
+
+
+def _first_rows_alike(optimizer: torch.optim.Optimizer, group: dict[str, Any], like: torch.Tensor) -> bool:
+    """Return whether all rows but the last get the same bits, whatever the gradient of the last one is."""
+    found = []
+    for last in (1.0, 2.0):
+        one = {**group, "params": [_drawn(like, 0)]}
+        if isinstance(group["lr"], float):
+            one["lr"] = 1.0  # so that what differs in the update is not lost in the sum
+        trial = _trial(optimizer, one)
+        (param,) = trial.param_groups[0]["params"]
+        trial.state[param].update(_eager(optimizer, one))
+        for seed in range(TRIAL_STEPS):
+            param.grad = _drawn(like, seed + 1)
+            param.grad[-1:] *= last
+            trial.step()
+        found.append(param.detach()[:-1])
+    return torch.equal(*found)
+
+
 def _check_loaded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keys: list[str]) -> None:
     """Check that a loaded state has the tensors that a step makes; None stands for one that was not made yet."""
     if sorted(k for k in state if isinstance(state[k], torch.Tensor) or (k in keys and state[k] is None)) != keys:
@@ -90,11 +124,16 @@ def _kind(value: Any) -> Any:
 
 def _small(like: torch.Tensor, seed: int) -> torch.Tensor:
     """Return a small tensor of the kind and the sharding of ``like``, with random numbers alike on all ranks."""
-    drawn = torch.randn([TRIAL_ROWS] * like.dim(), generator=torch.Generator().manual_seed(seed))
-    drawn = drawn.to(device=like.device, dtype=like.dtype)
+    drawn = _drawn(like, seed)
     if not isinstance(like, DTensor):
         return drawn
     return distribute_tensor(drawn, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _drawn(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return a small tensor of the kind of ``like``, whole, with random numbers alike on all ranks."""
+    drawn = torch.randn([TRIAL_ROWS] * like.dim(), generator=torch.Generator().manual_seed(seed))
+    return drawn.to(device=like.device, dtype=like.dtype)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,21 +10,19 @@ base rates, hyper-parameters in a manifest, and the rates of a step.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.optimizer.clipping import CLIP_EPS, clip_groups
 from ft_hsdp.train.optimizer.lr_schedule import TorchSchedulers, from_json, to_json
 
-CLIP_EPS = 1e-6
 SCHEDULERS = "schedulers"  # the key of their states, in a dict behind those of the groups
 _SET_BY = "what the job sets: job.optimizer(optimizer, schedule), schedule(step) -> factor or a torch scheduler"
 _OWN = ("params", "param_names")  # of a group, and no hyper-parameters
@@ -165,8 +163,8 @@ class Groups:
 
         A collective of the replica's ranks if a group has a ``clip`` of its own.
         """
-        self._clip()
         groups = self.groups
+        clip_groups(groups, record.ring_widths)
         stored = [group["lr"] for group in groups]
         for group, rate in zip(groups, self.rates(record), strict=True):
             if float(group["lr"]) != rate:
@@ -185,25 +183,6 @@ class Groups:
         if self._schedulers is not None:
             self._schedulers.advance(record)
         self._committed = self._values()
-
-    def _clip(self) -> None:
-        """Clip the gradients of each group that has a ``clip``, by the norm of that group over all ranks.
-
-        Squares are summed in rank order, so every replica clips alike.
-        """
-        clipped = [(group["clip"], _gradients(group)) for group in self.groups if group.get("clip") is not None]
-        if not clipped:
-            return
-        mine = torch.stack([_squares(grads) for _, grads in clipped])
-        ranks = [mine]
-        if dist.is_initialized():
-            ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-            dist.all_gather(ranks, mine)
-        for (clip, grads), *squares in zip(clipped, *(each.tolist() for each in ranks), strict=True):
-            norm = math.sqrt(sum(squares))
-            if norm > clip:
-                for grad in grads:
-                    _local(grad).mul_(clip / (norm + CLIP_EPS))
 
     def note_loop(self, contributed: bool) -> None:
         """Note that the loop called ``optim.step()``, and whether the step has this replica's gradient."""
@@ -302,28 +281,6 @@ def _check(group: Mapping[str, Any]) -> None:
 def _refuse_to_load(optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
     name = type(optimizer).__name__
     raise ConfigError("load_state_dict", name, "a state that is loaded before job.optimizer(...) is called")
-
-
-def _gradients(group: Mapping[str, Any]) -> list[torch.Tensor]:
-    return [p.grad for p in group["params"] if p.grad is not None]
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return this rank's part of the sum of squares, in fp64; what several ranks hold is shared out among them."""
-    total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
-    for grad in grads:
-        copies = 1
-        if isinstance(grad, DTensor):
-            placed = zip(grad.device_mesh.shape, grad.placements, strict=True)
-            copies = math.prod(size for size, placement in placed if isinstance(placement, Replicate))
-            if dist.is_initialized():  # tensor parallelism leaves a parameter alone: it is on a part of the ranks
-                copies *= dist.get_world_size() // grad.device_mesh.size()
-        total += torch.linalg.vector_norm(_local(grad), dtype=torch.float64) ** 2 / copies
-    return total
 
 
 def tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor | DTensor]:
