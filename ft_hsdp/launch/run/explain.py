@@ -38,6 +38,7 @@ NOTABLE = frozenset(
         "ReplicaUnplaced",
         "JobGivenUp",
         "HostReplaced",
+        "HostLent",
         "HostCordoned",
         "Shrunk",
         "Grown",

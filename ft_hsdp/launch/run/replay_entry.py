@@ -88,4 +88,8 @@ def main(run: RunDir, outcome: Path) -> int:
 
 if __name__ == "__main__":
     os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
-    sys.exit(main(RunDir(Path(sys.argv[1])), Path(sys.argv[2])))
+    ended = main(RunDir(Path(sys.argv[1])), Path(sys.argv[2]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As a rank of a run ends. The end of the interpreter aborts the process if a thread is inside torch then.
+    os._exit(ended)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.config import Config, dump
+from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir, write_json
@@ -51,6 +51,26 @@ def test_a_run_of_a_users_own_loop_is_refused_with_the_reason(tmp_path: Path) ->
     run.config.write_text(dump(Config()))
     write_json(run.final(0), {"step": 1, "commit_epoch": 1, "lineage": "L", "digest": "d", "loop": "own"})
     with pytest.raises(ConfigError, match=r"allowed: a run of the built-in trainer or of an `entry`"):
+        replay(run)
+
+
+@pytest.mark.parametrize("narrow", [{"width": 1}, {"ring_widths": [2, 1]}])
+def test_an_entry_that_ran_on_fewer_ranks_is_refused_with_the_reason(
+    tmp_path: Path, narrow: dict[str, object]
+) -> None:
+    """Also if the narrower replica contributed nothing: the others' sums were made lane by lane all the same."""
+    run = RunDir(tmp_path / "mine")
+    run.final(0).parent.mkdir(parents=True)
+    run.config.write_text(dump(parse({"entry": "train.py"})))
+    rows = [commit(1), commit(2)]
+    if "width" in narrow:
+        rows[1]["contributions"][0] |= narrow
+    else:
+        rows[1] |= narrow
+    run.commits(0).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    write_json(run.final(0), {"step": 2, "commit_epoch": 1, "lineage": "L", "digest": "d", "loop": "own"})
+    reason = r"^RUN: got 'mine'; allowed: .* fewer at step 2, and an entry is repeated by ranks of one number"
+    with pytest.raises(ConfigError, match=reason):
         replay(run)
 
 
