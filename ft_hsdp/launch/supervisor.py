@@ -265,7 +265,7 @@ class ReplicaSupervisor:
         """Wait until the replica has a place, or is not wanted. This does not count as a restart.
 
         After timeouts.place_s it goes on with the ranks that have a host, if that is allowed. Otherwise the
-        lighthouse is told that the others need not wait for it.
+        lighthouse is told that the others need not wait for it, and they may have its hosts.
 
         Returns:
             Whether it has a place, and its outcome if the job ends first.
@@ -287,6 +287,7 @@ class ReplicaSupervisor:
                     return True, None
                 self._link.lost(self.replica)
                 self._event("ReplicaUnplaced", self._backend.vacancy(self.replica))
+                self._backend.lend(self.replica)
                 await progress.wait_for(settled)
             if placing.done():
                 placing.result()

@@ -8,6 +8,7 @@ recoveries included (FT-HSDP, GEMINI).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import ceil
 from typing import Literal
 
@@ -95,3 +96,47 @@ def loss_probability(shards: int, failure: float, copies: int) -> float:
         copies: of each shard, the owner's own one included; on hosts that fail independently.
     """
     return float(min(1.0, shards * failure**copies))
+
+
+@dataclass(frozen=True, slots=True)
+class HostAway:
+    """What a job loses while a host of one replica is away: the replica waits, or goes on with fewer ranks.
+
+    Rates are units per time of the whole job. It is counted from the loss on; a step that is repeated counts for
+    nothing, since both ways repeat it.
+    """
+
+    full: float  # rate with all ranks
+    without: float  # rate while the replica is away
+    narrow: float  # rate while it has fewer ranks
+    patience: float  # time for which it waits for a host before it goes on with fewer ranks
+    start: float  # time from a start of the replica until it trains, with fewer or with all ranks
+
+    def lost_waiting(self, away: float) -> float:
+        """Return the units that are lost if the replica waits for the host and starts once.
+
+        Args:
+            away: time until there is a host.
+        """
+        return (self.full - self.without) * (away + self.start)
+
+    def lost_shrinking(self, away: float) -> float:
+        """Return the units that are lost if the replica goes on with fewer ranks: it starts twice.
+
+        Args:
+            away: time until there is a host. Up to `patience` this is `lost_waiting`. A host that comes while the
+                replica starts with fewer ranks is used after that start.
+        """
+        if away <= self.patience:
+            return self.lost_waiting(away)
+        trained = max(0.0, away - self.patience - self.start)
+        return (self.full - self.without) * (self.patience + 2 * self.start) + (self.full - self.narrow) * trained
+
+    @property
+    def break_even(self) -> float | None:
+        """Return after what time away fewer ranks lose fewer units than the wait; None: never.
+
+        It is `patience` and one start, however many ranks are left: until then both ways have trained nothing, and
+        later the fewer ranks have to make up for no more than the second start.
+        """
+        return self.patience + self.start if self.narrow > self.without else None

@@ -5,6 +5,8 @@ run the job. Here the evidence is how the ranks of a replica ended and what else
 a spare takes the logical place of a lost host, and nothing else moves: the other ranks start again where their
 memory is. The ranks that then check in must be one gang. Without a spare host a replica may go on on the hosts
 that it has left (ReStore's shrinking recovery); it gets hosts again once all replicas run, the smallest one first.
+A replica that cannot go on lends the hosts that it has left: they are spare for the others until it has hosts for
+all its ranks again.
 """
 
 from __future__ import annotations
@@ -85,6 +87,15 @@ class Assignment:
         left = tuple(host for i, host in enumerate(self.hosts) if i not in self.missing)
         return () if least is None or not left or len(left) * ranks_per_host < least else left
 
+    def with_hosts(self, chosen: Mapping[int, Host]) -> Assignment:
+        """Return this with hosts in all missing positions."""
+        return Assignment(tuple(chosen.get(i, host) for i, host in enumerate(self.hosts)), ())
+
+    def without(self, position: int, lost: Host) -> Assignment:
+        """Return this with a lost host in a position whose host is lent."""
+        hosts = (*self.hosts[:position], lost, *self.hosts[position + 1 :])
+        return Assignment(hosts, tuple(sorted({*self.missing, position})))
+
 
 def assign(
     replicas: Mapping[int, Sequence[Host]],
@@ -93,8 +104,9 @@ def assign(
     level: Level,
     keepers: Mapping[tuple[int, int], Collection[str]] | None = None,
     shrunk: Mapping[int, int] | None = None,
+    lenders: Collection[int] = (),
 ) -> dict[int, Assignment]:
-    """Give the places of lost hosts to spare hosts.
+    """Give the places of lost hosts to spare hosts, and then to hosts of replicas that lend theirs.
 
     A host that lives stays. Replicas that do not run come first, and of them those that need the fewest hosts;
     then those that go on with fewer ranks, the smallest first. A replica gets hosts only if there are enough for
@@ -102,46 +114,78 @@ def assign(
     to be fetched then; next, one whose domain has no other copy of them; next, one that is near the rest of the
     replica, whose collectives need the most bandwidth.
 
+    Hosts are lent only where the spares do not suffice, and first by the replica that needs the most hosts itself.
+    The lender takes the lost hosts into its places: it waits for them, or for others, and gets none back from the
+    borrower. So each host is in one place, and no more replicas wait than before.
+
     Args:
         replicas: the hosts of each replica, in the order of its ranks. Hosts in the same position hold the same
         shards. lost: names of hosts that are lost or cordoned. spares: hosts without ranks that live. level: what
         copies must not share. keepers: names of the hosts that keep copies of the shards of a replica's host, by
-        replica and position. shrunk: on how many hosts those replicas run that go on with fewer ranks.
+        replica and position. shrunk: on how many hosts those replicas run that go on with fewer ranks. lenders:
+        replicas that do not run, and whose living hosts may be lent while others of theirs are lost.
 
     Returns:
-        The hosts of each replica. No spare is given twice.
+        The hosts of each replica. No host is given twice.
     """
     keepers, shrunk = keepers or {}, shrunk or {}
     free = [host for host in spares if host.name not in lost]
-    missing = {
-        replica: tuple(i for i, host in enumerate(hosts) if host.name in lost)
+    result = {
+        replica: Assignment(tuple(hosts), tuple(i for i, host in enumerate(hosts) if host.name in lost))
         for replica, hosts in replicas.items()
     }
-    result = {}
-    for replica in sorted(replicas, key=lambda each: (shrunk.get(each, 0), len(missing[each]), each)):
-        hosts = list(replicas[replica])
-        if len(missing[replica]) <= len(free):
-            for position in missing[replica]:
-                rest = [host for i, host in enumerate(hosts) if i not in missing[replica]]
-                same_shards = [
-                    other[position]
-                    for n, other in replicas.items()
-                    if n != replica and position < len(other) and other[position].name not in lost
-                ]
-                chosen = min(
-                    free,
-                    key=lambda host: (
-                        host.name not in keepers.get((replica, position), ()),
-                        any(host.domain(level) == other.domain(level) for other in same_shards),
-                        sum(host.distance(other) for other in rest),
-                        host,
-                    ),
-                )
-                free.remove(chosen)
-                hosts[position] = chosen
-            result[replica] = Assignment(tuple(hosts), ())
-        else:
-            result[replica] = Assignment(tuple(hosts), missing[replica])
+
+    def fill(replica: int, hosts: Sequence[Host], lent: Mapping[Host, int]) -> dict[int, Host]:
+        """Return which of the hosts go to which position of a replica; those in ``lent`` last."""
+        given, rest = result[replica], list(hosts)
+        chosen: dict[int, Host] = {}
+        stay = [host for i, host in enumerate(given.hosts) if i not in given.missing]
+        for position in given.missing:
+            same_shards = [
+                other[position]
+                for n, other in replicas.items()
+                if n != replica and position < len(other) and other[position].name not in lost
+            ]
+            near = [*stay, *chosen.values()]
+            chosen[position] = min(
+                rest,
+                key=lambda host: (
+                    lent.get(host, 0),
+                    host.name not in keepers.get((replica, position), ()),
+                    any(host.domain(level) == other.domain(level) for other in same_shards),
+                    sum(host.distance(other) for other in near),
+                    host,
+                ),
+            )
+            rest.remove(chosen[position])
+        return chosen
+
+    order = sorted(replicas, key=lambda each: (shrunk.get(each, 0), len(result[each].missing), each))
+    for replica in order:
+        if len(result[replica].missing) <= len(free):
+            chosen = fill(replica, free, {})
+            free = [host for host in free if host not in chosen.values()]
+            result[replica] = result[replica].with_hosts(chosen)
+    for replica in order:
+        if not result[replica].missing:
+            continue
+        whose = {
+            host: (n, position)
+            for n in lenders
+            if n != replica and result[n].missing
+            for position, host in enumerate(result[n].hosts)
+            if position not in result[n].missing
+        }
+        if len(result[replica].missing) > len(free) + len(whose):
+            continue
+        ranked = sorted({n for n, _ in whose.values()}, key=lambda n: (-len(result[n].missing), -n))
+        chosen = fill(replica, [*free, *whose], {host: 1 + ranked.index(n) for host, (n, _) in whose.items()})
+        free = [host for host in free if host not in chosen.values()]
+        for position, host in chosen.items():
+            if host in whose:
+                lender, place = whose[host]
+                result[lender] = result[lender].without(place, result[replica].hosts[position])
+        result[replica] = result[replica].with_hosts(chosen)
     return dict(sorted(result.items()))
 
 

@@ -16,6 +16,7 @@ from ft_hsdp.launch.arguments import Assumptions
 from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.plan.estimate import plan
 from ft_hsdp.launch.plan.table import lines
+from ft_hsdp.launch.plan.width import tensors
 
 PAGE = Path(__file__).parents[2] / "docs/memory.md"
 ONE_REPLICA = {"replicas": 1, "ranks_per_replica": 4, "hosts": {"per_replica": 4}}
@@ -61,6 +62,36 @@ class Figures(Strict):
     effective_ratio_renewal: float
 
 
+class Away(Strict):
+    away_s: float
+    units_lost_waiting: float
+    units_lost_shrinking: float
+
+
+class Width(Strict):
+    ranks: int
+    hosts: int
+    units_per_s: float
+    units_per_step: int
+    step_s: float
+    rank_bytes: int
+    host_bytes: int
+    copies: int
+    protected: bool
+    copied_bytes_per_step: float
+    without_rows: int | None
+
+
+class FewerRanks(Strict):
+    shrink_to: int
+    place_s: float
+    units_per_s: float
+    units_per_s_without: float
+    break_even_s: float | None
+    away: list[Away]
+    widths: list[Width]
+
+
 class Document(Strict):
     job: str
     replicas: int
@@ -80,6 +111,7 @@ class Document(Strict):
     copy_s: float
     with_copies: Figures
     replicas_alone: Figures
+    fewer_ranks: FewerRanks | None
     assumptions: dict[str, float]
 
 
@@ -148,6 +180,59 @@ def test_a_job_without_checkpoints_begins_again() -> None:
     found = made({**ONE_REPLICA, "train": {"steps": 1000}})
     assert found.assumptions["steps_between_checkpoints"] == 1000
     assert found.replicas_alone.failure_costs_s == pytest.approx(150 + 20 * 999 / 2)
+
+
+SHRINKS = {"replicas": 2, "ranks_per_replica": 4, "hosts": {"per_replica": 4}, "memory": {"shrink_to": 2}}
+
+
+def test_fewer_ranks_beside_the_wait_for_a_host() -> None:
+    part = made(SHRINKS, size=1e6).fewer_ranks
+    assert part is not None
+    assert (part.units_per_s, part.units_per_s_without) == pytest.approx((8 / 20, 4 / 20))
+    assert [(row.ranks, row.hosts, row.units_per_step) for row in part.widths] == [(3, 3, 7), (2, 2, 6)]
+    assert [row.rank_bytes for row in part.widths] == [4_000_000, 6_000_000]
+    assert [(row.copies, row.protected, row.without_rows) for row in part.widths] == [(2, True, 0)] * 2
+    assert part.break_even_s == 60 + 40  # timeouts.place_s and a start
+    at = {row.away_s: (row.units_lost_waiting, row.units_lost_shrinking) for row in part.away}
+    assert at[100] == pytest.approx((28, 28))
+    assert at[600] == pytest.approx((128, 28 + 500 * 0.05))
+    assert made({**SHRINKS, "memory": {}}, size=1e6).fewer_ranks is None
+
+
+def test_a_constant_batch_counts_whole_micro_batches() -> None:
+    two_hosts = {**SHRINKS, "hosts": {"per_replica": 2}, "quorum": {"batch": "constant"}}
+    part = made(two_hosts, size=1e6).fewer_ranks
+    assert part is not None
+    (row,) = part.widths  # 8 units: 4 by each replica, the narrow one in two micro-batches
+    assert (row.ranks, row.units_per_step, row.step_s) == (2, 8, 40)
+    assert row.units_per_s == part.units_per_s_without == pytest.approx(0.2)
+    assert part.break_even_s is None
+    finer = made({**two_hosts, "train": {"accumulate": 3}}, size=1e6).fewer_ranks
+    assert finer is not None
+    assert (finer.widths[0].units_per_step, finer.break_even_s) == (24, 100)
+
+
+def test_the_last_host_has_no_second_copy() -> None:
+    part = made({**SHRINKS, "replicas": 1}, size=1e6).fewer_ranks
+    assert part is not None
+    assert (part.units_per_s_without, [row.copies for row in part.widths]) == (0, [2, 2])
+    one = made({**SHRINKS, "replicas": 1, "hosts": {"per_replica": 2}}, size=1e6).fewer_ranks
+    assert one is not None
+    assert [(row.hosts, row.copies, row.protected) for row in one.widths] == [(1, 1, False)]
+
+
+def test_the_built_in_model_has_these_shapes() -> None:
+    from ft_hsdp.train.model import ModelArgs, Transformer
+    from ft_hsdp.train.tokens import VOCABULARY
+
+    config = parse({"model": {"layers": 1}})
+    model = Transformer(ModelArgs.of(config.model, VOCABULARY[config.data.tokenizer], 8))
+    assert {name: (tuple(p.shape), 4) for name, p in model.named_parameters()} == tensors(config)
+
+
+def test_the_text_says_from_when_on_fewer_ranks_pay() -> None:
+    text = lines(plan(parse({"job": {"name": "job"}, **SHRINKS}), Assumptions()))
+    assert "fewer ranks lose less if a host is away for more than 100 s (timeouts.place_s and a start)" in text
 
 
 @pytest.mark.parametrize("config", [ONE_REPLICA, {"replicas": 3}, {"replicas": 64}, {"replicas": 1}])

@@ -40,6 +40,7 @@ class Full:
         self.free = asyncio.Event()
         self.startable = asyncio.Event()
         self.cancelled: list[str] = []
+        self.lenders: list[int] = []
         self.ranks: list[Rank] = []
 
     async def open(self) -> None: ...
@@ -62,6 +63,9 @@ class Full:
 
     def shrink(self, replica: int) -> int:
         return 0
+
+    def lend(self, replica: int) -> None:
+        self.lenders.append(replica)
 
     def could_grow(self, replica: int) -> bool:
         return False
@@ -119,6 +123,7 @@ async def test_the_others_need_not_wait_for_it_until_it_starts(run_dir: RunDir) 
         (unplaced,) = scene.events
         assert (unplaced["event"], unplaced["reason"]) == ("ReplicaUnplaced", "replica 1 is too large")
         assert scene.link.current_report == {"running": {}, "exited": [], "lost": [1]}
+        await until(lambda: scene.backend.lenders == [1], "the others may have its hosts")
         scene.backend.startable.set()
         scene.backend.free.set()
         await until(lambda: "ReplicaStarted" in scene.names, "the start")

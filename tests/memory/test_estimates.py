@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ft_hsdp.memory.estimates import (
+    HostAway,
     checkpoint_interval,
     effective_ratio,
     loss_probability,
@@ -13,6 +14,7 @@ from ft_hsdp.memory.estimates import (
     swap_cost,
     wasted_time,
 )
+from ft_hsdp.memory.placement import loss_rate
 
 
 def test_gemini_wasted_time() -> None:
@@ -61,3 +63,24 @@ def test_deadpool_loss_probability() -> None:
     assert loss_probability(128, 1e-6, 3) == pytest.approx(1.28e-16)
     assert 1e5 * loss_probability(128, 1e-4, 2) == pytest.approx(0.128)
     assert loss_probability(10, 1.0, 2) == 1
+    # The rate in `plan` is this bound where a lost host is replaced within the step.
+    groups, copies, step_s, per_second = 64, 2, 20.0, 5e-8
+    in_a_step = loss_rate(groups, copies, per_second, repair=step_s) * step_s
+    assert in_a_step == pytest.approx(loss_probability(groups * copies, per_second * step_s, copies))
+
+
+def test_fewer_ranks_pay_once_a_host_is_away_for_longer_than_a_start() -> None:
+    """One of two replicas of 4 ranks, steps of 20 s, 60 s until it goes on with 2 ranks, 40 s for a start."""
+    job = HostAway(full=0.4, without=0.2, narrow=0.3, patience=60, start=40)
+    assert job.lost_waiting(60) == job.lost_shrinking(60) == pytest.approx(20)
+    assert (job.lost_waiting(61), job.lost_shrinking(61)) == pytest.approx((20.2, 28))
+    assert job.break_even == 100
+    assert job.lost_waiting(100) == pytest.approx(28) == job.lost_shrinking(100)
+    assert (job.lost_waiting(600), job.lost_shrinking(600)) == pytest.approx((128, 78))
+
+
+def test_fewer_ranks_that_train_no_more_than_none_never_pay() -> None:
+    job = HostAway(full=0.4, without=0.2, narrow=0.2, patience=60, start=40)
+    assert job.break_even is None
+    assert job.lost_shrinking(600) == pytest.approx(job.lost_waiting(600))
+    assert job.lost_shrinking(61) > job.lost_waiting(61)

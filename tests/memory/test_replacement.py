@@ -106,3 +106,60 @@ def test_free_hosts_go_to_those_that_do_not_run_and_then_to_the_smallest() -> No
     assert whole(two, {0: 2, 1: 1, 2: 1}) == [1]
     assert whole(two, {0: 2, 1: 1}) == [2], "it does not run at all"
     assert whole(hosts("s0", "s1", "s2"), {0: 2, 1: 1}) == [0, 2], "what is left is enough for one"
+
+
+def test_a_replica_that_cannot_go_on_lends_its_hosts_and_takes_the_lost_ones() -> None:
+    replicas = {0: hosts("a", "b"), 1: hosts("c", "d")}
+    assert assign(replicas, ["b", "c"], (), "host", lenders=[0]) == {
+        0: Assignment(hosts("c", "b"), (0, 1)),
+        1: Assignment(hosts("a", "d"), ()),
+    }
+    waits = {0: Assignment(hosts("a", "b"), (1,)), 1: Assignment(hosts("c", "d"), (0,))}
+    assert assign(replicas, ["b", "c"], (), "host") == waits, "it has not waited long enough"
+    assert assign(replicas, ["b", "c", "d"], (), "host", lenders=[0])[0] == waits[0], "that would start nobody"
+
+
+def test_a_spare_host_comes_before_what_is_lent_and_the_first_of_two_lenders_runs() -> None:
+    replicas = {0: hosts("a", "b"), 1: hosts("c", "d"), 2: hosts("e", "f")}
+    found = assign(replicas, ["b", "c", "f"], hosts("s0"), "host", lenders=[0, 1, 2])
+    assert found[0] == Assignment(hosts("a", "s0"), ()), "it needs no more than the spare host"
+    assert found[1] == Assignment(hosts("e", "d"), ())
+    assert found[2] == Assignment(hosts("c", "f"), (0, 1))
+
+
+def test_the_lender_that_needs_the_most_hosts_lends_first() -> None:
+    replicas = {0: hosts("a", "b", "c", "d"), 1: hosts("e", "f", "g", "h"), 2: hosts("i", "j", "k", "l")}
+    for most, host in ((["a", "b", "c", "e", "f"], "d"), (["a", "b", "e", "f", "g"], "h")):
+        found = assign(replicas, [*most, "l"], (), "host", lenders=[0, 1])
+        assert found[2].hosts == hosts("i", "j", "k", host)
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.sets(st.integers(0, 15)),
+    st.integers(0, 3),
+    st.sets(st.integers(0, 3)),
+    st.sets(st.integers(0, 3)),
+)
+def test_lending_starts_more_replicas_and_stops_none(
+    count: int, width: int, gone: set[int], free: int, lending: set[int], narrow: set[int]
+) -> None:
+    replicas = {n: hosts(*(f"h{n * 4 + i}" for i in range(width))) for n in range(count)}
+    lost, spares = [f"h{i}" for i in gone], hosts(*(f"s{i}" for i in range(free)))
+    shrunk = {n: 1 for n in narrow if n not in lending}
+    lenders = [n for n in lending if n < count]
+    before = assign(replicas, lost, spares, "host", shrunk=shrunk)
+    after = assign(replicas, lost, spares, "host", shrunk=shrunk, lenders=lenders)
+    started = {n for n, each in after.items() if not each.missing}
+    assert started >= {n for n, each in before.items() if not each.missing}
+    named = [host.name for each in after.values() for host in each.hosts]
+    assert len(named) == len(set(named)), "a host is in one place"
+    assert {host.name for each in replicas.values() for host in each} <= {*named, *lost}, "no host is forgotten"
+    for replica, each in after.items():
+        assert each.missing == (() if replica in started else each.missing)
+        assert {each.hosts[i].name for i in each.missing} <= {*lost}
+        assert not {host.name for i, host in enumerate(each.hosts) if i not in each.missing} & {*lost}
+        if replica not in lending:
+            kept = {h.name for h in replicas[replica]} - {*lost}
+            assert kept <= {h.name for h in each.hosts}, "who does not lend keeps its hosts"

@@ -101,6 +101,9 @@ class Backend(Protocol):
     def shrink(self, replica: int) -> int:
         """Place a replica on the hosts that it has left; return its ranks there, 0 if it has to wait."""
 
+    def lend(self, replica: int) -> None:
+        """Let other replicas have the hosts of one that waits for others, until it has a place."""
+
     def could_grow(self, replica: int) -> bool:
         """Return whether there is a place for all ranks of a replica that goes on with fewer."""
 

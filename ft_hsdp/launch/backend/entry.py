@@ -64,8 +64,9 @@ def main(config: Config, replica: int | IncarnationSource, run: Path, recorded: 
     if isinstance(source, FromEnvironment):  # elsewhere the supervisor watches
         _watch(title(entry), config.timeouts.start_s)
     code = _run(entry, config.args)
-    if not isinstance(source, FromEnvironment) and code != EXIT_RETRYABLE:
-        # The fork server's ranks end without the end of the interpreter, so what that does is done here.
+    under_torchrun = isinstance(source, FromEnvironment) and recorded is None
+    if not under_torchrun and code != EXIT_RETRYABLE:
+        # Ranks of the fork server and of a replay end without the end of the interpreter; this does what it would.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     return code

@@ -4,7 +4,7 @@ With `hosts.per_replica` one machine stands for several hosts. Replica 0 begins 
 hosts are s0, s1 and so on; the last ones of them are those of spare replicas. A host that is lost, by the kind
 `host` of chaos, or that is cordoned, leaves its ranks to a spare host (DeadPool §V-C). Nothing else moves: the
 other ranks start again where their memory is. A host that comes back is spare. Without a spare host a replica may
-go on on the hosts that it has left.
+go on on the hosts that it has left, or lend these to other replicas.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from ft_hsdp.train.identity import HOST_RANK_VARIABLE, HOST_VARIABLE, host_path
 
 @dataclass(frozen=True, slots=True)
 class HostSwap:
-    """A spare host takes the place of another one."""
+    """A spare host takes the place of another one, or one that another replica lends does."""
 
     lost: str
     spare: str
     ranks: tuple[int, ...]
+    lender: int | None = None
 
 
 class EmulatedHosts:
@@ -62,6 +63,7 @@ class EmulatedHosts:
         self.cordoned: dict[str, str] = {}  # host -> why it gets no ranks any more
         self._left: set[str] = set()  # hosts that were lost: their ranks go elsewhere, if there is where
         self._shrunk: dict[int, list[str]] = {}  # the hosts of replicas that go on with fewer ranks
+        self._lenders: set[int] = set()  # replicas that have waited long enough for hosts of their own
 
     def of(self, replica: int) -> tuple[str, ...]:
         """Return the host of each rank of a replica; () without emulated hosts."""
@@ -120,6 +122,7 @@ class EmulatedHosts:
         if given is None:
             return None
         self._shrunk.pop(replica, None)
+        self._lenders.discard(replica)
         return self._move(replica, given)
 
     def could_grow(self, replica: int, down: Collection[str], others: Collection[int]) -> bool:
@@ -145,6 +148,10 @@ class EmulatedHosts:
             self._shrunk[replica] = [host.name for host in left]
         return len(left) * self._each
 
+    def lend(self, replica: int) -> None:
+        """Let other replicas have the hosts of one that waits for others, until it has hosts for all its ranks."""
+        self._lenders.add(replica)
+
     def vacancy(self, replica: int, down: Collection[str]) -> str:
         """Return in words why a replica has no place; "": it has one."""
         away = [f"host {name} is down, by chaos" for name in sorted({*down} & {*self._of(replica)})]
@@ -167,9 +174,10 @@ class EmulatedHosts:
         return self._shrunk.get(replica, self._of(replica))
 
     def _whole(self, replica: int, down: Collection[str], others: Collection[int]) -> Assignment | None:
-        """Return hosts for all ranks of a replica; None: there are too few."""
-        for lost in ({*down, *self.cordoned, *self._left}, {*down, *self.cordoned}):
-            given = self._assign(replica, lost, down, others)
+        """Return hosts for all ranks of a replica; None: there are too few. What others lend comes last."""
+        gone = {*down, *self.cordoned}
+        for lost, lenders in (({*gone, *self._left}, set()), (gone, set()), (gone, self._lenders & {*others})):
+            given = self._assign(replica, lost, down, others, lenders)
             if not given.missing:
                 return given
         return None
@@ -183,7 +191,12 @@ class EmulatedHosts:
         return Host.parse(host_path(self._labels, {HOST_VARIABLE: name}))
 
     def _assign(
-        self, replica: int, lost: Collection[str], down: Collection[str], others: Collection[int]
+        self,
+        replica: int,
+        lost: Collection[str],
+        down: Collection[str],
+        others: Collection[int],
+        lenders: Collection[int] = (),
     ) -> Assignment:
         """Return the hosts of a replica, with those of spare replicas only if the spare hosts do not suffice."""
         self._of(replica)
@@ -195,7 +208,14 @@ class EmulatedHosts:
         gone = {*lost} - {host.name for hosts in alive.values() for host in hosts}
         shrunk = {n: len(hosts) for n, hosts in self._shrunk.items()}
         given, more = (
-            assign(everyone, gone, [self._host(name) for name in spares], self._level, shrunk=shrunk)[replica]
+            assign(
+                everyone,
+                gone,
+                [self._host(name) for name in spares],
+                self._level,
+                shrunk=shrunk,
+                lenders=lenders,
+            )[replica]
             for spares in (self.kept_ready(down), self.free(down))
         )
         return more if given.missing else given
@@ -208,10 +228,15 @@ class EmulatedHosts:
             if host.name == before:
                 self._left.discard(before)
                 continue
+            lender = next((n for n, names in self._hosts.items() if host.name in names), None)
             hosts[position] = host.name
-            self._spare.remove(host.name)
-            self._last.discard(host.name)
-            self._spare.append(before)  # once it is back
+            if lender is not None:
+                theirs = self._hosts[lender]
+                theirs[theirs.index(host.name)] = before  # for which the lender waits now
+            else:
+                self._spare.remove(host.name)
+                self._last.discard(host.name)
+                self._spare.append(before)  # once it is back
             self._left.discard(before)
-            swaps.append(HostSwap(before, host.name, tuple(range(position * each, (position + 1) * each))))
+            swaps.append(HostSwap(before, host.name, tuple(range(position * each, (position + 1) * each)), lender))
         return swaps

@@ -117,7 +117,11 @@ class LocalBackend:
         finally:
             self._wait_for_host.discard(replica)
         for swap in swaps:
-            self._uncalled[swap.spare] = replica
+            if swap.lender is None:
+                self._uncalled[swap.spare] = replica
+            else:
+                reason = f"replica {swap.lender} has no host for all its ranks, and waits for {swap.lost} now, too"
+                self._event("HostLent", swap.lender, swap.spare, reason, to=replica)
             self._tell_swap(replica, swap)
 
     def shrink(self, replica: int) -> int:
@@ -125,6 +129,10 @@ class LocalBackend:
         if self._shrink_to is None:
             return 0
         return self._hosts.shrink(replica, *self._away(replica), self._shrink_to)
+
+    def lend(self, replica: int) -> None:
+        """Let other replicas have the hosts of one that waits for others."""
+        self._hosts.lend(replica)
 
     def could_grow(self, replica: int) -> bool:
         """Return whether there is a place for all ranks of a replica that goes on with fewer."""

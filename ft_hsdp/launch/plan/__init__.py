@@ -4,6 +4,7 @@ Nothing is started and no host is asked: all figures are computed from the confi
 say, which is assumed. Each assumption is an option, and is printed beside the figures.
 
     estimate  the document of `plan --json`: hosts, shards, and the figures with copies and without
+    width     its part about fewer ranks (`memory.shrink_to`), beside the wait for another host
     table     the same document as text for people
 
 The figures are those of the papers, computed by pure functions: placement of copies by GEMINI's Algorithm 1

@@ -15,6 +15,7 @@ from ft_hsdp.config.entry import title
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.arguments import Assumptions, option
 from ft_hsdp.launch.plan.table import Document, size_of
+from ft_hsdp.launch.plan.width import fewer_ranks
 from ft_hsdp.memory.copies import MemberHosts, default_copies, unmet
 from ft_hsdp.memory.estimates import wasted_time
 from ft_hsdp.memory.hosts import Host, locate
@@ -97,6 +98,7 @@ def plan(
         "copy_s": _sent(found, shard) / network,
         "with_copies": _figures(found.with_copies, every * assumptions.step_s, retrieval, stored),
         "replicas_alone": _figures(found.without_copies, assumptions.step_s, retrieval, stored),
+        "fewer_ranks": fewer_ranks(config, assumptions, replicas, shard * ranks),
         "assumptions": {**asdict(assumptions), "steps_between_checkpoints": failures.checkpoint_every},
     }
 

@@ -35,6 +35,7 @@ def lines(document: Document) -> list[str]:
         ),
         "",
         *_table(["", "with copies", "replicas alone"], [*_comparison(document)], SHOWN * 4),
+        *_fewer_ranks(document),
         "",
         "assumed:",
     ]
@@ -63,6 +64,42 @@ def _comparison(document: Document) -> Iterator[list[str]]:
     yield ["memory of the fullest host", size_of(document["host_bytes"]), size_of(alone)]
     yield ["copied per step, all hosts", size_of(document["copied_bytes_per_step"]), size_of(0)]
     yield ["the busiest host receives for", f"{document['copy_s']:.3g} s", "0 s"]
+
+
+def _fewer_ranks(document: Document) -> Iterator[str]:
+    """Yield the lines about `memory.shrink_to`; none without it."""
+    part = document["fewer_ranks"]
+    if part is None:
+        return
+    yield ""
+    yield f"fewer ranks (memory.shrink_to: {part['shrink_to']}), one replica loses hosts:"
+    rows = [["all", f"{part['units_per_s']:.4g}", "", size_of(document["shard_bytes"]), "", ""]]
+    for row in part["widths"]:
+        empty = row["without_rows"]
+        cut = "not known" if empty is None else f"{_count(empty, 'rank')} empty" if empty else "yes"
+        rate, step = f"{row['units_per_s']:.4g}", f"{row['step_s']:.4g} s"
+        rows.append([str(row["ranks"]), rate, step, size_of(row["rank_bytes"]), str(row["copies"]), cut])
+    rows.append(["none", f"{part['units_per_s_without']:.4g}", "", "", "", ""])
+    yield from _table(["ranks", "units/s", "step", "state of a rank", "copies", "can be cut"], rows)
+    if not part["widths"]:
+        yield "with a host less there are too few ranks: the replica waits"
+        return
+    yield ""
+    lost = [
+        [
+            f"{each['away_s']:,.6g} s",
+            f"{each['units_lost_waiting']:,.0f}",
+            f"{each['units_lost_shrinking']:,.0f}",
+        ]
+        for each in part["away"]
+    ]
+    yield from _table(["a host is away for", "units lost, waiting", "with fewer ranks"], lost)
+    after = part["break_even_s"]
+    yield (
+        "fewer ranks train no more units per second than none: waiting never loses more"
+        if after is None
+        else f"fewer ranks lose less if a host is away for more than {after:,.6g} s (timeouts.place_s and a start)"
+    )
 
 
 def _often(document: Document) -> str:

@@ -197,6 +197,9 @@ class RayBackend:
         """Return 0: on a cluster a replica waits for nodes."""
         return 0
 
+    def lend(self, replica: int) -> None:
+        """Do nothing: a replica keeps its nodes while it waits for others."""
+
     def could_grow(self, replica: int) -> bool:
         """Return False: no replica has fewer ranks than all."""
         return False

@@ -160,3 +160,31 @@ def test_a_host_is_cordoned_if_its_replica_can_do_without_it() -> None:
     assert not made.can_lose(0, "r0h1", [], 3)
     assert not made.can_lose(0, "r0h1", ["r0h0"], 1)
     assert not made.can_lose(0, "r0h1", [], None)
+
+
+def test_a_replica_that_waits_lends_its_hosts_and_waits_for_the_lost_ones() -> None:
+    made, down = hosts(0), ["r0h1", "r1h0"]
+    made.of(1)
+    made.lose(0, down)
+    made.lose(1, down)
+    assert made.place(1, down, [0]) is None, "replica 0 has not waited long enough"
+    made.lend(0)
+    assert made.place(1, down, []) is None, "it does not wait any more"
+    assert made.place(1, down, [0]) == [HostSwap("r1h0", "r0h0", (0, 1), 0)]
+    assert made.of(1) == ("r0h0", "r0h0", "r1h1", "r1h1")
+    assert made.of(0) == ("r1h0", "r1h0", "r0h1", "r0h1")
+    assert made.free([]) == [], "no host is spare because of that"
+    assert made.place(0, ["r1h0"], []) is None, "one of two is back"
+    assert made.place(0, [], []) == []
+    assert made.of(0) == ("r1h0", "r1h0", "r0h1", "r0h1")
+    made.lose(1, ["r1h1"])
+    assert made.place(1, ["r1h1"], [0]) is None, "what runs lends nothing"
+
+
+def test_a_spare_host_that_is_back_is_taken_before_one_is_lent() -> None:
+    made, down = hosts(1), ["r0h1", "r1h0"]
+    made.of(1)
+    assert made.place(0, [*down, "s0"], [1]) is None
+    made.lend(0)
+    assert [swap.spare for swap in made.place(0, down, [1]) or []] == ["s0"]
+    assert made.place(1, down, []) is None
