@@ -87,6 +87,7 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "ReplicaUnplaced": lambda e: f"replica {e['replica']} has no place, the others go on without it",
     "JobGivenUp": lambda e: f"the job is given up: step {e.get('step', '?')} ends all replicas again and again",
     "HostReplaced": lambda e: f"host {e['host']} takes the place of host {e['before']} of replica {e['replica']}",
+    "HostLent": lambda e: f"replica {e['replica']} lends host {e['host']} to replica {e['to']}",
     "Shrunk": lambda e: f"replica {e['replica']} goes on with {e['to']} ranks instead of {e['from']}",
     "Grown": lambda e: f"replica {e['replica']} has {e['to']} ranks again, instead of {e['from']}",
     "HostCordoned": lambda e: f"host {e['host']} is cordoned: it gets no ranks any more",

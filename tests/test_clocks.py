@@ -24,6 +24,7 @@ WALL = {
     "ft_hsdp/launch/ray/slot.py",
     "ft_hsdp/launch/ray/lighthouse.py",
     "ft_hsdp/train/job.py",
+    "ft_hsdp/train/state/block_host.py",
     "ft_hsdp/train/identity.py",
     "lighthouse/ha/candidate.py",
     "lighthouse/service.py",

@@ -63,7 +63,8 @@ def test_a_job_that_falls_to_one_replica_is_protected_at_its_second_commit(tmp_p
     steps = 40
     with Job(tmp_path, steps, replicas=2, **{"hosts.per_replica": 2, "chaos": chaos}) as job:
         rows = recoveries(job, steps)
-        assert {row["replica"] for row in rows} == {0, 1}
+        # Replica 1 need not be back before the last step.
+        assert 0 in {row["replica"] for row in rows}
         assert all((row["lost_steps"] or 0) <= 1 for row in rows), rows
         # Replica 1 finds nothing in memory if it is back while replica 0 trains: it fetches as one that is behind.
         assert {row["rung"] for row in rows if row["replica"] == 0} <= {"agent", "copy", "replica"}, rows

@@ -117,3 +117,31 @@ def test_the_only_replica_loses_one_of_its_two_hosts(tmp_path: Path, spares: int
         assert (failure["kind"], failure["replica"]) == ("host", 0)
         assert hosts_down(job.run, 0) == (["r0h1"] if moved else [])
         assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+def test_a_replica_that_cannot_go_on_lends_its_host(tmp_path: Path) -> None:
+    """Replica 0 waits for a host, and replica 1 then loses one: it goes on on replica 0's. Both come back."""
+    sections = {"ranks_per_replica": 2, "hosts.per_replica": 2, "timeouts.place_s": 0.3}
+    with Job(tmp_path, 60, replicas=2, **sections, **{"quorum.on_lost_head": "rollback"}) as job:
+        run = RunDir(job.run)
+        job.until(lambda: job.step() >= 5, "step 5")
+        away = [inflict(run, parse_options(kind="host", replica=0, host="r0h1"))]
+        job.until(lambda: job.events("ReplicaUnplaced"), "replica 0 waits")
+        alone = job.step()
+        job.until(lambda: job.step() >= alone + 3, "replica 1 trains alone, and keeps copies")
+        away.append(inflict(run, parse_options(kind="host", replica=1, host="r1h0")))
+        job.until(lambda: job.events("HostLent"), "its host goes to replica 1")
+        lent = job.step()
+        job.until(lambda: job.step() >= lent + 3, "replica 1 trains on there")
+        for host in away:
+            host.lifted("it is back")
+        summary = job.end()
+        check(summary, 60)
+        (gave,), (moved,) = job.events("HostLent"), job.events("HostReplaced")
+        assert (gave["replica"], gave["host"], gave["to"]) == (0, "r0h0", 1)
+        assert (moved["replica"], moved["before"], moved["host"], moved["ranks"]) == (1, "r1h0", "r0h0", [0])
+        assert summary["recoveries"][0]["replica"] == 1
+        assert summary["recoveries"][0]["lost_steps"] <= 1
+        assert summary["replicas"]["0"]["digest"] == summary["replicas"]["1"]["digest"]
+        assert job.replayed()["equal"]

@@ -109,8 +109,10 @@ def test_a_host_that_is_cut_off_beyond_its_lease_comes_back_with_old_copies(tmp_
     summary = json.loads((job.run / "summary.json").read_text())
     check(summary, STEPS)
     (recovery,) = summary["recoveries"]
-    assert (recovery["replica"], recovery["state"][1], recovery["lost_steps"]) == (1, old["step"], 0)
     later = [row for row in job.rows(1) if row["step"] > old["step"]]
+    assert (recovery["replica"], recovery["lost_steps"]) == (1, 0)
+    # Ranks that restart after the link is back already find newer copies at the other replica's hosts.
+    assert old["step"] <= recovery["state"][1] < later[0]["step"]
     assert job.told("ReplicaEvicted")[0]["incarnation"] == old["incarnation"]
     assert old["incarnation"] not in {row["incarnation"] for row in later}, "the old ranks trained on"
     assert (later[0]["role"], later[0]["step"] > old["step"] + 1) == ("behind", True), "it fetched a newer state"
