@@ -194,7 +194,7 @@ def read_slices(
     ]
     change = threading.Condition()
     threads = [
-        threading.Thread(target=_read, args=(talk, into, known, until, change), name="blocks", daemon=True)
+        threading.Thread(target=_read, args=(talk, into, known, change), name="blocks", daemon=True)
         for talk in talks
     ]
     for thread in threads:
@@ -224,16 +224,15 @@ def _read(
     talk: _Talk,
     into: memoryview,
     known: dict[str, tuple[SliceManifest, bytes]],
-    until: float,
     change: threading.Condition,
 ) -> None:
     try:
         while talk.left and not talk.why:
             read = talk.left[0]
             try:
-                manifest = _manifest(talk, read, known, until)
+                manifest = _manifest(talk, read, known)
                 for begin, nbytes, target in read.spans:
-                    _span(talk, read, manifest, begin, into[target : target + nbytes], until)
+                    _span(talk, read, manifest, begin, into[target : target + nbytes])
             except DataCorruption as error:  # of this slice: the holder's other ones may be right
                 talk.failed.append((read, str(error)))
                 talk.connection.close()
@@ -247,37 +246,35 @@ def _read(
             change.notify_all()
 
 
-def _asked(talk: _Talk, what: str, span: tuple[int, int] | None, until: float) -> Answer:
-    """Ask the holder, again and again while it has no place for another reader.
+def _asked(talk: _Talk, what: str, span: tuple[int, int] | None) -> Answer:
+    """Ask the holder, again and again while it has no place for another reader and `read_slices` waits.
 
     Raises:
         DataCorruption: What answers does not know the token, or speaks no HTTP.
-        DonorBusy: It had no place until the deadline.
-        OSError: The connection broke.
+        OSError: The connection broke, or `read_slices` has given the holder up.
     """
     while True:
         try:
             return talk.connection.ask(what, span)
         except DonorBusy:
-            if talk.why or time.monotonic() > until:
+            if talk.why:
                 raise
             talk.due = time.monotonic() + SILENT_S  # it waits for a place, so it is not silent
             time.sleep(RETRY_S)
 
 
 def _manifest(
-    talk: _Talk, read: SliceRead, known: dict[str, tuple[SliceManifest, bytes]], until: float
+    talk: _Talk, read: SliceRead, known: dict[str, tuple[SliceManifest, bytes]]
 ) -> SliceManifest:
     """Return the manifest with the digest that is expected, from memory or from the holder.
 
     Raises:
         DataCorruption: The holder has another one, or none.
-        DonorBusy: It had no place for a reader until the deadline.
-        OSError: The connection broke.
+        OSError: The connection broke, or `read_slices` has given the holder up.
     """
     if read.digest in known:
         return known[read.digest][0]
-    answer = _asked(talk, path(read.about, "manifest"), None, until)
+    answer = _asked(talk, path(read.about, "manifest"), None)
     if answer.status != 200:
         talk.connection.read(answer.length, MAX_REGRET)
         raise DataCorruption(f"does not have slice {read.about.slice} (answered {answer.status})")
@@ -290,22 +287,19 @@ def _manifest(
     return manifest
 
 
-def _span(
-    talk: _Talk, read: SliceRead, manifest: SliceManifest, begin: int, target: memoryview, until: float
-) -> None:
+def _span(talk: _Talk, read: SliceRead, manifest: SliceManifest, begin: int, target: memoryview) -> None:
     """Read some bytes of a slice: whole pieces, because only they can be verified.
 
     Raises:
         DataCorruption: The holder answers something else, or a checksum differs.
-        DonorBusy: It had no place for a reader until the deadline.
-        OSError: The connection broke.
+        OSError: The connection broke, or `read_slices` has given the holder up.
     """
     piece, total = manifest.about.piece, manifest.about.nbytes
     most = max(piece, READ_BYTES // piece * piece)
     low, end = begin - begin % piece, begin + len(target)
     while low < end:
         high = min(total, low + most, -(-end // piece) * piece)
-        answer = _asked(talk, path(read.about, "data"), (low, high), until)
+        answer = _asked(talk, path(read.about, "data"), (low, high))
         said = answer.status, answer.headers.get("etag"), answer.length
         if said != (206, f'"{read.digest}"', high - low):
             talk.connection.read(answer.length, MAX_REGRET)
