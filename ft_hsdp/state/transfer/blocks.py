@@ -263,9 +263,7 @@ def _asked(talk: _Talk, what: str, span: tuple[int, int] | None) -> Answer:
             time.sleep(RETRY_S)
 
 
-def _manifest(
-    talk: _Talk, read: SliceRead, known: dict[str, tuple[SliceManifest, bytes]]
-) -> SliceManifest:
+def _manifest(talk: _Talk, read: SliceRead, known: dict[str, tuple[SliceManifest, bytes]]) -> SliceManifest:
     """Return the manifest with the digest that is expected, from memory or from the holder.
 
     Raises:
