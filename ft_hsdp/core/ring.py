@@ -19,9 +19,11 @@ order, operations overlap in any way. ft_hsdp/ftar/allreduce.py drives it.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 
 
 class OperationKind(Enum):
@@ -175,13 +177,22 @@ class RingPlan:
     members: int  # size of the ring
     chunk: int  # elements of a chunk, at most
     slots: int  # chunks that are on their way to a neighbour at once
+    edges: tuple[int, ...] = ()  # elements, ascending, at which a chunk ends: the bucket lies in several pieces
 
     def __post_init__(self) -> None:
-        if self.elements < 0 or self.members < 1 or self.chunk < 1 or self.slots < 1:
+        wrong = self.elements < 0 or self.members < 1 or self.chunk < 1 or self.slots < 1
+        if wrong or list(self.edges) != sorted({e for e in self.edges if 0 < e < self.elements}):
             raise ValueError(f"no such plan: {self}")
 
     @staticmethod
-    def cut(elements: int, itemsize: int, members: int, slots: int, chunk_bytes: int | None = None) -> RingPlan:
+    def cut(
+        elements: int,
+        itemsize: int,
+        members: int,
+        slots: int,
+        chunk_bytes: int | None = None,
+        edges: tuple[int, ...] = (),
+    ) -> RingPlan:
         """Return how a bucket goes round the ring; the same in all members.
 
         Without `chunk_bytes` a shard is cut into enough chunks to overlap adding with receiving. But no chunk is
@@ -193,10 +204,12 @@ class RingPlan:
             members: size of the ring.
             slots: C, chunks that are in flight to a neighbour at once.
             chunk_bytes: S, size of a chunk; None: chosen here.
+            edges: elements at which a chunk ends. They do not change which shard an element is in, so neither the
+                order of addition.
         """
         shard = -(-elements * itemsize // members)
         chunk = chunk_bytes or min(MOST, max(LEAST, -(-shard // PIECES)))
-        return RingPlan(elements, members, max(1, chunk // itemsize), slots)
+        return RingPlan(elements, members, max(1, chunk // itemsize), slots, edges)
 
     @property
     def partition(self) -> int:
@@ -212,14 +225,12 @@ class RingPlan:
     def rounds(self) -> int:
         """Chunks of a shard through all partitions.
 
-        It is the same for all shards: a shorter one ends in an empty chunk.
+        It is the same for all shards: one with fewer chunks ends in empty ones.
         """
-        last = self.elements - (self.partitions - 1) * self.partition
-        longest = -(-last // self.members)
-        return (self.partitions - 1) * self.slots + max(1, -(-longest // self.chunk))
+        return len(_chunks(self)[0])
 
     def span(self, shard: int, round_: int) -> Span:
-        """Return the chunk of a shard in one round; empty where the shard is shorter than the longest.
+        """Return the chunk of a shard in one round; empty where the shard has fewer chunks than another one.
 
         Args:
             shard: number of the shard.
@@ -231,15 +242,9 @@ class RingPlan:
         Raises:
             ValueError: the plan has no such round.
         """
-        number, index = divmod(round_, self.slots)
-        if number >= self.partitions:  # only the last partition may be longer than its slots say, and it is not
+        if not 0 <= round_ < self.rounds:
             raise ValueError(f"round {round_} is not in {self}")
-        begin = number * self.partition
-        base, extra = divmod(min(self.partition, self.elements - begin), self.members)
-        start = begin + shard * base + min(shard, extra)
-        stop = start + base + (shard < extra)
-        first = min(start + index * self.chunk, stop)
-        return Span(first, min(first + self.chunk, stop))
+        return _chunks(self)[shard][round_]
 
     def shard_spans(self, shard: int) -> Iterator[Span]:
         """Yield the spans of a shard, one for each partition. All elements of the shard are summed in one order.
@@ -255,6 +260,30 @@ class RingPlan:
             size = min(self.partition, self.elements - begin)
             span = shards(size, self.members)[shard]
             yield Span(begin + span.start, begin + span.stop)
+
+
+@lru_cache(maxsize=256)
+def _chunks(plan: RingPlan) -> tuple[tuple[Span, ...], ...]:
+    """Return the chunks of each shard, by round; as many for each shard in each partition."""
+    found: list[list[Span]] = [[] for _ in range(plan.members)]
+    for spans in zip(*map(plan.shard_spans, range(plan.members)), strict=True):
+        for chunks, span in zip(found, spans, strict=True):
+            chunks += _cut(span, plan)
+        rounds = max(map(len, found))
+        for chunks, span in zip(found, spans, strict=True):
+            chunks += [Span(span.stop, span.stop)] * (rounds - len(chunks))
+    return tuple(map(tuple, found))
+
+
+def _cut(span: Span, plan: RingPlan) -> list[Span]:
+    """Return the chunks of one shard in one partition: each ends at an edge, or is full, or is the last one."""
+    inner = plan.edges[bisect_right(plan.edges, span.start) : bisect_left(plan.edges, span.stop)]
+    found = [
+        Span(first, min(first + plan.chunk, stop))
+        for start, stop in itertools.pairwise((span.start, *inner, span.stop))
+        for first in range(start, stop, plan.chunk)
+    ]
+    return found or [Span(span.stop, span.stop)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ft_hsdp import fault_injection
 from ft_hsdp.core.ring import OperationKind, OutOfOrder, Pipeline, ProcessChunk, RingPlan, Step
 from ft_hsdp.errors import FTARError, PeerDead, ProtocolViolation
 from ft_hsdp.ftar.dataplane.base import Plane, PlaneJob, Processed
 from ft_hsdp.ftar.frame import Entry, Framing, Key
+from ft_hsdp.ftar.pieces import PiecedTensor, Values, pieced
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.base import Chunk, Receiver, Sender, Transfer
 
@@ -50,23 +50,28 @@ class AllReduceOrder:
     """
 
     key: Key
-    local: Tensor | None  # flat [n] of this member's values; None: relay what arrives
-    out: Tensor  # flat [n] of the same type; receives the sum
+    local: Values | None  # flat [n] of this member's values; None: relay what arrives
+    out: Values  # flat [n] of the same type; receives the sum; in the same pieces in all members
     mine: Entry  # what all members learn about this one's contribution
     after: Any = None  # what the data plane waits for before it reads `local`; on a GPU an event
 
     def __post_init__(self) -> None:
-        for name, tensor in (("local", self.local), ("out", self.out)):
-            if tensor is None:
+        for name, values in (("local", self.local), ("out", self.out)):
+            if values is None:
                 continue
-            if (tensor.dtype, tensor.shape) != (self.out.dtype, self.out.shape):
-                raise ValueError(f"{name} is {_describe(tensor)}, out is {_describe(self.out)}")
-            if tensor.dtype not in DTYPES or tensor.dim() != 1 or not tensor.is_contiguous():
-                raise ValueError(f"{name} is {_describe(tensor)}; allowed: flat, contiguous, of {DTYPES}")
+            if (values.dtype, values.shape) != (self.out.dtype, self.out.shape):
+                raise ValueError(f"{name} is {_describe(values)}, out is {_describe(self.out)}")
+            flat = isinstance(values, PiecedTensor) or (values.dim() == 1 and values.is_contiguous())
+            if values.dtype not in DTYPES or not flat:
+                raise ValueError(f"{name} is {_describe(values)}; allowed: flat, contiguous, of {DTYPES}")
+        if self.local is not None and (cut := pieced(self.local).edges) and cut != pieced(self.out).edges:
+            raise ValueError("local and out lie in other pieces")
 
 
-def _describe(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
+def _describe(values: Values) -> str:
+    if isinstance(values, PiecedTensor):
+        return f"{values.dtype} {tuple(values.shape)} in {len(values.pieces)} pieces"
+    return f"{values.dtype} {tuple(values.shape)} with strides {values.stride()}"
 
 
 class Exchange:
@@ -203,7 +208,7 @@ POLL_S = 2e-5  # how often a data plane that works is asked what it has finished
 class AllReduceResult:
     """The outcome of an all-reduce."""
 
-    out: Tensor  # the sum
+    out: Values  # the sum, in what was given for it
     entries: tuple[Entry, ...]  # of each member, in ring order
     bytes_sent: int  # with headers
 
@@ -284,7 +289,8 @@ class Ring:
         """
         self._claim()
         out, cut = order.out, self._settings
-        plan = RingPlan.cut(out.numel(), out.element_size(), len(self.members), cut.slots, cut.chunk_bytes)
+        edges, members = pieced(out).edges, len(self.members)
+        plan = RingPlan.cut(out.numel(), out.element_size(), members, cut.slots, cut.chunk_bytes, edges)
         job = self._plane.open(order.local, out, plan, order.after)
         exchange = Exchange(order, plan, self._position, job, self._receiver, self._sender)
         try:

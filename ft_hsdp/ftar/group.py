@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.errors import FTARError, LocalResourceError, StaleEpoch
@@ -31,6 +29,7 @@ from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.heartbeat import HostSentinel
 from ft_hsdp.ftar.lane import LaneEvents, LaneMember
 from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.protocol import RingAbort, RingHello
@@ -303,7 +302,7 @@ class Group:
     # All-reduces, on any thread.
 
     def all_reduce(
-        self, key: Key, local: Tensor | None, out: Tensor, mine: Entry, after: Any = None, lane: int | None = None
+        self, key: Key, local: Values | None, out: Values, mine: Entry, after: Any = None, lane: int | None = None
     ) -> Work:
         """Queue the sum of `local` over the ring of `key.epoch`. Any thread; does not block.
 
@@ -312,9 +311,10 @@ class Group:
 
         Args:
             key: names the all-reduce; it must be the same in all members, and frames with another key are refused.
-            local: flat contiguous tensor [n] of this member's values; None: add nothing and relay what arrives. It
-                is never written.
-            out: flat contiguous tensor [n] of the same type that receives the sum; may be `local`.
+            local: flat and contiguous, [n]: this member's values; None: add nothing and relay what arrives. It is
+                never written.
+            out: flat and contiguous, [n], of the same type: receives the sum; may be `local`. Its pieces, if there
+                are several, have the same sizes in all members.
             mine: what all members learn about this one's contribution.
             after: what the data plane waits for before it reads `local`; on a GPU an event.
             lane: number of the lane; None: the only one.

@@ -33,6 +33,7 @@ from ft_hsdp.core.units import Places, size
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
+from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.state.pacing import SpanMeter
@@ -130,7 +131,7 @@ class Reducer:
         self._feeding: Feeding | None = None
         self._order: Reduce | None = None  # the attempt under way
         self._submitted = 0  # buckets of it
-        self._parts: dict[tuple[int, int, str], torch.Tensor] = {}  # memory for parts of lanes that are copied
+        self._parts: dict[tuple[int, int, int], torch.Tensor] = {}  # memory for rows of lanes that are copied
         self._missing = 0  # all-reduces of it that have not ended
         self._results: list[tuple[int, int, AllReduceResult]] = []  # with bucket and place of the lane
         self._out: list[torch.Tensor] | None = None  # the sums, one for each bucket
@@ -266,9 +267,8 @@ class Reducer:
                 after.synchronize()
                 flat = on_host(flat)
             for place, lane, part in self._plan.of(bucket):
-                empty = partial(self._lane_memory, bucket, place)
-                given = None if flat is None else part.gather(flat, partial(empty, "gradient"))
-                target = part.target(self._out[bucket], partial(empty, "sum"))
+                target = part.target(self._out[bucket], partial(self._lane_memory, bucket, place))
+                given = None if flat is None else part.gather(flat, target)
                 work = self._group.all_reduce(key, given, target, mine, lane=lane.ring.number)
                 work.add_done_callback(partial(self._done, order.fence, bucket, place))
 
@@ -277,12 +277,12 @@ class Reducer:
             return self._group.arena.empty(numel)
         return torch.empty(numel, device=self._device)
 
-    def _lane_memory(self, bucket: int, place: int, use: str, numel: int) -> torch.Tensor:
-        """Return memory for a part of a lane, the same in each step.
+    def _lane_memory(self, bucket: int, place: int, group: int, numel: int) -> torch.Tensor:
+        """Return memory for rows of a lane, the same in each step.
 
         Works of an earlier attempt may read and write it, as the sums, until the next ring stands; then no more.
         """
-        key = bucket, place, use
+        key = bucket, place, group
         if key not in self._parts:
             self._parts[key] = self._group.arena.empty(numel)
         return self._parts[key]
@@ -360,12 +360,13 @@ class Reducer:
         votes: list[LaneVote] = []
         for place, lane in enumerate(plan.lanes):
             mine = sorted(((bucket, r) for bucket, at, r in results if at == place), key=lambda each: each[0])
-            squares = [r.out for bucket, r in mine if bucket < len(self._counted)]
+            sums = [piece for _, r in mine for piece in pieced(r.out).pieces]
+            squares = [p for bucket, r in mine if bucket < len(self._counted) for p in pieced(r.out).pieces]
             votes.append(
                 LaneVote(
                     lane.ring.number,
                     lane.ring.owners,
-                    state_id.digest([checksum(r.out) for _, r in mine]),
+                    state_id.digest([checksum(piece) for piece in sums]),
                     sum_of_squares(squares, [((0, t.numel()),) for t in squares]),
                     contributions([r for _, r in mine]),
                     state_digests[place] if state_digests else "",

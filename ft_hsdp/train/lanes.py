@@ -1,9 +1,9 @@
 """How the gradient of a rank is divided into lanes, in a membership of replicas of unequal width (`memory.lanes`).
 
 Each bucket of a rank is one flat tensor: its rows of the bucket's parameters, one parameter after another, each
-padded to the rows of a full rank. A lane's part of a bucket is what it has of these rows, without padding. Where
-that is one piece, it is summed where it lies; otherwise the pieces are gathered into a buffer, and the sum is
-scattered.
+padded to the rows of a full rank. A lane's part of a bucket is what it has of these rows, without padding: a run
+of rows for each parameter. Large runs are summed where they lie. Small neighbours are gathered into a buffer, and
+the sum is scattered: otherwise each of them would be a chunk of its own (`core.ring`).
 
 FSDP2 gives the mean over the data ranks of a replica, so what narrower replicas bring is multiplied by their share
 of the largest width. So the sum over the replicas is the sum over all ranks, divided by the largest width.
@@ -28,74 +28,108 @@ from ft_hsdp.core.grant import Grant
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.connections import LaneRing
+from ft_hsdp.ftar.pieces import PiecedTensor, pieced
 from ft_hsdp.memory.lanes import RowLane, lanes, without_rows
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.optimizer.creation import updates_rows_alone
 
-Empty = Callable[[int], torch.Tensor]
-"""Returns memory for so many fp32 elements."""
+Empty = Callable[[int, int], torch.Tensor]
+"""Returns memory for a group of rows of a part: (number of the group, fp32 elements)."""
+
+LARGE = (128 << 10) // 4
+"""Rows of a parameter with at least so many elements are summed where they lie; see docs/measurements.md."""
 
 
 @dataclass(frozen=True, slots=True)
-class LanePiece:
+class RowRun:
     """Neighbouring elements of a rank's flat bucket that are in one lane."""
 
     flat: int  # where they begin in the bucket
-    lane: int  # where they begin in the lane's part
+    group: int  # where they begin in their group
     size: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Runs of rows that lie together while they are summed."""
+
+    size: int  # elements; the same in all members of the lane
+    runs: tuple[RowRun, ...]  # in order; fewer elements than `size`: the rest is zero here
 
 
 @dataclass(frozen=True, slots=True)
 class LanePart:
     """What one lane of this rank has of one bucket."""
 
-    size: int  # elements
-    pieces: tuple[LanePiece, ...]  # in order; fewer elements than `size`: the rest is zero here
+    groups: tuple[RowGroup, ...]  # at least one
     scale: float  # by which the gradient is multiplied
     whole: bool  # not a gradient: the sum of all lanes is the bucket's
 
     @property
-    def in_place(self) -> bool:
-        """Whether the sum can be written to where it belongs."""
-        return not self.whole and len(self.pieces) == 1
+    def size(self) -> int:
+        """The number of elements."""
+        return sum(group.size for group in self.groups)
 
-    def gather(self, flat: torch.Tensor, empty: Empty) -> torch.Tensor:
-        """Return the part of a bucket, in order.
+    def target(self, out: torch.Tensor, empty: Empty) -> PiecedTensor:
+        """Return where the sum of the part is to be written to.
 
         Args:
-            flat: The rank's bucket, fp32 [numel].
-            empty: Makes the memory that the part is copied to, if it has to be copied.
+            out: The rank's bucket of sums, fp32 [numel].
+            empty: Makes the memory of groups whose sum cannot be written to where it belongs.
 
         Returns:
-            fp32 [size].
+            fp32 [size], a piece for each group.
         """
-        if self.in_place and self.scale == 1.0:
-            return flat[self.pieces[0].flat : self.pieces[0].flat + self.size]
-        part = empty(self.size)
-        if sum(p.size for p in self.pieces) < self.size:
-            part.zero_()
-        for p in self.pieces:
-            torch.mul(flat[p.flat : p.flat + p.size], self.scale, out=part[p.lane : p.lane + p.size])
-        return part
+        return PiecedTensor(
+            [
+                _run(out, group.runs[0]) if self._in_place(group, out) else empty(number, group.size)
+                for number, group in enumerate(self.groups)
+            ]
+        )
 
-    def target(self, flat: torch.Tensor, empty: Empty) -> torch.Tensor:
-        """Return where the sum of the part is to be written to: a part of ``flat``, or memory of its own."""
-        if self.in_place and not flat.is_cuda:
-            return flat[self.pieces[0].flat : self.pieces[0].flat + self.size]
-        return empty(self.size)
+    def gather(self, flat: torch.Tensor, target: PiecedTensor) -> PiecedTensor:
+        """Return what this rank adds to the sum.
 
-    def scatter(self, summed: torch.Tensor, flat: torch.Tensor) -> None:
+        Args:
+            flat: The rank's gradient of the bucket, fp32 [numel], in host memory.
+            target: From `target`.
+
+        Returns:
+            fp32 [size]: of each group a part of ``flat``, or the piece of ``target`` if it has to be copied.
+        """
+        pieces = []
+        for group, piece in zip(self.groups, target.pieces, strict=True):
+            if self.scale == 1.0 and self._in_place(group, flat):
+                pieces.append(_run(flat, group.runs[0]))
+                continue
+            if sum(run.size for run in group.runs) < group.size:
+                piece.zero_()
+            for run in group.runs:
+                torch.mul(_run(flat, run), self.scale, out=piece[run.group : run.group + run.size])
+            pieces.append(piece)
+        return PiecedTensor(pieces)
+
+    def scatter(self, summed: PiecedTensor, out: torch.Tensor) -> None:
         """Copy the sum of the part to where it belongs in the bucket, unless it is there already.
 
         Args:
             summed: fp32 [size], what was written to `target`.
-            flat: The rank's bucket of sums, fp32 [numel].
+            out: The rank's bucket of sums, fp32 [numel].
         """
-        if self.whole:
-            flat.add_(summed.to(flat.device))
-        elif not self.in_place or flat.is_cuda:
-            for p in self.pieces:
-                flat[p.flat : p.flat + p.size].copy_(summed[p.lane : p.lane + p.size])
+        for group, piece in zip(self.groups, summed.pieces, strict=True):
+            if self.whole:
+                out.add_(piece.to(out.device))
+            elif not self._in_place(group, out):
+                for run in group.runs:
+                    _run(out, run).copy_(piece[run.group : run.group + run.size])
+
+    def _in_place(self, group: RowGroup, flat: torch.Tensor) -> bool:
+        """Return whether a group lies in a bucket as it is summed."""
+        return not self.whole and len(group.runs) == 1 and not flat.is_cuda
+
+
+def _run(flat: torch.Tensor, run: RowRun) -> torch.Tensor:
+    return flat[run.flat : run.flat + run.size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +173,7 @@ class LanePlan:
             if all(lane.parts[bucket].whole for lane in self.lanes):
                 flat.zero_()
         for bucket, place, result in results:
-            self.lanes[place].parts[bucket].scatter(result.out, out[bucket])
+            self.lanes[place].parts[bucket].scatter(pieced(result.out), out[bucket])
 
 
 class GradientLanes:
@@ -211,26 +245,36 @@ class GradientLanes:
         layout = state_id.digest(self._layout, number, owners)
         parts = [self._part(b, lane) for b in range(len(self._buckets))]
         for size in self._whole:
-            parts.append(LanePart(size, (LanePiece(0, 0, size),) if first else (), 1.0, whole=True))
+            runs = (RowRun(0, 0, size),) if first else ()  # the other lanes of the rank add zeros
+            parts.append(LanePart((RowGroup(size, runs),), 1.0, whole=True))
         return OwnLane(LaneRing(number, layout, owners), lane.owners, tuple(parts))
 
     def _part(self, index: int, lane: RowLane) -> LanePart:
-        """Return what ``lane`` has of a bucket; pieces that are neighbours in bucket and lane are one."""
+        """Return what ``lane`` has of a bucket, in groups that are the same in all members of the lane."""
         rows = {r.tensor: r for r in lane.rows}
-        pieces: list[LanePiece] = []
-        place = end = 0
+        groups: list[list[RowRun]] = []
+        place, large = 0, True  # whether the newest rows are
         for name, shape in self._buckets[index]:
             chunk, row = -(-shape[0] // self._width), prod(shape[1:])
             if (r := rows.get(f"{index}.{name}")) is not None:
                 begin = place + (r.start - self._rank * chunk) * row
-                last = pieces[-1] if pieces else None
-                if last is not None and last.flat + last.size == begin:
-                    pieces[-1] = LanePiece(last.flat, last.lane, last.size + r.elements)
-                else:
-                    pieces.append(LanePiece(begin, end, r.elements))
-                end += r.elements
+                if large or r.elements >= LARGE:
+                    groups.append([])
+                large = r.elements >= LARGE
+                _append(groups[-1], begin, r.elements)
             place += chunk * row
-        return LanePart(end, tuple(pieces), self._width / lane.widths[0], whole=False)
+        found = tuple(RowGroup(sum(run.size for run in runs), tuple(runs)) for runs in groups)
+        return LanePart(found or (RowGroup(0, ()),), self._width / lane.widths[0], whole=False)
+
+
+def _append(runs: list[RowRun], begin: int, size: int) -> None:
+    """Add elements of the bucket to the end of a group; if they are neighbours in it, they are one run."""
+    last = runs[-1] if runs else RowRun(begin, 0, 0)
+    end = last.group + last.size
+    if runs and last.flat + last.size == begin:
+        runs[-1] = RowRun(last.flat, last.group, last.size + size)
+    else:
+        runs.append(RowRun(begin, end, size))
 
 
 def check_fewer_ranks(config: Config, model: AdoptedModel, ranks: int) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -24,13 +24,24 @@ from ft_hsdp.core.ring import (
     shards,
 )
 
-plans = st.builds(
+whole = st.builds(
     RingPlan,
     elements=st.one_of(st.integers(0, 40), st.integers(0, 600)),
     members=st.integers(1, 16),
     chunk=st.one_of(st.integers(1, 5), st.integers(1, 97)),
     slots=st.integers(1, 9),
 )
+
+
+@st.composite
+def in_pieces(draw: st.DrawFn) -> RingPlan:
+    """The plan of a bucket that lies in several pieces."""
+    plan = draw(whole)
+    found = draw(st.sets(st.integers(1, max(1, plan.elements - 1)), max_size=12))
+    return replace(plan, edges=tuple(sorted(e for e in found if e < plan.elements)))
+
+
+plans = st.one_of(whole, in_pieces())
 
 
 def test_the_first_shards_take_the_remainder() -> None:
@@ -94,10 +105,29 @@ def test_a_partition_is_never_larger_than_what_the_slots_hold(plan: RingPlan) ->
     assert plan.partition == plan.chunk * plan.slots * plan.members
     assert (plan.partitions - 1) * plan.partition < max(1, plan.elements) <= plan.partitions * plan.partition
     for round_ in range(plan.rounds):
-        first = round_ // plan.slots * plan.partition
-        for shard in range(plan.members):
-            span = plan.span(shard, round_)
+        spans = [plan.span(shard, round_) for shard in range(plan.members)]
+        (number,) = {(span.stop - 1) // plan.partition for span in spans if span.size} or {0}
+        first = number * plan.partition
+        for span in spans:
             assert first <= span.start <= span.stop <= min(first + plan.partition, plan.elements)
+        assert plan.edges or number == round_ // plan.slots
+
+
+@given(in_pieces())
+def test_pieces_change_where_a_chunk_ends_and_not_what_a_shard_has(plan: RingPlan) -> None:
+    usual = replace(plan, edges=())
+    for shard in range(plan.members):
+        assert list(plan.shard_spans(shard)) == list(usual.shard_spans(shard)), "neither the order of addition"
+        for round_ in range(plan.rounds):
+            span = plan.span(shard, round_)
+            assert not any(span.start < edge < span.stop for edge in plan.edges)
+    assert usual.rounds <= plan.rounds <= usual.rounds + len(plan.edges)
+
+
+@pytest.mark.parametrize("edges", [(0,), (10,), (3, 3), (5, 4), (11,), (-1,)])
+def test_edges_outside_of_a_bucket_or_out_of_order_are_refused(edges: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="no such plan"):
+        RingPlan(10, 2, 3, 2, edges)
 
 
 @given(plans)
@@ -126,9 +156,10 @@ def test_within_a_partition_shards_differ_by_at_most_one_element(plan: RingPlan)
 
 
 @given(plans)
-def test_a_round_behind_the_last_partition_is_refused(plan: RingPlan) -> None:
-    with pytest.raises(ValueError, match="is not in"):
-        plan.span(0, plan.partitions * plan.slots)
+def test_a_round_that_the_plan_does_not_have_is_refused(plan: RingPlan) -> None:
+    for wrong in (-1, plan.rounds):
+        with pytest.raises(ValueError, match="is not in"):
+            plan.span(0, wrong)
 
 
 Sum = tuple[int, ...]  # the replicas that were added, in order: concatenation shows what addition hides

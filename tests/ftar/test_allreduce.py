@@ -13,6 +13,7 @@ from ft_hsdp.errors import PeerDead, StaleEpoch
 from ft_hsdp.ftar import allreduce
 from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
+from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.base import Transfer
 from tests.support.ftar.ring_rig import Shape, feed, framing, rig
@@ -89,9 +90,7 @@ def test_a_ring_in_the_middle_of_a_work_keeps_its_edges() -> None:
     class Held(CpuPlane):
         began, go = threading.Event(), threading.Event()
 
-        def open(
-            self, local: torch.Tensor | None, out: torch.Tensor, plan: RingPlan, after: object = None
-        ) -> CpuJob:
+        def open(self, local: Values | None, out: Values, plan: RingPlan, after: object = None) -> CpuJob:
             self.began.set()
             assert self.go.wait(20)
             return super().open(local, out, plan)
@@ -113,9 +112,7 @@ def test_what_is_not_the_rings_fault_ends_it_all_the_same() -> None:
             raise MemoryError("none left")
 
     class BrokenPlane(CpuPlane):
-        def open(
-            self, local: torch.Tensor | None, out: torch.Tensor, plan: RingPlan, after: object = None
-        ) -> CpuJob:
+        def open(self, local: Values | None, out: Values, plan: RingPlan, after: object = None) -> CpuJob:
             return Broken(local, out, plan, [], 64)
 
     with rig(FLAVOURS[0], 2) as made:

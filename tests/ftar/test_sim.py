@@ -19,6 +19,7 @@ from ft_hsdp.ftar.allreduce import AllReduceOrder
 from ft_hsdp.ftar.dataplane.base import Plane, Processed
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.executor import Work
+from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.transport.base import Chunk
 from tests.support.ftar.ring_values import KEY, entry, folded, same, values
 from tests.support.ftar.sim_ring import Sizes, World
@@ -68,7 +69,7 @@ class SlowPlane(CpuPlane):
         super().__init__()
         self.depth, self.delay = depth, delay
 
-    def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: object = None) -> CpuJob:
+    def open(self, local: Values | None, out: Values, plan: RingPlan, after: object = None) -> CpuJob:
         job = super().open(local, out, plan)
         return SlowJob(self, local, out, plan, job._slots, job._size)
 

@@ -11,6 +11,7 @@ from ft_hsdp.core.effects import Reduce
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.launch.run.replay_sums import equal_sums, lane_sums
+from ft_hsdp.train import lanes
 from ft_hsdp.train.gradients import Feeding, Reducer
 from ft_hsdp.train.lanes import GradientLanes
 from ft_hsdp.train.optimizer.groups import finish
@@ -70,8 +71,13 @@ def record(replica: list[Trainer], grant: Any) -> CommitRecord:
     return made
 
 
+@pytest.mark.parametrize("large", [1, 6, lanes.LARGE])
 @pytest.mark.parametrize("widths", [(4, 3), (4, 3, 2), (3, 3)])
-async def test_replicas_of_any_width_make_one_record_and_one_gradient(widths: tuple[int, ...]) -> None:
+async def test_replicas_of_any_width_make_one_record_and_one_gradient(
+    widths: tuple[int, ...], large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the rows of a bucket are summed: each run where it lies, the large ones so, or all copied."""
+    monkeypatch.setattr(lanes, "LARGE", large)
     async with WideRing(widths, "auto") as ring:
         trainers = [[Trainer(rank) for rank in ranks] for ranks in ring.replicas]
         every = [trainer for replica in trainers for trainer in replica]
@@ -215,12 +221,14 @@ async def test_the_lanes_of_a_replica_have_each_row_once() -> None:
             assert [len(plan.lanes) for plan in plans if plan] == ([1, 2, 2, 1] if len(ranks) == 4 else [2, 2, 2])
 
 
-def test_the_parts_of_a_rank_are_its_rows() -> None:
-    """Gathered and scattered, a gradient is what it was, without its padding; neighbours are one piece."""
+@pytest.mark.parametrize("large", [1, 6, 10, lanes.LARGE])
+def test_the_parts_of_a_rank_are_its_rows(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gathered and scattered, a gradient is what it was, without its padding."""
+    monkeypatch.setattr(lanes, "LARGE", large)
     for width, other in ((4, 3), (3, 4), (8, 7), (7, 8)):
         for rank in range(width):
-            lanes = GradientLanes(SHAPES, (), LaneRing(rank, ""), width, rank)
-            plan = lanes._divide((max(width, other), min(width, other)))
+            wide, narrow = max(width, other), min(width, other)
+            plan = GradientLanes(SHAPES, (), LaneRing(rank, ""), width, rank)._divide((wide, narrow))
             for index, bucket in enumerate(values(1)):
                 gradient = flat(bucket, width, rank)
                 out = torch.zeros_like(gradient)
@@ -228,10 +236,38 @@ def test_the_parts_of_a_rank_are_its_rows() -> None:
                     part = lane.parts[index]
                     if not part.size:
                         continue
-                    gathered = part.gather(gradient, torch.empty)
-                    part.target(out, torch.empty).copy_(gathered)
-                    part.scatter(gathered, out)
+                    target = part.target(out, lambda _, numel: torch.empty(numel))
+                    for piece, given in zip(target.pieces, part.gather(gradient, target).pieces, strict=True):
+                        piece.copy_(given)
+                    part.scatter(target, out)
                 torch.testing.assert_close(out, gradient * (width / max(width, other)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("large", "expected"),
+    [
+        (1, ((12, 2, 5), (300,), (3,), (6, 1, 2, 9), (3,))),
+        (6, ((12, 7), (300,), (3,), (6, 3, 9), (3,))),
+        (lanes.LARGE, ((19,), (300,), (3,), (18,), (3,))),
+    ],
+)
+def test_the_members_of_a_lane_group_rows_alike_and_large_ones_lie_where_they_belong(
+    large: int, expected: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "LARGE", large)
+    shapes = [*SHAPES, [("f", (9, 2)), ("g", (4, 1)), ("h", (5, 1)), ("i", (11, 3))]]
+    grouped: dict[int, set[tuple[tuple[int, ...], ...]]] = {}
+    for width in (4, 3):
+        for rank in range(width):
+            of_rank = GradientLanes(shapes, (COUNTS,), LaneRing(rank, ""), width, rank)
+            for lane in of_rank._divide((4, 3)).lanes:
+                sizes = tuple(tuple(group.size for group in part.groups) for part in lane.parts)
+                grouped.setdefault(lane.ring.number, set()).add(sizes)
+                for group in (group for part in lane.parts if not part.whole for group in part.groups):
+                    assert len(group.runs) == 1 or all(run.size < large for run in group.runs)
+                    assert sum(run.size for run in group.runs) == group.size
+    assert all(len(each) == 1 for each in grouped.values())
+    assert grouped[0] == {expected}
 
 
 def test_owners_of_a_lane_compare_the_same_bytes_of_the_state() -> None:

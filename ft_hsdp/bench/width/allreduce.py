@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import psutil
@@ -151,7 +152,7 @@ class Rank:
         made = torch.Generator().manual_seed(replica * 100 + rank)
         self._gradient = [torch.randn(n, generator=made) for n in numels]
         self._sums = [self._group.arena.empty(n).zero_() for n in numels]
-        self._parts: dict[tuple[int, int, str], torch.Tensor] = {}
+        self._parts: dict[tuple[int, int, int], torch.Tensor] = {}
         self._step = 0
         self._grant: Grant
 
@@ -179,18 +180,16 @@ class Rank:
         sums = self._reduce()
         return {"sums": sums()} if command["do"] == "check" else {}
 
-    def _memory(self, bucket: int, place: int, use: str) -> Any:
-        def empty(numel: int) -> Any:
-            key = bucket, place, use
-            if key not in self._parts:
-                self._parts[key] = self._group.arena.empty(numel)
-            return self._parts[key]
-
-        return empty
+    def _memory(self, bucket: int, place: int, group: int, numel: int) -> Any:
+        key = bucket, place, group
+        if key not in self._parts:
+            self._parts[key] = self._group.arena.empty(numel)
+        return self._parts[key]
 
     def _reduce(self) -> Any:
         """All-reduce the gradient once; return a function that returns the digest of the sums by lane."""
         from ft_hsdp.ftar.frame import Entry, Key
+        from ft_hsdp.ftar.pieces import pieced
         from ft_hsdp.train.gradients import checksum
 
         self._step += 1
@@ -203,8 +202,8 @@ class Rank:
                 works.append((bucket, 0, self._group.all_reduce(key, flat, out, mine)))
                 continue
             for place, lane, part in plan.of(bucket):
-                given = part.gather(flat, self._memory(bucket, place, "gradient"))
-                target = part.target(out, self._memory(bucket, place, "sum"))
+                target = part.target(out, partial(self._memory, bucket, place))
+                given = part.gather(flat, target)
                 works.append(
                     (bucket, place, self._group.all_reduce(key, given, target, mine, lane=lane.ring.number))
                 )
@@ -213,11 +212,11 @@ class Rank:
             plan.scatter(results, self._sums)
 
         def sums() -> dict[str, str]:
-            rings = self._lanes.of(self._grant)
-            return {
-                str(ring.number): json.dumps([checksum(r.out) for _, at, r in results if at == place])
-                for place, ring in enumerate(rings)
-            }
+            found: dict[str, list[str]] = {str(ring.number): [] for ring in self._lanes.of(self._grant)}
+            for lane, digests in enumerate(found.values()):
+                outs = [pieced(result.out) for _, place, result in results if place == lane]
+                digests += [checksum(piece) for out in outs for piece in out.pieces]
+            return {lane: json.dumps(digests) for lane, digests in found.items()}
 
         return sums
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ft_hsdp.core.ring import ProcessChunk, RingPlan
 from ft_hsdp.ftar.frame import Frame
+from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.transport.base import Chunk
 
 
@@ -65,13 +66,13 @@ class PlaneJob(Protocol):
 class Plane(Protocol):
     """Makes the jobs of one group, and owns the buffers that live as long as the group."""
 
-    def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: Any = None) -> PlaneJob:
+    def open(self, local: Values | None, out: Values, plan: RingPlan, after: Any = None) -> PlaneJob:
         """Begin an all-reduce.
 
         Args:
-            local: flat contiguous tensor [n] of this member's values; None: relay what arrives.
-            out: flat contiguous tensor [n] of the same type that receives the sum.
-            plan: how the message is cut into chunks.
+            local: flat and contiguous, [n]: this member's values; None: relay what arrives.
+            out: flat and contiguous, [n], of the same type: receives the sum.
+            plan: how the message is cut into chunks; none lies in two pieces of `local` or `out`.
             after: what completes `local`; on a GPU an event. None: it is complete.
 
         Returns:

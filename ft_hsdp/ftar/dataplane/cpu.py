@@ -14,6 +14,7 @@ from torch import Tensor
 from ft_hsdp.core.ring import OperationKind, ProcessChunk, RingPlan, Span
 from ft_hsdp.ftar.dataplane.base import Processed
 from ft_hsdp.ftar.frame import Frame
+from ft_hsdp.ftar.pieces import Values, pieced
 from ft_hsdp.ftar.transport.base import Chunk
 
 
@@ -24,7 +25,7 @@ class CpuPlane:
         self._slots: list[Tensor] = []
         self._size = 0
 
-    def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: Any = None) -> CpuJob:
+    def open(self, local: Values | None, out: Values, plan: RingPlan, after: Any = None) -> CpuJob:
         """Begin an all-reduce of `local` (None: relay) into `out`.
 
         `Plane.open` explains the arguments.
@@ -40,10 +41,10 @@ class CpuJob:
 
     depth = 1
 
-    def __init__(self, local: Tensor | None, out: Tensor, plan: RingPlan, slots: list[Tensor], size: int) -> None:
+    def __init__(self, local: Values | None, out: Values, plan: RingPlan, slots: list[Tensor], size: int) -> None:
         self.dtype = out.dtype
-        self._local = local
-        self._out = out
+        self._local = None if local is None else pieced(local)
+        self._out = pieced(out)
         self._plan = plan
         self._slots = slots  # free ones; the last used is on top
         self._size = size  # bytes of a slot
@@ -53,7 +54,7 @@ class CpuJob:
     def buffer_for(self, frame: Frame) -> Tensor:
         """Return a slot for a partial sum, or the place in `out` for a final sum. Receiving threads call this."""
         if not frame.operation.kind.reduces or not frame.nbytes:
-            return self._at(self._out, frame.span)
+            return self._out.at(frame.span)
         try:
             slot = self._slots.pop()
         except IndexError:
@@ -66,7 +67,7 @@ class CpuJob:
         """Process the chunk at once."""
         operation = process.operation
         span = self._plan.span(operation.shard, process.round)
-        place = self._at(self._out, span)
+        place = self._out.at(span)
         payload: Tensor | None = place
         if operation.kind is OperationKind.COPY_SEND:
             payload = None if process.empty else self._own(span)
@@ -89,18 +90,15 @@ class CpuJob:
             elif kind is OperationKind.REDUCE_STORE_SEND:
                 place.zero_()
         elif partial is None:
-            if self._local is not self._out:
-                place.copy_(self._own(span))
+            own = self._own(span)
+            if own.data_ptr() != place.data_ptr():  # in an all-reduce in place, they are the same
+                place.copy_(own)
         else:
             torch.add(partial, self._own(span), out=place)
 
     def _own(self, span: Span) -> Tensor:
         assert self._local is not None
-        return self._at(self._local, span)
-
-    @staticmethod
-    def _at(tensor: Tensor, span: Span) -> Tensor:
-        return tensor[span.start : span.stop]
+        return self._local.at(span)
 
     def completed(self) -> list[Processed]:
         """Return all chunks that were posted since the last call."""

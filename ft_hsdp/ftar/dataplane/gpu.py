@@ -21,6 +21,7 @@ from ft_hsdp.core.ring import ProcessChunk, RingPlan, Span, operations
 from ft_hsdp.errors import InvalidArgument, LocalSystemError, ProtocolViolation
 from ft_hsdp.ftar.dataplane.base import Processed
 from ft_hsdp.ftar.frame import Frame
+from ft_hsdp.ftar.pieces import PiecedTensor, Values
 from ft_hsdp.ftar.transport.base import Chunk
 from ft_hsdp.ftar.transport.shm import Arena
 from ftar_kernels import plane as kernels
@@ -64,13 +65,15 @@ class GpuPlane:
         except RuntimeError as error:
             raise LocalSystemError(f"GPU data plane: {error}") from error
 
-    def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: Any = None) -> GpuJob:
+    def open(self, local: Values | None, out: Values, plan: RingPlan, after: Any = None) -> GpuJob:
         """Begin an all-reduce of `local` (None: relay) into `out`, flat tensors on the device.
 
         Raises:
             InvalidArgument: the kernels cannot take the tensors.
             LocalSystemError: the device or its memory is at fault.
         """
+        if isinstance(local, PiecedTensor) or isinstance(out, PiecedTensor):
+            raise InvalidArgument("GPU data plane: values lie in several pieces; allowed: one tensor")
         areas = _Areas(plan, out.dtype)
         count = plan.rounds * len(operations(0, plan.members))
         try:

@@ -78,12 +78,11 @@ class WideRank:
                 continue
             for lane in plan.lanes if only is None else [plan.lanes[i] for i in only]:
                 part = lane.parts[index]
-                target = part.target(out, torch.empty)
-                work = self.group.all_reduce(
-                    key, part.gather(bucket, torch.empty), target, mine, lane=lane.ring.number
-                )
+                target = part.target(out, lambda _, numel: torch.empty(numel))
+                given = part.gather(bucket, target)
+                work = self.group.all_reduce(key, given, target, mine, lane=lane.ring.number)
                 work.add_done_callback(
-                    lambda w, part=part, out=out: None if w.exception() else part.scatter(w.result().out, out)
+                    lambda w, part=part, target=target, out=out: w.exception() or part.scatter(target, out)
                 )
                 works.append(work)
         return outs, works

@@ -26,6 +26,7 @@ from ft_hsdp.ftar.allreduce import DTYPES, AllReduceOrder, AllReduceResult, Ring
 from ft_hsdp.ftar.connections import Listener, MemberIdentity
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.frame import Framing, Key
+from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.rendezvous import KINDS
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
@@ -91,7 +92,7 @@ class DyingPlane(CpuPlane):
     ring: Ring | None = None
     left = -1
 
-    def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: object = None) -> CpuJob:
+    def open(self, local: Values | None, out: Values, plan: RingPlan, after: object = None) -> CpuJob:
         job = super().open(local, out, plan)
         post = job.post
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ft_hsdp.core.ring import RingPlan
@@ -11,6 +12,7 @@ from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped
 from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Exchange
 from ft_hsdp.ftar.dataplane.base import Plane, PlaneJob
 from ft_hsdp.ftar.executor import Work
+from ft_hsdp.ftar.pieces import pieced
 from tests.support.ftar.sim_transport import Clock, Delay, Line, Nature, SimEdge, SimReceiver, SimSender
 
 Sizes = Callable[[int, int], RingPlan]
@@ -88,6 +90,7 @@ class Actor:
 
     def _begin(self, order: AllReduceOrder) -> Exchange:
         plan = self._plan(order.out.numel(), order.out.element_size())
+        plan = replace(plan, edges=pieced(order.out).edges)
         self._job = self._plane.open(order.local, order.out, plan)
         exchange = Exchange(order, plan, self._position, self._job, self._receiver, self._sender)
         self._exchange, self._received = exchange, False
