@@ -41,7 +41,7 @@ LARGE = (128 << 10) // 4
 
 
 @dataclass(frozen=True, slots=True)
-class RowRun:
+class LaneRun:
     """Neighbouring elements of a rank's flat bucket that are in one lane."""
 
     flat: int  # where they begin in the bucket
@@ -50,18 +50,18 @@ class RowRun:
 
 
 @dataclass(frozen=True, slots=True)
-class RowGroup:
+class LaneGroup:
     """Runs of rows that lie together while they are summed."""
 
     size: int  # elements; the same in all members of the lane
-    runs: tuple[RowRun, ...]  # in order; fewer elements than `size`: the rest is zero here
+    runs: tuple[LaneRun, ...]  # in order; fewer elements than `size`: the rest is zero here
 
 
 @dataclass(frozen=True, slots=True)
 class LanePart:
     """What one lane of this rank has of one bucket."""
 
-    groups: tuple[RowGroup, ...]  # at least one
+    groups: tuple[LaneGroup, ...]  # at least one
     scale: float  # by which the gradient is multiplied
     whole: bool  # not a gradient: the sum of all lanes is the bucket's
 
@@ -123,12 +123,12 @@ class LanePart:
                 for run in group.runs:
                     _run(out, run).copy_(piece[run.group : run.group + run.size])
 
-    def _in_place(self, group: RowGroup, flat: torch.Tensor) -> bool:
+    def _in_place(self, group: LaneGroup, flat: torch.Tensor) -> bool:
         """Return whether a group lies in a bucket as it is summed."""
         return not self.whole and len(group.runs) == 1 and not flat.is_cuda
 
 
-def _run(flat: torch.Tensor, run: RowRun) -> torch.Tensor:
+def _run(flat: torch.Tensor, run: LaneRun) -> torch.Tensor:
     return flat[run.flat : run.flat + run.size]
 
 
@@ -245,14 +245,14 @@ class GradientLanes:
         layout = state_id.digest(self._layout, number, owners)
         parts = [self._part(b, lane) for b in range(len(self._buckets))]
         for size in self._whole:
-            runs = (RowRun(0, 0, size),) if first else ()  # the other lanes of the rank add zeros
-            parts.append(LanePart((RowGroup(size, runs),), 1.0, whole=True))
+            runs = (LaneRun(0, 0, size),) if first else ()  # the other lanes of the rank add zeros
+            parts.append(LanePart((LaneGroup(size, runs),), 1.0, whole=True))
         return OwnLane(LaneRing(number, layout, owners), lane.owners, tuple(parts))
 
     def _part(self, index: int, lane: RowLane) -> LanePart:
         """Return what ``lane`` has of a bucket, in groups that are the same in all members of the lane."""
         rows = {r.tensor: r for r in lane.rows}
-        groups: list[list[RowRun]] = []
+        groups: list[list[LaneRun]] = []
         place, large = 0, True  # whether the newest rows are
         for name, shape in self._buckets[index]:
             chunk, row = -(-shape[0] // self._width), prod(shape[1:])
@@ -263,18 +263,18 @@ class GradientLanes:
                 large = r.elements >= LARGE
                 _append(groups[-1], begin, r.elements)
             place += chunk * row
-        found = tuple(RowGroup(sum(run.size for run in runs), tuple(runs)) for runs in groups)
-        return LanePart(found or (RowGroup(0, ()),), self._width / lane.widths[0], whole=False)
+        found = tuple(LaneGroup(sum(run.size for run in runs), tuple(runs)) for runs in groups)
+        return LanePart(found or (LaneGroup(0, ()),), self._width / lane.widths[0], whole=False)
 
 
-def _append(runs: list[RowRun], begin: int, size: int) -> None:
+def _append(runs: list[LaneRun], begin: int, size: int) -> None:
     """Add elements of the bucket to the end of a group; if they are neighbours in it, they are one run."""
-    last = runs[-1] if runs else RowRun(begin, 0, 0)
+    last = runs[-1] if runs else LaneRun(begin, 0, 0)
     end = last.group + last.size
     if runs and last.flat + last.size == begin:
-        runs[-1] = RowRun(last.flat, last.group, last.size + size)
+        runs[-1] = LaneRun(last.flat, last.group, last.size + size)
     else:
-        runs.append(RowRun(begin, end, size))
+        runs.append(LaneRun(begin, end, size))
 
 
 def check_fewer_ranks(config: Config, model: AdoptedModel, ranks: int) -> None:
