@@ -25,7 +25,7 @@ Read the modules in this order:
     connections    accepts other members; the small control messages to them; one connected neighbour
     heartbeat      finds members that are dead or stuck
     executor       the engine's thread and its queue
-    allreduce      one all-reduce on a ring; frame: the header of a chunk
+    allreduce      one all-reduce on a ring; pieces: values that lie apart; frame: the header of a chunk
     transport, dataplane   packages of their own
 
 The package imports ft_hsdp.core and ft_hsdp.protocol, and must not import train, state, control or launch: the
