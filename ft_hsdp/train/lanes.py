@@ -36,8 +36,10 @@ from ft_hsdp.train.optimizer.creation import updates_rows_alone
 Empty = Callable[[int, int], torch.Tensor]
 """Returns memory for a group of rows of a part: (number of the group, fp32 elements)."""
 
-LARGE = (128 << 10) // 4
-"""Rows of a parameter with at least so many elements are summed where they lie; see docs/measurements.md."""
+LARGE = (512 << 10) // 4
+"""Rows of a parameter with at least so many elements are summed where they lie: a chunk more costs less than copies.
+
+docs/measurements.md has the figures."""
 
 
 @dataclass(frozen=True, slots=True)
