@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, inf
-from statistics import fmean, pstdev
+from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 STEADY = 0.1  # largest deviation of the spans, relative to their mean, for a plan in advance (GEMINI §5.4)
@@ -180,20 +180,26 @@ class Profile:
 def profile(steps: Sequence[Sequence[float]]) -> Profile:
     """Return what the idle spans of several steps have in common.
 
-    The deviation weighs each span by its length, so that spans of microseconds do not count as unsteady.
+    The deviation weighs each span by its length, so that spans of microseconds do not count as unsteady. One step in
+    ten is left out: a step with an evaluation or a checkpoint does not make the others unsteady.
 
     Args:
-        steps: the spans of each step, from `idle_spans`. Steps whose number of spans is not the most frequent one
-            are left out, and are unsteady if they are more than one in ten.
+        steps: the spans of each step, from `idle_spans`. First the steps are left out whose number of spans is not
+            the most frequent one, then those whose spans are farthest from the median ones. If more than one in ten
+            has another number, the steps are unsteady.
     """
     counts = [len(step) for step in steps]
     if not counts:
         return Profile((), inf)
     usual = max(set(counts), key=lambda count: (counts.count(count), count))
     alike = [step for step in steps if len(step) == usual]
-    spans = tuple(fmean(lengths) for lengths in zip(*alike, strict=True))
-    if len(alike) < (1 - STEADY) * len(steps) or not sum(spans):
+    middle = [median(lengths) for lengths in zip(*alike, strict=True)]
+    alike.sort(key=lambda step: sum(abs(a - b) for a, b in zip(step, middle, strict=True)))
+    kept = ceil((1 - STEADY) * len(steps))
+    spans = tuple(fmean(lengths) for lengths in zip(*alike[:kept], strict=True))
+    if len(alike) < kept or not sum(spans):
         return Profile(spans, inf)
+    alike = alike[:kept]
     return Profile(spans, sum(pstdev(lengths) for lengths in zip(*alike, strict=True)) / sum(spans))
 
 

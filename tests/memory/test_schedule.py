@@ -115,6 +115,17 @@ def test_steps_that_are_alike_are_steady() -> None:
     assert profile([(1e-6, 1.0), (3e-6, 1.0)]).steady, "a short span does not count"
 
 
+def test_one_step_in_ten_may_be_unlike_the_others() -> None:
+    """An evaluation between two steps is a long idle span; copies still keep to the plan of the other steps."""
+    usual, evaluated = (0.1, 0.2), (8.7, 0.2)
+    found = profile([evaluated, *[usual] * 9, evaluated, *[usual] * 9])
+    assert found.steady
+    assert found.spans == pytest.approx(usual)
+    assert not profile([evaluated, *[usual] * 9, *[evaluated] * 2, *[usual] * 8]).steady
+    assert profile([(0.3,), *[usual] * 9, evaluated, *[usual] * 9]).steady, "together one in ten"
+    assert not profile([(0.3,), (0.3,), *[usual] * 8, evaluated, *[usual] * 9]).steady
+
+
 def test_steps_with_other_numbers_of_spans_are_rare_or_unsteady() -> None:
     step = (0.1, 0.2)
     assert profile([step] * 19 + [(0.3,)]).steady

@@ -28,7 +28,7 @@ from ft_hsdp.state.pacing import PROFILED
 
 MODES: Mapping[str, int] = {"none": 1, "blocking": 1, "greedy": 2, "reactive": 2, "planned": 2}  # memory.copies
 WATCHED = ("reactive", "planned")  # the modes in which ranks say when they communicate
-STEPS = 6  # of a block
+STEPS = 15  # of a block; the first one has a pause, and a profile of 20 steps leaves out two
 SETTLE_S = 0.5  # after a block: the copies of its last state must not meet the next block
 SETUP = HsdpSetup(
     replicas=1,
