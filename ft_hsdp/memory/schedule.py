@@ -180,13 +180,13 @@ class Profile:
 def profile(steps: Sequence[Sequence[float]]) -> Profile:
     """Return what the idle spans of several steps have in common.
 
-    The deviation weighs each span by its length, so that spans of microseconds do not count as unsteady. One step in
-    ten is left out: a step with an evaluation or a checkpoint does not make the others unsteady.
+    The deviation weighs each span by its length, so that spans of microseconds do not count as unsteady. One step
+    in ten is left out: a step with an evaluation or a checkpoint does not make the others unsteady.
 
     Args:
         steps: the spans of each step, from `idle_spans`. First the steps are left out whose number of spans is not
-            the most frequent one, then those whose spans are farthest from the median ones. If more than one in ten
-            has another number, the steps are unsteady.
+            the most frequent one, then those whose spans are farthest from the median ones. If more than one in
+            ten has another number, the steps are unsteady.
     """
     counts = [len(step) for step in steps]
     if not counts:

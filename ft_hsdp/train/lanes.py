@@ -37,9 +37,8 @@ Empty = Callable[[int, int], torch.Tensor]
 """Returns memory for a group of rows of a part: (number of the group, fp32 elements)."""
 
 LARGE = (512 << 10) // 4
-"""Rows of a parameter with at least so many elements are summed where they lie: a chunk more costs less than copies.
-
-docs/measurements.md has the figures."""
+"""Rows of a parameter with at least so many elements are summed where they lie: one more chunk costs less than
+copies; docs/measurements.md has the figures."""
 
 
 @dataclass(frozen=True, slots=True)
