@@ -251,7 +251,8 @@ def _asked(talk: _Talk, what: str, span: tuple[int, int] | None) -> Answer:
 
     Raises:
         DataCorruption: What answers does not know the token, or speaks no HTTP.
-        OSError: The connection broke, or `read_slices` has given the holder up.
+        DonorBusy: It had no place until `read_slices` gave it up.
+        OSError: The connection broke, or `read_slices` gave the holder up.
     """
     while True:
         try:
@@ -268,7 +269,7 @@ def _manifest(talk: _Talk, read: SliceRead, known: dict[str, tuple[SliceManifest
 
     Raises:
         DataCorruption: The holder has another one, or none.
-        OSError: The connection broke, or `read_slices` has given the holder up.
+        OSError: The connection broke, or `read_slices` gave the holder up.
     """
     if read.digest in known:
         return known[read.digest][0]
@@ -290,7 +291,7 @@ def _span(talk: _Talk, read: SliceRead, manifest: SliceManifest, begin: int, tar
 
     Raises:
         DataCorruption: The holder answers something else, or a checksum differs.
-        OSError: The connection broke, or `read_slices` has given the holder up.
+        OSError: The connection broke, or `read_slices` gave the holder up.
     """
     piece, total = manifest.about.piece, manifest.about.nbytes
     most = max(piece, READ_BYTES // piece * piece)
