@@ -35,8 +35,8 @@ def ended(job: Job, steps: int, fewer: Callable[[Row], bool] = lambda row: False
     """
     check(job.end(), steps)
     rows = commits_of(RunDir(job.run.resolve()))
-    counts = [(row["step"], row["units"], row["units_wanted"]) for row in rows if not fewer(row)]
-    assert all(units == wanted for _, units, wanted in counts), counts
+    other = [row for row in rows if row["units"] != row["units_wanted"] and not fewer(row)]
+    assert not other, (other, [(e["epoch"], e["reason"]) for e in job.events("EpochGranted")])
     assert all(row["units"] == sum(c["units"] for c in row["contributions"]) for row in rows)
     verdict = job.replayed()
     assert (verdict["equal"], verdict["steps"]) == (True, steps), verdict
