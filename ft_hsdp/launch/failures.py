@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE
+from ft_hsdp.errors import EXIT_UNREACHABLE
 from ft_hsdp.launch.backend.base import DONE, EVICTED, LEAVING, LEFT, STRAY, ReplicaProcess
 from ft_hsdp.memory.replacement import Decision, Evidence, decide
 
@@ -48,10 +48,7 @@ def end_of(current: ReplicaProcess, step: int | None, committed: int) -> Incarna
     kind, rank = current.verdict()
     if rank is None:
         return IncarnationEnd(kind, None, "", step, committed)
-    # A rank that was killed takes others along. It shows the cause, also if their exits were seen first.
-    killed = [r for r in current.ranks.values() if r.code == -signal.SIGKILL and not r.killed]
-    shown = killed[0] if killed and rank.code == EXIT_RETRYABLE else rank
-    return IncarnationEnd(kind, shown.code, shown.process.host, step, committed)
+    return IncarnationEnd(kind, rank.code, rank.process.host, step, committed)
 
 
 class JobFailures:

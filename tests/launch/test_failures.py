@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 from collections.abc import AsyncIterator
@@ -14,10 +15,10 @@ import pytest
 
 from ft_hsdp import fault_injection
 from ft_hsdp.config import parse
-from ft_hsdp.launch.backend.base import EVICTED, LEFT
+from ft_hsdp.launch.backend.base import EVICTED, LEFT, ReplicaProcess, ReplicaSpec, exit_in_words
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
-from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, ReplicaFailures
+from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, ReplicaFailures, end_of
 from ft_hsdp.launch.job import given_up
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
@@ -81,6 +82,46 @@ def test_the_third_failure_in_a_row_on_one_host_moves_its_ranks_while_others_tra
     assert failures.judge(end(), (), True).cordoned
     assert not failures.judge(end(committed=1), (), True).cordoned, "a committed step begins anew"
     assert failures.judge(end(76), (), False).cordoned, "a rank knows that its host is broken"
+
+
+class Somewhere:
+    """A rank's process on a host."""
+
+    pid, machine = 1, "m"
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+
+    def signal(self, number: int) -> None: ...
+
+
+@pytest.mark.parametrize("code", [76, 64, 1, 69, -signal.SIGSEGV, -signal.SIGKILL])
+def test_who_failed_does_not_depend_on_the_order_in_which_exits_are_reported(run_dir: RunDir, code: int) -> None:
+    """Rank 1 failed, and the others lost it. The supervisor kills what it thinks still runs."""
+    for order, reported in itertools.product(itertools.permutations(range(3)), range(1, 4)):
+        if code == -signal.SIGKILL and 1 in order[reported:]:
+            continue  # nothing tells this one from that of the supervisor
+        gang = ReplicaProcess(ReplicaSpec(0, 3, "a", 0, run_dir.config), run_dir)
+        processes, codes = [Somewhere(f"h{rank}") for rank in range(3)], [75, code, 75]
+        for rank, process in enumerate(processes):
+            gang.started(rank, process)
+        for number, rank in enumerate(order):
+            if number == reported:
+                gang.kill()
+            gang.exited(rank, processes[rank], codes[rank])
+        shown = end_of(gang, 5, 0)
+        assert (shown.code, shown.host, gang.verdict()[0]) == (code, "h1", exit_in_words(code)), (order, reported)
+
+
+def test_a_rank_that_the_supervisor_killed_shows_nothing(run_dir: RunDir) -> None:
+    gang = ReplicaProcess(ReplicaSpec(0, 2, "a", 0, run_dir.config), run_dir)
+    processes = [Somewhere("h0"), Somewhere("h1")]
+    for rank, process in enumerate(processes):
+        gang.started(rank, process)
+    gang.exited(1, processes[1], 75)
+    gang.kill()
+    gang.exited(0, processes[0], -signal.SIGKILL)
+    assert (end_of(gang, 5, 0).code, end_of(gang, 5, 0).host) == (75, "h1")
 
 
 class World:

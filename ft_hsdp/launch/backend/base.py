@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ft_hsdp.core.incarnation import IncarnationId
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_USAGE
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
 from ft_hsdp.launch.backend.processes import last_line
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.run.directory import RunDir, try_write_json
@@ -321,6 +321,9 @@ class ReplicaProcess(Changes):
         """Note that a rank is gone."""
         gone = self.ranks[rank]
         gone.state, gone.code = "exited", code
+        gone.killed = (
+            gone.killed and code == -signal.SIGKILL
+        )  # else it had ended by itself, and is only heard of now
         self.first = self.first or gone
         self.wake()
 
@@ -336,7 +339,11 @@ class ReplicaProcess(Changes):
         self.send(signal.SIGKILL)
 
     def verdict(self) -> tuple[str, RankProcess | None]:
-        """Return why the incarnation ended, and the rank that shows it."""
+        """Return why the incarnation ended, and the rank that shows it.
+
+        The order in which exits are reported says nothing: ranks of other machines are heard of late. A rank that
+        lost its peers ends with 75, so any other code comes before that one.
+        """
         if self.evicted is not None:
             return EVICTED, None
         own = [rank for rank in self.ranks.values() if not rank.killed and rank.code is not None]
@@ -344,7 +351,9 @@ class ReplicaProcess(Changes):
             if self._run.final(self.replica).exists():
                 return DONE, None
             return (LEFT if any(rank.code == EXIT_LEFT for rank in own) else STRAY), None
+        own.sort(key=lambda rank: rank is not self.first)
         telling = [rank for code in (EXIT_CONFIG, EXIT_USAGE, EXIT_HARDWARE) for rank in own if rank.code == code]
+        telling += [rank for rank in own if rank.code not in (*LEAVING, EXIT_RETRYABLE)]
         if self.first is not None and self.first.code != EXIT_OK:
             telling.append(self.first)
         telling += [rank for rank in own if rank.code != EXIT_OK]
