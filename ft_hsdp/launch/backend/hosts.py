@@ -4,7 +4,8 @@ With `hosts.per_replica` one machine stands for several hosts. Replica 0 begins 
 hosts are s0, s1 and so on; the last ones of them are those of spare replicas. A host that is lost, by the kind
 `host` of chaos, or that is cordoned, leaves its ranks to a spare host (DeadPool §V-C). Nothing else moves: the
 other ranks start again where their memory is. A host that comes back is spare. Without a spare host a replica may
-go on on the hosts that it has left, or lend these to other replicas.
+go on on the hosts that it has left, or lend these to other replicas. The hosts of a replica that is drained or
+given up are spare for the others, after all spare hosts; if it comes back, it has those that nobody took.
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class EmulatedHosts:
         self.cordoned: dict[str, str] = {}  # host -> why it gets no ranks any more
         self._left: set[str] = set()  # hosts that were lost: their ranks go elsewhere, if there is where
         self._shrunk: dict[int, list[str]] = {}  # the hosts of replicas that go on with fewer ranks
+        self._vacated: dict[int, list[str]] = {}  # as `_hosts`, of replicas that are drained or given up
         self._lenders: set[int] = set()  # replicas that have waited long enough for hosts of their own
 
     def of(self, replica: int) -> tuple[str, ...]:
@@ -88,7 +90,15 @@ class EmulatedHosts:
 
     def free(self, down: Collection[str]) -> list[str]:
         """Return the spare hosts that can be used, in the order in which they are taken."""
-        return [name for name in self._spare if name not in down and name not in self.cordoned]
+        vacated = (name for hosts in self._vacated.values() for name in hosts)
+        return [name for name in (*self._spare, *vacated) if name not in down and name not in self.cordoned]
+
+    def vacate(self, replica: int) -> None:
+        """Let other replicas have the hosts of one that needs none, or not now."""
+        self._shrunk.pop(replica, None)
+        self._lenders.discard(replica)
+        if replica in self._hosts:
+            self._vacated[replica] = self._hosts.pop(replica)
 
     def spare_for(self, host: str, down: Collection[str]) -> bool:
         """Return whether a spare host is left for ``host`` once all others that wait for one have it."""
@@ -102,8 +112,8 @@ class EmulatedHosts:
         return least is not None and len(left) * self._each >= max(least, 1)
 
     def kept_ready(self, down: Collection[str]) -> list[str]:
-        """Return the spare hosts whose state agent runs: all but those of spare replicas."""
-        return [name for name in self.free(down) if name not in self._last]
+        """Return the spare hosts whose state agent runs: those that neither a replica nor a spare one had."""
+        return [name for name in self.free(down) if name in self._spare and name not in self._last]
 
     def place(self, replica: int, down: Collection[str], others: Collection[int]) -> list[HostSwap] | None:
         """Move the ranks of lost hosts of a replica to spare ones.
@@ -157,13 +167,14 @@ class EmulatedHosts:
         away = [f"host {name} is down, by chaos" for name in sorted({*down} & {*self._of(replica)})]
         away += [f"host {name} is cordoned" for name in sorted(self.cordoned.keys() & {*self._of(replica)})]
         spare = f"spare hosts: {', '.join(self.free(down)) or 'none'}"
-        return ", ".join([*away, *([spare] if away and self._spare else [])])
+        return ", ".join([*away, *([spare] if away and (self._spare or self._vacated) else [])])
 
     def listed(self, down: Collection[str]) -> list[dict[str, object]]:
         """Return all hosts that were named so far, each with its replica and its state, for `status`."""
         used = {name: replica for replica, names in self._hosts.items() for name in names}
         rows: list[dict[str, object]] = []
-        for name in [*used, *(name for name in self._spare if name not in used)]:
+        vacated = [name for hosts in self._vacated.values() for name in hosts]
+        for name in [*used, *(name for name in (*self._spare, *vacated) if name not in used)]:
             state = "used" if name in used else "spare"
             state = "cordoned" if name in self.cordoned else "down" if name in down else state
             rows.append({"host": name, "state": state, "replica": used.get(name)})
@@ -171,7 +182,7 @@ class EmulatedHosts:
 
     def _used(self, replica: int) -> list[str]:
         """Return the hosts on which a replica runs, by position; without those that it goes on without."""
-        return self._shrunk.get(replica, self._of(replica))
+        return self._shrunk.get(replica) or self._vacated.get(replica) or self._of(replica)
 
     def _whole(self, replica: int, down: Collection[str], others: Collection[int]) -> Assignment | None:
         """Return hosts for all ranks of a replica; None: there are too few. What others lend comes last."""
@@ -185,6 +196,8 @@ class EmulatedHosts:
     def _of(self, replica: int) -> list[str]:
         if self.per_replica is None:
             return []
+        if replica in self._vacated:
+            self._hosts[replica] = self._vacated.pop(replica)
         return self._hosts.setdefault(replica, [f"r{replica}h{n}" for n in range(self.per_replica)])
 
     def _host(self, name: str) -> Host:
@@ -228,15 +241,17 @@ class EmulatedHosts:
             if host.name == before:
                 self._left.discard(before)
                 continue
-            lender = next((n for n, names in self._hosts.items() if host.name in names), None)
+            places = {**self._hosts, **self._vacated}
+            owner = next((n for n, names in places.items() if host.name in names), None)
             hosts[position] = host.name
-            if lender is not None:
-                theirs = self._hosts[lender]
-                theirs[theirs.index(host.name)] = before  # for which the lender waits now
+            if owner is not None:
+                theirs = places[owner]
+                theirs[theirs.index(host.name)] = before  # for which a lender waits now
             else:
                 self._spare.remove(host.name)
                 self._last.discard(host.name)
                 self._spare.append(before)  # once it is back
             self._left.discard(before)
+            lender = owner if owner in self._hosts else None
             swaps.append(HostSwap(before, host.name, tuple(range(position * each, (position + 1) * each)), lender))
         return swaps

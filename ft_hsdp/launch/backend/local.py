@@ -161,7 +161,8 @@ class LocalBackend:
         return True
 
     def vacated(self, replica: int) -> None:
-        """Do nothing: on one machine a place costs nothing."""
+        """Let other replicas have the hosts of one that is drained or given up, until it comes back."""
+        self._hosts.vacate(replica)
 
     async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
         """Assign a spare, or else fork all ranks. Raises Retryable; some may run then."""

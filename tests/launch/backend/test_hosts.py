@@ -188,3 +188,51 @@ def test_a_spare_host_that_is_back_is_taken_before_one_is_lent() -> None:
     made.lend(0)
     assert [swap.spare for swap in made.place(0, down, [1]) or []] == ["s0"]
     assert made.place(1, down, []) is None
+
+
+def test_the_hosts_of_a_replica_that_is_given_up_are_spare_for_the_others() -> None:
+    made, down = hosts(0), ["r0h1"]
+    for replica in (0, 1):
+        assert made.place(replica, [], []) == []
+    made.lose(0, down)
+    made.vacate(0)
+    assert made.free(down) == ["r0h0"]
+    assert made.kept_ready(down) == [], "its agent runs"
+    assert made.spare_for("r1h0", down), "r0h1 waits for nothing any more"
+    assert made.place(1, [*down, "r1h0"], []) == [HostSwap("r1h0", "r0h0", (0, 1))]
+    assert made.of(1) == ("r0h0", "r0h0", "r1h1", "r1h1")
+    assert made.free(["r0h1"]) == ["r1h0"], "it is spare when it is back"
+    assert sorted(str(row["host"]) for row in made.listed([])) == ["r0h0", "r0h1", "r1h0", "r1h1"]
+
+
+def test_a_host_that_is_down_and_was_given_up_takes_no_spare_from_the_others() -> None:
+    made = hosts(1)
+    for replica in (0, 1):
+        assert made.place(replica, [], []) == []
+    assert not made.spare_for("r1h0", ["r0h1"]), "replica 0 waits for it"
+    made.vacate(0)
+    assert made.spare_for("r1h0", ["r0h1"])
+    assert [swap.spare for swap in made.place(1, ["r0h1", "r1h0"], []) or []] == ["s0"], "spare hosts come first"
+
+
+def test_a_drained_replica_has_the_hosts_again_that_nobody_took() -> None:
+    made = hosts(0)
+    for replica in (0, 1):
+        assert made.place(replica, [], []) == []
+    made.vacate(0)
+    assert made.of(0) == ("r0h0", "r0h0", "r0h1", "r0h1"), "asked for late, which takes no host back"
+    assert made.free([]) == ["r0h0", "r0h1"]
+    assert made.place(0, [], []) == []
+    assert made.free([]) == []
+    made.vacate(0)
+    assert [swap.spare for swap in made.place(1, ["r1h1"], []) or []] == ["r0h0"]
+    assert made.place(0, ["r1h1"], []) is None, "it waits for the host of the other one"
+    assert made.place(0, [], []) == []
+    assert made.of(0) == ("r1h1", "r1h1", "r0h1", "r0h1")
+
+
+def test_a_replica_that_was_never_placed_has_no_hosts_to_give() -> None:
+    made = hosts(0)
+    made.vacate(2)
+    assert made.free([]) == []
+    assert made.place(2, [], []) == []
