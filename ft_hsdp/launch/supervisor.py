@@ -423,8 +423,9 @@ class ReplicaSupervisor:
         if decision.action is Action.HALT:
             return self._halt(end, decision.reason, why)
         broken, told = end.code == EXIT_HARDWARE, f"{decision.reason}: {why}"
-        moved = decision.cordoned and self._backend.cordon(self.replica, end.host, told, broken)
-        if broken and not moved:
+        waits = broken and self._proven()  # others train, and it may wait for a host; alone it would wait in vain
+        moved = decision.cordoned and self._backend.cordon(self.replica, end.host, told, waits)
+        if broken and not moved and end.host not in lost_hosts:  # a lost one needs no cordon to be left
             return self._lose(why)
         if self._progress.halted:
             return self._lose(self._progress.halted)

@@ -127,8 +127,9 @@ def test_a_rank_that_the_supervisor_killed_shows_nothing(run_dir: RunDir) -> Non
 class World:
     """The supervisor of replica 0, with two stand-in ranks on two emulated hosts and a spare one."""
 
-    def __init__(self, run: RunDir, spare: int = 1) -> None:
+    def __init__(self, run: RunDir, spare: int = 1, shrink_to: int | None = None, place_s: float = 60.0) -> None:
         self.run = run
+        self.others_train = False
         self.events: list[Row] = []
         self.progress = Progress()
         self.backend = LocalBackend(
@@ -137,19 +138,21 @@ class World:
             preload=(),
             emit=self.events.append,
             hosts=EmulatedHosts(2, 2, spare),
+            shrink_to=shrink_to,
         )
         link = LighthouseLink(("http://nowhere",), "secret", self.progress, lambda *_: None)
         link.holds = lambda _: True  # type: ignore[method-assign]
         self.job = JobFailures(lambda: [0])
         self.supervisor = ReplicaSupervisor(
             0,
-            parse({"ranks_per_replica": 2, "hosts": {"per_replica": 2}}),
+            parse({"ranks_per_replica": 2, "hosts": {"per_replica": 2}, "timeouts": {"place_s": place_s}}),
             run,
             backend=self.backend,
             link=link,
             progress=self.progress,
             emit=self.events.append,
             survivors=lambda: True,
+            proven=lambda: self.others_train,
             failures=self.job,
         )
 
@@ -167,6 +170,18 @@ class World:
 
     def named(self, name: str) -> list[Row]:
         return [e for e in self.events if e["event"] == name]
+
+
+def lose(world: World, host: str) -> None:
+    """A host is down from now on."""
+    order = world.run.path / fault_injection.FOLDER / "order.json"
+    order.parent.mkdir(parents=True, exist_ok=True)
+    write_json(order, asdict(fault_injection.FaultOrder("host", 0, host=host)))
+
+
+def back(world: World) -> None:
+    """The host that was lost is back."""
+    (world.run.path / fault_injection.FOLDER / "order.json").unlink()
 
 
 @asynccontextmanager
@@ -207,6 +222,78 @@ async def test_without_a_spare_host_a_broken_one_ends_the_replica(run_dir: RunDi
     async with play(world) as task:
         assert (await task).kind == "lost"
         assert world.named("HostCordoned") == []
+
+
+async def test_a_broken_host_is_cordoned_while_others_train_and_the_replica_waits_for_another(
+    run_dir: RunDir, plan: Plan
+) -> None:
+    """The spare host is down at that moment."""
+    plan({"0": {"0": {"1": ["exit-when", "end-0", 76]}}})
+    world = World(run_dir, place_s=0.05)
+    world.others_train = True
+    lose(world, "s0")
+    async with play(world):
+        await world.life(0)
+        await world.end(0)
+        await until(lambda: world.named("ReplicaUnplaced"), "the wait")
+        assert [e["host"] for e in world.named("HostCordoned")] == ["r0h1"]
+        assert world.named("ReplicaUnplaced")[0]["reason"] == "host r0h1 is cordoned, spare hosts: none"
+        back(world)
+        await world.life(1)
+        assert [(e["before"], e["host"]) for e in world.named("HostReplaced")] == [("r0h1", "s0")]
+        assert world.named("ReplicaLost") == []
+
+
+async def test_a_broken_host_counts_as_lost_for_a_replica_that_may_go_on_with_fewer_ranks(
+    run_dir: RunDir, plan: Plan
+) -> None:
+    plan({"0": {"0": {"1": ["exit-when", "end-0", 76]}}})
+    world = World(run_dir, spare=0, shrink_to=1, place_s=0.05)
+    world.others_train = True
+    async with play(world):
+        await world.life(0)
+        await world.end(0)
+        await world.life(1)
+        assert [(e["from"], e["to"]) for e in world.named("Shrunk")] == [(2, 1)]
+        assert [e["host"] for e in world.named("HostCordoned")] == ["r0h1"]
+
+
+@pytest.mark.parametrize("broken", ["r0h0", "r0h1"])
+async def test_a_host_that_is_broken_is_cordoned_although_one_is_lost_at_once(
+    run_dir: RunDir, plan: Plan, broken: str
+) -> None:
+    plan({"0": {"0": {broken[-1]: ["exit-when", "end-0", 76]}}})
+    world = World(run_dir, spare=2)
+    async with play(world):
+        await world.life(0)
+        lose(world, "r0h1")
+        await world.end(0)
+        await world.life(1)
+        assert [e["host"] for e in world.named("HostCordoned")] == [broken]
+        back(world)
+        assert broken not in world.backend._hosts.free([])
+        replaced = {(e["before"], e["host"]) for e in world.named("HostReplaced")}
+        assert replaced == ({("r0h1", "s0")} if broken == "r0h1" else {("r0h0", "s0"), ("r0h1", "s1")})
+
+
+async def test_a_broken_host_that_is_lost_is_waited_for_if_there_is_no_other(run_dir: RunDir, plan: Plan) -> None:
+    plan({"0": {"0": {"1": ["exit-when", "end-0", 76]}}})
+    world = World(run_dir, spare=0)
+    async with play(world) as task:
+        await world.life(0)
+        lose(world, "r0h1")
+        await world.end(0)
+        back(world)
+        await world.life(1)
+        assert not task.done()
+
+
+async def test_a_replica_that_is_given_up_leaves_its_hosts_to_others(run_dir: RunDir, plan: Plan) -> None:
+    plan({"0": {"0": {"1": ["exit", 76]}}})
+    world = World(run_dir, spare=0)
+    async with play(world) as task:
+        assert (await task).kind == "lost"
+        assert world.backend._hosts.free([]) == ["r0h0", "r0h1"]
 
 
 async def test_the_third_failure_moves_a_rank_while_others_commit(run_dir: RunDir, plan: Plan) -> None:

@@ -58,7 +58,7 @@ class Full:
     def lost_hosts(self, replica: int) -> tuple[str, ...]:
         return ()
 
-    def cordon(self, replica: int, host: str, reason: str, broken: bool) -> bool:
+    def cordon(self, replica: int, host: str, reason: str, waits: bool) -> bool:
         return False
 
     def shrink(self, replica: int) -> int:

@@ -18,6 +18,7 @@ from ft_hsdp.memory.replacement import Action, Assignment, Evidence, assign, dec
         (Evidence(exit_code=75, failures_here=1), Action.SAME_HOST, False),
         (Evidence(exit_code=-signal.SIGKILL, failures_here=2, others_train=True), Action.SAME_HOST, False),
         (Evidence(exit_code=76), Action.OTHER_HOST, True),
+        (Evidence(exit_code=76, host_lost=True), Action.OTHER_HOST, True),
         (Evidence(exit_code=75, failures_here=3, others_train=True), Action.OTHER_HOST, True),
         (Evidence(exit_code=75, failures_here=9, others_train=False), Action.SAME_HOST, False),
         (Evidence(host_lost=True), Action.OTHER_HOST, False),

@@ -45,8 +45,8 @@ async def test_the_ranks_of_a_cordoned_node_move_and_the_others_stay(
         hurt, kept = world.of(1), world.of(1).bundles[0]
         free(monkeypatch, 1)
         world.kill(1)
-        assert world.backend.cordon(1, "h1", WHY, broken=True)
-        assert world.backend.cordon(1, "h1", WHY, broken=True), "it is already"
+        assert world.backend.cordon(1, "h1", WHY, waits=True)
+        assert world.backend.cordon(1, "h1", WHY, waits=True), "it is already"
         assert [(e["replica"], e["host"], e["reason"]) for e in named(world, "HostCordoned")] == [(1, "h1", WHY)]
         world.room[""] += 1
         assert await world.train(1) == "on h0, h2"
@@ -69,27 +69,25 @@ async def test_a_node_with_all_ranks_of_a_replica_is_given_back(
         await world.train(0, 1)
         left = world.of(1)
         free(monkeypatch, 1)
-        assert not world.backend.cordon(1, "h", WHY, broken=False), "no node has room for both ranks"
+        assert not world.backend.cordon(1, "h", WHY, waits=False), "no node has room for both ranks"
         monkeypatch.setattr(backend, "free_nodes", lambda: [FreeNode("n", {}, {"CPU": 2.0})])
-        assert world.backend.cordon(1, "h", WHY, broken=False)
+        assert world.backend.cordon(1, "h", WHY, waits=False)
         world.kill(1)
         await world.train(1)
         assert left.removed
         assert world.of(1).request.avoid == ("h",)
 
 
-async def test_without_room_a_node_is_left_only_if_it_is_broken_and_others_train(
+async def test_without_room_a_node_is_left_only_if_the_replica_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running() as world:
         await world.train(1)
         free(monkeypatch, 0)
-        assert not world.backend.cordon(1, "h1", WHY, broken=True), "nobody would wait for the replica"
-        assert not world.backend.cordon(1, "elsewhere", WHY, broken=True)
-        await world.train(0)
-        assert not world.backend.cordon(1, "h1", WHY, broken=False)
+        assert not world.backend.cordon(1, "elsewhere", WHY, waits=True)
+        assert not world.backend.cordon(1, "h1", WHY, waits=False)
         assert named(world, "HostCordoned") == []
-        assert world.backend.cordon(1, "h1", WHY, broken=True)
+        assert world.backend.cordon(1, "h1", WHY, waits=True)
 
 
 async def test_a_spare_on_a_cordoned_node_is_lost_and_one_elsewhere_is_room(
@@ -101,13 +99,13 @@ async def test_a_spare_on_a_cordoned_node_is_lost_and_one_elsewhere_is_room(
         for bundle in spare.bundles:
             bundle.location.node = "elsewhere"
         free(monkeypatch, 0)
-        assert world.backend.cordon(1, "h1", WHY, broken=False), "the spare is ready"
+        assert world.backend.cordon(1, "h1", WHY, waits=False), "the spare is ready"
         world.kill(1)
         assert await world.train(1) == WARM
         assert world.of(1) is spare
         after = await world.ready()
         monkeypatch.setattr(world.of(0), "node_of", lambda host: "h0")
-        assert world.backend.cordon(0, "h0", WHY, broken=True)
+        assert world.backend.cordon(0, "h0", WHY, waits=True)
         await world.until(lambda: after.removed, "the end of the spare there")
         assert len(named(world, "SpareLost")) == 1
 

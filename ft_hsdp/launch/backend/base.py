@@ -113,14 +113,14 @@ class Backend(Protocol):
     def lost_hosts(self, replica: int) -> tuple[str, ...]:
         """Return the hosts of a replica that are lost, of which the backend knows that."""
 
-    def cordon(self, replica: int, host: str, reason: str, broken: bool) -> bool:
+    def cordon(self, replica: int, host: str, reason: str, waits: bool) -> bool:
         """Start no rank on a host any more; return False if nothing was done, because no other can take its place.
 
         Args:
             replica: The replica that has ranks there.
             host: The host's name.
             reason: Why, in one line.
-            broken: A rank has found that out: the host is used no more, even if the replica has to wait.
+            waits: The replica waits for another host if there is none now.
         """
 
     async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:

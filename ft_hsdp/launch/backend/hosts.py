@@ -106,6 +106,11 @@ class EmulatedHosts:
         waiting = used & {*down, *self.cordoned, *self._left} - {host}
         return len(self.free(down)) > len(waiting)
 
+    @property
+    def may_wait(self) -> bool:
+        """Return whether a replica without a host may get one later, or has others that it can lend meanwhile."""
+        return self.per_replica is not None and (self.per_replica > 1 or bool(self._spare))
+
     def can_lose(self, replica: int, host: str, down: Collection[str], least: int | None) -> bool:
         """Return whether a replica has ``least`` ranks without ``host``; False if that is None."""
         left = [name for name in self._of(replica) if name not in {host, *down, *self.cordoned}]

@@ -149,12 +149,11 @@ class LocalBackend:
         """Return the hosts of a replica that are down at this moment; its ranks there move, if there is where."""
         return self._hosts.lose(replica, fault_injection.hosts_down(self._run.path))
 
-    def cordon(self, replica: int, host: str, reason: str, broken: bool) -> bool:
-        """Give a host no ranks any more, if a spare host can take those that it has; return whether it can."""
-        down = fault_injection.hosts_down(self._run.path)
-        if not self._hosts.spare_for(host, down) and not self._hosts.can_lose(
-            replica, host, down, self._shrink_to
-        ):
+    def cordon(self, replica: int, host: str, reason: str, waits: bool) -> bool:
+        """Give a host no ranks any more; return False if its replica cannot do without it, and does not wait."""
+        hosts, down = self._hosts, fault_injection.hosts_down(self._run.path)
+        spare = hosts.spare_for(host, down) or (waits and hosts.may_wait)
+        if not spare and not hosts.can_lose(replica, host, down, self._shrink_to):
             return False
         self._hosts.cordon(host, reason)
         self._event("HostCordoned", replica, host, reason)

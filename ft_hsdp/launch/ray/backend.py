@@ -222,10 +222,10 @@ class RayBackend:
         living = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if lost else set()
         return tuple(sorted({host for node, host in lost.items() if node not in living}))
 
-    def cordon(self, replica: int, host: str, reason: str, broken: bool) -> bool:
+    def cordon(self, replica: int, host: str, reason: str, waits: bool) -> bool:
         """Start no rank on a node any more. The next `place` of each replica there moves its ranks.
 
-        Nothing is done if the cluster has no room elsewhere now, unless the node is broken and others train.
+        Nothing is done if the cluster has no room elsewhere now, unless the replica waits for it.
         """
         slot = self._slots.of(replica)
         node = None if slot is None else slot.node_of(host)
@@ -233,7 +233,7 @@ class RayBackend:
             return False
         if node in self._cordoned:
             return True
-        if not self._room_beside(slot, node, replica) and not (broken and self._others_train(replica)):
+        if not waits and not self._room_beside(slot, node, replica):
             return False
         self._cordoned[node] = host
         head = {"t": time.time(), "event": "HostCordoned", "source": "supervisor", "replica": replica}
