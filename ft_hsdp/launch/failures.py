@@ -1,6 +1,8 @@
 """What a supervisor does about the end of an incarnation: the evidence for `memory.replacement.decide`.
 
-`ReplicaFailures` counts what happened to one replica: how often in a row a rank failed on which host.
+`ReplicaFailures` counts what happened to one replica: how often a rank failed on which host since the replica was
+healthy. A host that ends its ranks every few steps is counted, too: only as many steps as refill the budget of
+restarts make the replica healthy again.
 `JobFailures` is shared by all replicas of a job, and knows how often one and the same step has ended all of them.
 """
 
@@ -11,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from ft_hsdp.core.restart import REFILL_STEPS
 from ft_hsdp.errors import EXIT_UNREACHABLE
 from ft_hsdp.launch.backend.base import DONE, EVICTED, LEAVING, LEFT, STRAY, ReplicaProcess
 from ft_hsdp.memory.replacement import Decision, Evidence, decide
@@ -84,7 +87,7 @@ class ReplicaFailures:
         """
         self.job = job
         self._replica = replica
-        self._in_a_row: Counter[str] = Counter()  # by host
+        self._on_host: Counter[str] = Counter()  # failures since the replica was healthy
 
     def judge(self, end: IncarnationEnd, lost: Collection[str], others_train: bool) -> Decision:
         """Return what is done about the end of an incarnation.
@@ -94,12 +97,12 @@ class ReplicaFailures:
             lost: Its hosts that are lost.
             others_train: Another replica has committed a step during its life.
         """
-        if end.committed:
-            self._in_a_row.clear()
+        if end.committed >= REFILL_STEPS:
+            self._on_host.clear()
         here = all_ended = 0
-        if end.host and not lost and end.kind != EVICTED and end.code not in (*LEAVING, EXIT_UNREACHABLE):
-            self._in_a_row[end.host] += 1
-            here = self._in_a_row[end.host]
+        if end.host and end.own_fault and not lost:
+            self._on_host[end.host] += 1
+            here = self._on_host[end.host]
         if self.job is not None and end.step is not None and end.own_fault and not lost:
             all_ended = self.job.note(self._replica, end.step)
         evidence = Evidence(

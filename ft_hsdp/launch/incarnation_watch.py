@@ -27,12 +27,16 @@ class CommitWatch:
         self._committed: set[int] = set()  # steps since the last loss
         self._newest: tuple[str, int] = ("", 0)  # incarnation and step
         self.contributing = ""  # the newest incarnation that contributed
+        self.shared = False  # another replica contributed to a step that `count` has counted last
+        self._replica = replica
+        self._beside = False  # the same, of the steps since then
 
     def look(self) -> None:
         """Read the replica's new commits; only the newest, if there are many."""
         for row in self._commits.newest():
             self._committed.add(row.get("step", 0))
             self._newest = row.get("incarnation", ""), row.get("step", 0)
+            self._beside |= any(other != self._replica for other in row.get("contributors", ()))
             if row.get("role") == "contribute":
                 self.contributing = row.get("incarnation", "")
 
@@ -43,8 +47,9 @@ class CommitWatch:
     def count(self) -> int:
         """Return the number of steps that the replica committed since the last call."""
         self.look()
-        count = len(self._committed)
+        count, self.shared = len(self._committed), self._beside
         self._committed.clear()
+        self._beside = False
         return count
 
 

@@ -258,7 +258,9 @@ class ReplicaSupervisor:
         committed = self._commits.count()
         step = max(self._commits.newest_of(current.name), guard.restored) + 1 if guard.checked_in else None
         end = replace(end_of(current, step, committed), kind=kind)
-        others_train = self._survivors() and not committed and self._progress.step > began
+        # Also with steps of its own, if others had a part in them.
+        beside = self._commits.shared if committed else self._progress.step > began
+        others_train = self._survivors() and beside
         return self._judge(end, why, lost_hosts, others_train), f"{kind}: {why}", committed
 
     async def _find_place(self) -> tuple[bool, Outcome | None]:

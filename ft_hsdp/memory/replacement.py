@@ -19,7 +19,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_HARDWARE
 from ft_hsdp.memory.hosts import Host, Level
 
-MOVE_AFTER = 3  # failures on one host in a row, while other replicas train
+MOVE_AFTER = 3  # failures on one host since the replica was healthy, while other replicas train
 HALT_AFTER = 3  # times that one step ended all replicas
 
 
@@ -39,7 +39,7 @@ class Evidence:
     connection: bool = False  # a connection between replicas was reset; no process has ended
     exit_code: int | None = None  # of the first rank that ended; negative: the signal; None: none has
     host_lost: bool = False  # its ranks and its agent are gone, or the scheduler says that it is
-    failures_here: int = 0  # in a row on this host, this one included; a committed step begins anew
+    failures_here: int = 0  # on this host since the replica was healthy, this one included
     others_train: bool = False  # another replica has committed a step meanwhile
     all_ended_at: int = 0  # how often all replicas have ended at this very step
 

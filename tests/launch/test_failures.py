@@ -73,14 +73,17 @@ def test_a_replica_that_trains_on_keeps_the_job_alive() -> None:
     assert [ReplicaFailures(0, job).judge(end(), (), True).action for _ in range(5)] == [Action.SAME_HOST] * 5
 
 
-def test_the_third_failure_in_a_row_on_one_host_moves_its_ranks_while_others_train() -> None:
+def test_the_third_failure_on_one_host_moves_its_ranks_while_others_train() -> None:
     failures = ReplicaFailures(0)
     assert not failures.judge(end(), (), True).cordoned
     assert not failures.judge(end(host="r0h1"), (), True).cordoned
     assert not failures.judge(end(), (), True).cordoned
     assert not failures.judge(end(), (), False).cordoned, "nobody trains: it may be the job"
     assert failures.judge(end(), (), True).cordoned
-    assert not failures.judge(end(committed=1), (), True).cordoned, "a committed step begins anew"
+    assert failures.judge(end(committed=9), (), True).cordoned, "it ends its ranks every few steps"
+    assert not failures.judge(end(committed=10), (), True).cordoned, "it was healthy: this is the first failure"
+    for innocent in (-signal.SIGKILL, 69):
+        assert not any(failures.judge(end(innocent), (), True).cordoned for _ in range(3))
     assert failures.judge(end(76), (), False).cordoned, "a rank knows that its host is broken"
 
 
@@ -307,6 +310,24 @@ async def test_the_third_failure_moves_a_rank_while_others_commit(run_dir: RunDi
         await world.life(3)
         assert [e["host"] for e in world.named("HostCordoned")] == ["r0h0"]
         assert [(e["before"], e["host"]) for e in world.named("HostReplaced")] == [("r0h0", "s0")]
+
+
+@pytest.mark.parametrize("others", [[1], []])
+async def test_a_host_that_ends_its_rank_every_few_steps_is_left(
+    run_dir: RunDir, plan: Plan, others: list[int]
+) -> None:
+    plan(fails(3))
+    world = World(run_dir)
+    run_dir.commits(0).parent.mkdir(parents=True, exist_ok=True)
+    async with play(world):
+        for number in range(3):
+            row = {"incarnation": await world.life(number), "role": "contribute", "contributors": [0, *others]}
+            with run_dir.commits(0).open("a") as file:
+                for step in range(3):
+                    file.write(json.dumps({**row, "step": number * 3 + step + 1}) + "\n")
+            await world.end(number)
+        await world.life(3)
+        assert [e["host"] for e in world.named("HostCordoned")] == ["r0h0"] * len(others)
 
 
 async def test_the_job_is_given_up_at_a_step_that_ends_it_three_times(run_dir: RunDir, plan: Plan) -> None:
