@@ -1,7 +1,8 @@
 """What is done about a failure, which spare host takes the place of a lost one, and who goes on without it.
 
 DeadPool §VI-B (Table II) sorts failures by what removes them: a repair in place, another host, or the people who
-run the job. Here the evidence is how the ranks of a replica ended and what else is known about their host. In §V-C
+run the job. Here the evidence is how the ranks of a replica ended and what else is known about their host. A reset
+connection ends no rank and is not decided here: the next epoch forms the ring again. In §V-C
 a spare takes the logical place of a lost host, and nothing else moves: the other ranks start again where their
 memory is. The ranks that then check in must be one gang. Without a spare host a replica may go on on the hosts
 that it has left (ReStore's shrinking recovery); it gets hosts again once all replicas run, the smallest one first.
@@ -26,7 +27,6 @@ HALT_AFTER = 3  # times that one step ended all replicas
 class Action(Enum):
     """What is done about a failure."""
 
-    REPAIR = "repair the ring; no process ends"
     SAME_HOST = "start the replica's ranks again where they were"
     OTHER_HOST = "start the ranks of this host on another one"
     HALT = "end the job with a reason"
@@ -36,7 +36,6 @@ class Action(Enum):
 class Evidence:
     """What is known about one failure of a replica."""
 
-    connection: bool = False  # a connection between replicas was reset; no process has ended
     exit_code: int | None = None  # of the first rank that ended; negative: the signal; None: none has
     host_lost: bool = False  # its ranks and its agent are gone, or the scheduler says that it is
     failures_here: int = 0  # on this host since the replica was healthy, this one included
@@ -55,8 +54,6 @@ class Decision:
 
 def decide(evidence: Evidence) -> Decision:
     """Return what is done about a failure. The first rule that applies counts."""
-    if evidence.connection and evidence.exit_code is None and not evidence.host_lost:
-        return Decision(Action.REPAIR, False, "a connection was reset")
     if evidence.all_ended_at >= HALT_AFTER:
         return Decision(Action.HALT, False, f"the same step has ended all replicas {evidence.all_ended_at} times")
     if evidence.exit_code == EXIT_HARDWARE:  # also if a host is lost: that one may come back, and be used again

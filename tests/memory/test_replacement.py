@@ -13,8 +13,6 @@ from ft_hsdp.memory.replacement import Action, Assignment, Evidence, assign, dec
 @pytest.mark.parametrize(
     ("evidence", "action", "cordoned"),
     [
-        (Evidence(connection=True), Action.REPAIR, False),
-        (Evidence(connection=True, exit_code=75), Action.SAME_HOST, False),
         (Evidence(exit_code=75, failures_here=1), Action.SAME_HOST, False),
         (Evidence(exit_code=-signal.SIGKILL, failures_here=2, others_train=True), Action.SAME_HOST, False),
         (Evidence(exit_code=76), Action.OTHER_HOST, True),
