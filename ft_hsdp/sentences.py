@@ -83,6 +83,7 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "FirstStepCommitted": lambda e: f"replica {e['replica']} committed its first step, {e.get('step', '?')}",
     "SpareWarmed": lambda e: f"spare {e['spare']} is ready after {e['seconds']:.1f} s",
     "SpareLost": lambda e: f"spare {e['spare']} is lost",
+    "SpareAgentLost": lambda e: f"the state agent of spare host {e['host']} ended before a replica needed it",
     "RestartScheduled": lambda e: f"replica {e['replica']} will be started again",
     "ReplicaUnplaced": lambda e: f"replica {e['replica']} has no place, the others go on without it",
     "JobGivenUp": lambda e: f"the job is given up: step {e.get('step', '?')} ends all replicas again and again",

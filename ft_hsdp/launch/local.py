@@ -77,7 +77,7 @@ def local_resources(
             emit=emit,
             quiet_s=config.restart.hold_s,
             hosts=emulated_hosts(config),
-            agents=SpareAgents(config, run) if config.hosts.spare else None,
+            agents=SpareAgents(config, run, emit) if config.hosts.spare else None,
             shrink_to=config.memory.shrink_to,
         )
         return JobResources(backend, LighthouseFleet(run, config, emit, module=lighthouse))

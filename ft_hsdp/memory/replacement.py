@@ -2,12 +2,12 @@
 
 DeadPool §VI-B (Table II) sorts failures by what removes them: a repair in place, another host, or the people who
 run the job. Here the evidence is how the ranks of a replica ended and what else is known about their host. A reset
-connection ends no rank and is not decided here: the next epoch forms the ring again. In §V-C
-a spare takes the logical place of a lost host, and nothing else moves: the other ranks start again where their
-memory is. The ranks that then check in must be one gang. Without a spare host a replica may go on on the hosts
-that it has left (ReStore's shrinking recovery); it gets hosts again once all replicas run, the smallest one first.
-A replica that cannot go on lends the hosts that it has left: they are spare for the others until it has hosts for
-all its ranks again.
+connection ends no rank and is not decided here: the next epoch forms the ring again. In §V-C a spare takes the
+logical place of a lost host, and nothing else moves: the other ranks start again where their memory is. The ranks
+that then check in must be one gang. Without a spare host a replica may go on on the hosts that it has left
+(ReStore's shrinking recovery); it gets hosts again once all replicas run, the smallest one first. A replica that
+cannot go on lends the hosts that it has left: they are spare for the others until it has hosts for all its ranks
+again.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ NOTABLE = frozenset(
         "JobGivenUp",
         "HostReplaced",
         "HostLent",
+        "SpareAgentLost",
         "HostCordoned",
         "Shrunk",
         "Grown",
