@@ -524,6 +524,52 @@ async def test_a_spare_that_is_ready_comes_before_another_node(tmp_path: Path) -
         await world.until(lambda: hurt.removed, "what is left of the old place")
 
 
+async def test_two_replicas_lose_a_node_each_at_once_and_what_is_left_of_both_stays(tmp_path: Path) -> None:
+    """The exit of replica 1 is reported after replica 0 has taken the spare's slot."""
+    async with World(tmp_path, {"": 3}, strategy="SPREAD").running() as world:
+        await world.train(0, 1)
+        spare = await world.ready()
+        first, second = world.of(0), world.of(1)
+        first.lose(1)
+        how, _ = await world.start(0)
+        life = world.spec
+        assert (how, world.of(0)) == (WARM, spare)
+        second.lose(0)
+        placing = asyncio.create_task(world.backend.place(1))
+        await world.until(lambda: second.missing == [0], "the wait for another node")
+        assert not first.removed, "its agent may have the only copy of a shard"
+        world.kill(0)
+        world.backend.settled(life)
+        world.restarts[0] += 1
+        await world.start(0)
+        assert not first.removed, "the life before has contributed nothing"
+        world.backend.settled(world.spec)
+        await world.until(lambda: first.removed, "the end of what is left of the old slot")
+        world.room[""] += 1
+        await placing
+
+
+async def test_a_replica_that_loses_the_slot_of_a_spare_at_once_has_what_is_left_of_its_own(
+    tmp_path: Path,
+) -> None:
+    async with World(tmp_path, {"": 3}, strategy="SPREAD").running() as world:
+        await world.train(0, 1)
+        spare = await world.ready()
+        hurt = world.of(1)
+        hurt.lose(1)
+        await world.start(1)
+        assert world.of(1) is spare
+        spare.die()
+        world.backend.settled(world.spec)
+        placing = asyncio.create_task(world.start(1))
+        await world.until(lambda: world.of(1) is hurt and hurt.missing == [1], "the repair of its own")
+        world.room[""] += 1
+        await placing
+        assert not hurt.removed
+        world.backend.vacated(1)
+        await world.until(lambda: hurt.removed, "its end")
+
+
 @pytest.mark.parametrize("others", [True, False])
 async def test_the_nodes_of_a_replica_are_kept_in_vain_only_where_the_state_is_nowhere_else(
     tmp_path: Path, others: bool

@@ -2,7 +2,8 @@
 
 A replica keeps its slot until it takes over that of a spare, whose ranks are warm, or until all its nodes are
 lost or cordoned. If only some of them are, and there is no such spare, its slot is repaired: ranks on the other
-nodes start again there, where their memory is.
+nodes start again there, where their memory is. Exits are heard of at different times, so a replica that seems to
+train may be lost as well. So what is left of a slot is kept until the replica has contributed from the other one.
 """
 
 from __future__ import annotations
@@ -291,6 +292,7 @@ class RayBackend:
         """Remove a replica's slot: the cluster gets its resources back."""
         self._unpromise(replica)
         self._training.pop(replica, None)
+        self._slots.let_go(replica)
         self._slots.give_back(replica)
 
     def settled(self, spec: ReplicaSpec) -> None:
@@ -298,6 +300,8 @@ class RayBackend:
         group = self._groups.get(spec.replica)
         if group is not None and group.spec == spec:
             self._training[spec.replica] = group
+            if group.complete:
+                self._slots.let_go(spec.replica)
         self._pool.settled(spec)
 
     async def close(self) -> None:
@@ -317,12 +321,13 @@ class RayBackend:
 
         A replica without a slot takes that of a spare, ready or not: a spare must not keep what a replica waits
         for. A replica with a slot moves to that of a ready spare only if another replica trains. Else the state
-        agents on its own hosts may have the only copies of the newest state.
+        agents on its own hosts may have the only copies of the newest state. If it loses the slot to which it
+        moved before it has contributed, it has what is left of the one before.
         """
         own = self._slots.of(replica)
         if own is not None and own.gone and (replica in self._promised or not own.repairable):
             self._withdraw(replica)
-            own = None
+            own = self._slots.take_back(replica)
         asked = placement.request(self._config, replica)
         if own is None or (self._others_train(replica) and replica not in self._promised):
             group = self._pool.take(lambda group: (own is None or group.ready) and self._fits(group, asked))

@@ -1,4 +1,9 @@
-"""Who has which slot of a cluster: a slot belongs to a replica or a spare, or is free."""
+"""Who has which slot of a cluster: a slot belongs to a replica or a spare, or is free, or is kept.
+
+A replica that lost a part of its slot may take that of a spare. What is left of its own slot is kept then, with
+the state agents there: until the replica has the state again, they may have the only copy of a shard, although
+other replicas seemed to train (`move`, `let_go`).
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,7 @@ class ReplicaSlots:
         self._make = make
         self._slots: dict[SlotOwner, ReplicaSlot] = {}
         self._idle: list[ReplicaSlot] = []
+        self._kept: dict[int, ReplicaSlot] = {}  # of replicas that moved: what their agents have may be needed
         self._leaving: dict[asyncio.Task[None], ReplicaSlot] = {}
         self._avoided: tuple[str, ...] = ()  # Ray's ids of nodes that no slot may use
 
@@ -32,7 +38,7 @@ class ReplicaSlots:
     def avoid(self, node: str) -> list[WorkerGroup]:
         """Use a node no more, and return the spares that are on it."""
         self._avoided = (*self._avoided, node)
-        for slot in (*self._slots.values(), *self._idle):
+        for slot in (*self._slots.values(), *self._idle, *self._kept.values()):
             slot.avoid(node)
         return [spare for spare, slot in self.of_spares() if slot.gone]
 
@@ -41,10 +47,27 @@ class ReplicaSlots:
         return [(owner, slot) for owner, slot in self._slots.items() if isinstance(owner, WorkerGroup)]
 
     def move(self, spare: WorkerGroup, replica: int) -> ReplicaSlot:
-        """Give a spare's slot to a replica, and release the replica's own."""
+        """Give a spare's slot to a replica, and release the replica's own; if that can be repaired, it is kept."""
+        own = self._slots.get(replica)
+        if own is not None and own.repairable and replica not in self._kept:  # the one that has contributed
+            self._kept[replica] = self._slots.pop(replica)
         self.release(replica)
         slot = self._slots[replica] = self._slots.pop(spare)
         return slot
+
+    def take_back(self, replica: int) -> ReplicaSlot | None:
+        """Give a replica the slot that is kept for it; None if there is none that can be repaired."""
+        slot = self._kept.get(replica)
+        if slot is None or not slot.repairable:
+            return None
+        self._slots[replica] = self._kept.pop(replica)
+        return slot
+
+    def let_go(self, replica: int) -> None:
+        """Remove the slot that is kept for a replica: its agents are not needed any more."""
+        slot = self._kept.pop(replica, None)
+        if slot is not None:
+            self._remove(slot)
 
     def reuse(self, owner: SlotOwner, labels: Mapping[str, str] | None = None) -> ReplicaSlot | None:
         """Give a free slot to an owner, and return it; None if there is none.
@@ -66,7 +89,7 @@ class ReplicaSlots:
         """Return a new slot, which is not reserved yet. Waits first until slots that are given back are gone."""
         if self._leaving:
             await asyncio.wait(list(self._leaving))
-        names = {slot.request.name for slot in (*self._slots.values(), *self._idle)}
+        names = {slot.request.name for slot in (*self._slots.values(), *self._idle, *self._kept.values())}
         number, name = 1, asked.name
         while name in names:  # a slot keeps the name of its first owner
             number += 1
@@ -92,10 +115,11 @@ class ReplicaSlots:
 
     async def close(self) -> None:
         """End all actors and their ranks, and give all resources back."""
-        for slot in (*self._slots.values(), *self._idle):
+        for slot in (*self._slots.values(), *self._idle, *self._kept.values()):
             self._remove(slot)
         self._slots.clear()
         self._idle.clear()
+        self._kept.clear()
         await asyncio.gather(*self._leaving)
 
     def _remove(self, slot: ReplicaSlot) -> None:
