@@ -193,8 +193,8 @@ class RankClaim:
     rank: int
     ranks: int
     incarnation: str
-    host: str  # its name if the machine has several; else ""
-    hosts: tuple[str, ...]  # where the replica was placed, by rank; (): it is not told
+    host: str  # the name that its launcher gave it; "" if it did not
+    hosts: tuple[str, ...]  # where the replica was placed, by rank; (): nobody has said it
     state: StateId
 
 
@@ -202,7 +202,12 @@ def disagreement(claims: Sequence[RankClaim]) -> str:
     """Return in one line how the ranks of a replica contradict each other; "": they do not.
 
     They are one gang of one width on the hosts on which it was placed, each shard has one rank, and all hold one
-    state (DeadPool §V-C, I1, I2 and I4).
+    state (DeadPool §V-C, I1, I2 and I4). Under torchrun and other launchers nobody has said where the replica was
+    placed, and hosts are not compared.
+
+    I3, that every shard is in memory, is not compared here: what was lost cannot be brought back by a comparison,
+    and a rank may rightly hold an older state than its agent, of which another shard is lost. I3 is held while the
+    replica trains: a vote waits for the copies of the state before it, and a state with fewer is `Unprotected`.
 
     Args:
         claims: Of all ranks, in the order of the process group.

@@ -98,7 +98,7 @@ class RankIdentity:
     began: float  # when it was assigned, Unix seconds
     host: str = ""  # the path of its host, such as "zone/rack/host"
     shared: str = ""  # the name of its host if the machine has several, else ""
-    hosts: tuple[str, ...] = ()  # where the replica was placed, the same names by rank; (): it is not told
+    hosts: tuple[str, ...] = ()  # where the replica was placed, the same names by rank; (): nobody has said it
 
 
 def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankIdentity:

@@ -95,6 +95,8 @@ def test_a_host_is_a_node_with_its_labels(labels: dict[str, str], given: dict[st
     told = placement.host_environment("vm", "0123abcdef", labels, config().ray, given)
     assert host_path({}, told) == path
     assert host_path({"*": "b/9"}, told).startswith("b/9/")  # hosts.labels comes first
+    strange = placement.host_environment("vm", "0123abcdef", {}, config().ray, {"FT_HSDP_HOST": "a,b c"})
+    assert strange["FT_HSDP_HOST"] == "a-b-c", "the names of the hosts of a replica have commas between"
     longest = placement.host_environment("m" * 99, "0123456789", {"rack": "r" * 99}, config().ray, {})
     assert host_path({}, longest) == f"{'r' * 63}/{'m' * 50}-01234567"
 

@@ -57,6 +57,7 @@ class StandIn:
         self.nodes = 0  # that it had
         self.groups: list[WorkerGroup] = []
         self.called: list[ReplicaSpec] = []
+        self.orders: list[StartOrder] = []
         world.slots.append(self)
 
     @property
@@ -75,6 +76,10 @@ class StandIn:
     @property
     def lost_nodes(self) -> dict[str, str]:
         return {b.location.node: b.location.host for b in self.bundles if b.rank in self.dead}
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        return tuple(b.location.host for b in self.bundles)
 
     def node_of(self, host: str) -> str | None:
         return next((b.location.node for b in self.bundles if b.location.host == host), None)
@@ -126,6 +131,7 @@ class StandIn:
 
     async def start(self, start: StartOrder, group: WorkerGroup) -> None:
         await asyncio.sleep(0)
+        self.orders.append(start)
         process = SimpleNamespace(
             pid=next(self.world.pids), host="h", signal=lambda _: self.end(group, start.rank)
         )
@@ -503,6 +509,7 @@ async def test_the_node_that_is_lost_is_replaced_and_the_other_one_stays(tmp_pat
         world.room[""] += 1
         assert await placing == "on h0, h2"
         assert (world.of(1), hurt.bundles[0]) == (hurt, kept)
+        assert [order.hosts for order in hurt.orders] == [("h0", "h1")] * 2 + [("h0", "h2")] * 2
         (replaced,) = [e for e in world.events if e["event"] == "HostReplaced"]
         assert (replaced["replica"], replaced["before"], replaced["host"], replaced["ranks"]) == (
             1,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import Retryable
 from ft_hsdp.memory.replacement import RankClaim, disagreement
-from ft_hsdp.train.check_in import check_claims
+from ft_hsdp.train.check_in import check_claims, check_in
 
 HOSTS = ("r0h0", "s0")
 GANG = [RankClaim(rank, 2, "0-a-1", HOSTS[rank], HOSTS, StateId(2, 7, "ab")) for rank in range(2)]
@@ -52,3 +53,21 @@ def test_a_gang_that_contradicts_itself_ends_with_a_line_and_is_started_again() 
     ):
         check_claims(Told(GANG[0], replace(GANG[1], host="r0h1")), 0, GANG[0])  # type: ignore[arg-type]
     assert Retryable("").exit_code == 75
+
+
+@pytest.mark.parametrize("different", [{}, {"host": "r0h1"}])
+def test_the_ranks_compare_what_they_are_before_they_check_in(different: dict[str, Any]) -> None:
+    joined: list[StateId] = []
+    runtime = SimpleNamespace(
+        ranks=Told(GANG[0], replace(GANG[1], **different)), check_in=lambda state, _: joined.append(state)
+    )
+    mine = GANG[1]
+    place = SimpleNamespace(rank=mine.rank, ranks=mine.ranks)
+    identity = SimpleNamespace(replica=0, incarnation=mine.incarnation, shared=mine.host, hosts=mine.hosts)
+    arguments: Any = (None, place, identity, runtime, mine.state, None)
+    if different:
+        with pytest.raises(Retryable, match="contradict each other"):
+            check_in(*arguments)
+    else:
+        check_in(*arguments)
+    assert joined == ([] if different else [mine.state])

@@ -235,17 +235,20 @@ class WorkerGroup:
                 process.signal(signal.SIGKILL)
 
 
-def assignment(spec: ReplicaSpec, rank: int, run: RunDir, hosts: Sequence[str] = ()) -> dict[str, Any]:
+def assignment(
+    spec: ReplicaSpec, rank: int, run: RunDir, hosts: Sequence[str] = (), host: str = ""
+) -> dict[str, Any]:
     """Return the message that assigns a rank to ``spec``: its `IncarnationId`, its log and the hosts.
 
     Args:
         spec: The incarnation.
         rank: The rank.
         run: The run's directory.
-        hosts: The name of each rank's host, if its machine stands for several.
+        hosts: On which the replica was placed: the name of each rank's host; (): its ranks do not compare them.
+        host: The name of this rank's host, if its machine stands for several; "": its process knows it.
     """
     log = str(run.rank_log(spec.replica, rank))
-    named = {"host": hosts[rank], "hosts": list(hosts)} if any(hosts) else {}
+    named = {**({"host": host} if host else {}), **({"hosts": list(hosts)} if hosts else {})}
     return {"replica": spec.replica, "run_id": spec.run_id, "restarts": spec.restarts, "log": log, **named}
 
 

@@ -241,7 +241,8 @@ class LocalBackend:
         self._emit({**head, **fields, "reason": reason})
 
     def _assignment(self, spec: ReplicaSpec, rank: int) -> dict[str, Any]:
-        return assignment(spec, rank, self._run, self._hosts.of(spec.replica))
+        hosts = self._hosts.of(spec.replica)
+        return assignment(spec, rank, self._run, hosts, hosts[rank] if hosts else "")
 
     def _forked(self, group: WorkerGroup, rank: int, pid: int) -> Forked:
         """Return the process of a rank; that of a spare has no host of its own."""

@@ -80,7 +80,8 @@ class AssignmentLine:
         _redirect(Path(assignment.pop("log")))
         if host := assignment.pop("host", ""):
             os.environ[HOST_VARIABLE] = host
-            os.environ[HOSTS_VARIABLE] = ",".join(assignment.pop("hosts"))
+        if hosts := assignment.pop("hosts", ()):
+            os.environ[HOSTS_VARIABLE] = ",".join(hosts)
         self._incarnation = incarnation = IncarnationId(**assignment)
         os.environ["TORCHELASTIC_RUN_ID"] = incarnation.run_id
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(incarnation.restarts)

@@ -77,6 +77,7 @@ class StartOrder:
     checkpoint_key: str
     urls: tuple[str, ...]  # of the lighthouse
     run: str  # the run directory, on the driver's node
+    hosts: tuple[str, ...]  # on which the replica was placed, by rank
     script: bytes = b""  # what `entry` names, if that is a script
 
 
@@ -158,14 +159,14 @@ class RankActor:
             config=run.config,
             log=log,
             on_exit=self._exited,
-            assignment=None if spec is None else assignment(spec, start.rank, run),
+            assignment=None if spec is None else assignment(spec, start.rank, run, start.hosts),
             on_warm=self._rank_warm,
         )
 
-    async def call(self, pid: int, spec: ReplicaSpec, rank: int) -> None:
-        """Tell a spare's rank which incarnation it belongs to."""
+    async def call(self, pid: int, spec: ReplicaSpec, rank: int, hosts: tuple[str, ...]) -> None:
+        """Tell a spare's rank which incarnation it belongs to, and the host of each rank."""
         assert self._run is not None, "open() comes first"
-        self._forks.assign(pid, assignment(spec, rank, self._run))
+        self._forks.assign(pid, assignment(spec, rank, self._run, hosts))
 
     async def signal(self, pid: int, number: int) -> None:
         """Send a signal to a rank if it still runs."""

@@ -81,7 +81,8 @@ async def start_orders(
         }
         text = dump(_config_for_node(config, "127.0.0.1" if alone else bundle.location.address, setup))
         where = str(run.path)
-        found.append(StartOrder(bundle.rank, group.spec, group.number, env, text, token, key, urls, where, script))
+        about = bundle.rank, group.spec, group.number
+        found.append(StartOrder(*about, env, text, token, key, urls, where, slot.hosts, script))
     return found
 
 

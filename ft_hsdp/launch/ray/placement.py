@@ -137,11 +137,12 @@ def host_environment(
         config: Names the labels with the zone and the rack.
         given: The environment of the node's processes: what it says of the host stays.
     """
-    name = given.get(HOST_VARIABLE) or f"{plain(machine)[:50]}-{node[:8]}"
+    said = plain(given.get(HOST_VARIABLE, ""))
+    name = said or f"{plain(machine)[:50]}-{node[:8]}"
     keys = {"zone": config.zone_label, "rack": config.rack_label}
     known = [f"{level}={plain(labels[key])[:63]}" for level, key in keys.items() if labels.get(key)]
-    said = given.get(DOMAINS_VARIABLE) or ",".join(known)
-    return {HOST_VARIABLE: name, **({DOMAINS_VARIABLE: said} if said else {})}
+    domains = given.get(DOMAINS_VARIABLE) or ",".join(known)
+    return {HOST_VARIABLE: name, **({DOMAINS_VARIABLE: domains} if domains else {})}
 
 
 def local_ranks(nodes: list[str]) -> list[tuple[int, int]]:

@@ -137,6 +137,11 @@ class ReplicaSlot:
         return next((b.location.node for b in self.bundles if b.location.host == host), None)
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """Return the name of each rank's host, once it has its actors."""
+        return tuple(bundle.location.host for bundle in self.bundles)
+
+    @property
     def lost_nodes(self) -> dict[str, str]:
         """Return the nodes on which actors died, each with the name of the host."""
         return {b.location.node: b.location.host for b in self.bundles if b.dead}
@@ -300,7 +305,8 @@ class ReplicaSlot:
         Raises:
             Retryable: An actor does not answer.
         """
-        told = (self.bundles[n].actor.call.remote(p.pid, spec, n) for n, p in group.processes.items())
+        at = self.hosts
+        told = (self.bundles[n].actor.call.remote(p.pid, spec, n, at) for n, p in group.processes.items())
         await self._answered(asyncio.gather(*told))
 
     async def remove(self) -> None:
