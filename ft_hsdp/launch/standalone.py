@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import signal
+import socket
 import sys
 import time
 
@@ -131,8 +133,26 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
     if "RANK" in os.environ:
         from ft_hsdp.launch.backend import entry  # torch is only needed here
 
-        return int(entry.main(config, replica_id, run.path))
+        code = int(entry.main(config, replica_id, run.path))
+        note_end(run, replica_id, code)
+        return code
     return asyncio.run(_supervise(config, run, replica_id, urls))
+
+
+def note_end(run: RunDir, replica_id: int, code: int) -> None:
+    """Write down that this rank must not start again on this host, and why: torchrun itself ends with 1.
+
+    A script that starts torchrun on several nodes finds the line `CODE HOST`, and removes it before each start.
+
+    Args:
+        run: The run's directory.
+        replica_id: The replica of this rank.
+        code: With which this rank ends.
+    """
+    if code in (EXIT_CONFIG, EXIT_HARDWARE):
+        host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        with contextlib.suppress(OSError):  # the rank ends with its code all the same
+            run.ended(replica_id, int(os.environ["RANK"])).write_text(f"{code} {host}\n")
 
 
 def wait_for_lighthouse(run: RunDir, trusted: tls.Trusted, timeout_s: float) -> tuple[str, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ft_hsdp.config import parse
 from ft_hsdp.errors import LighthouseUnreachable
-from ft_hsdp.launch import standalone
+from ft_hsdp.launch import backend, standalone
 from ft_hsdp.launch.run.directory import RunDir, claim, read_json, write_job_files, write_json
 from ft_hsdp.launch.supervisor import Outcome
 from lighthouse.quorum.state import Policy
@@ -77,3 +78,19 @@ def test_a_lighthouse_goes_on_with_a_run_until_its_store_says_that_it_has_ended(
     assert len(started) == 1
     assert (run.token.read_text() == token) is not finished
     assert run.final(0).exists() is not finished
+
+
+@pytest.mark.parametrize(("code", "left"), [(0, ""), (75, ""), (64, "64 node7\n"), (76, "76 node7\n")])
+def test_a_rank_of_torchrun_leaves_a_code_that_no_start_mends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, left: str
+) -> None:
+    config = parse({"job": {"name": "job", "runs_dir": str(tmp_path)}})
+    folder = RunDir(tmp_path / "job").replica(1)
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    monkeypatch.setattr(standalone, "wait_for_lighthouse", lambda *_: (NOBODY,))
+    monkeypatch.setattr(standalone, "prepare_data", lambda _: None)
+    monkeypatch.setattr(backend, "entry", SimpleNamespace(main=lambda *_: code), raising=False)
+    assert standalone.replica(config, 1) == code
+    assert {file.name: file.read_text() for file in folder.iterdir()} == ({"ended-3": left} if left else {})

@@ -113,6 +113,7 @@ replica=$SLURM_ARRAY_TASK_ID
 who="replica $replica"
 job=${SLURM_ARRAY_JOB_ID}_$replica   # SLURM_JOB_ID of one element can be the id of the whole array
 settings > "$runs/$name-slurm-$replica.yaml"
+broken=$(hostname -s)   # if the code is 76
 """
 
 _ONE_NODE = """run "$python" @COMMAND@ replica "$runs/$name-slurm-$replica.yaml" --replica "$replica"
@@ -122,16 +123,21 @@ _NODES = """\
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
 code=75
+ended=$runs/$name/replicas/$replica/ended
 # Not through srun, which would end its step at once. If the element is cancelled, Slurm signals all its processes.
 # shellcheck disable=SC2317,SC2329
 tell() { [ "$notice" = told ] || scancel --signal=TERM "$job"; }
 for try in $(seq 0 "$budget"); do   # all nodes of the replica start together, with a new rendezvous id
+    rm -f "$ended"-*
     run srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
         "$python" -m torch.distributed.run --nnodes=@NODES@ --nproc-per-node=@RANKS@ --max-restarts=0 \\
         --rdzv-backend=c10d --rdzv-endpoint="$head:$port" \\
         --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$try" \\
         @COMMAND@ replica "$runs/$name-slurm-$replica.yaml" --replica "$replica"
     if [ "$code" -eq 0 ] || [ -n "$notice" ]; then break; fi
+    # torchrun ends with 1. What the same nodes cannot mend, 64 or 76, a rank has left with the name of its node.
+    told=$(cat "$ended"-* 2>/dev/null | sort -n | head -n 1)
+    if [ -n "$told" ]; then code=${told%% *} broken=${told#* }; break; fi
 done
 """
 
@@ -145,7 +151,7 @@ if compgen -G "$runs/$name/replicas/*/final.json" >/dev/null; then
 fi
 case $code in
     64) echo "$who: the configuration was refused, see above" ;;
-    76) echo "$who: $(hostname) is broken; sbatch --array=$replica --exclude=$(hostname -s) FILE" ;;
+    76) echo "$who: $broken is broken; sbatch --array=$replica --exclude=$broken FILE" ;;
     *) if [ "${SLURM_RESTART_COUNT:-0}" -lt "$budget" ]; then again "exit $code"; fi ;;
 esac
 exit "$code"

@@ -91,6 +91,10 @@ class RunDir:
         """Return the path of the replica's ranks and their pids, written by its supervisor."""
         return self.replica(replica) / "processes.json"
 
+    def ended(self, replica: int, rank: int) -> Path:
+        """Return the path of the exit code and host of a rank of torchrun that must not start there again."""
+        return self.replica(replica) / f"ended-{rank}"
+
     def rank_log(self, replica: int, rank: int) -> Path:
         """Return the path of stdout and stderr of a rank, for all incarnations."""
         return self.replica(replica) / f"rank{rank}.log"

@@ -73,16 +73,18 @@ class Fakes:
             slurm(_config(folder, *overrides), Site(python=str(folder / "python"), nodes=nodes))
         )
 
-    def start(self, code: int | str, **env: str) -> subprocess.Popen[bytes]:
+    def start(self, code: int | str, capture: bool = False, **env: str) -> subprocess.Popen[bytes]:
         path = f"{self.folder}:{os.environ['PATH']}"
         command = ["bash", str(self.script)]
         return subprocess.Popen(
-            command, env={"PATH": path, "FAKE_CODE": str(code), **env}, stdout=subprocess.DEVNULL
+            command,
+            env={"PATH": path, "FAKE_CODE": str(code), **env},
+            stdout=subprocess.PIPE if capture else subprocess.DEVNULL,
         )
 
-    def element(self, code: int | str, **env: str) -> subprocess.Popen[bytes]:
+    def element(self, code: int | str, capture: bool = False, **env: str) -> subprocess.Popen[bytes]:
         given = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1"}
-        return self.start(code, **given, **env)
+        return self.start(code, capture, **given, **env)
 
     def log(self, program: str) -> list[str]:
         file = self.folder / f"{program}.log"
@@ -242,6 +244,27 @@ def test_all_nodes_of_a_replica_start_again_under_a_new_name(tmp_path: Path) -> 
     assert all("--nnodes=2 --nproc-per-node=1 --max-restarts=0" in start for start in starts)
     assert all("--cpus-per-task=3" in start for start in starts), "srun does not take it from sbatch"
     assert [re.findall(r"--rdzv-id=(\S+)", start) for start in starts] == [[f"9-2-{n}"] for n in range(BUDGET + 1)]
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "starts"), [(["76 node2"], 76, 1), (["76 node2", "64 node1"], 64, 1), ([], 75, BUDGET + 1)]
+)
+def test_what_the_same_nodes_cannot_mend_ends_a_replica_of_several_nodes(
+    tmp_path: Path, ends: list[str], code: int, starts: int
+) -> None:
+    """torchrun ends with 1, whatever its ranks end with. What an earlier start has left does not count."""
+    fakes = Fakes(tmp_path, NETWORK, nodes=2)
+    folder = tmp_path / "runs/quickstart/replicas/1"
+    folder.mkdir(parents=True)
+    (folder / "ended-9").write_text("76 node9\n")
+    left = "".join(f"echo {end} > {folder}/ended-{rank}; " for rank, end in enumerate(ends))
+    (tmp_path / "srun").unlink()
+    (tmp_path / "srun").write_text(f'#!/usr/bin/env bash\necho "$*" >> "$0.log"\n{left}exit 1\n')
+    (tmp_path / "srun").chmod(0o755)
+    element = fakes.element(1, SLURM_JOB_NODELIST="node[1-2]", SLURM_CPUS_PER_TASK="1", capture=True)
+    said = element.communicate(timeout=20)[0].decode()
+    assert (element.returncode, len(fakes.log("srun"))) == (code, starts)
+    assert ("node2 is broken; sbatch --array=1 --exclude=node2 FILE" in said) == (code == 76)
 
 
 @pytest.mark.parametrize(
