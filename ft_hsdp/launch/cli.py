@@ -199,7 +199,9 @@ def _plan(args: argparse.Namespace) -> int:
     assumptions = Assumptions(**{name: getattr(args, name) for name in ASSUMED})
     document = plan(_config(args), assumptions, args.hosts, args.parameters)
     if args.json:
-        _print_json(document)
+        _print(
+            [json.dumps(document, allow_nan=False)]
+        )  # its figures are bounded: Infinity would be a fault of ours
     else:
         _print(lines(document))
     return EXIT_OK

@@ -133,6 +133,8 @@ def loss_rate(groups: int, copies: int, failures: float, repair: float) -> float
         groups: number of sets. A shard of N replicas of H hosts: H sets of N hosts.
         copies: members of a set.
         failures: losses of one member per unit of time.
-        repair: units of time until a lost member is replaced and has its copies again.
+        repair: units of time until a lost member is replaced and has its copies again. Where failures are not rare
+            beside that, each of the others counts as being replaced always.
     """
-    return float(groups * copies * failures**copies * repair ** (copies - 1))
+    replaced = min(1.0, failures * repair)  # the probability that another member is being replaced
+    return groups * copies * failures * replaced ** (copies - 1)

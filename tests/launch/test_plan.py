@@ -12,9 +12,9 @@ import pytest
 from pydantic import BaseModel, ConfigDict
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.arguments import Assumptions
+from ft_hsdp.launch.arguments import ASSUMED, Assumptions
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.plan.estimate import plan
+from ft_hsdp.launch.plan.estimate import BOUNDS, plan
 from ft_hsdp.launch.plan.table import lines
 from ft_hsdp.launch.plan.width import tensors
 
@@ -275,6 +275,18 @@ def test_the_documented_transcript_is_what_the_command_prints(capsys: pytest.Cap
     assert capsys.readouterr().out.splitlines()[: len(shown)] == shown
 
 
+@pytest.mark.parametrize("many", [0, 1])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_bounds_of_the_assumptions_have_figures(many: int, replicas: int) -> None:
+    assumed = {name: next(b for unit, b in BOUNDS.items() if name.endswith(unit))[many] for name in ASSUMED}
+    config = parse({"replicas": replicas, "memory": {"copies": 8}, "train": {"steps": 10**9}})
+    document = plan(config, Assumptions(**assumed), hosts=64, size=1e15)
+    json.dumps(document, allow_nan=False)
+    assert (
+        0 <= document["with_copies"]["effective_ratio"] <= document["with_copies"]["effective_ratio_renewal"] <= 1
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -287,9 +299,16 @@ def test_the_documented_transcript_is_what_the_command_prints(capsys: pytest.Cap
         ),
         ("--parameters 0", "--parameters: got 0.0; allowed: 1 to 1e15"),
         ("--entry=train.py", "--parameters: got 'nothing'; allowed: a number of parameters: train.py makes"),
-        ("--step-s 0", "--step-s: got 0.0; allowed: a number, more than 0"),
-        ("--host-failures-per-month -1", "--host-failures-per-month: got -1.0; allowed: a number, 0 or more"),
-        ("--network-gbps inf", "--network-gbps: got inf; allowed: a number, more than 0"),
+        ("--step-s 0", "--step-s: got 0.0; allowed: 1e-06 to 1e+09"),
+        ("--step-s 1e308", "--step-s: got 1e+308; allowed: 1e-06 to 1e+09"),
+        ("--replace-s 1e120", "--replace-s: got 1e+120; allowed: 1e-06 to 1e+09"),
+        ("--host-failures-per-month -1", "--host-failures-per-month: got -1.0; allowed: 0, or 1e-09 to 100000"),
+        (
+            "--host-failures-per-month 1e200",
+            "--host-failures-per-month: got 1e+200; allowed: 0, or 1e-09 to 100000",
+        ),
+        ("--network-gbps inf", "--network-gbps: got inf; allowed: 1e-06 to 1e+06"),
+        ("--storage-gbps nan", "--storage-gbps: got nan; allowed: 1e-06 to 1e+06"),
         ("--replace-s soon", "argument --replace-s: invalid float value: 'soon'"),
     ],
 )

@@ -69,6 +69,11 @@ def test_deadpool_loss_probability() -> None:
     assert in_a_step == pytest.approx(loss_probability(groups * copies, per_second * step_s, copies))
 
 
+def test_shards_are_lost_no_more_often_than_their_hosts() -> None:
+    assert loss_rate(3, 4, failures=2.0, repair=0.5) == 3 * 4 * 2.0
+    assert loss_rate(3, 64, failures=1e-3, repair=1e120) == pytest.approx(3 * 64 * 1e-3)
+
+
 def test_fewer_ranks_pay_once_a_host_is_away_for_longer_than_a_start() -> None:
     """One of two replicas of 4 ranks, steps of 20 s, 60 s until it goes on with 2 ranks, 40 s for a start."""
     job = HostAway(full=0.4, without=0.2, narrow=0.3, patience=60, start=40)

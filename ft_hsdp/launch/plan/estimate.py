@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from math import isfinite
 
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import title
@@ -25,6 +24,7 @@ from ft_hsdp.state.agent.messages import MAX_COPIES
 STATE_BYTES = 12  # of a parameter: fp32 weight and AdamW's two moments
 MAX_HOSTS = 16_384  # of all replicas; the exact figures of so many take some seconds
 MOST_LOST = 8
+BOUNDS = {"_per_month": (1e-9, 1e5), "_gbps": (1e-6, 1e6), "_s": (1e-6, 1e9)}  # of assumptions, by their units
 GIGABIT = 1e9 / 8
 
 
@@ -105,12 +105,13 @@ def plan(
 
 def _check(config: Config, assumptions: Assumptions, hosts: int | None, size: float | None) -> None:
     for name, value in asdict(assumptions).items():
-        least = "0 or more" if name == "host_failures_per_month" else "more than 0"
-        if not isfinite(value) or value < 0 or (value == 0 and least != "0 or more"):
-            raise ConfigError(option(name), value, f"a number, {least}")
-    most = MAX_HOSTS // config.replicas
-    if hosts is not None and not 1 <= hosts <= most:
-        raise ConfigError("--hosts", hosts, f"1 to {most}")
+        least, most = next(bounds for unit, bounds in BOUNDS.items() if name.endswith(unit))
+        never = name == "host_failures_per_month"
+        if not (least <= value <= most or (never and value == 0)):
+            raise ConfigError(option(name), value, f"{'0, or ' * never}{least:g} to {most:g}")
+    most_hosts = MAX_HOSTS // config.replicas
+    if hosts is not None and not 1 <= hosts <= most_hosts:
+        raise ConfigError("--hosts", hosts, f"1 to {most_hosts}")
     if size is not None and not 1 <= size <= 1e15:
         raise ConfigError("--parameters", size, "1 to 1e15")
     if size is None and config.entry is not None:
