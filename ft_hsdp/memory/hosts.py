@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -73,6 +73,11 @@ class Host:
         if self.rack and (self.zone, self.rack) == (other.zone, other.rack):
             return 1
         return 2 if self.zone and self.zone == other.zone else 3
+
+
+def known(hosts: Iterable[Host], level: Level) -> bool:
+    """Return whether it is known of any of these hosts in which domain of a level it stands."""
+    return any(host.domain(level)[0] == level for host in hosts)
 
 
 def interleave(hosts: Sequence[Host], level: Level) -> list[Host]:

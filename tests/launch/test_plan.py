@@ -77,7 +77,7 @@ class Width(Strict):
     rank_bytes: int
     host_bytes: int
     copies: int
-    protected: bool
+    protected: bool | None
     copied_bytes_per_step: float
     without_rows: int | None
 
@@ -102,7 +102,7 @@ class Document(Strict):
     copies: int
     apart: Literal["host", "rack", "zone"]
     every: int
-    protected: bool
+    protected: bool | None
     why: str
     hosts: list[HostRow]
     shards: list[Shard]
@@ -165,6 +165,22 @@ def test_labels_say_in_which_rack_a_host_is() -> None:
     found = made({**ONE_REPLICA, "hosts": {"per_replica": 4, "labels": {"r0h[01]": "a/1", "*": "a/2"}}})
     assert [row.host for row in found.hosts] == ["a/1/r0h0", "a/1/r0h1", "a/2/r0h2", "a/2/r0h3"]
     assert found.replicas_alone.lost_domains["rack"] == Domain(fatal=2, known=2)
+
+
+def test_racks_that_are_not_known_protect_from_nothing_that_plan_knows() -> None:
+    config = {"job": {"name": "job"}, "replicas": 1, "memory": {"apart": "rack", "copies": 2}}
+    document = plan(parse(config), Assumptions(), hosts=2)
+    why = "no rack is known (hosts.labels): each host counts as one of its own"
+    assert (document["protected"], document["why"]) == (None, why)
+    assert lines(document)[3] == f"not known if protected: {why}"
+    assert made({**config, "hosts": {"labels": {"r0h0": "7", "r0h1": "8"}}}, hosts=2).protected
+    narrow = made({**SHRINKS, "memory": {"shrink_to": 2, "apart": "zone"}}, size=1e6).fewer_ranks
+    assert narrow is not None
+    assert {row.protected for row in narrow.widths} == {None}
+
+
+def test_one_copy_on_hosts_apart_is_said_to_be_the_reason() -> None:
+    assert made({**ONE_REPLICA, "memory": {"copies": 1}}).why == "memory.copies is 1"
 
 
 def test_gemini_and_deadpool_cost_a_lost_host() -> None:

@@ -22,7 +22,7 @@ from ft_hsdp.launch.arguments import Assumptions
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
 from ft_hsdp.launch.plan.estimate import parameters, plan
 from ft_hsdp.launch.plan.table import size_of
-from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, locate
+from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, known, locate
 from ft_hsdp.memory.reliability import SLOTS
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.state.shared_memory import SEALS
@@ -143,13 +143,16 @@ def needed(config: Config, replicas: int) -> int:
     ranks = replicas * config.ranks_per_replica + config.spares
     spares = config.spares * SPARE_COPIES * weights(config) // config.ranks_per_replica
     agents = replicas * (config.hosts.per_replica or 1) + config.hosts.spare
-    states = replicas * copies * weights(config) + spares + foreign(config)
+    states = replicas * copies * weights(config) + spares + (foreign(config) or 0)
     return BASE_BYTES + ranks * RANK_BYTES + agents * AGENT_BYTES + states
 
 
-def foreign(config: Config) -> int:
-    """Return how many bytes of host memory the copies take that hosts keep for each other."""
-    document = plan(config, Assumptions())
+def foreign(config: Config) -> int | None:
+    """Return how many bytes of host memory the copies take that hosts keep for each other; None: they cannot."""
+    try:
+        document = plan(config, Assumptions())
+    except ConfigError:  # of copies that cannot be kept; `copies` says so
+        return None
     return int(SLOTS * document["copied_bytes_per_step"] * document["every"])
 
 
@@ -162,14 +165,14 @@ def copies(subject: Subject) -> str:
         raise Bad(str(error)) from None
     wanted, apart = document["copies"], document["apart"]
     here, _ = locate(host_name(os.environ), config.hosts.labels, os.environ)
-    if apart != "host" and not here.rack and not any("/" in row["host"] for row in document["hosts"]):
+    if document["protected"] is None and not known([here], apart):
         raise Undecided(f"{wanted} copies on different {apart}s; no {apart} is known here, see domains")
     if subject.spans and config.hosts.per_replica is None:
         raise Undecided("on how many hosts a replica runs is not known here; see `launcher.py plan --hosts N`")
-    if not document["protected"]:
+    if document["protected"] is False:
         return f"a lost host may take the state with it: {document['why']}"
     made = document["copied_bytes_per_step"] > 0
-    how = f"{size_of(foreign(config))} for other hosts" if made and config.entry is None else ""
+    how = f"{size_of(foreign(config) or 0)} for other hosts" if made and config.entry is None else ""
     how = how or ("hosts keep copies for each other" if made else "healthy replicas are the copies")
     return f"{wanted} copies of each shard, each on another {apart}: {how}"
 
@@ -187,7 +190,10 @@ def memory(subject: Subject) -> str:
         )
     spares = f" and {config.spares} spares" if config.spares else ""
     need, kept = needed(config, replicas), foreign(config)
-    spares += f", {size_of(kept)} of it copies for other hosts" if kept else ""
+    if kept is None:
+        spares += ", without the copies that cannot be kept (see copies)"
+    elif kept:
+        spares += f", {size_of(kept)} of it copies for other hosts"
     text = (
         f"about {gib(need)} for {parameters(config) / 1e6:.1f} M parameters x {replicas}{spares}; "
         f"{whose} {gib(free)} free"

@@ -15,9 +15,9 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.arguments import Assumptions, option
 from ft_hsdp.launch.plan.table import Document, size_of
 from ft_hsdp.launch.plan.width import fewer_ranks
-from ft_hsdp.memory.copies import MemberHosts, default_copies, unmet
+from ft_hsdp.memory.copies import MemberHosts, Plan, default_copies, unmet
 from ft_hsdp.memory.estimates import wasted_time
-from ft_hsdp.memory.hosts import Host, locate
+from ft_hsdp.memory.hosts import Host, Level, known, locate
 from ft_hsdp.memory.reliability import MONTH_DAYS, SLOTS, CopyFigures, HostFailures, Reliability, reliability
 from ft_hsdp.state.agent.messages import MAX_COPIES
 
@@ -79,6 +79,7 @@ def plan(
     if asked is not None and found.plan.unprotected:
         members = [MemberHosts(n, tuple(each), True) for n, each in enumerate(replicas)]
         raise ConfigError("memory.copies", asked, unmet(members, asked, level, room))
+    protected, why = _protection(everywhere, level, wanted, found.plan)
     return {
         "job": config.job.name,
         "replicas": len(replicas),
@@ -89,8 +90,8 @@ def plan(
         "copies": wanted,
         "apart": level,
         "every": every,
-        "protected": wanted > 1 and not found.plan.unprotected,
-        "why": found.plan.reason or ("" if wanted > 1 else f"there is one {level} only: no copy can be apart"),
+        "protected": protected,
+        "why": why,
         "hosts": [*_host_rows(replicas, spares, found)],
         "shards": [*_shard_rows(found)],
         "host_bytes": max(found.host_bytes.values()),
@@ -101,6 +102,18 @@ def plan(
         "fewer_ranks": fewer_ranks(config, assumptions, replicas, shard * ranks),
         "assumptions": {**asdict(assumptions), "steps_between_checkpoints": failures.checkpoint_every},
     }
+
+
+def _protection(hosts: Sequence[Host], level: Level, copies: int, plan: Plan) -> tuple[bool | None, str]:
+    """Return whether a lost domain takes no state with it, and why not; None: no such domain is known."""
+    if copies < 2:
+        apart = len({host.domain(level) for host in hosts}) > 1
+        return False, "memory.copies is 1" if apart else f"there is one {level} only: no copy can be apart"
+    if plan.unprotected:
+        return False, plan.reason
+    if not known(hosts, level):
+        return None, f"no {level} is known (hosts.labels): each host counts as one of its own"
+    return True, ""
 
 
 def _check(config: Config, assumptions: Assumptions, hosts: int | None, size: float | None) -> None:

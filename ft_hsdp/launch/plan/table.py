@@ -8,6 +8,7 @@ from typing import Any
 from ft_hsdp.launch.arguments import ASSUMED, option
 from ft_hsdp.memory.reliability import SLOTS
 
+_PROTECTION = {True: "protected", False: "UNPROTECTED: ", None: "not known if protected: "}
 SHOWN = 8  # hosts and shards in the table; --json has all
 MIB = 2**20
 
@@ -25,7 +26,7 @@ def lines(document: Document) -> list[str]:
         f"state: {document['parameters'] / 1e6:,.1f} M parameters, {size_of(document['state_bytes'])}; "
         f"{size_of(document['shard_bytes'])} a rank",
         f"copies: {document['copies']} of each shard, each on another {document['apart']}, {_often(document)}",
-        "protected" if document["protected"] else f"UNPROTECTED: {document['why']}",
+        _PROTECTION[document["protected"]] + document["why"],
         "",
         *_table(["host", "ranks", "copies of", "memory"], [_host_line(row) for row in document["hosts"]]),
         "",

@@ -14,7 +14,7 @@ from ft_hsdp.core.units import UnitPolicy
 from ft_hsdp.launch.arguments import Assumptions
 from ft_hsdp.memory.copies import MemberHosts, coverage, default_copies, missing_copies
 from ft_hsdp.memory.estimates import HostAway
-from ft_hsdp.memory.hosts import Host
+from ft_hsdp.memory.hosts import Host, known
 from ft_hsdp.memory.lanes import Tensors, without_rows
 from ft_hsdp.memory.reliability import SLOTS
 from ft_hsdp.state.agent.messages import MAX_COPIES
@@ -115,6 +115,7 @@ def _rows(
         room = MAX_COPIES if budget is None else min(MAX_COPIES, int(budget * 1e9 // (SLOTS * shard)))
         made = missing_copies(members, wanted, level, (), room)
         held = coverage(members, made, level)
+        protected = held > 1 and not made.unprotected
         of_hosts = {host.name: SLOTS * -(-state_bytes // width) * narrow.count(host) for host in narrow}
         for copy in made.copies:
             if copy.holder.name in of_hosts:
@@ -128,7 +129,7 @@ def _rows(
             "rank_bytes": -(-state_bytes // width),
             "host_bytes": max(of_hosts.values()),
             "copies": held,
-            "protected": held > 1 and not made.unprotected,
+            "protected": None if protected and not known(alive, level) else protected,
             "copied_bytes_per_step": shard * len(made.copies) / config.memory.every,
             "without_rows": _without_rows(config, width),  # several replicas refuse a model with any
         }

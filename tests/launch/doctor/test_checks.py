@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import resource
 import socket
 from collections.abc import Mapping
@@ -256,6 +257,18 @@ def test_which_copies_a_job_will_have() -> None:
     assert found == "a lost host may take the state with it: there is one host only: no copy can be apart"
     with pytest.raises(Undecided, match=r"on how many hosts a replica runs is not known here; see"):
         host_checks.copies(SPANNING)
+    with pytest.raises(Undecided, match=r"2 copies on different zones; no zone is known here, see domains"):
+        host_checks.copies(Subject(parse({"memory": {"apart": "zone"}, "hosts": {"labels": {"r0h0": "rack-7"}}})))
+
+
+def test_copies_that_cannot_be_kept_are_one_check_and_memory_another() -> None:
+    job = Subject(parse({**ONE_REPLICA, "memory": {"copies": 3}}))
+    with pytest.raises(Bad, match=r"^memory.copies: got 3; allowed: at most 2 here"):
+        host_checks.copies(job)
+    found = host_checks.memory(job)
+    assert re.match(
+        r"about .* GiB for .* x 1, without the copies that cannot be kept \(see copies\); .* free$", found
+    )
 
 
 def test_memory_can_be_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
