@@ -43,6 +43,7 @@ class Assumptions:
     host_failures_per_month: float = _assumed(0.192, "losses of one host; FT-HSDP: 6.4 per 1,000 hosts and day")
     replace_s: float = _assumed(600.0, "until a lost host is replaced, copies included; GEMINI: 600")
     swap_s: float = _assumed(40.0, "until a replica goes on from memory on another host; DeadPool: 40")
+    stall_s: float = _assumed(180.0, "in which all replicas stand still when one is lost; FT-HSDP: 180")
     restart_s: float = _assumed(150.0, "until a job goes on from a checkpoint; DeadPool: 150")
     step_s: float = _assumed(20.0, "of a step; FT-HSDP: 20")
     network_gbps: float = _assumed(100.0, "Gbit/s between two hosts")

@@ -9,7 +9,6 @@ recoveries included (FT-HSDP, GEMINI).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
 from typing import Literal
 
 Reading = Literal["renewal", "wall_clock"]
@@ -32,11 +31,6 @@ def wasted_time(checkpoint: float, interval: float, retrieval: float, iteration:
             f"a checkpoint each {interval:g} is not possible: it takes {max(checkpoint, iteration):g}"
         )
     return checkpoint + interval / 2 + retrieval
-
-
-def checkpoint_interval(checkpoint: float, iteration: float) -> int:
-    """Return the smallest number of steps between two checkpoints of which one ends before the next begins."""
-    return max(1, ceil(checkpoint / iteration))
 
 
 def restart_cost(overhead: float, restart: float, step: float, every: int) -> float:

@@ -6,7 +6,6 @@ import pytest
 
 from ft_hsdp.memory.estimates import (
     HostAway,
-    checkpoint_interval,
     effective_ratio,
     loss_probability,
     replicated_ratio,
@@ -23,8 +22,6 @@ def test_gemini_wasted_time() -> None:
     assert wasted_time(62, 62, 3, iteration=62) == 96  # GEMINI: a copy takes no longer than a step
     with pytest.raises(ValueError, match="a checkpoint each 61 is not possible: it takes 62"):
         wasted_time(10, 61, 3, iteration=62)
-    assert checkpoint_interval(481, 62) == 8
-    assert checkpoint_interval(3, 62) == 1
 
 
 def test_gemini_effective_ratio() -> None:

@@ -16,9 +16,17 @@ from ft_hsdp.launch.arguments import Assumptions, option
 from ft_hsdp.launch.plan.table import Document, size_of
 from ft_hsdp.launch.plan.width import fewer_ranks
 from ft_hsdp.memory.copies import MemberHosts, Plan, default_copies, unmet
-from ft_hsdp.memory.estimates import wasted_time
+from ft_hsdp.memory.estimates import replicated_ratio, wasted_time
 from ft_hsdp.memory.hosts import Host, Level, known, locate
-from ft_hsdp.memory.reliability import MONTH_DAYS, SLOTS, CopyFigures, HostFailures, Reliability, reliability
+from ft_hsdp.memory.reliability import (
+    DAY_S,
+    MONTH_DAYS,
+    SLOTS,
+    CopyFigures,
+    HostFailures,
+    Reliability,
+    reliability,
+)
 from ft_hsdp.state.agent.messages import MAX_COPIES
 
 STATE_BYTES = 12  # of a parameter: fp32 weight and AdamW's two moments
@@ -99,6 +107,7 @@ def plan(
         "copy_s": _sent(found, shard) / network,
         "with_copies": _figures(found.with_copies, every * assumptions.step_s, retrieval, stored),
         "replicas_alone": _figures(found.without_copies, assumptions.step_s, retrieval, stored),
+        "effective_ratio_stalls": _with_stalls(assumptions, replicas),
         "fewer_ranks": fewer_ranks(config, assumptions, replicas, shard * ranks),
         "assumptions": {**asdict(assumptions), "steps_between_checkpoints": failures.checkpoint_every},
     }
@@ -221,6 +230,21 @@ def _figures(figures: CopyFigures, interval: float, retrieval: float, stored: tu
         "effective_ratio": figures.ratio,
         "effective_ratio_renewal": figures.renewal,
     }
+
+
+def _with_stalls(assumptions: Assumptions, replicas: Sequence[Sequence[Host]]) -> float | None:
+    """Return the share of the time in which a job of several replicas makes progress (FT-HSDP §6.1); None: of one.
+
+    No state is lost in this model, so it is the same with copies and without. A replica is away until its host is
+    replaced, and all replicas stand still for a part of that.
+    """
+    if len(replicas) < 2:
+        return None
+    failures = assumptions.host_failures_per_month / MONTH_DAYS / DAY_S * sum(len(set(each)) for each in replicas)
+    if not failures:
+        return 1.0
+    down = max(assumptions.replace_s, assumptions.stall_s)
+    return max(0.0, replicated_ratio(1 / failures, down, assumptions.stall_s, len(replicas)))
 
 
 def parameters(config: Config) -> int:
