@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from ft_hsdp import fault_injection
 from ft_hsdp.config import ChaosConfig
+from ft_hsdp.config.chaos import MOMENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Injection:
     delay_s: float = 0.2
     reject: bool = False
     host: str | None = None
+    rule: int | None = field(default=None, compare=False)  # which rule of `chaos` asks for it; None: none does
 
     @property
     def event_kind(self) -> str:
@@ -90,9 +92,19 @@ class _Rule:
     """A rule of the configuration, and which of its failures are still to come."""
 
     config: ChaosConfig
+    number: int  # its place in `chaos`
     random: random.Random
     waiting: list[int | None] = field(default_factory=list)  # of a rule that hits once: replicas that it must hit
     next_t: float | None = None  # of a rule with a rate: when the next failure is due
+
+    @property
+    def when(self) -> str:
+        """When it is due, as the configuration says it."""
+        return next(f"{key} {value:g}" for key in MOMENTS if (value := getattr(self.config, key)) is not None)
+
+    def injection(self, replica: int | None, any_rank: int, reason: str) -> Injection:
+        """Return the injection that the rule asks for now; the arguments are those of `injection_of`."""
+        return replace(injection_of(self.config, replica, any_rank, reason), rule=self.number)
 
 
 class Planner:
@@ -109,7 +121,7 @@ class Planner:
         self._ranks = ranks
         self._slots = slots
         self._began: float | None = None  # time of the first call with a committed step
-        self._rules = [_Rule(rule, random.Random(f"{rule.seed}/{n}")) for n, rule in enumerate(rules)]
+        self._rules = [_Rule(rule, n, random.Random(f"{rule.seed}/{n}")) for n, rule in enumerate(rules)]
         for rule in self._rules:
             rule.waiting = self._victims(rule.config) if rule.config.rate_per_min is None else []
 
@@ -137,6 +149,18 @@ class Planner:
                 found += self._once(rule, running, f"{config.at_s:g} s", late)
         return found
 
+    def idle(self, hit: Collection[int | None]) -> list[str]:
+        """Return a line about each rule that has hit nothing.
+
+        Args:
+            hit: `Injection.rule` of all injections that hit something.
+        """
+        return [
+            f"chaos.{rule.number} (kind {rule.config.kind}, {rule.when}) hit nothing"
+            for rule in self._rules
+            if rule.number not in hit
+        ]
+
     def _victims(self, config: ChaosConfig) -> list[int | None]:
         """Return the replicas that a rule may hit; [None] if its kind does not hit a replica."""
         if config.replicas:
@@ -147,8 +171,10 @@ class Planner:
         if not now:
             return []
         hit = [replica for replica in rule.waiting if replica is None or replica in running]
-        rule.waiting = [] if rule.config.host else [replica for replica in rule.waiting if replica not in hit]
-        return [injection_of(rule.config, replica, 0, f"chaos at {when}") for replica in hit]
+        # A host without named replicas is hit with all ranks that are there now, once.
+        everyone = hit and rule.config.host is not None and not rule.config.replicas
+        rule.waiting = [] if everyone else [replica for replica in rule.waiting if replica not in hit]
+        return [rule.injection(replica, 0, f"chaos at {when}") for replica in hit]
 
     def _at_rate(self, rule: _Rule, now: float, running: Collection[int]) -> list[Injection]:
         rate = rule.config.rate_per_min
@@ -161,5 +187,5 @@ class Planner:
             replica = rule.random.choice(self._victims(rule.config))
             rank = rule.random.randrange(self._ranks)
             if (replica is None or replica in running) and all(i.replica != replica for i in found):
-                found.append(injection_of(rule.config, replica, rank, f"chaos at {rate:g} a minute"))
+                found.append(rule.injection(replica, rank, f"chaos at {rate:g} a minute"))
         return found

@@ -126,6 +126,7 @@ class JobRun:
         self._background: list[asyncio.Task[Any]] = []
         self._link: LighthouseLink | None = None
         self._failures = JobFailures(self._active)
+        self._hit: set[int | None] = set()  # rules of `chaos` that have hit something
 
     async def run(self) -> tuple[int, Summary | None]:
         """Run the job until every replica is done or a signal ends it; return the exit code and the summary."""
@@ -159,6 +160,8 @@ class JobRun:
             finally:
                 self._recorder.close()
         code = self._code()
+        for line in self._planner.idle(self._hit):
+            self._terminal.say(line, "yellow")
         self._terminal.summary(summary, code)
         if self._stopped_by is not None and self._written is not None:
             self._terminal.say(how_to_continue(config, run, self._written))
@@ -274,6 +277,7 @@ class JobRun:
             except (ConfigError, OSError, psutil.Error) as error:
                 self._terminal.say(f"not injected: {injection.reason}: {error}", "yellow")
                 return
+        self._hit.add(injection.rule)
         self._recorder.emit(inflicted.event)
         if injection.for_s > 0:
             emit, reason = self._recorder.emit, f"{injection.for_s:g} s are over"

@@ -126,6 +126,29 @@ def test_a_host_is_hit_on_all_replicas_that_run() -> None:
     assert [(i.replica, i.rank, i.host) for i in made] == [(0, None, "node-7"), (2, None, "node-7")]
 
 
+def test_a_host_of_a_replica_that_is_away_is_hit_when_it_is_back() -> None:
+    plan = planner({"kind": "host", "at_step": 5, "host": "r0h1", "replicas": (0, 2)})
+    assert [i.replica for i in plan.due(4, 0.0, (1, 2))] == [2]
+    assert plan.due(5, 0.1, (1, 2)) == []
+    assert [i.replica for i in plan.due(6, 0.2, ALL)] == [0]
+    assert plan.due(7, 0.3, ALL) == []
+    of_all = planner({"kind": "host", "at_step": 5, "host": "r0h1"})
+    assert of_all.due(4, 0.0, ()) == []
+    assert [i.replica for i in of_all.due(5, 0.1, (0, 1))] == [0, 1]
+    assert of_all.due(6, 0.2, ALL) == [], "those that were there were hit at once"
+
+
+def test_a_rule_that_hit_nothing_is_named() -> None:
+    plan = planner({"at_step": 5, "replicas": (0,)}, {"kind": "host", "at_s": 2.5, "host": "r9h9"})
+    (made,) = plan.due(4, 0.0, ALL)
+    assert made.rule == 0
+    assert plan.idle({made.rule}) == ["chaos.1 (kind host, at_s 2.5) hit nothing"]
+    assert plan.idle({0, 1}) == []
+    often = planner({"rate_per_min": 60, "replicas": ALL})
+    assert {i.rule for t in range(100) for i in often.due(1, t / 10, ALL)} == {0}
+    assert often.idle(()) == ["chaos.0 (kind signal, rate_per_min 60) hit nothing"]
+
+
 def test_without_a_name_the_host_of_a_rank_is_hit() -> None:
     (made,) = planner({"kind": "host", "at_step": 2, "replicas": (1,), "rank": 1}).due(5, 0.0, ALL)
     assert (made.replica, made.rank, made.host) == (1, 1, None)

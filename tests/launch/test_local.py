@@ -120,8 +120,11 @@ def test_without_per_replica_each_replica_is_a_host_unless_the_machine_is_known(
 
 
 async def test_down_steps_keep_a_replica_away(tmp_path: Path) -> None:
-    job = Fake(tmp_path, chaos=[{**KILL, "down_steps": 12}])
+    job = Fake(tmp_path, chaos=[{**KILL, "down_steps": 12}, {"at_step": 9, "host": "r9h0"}])
     assert (await job.go())[0] == 0
+    assert [line for line in job.out.getvalue().splitlines() if line.startswith("chaos.")] == [
+        "chaos.1 (kind signal, at_step 9) hit nothing"
+    ]
     (injected,) = job.events("FailureInjected")
     started = job.events("ReplicaStarted")[-1]
     assert started["replica"] == 1
