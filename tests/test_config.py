@@ -18,6 +18,8 @@ CUT = {"kind": "partition", "at_s": 1, "edge": [0, 1]}
 AID = {"kind": "helper", "at_s": 1, "target": "agent"}
 
 POINT = {"replicas": [0], "step": 1}
+LOST = {"kind": "host", "at_step": 5, "host": "r0h0"}
+TWO_HOSTS = {"ranks_per_replica": 2, "hosts": {"per_replica": 2, "spare": 1}}
 
 # A document, the key that the message starts with, a part of what it says is allowed.
 BAD: list[tuple[dict[Any, Any], str, str]] = [
@@ -64,6 +66,8 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ),
     ({"hosts": {"per_replica": 0}}, "hosts.per_replica", "a whole number from 1 to 64 or null"),
     ({"hosts": {"labels": {"node*": "a/b/c"}}}, "hosts.labels.node*", "text that matches"),
+    ({"hosts": {"labels": {7: "rack"}}}, "hosts.labels.7", "a key that is text: put it into quotes"),
+    ({"hosts": {"labels": {None: "rack"}}}, "hosts.labels.None", "a key that is text: put it into quotes"),
     ({"hosts": {"labels": {"node*": "a rack"}}}, "hosts.labels.node*", "text that matches"),
     ({"train": None}, "train", "a mapping with the keys steps"),
     ({"train": [1]}, "train", "a mapping with the keys steps"),
@@ -187,6 +191,11 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"chaos": [HIT | {"host": "a", "rank": 1}]}, "chaos.0.host", "null with a target or a rank"),
     ({"chaos": [HIT | {"kind": "host", "signal": "STOP"}]}, "chaos.0.signal", "only with signal and helper"),
     ({"chaos": [HIT | {"kind": "host", "host": "a", "rank": 1}]}, "chaos.0.host", "null with a target or a rank"),
+    (TWO_HOSTS | {"chaos": [LOST | {"host": "nope"}]}, "chaos.0.host", "a host that there is: r<replica>h<index>"),
+    (TWO_HOSTS | {"chaos": [LOST | {"host": "r0h7"}]}, "chaos.0.host", "r0h0 to r2h1, or s0 to s0"),
+    (TWO_HOSTS | {"chaos": [LOST | {"host": "r3h0"}]}, "chaos.0.host", "r0h0 to r2h1, or s0 to s0"),
+    (TWO_HOSTS | {"chaos": [LOST | {"host": "r00h0"}]}, "chaos.0.host", "r0h0 to r2h1, or s0 to s0"),
+    (TWO_HOSTS | {"chaos": [LOST, LOST | {"host": "s1"}]}, "chaos.1.host", "r0h0 to r2h1, or s0 to s0"),
     ({"chaos": [HIT | {"kind": "host", "down_steps": 2}]}, "chaos.0.down_steps", "0 with kind host"),
     ({"chaos": [{"at_s": 1, "kind": "host"}]}, "chaos.0.replicas", "at least 1 item"),
     ({"chaos": [{"at_s": 1, "kind": "helper"}]}, "chaos.0.target", "fork_server, agent, supervisor"),

@@ -25,7 +25,8 @@ KEYS = [(section, key) for section, body in SECTIONS.items() for key in body["pr
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
 
-# What a schema cannot say: how two values are related, that 3.0 is no whole number, and that no line may end.
+# What a schema cannot say: how two values are related, that 3.0 is no whole number, that no line may end, and that
+# a key is no number.
 UNSAID = {
     ("replicas", "3.0"),
     ("job.name", "'ab\\n'"),
@@ -48,7 +49,9 @@ UNSAID = {
     *(("chaos.0.rank", str(n)) for n in (0, 2)),
     ("chaos.0.edge", "[0, 3]"),
     ("chaos.0.replicas", "[0]"),
-    ("chaos.0.host", "'a'"),
+    *(("chaos.0.host", repr(name)) for name in ("a", "nope", "r0h7", "r3h0", "r00h0")),
+    ("chaos.1.host", "'s1'"),
+    *(("hosts.labels." + key, "None") for key in ("7", "None")),
     ("chaos.0.target", "'agent'"),
     ("chaos.0.signal", "'STOP'"),
     ("chaos.0.signal", "'TERM'"),

@@ -136,6 +136,20 @@ class Config(Section):
         """Whether its processes listen for faults that they have to carry out themselves."""
         return self.debug.faults or any(rule.kind in fault_injection.HOOKED for rule in self.chaos)
 
+    @property
+    def _spare_hosts(self) -> int:
+        """How many emulated hosts are spare, those of spare replicas included."""
+        return self.hosts.spare + self.spares // self.ranks_per_replica * (self.hosts.per_replica or 0)
+
+    def _emulates(self, host: str) -> bool:
+        """Return whether an emulated host has this name."""
+        match = re.fullmatch(r"r(0|[1-9]\d*)h(0|[1-9]\d*)|s(0|[1-9]\d*)", host, re.ASCII)
+        if match is None:
+            return False
+        if match[3] is not None:
+            return int(match[3]) < self._spare_hosts
+        return int(match[1]) < self.slots and int(match[2]) < (self.hosts.per_replica or 0)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         wrong = _refusal(self) or _shrink_refusal(self)
@@ -194,6 +208,11 @@ class Config(Section):
                     list(rule.edge or rule.replicas),
                     f"ids from 0 to {self.slots - 1} (there are {self.slots} replicas at most)",
                 )
+            if rule.host is not None and self.hosts.per_replica is not None and not self._emulates(rule.host):
+                last = f"r{self.slots - 1}h{self.hosts.per_replica - 1}"
+                spare = f", or s0 to s{self._spare_hosts - 1}" if self._spare_hosts else ""
+                allowed = f"a host that there is: r<replica>h<index>, r0h0 to {last}{spare}"
+                raise refuse(f"chaos.{i}.host", rule.host, allowed)
             if rule.rank is not None and rule.rank >= self.ranks_per_replica:
                 raise refuse(
                     f"chaos.{i}.rank",

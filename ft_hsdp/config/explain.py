@@ -44,6 +44,8 @@ def explain(error: ValidationError, model: type[BaseModel], given: object) -> Co
         return ConfigError(dotted([*loc, ctx["key"]]), ctx["value"], ctx["allowed"])
     if problem["type"] in _UNKNOWN_KEY:
         return unknown_key([p for p in loc if p != "[key]"], model, _value_at(given, loc))
+    if loc[-1:] == ("[key]",):  # a number or null as a key: YAML reads 7 and null as such without quotes
+        return ConfigError(dotted(loc[:-1]), loc[-2], "a key that is text: put it into quotes")
     if problem["type"] == "missing" and isinstance(loc[-1], int):
         loc = loc[:-1]  # name the list that is too short, not the item that is missing
     elif problem["type"] == "missing":

@@ -19,7 +19,7 @@ from ft_hsdp.launch.ray.actor import make_folder, place_script
 from ft_hsdp.launch.ray.backend import loopback
 from ft_hsdp.launch.ray.cluster import RayOutput, destination
 from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
-from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, within_reach
+from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, not_used, within_reach
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from ft_hsdp.train.identity import host_path
 
@@ -123,10 +123,24 @@ def test_what_submit_does_not_do_is_refused() -> None:
         ({"train": {"device": "cuda"}}, "ray.gpus_per_rank"),
         ({"lighthouse": {"etcd": ["http://127.0.0.1:1"], "count": 3}}, "lighthouse.count"),
         ({"chaos": [{"kind": "clock", "at_s": 1, "replicas": [0]}]}, r"chaos\.0\.kind"),
+        (
+            {"memory": {"copies": 8}, "ray": {"strategy": "PACK"}},
+            r"memory\.copies: got 8; allowed: at most 6 here",
+        ),
+        ({"memory": {"copies": 4}, "ranks_per_replica": 4}, r"memory\.copies: got 4; allowed: at most 3 here"),
     ):
         with pytest.raises(ConfigError, match=key):
             check(config(**document))
     check(config())
+    check(config(memory={"copies": 6}, ray={"strategy": "PACK"}))
+
+
+def test_hosts_that_a_cluster_does_not_emulate_are_named_in_a_line() -> None:
+    assert not_used(config()) == not_used(config(hosts={"labels": {"node7": "a/7"}})) == ""
+    why = "not used here: on a cluster a host is a node, and any free node is a spare one"
+    assert not_used(config(hosts={"per_replica": 2})) == f"hosts.per_replica: 2 is {why}"
+    both = not_used(config(hosts={"per_replica": 2, "spare": 1}))
+    assert both == f"hosts.per_replica: 2 and hosts.spare: 1 are {why}"
 
 
 @pytest.mark.parametrize(

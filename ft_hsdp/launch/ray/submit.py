@@ -232,6 +232,8 @@ def submit(
     """
     config = stamped(config)
     check(config)
+    if note := not_used(config):
+        print(note, file=sys.stderr)  # noqa: T201 - one line for the user
     prepare_data(config)
     with connected(address, config.ray.runtime_env) as (cluster, output):
         alone = cluster.addresses <= {cluster.address} and has_room(config, cluster.resources)
@@ -279,10 +281,25 @@ def check(config: Config) -> None:
     if config.memory.shrink_to is not None:
         allowed = "null with submit: on a cluster a replica waits for nodes"
         raise ConfigError("memory.shrink_to", config.memory.shrink_to, allowed)
+    nodes = config.slots * (1 if config.ray.strategy == "STRICT_PACK" else config.ranks_per_replica)
+    if (config.memory.copies or 1) > nodes:  # what the nodes that there are allow, the ranks find out
+        allowed = f"at most {nodes} here: the ranks are on {nodes} nodes at most; or null: as many as possible"
+        raise ConfigError("memory.copies", config.memory.copies, allowed)
     for i, rule in enumerate(config.chaos):
         if rule.kind != "signal":
             allowed = "signal with submit: the other kinds act on processes of this machine"
             raise ConfigError(f"chaos.{i}.kind", rule.kind, allowed)
+
+
+def not_used(config: Config) -> str:
+    """Return a line about the keys of `hosts` that count for nothing on a cluster; "" if none is given."""
+    hosts = config.hosts
+    given = {"hosts.per_replica": hosts.per_replica, "hosts.spare": hosts.spare}
+    keys = " and ".join(f"{key}: {value}" for key, value in given.items() if value)
+    if not keys:
+        return ""
+    verb = "are" if hosts.spare else "is"  # hosts.spare needs hosts.per_replica
+    return f"{keys} {verb} not used here: on a cluster a host is a node, and any free node is a spare one"
 
 
 def within_reach(config: Config, own: str, alone: bool) -> Config:
