@@ -53,6 +53,7 @@ UNIT_TIMES, REFILL_STEPS, TOKEN_MEAN = 1.03, 0.15, 1e-6
 
 COPIES = {"waiting": 1.02, "computing": 1.10}
 EXPOSED, OF_PLAN, IDLE_SHARE, PLANNED, APART = 0.01, 1.05, 0.95, 1.02, 0.001
+PLAN_S = 1.0
 RESHAPE_TIMES, RESHAPE_BYTES = 2.0, 1.05
 BLOCKS_TIMES = 1.15
 SCATTERED_TIMES = 1.0  # as fast as a load from a single source, if the senders' links are the limit
@@ -259,6 +260,10 @@ def memory(result: Row) -> Verdicts:
     for row in result["none"]:
         for what in ("bytes", "threads", "orders"):
             yield most(f"no copies needed: {what}", {**row, "bytes": None}, 0, row[what])
+    for row in result["plan"]:
+        there = f"plan of {row['hosts']} hosts, {row['copies']} copies"
+        yield most(f"{there}: p50 s", row, PLAN_S, row["took"]["p50_ms"] / 1e3)
+        yield most(f"{there}: figures that are not exact", row, 0, row["not_exact"])
     for row in result["gaps"]:
         yield from _gaps(row)
     for row in result["lost"]:
@@ -279,6 +284,7 @@ def _gaps(row: Row) -> Verdicts:
     yield most("planned on a link: a step, times", row, PLANNED, times["planned"]["ratio"])
     for slower, faster in (("blocking", "greedy"), ("greedy", "planned")):
         yield least(f"{slower} - {faster}, apart by", row, APART, times[slower]["low"] - times[faster]["high"])
+    yield least("planned: blocks by a plan, of all", row, 1.0, row["planned_share"]["planned"])
     if "planned" in row["idle_share"]:
         yield least("planned: bytes in idle spans", row, IDLE_SHARE, row["idle_share"]["planned"])
 

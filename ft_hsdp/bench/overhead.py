@@ -83,6 +83,8 @@ def in_turns(
     python: str = sys.executable,
     look: Callable[[str, RunDir, TrainingProcesses], None] = lambda *_: None,
     settle_s: float = 0.0,
+    lead: int = 0,
+    started: Callable[[str, RunDir], None] = lambda *_: None,
 ) -> dict[str, list[float]]:
     """Train all contenders on this machine, all alive, one block of one of them at a time (ABAB).
 
@@ -92,6 +94,8 @@ def in_turns(
         python: the interpreter of all processes.
         look: called for each contender of ft_hsdp after its last block, with its name, its run and its processes.
         settle_s: how long to wait after each block, for what it leaves to be done.
+        lead: steps of each block before those that are timed, as in `TrainingProcesses.train`.
+        started: called for each contender of ft_hsdp before its first block, with its name and its run.
 
     Returns:
         Seconds of a step, of each of so many blocks, by contender.
@@ -112,15 +116,17 @@ def in_turns(
             if run is not None:
                 seen.append((name, run, processes))
             greet(processes.links)  # one after the other: two dozen imports at once take too long
-            samples[name] = partial(_block, processes, each.setup.steps, settle_s)
+            if run is not None:
+                started(name, run)
+            samples[name] = partial(_block, processes, each.setup.steps, settle_s, lead)
         took = interleave(samples, rounds)
         for one in seen:
             look(*one)
         return took
 
 
-def _block(processes: TrainingProcesses, steps: int, settle_s: float) -> float:
-    seconds = processes.train(steps)
+def _block(processes: TrainingProcesses, steps: int, settle_s: float, lead: int) -> float:
+    seconds = processes.train(steps, lead)
     time.sleep(settle_s)
     return seconds
 

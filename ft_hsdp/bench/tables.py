@@ -326,18 +326,26 @@ def _memory(result: Row, console: Console) -> None:
         )
         console.print(
             f"votes wait {100 * row['exposed']:.2f} % of a step for {row['copied_bytes'] / 1e6:.1f} MB of copies"
-            f"\nand a host keeps {row['host_bytes'] / 1e6:.1f} MB"
+            f"\nand a host keeps {row['host_bytes'] / 1e6:.1f} MB, {row['of_plan']:.3f} of what plan says"
         )
     for row in result["none"]:
         console.print(
             f"{_shape(row)}, no copies needed, {row['steps']} steps:\n{row['bytes']} bytes, "
             f"{row['threads']} threads and {row['orders']} orders for copies"
         )
+    for row in result["plan"]:
+        compared = ", ".join(f"{count} {how}" for how, count in row["compared"].items())
+        console.print(
+            f"plan of {row['hosts']} hosts, {row['copies']} copies: {row['took']['p50_ms']:.4g} ms\n"
+            f"of its figures, {compared}: {row['not_exact']} are not exact"
+        )
     for row in result["gaps"]:
         title = f"A step of {_shape(row)} on {row['hosts']} hosts, links of {row['rate']}, by their copies"
         _steps(title, row["modes"], row, console, "blocks")
         shares = ", ".join(f"{name} {100 * share:.1f} %" for name, share in row["idle_share"].items())
         console.print(f"of the copies' bytes, left in idle spans: {shares or 'not known'}")
+        by_plan = ", ".join(f"{name} {100 * share:.0f} %" for name, share in row["planned_share"].items())
+        console.print(f"of the blocks, with a plan in force (CopiesPaced): {by_plan}")
     for row in result["lost"]:
         rows = []
         for name, found in row["places"].items():

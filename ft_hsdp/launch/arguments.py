@@ -14,7 +14,7 @@ MEASURES = (
     "of ftar: bandwidth (default), spin, kill, reconfigure, link; of fetch: large, small; "
     "of recovery: kill, torchft, rejoin, return, stop, readers, local; "
     "of overhead: steady, snapshot, ray, link; of units: constant, rate, refill, loss, tokens, kills; "
-    "of adopt: step, kill; of memory: step, none, gaps, lost, union, flips; "
+    "of adopt: step, kill; of memory: step, none, plan, gaps, lost, union, flips; "
     "of width: reshape, allreduce, blocks, rate, shrink, lone, losses; or all"
 )
 BENCH_TIME = (

@@ -3,7 +3,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
+import tempfile
+import threading
 from argparse import Namespace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +16,18 @@ import pytest
 from ft_hsdp.bench import goals
 from ft_hsdp.bench.command import MEMORY, memory_options
 from ft_hsdp.bench.hsdp import network
-from ft_hsdp.bench.memory.bench import segments
+from ft_hsdp.bench.memory.bench import STEP_SETUPS, AgentWatch, pid_of, planned_bytes, plans, segments
 from ft_hsdp.bench.memory.flips import flips
 from ft_hsdp.bench.memory.gaps import MODES, SETUP, gaps, idle, report
 from ft_hsdp.bench.memory.lost import loss
 from ft_hsdp.bench.results import ProgressLog, spread
+from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.plan.estimate import parameters
+from ft_hsdp.memory import reliability, survival
 from ft_hsdp.state import shared_memory
 from tests.support.bench.tables import shown
+from tests.support.launch.launch_helpers import until
 
 
 def test_all_measures_unless_one_is_named() -> None:
@@ -28,20 +36,60 @@ def test_all_measures_unless_one_is_named() -> None:
     words = Namespace(measure="gaps", rounds=2, kills=3)
     options = memory_options(words)
     assert (options.measures, options.rounds, options.kills) == (("gaps",), 2, 3)
-    with pytest.raises(ConfigError, match="step, none, gaps"):
+    with pytest.raises(ConfigError, match="step, none, plan, gaps"):
         memory_options(Namespace(measure="all of it", rounds=None, kills=None))
 
 
 def test_a_segment_that_an_agent_maps_counts_once(tmp_path: Path) -> None:
     log = tmp_path / "agent-r0h0.log"
     log.write_text("started\n" + json.dumps({"pid": os.getpid()}) + "\n")
-    before = segments(log)
+    assert pid_of(log) == os.getpid()
+    before = segments(os.getpid())
     fd = shared_memory.create(5000)
     try:
         view = shared_memory.attach(fd, 5000, writable=True)  # the mapping has a descriptor of its own
-        assert (segments(log) - before, view.size) == (os.fstat(fd).st_size, 5000)
+        assert (segments(os.getpid()) - before, view.size) == (os.fstat(fd).st_size, 5000)
     finally:
         os.close(fd)
+
+
+async def test_what_an_agent_sends_and_its_threads_are_counted() -> None:
+    one, other = socket.socketpair()
+    with tempfile.TemporaryFile() as file, one, other:
+        file.write(b"x" * 50_000)
+        file.flush()
+        watch = AgentWatch([os.getpid()])
+        threads, over = watch.threads, threading.Event()
+        helpers = [threading.Thread(target=over.wait) for _ in range(2)]
+        try:
+            for helper in helpers:
+                helper.start()
+            other.send(b"orders do not count")
+            assert watch.sent < 10_000
+            assert os.sendfile(one.fileno(), file.fileno(), 0, 50_000) == 50_000
+            assert watch.sent >= 50_000
+            await until(lambda: watch.threads >= threads + 3, "the helpers and the watch itself")
+        finally:
+            over.set()
+            watch.end()
+
+
+def test_the_memory_of_hosts_stands_beside_what_plan_says() -> None:
+    waiting = planned_bytes(STEP_SETUPS["waiting"])  # 6 layers of 2^18 elements, 12 bytes each, on two hosts
+    assert waiting == 2 * 2 * 12 * 6 * (1 << 18) // 2
+    assert planned_bytes(STEP_SETUPS["waiting"], copies=1) == waiting // 2
+    computing = parse({"model": {"layers": 6, "dim": 192, "heads": 6}})
+    assert planned_bytes(STEP_SETUPS["computing"]) == pytest.approx(2 * 12 * parameters(computing), abs=4)
+
+
+def test_the_figures_of_plan_are_compared_with_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = plans(ProgressLog(io.StringIO()), hosts=16, runs=2)
+    assert (row["not_exact"], row["took"]["count"]) == (0, 2)
+    assert row["compared"] == {"by the formula": 8, "of 10 hosts by trial": 8}
+    exact = survival.probability
+    monkeypatch.setattr(reliability, "probability", lambda ways, lost: exact(ways, lost) * Fraction(999, 1000))
+    (row,) = plans(ProgressLog(io.StringIO()), hosts=16, runs=1)
+    assert row["not_exact"] >= 8
 
 
 def took(**times: float) -> dict[str, list[float]]:
@@ -51,7 +99,9 @@ def took(**times: float) -> dict[str, list[float]]:
 def test_how_copies_travel_beside_the_goals() -> None:
     seconds = took(none=0.5, blocking=0.55, greedy=0.52, reactive=0.505, planned=0.501)
     sent = {name: [6e6, 12e6, 7e6] for name in MODES}
-    row = report(SETUP, 5, seconds, sent, {"none": None, "planned": 0.99, "reactive": 0.97})
+    idles = {"none": None, "planned": 0.99, "reactive": 0.97}
+    row = report(SETUP, 5, seconds, sent, idles, {"planned": [True] * 5, "reactive": [False] * 5})
+    assert row["planned_share"] == {"planned": 1, "reactive": 0}
     assert row["idle_share"] == {"planned": 0.99, "reactive": 0.97}
     assert row["link_bytes_per_step"]["greedy"] == 7_000_000
     empty: dict[str, Any] = {name: [] for name in MEMORY}
@@ -60,11 +110,14 @@ def test_how_copies_travel_beside_the_goals() -> None:
         "planned on a link: a step, times": True,
         "blocking - greedy, apart by": True,
         "greedy - planned, apart by": True,
+        "planned: blocks by a plan, of all": True,
         "planned: bytes in idle spans": True,
     }
-    assert "left in idle spans: planned 99.0 %, reactive 97.0 %" in shown("memory", result)
+    text = shown("memory", result)
+    assert "left in idle spans: planned 99.0 %, reactive 97.0 %" in text
+    assert "with a plan in force (CopiesPaced): planned 100 %, reactive 0 %" in text
     alike = took(none=0.5, blocking=0.5, greedy=0.5, reactive=0.5, planned=0.52)
-    row = report(SETUP, 5, alike, sent, {"planned": 0.9})
+    row = report(SETUP, 5, alike, sent, {"planned": 0.9}, {"planned": [True] * 4 + [False]})
     assert not any(v.met for v in goals.memory({**empty, "gaps": [row]}))
 
 
@@ -135,6 +188,7 @@ def test_goals_and_tables() -> None:
     result: dict[str, Any] = {
         "step": steps,
         "none": [{**shape, "steps": 10, "bytes": 0, "threads": 0, "orders": 1}],
+        "plan": [{"hosts": 8, "copies": 4, "took": figures, "compared": {"by trial": 2}, "not_exact": 0}],
         "gaps": [],
         "lost": [{**shape, "places": places, "times_as_fast": 5.0}],
         "union": [{**shape, "losses": 2, "new": figures, "lost_steps": 1, "rungs": {"replica": 4}}],
@@ -144,7 +198,7 @@ def test_goals_and_tables() -> None:
     }
     missed = {verdict.text for verdict in goals.memory(result) if not verdict.met}
     assert missed == {"no copies needed: orders", "flipped bytes that were not found"}
-    assert len(list(goals.memory(result))) == 14
+    assert len(list(goals.memory(result))) == 16
     text = shown("memory", result)
     assert "restored: 4 from replica" in text
     assert "1 of 2 at rest" in text

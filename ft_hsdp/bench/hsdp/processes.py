@@ -129,15 +129,21 @@ class TrainingProcesses:
         self.links = list(links)  # replica by replica
         self.said: Sequence[Mapping[str, Any]] = ()  # the ranks' answers after the newest block
 
-    def train(self, steps: int) -> float:
+    def train(self, steps: int, lead: int = 0) -> float:
         """Train so many steps.
 
+        Args:
+            steps: that are timed.
+            lead: steps before them, which are not: the first step after a pause has no copies beside it.
+
         Returns:
-            Seconds of a step: from a common start until the slowest rank could begin the next, over ``steps``.
+            Seconds of a step: from a common start, or the slowest rank's end of the lead, until the slowest rank
+            could begin the next, over ``steps``.
         """
         start = time.monotonic() + LEAD_S
-        answers = self.said = ask(self.links, {"steps": steps, "at": start})
-        return (max(answer["t"] for answer in answers) - start) / steps
+        answers = self.said = ask(self.links, {"lead": lead, "steps": steps, "at": start})
+        began = max(answer["began"] for answer in answers) if lead else start
+        return (max(answer["t"] for answer in answers) - began) / steps
 
     def cpu_s(self) -> float:
         """Return the CPU time of all processes so far, the kernel's for them included."""

@@ -1,6 +1,6 @@
 """One rank: `python -m ft_hsdp.bench.hsdp.worker FD SPEC` trains so many steps as it is told.
 
-    -> {"steps": 2, "at": 12.5}                 <- {"t": 13.6, ...}, before the step that comes next
+    -> {"lead": 1, "steps": 2, "at": 12.5}  <- {"began": 12.9, "t": 13.6, ...}, before the step that comes next
 
 The answer of ft_hsdp's ranks also has what they count about copies of states (`_counts`).
 
@@ -69,11 +69,17 @@ def product(spec: RankSpec, config: Config) -> Iterator[Counts]:
 
 
 def _counts(job: ft_hsdp.Job) -> Counts:
-    """Return the copies that this rank has ordered, its threads, and the bytes that left as copies."""
+    """Return the copies that this rank has ordered, its threads, the bytes that left as copies, and by a plan."""
     runtime = job._runtime
     assert runtime is not None
     sent, idle = runtime.spans.meter.sent()
-    return {"ordered": runtime.copies.ordered, "threads": threading.active_count(), "sent": sent, "idle": idle}
+    return {
+        "ordered": runtime.copies.ordered,
+        "threads": threading.active_count(),
+        "sent": sent,
+        "idle": idle,
+        "planned": int(runtime.spans.planned),
+    }
 
 
 def _exchange(nbytes: int) -> None:
@@ -148,9 +154,12 @@ def set_up() -> tuple[Answer, Obey]:
     def train(command: Mapping[str, Any]) -> Answer:
         time.sleep(max(0.0, command["at"] - time.monotonic()))
         counts: Counts = {}
+        for _ in range(command["lead"]):
+            next(steps)
+        began = time.monotonic()
         for _ in range(command["steps"]):
             counts = next(steps)
-        return {"t": time.monotonic(), **counts}
+        return {"t": time.monotonic(), "began": began, **counts}
 
     return {"address": spec.host}, train
 

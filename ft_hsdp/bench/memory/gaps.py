@@ -28,7 +28,8 @@ from ft_hsdp.state.pacing import PROFILED
 
 MODES: Mapping[str, int] = {"none": 1, "blocking": 1, "greedy": 2, "reactive": 2, "planned": 2}  # memory.copies
 WATCHED = ("reactive", "planned")  # the modes in which ranks say when they communicate
-STEPS = 15  # of a block; the first one has a pause, and a profile of 20 steps leaves out two
+STEPS = 15  # of a block; the one before them has a pause, and a profile of 20 steps leaves out two
+LEAD = 1  # steps of a block that are not timed: the copies of its first state travel beside the first timed step
 SETTLE_S = 0.5  # after a block: the copies of its last state must not meet the next block
 SETUP = HsdpSetup(
     replicas=1,
@@ -48,6 +49,9 @@ def gaps(rounds: int, log: ProgressLog, setup: HsdpSetup = SETUP) -> list[Result
         return []
     crews: dict[str, TrainingProcesses] = {}
     sent: dict[str, list[float]] = {name: [] for name in MODES}
+    by_plan: dict[str, list[bool]] = {
+        name: [] for name in MODES
+    }  # whether a plan was in force at both ends of a block
     with sigterm_unwinds(), scratch() as (stack, folder):
         network = stack.enter_context(Network(setup.replicas * setup.hosts, setup.rate, setup.congestion))
         for number, (name, copies) in enumerate(MODES.items()):
@@ -62,16 +66,18 @@ def gaps(rounds: int, log: ProgressLog, setup: HsdpSetup = SETUP) -> list[Result
         log.say(f"{setup.hosts} hosts, links of {setup.rate}: {', '.join(crews)}")
 
         def block(name: str) -> float:
-            before = network.sent()
-            seconds = crews[name].train(setup.steps)
+            before, said = network.sent(), crews[name].said
+            seconds = crews[name].train(setup.steps, LEAD)
             time.sleep(SETTLE_S)
             went = [after - begin for after, begin in zip(network.sent(), before, strict=True)]
-            sent[name].append(max(went) / setup.steps)
+            sent[name].append(max(went) / (setup.steps + LEAD))
+            by_plan[name].append(all(answer["planned"] for answer in (*said, *crews[name].said)))
             return seconds
 
         before = {name: crew.said for name, crew in crews.items() if name in WATCHED}
         took = interleave({name: partial(block, name) for name in crews}, rounds)
-    row = report(setup, rounds, took, sent, {name: idle(said, crews[name].said) for name, said in before.items()})
+    idles = {name: idle(said, crews[name].said) for name, said in before.items()}
+    row = report(setup, rounds, took, sent, idles, {name: by_plan[name][-rounds:] for name in WATCHED})
     for name, found in row["times"].items():
         log.say(f"{name}: {found['ratio']:.3f} times the step without ({found['low']:.3f} to {found['high']:.3f})")
     return [row]
@@ -90,6 +96,7 @@ def report(
     took: Mapping[str, list[float]],
     sent: Mapping[str, Sequence[float]],
     idles: Mapping[str, float | None],
+    by_plan: Mapping[str, Sequence[bool]],
 ) -> ResultRow:
     """Return the row.
 
@@ -99,6 +106,7 @@ def report(
         took: seconds of a step, of each block, by mode.
         sent: bytes that a host has sent in a step, of each block, by mode.
         idles: which part of the copies' bytes left in idle spans, by mode.
+        by_plan: whether copies kept to a plan, as `CopiesPaced.planned` says, of each block, by mode.
     """
     return {
         "replicas": setup.replicas,
@@ -106,9 +114,10 @@ def report(
         "hosts": setup.hosts,
         "rate": setup.rate,
         "rounds": rounds,
-        "steps_per_block": setup.steps,
+        "steps_per_block": setup.steps,  # each beside the copies of the state before it, where there are copies
         "modes": {name: spread(seconds) for name, seconds in took.items()},
         "times": {name: ratio_interval(seconds, took["none"]) for name, seconds in took.items() if name != "none"},
         "link_bytes_per_step": {name: round(sorted(each)[len(each) // 2]) for name, each in sent.items()},
         "idle_share": {name: share for name, share in idles.items() if share is not None},
+        "planned_share": {name: ratio(sum(blocks), len(blocks)) for name, blocks in by_plan.items()},
     }

@@ -44,6 +44,11 @@ class SpanWatch:
         self._planned: bool | None = None  # as it was told last
         self.meter = SpanMeter(self._found)
 
+    @property
+    def planned(self) -> bool:
+        """Whether copies keep to a plan, as `CopiesPaced` has said last."""
+        return bool(self._planned)
+
     def want(self, wanted: bool) -> None:
         """Watch from now on, or do not. On the control loop; does not block."""
         if wanted == self._wanted:
