@@ -361,8 +361,10 @@ def _memory(result: Row, console: Console) -> None:
             f"new step, {row['lost_steps']} steps lost at most; restored: {rungs}"
         )
     for row in result["flips"]:
-        found = ", ".join(f"{row['found'][kind]} of {asked} {kind}" for kind, asked in row["asked"].items())
-        console.print(f"flipped bytes that were found, and the next source used: {found}")
+        console.print(f"bytes flipped in a shard of {row['chunks']} chunks, found, and the next rung used:")
+        for kind, asked in row["asked"].items():
+            console.print(f"  {row['found'][kind]} of {asked} in {kind}")
+        console.print("restored: " + ", ".join(f"{count} from {rung}" for rung, count in row["rungs"].items()))
 
 
 def _strangers(result: Row, console: Console) -> None:

@@ -17,7 +17,7 @@ from ft_hsdp.bench import goals
 from ft_hsdp.bench.command import MEMORY, memory_options
 from ft_hsdp.bench.hsdp import network
 from ft_hsdp.bench.memory.bench import STEP_SETUPS, AgentWatch, pid_of, planned_bytes, plans, segments
-from ft_hsdp.bench.memory.flips import flips
+from ft_hsdp.bench.memory.flips import PARTS, PLACES, flips
 from ft_hsdp.bench.memory.gaps import MODES, SETUP, gaps, idle, report
 from ft_hsdp.bench.memory.lost import loss
 from ft_hsdp.bench.results import ProgressLog, spread
@@ -26,6 +26,8 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.plan.estimate import parameters
 from ft_hsdp.memory import reliability, survival
 from ft_hsdp.state import shared_memory
+from ft_hsdp.state.agent import store
+from ft_hsdp.state.transfer import shard_manifest
 from tests.support.bench.tables import shown
 from tests.support.launch.launch_helpers import until
 
@@ -153,10 +155,19 @@ def test_a_new_step_is_one_that_was_not_committed_before() -> None:
     assert (found.new_s, found.lost_steps) == (2.5, 0)
 
 
-def test_flipped_bytes_are_found_and_the_next_source_is_used() -> None:
-    (row,) = flips(20, ProgressLog(io.StringIO()))
-    assert row["found"] == row["asked"] == {"at rest": 10, "on the way": 10}
-    assert row["missed"] == 0
+def test_flipped_bytes_are_found_and_the_next_rung_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk_bytes = shard_manifest.CHUNK_BYTES
+    (row,) = flips(24, ProgressLog(io.StringIO()))
+    kinds = [f"{place}, {part}" for place in PLACES for part in PARTS]
+    assert row["found"] == row["asked"] == dict.fromkeys(kinds, 4)
+    assert (row["missed"], row["chunks"], row["rungs"]) == (0, 4, {"copy": 8, "replica": 16})
+    assert chunk_bytes == shard_manifest.CHUNK_BYTES
+    # An agent that looks at the manifest alone misses what has flipped in the data.
+    monkeypatch.setattr(store, "compare", lambda header, *_: shard_manifest.decode(header))
+    (row,) = flips(6, ProgressLog(io.StringIO()))
+    missed = {kind for kind in kinds if row["found"][kind] < row["asked"][kind]}
+    assert missed == {"own agent, data", "copy at rest, data"}
+    assert row["missed"] == 2
 
 
 def test_goals_and_tables() -> None:
@@ -193,7 +204,15 @@ def test_goals_and_tables() -> None:
         "lost": [{**shape, "places": places, "times_as_fast": 5.0}],
         "union": [{**shape, "losses": 2, "new": figures, "lost_steps": 1, "rungs": {"replica": 4}}],
         "flips": [
-            {"bytes": 100, "flips": 2, "asked": {"at rest": 2}, "found": {"at rest": 1}, "missed": 1},
+            {
+                "bytes": 100,
+                "chunks": 4,
+                "flips": 2,
+                "asked": {"own agent, data": 2},
+                "found": {"own agent, data": 1},
+                "rungs": {"copy": 2},
+                "missed": 1,
+            },
         ],
     }
     missed = {verdict.text for verdict in goals.memory(result) if not verdict.met}
@@ -201,4 +220,4 @@ def test_goals_and_tables() -> None:
     assert len(list(goals.memory(result))) == 16
     text = shown("memory", result)
     assert "restored: 4 from replica" in text
-    assert "1 of 2 at rest" in text
+    assert "1 of 2 in own agent, data" in text
