@@ -132,6 +132,8 @@ class Reducer:
         self._order: Reduce | None = None  # the attempt under way
         self._submitted = 0  # buckets of it
         self._parts: dict[tuple[int, int, int], torch.Tensor] = {}  # memory for rows of lanes that are copied
+        # The attempt whose works may still use `_out` and `_parts`, also after `cancel`; None: all have ended.
+        self._using: AttemptId | None = None
         self._missing = 0  # all-reduces of it that have not ended
         self._results: list[tuple[int, int, AllReduceResult]] = []  # with bucket and place of the lane
         self._out: list[torch.Tensor] | None = None  # the sums, one for each bucket
@@ -194,8 +196,17 @@ class Reducer:
                 self._note(used=False)
 
     def begin(self, order: Reduce) -> None:
-        """Begin an attempt: reduce all buckets in order, from the first one."""
+        """Begin an attempt: reduce all buckets in order, from the first one.
+
+        Does not block. With lanes, an attempt after one that did not end here gets memory of its own: the
+        gradient is gathered into it at once, and an engine may be in the middle of a chunk of the ring that broke.
+        That costs an allocation of the size of the sums for each such attempt; the old memory is freed when the
+        last work that uses it ends. With replicas of equal width the memory stays: nothing is gathered, and the
+        engine writes a sum only when it has disposed of all older rings (`ftar.executor`).
+        """
         with self._lock:
+            if self._using is not None and self._plan is not None:
+                self._out, self._parts = None, {}
             self._order = order
             self._missing = len(self._sizes) if self._plan is None else self._plan.works
             self._note(used=False)
@@ -253,6 +264,7 @@ class Reducer:
             if self._out is None:
                 self._out = self._spare.pop() if self._spare else [self._empty(n).zero_() for n in self._sizes]
             if bucket == 0:
+                self._using = order.fence
                 self._began = time.monotonic()
                 self._note(used=True)
                 fault_injection.reach("reduce-begin", order.fence.step)
@@ -278,10 +290,7 @@ class Reducer:
         return torch.empty(numel, device=self._device)
 
     def _lane_memory(self, bucket: int, place: int, group: int, numel: int) -> torch.Tensor:
-        """Return memory for rows of a lane, the same in each step.
-
-        Works of an earlier attempt may read and write it, as the sums, until the next ring stands; then no more.
-        """
+        """Return memory for rows of a lane, the same in each step, unless an attempt did not end (`begin`)."""
         key = bucket, place, group
         if key not in self._parts:
             self._parts[key] = self._group.arena.empty(numel)
@@ -329,10 +338,14 @@ class Reducer:
         poisoned = tuple(sorted({e.replica for _, _, r in results for e in r.entries if e.poisoned}))
         held = self._checked(prev)
         if plan is None:
-            self._voted(self._vote(fence, [r for _, _, r in results], out, held, poisoned))
+            vote = self._vote(fence, [r for _, _, r in results], out, held, poisoned)
         else:
             lanes = self._lane_votes(plan, results, self._checked_lanes(plan) if held else ())
-            self._voted(Vote(self._rank, fence, "", 0.0, (), poisoned, lanes=lanes))
+            vote = Vote(self._rank, fence, "", 0.0, (), poisoned, lanes=lanes)
+        with self._lock:
+            if self._using == fence:  # only now: this thread, too, has used the memory until here
+                self._using = None
+        self._voted(vote)
 
     def _vote(
         self,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from concurrent.futures import Future
 from typing import Any
 
@@ -8,12 +9,15 @@ import torch
 
 from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution, Vote, VoteTally
 from ft_hsdp.core.effects import Reduce
+from ft_hsdp.core.ring import OperationKind
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.connections import LaneRing
+from ft_hsdp.ftar.dataplane.cpu import CpuJob
+from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.launch.run.replay_sums import equal_sums, lane_sums
 from ft_hsdp.train import lanes
 from ft_hsdp.train.gradients import Feeding, Reducer
-from ft_hsdp.train.lanes import GradientLanes
+from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan
 from ft_hsdp.train.optimizer.groups import finish
 from ft_hsdp.train.state import lane_slices
 from ft_hsdp.train.state.packing import as_bytes
@@ -32,27 +36,31 @@ def units(rank: WideRank) -> tuple[Contribution, ...]:
 class Trainer:
     """A rank with a reducer, as the trainer has it."""
 
-    def __init__(self, rank: WideRank, device: str = "cpu") -> None:
+    def __init__(self, rank: WideRank, group: Any = None, lanes: bool = True) -> None:
         self.rank, self.votes = rank, list[Vote]()
         numels = [flat(bucket, rank.width, rank.rank).numel() for bucket in values(0)]
         rank.lanes._whole = (COUNTS,)
         self.reducer = Reducer(
-            rank.group,
+            group or rank.group,
             [*numels, COUNTS],
             rank.replica,
             rank.rank,
             self.votes.append,
             checked=lambda prev: "held",
             counted=[((0, n),) for n in numels],
-            lanes=rank.lanes,
+            lanes=rank.lanes if lanes else None,
             checked_lanes=lambda plan: [f"slice {lane.ring.number}" for lane in plan.lanes],
         )
+
+    def begin(self, fence: AttemptId) -> None:
+        """Begin an attempt with what was brought."""
+        self.reducer.begin(Reduce(fence, "contribute", PREV, ((0, self.rank.width),)))
 
     def train(self, fence: AttemptId) -> None:
         """Bring all buckets, the last one first."""
         mine = units(self.rank)
         self.reducer.open(Feeding(fence.step))
-        self.reducer.begin(Reduce(fence, "contribute", PREV, ((0, self.rank.width),)))
+        self.begin(fence)
         bits = torch.tensor([1.0, float(self.rank.rank), float(self.rank.replica)])
         buckets = [flat(b, self.rank.width, self.rank.rank) for b in values(self.rank.replica)]
         for index, bucket in reversed(list(enumerate([*buckets, bits]))):
@@ -69,6 +77,22 @@ def record(replica: list[Trainer], grant: Any) -> CommitRecord:
     assert made is not None
     assert tally.state_digest
     return made
+
+
+def gradients(replicas: list[list[Trainer]], made: CommitRecord) -> list[list[dict[str, torch.Tensor]]]:
+    """The whole mean gradient that each replica applies: all have the same bits, those of the right sum."""
+    whole = []
+    for replica in replicas:
+        sums = [t.reducer.take() for t in replica]
+        for s, trainer in zip(sums, replica, strict=True):
+            finish(made, s[:-1], None, trainer.rank.width)
+        whole.append([joined([s[b] for s in sums], bucket) for b, bucket in enumerate(values(0))])
+    for index, bucket in enumerate(whole[0]):
+        for name, total in bucket.items():
+            assert all(torch.equal(total, other[index][name]) for other in whole), "the same bits"
+            means = [values(r[0].rank.replica)[index][name] * len(r) for r in replicas]
+            torch.testing.assert_close(total, sum(means) / made.divisor)
+    return whole
 
 
 @pytest.mark.parametrize("large", [1, 6, lanes.LARGE])
@@ -93,21 +117,9 @@ async def test_replicas_of_any_width_make_one_record_and_one_gradient(
         assert all(other == first for other in others), "digest, norm, weights and losses, to the last bit"
         weights = {c.replica: c.weight for c in first.contributions}
         assert weights == {r: sum(range(1, w + 1)) for r, w in enumerate(widths)}
-        whole: list[list[dict[str, torch.Tensor]]] = []
-        counts = []
-        for replica in trainers:
-            sums = [t.reducer.take() for t in replica]
-            counts.append(torch.stack([s[-1] for s in sums]).sum(0))
-            for s, trainer in zip(sums, replica, strict=True):
-                finish(first, s[:-1], None, trainer.rank.width)
-            like = enumerate(values(0))
-            whole.append([joined([s[b] for s in sums], bucket) for b, bucket in like])
-        divisor = first.divisor
-        for index, bucket in enumerate(whole[0]):
-            for name, total in bucket.items():
-                assert all(torch.equal(total, other[index][name]) for other in whole), "the same bits"
-                means = [values(r)[index][name] * w for r, w in enumerate(widths)]
-                torch.testing.assert_close(total, sum(means) / divisor)
+        outs = [[t.reducer._out for t in replica] for replica in trainers]
+        counts = [torch.stack([out[-1] for out in of_one if out]).sum(0) for of_one in outs]
+        whole, divisor = gradients(trainers, first), first.divisor
         shards = {r: [[flat(b, w, k) for b in values(r)] for k in range(w)] for r, w in enumerate(widths)}
         again = (lane_sums if first.ring_widths else equal_sums)(shards, first, SHAPES, every[0].rank.settings)
         for index, bucket in enumerate(whole[0]):
@@ -143,11 +155,147 @@ async def test_a_retry_after_the_widths_changed_brings_the_same_gradient_again()
         await ring.form(2)
         fence = AttemptId(2, 1, 0)
         for trainer in wide:
-            trainer.reducer.begin(Reduce(fence, "contribute", PREV, ((0, 4),)))
+            trainer.begin(fence)
         for trainer in narrow:
             trainer.train(fence)
         await until(lambda: all(t.votes for t in (*wide, *narrow)), "all ranks vote", 30.0)
-        assert record(wide, given) == record(narrow, given)
+        made = record(wide, given)
+        assert record(narrow, given) == made
+        gradients([wide, narrow], made)
+
+
+async def test_a_chunk_of_a_broken_ring_that_is_added_late_does_not_come_into_the_next_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine may be in the middle of a chunk when the next attempt begins: it writes to the old memory."""
+    entered, release = threading.Event(), threading.Event()
+    reduce, held = CpuJob._reduce, list[Trainer]()
+
+    def slow(job: CpuJob, place: torch.Tensor, span: Any, part: torch.Tensor | None, kind: OperationKind) -> None:
+        if held and not entered.is_set() and part is not None and kind is OperationKind.REDUCE_STORE_SEND:
+            out = held[0].reducer._out
+            if out is not None and out[1].data_ptr() <= place.data_ptr() < out[1].data_ptr() + out[1].nbytes:
+                entered.set()
+                release.wait(30.0)
+        reduce(job, place, span, part, kind)
+
+    monkeypatch.setattr(CpuJob, "_reduce", slow)
+    async with WideRing((4, 3)) as ring:
+        trainers = [[Trainer(rank) for rank in ranks] for ranks in ring.replicas]
+        every = [trainer for replica in trainers for trainer in replica]
+        held.append(trainers[1][0])
+        given = ring.grant(1)
+        for trainer in every:
+            trainer.reducer.configure(given)
+        try:
+            await ring.form(1)
+            for trainer in every:
+                trainer.train(AttemptId(1, 1, 0))
+            await until(entered.is_set, "an engine is in the middle of a chunk", 30.0)
+            for trainer in every:  # as `train.orders` does it
+                trainer.reducer.cancel()
+                trainer.rank.group.stop(1, "a lane broke")
+            given = ring.grant(2)
+            for trainer in every:
+                trainer.reducer.configure(given)
+                trainer.rank.group.configure(given)
+                trainer.begin(AttemptId(2, 1, 0))
+        finally:
+            release.set()
+        await until(lambda: all(t.votes and t.votes[-1].fence.epoch == 2 for t in every), "all vote again", 30.0)
+        first, second = (record(replica, given) for replica in trainers)
+        assert first == second
+        gradients(trainers, first)
+
+
+class ByHand:
+    """A group whose all-reduces end when the test says so."""
+
+    transports = ("tcp", "tcp")
+
+    def __init__(self, group: Any) -> None:
+        self.arena, self.asked = group.arena, list[tuple[Any, Any, Future[AllReduceResult]]]()
+
+    def all_reduce(
+        self, key: Any, local: Any, out: Any, mine: Any, after: Any = None, lane: int | None = None
+    ) -> Future[AllReduceResult]:
+        work: Future[AllReduceResult] = Future()
+        self.asked.append((out, mine, work))
+        return work
+
+    def asked_for(self) -> list[tuple[Any, Any, Future[AllReduceResult]]]:
+        """The all-reduces since the last call."""
+        asked, self.asked = self.asked, []
+        return asked
+
+    @staticmethod
+    def end(asked: list[tuple[Any, Any, Future[AllReduceResult]]]) -> None:
+        """Let them end: what was given is the sum."""
+        for out, mine, work in asked:
+            work.set_result(AllReduceResult(out, (mine,), 0))
+
+    def crashed(self, message: str, error: Exception) -> None:
+        raise AssertionError(message) from error
+
+
+def memory(asked: list[tuple[Any, Any, Any]]) -> set[int]:
+    """Addresses of what is summed."""
+    return {piece.data_ptr() for out, _, _ in asked for piece in pieced(out).pieces if piece.numel()}
+
+
+@pytest.mark.parametrize("large", [1, lanes.LARGE])
+async def test_memory_is_reused_only_after_all_works_that_use_it_have_ended(
+    large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes, "LARGE", large)
+    async with WideRing((4, 3)) as ring:
+        group = ByHand(ring.replicas[1][0].group)
+        trainer = Trainer(ring.replicas[1][0], group)
+        trainer.reducer.configure(ring.grant(1))
+        trainer.train(AttemptId(1, 1, 0))
+        broken = group.asked_for()
+        group.end(broken[:-1])  # the last one is still written to
+        trainer.reducer.cancel()
+        trainer.begin(AttemptId(2, 1, 0))
+        again = group.asked_for()
+        assert not memory(again) & memory(broken)
+        group.end(broken[-1:])
+        assert not trainer.votes
+        group.end(again)
+        assert [vote.fence for vote in trainer.votes] == [AttemptId(2, 1, 0)]
+        trainer.reducer.cancel()  # the step is in doubt: its sums stay
+        sums = trainer.reducer.take()
+        ends = {out.data_ptr() for out in sums if out.numel()}
+        trainer.reducer.give_back(sums)
+        trainer.train(AttemptId(3, 2, 0))
+        third = group.asked_for()
+        assert memory(third) == memory(again), "an attempt that ended costs no new memory"
+        scatter, late = LanePlan.scatter, list[bool]()
+
+        def cancelled(plan: LanePlan, results: Any, out: Any) -> None:
+            """The ring breaks, and the next attempt begins, while the sums are put where they belong."""
+            monkeypatch.setattr(LanePlan, "scatter", scatter)
+            trainer.reducer.cancel()
+            trainer.begin(AttemptId(4, 2, 0))
+            late.append(bool(memory(group.asked) & (memory(third) | ends)))
+            scatter(plan, results, out)
+
+        monkeypatch.setattr(LanePlan, "scatter", cancelled)
+        group.end(third)
+        assert late == [False]
+
+
+async def test_equal_widths_use_the_same_memory_again_after_an_attempt_broke() -> None:
+    """Their gradient is not copied, and the engine writes no sum before older rings are gone."""
+    async with WideRing((3, 3)) as ring:
+        group = ByHand(ring.replicas[0][0].group)
+        trainer = Trainer(ring.replicas[0][0], group)
+        trainer.reducer.configure(ring.grant(1))
+        trainer.train(AttemptId(1, 1, 0))
+        broken = group.asked_for()
+        trainer.reducer.cancel()
+        trainer.begin(AttemptId(2, 1, 0))
+        assert memory(group.asked_for()) == memory(broken)
 
 
 async def test_a_poisoned_rank_poisons_its_replica_in_the_record_of_all() -> None:
@@ -188,26 +336,48 @@ class Counting:
         return work
 
 
-async def test_equal_widths_cost_no_copy_no_ring_and_no_byte() -> None:
+async def test_equal_widths_cost_no_copy_no_ring_and_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def traffic(lanes: bool) -> tuple[dict[tuple[int, int], int], list[str]]:
+        """Train a step; return the bytes that each rank has sent, and the digests that they vote on."""
+        async with WideRing((3, 3), lanes=lanes) as ring:
+            every = [Trainer(rank, lanes=lanes) for ranks in ring.replicas for rank in ranks]
+            given = ring.grant(1)
+            for trainer in every:
+                trainer.reducer.configure(given)
+            await ring.form(1)
+            for trainer in every:
+                trainer.train(AttemptId(1, 1, 0))
+            await until(lambda: all(t.votes for t in every), "all ranks vote", 30.0)
+            assert all(vote.lanes == () for t in every for vote in t.votes)
+            assert not any(t.reducer._parts for t in every)
+            assert all(len(t.rank.group.transports) == 2 for t in every), "one ring, with two edges"
+            sent = {(t.rank.replica, t.rank.rank): t.reducer.traffic.bytes_sent for t in every}
+            return sent, [vote.digest for t in every for vote in t.votes]
+
+    def copied(*_: object) -> None:
+        raise AssertionError("nothing is copied")
+
+    monkeypatch.setattr(LanePart, "gather", copied)
+    monkeypatch.setattr(LanePlan, "scatter", copied)
+    sent, digests = await traffic(lanes=True)
+    assert (sent, digests) == await traffic(lanes=False)
+    payload = sum(flat(b, 3, 1).nbytes for b in values(0))
+    assert all(of_rank > payload for of_rank in sent.values())
+
     async with WideRing((3, 3)) as ring:
         given = await ring.form(1)
         rank = ring.replicas[0][1]
         counting = Counting(rank.group)
-        trainer = Trainer(rank)
-        trainer.reducer._group = counting  # type: ignore[assignment]
+        trainer = Trainer(rank, counting)
         trainer.reducer.configure(given)
-        gradients = [flat(b, 3, 1) for b in values(0)]
+        mine = [flat(b, 3, 1) for b in values(0)]
         trainer.reducer.open(Feeding(1))
-        trainer.reducer.begin(Reduce(AttemptId(1, 1, 0), "contribute", PREV, ((0, 3),)))
-        for index, bucket in enumerate([*gradients, torch.ones(COUNTS)]):
+        trainer.begin(AttemptId(1, 1, 0))
+        for index, bucket in enumerate([*mine, torch.ones(COUNTS)]):
             trainer.reducer.ready(index, bucket, units(rank))
         assert [b for b, _ in counting.asked] == [0, 1, 2, 3]
-        for (_, local), mine in zip(counting.asked, gradients, strict=False):
-            assert local is mine, "the gradient itself is sent, and no copy"
-        assert trainer.votes[0].lanes == ()
-        assert not trainer.reducer._parts
-        assert len(rank.group._lanes) == 1
-        assert len([t for t in rank.group.transports if t]) == 2, "one ring, with two edges"
+        for (_, local), given_one in zip(counting.asked, mine, strict=False):
+            assert local is given_one, "the gradient itself is sent, and no copy"
 
 
 async def test_the_lanes_of_a_replica_have_each_row_once() -> None:

@@ -52,6 +52,7 @@ class WideRank:
         transport: Transport = "tcp",
         timeout_s: float = 20.0,
         connect_s: float = 20.0,
+        lanes: bool = True,
     ) -> None:
         self.replica, self.rank, self.width = replica, rank, width
         self.connected: list[int] = []
@@ -61,7 +62,7 @@ class WideRank:
         usual = LaneRing(rank, f"{width} ranks")
         self.lanes = GradientLanes(shapes, (), usual, width, rank)
         identity = MemberIdentity(replica, usual.number, usual.layout, TOKEN)
-        self.group = Group(identity, self.settings, events, lanes=self.lanes.of)
+        self.group = Group(identity, self.settings, events, lanes=self.lanes.of if lanes else None)
         self.address = self.group.listen("127.0.0.1")
 
     def reduce(
@@ -89,7 +90,7 @@ class WideRank:
 
 
 class WideRing:
-    """Replicas of given widths; a context that leaves nothing open."""
+    """Replicas of given widths; a context that leaves nothing open. Without `lanes` they are equally wide."""
 
     def __init__(
         self,
@@ -97,10 +98,11 @@ class WideRing:
         transport: Transport = "tcp",
         timeout_s: float = 20.0,
         connect_s: float = 20.0,
+        lanes: bool = True,
     ) -> None:
         self._widths = widths
         self._transport: Transport = transport
-        self._limits = timeout_s, connect_s
+        self._more = timeout_s, connect_s, lanes
 
     async def __aenter__(self) -> WideRing:
         self.replicas = [self.replica(r, width) for r, width in enumerate(self._widths)]
@@ -109,7 +111,7 @@ class WideRing:
 
     def replica(self, replica: int, width: int) -> list[WideRank]:
         """A replica more, with ranks of its own."""
-        return [WideRank(replica, width, rank, SHAPES, self._transport, *self._limits) for rank in range(width)]
+        return [WideRank(replica, width, rank, SHAPES, self._transport, *self._more) for rank in range(width)]
 
     @property
     def ranks(self) -> list[WideRank]:
