@@ -118,6 +118,10 @@ class SnapshotSource(Protocol):
         """End the borrow that returned ``served``. Call it once for each."""
         ...
 
+    def drop_damaged(self, served: ServedSnapshot, state: StateId, error: Exception) -> None:
+        """Drop a borrowed snapshot of ``state``, whose bytes changed as ``error`` says. It stays borrowed."""
+        ...
+
     def held(self) -> Sequence[HeldShard]:
         """Return the complete snapshots that can be borrowed. Does not compare their checksums."""
         ...
@@ -204,6 +208,12 @@ class InMemorySnapshots:
     def held(self) -> Sequence[HeldShard]:
         """Return (): who fetches from here knows what is offered."""
         return ()
+
+    def drop_damaged(self, served: ServedSnapshot, state: StateId, error: Exception) -> None:
+        """Stop offering a borrowed snapshot."""
+        with self._lock:
+            for key in [key for key, (held, _) in self._held.items() if held is served]:
+                del self._held[key]
 
     def give_back(self, served: ServedSnapshot) -> None:
         """End the borrow that returned ``served``. Call it once for each."""

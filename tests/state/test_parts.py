@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,10 @@ import pytest
 
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory import shape
-from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
+from ft_hsdp.state.agent.copies import CopyFetcher
+from ft_hsdp.state.agent.messages import KeepCopy
+from ft_hsdp.state.agent.store import SnapshotStore
+from ft_hsdp.state.shared_memory import InMemorySnapshots, ServedSnapshot, SnapshotBuffer
 from ft_hsdp.state.transfer import parts, served_parts, shard_manifest
 from ft_hsdp.state.transfer.fetch import Cancelled, Donor, NotFetched
 from ft_hsdp.state.transfer.http import StateServer
@@ -111,6 +115,71 @@ def test_a_flipped_byte_costs_the_donor_alone(serving: Make) -> None:
     again, data = take(4, at(bad, good), 3, 1, lambda _, __, why: rejected.append(why))
     assert data == content(3, 1).tobytes()
     assert first.manifest == again.manifest
+
+
+def test_a_byte_that_flipped_at_rest_is_not_sealed_into_a_part(serving: Make) -> None:
+    """The snapshot's own checksums tell; the donor drops it, also for those who ask for all of it."""
+    bad, good = serving(4, *range(4)), serving(4, *range(4))
+    for flipped in (bad, good):  # of the second donor a rank that is not needed
+        flipped.rooms[2 if flipped is bad else 0].bytes[layout(4, 2).tensors[0].offset] ^= 1
+    rejected: list[tuple[int, int]] = []
+    _, data = take(4, at(bad, good), 3, 1, lambda rank, donor, _: rejected.append((rank, donor.replica)))
+    assert data == content(3, 1).tobytes()
+    assert rejected == [(2, 0)]
+    assert ask(bad.address, f"{PATH}/2.4/manifest")[0] == 404
+    with pytest.raises(NotFetched, match="does not have the state any more"):
+        take(4, at(bad), 3, 1)
+
+
+@pytest.mark.parametrize(("flipped", "found"), [(4999, True), (8192, False), (12_287, False), (12_288, True)])
+def test_the_chunks_that_a_part_touches_are_compared_to_their_ends(
+    flipped: int, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte before or behind the part counts, too, if it is in a chunk with it: that costs one sum for each."""
+    for module in (shard_manifest, served_parts):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
+    room = SnapshotBuffer(20_000)
+    room.bytes[:] = content(4, 2)[:20_000]
+    served = ServedSnapshot(room.fd, 20_000, b"", "")
+    written = shard_manifest.checksums(room.memory)
+    extents = [shape.Extent(5000, 0, 100), shape.Extent(9000, 100, 0), shape.Extent(13_000, 100, 6000)]
+    stream = memoryview(room.memory[5000:5100].tobytes() + room.memory[13_000:19_000].tobytes())
+    assert served_parts._checksums(served, extents, written) == shard_manifest.checksums(stream)
+    room.bytes[flipped] ^= 1
+    if not found:
+        assert served_parts._checksums(served, extents, written) == shard_manifest.checksums(stream)
+        return
+    with pytest.raises(DataCorruption, match="changed since it was written"):
+        served_parts._checksums(served, extents, written)
+
+
+def test_an_agent_drops_a_copy_that_flipped_before_its_part_was_sealed(serving: Make) -> None:
+    """It has compared the copy when it was asked for the whole of it, and does not answer from that any more."""
+    served = serving(4, 2)
+    place, store = layout(4, 2), SnapshotStore(1, "r1h1")
+    copies = CopyFetcher(store, TOKEN)
+    server = StateServer("127.0.0.1", 0, store, TOKEN)
+    order = KeepCopy(0, 2, 4, place.nbytes, place.fingerprint, STATE, served.address, DEADLINE_S, None)
+    try:
+        copies.keep(1, order)
+        for pull in copies.pending(1, STATE):
+            pull.result(DEADLINE_S)
+        assert ask(server.address, f"{PATH}/2.4/manifest")[0] == 200
+        kept = store.borrow(STATE, 2)
+        assert kept is not None
+        (byte,) = os.pread(kept.fd, 1, 100)
+        os.pwrite(kept.fd, bytes([byte ^ 1]), 100)
+        store.give_back(kept)
+        assert ask(server.address, f"{PATH}/2.4/manifest?for=1.3")[0] == 404
+        assert store.held() == ()
+        assert ask(server.address, f"{PATH}/2.4/manifest")[0] == 404
+    finally:
+        server.close()
+        copies.close()
+        store.close()
+        for entry in store._shards.values():
+            for fd in entry.fds.values():
+                os.close(fd)
 
 
 def test_a_donor_that_is_gone_is_done_without(serving: Make) -> None:

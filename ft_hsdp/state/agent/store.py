@@ -420,11 +420,21 @@ class SnapshotStore:
             rows.setdefault((kept.state, entry.replica, owner), row)
         return tuple(rows.values())
 
+    def drop_damaged(self, served: ServedSnapshot, state: StateId, error: Exception) -> None:
+        """Drop a borrowed snapshot whose bytes changed since they were compared, and log it."""
+        with self._lock:
+            entry, number = self._borrowed(served)
+            entry.damage(number, state, error)
+
+    def _borrowed(self, served: ServedSnapshot) -> tuple[Shard, int]:
+        """Return the shard and the slot of what is borrowed."""
+        slots = {fd: (entry, number) for entry in self._all for number, fd in entry.fds.items()}
+        return slots[served.fd]
+
     def give_back(self, served: ServedSnapshot) -> None:
         """End a borrow. Call it once for each."""
         with self._lock:
-            slots = {fd: (entry, number) for entry in self._all for number, fd in entry.fds.items()}
-            entry, number = slots[served.fd]
+            entry, number = self._borrowed(served)
             entry.put_back(number)
             self._former = [each for each in self._former if each.fds]
 

@@ -39,9 +39,10 @@ from http.server import BaseHTTPRequestHandler
 
 from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import CallerGate, Purpose
 from ft_hsdp.state.pacing import Pacer, lower_priority
-from ft_hsdp.state.shared_memory import SliceSource, SnapshotSource
+from ft_hsdp.state.shared_memory import ServedSnapshot, SliceSource, SnapshotSource
 from ft_hsdp.state.transfer import parts, shard_manifest
 from ft_hsdp.state.transfer.donor_connection import CLASS, COPY, HELD
 from ft_hsdp.state.transfer.served_parts import ServedPart, ServedParts, all_of
@@ -138,20 +139,30 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(
         self, state: StateId, rank: int, ranks: int | None, data: bool, target: tuple[int, int] | None
     ) -> None:
-        served = self.server.source.borrow(state, rank, ranks)
-        if served is None:
-            return self._head(404, 0)
+        while (served := self.server.source.borrow(state, rank, ranks)) is not None:
+            if self._serve_part(served, state, rank, data, target):
+                return
+        self._head(404, 0)
+
+    def _serve_part(
+        self, served: ServedSnapshot, state: StateId, rank: int, data: bool, target: tuple[int, int] | None
+    ) -> bool:
+        """Answer with what is borrowed, and give it back; False: it was damaged, and is dropped."""
         try:
             part = all_of(served) if target is None else self.server.parts.part(served, *target)
             if data:
-                return self._data(served.fd, part, rank)
-            self._head(200, len(part.manifest), ETag=f'"{part.digest}"')
-            self.wfile.write(part.manifest)
-            return None
+                self._data(served.fd, part, rank)
+            else:
+                self._head(200, len(part.manifest), ETag=f'"{part.digest}"')
+                self.wfile.write(part.manifest)
         except parts.Uncuttable as error:
-            return self._refuse(str(error))
+            self._refuse(str(error))
+        except DataCorruption as error:
+            self.server.source.drop_damaged(served, state, error)
+            return False
         finally:
             self.server.source.give_back(served)
+        return True
 
     def _serve_slice(self, store: str, number: int, data: bool) -> None:
         slices = self.server.slices

@@ -1,7 +1,9 @@
 """Parts of the snapshots that a state server serves: each is sealed once, and then read like a snapshot.
 
 `ServedParts` makes the manifest of a part from that of the snapshot, with checksums of the part's own stream. They
-are computed from the snapshot's bytes in host memory, whose checksums were compared when it was borrowed.
+are computed from the snapshot's bytes in host memory. A source may have compared these with the snapshot's own
+checksums long ago; so the chunks that the part touches are compared again, or a bit that flipped since then would
+get a checksum that fits it.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory.shape import Extent
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.shared_memory import ServedSnapshot
 from ft_hsdp.state.transfer import parts, shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import RunningChecksums
+from ft_hsdp.state.transfer.shard_manifest import CHUNK_BYTES, RunningChecksums
 
 MAX_KEPT = 64  # sealed parts
 MAX_KEPT_BYTES = 64 << 20  # of their manifests
@@ -50,7 +53,7 @@ class ServedParts:
     def part(self, served: ServedSnapshot, rank: int, ranks: int) -> ServedPart:
         """Return the part of a borrowed snapshot for rank ``rank`` of ``ranks``.
 
-        Blocks while the part is sealed, which reads its bytes once.
+        Blocks while the part is sealed, which reads its bytes, then the chunks of the snapshot that it touches.
 
         Args:
             served: Borrowed from its source.
@@ -58,6 +61,7 @@ class ServedParts:
             ranks: How many there are of these.
 
         Raises:
+            DataCorruption: The snapshot's bytes changed since it was written.
             Uncuttable: The snapshot cannot be cut for another number of ranks.
         """
         key = served.digest, rank, ranks
@@ -86,14 +90,23 @@ def _sealed(served: ServedSnapshot, rank: int, ranks: int) -> ServedPart:
         layout=part.layout,
         nbytes=part.nbytes,
         tensors=part.tensors,
-        checksums=_checksums(served, part.extents),
+        checksums=_checksums(served, part.extents, manifest.checksums),
     )
     encoded = shard_manifest.encode(made)
     return ServedPart(part.extents, part.nbytes, encoded, shard_manifest.digest(encoded))
 
 
-def _checksums(served: ServedSnapshot, extents: Sequence[Extent]) -> tuple[str, ...]:
-    """Return the checksum of each chunk of the stream that ``extents`` make of a snapshot."""
+def _checksums(served: ServedSnapshot, extents: Sequence[Extent], written: Sequence[str]) -> tuple[str, ...]:
+    """Return the checksum of each chunk of the stream that ``extents`` make of a snapshot.
+
+    Args:
+        served: Borrowed from its source.
+        extents: What the stream has of it.
+        written: The snapshot's own checksums.
+
+    Raises:
+        DataCorruption: A chunk of the snapshot that is touched differs from its checksum.
+    """
     data = memoryview(shared_memory.attach(served.fd, served.nbytes, writable=False))  # type: ignore[arg-type]
     sums = RunningChecksums()
     for extent in extents:
@@ -102,4 +115,14 @@ def _checksums(served: ServedSnapshot, extents: Sequence[Extent]) -> tuple[str, 
             stop = min(end, begin + sums.remaining)
             sums.add(data[begin:stop])
             begin = stop
-    return sums.end()
+    found = sums.end()
+    touched = {  # compared last: what flips from now on does not fit what was found
+        chunk
+        for extent in extents
+        if extent.nbytes
+        for chunk in range(extent.source // CHUNK_BYTES, (extent.source + extent.nbytes - 1) // CHUNK_BYTES + 1)
+    }
+    for chunk in sorted(touched):
+        if shard_manifest.checksum(data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) != written[chunk]:
+            raise DataCorruption(f"chunk {chunk} of {len(written)} changed since it was written")
+    return found

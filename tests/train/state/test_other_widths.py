@@ -264,14 +264,14 @@ def sealed_before(host: Host) -> Callable[..., tuple[str, ...]]:
 
     seal = served_parts._checksums
 
-    def sealed(served: Any, extents: Any) -> tuple[str, ...]:
+    def sealed(served: Any, *of_part: Any) -> tuple[str, ...]:
         rooms = [host.rooms[key] for key in host.flipped if host.rooms[key].fd == served.fd]
         if not rooms:
-            return seal(served, extents)
+            return seal(served, *of_part)
         (room,) = rooms
         room.bytes[0] ^= 1
         try:
-            return seal(served, extents)
+            return seal(served, *of_part)
         finally:
             room.bytes[0] ^= 1
 
