@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+from ft_hsdp.core.grant import paths
 from ft_hsdp.launch.run.directory import Row, Tailer
 
 KEPT = 4000  # epochs, and terms, that are kept in memory
@@ -25,6 +26,7 @@ class LoggedGrant:
     epoch: int
     base: tuple[str, int]  # lineage and step
     wanted: int | None = None  # units of a step to which all replicas contribute; None: the log does not say
+    ranks: Mapping[int, int] = field(default_factory=dict)  # of the members of which the line names the hosts
     used: bool = False  # a step was committed in its epoch
 
 
@@ -91,7 +93,8 @@ class LoggedGrants:
             self._breach(where, f"roles of {sorted(roles)}", f"of members {members} only")
         contributors = frozenset(replica for replica, role in roles.items() if role == "contribute")
         base_at, wanted = (base[2], base[1]), row.get("units_wanted")
-        grant = LoggedGrant(frozenset(members), contributors, where, epoch, base_at, wanted)
+        ranks = {int(replica): len(paths(hosts)) for replica, hosts in row.get("hosts", {}).items() if hosts}
+        grant = LoggedGrant(frozenset(members), contributors, where, epoch, base_at, wanted, ranks)
         self._epochs.setdefault(epoch, []).append(grant)
         if len(self._epochs) > KEPT:
             self.forgotten = max(self.forgotten, self._epochs.popitem(last=False)[0])

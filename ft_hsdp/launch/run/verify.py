@@ -10,7 +10,7 @@ import heapq
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ SAME = (
     "epoch",
     "attempt",
     "prev",
+    "ring_widths",
     "contributors",
     "contributions",
     "digest",
@@ -41,7 +42,7 @@ SAME = (
     "units",
     "units_wanted",
 )
-SUMMED = ("steps", "tokens", "batches", "replicas", "loss_first", "loss_last", "wall_s")
+SUMMED = ("steps", "tokens", "batches", "replicas", "loss_first", "loss_last", "wall_s", "narrow_steps")
 
 
 @dataclass(slots=True)
@@ -116,6 +117,7 @@ class _Check:
         self._run = run
         config, self._replicas = load(run.config), run.replicas()
         self._config = config_hash(config)
+        self._ranks = config.ranks_per_replica
         self.found = Findings()
         log = run.lighthouse_events
         self._grants = LoggedGrants(
@@ -303,7 +305,8 @@ class _Check:
         units = sum(c.get("units", 0) for c in row["contributions"])
         if units != row["units"]:
             self._breach(where, f"units {row['units']}", f"{units}, the sum over its contributions")
-        self._in_epoch(where, row, set(ring or ()), set(contributors))
+        widths = self._widths(where, row, ring or ())
+        self._in_epoch(where, row, set(ring or ()), set(contributors), widths)
         self._bases.pop(row["lineage"], None)
         self._awaited.pop(row["lineage"], None)
         seen_at, seen = self._seen.setdefault(row["lineage"], (where, row))
@@ -333,11 +336,27 @@ class _Check:
             self._decided.clear()
         self._epoch = grant.epoch
 
-    def _in_epoch(self, where: str, row: Row, ring: set[int], contributors: set[int]) -> None:
+    def _widths(self, where: str, row: Row, ring: Sequence[int]) -> dict[int, int]:
+        """Check that contributions have the width of their member, and return the known ranks of members."""
+        told: list[int] = row.get("ring_widths", [])
+        if told and (len(told) != len(ring) or len(set(told)) == 1):
+            self._breach(where, f"ring_widths {told}", f"unequal ones, one for each member of the ring {ring}")
+        found = [(c["replica"], c.get("width") or self._ranks) for c in row["contributions"]]
+        widths = dict(zip(ring, told, strict=False)) if told else dict.fromkeys(ring, found[0][1] if found else 0)
+        why = "by ring_widths" if told else "as there are no ring_widths"
+        for replica, width in found:
+            if width != (wanted := widths.get(replica, width)):
+                self._breach(where, f"a contribution of replica {replica} by {width} ranks", f"{wanted}, {why}")
+        return widths if found else {}
+
+    def _in_epoch(
+        self, where: str, row: Row, ring: set[int], contributors: set[int], widths: Mapping[int, int]
+    ) -> None:
         """Check that the ring and the contributors of a commit are members of the grant of its epoch."""
 
         def fits(grant: LoggedGrant) -> bool:
-            return ring <= grant.members and contributors <= (grant.contributors or contributors)
+            ranks = all(grant.ranks.get(replica, width) == width for replica, width in widths.items())
+            return ring <= grant.members and contributors <= (grant.contributors or contributors) and ranks
 
         grant = self._grants.find(row["epoch"], fits)
         if grant is None:
@@ -350,12 +369,15 @@ class _Check:
             self._breach(where, f"ring {sorted(ring)}", f"of the members {members} of epoch {row['epoch']}")
         elif grant.wanted not in (None, row["units_wanted"]):
             self._breach(where, f"units_wanted {row['units_wanted']}", f"{grant.wanted}, as {grant.where} has")
-        elif not fits(grant):
+        elif not contributors <= (grant.contributors or contributors):
             self._breach(
                 where,
                 f"contributors {sorted(contributors)}",
                 f"of {sorted(grant.contributors)}, who were to contribute",
             )
+        elif not fits(grant):
+            ranks = {replica: grant.ranks[replica] for replica in sorted(widths) if replica in grant.ranks}
+            self._breach(where, f"ranks {dict(sorted(widths.items()))}", f"{ranks}, as {grant.where} has")
 
     def _check_awaited(self) -> None:
         """Report states on which commits or grants build, and of which no replica logged a commit."""
@@ -404,11 +426,12 @@ class _Check:
             return
         counted = json.loads(json.dumps(self._tally.summary(finals, written.get("lost", ()))))
         for key in SUMMED:
-            same = written.get(key) == counted[key]
-            if isinstance(counted[key], float) and isinstance(written.get(key), int | float):
-                same = abs(written[key] - counted[key]) <= 1e-6 * max(1.0, abs(counted[key]))
+            there, wanted = written.get(key), counted.get(key)
+            same = there == wanted
+            if isinstance(wanted, float) and isinstance(there, int | float):
+                same = abs(there - wanted) <= 1e-6 * max(1.0, abs(wanted))
             if not same:
-                self._breach("summary.json", f"{key} {written.get(key)}", f"{counted[key]}, by the logs")
+                self._breach("summary.json", f"{key} {there}", f"{wanted}, by the logs")
 
 
 def _by_time(run: RunDir) -> Iterator[Row]:

@@ -71,6 +71,61 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run.path
 
 
+NARROW = parse(
+    {"replicas": 2, "ranks_per_replica": 2, "hosts": {"per_replica": 2}, "memory": {"shrink_to": 1}}
+    | {"train": {"steps": STEPS}}
+)
+
+
+@pytest.fixture
+def narrow(tmp_path: Path, narrow_model: Path) -> RunDir:
+    """A copy of `narrow_model`, to be changed."""
+    shutil.copytree(narrow_model, tmp_path / "job")
+    return RunDir(tmp_path / "job")
+
+
+@pytest.fixture(scope="module")
+def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a job of two replicas of two ranks leaves behind; replica 1 had one rank in epoch 2, both later."""
+    run = RunDir(tmp_path_factory.mktemp("narrow") / "job")
+    run.path.mkdir()
+    run.config.write_text(dump(NARROW))
+    ranks = {1: {0: 2, 1: 2}, 2: {0: 2, 1: 1}, 3: {0: 1, 1: 1}}
+    log = LineWriter(run.lighthouse_events)
+    log.write(event("LighthouseStarted", 999.0, term=7))
+    for epoch, base in ((1, 0), (2, 4), (3, 8)):
+        known = {1: {}, **ranks}[epoch - 1] if epoch > 1 else {}
+        hosts = {
+            str(r): [[f"r{r}h{k}", 1] for k in range(n)] for r, n in ranks[epoch].items() if known.get(r) != n
+        }
+        roles = {"0": "contribute", "1": "contribute"}
+        at = [epoch - 1, base, f"L{base}"]
+        told = {"epoch": epoch, "term": 7, "members": [0, 1], "roles": roles, "base": at, "hosts": hosts}
+        log.write(event("EpochGranted", 1000.0 + base, **told))
+    rows, indices = [], [0, 0]
+    for step in range(1, STEPS + 1):
+        epoch = 1 if step < 5 else 2 if step < 9 else 3
+        unequal = {"ring_widths": list(ranks[epoch].values())} if epoch == 2 else {}
+        row = commit(step, who=(0, 1), epoch=epoch, ring=[0, 1], units_wanted=4, ranks=2, **unequal)
+        for c in row["contributions"]:
+            width = ranks[epoch][c["replica"]]
+            c.update(width=width % 2, units=width, index=indices[c["shard"]])
+            indices[c["shard"]] += width
+        rows.append({**row, "units": sum(ranks[epoch].values()), "cursors": list(indices)})
+    for replica, lines in fed(rows).items():
+        commits, feeds = LineWriter(run.commits(replica)), LineWriter(run.fed(replica))
+        for row in rows:
+            commits.write({**row, "incarnation": f"{replica}-a-{row['epoch']}"})
+        for line in lines:
+            feeds.write(line)
+        final = {"step": STEPS, "commit_epoch": 3, "lineage": f"L{STEPS}", "digest": "d", "incarnation": "x"}
+        write_json(run.final(replica), final)
+    recorder = Recorder(run, NARROW, lambda _: None, lambda _: None)
+    recorder.finish()
+    recorder.close()
+    return run.path
+
+
 def edit(path: Path, line: int, change: Callable[[Row], Any]) -> None:
     lines = path.read_text().splitlines()
     row = json.loads(lines[line - 1])
@@ -288,6 +343,72 @@ def test_each_breach_is_found(run: RunDir, kind: str) -> None:
     plant, told = PLANTED[kind]
     plant(run)
     found = verify(run)
+    assert any(told in breach for breach in found.breaches), found.breaches
+
+
+def both(change: Callable[[Row], Any], line: int = 6) -> Callable[[RunDir], None]:
+    """Change a step in the logs of both replicas."""
+
+    def plant(run: RunDir) -> None:
+        for replica in (0, 1):
+            edit(run.commits(replica), line, change)
+
+    return plant
+
+
+OF_WIDTHS: dict[str, tuple[Callable[[RunDir], None], str]] = {
+    "two tell other widths": (
+        lambda r: edit(r.commits(1), 6, lambda x: x.update(ring_widths=[1, 2])),
+        "ring_widths [1, 2]; expected: [2, 1], as replicas/0/commits.jsonl:6 has for this lineage",
+    ),
+    "one tells no widths": (
+        lambda r: edit(r.commits(1), 6, lambda x: x.pop("ring_widths")),
+        "ring_widths None; expected: [2, 1]",
+    ),
+    "a contribution by more ranks": (
+        both(lambda x: x["contributions"][1].update(width=0)),
+        "a contribution of replica 1 by 2 ranks; expected: 1, by ring_widths",
+    ),
+    "a contribution by fewer ranks": (
+        both(lambda x: x["contributions"][0].update(width=1)),
+        "a contribution of replica 0 by 1 ranks; expected: 2, by ring_widths",
+    ),
+    "a narrow contribution among equal ones": (
+        both(lambda x: x["contributions"][1].update(width=1), line=2),
+        "a contribution of replica 1 by 1 ranks; expected: 2, as there are no ring_widths",
+    ),
+    "widths of some": (both(lambda x: x.update(ring_widths=[2])), "one for each member of the ring [0, 1]"),
+    "widths that are equal": (both(lambda x: x.update(ring_widths=[2, 2])), "unequal ones"),
+    "other widths than were granted": (
+        both(lambda x: (x.update(ring_widths=[2, 3]), x["contributions"][1].update(width=3))),
+        "ranks {0: 2, 1: 3}; expected: {1: 1}, as lighthouse/events.jsonl:3 has",
+    ),
+    "all wider than was granted": (
+        both(lambda x: [c.update(width=0) for c in x["contributions"]], line=10),
+        "ranks {0: 2, 1: 2}; expected: {0: 1}, as lighthouse/events.jsonl:4 has",
+    ),
+    "steps of fewer ranks": (
+        lambda r: edit(r.summary, 1, lambda x: x.update(narrow_steps={"1": 9})),
+        "narrow_steps {'1': 9}; expected: {'1': 8}, by the logs",
+    ),
+    "no steps of fewer ranks": (
+        lambda r: edit(r.summary, 1, lambda x: x.pop("narrow_steps")),
+        "narrow_steps None",
+    ),
+}
+
+
+def test_steps_of_fewer_ranks_are_no_breach(narrow: RunDir) -> None:
+    found = verify(narrow)
+    assert (found.breaches, found.steps, found.grants) == ([], STEPS, 3)
+    assert json.loads(narrow.summary.read_text())["narrow_steps"] == {"1": 8}
+
+
+@pytest.mark.parametrize("kind", OF_WIDTHS)
+def test_each_breach_of_widths_is_found(narrow: RunDir, kind: str) -> None:
+    plant, told = OF_WIDTHS[kind]
+    plant(narrow)
+    found = verify(narrow)
     assert any(told in breach for breach in found.breaches), found.breaches
 
 
