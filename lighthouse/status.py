@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 
-from ft_hsdp.core.grant import Report
+from ft_hsdp.core.grant import Report, ranks_of
 from lighthouse.quorum.state import LighthouseState, away, wanted
 
 
@@ -93,8 +92,4 @@ def _hosts(s: LighthouseState, replica: int) -> list[dict[str, object]]:
     view = s.views[replica]
     member = s.grant.member(replica, view.incarnation) if s.grant and view.incarnation else None
     hosts = view.ask.hosts if view.ask else member.hosts if member else ()
-    ends = list(accumulate(ranks for _, ranks in hosts))
-    return [
-        {"host": path, "ranks": list(range(end - ranks, end))}
-        for (path, ranks), end in zip(hosts, ends, strict=True)
-    ]
+    return [{"host": path, "ranks": ranks} for path, ranks in ranks_of(hosts)]

@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable
 
 from ft_hsdp.core.commit import MAX_ROWS, AttemptId, CommitRecord
-from ft_hsdp.core.grant import Hosts, Refused, Report
+from ft_hsdp.core.grant import Hosts, Refused, Report, ranks_of
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import MAX_UNIT
 from ft_hsdp.core.replica_state import ENTRY, PROTOCOL, difference
@@ -232,14 +232,14 @@ def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[I
 @functools.lru_cache(256)
 def _hosts(hosts: Hosts, ranks: int) -> None:
     """Check the hosts of a replica with so many ranks. Remembers what it let in, as `check` does."""
-    if (
-        len(hosts) > ranks
-        or any(not 0 < count <= ranks for _, count in hosts)
-        or sum(n for _, n in hosts) != ranks
-    ):
+    parts = [each for _, of_host in hosts for each in (((0, of_host),) if isinstance(of_host, int) else of_host)]
+    fits = len(parts) <= ranks and all(0 < count <= ranks for _, count in parts)
+    if not fits or sum(count for _, count in parts) != ranks:
         raise ProtocolViolation(
             f"hosts has {len(hosts)} hosts with other than {ranks} ranks, one for each address"
         )
+    if {rank for _, of_host in ranks_of(hosts) for rank in of_host} != set(range(ranks)):
+        raise ProtocolViolation(f"hosts names a rank twice, or one that is not below {ranks}")
     for path, _ in hosts:
         try:
             Host.parse(path)

@@ -16,11 +16,28 @@ from ft_hsdp.core.units import Places, deal, size
 
 Role = Literal["contribute", "standby", "behind"]
 
-Hosts = tuple[tuple[str, int], ...]
-"""The hosts of a replica's ranks, in rank order, as (path, number of ranks); (): not known.
+Hosts = tuple[tuple[str, int | tuple[tuple[int, int], ...]], ...]
+"""The hosts of a replica's ranks, each once, in the order of their first ranks, as (path, ranks); (): not known.
 
-A path is "zone/rack/host", "rack/host" or "host". A host is named once, unless other ranks are between its own.
+A path is "zone/rack/host", "rack/host" or "host". Ranks are their number: those that follow the ranks of the host
+before. Where the ranks of some host do not follow each other, as when tasks are dealt out to nodes in turns, they
+are ranges, at each host of the replica: ((first rank, number of ranks), ...).
 """
+
+
+def ranks_of(hosts: Hosts) -> list[tuple[str, list[int]]]:
+    """Return each host with its ranks.
+
+    Args:
+        hosts: As `ranges` returns them; () gives [].
+    """
+    found: list[tuple[str, list[int]]] = []
+    after = 0
+    for path, ranks in hosts:
+        parts = ((after, ranks),) if isinstance(ranks, int) else ranks
+        found.append((path, [rank for first, count in parts for rank in range(first, first + count)]))
+        after += sum(count for _, count in parts)
+    return found
 
 
 def paths(hosts: Hosts) -> tuple[str, ...]:
@@ -29,7 +46,8 @@ def paths(hosts: Hosts) -> tuple[str, ...]:
     Args:
         hosts: As `ranges` returns them; () stays ().
     """
-    return tuple(path for path, ranks in hosts for _ in range(ranks))
+    of_rank = {rank: path for path, ranks in ranks_of(hosts) for rank in ranks}
+    return tuple(of_rank[rank] for rank in sorted(of_rank))
 
 
 def ranges(paths: Iterable[str]) -> Hosts:
@@ -38,8 +56,17 @@ def ranges(paths: Iterable[str]) -> Hosts:
     Args:
         paths: Of each rank's host, in rank order; "" if it is not known: then no host is.
     """
-    found = tuple((path, len(list(same))) for path, same in groupby(paths))
-    return found if all(path for path, _ in found) else ()
+    found: dict[str, list[tuple[int, int]]] = {}
+    first = 0
+    for path, same in groupby(paths):
+        count = len(list(same))
+        found.setdefault(path, []).append((first, count))
+        first += count
+    if "" in found:
+        return ()
+    if all(len(parts) == 1 for parts in found.values()):
+        return tuple((path, count) for path, ((_, count),) in found.items())
+    return tuple((path, tuple(parts)) for path, parts in found.items())
 
 
 @dataclass(frozen=True, slots=True)

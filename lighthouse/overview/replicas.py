@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ft_hsdp.core.grant import ranks_of
+
 MAX_SEGMENTS = 4096  # of one lane; the oldest are dropped, their events stay in the database
 # States of a replica that has a place in a ring.
 RUN = frozenset({"training", "standby", "retrying", "behind", "fetching", "stalled"})
@@ -229,7 +231,7 @@ class Lanes:
         """Take the hosts of the replicas whose hosts are new or have changed."""
         for replica, hosts in told.items() if isinstance(told, Mapping) else ():
             lane = self.all[int(replica)]
-            lane.hosts = [{"host": str(path), "ranks": int(ranks)} for path, ranks in hosts]
+            lane.hosts = [{"host": str(path), "ranks": len(ranks)} for path, ranks in ranks_of(hosts)]
 
     def commit(self, t: float, step: int, contributors: Collection[int]) -> None:
         """Take a canonical commit; its cost does not depend on the number of replicas that go on training."""

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ft_hsdp.core.commit import AttemptId
-from ft_hsdp.core.grant import Grant, Member, ranges
+from ft_hsdp.core.grant import Grant, Member, paths, ranges, ranks_of
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.state_id import StateId
 
@@ -55,9 +55,23 @@ def test_places_are_those_of_an_undisturbed_step_unless_the_grant_says_otherwise
 
 def test_a_host_is_named_once_with_its_ranks() -> None:
     assert ranges(["a/1/n0", "a/1/n0", "a/1/n1"]) == (("a/1/n0", 2), ("a/1/n1", 1))
-    assert ranges(["n0", "n1", "n0"]) == (("n0", 1), ("n1", 1), ("n0", 1)), "ranks of others are between"
-    assert ranges(["n0", ""]) == ()
+    dealt = ranges(["n0", "n1", "n1", "n0", "n2", "n2"])
+    assert dealt == (("n0", ((0, 1), (3, 1))), ("n1", ((1, 2),)), ("n2", ((4, 2),))), "ranks of others are between"
+    assert ranks_of(dealt) == [("n0", [0, 3]), ("n1", [1, 2]), ("n2", [4, 5])]
+    assert ranges(["n0", ""]) == ranges(["", "n0", ""]) == ()
     assert ranges([]) == ()
+
+
+@pytest.mark.parametrize("said", ["a", "aabb", "abab", "abba", "aabcab", "abcabcabc", "baab"])
+def test_the_host_of_each_rank_is_what_it_was(said: str) -> None:
+    found = ranges(said)
+    assert paths(found) == tuple(said)
+    assert [path for path, _ in found] == list(dict.fromkeys(said)), "each once, in the order of first ranks"
+    assert sorted(rank for _, ranks in ranks_of(found) for rank in ranks) == list(range(len(said)))
+
+
+def test_hosts_that_were_named_twice_by_an_earlier_checkout_are_understood() -> None:
+    assert paths((("n0", 1), ("n1", 2), ("n0", 1))) == ("n0", "n1", "n1", "n0")
 
 
 def test_decisions_cannot_be_changed() -> None:

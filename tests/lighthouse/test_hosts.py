@@ -7,7 +7,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from ft_hsdp.core.grant import Grant
+from ft_hsdp import protocol
+from ft_hsdp.core.grant import Grant, ranges
+from lighthouse.overview.replicas import Lanes
 from lighthouse.quorum.state import Policy
 from tests.support.lighthouse.lighthouse_helpers import MemoryStore, Script, ask, at, events, make_service
 
@@ -39,6 +41,26 @@ async def test_a_grant_names_the_hosts_of_each_member_and_the_journal_those_that
     )
     assert {m.replica: m.hosts for m in again[0].members} == {0: moved, 1: OWN[1]}
     assert events(rows, "EpochGranted")[1]["hosts"] == {"0": moved}, "replica 1 is where it was"
+
+
+async def test_hosts_whose_ranks_alternate_are_named_once_all_the_way() -> None:
+    """As when tasks are dealt out to nodes in turns: in the grant, the journal, the status and on the page."""
+    turns = ranges(["n0", "n1", "n0"])
+    service, rows = make_service(total=1)
+    grant = await service.ask(replace(said(0), hosts=turns))
+    assert isinstance(grant, Grant)
+    travelled = protocol.decode(protocol.encode(grant), Grant)
+    assert [m.hosts for m in travelled.members] == [turns]
+    (granted,) = events(rows, "EpochGranted")
+    told = json.loads(json.dumps(granted))["hosts"]
+    assert told == {"0": [["n0", [[0, 1], [2, 1]]], ["n1", [[1, 1]]]]}
+    assert service.status()["replicas"][0]["hosts"] == [
+        {"host": "n0", "ranks": [0, 2]},
+        {"host": "n1", "ranks": [1]},
+    ]
+    shown = Lanes(1, 3, 1)
+    shown.event("EpochGranted", {"hosts": told})
+    assert shown.all[0].hosts == [{"host": "n0", "ranks": 2}, {"host": "n1", "ranks": 1}]
 
 
 def test_a_store_of_the_version_before_has_a_grant_without_hosts() -> None:
