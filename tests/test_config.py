@@ -46,7 +46,15 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"memory": {"apart": "node"}}, "memory.apart", "host, rack, zone"),
     ({"memory": {"budget_gb": 0}}, "memory.budget_gb", "a number above 0 or null"),
     ({"memory": {"shrink_to": 0}}, "memory.shrink_to", "a whole number from 1 to 64 or null"),
-    ({"memory": {"shrink_to": 3}}, "memory.shrink_to", "1 to ranks_per_replica (2), or null"),
+    ({"memory": {"shrink_to": 3}}, "memory.shrink_to", "null, unless hosts.per_replica is 2 or more"),
+    *(
+        (
+            {"ranks_per_replica": 4, "hosts": {"per_replica": 2}, "memory": {"shrink_to": never}},
+            "memory.shrink_to",
+            "1 to 2, the ranks of a replica without one of its 2 hosts, or null",
+        )
+        for never in (3, 4)
+    ),
     (
         {"ranks_per_replica": 4, "ranks_per_unit": 2, "memory": {"shrink_to": 2}},
         "memory.shrink_to",

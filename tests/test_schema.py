@@ -41,7 +41,7 @@ UNSAID = {
     ("ranks_per_unit", "3"),
     ("hosts.per_replica", "3"),
     ("memory.copies", "2"),
-    *(("memory.shrink_to", str(n)) for n in (1, 2, 3)),
+    *(("memory.shrink_to", str(n)) for n in (1, 2, 3, 4)),
     ("memory.wait_s", "60.0"),
     ("args", "['--lr']"),
     ("entry_digest", repr("ab" * 16)),

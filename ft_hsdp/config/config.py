@@ -343,13 +343,13 @@ def _shrink_refusal(c: Config) -> PydanticCustomError | None:
     least = c.memory.shrink_to
     if least is None:
         return None
-    hosts = c.hosts.per_replica
-    if least > c.ranks_per_replica:
-        allowed = f"1 to ranks_per_replica ({c.ranks_per_replica}), or null"
-    elif c.ranks_per_unit > 1:
+    hosts, ranks = c.hosts.per_replica, c.ranks_per_replica
+    if c.ranks_per_unit > 1:
         allowed = f"null with tensor parallelism (ranks_per_unit is {c.ranks_per_unit})"
     elif hosts is None or hosts < 2:
         allowed = "null, unless hosts.per_replica is 2 or more: a replica on one host loses all its ranks at once"
+    elif ranks % hosts == 0 and least > (most := ranks - ranks // hosts):
+        allowed = f"1 to {most}, the ranks of a replica without one of its {hosts} hosts, or null"
     else:
         return None
     return refuse("memory.shrink_to", least, allowed)
