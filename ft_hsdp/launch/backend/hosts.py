@@ -221,9 +221,10 @@ class EmulatedHosts:
         everyone: dict[int, Sequence[Host]] = {
             n: [self._host(h) for h in hosts] for n, hosts in self._hosts.items()
         }
-        # The hosts of a replica that trains are no candidates, but say where the other copies are.
-        alive = {n: hosts for n, hosts in everyone.items() if n != replica and n not in others}
-        gone = {*lost} - {host.name for hosts in alive.values() for host in hosts}
+        # The hosts on which a replica trains are no candidates, but say where the other copies are. One with fewer
+        # ranks wants others in place of those that it has lost, and may come first.
+        alive = [n for n in everyone if n != replica and n not in others]
+        gone = {*lost} - {name for n in alive for name in self._used(n)}
         shrunk = {n: len(hosts) for n, hosts in self._shrunk.items()}
         given, more = (
             assign(

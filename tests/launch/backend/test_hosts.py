@@ -154,6 +154,44 @@ def test_a_replica_that_loses_its_last_hosts_or_has_one_machine_waits() -> None:
     assert EmulatedHosts().shrink(0, ["node1"], [], 1) == 0
 
 
+@pytest.mark.parametrize(
+    ("down", "first"),
+    [
+        (("r1h3", "r2h3"), 1),  # equal: the lowest id
+        (("r1h3", "r2h2", "r2h3"), 1),  # the smaller one needs two
+        (("r1h2", "r1h3", "r2h2", "r2h3"), None),  # one spare host is enough for neither
+    ],
+)
+def test_of_two_that_run_with_fewer_ranks_one_leaves_for_a_spare_host(
+    down: tuple[str, ...], first: int | None
+) -> None:
+    """All three run; the host that is back is spare. The other one would start again for nothing."""
+    made = EmulatedHosts(4, 4, spare=1)
+    for replica in (1, 2):
+        assert made.place(replica, [], []) == []
+    made.lose(0, ["r0h3"])
+    assert made.place(0, ["r0h3"], [])
+    for replica in (1, 2):
+        made.lose(replica, down)
+        assert made.shrink(replica, ["r0h3", *down], [], 1)
+    assert not any(made.could_grow(replica, ["r0h3", *down], []) for replica in (1, 2))
+    grow = [replica for replica in (1, 2) if made.could_grow(replica, down, [])]
+    assert grow == ([] if first is None else [first])
+    if first is not None:
+        assert [swap.spare for swap in made.place(first, down, []) or []] == ["r0h3"]
+        assert not made.could_grow(3 - first, down, []), "the host has ranks"
+
+
+def test_a_replica_that_is_smaller_waits_for_no_larger_one() -> None:
+    """Replica 2 has two of four hosts left, replica 1 has three; two hosts are spare."""
+    made, down = EmulatedHosts(4, 4, spare=2), ["r1h3", "r2h2", "r2h3"]
+    for replica in (1, 2):
+        assert made.place(replica, [], []) == []
+        made.lose(replica, down)
+        assert made.shrink(replica, [*down, "s0", "s1"], [], 1)
+    assert [replica for replica in (1, 2) if made.could_grow(replica, down, [])] == [2]
+
+
 def test_a_host_is_cordoned_if_its_replica_can_do_without_it() -> None:
     made = hosts(0)
     assert made.can_lose(0, "r0h1", [], 2)
