@@ -267,12 +267,13 @@ class ReplicaSupervisor:
         """Wait until the replica has a place, or is not wanted. This does not count as a restart.
 
         After timeouts.place_s it goes on with the ranks that have a host, if that is allowed. Otherwise the
-        lighthouse is told that the others need not wait for it, and they may have its hosts.
+        lighthouse is told that the others need not wait for it, and they may have its hosts. It tries again every
+        timeouts.place_s: more hosts may be back by then, or the job may have committed its first step.
 
         Returns:
             Whether it has a place, and its outcome if the job ends first.
         """
-        progress, patience_s = self._progress, self._config.timeouts.place_s
+        progress, patience_s, unplaced = self._progress, self._config.timeouts.place_s, False
         fewer = self._ranks < self._config.ranks_per_replica and not self._backend.could_grow(self.replica)
         if fewer and self._backend.shrink(self.replica) == self._ranks:
             patience_s = 0.0  # it has waited, and no other host is lost
@@ -284,13 +285,15 @@ class ReplicaSupervisor:
         placing = asyncio.ensure_future(self._backend.place(self.replica))
         placing.add_done_callback(lambda _: progress.wake())
         try:
-            if not await progress.wait_for(settled, patience_s):
+            while not await progress.wait_for(settled, patience_s):
+                patience_s = max(self._config.timeouts.place_s, LOOK_S)
                 if self._shrinks():
                     return True, None
-                self._link.lost(self.replica)
-                self._event("ReplicaUnplaced", self._backend.vacancy(self.replica))
-                self._backend.lend(self.replica)
-                await progress.wait_for(settled)
+                if not unplaced:
+                    unplaced = True
+                    self._link.lost(self.replica)
+                    self._event("ReplicaUnplaced", self._backend.vacancy(self.replica))
+                    self._backend.lend(self.replica)
             if placing.done():
                 placing.result()
                 self._has_all_ranks()

@@ -142,10 +142,10 @@ class EmulatedHosts:
 
     def could_grow(self, replica: int, down: Collection[str], others: Collection[int]) -> bool:
         """Return whether a replica that goes on with fewer ranks could have all of them; as `place`."""
-        return replica in self._shrunk and self._whole(replica, down, others) is not None
+        return replica in self._shrunk and self._whole(replica, down, others, runs=True) is not None
 
     def shrink(self, replica: int, down: Collection[str], others: Collection[int], least: int) -> int:
-        """Place a replica on the hosts that it has left, because it gets no others.
+        """Place a replica on the hosts that it has left, because it gets no others; it lends them no more.
 
         Args:
             replica: The replica, which has no processes and no place.
@@ -154,18 +154,21 @@ class EmulatedHosts:
             least: Fewest ranks with which it goes on.
 
         Returns:
-            How many ranks it has there; 0: too few, it has to wait.
+            How many ranks it has there; 0: it has to wait, because they are too few, or `place` has all of them.
         """
         if self.per_replica is None:
             return 0
-        left = self._assign(replica, {*down, *self.cordoned}, down, others).left(self._each, least)
+        given = self._assign(replica, {*down, *self.cordoned}, down, others)
+        left = given.left(self._each, least) if given.missing else ()
         if left:
             self._shrunk[replica] = [host.name for host in left]
+            self._lenders.discard(replica)
         return len(left) * self._each
 
     def lend(self, replica: int) -> None:
-        """Let other replicas have the hosts of one that waits for others, until it has hosts for all its ranks."""
+        """Let other replicas have the hosts of one that waits for others, until it has a place."""
         self._lenders.add(replica)
+        self._shrunk.pop(replica, None)  # it does not run: hosts go to it before they go to those with fewer ranks
 
     def vacancy(self, replica: int, down: Collection[str]) -> str:
         """Return in words why a replica has no place; "": it has one."""
@@ -189,11 +192,13 @@ class EmulatedHosts:
         """Return the hosts on which a replica runs, by position; without those that it goes on without."""
         return self._shrunk.get(replica) or self._vacated.get(replica) or self._of(replica)
 
-    def _whole(self, replica: int, down: Collection[str], others: Collection[int]) -> Assignment | None:
+    def _whole(
+        self, replica: int, down: Collection[str], others: Collection[int], runs: bool = False
+    ) -> Assignment | None:
         """Return hosts for all ranks of a replica; None: there are too few. What others lend comes last."""
         gone = {*down, *self.cordoned}
         for lost, lenders in (({*gone, *self._left}, set()), (gone, set()), (gone, self._lenders & {*others})):
-            given = self._assign(replica, lost, down, others, lenders)
+            given = self._assign(replica, lost, down, others, lenders, runs)
             if not given.missing:
                 return given
         return None
@@ -215,8 +220,18 @@ class EmulatedHosts:
         down: Collection[str],
         others: Collection[int],
         lenders: Collection[int] = (),
+        runs: bool = False,
     ) -> Assignment:
-        """Return the hosts of a replica, with those of spare replicas only if the spare hosts do not suffice."""
+        """Return the hosts of a replica, with those of spare replicas only if the spare hosts do not suffice.
+
+        Args:
+            replica: The replica.
+            lost: Hosts that are not used.
+            down: As for `place`; so are the ``others``.
+            others: Replicas that wait for a host, too.
+            lenders: Those of them whose hosts may be lent.
+            runs: The replica has processes: it runs with fewer ranks, and those that do not run come before it.
+        """
         self._of(replica)
         everyone: dict[int, Sequence[Host]] = {
             n: [self._host(h) for h in hosts] for n, hosts in self._hosts.items()
@@ -225,7 +240,8 @@ class EmulatedHosts:
         # ranks wants others in place of those that it has lost, and may come first.
         alive = [n for n in everyone if n != replica and n not in others]
         gone = {*lost} - {name for n in alive for name in self._used(n)}
-        shrunk = {n: len(hosts) for n, hosts in self._shrunk.items()}
+        running = {*alive, replica} if runs else {*alive}
+        shrunk = {n: len(hosts) for n, hosts in self._shrunk.items() if n in running}
         given, more = (
             assign(
                 everyone,

@@ -192,6 +192,37 @@ def test_a_replica_that_is_smaller_waits_for_no_larger_one() -> None:
     assert [replica for replica in (1, 2) if made.could_grow(replica, down, [])] == [2]
 
 
+def test_a_replica_that_does_not_run_comes_before_a_smaller_one_that_does() -> None:
+    """Also if it ran with fewer ranks before."""
+    made, down = EmulatedHosts(4, 4, spare=1), ["r0h3", "r1h2", "r1h3"]
+    for replica in (0, 1):
+        made.place(replica, [], [])
+        made.lose(replica, down)
+        made.shrink(replica, [*down, "s0"], [], 1)
+    assert made.could_grow(0, down, []), "one host is too few for replica 1"
+    assert made.place(1, ["r0h3", "r1h3"], [0]) is None, "r1h2 is back, and both need one"
+    assert [swap.spare for swap in made.place(0, ["r0h3", "r1h3"], []) or []] == ["s0"]
+
+
+def test_who_has_lent_its_hosts_goes_on_with_fewer_ranks_and_lends_no_more() -> None:
+    made, down = EmulatedHosts(3, 3), ["r0h1", "r0h2"]
+    made.place(1, [], [])
+    made.lose(0, down)
+    assert made.shrink(0, down, [], 2) == 0
+    made.lend(0)
+    assert made.shrink(0, down[1:], [], 2) == 2, "r0h1 is back"
+    made.lose(1, ["r1h0"])
+    assert made.place(1, ["r0h2", "r1h0"], []) is None
+    assert made.place(1, ["r0h2", "r1h0"], [0]) is None, "it waits for a while, and lends nothing"
+
+
+def test_a_replica_does_not_go_on_with_fewer_ranks_when_it_can_have_all() -> None:
+    made = hosts(1)
+    made.lose(0, ["r0h1"])
+    assert made.shrink(0, ["r0h1"], [], 1) == 0
+    assert [swap.spare for swap in made.place(0, ["r0h1"], []) or []] == ["s0"]
+
+
 def test_a_host_is_cordoned_if_its_replica_can_do_without_it() -> None:
     made = hosts(0)
     assert made.can_lose(0, "r0h1", [], 2)

@@ -1,0 +1,254 @@
+"""A replica that has lost hosts goes on with fewer ranks, and has all of them again when the hosts are back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from ft_hsdp.config import parse
+from ft_hsdp.errors import EXIT_LEFT
+from ft_hsdp.launch import supervisor
+from ft_hsdp.launch.backend.base import COLD, ProcessWatch, ReplicaSpec
+from ft_hsdp.launch.backend.hosts import EmulatedHosts
+from ft_hsdp.launch.lighthouse_link import LighthouseLink
+from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from tests.support.launch.launch_helpers import until
+
+PLACE_S = 0.05
+
+
+class Rank:
+    """A rank without a process: it leaves when it is told to, and ends when it is killed."""
+
+    pid, machine = 1, "somewhere"
+
+    def __init__(self, backend: Hosts, watch: ProcessWatch, rank: int, host: str) -> None:
+        self._backend, self._watch, self._rank = backend, watch, rank
+        self.host = host
+        self.ended = False
+
+    def exits(self, code: int) -> None:
+        """End with a code."""
+        if not self.ended:
+            self.ended = True
+            self._watch.exited(self._rank, self, code)
+
+    def signal(self, number: int) -> None:
+        """Take a signal."""
+        if number == signal.SIGKILL:
+            self.exits(-number)
+        elif number == signal.SIGTERM:
+            self._backend.told_to_leave(self, self._rank)
+
+
+class Hosts:
+    """A backend of emulated hosts, without processes."""
+
+    warm = False
+
+    def __init__(self, hosts: EmulatedHosts, least: int) -> None:
+        self.hosts, self.least = hosts, least
+        self.down: list[str] = []
+        self.waiting: set[int] = set()
+        self.searches = 0  # how often a replica has waited for a place
+        self.started: list[tuple[str, ...]] = []  # the hosts of each incarnation
+        self.ranks: list[Rank] = []  # of the newest one
+        self.lent: list[int] = []
+        self.cordoned: list[str] = []
+        self.begins: Callable[[], None] = lambda: None  # what happens as an incarnation starts
+        self.told_to_leave: Callable[[Rank, int], None] = lambda rank, _: rank.exits(EXIT_LEFT)
+
+    def away(self, replica: int) -> tuple[list[str], set[int]]:
+        return list(self.down), self.waiting - {replica}
+
+    async def open(self) -> None: ...
+
+    async def place(self, replica: int) -> None:
+        self.searches += 1
+        self.waiting.add(replica)
+        try:
+            await until(lambda: self.hosts.place(replica, *self.away(replica)) is not None, "a place")
+        finally:
+            self.waiting.discard(replica)
+
+    def shrink(self, replica: int) -> int:
+        return self.hosts.shrink(replica, *self.away(replica), self.least)
+
+    def lend(self, replica: int) -> None:
+        self.lent.append(replica)
+        self.hosts.lend(replica)
+
+    def could_grow(self, replica: int) -> bool:
+        return self.hosts.could_grow(replica, *self.away(replica))
+
+    def vacancy(self, replica: int) -> str:
+        return self.hosts.vacancy(replica, self.down)
+
+    def lost_hosts(self, replica: int) -> tuple[str, ...]:
+        return self.hosts.lose(replica, self.down)
+
+    def cordon(self, replica: int, host: str, reason: str, broken: bool) -> bool:
+        self.cordoned.append(host)
+        return True
+
+    def vacated(self, replica: int) -> None: ...
+
+    async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
+        names = self.hosts.of(spec.replica)
+        self.started.append(tuple(dict.fromkeys(names)))
+        self.ranks = [Rank(self, watch, rank, names[rank]) for rank in range(spec.size)]
+        for number, rank in enumerate(self.ranks):
+            watch.started(number, rank)
+        asyncio.get_running_loop().call_soon(self.begins)
+        return COLD
+
+    def settled(self, spec: ReplicaSpec) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Scene:
+    """A supervisor of replica 0, which has four hosts of one rank, and goes on with two."""
+
+    def __init__(self, run: RunDir, **settings: Any) -> None:
+        sections = {
+            "hosts": {"per_replica": 4},
+            "memory": {"shrink_to": 2},
+            "timeouts": {"place_s": PLACE_S, **settings},
+            "restart": {"budget": 1, "backoff_s": 0.0, "hold_s": 0.0},
+        }
+        config = parse({"replicas": 2, "ranks_per_replica": 4, **sections})
+        self.run = run
+        run.commits(0).parent.mkdir(parents=True)
+        self.backend = Hosts(EmulatedHosts(4, 4), 2)
+        self.progress = Progress()
+        self.progress.saw(5)
+        self.events: list[Row] = []
+        self.others_run = False
+        link = LighthouseLink(("http://nowhere",), "secret", self.progress, lambda *_: None)
+        link.holds = lambda _: True  # type: ignore[method-assign]
+        self.supervisor = ReplicaSupervisor(
+            0,
+            config,
+            run,
+            backend=self.backend,
+            link=link,
+            progress=self.progress,
+            emit=self.events.append,
+            survivors=lambda: self.others_run,
+        )
+
+    def named(self, *names: str) -> list[Row]:
+        """The events of these names."""
+        return [event for event in self.events if event["event"] in names]
+
+    @property
+    def changes(self) -> list[tuple[int, int]]:
+        """The numbers of ranks, from and to."""
+        return [(event["from"], event["to"]) for event in self.named("Shrunk", "Grown")]
+
+    def trains(self) -> None:
+        """The incarnation that runs contributes to a step."""
+        assert self.supervisor.current is not None
+        self.progress.saw(self.progress.step + 1)
+        row = {"step": self.progress.step, "incarnation": self.supervisor.current.name, "role": "contribute"}
+        with self.run.commits(0).open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    async def runs(self, count: int) -> None:
+        """Wait until that many incarnations were started, and the last one runs."""
+        await until(lambda: len(self.named("ReplicaStarted")) >= count, f"start {count}")
+
+    async def loses(self, *hosts: str, starts: int) -> None:
+        """Lose hosts with their ranks, and wait for the next start."""
+        self.backend.down += hosts
+        for rank in self.backend.ranks:
+            if rank.host in hosts:
+                rank.exits(-signal.SIGKILL)
+        await self.runs(starts)
+
+
+@asynccontextmanager
+async def play(run: RunDir, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Scene]:
+    """A supervisor that runs, and looks often; it ends without an error."""
+    monkeypatch.setattr(supervisor, "LOOK_S", 0.005)
+    scene = Scene(run, **settings)
+    task: asyncio.Task[Outcome] = asyncio.create_task(scene.supervisor.run())
+    try:
+        yield scene
+        await scene.supervisor.stop(grace_s=1)
+        assert (await task).kind == "stopped"
+    finally:
+        task.cancel()
+
+
+async def test_a_replica_shrinks_and_grows_when_its_host_is_back(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves only after a commit. Only the lost host costs a restart of the budget."""
+    async with play(run_dir, monkeypatch) as scene:
+        await scene.runs(1)
+        await scene.loses("r0h3", starts=2)
+        assert scene.backend.started[1] == ("r0h0", "r0h1", "r0h2")
+        scene.backend.down = []
+        await asyncio.sleep(0.05)
+        assert len(scene.backend.started) == 2, "it has committed nothing yet"
+        scene.trains()
+        await scene.runs(3)
+        assert len(scene.backend.started[2]) == 4
+        assert scene.changes == [(4, 3), (3, 4)]
+        assert len(scene.named("RestartScheduled")) == 1
+        assert not scene.named("ReplicaUnplaced")
+
+
+async def test_one_that_waits_goes_on_as_soon_as_enough_hosts_are_back(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with play(run_dir, monkeypatch) as scene:
+        scene.backend.down = ["r0h1", "r0h2", "r0h3"]
+        await until(lambda: scene.backend.lent == [0], "it lends the host that is left")
+        await asyncio.sleep(3 * PLACE_S)
+        assert len(scene.named("ReplicaUnplaced")) == 1, "it is said once"
+        scene.backend.down = ["r0h2", "r0h3"]
+        await scene.runs(1)
+        assert scene.backend.started == [("r0h0", "r0h1")]
+        assert scene.changes == [(4, 2)]
+
+
+async def test_one_that_lost_a_host_before_the_first_commit_goes_on_after_it(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with play(run_dir, monkeypatch) as scene:
+        scene.progress.step = 0
+        scene.backend.down = ["r0h3"]
+        await until(lambda: scene.named("ReplicaUnplaced"), "it waits")
+        await asyncio.sleep(2 * PLACE_S)
+        assert not scene.backend.started
+        scene.progress.saw(1)
+        await scene.runs(1)
+        assert scene.backend.started == [("r0h0", "r0h1", "r0h2")]
+
+
+async def test_after_a_failure_with_fewer_ranks_it_waits_for_no_host(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has waited before it shrank, and no other host is lost."""
+    async with play(run_dir, monkeypatch) as scene:
+        await scene.runs(1)
+        await scene.loses("r0h3", starts=2)
+        for _ in range(10):
+            scene.trains()
+        searches = scene.backend.searches
+        scene.backend.ranks[0].exits(1)
+        await scene.runs(3)
+        assert scene.backend.searches == searches
+        assert scene.backend.started[2] == ("r0h0", "r0h1", "r0h2")
+        assert scene.changes == [(4, 3)]
