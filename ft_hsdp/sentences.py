@@ -91,6 +91,7 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "HostLent": lambda e: f"replica {e['replica']} lends host {e['host']} to replica {e['to']}",
     "Shrunk": lambda e: f"replica {e['replica']} goes on with {e['to']} ranks instead of {e['from']}",
     "Grown": lambda e: f"replica {e['replica']} has {e['to']} ranks again, instead of {e['from']}",
+    "TooFewRanks": lambda e: f"replica {e['replica']} is not started with {e['ranks']} ranks again: too few",
     "HostCordoned": lambda e: f"host {e['host']} is cordoned: it gets no ranks any more",
     "LogLinesLost": lambda e: (
         f"{e['file']} of {_who(e) if e.get('replica') is not None else 'the job'} lacks "

@@ -46,6 +46,7 @@ FACTS: dict[str, Any] = {
     "host": "s0",
     "from": 4,
     "to": 2,
+    "ranks": 3,
 }
 
 

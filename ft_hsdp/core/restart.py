@@ -1,7 +1,8 @@
 """When a lost replica is started again, and when it is given up.
 
 A replica is restarted as a whole (FT-HSDP §4.2). Progress refills the budget, so the budget bounds a crash loop
-and not the length of a job.
+and not the length of a job. What ends a replica that has just started with fewer ranks costs none of it: fewer
+ranks need more memory each, and may not run at all where all of them do (`NarrowEnds`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 
 UNREACHED_S = 1.0  # shortest wait before a replica looks for its lighthouse in another life
 REFILL_STEPS = 10  # steps that an incarnation must have committed to count as healthy
+NARROW_ENDS = 2  # ends with so few ranks, or more, before a contribution, after which they are too few
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +76,52 @@ def on_loss(
     after = replace(state, restarts=state.restarts + 1, used=state.used + 1)
     wait = f" after {delay:g} s" if delay > 0 else ""
     return after, Restart(delay, f"{cause}; restart {after.used} of {policy.budget}{wait}")
+
+
+def on_narrow_end(state: RestartState, policy: RestartPolicy, cause: str) -> tuple[RestartState, Restart]:
+    """Return what to do after fewer ranks ended for which `NarrowEnds.blames` their number: it costs no budget.
+
+    Args:
+        state: of the replica, before the end.
+        policy: what the operator chose.
+        cause: why they ended, in one clause.
+
+    Returns:
+        The state after it, and the restart.
+    """
+    after = replace(state, restarts=state.restarts + 1, unreached=0)
+    reason = f"{cause}; fewer ranks may need too much memory, which costs none of the budget"
+    return after, Restart(policy.backoff_s, reason)
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowEnds:
+    """How a replica has fared with fewer ranks since all its ranks were started."""
+
+    fits: int = 0  # fewest ranks that have contributed; 0: none have
+    ended: tuple[int, ...] = ()  # ranks of each incarnation that ended before it contributed
+
+    def blames(self, ranks: int) -> bool:
+        """Return whether the end of so many ranks before a contribution may be due to their number."""
+        return not 0 < self.fits <= ranks
+
+    def after_end(self, ranks: int) -> NarrowEnds:
+        """Return this after so many ranks have ended before they contributed."""
+        return replace(self, ended=(*self.ended, ranks))
+
+    def after_contribution(self, ranks: int) -> NarrowEnds:
+        """Return this after so many ranks have contributed: these and more are enough."""
+        fits = min(ranks, self.fits or ranks)
+        return NarrowEnds(fits, tuple(each for each in self.ended if each < fits))
+
+    @property
+    def least(self) -> int:
+        """Return the fewest ranks with which the replica is started: fewer have ended `NARROW_ENDS` times.
+
+        What ends some ranks would end fewer of them, which need more memory each.
+        """
+        widest = sorted(self.ended, reverse=True)
+        return widest[NARROW_ENDS - 1] + 1 if len(widest) >= NARROW_ENDS else 1
 
 
 def doubled(first_s: float, times: int, most_s: float) -> float:

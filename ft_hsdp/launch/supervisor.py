@@ -33,6 +33,7 @@ from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.memory.replacement import Action
 
 LOOK_S = 0.2  # between two reads of the commits of an incarnation that does not contribute yet
+NOT_STARTED = "not started"  # kind of the end of an incarnation of which a rank could not be started
 ANSWER_S = 2.0  # longest wait for a lease before an event says that there is none
 
 
@@ -95,6 +96,7 @@ class ReplicaSupervisor:
         self._failures = ReplicaFailures(replica, failures)
         self._stopping = False
         self._ranks = config.ranks_per_replica  # of the next incarnation: fewer while hosts are missing
+        self._narrow = restart.NarrowEnds()
         self._grows = ""  # the incarnation that was told to leave, because there is a place for all ranks again
         self._away_until = 0  # step
 
@@ -174,21 +176,22 @@ class ReplicaSupervisor:
                 if ended is not None:
                     return ended
                 continue
-            outcome, cause, committed = await self._live(reason)
+            outcome, cause, committed, too_few = await self._live(reason)
             if outcome is not None:
                 return outcome
             sent_away = (self._dismissed or self._grows) and cause.startswith((LEFT, STRAY))
             if self.drained or sent_away or self._link.rival(self.replica):
                 self._restarts = replace(self._restarts, restarts=self._restarts.restarts + 1)
                 continue
-            policy = self._config.restart
-            self._restarts, decision = restart.on_loss(
-                self._restarts,
-                restart.RestartPolicy(policy.budget, policy.backoff_s, policy.backoff_max_s),
-                committed,
-                cause,
-                self._unreached,
-            )
+            chosen = self._config.restart
+            policy = restart.RestartPolicy(chosen.budget, chosen.backoff_s, chosen.backoff_max_s)
+            decision: restart.Restart | restart.GiveUp
+            if too_few:
+                self._restarts, decision = restart.on_narrow_end(self._restarts, policy, cause)
+            else:
+                self._restarts, decision = restart.on_loss(
+                    self._restarts, policy, committed, cause, self._unreached
+                )
             if isinstance(decision, restart.GiveUp):
                 return self._lose(decision.reason)
             reason = decision.reason
@@ -198,11 +201,12 @@ class ReplicaSupervisor:
                 return self._lose(self._progress.halted)
         return Outcome("stopped", "on request")
 
-    async def _live(self, reason: str) -> tuple[Outcome | None, str, int]:
+    async def _live(self, reason: str) -> tuple[Outcome | None, str, int, bool]:
         """Run one incarnation from start to end.
 
         Returns:
-            The outcome if it is the last, why it ended, and how many steps it committed.
+            The outcome if it is the last, why it ended, how many steps it committed, and whether it may have
+            ended because it had too few ranks.
         """
         spec = ReplicaSpec(self.replica, self._ranks, self._run_id, self._restarts.restarts, self._config_file)
         current = ReplicaProcess(spec, self._run)
@@ -216,11 +220,13 @@ class ReplicaSupervisor:
             how = await self._unless_stopped(current.start(self._backend))
         except Retryable as error:
             current.kill()
-            kind, rank, why = "not started", None, str(error)
+            kind, rank, why = NOT_STARTED, None, str(error)
         else:
             pids = [rank.pid for rank in current.ranks.values()]
             self._event("ReplicaStarted", reason, pids=pids, restarts=current.restarts, how=how)
             self._progress.wake()
+            if self._ranks == self._config.ranks_per_replica:
+                self._narrow = restart.NarrowEnds()
             beside = [asyncio.create_task(self._settle(current)), asyncio.create_task(guard.run())]
             if self._ranks < self._config.ranks_per_replica:
                 beside.append(asyncio.create_task(self._grow(current)))
@@ -233,7 +239,7 @@ class ReplicaSupervisor:
         if not await current.wait_for(lambda: not current.living, self._config.timeouts.gone_s):
             stuck = [rank.pid for rank in current.living]
             self._backend.settled(spec)
-            return self._lose(f"pids {stuck} do not end after SIGKILL"), "", 0
+            return self._lose(f"pids {stuck} do not end after SIGKILL"), "", 0, False
         if not kind:
             kind, rank = current.verdict()
             why = current.evicted or (current.explain(rank) if rank else f"all ranks ended: {kind}")
@@ -261,7 +267,31 @@ class ReplicaSupervisor:
         # Also with steps of its own, if others had a part in them.
         beside = self._commits.shared if committed else self._progress.step > began
         others_train = self._survivors() and beside
-        return self._judge(end, why, lost_hosts, others_train), f"{kind}: {why}", committed
+        cause = f"{kind}: {why}"
+        if self._too_few(end, lost_hosts, cause):
+            return None, cause, committed, True
+        return self._judge(end, why, lost_hosts, others_train), cause, committed, False
+
+    def _too_few(self, end: IncarnationEnd, lost_hosts: tuple[str, ...], cause: str) -> bool:
+        """Note how an incarnation with fewer ranks has ended; return whether they may have been too few.
+
+        Then nothing is said against its hosts. It contributed to no step, lost no host, and was not sent away.
+        """
+        assert self.current is not None
+        ranks = self.current.spec.size
+        if ranks == self._config.ranks_per_replica:
+            return False
+        if self._commits.contributing == self.current.name or end.committed >= restart.REFILL_STEPS:
+            self._narrow = self._narrow.after_contribution(ranks)
+            return False
+        elsewhere = self._stopping or lost_hosts or end.kind in (DONE, LEFT, STRAY, NOT_STARTED)
+        if elsewhere or end.code in (EXIT_HARDWARE, EXIT_UNREACHABLE) or not self._narrow.blames(ranks):
+            return False
+        self._narrow = self._narrow.after_end(ranks)
+        if ranks < self._narrow.least:
+            reason = f"{restart.NARROW_ENDS} starts with so few ranks, or more, ended before a commit; {cause}"
+            self._event("TooFewRanks", reason, ranks=ranks)
+        return True
 
     async def _find_place(self) -> tuple[bool, Outcome | None]:
         """Wait until the replica has a place, or is not wanted. This does not count as a restart.
@@ -275,7 +305,7 @@ class ReplicaSupervisor:
         """
         progress, patience_s, unplaced = self._progress, self._config.timeouts.place_s, False
         fewer = self._ranks < self._config.ranks_per_replica and not self._backend.could_grow(self.replica)
-        if fewer and self._backend.shrink(self.replica) == self._ranks:
+        if fewer and (self._ranks < self._narrow.least or self._shrink() == self._ranks):
             patience_s = 0.0  # it has waited, and no other host is lost
 
         def settled() -> bool:
@@ -306,7 +336,7 @@ class ReplicaSupervisor:
 
     def _shrinks(self) -> bool:
         """Go on with the ranks that have a host; return whether there are enough of them."""
-        ranks = self._backend.shrink(self.replica) if self._progress.step else 0  # the first state is of all ranks
+        ranks = self._shrink() if self._progress.step else 0  # the first state is of all ranks
         if not ranks:
             return False
         if ranks != self._ranks:
@@ -315,6 +345,10 @@ class ReplicaSupervisor:
             self._event("Shrunk", reason, **{"from": self._ranks, "to": ranks})
             self._ranks = ranks
         return True
+
+    def _shrink(self) -> int:
+        """Place the replica on the hosts that it has left; return its ranks there, 0 if they are too few."""
+        return self._backend.shrink(self.replica, self._narrow.least)
 
     def _has_all_ranks(self) -> None:
         """Note that there is a place for all ranks."""

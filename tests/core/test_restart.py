@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.restart import REFILL_STEPS, GiveUp, Restart, RestartPolicy, RestartState, doubled, on_loss
+from ft_hsdp.core.restart import (
+    REFILL_STEPS,
+    GiveUp,
+    NarrowEnds,
+    Restart,
+    RestartPolicy,
+    RestartState,
+    doubled,
+    on_loss,
+    on_narrow_end,
+)
 
 POLICY = RestartPolicy(budget=3, backoff_s=1.0, backoff_max_s=3.0)
 
@@ -72,3 +82,29 @@ def test_a_life_that_found_no_lighthouse_costs_no_budget() -> None:
     assert (state.restarts, state.used) == (101, 1)
     _, decision = on_loss(state, policy, 0, "exit 75")
     assert isinstance(decision, GiveUp)
+
+
+def test_an_end_of_fewer_ranks_costs_no_budget() -> None:
+    worn = RestartState(restarts=4, used=3, unreached=2)
+    state, decision = on_narrow_end(worn, POLICY, "SIGKILL")
+    assert state == RestartState(restarts=5, used=3)
+    assert decision.delay_s == POLICY.backoff_s
+    assert "none of the budget" in decision.reason
+
+
+def test_a_number_of_ranks_that_ends_twice_is_too_small_and_so_is_a_smaller_one() -> None:
+    narrow = NarrowEnds().after_end(3)
+    assert narrow.least == 1
+    assert narrow.after_end(3).least == 4
+    assert narrow.after_end(2).least == 3, "3 ranks have ended once, and two have as 3 would have"
+    assert narrow.after_end(4).least == 4
+    assert narrow.after_end(3).after_end(1).least == 4
+
+
+def test_what_has_contributed_is_not_too_small() -> None:
+    fits = NarrowEnds().after_end(3).after_end(2).after_contribution(3)
+    assert (fits.blames(2), fits.blames(3), fits.blames(4)) == (True, False, False)
+    assert fits.least == 1, "the end of 3 ranks was no sign"
+    assert fits.after_end(2).least == 3
+    assert fits.after_contribution(2).after_contribution(3).fits == 2
+    assert NarrowEnds().blames(1)

@@ -61,7 +61,7 @@ class Full:
     def cordon(self, replica: int, host: str, reason: str, waits: bool) -> bool:
         return False
 
-    def shrink(self, replica: int) -> int:
+    def shrink(self, replica: int, least: int) -> int:
         return 0
 
     def lend(self, replica: int) -> None:

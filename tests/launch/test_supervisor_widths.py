@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from ft_hsdp.config import parse
-from ft_hsdp.errors import EXIT_LEFT
+from ft_hsdp.core.restart import REFILL_STEPS
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_UNREACHABLE, EXIT_USAGE
 from ft_hsdp.launch import supervisor
 from ft_hsdp.launch.backend.base import COLD, ProcessWatch, ReplicaSpec
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
@@ -79,8 +80,8 @@ class Hosts:
         finally:
             self.waiting.discard(replica)
 
-    def shrink(self, replica: int) -> int:
-        return self.hosts.shrink(replica, *self.away(replica), self.least)
+    def shrink(self, replica: int, least: int) -> int:
+        return self.hosts.shrink(replica, *self.away(replica), max(least, self.least))
 
     def lend(self, replica: int) -> None:
         self.lent.append(replica)
@@ -123,7 +124,7 @@ class Scene:
             "hosts": {"per_replica": 4},
             "memory": {"shrink_to": 2},
             "timeouts": {"place_s": PLACE_S, **settings},
-            "restart": {"budget": 1, "backoff_s": 0.0, "hold_s": 0.0},
+            "restart": {"budget": 2, "backoff_s": 0.0, "hold_s": 0.0},
         }
         config = parse({"replicas": 2, "ranks_per_replica": 4, **sections})
         self.run = run
@@ -163,6 +164,12 @@ class Scene:
         with self.run.commits(0).open("a") as file:
             file.write(json.dumps(row) + "\n")
 
+    def ends_narrow(self, code: int) -> None:
+        """Rank 0 ends if there are fewer ranks than all; the others train meanwhile."""
+        if len(self.backend.ranks) < 4:
+            self.progress.saw(self.progress.step + 1)
+            self.backend.ranks[0].exits(code)
+
     async def runs(self, count: int) -> None:
         """Wait until that many incarnations were started, and the last one runs."""
         await until(lambda: len(self.named("ReplicaStarted")) >= count, f"start {count}")
@@ -177,15 +184,17 @@ class Scene:
 
 
 @asynccontextmanager
-async def play(run: RunDir, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Scene]:
-    """A supervisor that runs, and looks often; it ends without an error."""
+async def play(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, kind: str = "stopped", **settings: Any
+) -> AsyncIterator[Scene]:
+    """A supervisor that runs, and looks often; it ends as ``kind`` says."""
     monkeypatch.setattr(supervisor, "LOOK_S", 0.005)
     scene = Scene(run, **settings)
     task: asyncio.Task[Outcome] = asyncio.create_task(scene.supervisor.run())
     try:
         yield scene
         await scene.supervisor.stop(grace_s=1)
-        assert (await task).kind == "stopped"
+        assert (await task).kind == kind
     finally:
         task.cancel()
 
@@ -252,3 +261,78 @@ async def test_after_a_failure_with_fewer_ranks_it_waits_for_no_host(
         assert scene.backend.searches == searches
         assert scene.backend.started[2] == ("r0h0", "r0h1", "r0h2")
         assert scene.changes == [(4, 3)]
+
+
+OUT_OF_MEMORY = {"SIGKILL": -signal.SIGKILL, "CUDA": 1, "refused": EXIT_CONFIG, "usage": EXIT_USAGE}
+
+
+@pytest.mark.parametrize("how", OUT_OF_MEMORY)
+async def test_fewer_ranks_that_do_not_fit_cost_no_budget_and_no_host(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """They are tried twice; then the replica lends its hosts, and waits for all that it had."""
+    async with play(run_dir, monkeypatch) as scene:
+        scene.backend.begins = lambda: scene.ends_narrow(OUT_OF_MEMORY[how])
+        await scene.runs(1)
+        scene.others_run = True
+        await scene.loses("r0h3", starts=3)
+        await until(lambda: scene.backend.lent == [0], "it lends its hosts")
+        assert [len(hosts) for hosts in scene.backend.started] == [4, 3, 3]
+        (told,) = scene.named("TooFewRanks")
+        assert told["ranks"] == 3
+        assert len(scene.named("ReplicaUnplaced")) == 1
+        scene.backend.down += ["r0h2"]
+        await asyncio.sleep(2 * PLACE_S)
+        assert len(scene.backend.started) == 3, "two ranks need still more memory"
+        assert not scene.backend.cordoned
+        scene.backend.down = []
+        await scene.runs(4)
+        assert len(scene.backend.started[3]) == 4
+        assert scene.changes == [(4, 3), (3, 4)]
+        reasons = [event["reason"] for event in scene.named("RestartScheduled")]
+        assert len([why for why in reasons if "none of the budget" not in why]) == 1, "the lost host"
+
+
+async def test_all_ranks_begin_anew_also_for_fewer_ones(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with play(run_dir, monkeypatch) as scene:
+        scene.backend.begins = lambda: scene.ends_narrow(-signal.SIGKILL)
+        await scene.runs(1)
+        await scene.loses("r0h3", starts=3)
+        await until(lambda: scene.backend.lent == [0], "it lends its hosts")
+        scene.backend.begins = lambda: None
+        scene.backend.down = []
+        await scene.runs(4)
+        for _ in range(REFILL_STEPS):
+            scene.trains()
+        await scene.loses("r0h2", starts=5)
+        assert scene.backend.started[4] == ("r0h0", "r0h1", "r0h3")
+
+
+@pytest.mark.parametrize("code", [EXIT_HARDWARE, EXIT_UNREACHABLE])
+async def test_what_says_nothing_about_their_number_is_judged_as_before(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    async with play(run_dir, monkeypatch) as scene:
+        await scene.runs(1)
+        await scene.loses("r0h3", starts=2)
+        scene.backend.ranks[0].exits(code)
+        await until(lambda: len(scene.named("RestartScheduled")) == 2, "what is done about it")
+        assert scene.backend.cordoned == (["r0h0"] if code == EXIT_HARDWARE else [])
+        assert "fewer ranks" not in scene.named("RestartScheduled")[1]["reason"]
+
+
+async def test_fewer_ranks_that_have_contributed_use_the_budget(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They fit: what ends them now is not their number."""
+    async with play(run_dir, monkeypatch, "lost") as scene:
+        await scene.runs(1)
+        await scene.loses("r0h3", starts=2)
+        for _ in range(REFILL_STEPS):
+            scene.trains()
+        for starts in (3, 4):
+            scene.backend.ranks[0].exits(1)
+            await scene.runs(starts)
+        scene.backend.ranks[0].exits(1)
+        await until(lambda: scene.named("ReplicaLost"), "the end of the budget")
+        assert not scene.named("TooFewRanks")

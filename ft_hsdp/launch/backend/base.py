@@ -98,8 +98,13 @@ class Backend(Protocol):
     async def place(self, replica: int) -> None:
         """Wait until there is a place for a replica's ranks, without an end; the caller cancels it."""
 
-    def shrink(self, replica: int) -> int:
-        """Place a replica on the hosts that it has left; return its ranks there, 0 if it has to wait."""
+    def shrink(self, replica: int, least: int) -> int:
+        """Place a replica on the hosts that it has left; return its ranks there, 0 if it has to wait.
+
+        Args:
+            replica: The replica, which has no processes.
+            least: Fewest ranks with which it goes on, if `memory.shrink_to` is smaller.
+        """
 
     def lend(self, replica: int) -> None:
         """Let other replicas have the hosts of one that waits for others, until it has a place."""

@@ -124,11 +124,11 @@ class LocalBackend:
                 self._event("HostLent", swap.lender, swap.spare, reason, to=replica)
             self._tell_swap(replica, swap)
 
-    def shrink(self, replica: int) -> int:
+    def shrink(self, replica: int, least: int) -> int:
         """Place a replica on the hosts that it has left; return its ranks there, 0 if it has to wait."""
         if self._shrink_to is None:
             return 0
-        return self._hosts.shrink(replica, *self._away(replica), self._shrink_to)
+        return self._hosts.shrink(replica, *self._away(replica), max(least, self._shrink_to))
 
     def lend(self, replica: int) -> None:
         """Let other replicas have the hosts of one that waits for others."""

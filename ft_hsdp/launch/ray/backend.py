@@ -195,7 +195,7 @@ class RayBackend:
             self._seeking.pop(replica, None)
             self._pool.wake()
 
-    def shrink(self, replica: int) -> int:
+    def shrink(self, replica: int, least: int) -> int:
         """Return 0: on a cluster a replica waits for nodes."""
         return 0
 

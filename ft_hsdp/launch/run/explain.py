@@ -43,6 +43,7 @@ NOTABLE = frozenset(
         "HostCordoned",
         "Shrunk",
         "Grown",
+        "TooFewRanks",
         "SupervisorStandsBy",
         "SupervisorLeased",
         "LogCut",
