@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -227,21 +227,17 @@ class ReplicaSupervisor:
             self._progress.wake()
             if self._ranks == self._config.ranks_per_replica:
                 self._narrow = restart.NarrowEnds()
-            beside = [asyncio.create_task(self._settle(current)), asyncio.create_task(guard.run())]
+            beside = [self._settle(current), guard.run()]
             if self._ranks < self._config.ranks_per_replica:
-                beside.append(asyncio.create_task(self._grow(current)))
-            try:
-                await self._until_first_exit(current)
-            finally:
-                for task in beside:
-                    task.cancel()
+                beside.append(self._grow(current))
+            await self._watch(current, beside)
             kind, rank, why = "", None, ""
         if not await current.wait_for(lambda: not current.living, self._config.timeouts.gone_s):
             stuck = [rank.pid for rank in current.living]
             self._backend.settled(spec)
             return self._lose(f"pids {stuck} do not end after SIGKILL"), "", 0, False
         if not kind:
-            kind, rank = current.verdict()
+            kind, rank = (LEFT, None) if self._has_left_to_grow(current) else current.verdict()
             why = current.evicted or (current.explain(rank) if rank else f"all ranks ended: {kind}")
         lost_hosts = self._backend.lost_hosts(self.replica)  # at once: one may be back when the replica starts
         self._link.exited(self.replica, current.name)
@@ -264,6 +260,8 @@ class ReplicaSupervisor:
         committed = self._commits.count()
         step = max(self._commits.newest_of(current.name), guard.restored) + 1 if guard.checked_in else None
         end = replace(end_of(current, step, committed), kind=kind)
+        if kind == LEFT:
+            end = replace(end, code=None, host="")  # also if it was killed as it left: no rank shows why
         # Also with steps of its own, if others had a part in them.
         beside = self._commits.shared if committed else self._progress.step > began
         others_train = self._survivors() and beside
@@ -369,6 +367,15 @@ class ReplicaSupervisor:
         if not await current.wait_for(lambda: not current.living, self._config.timeouts.stop_s):
             current.kill()
 
+    def _has_left_to_grow(self, current: ReplicaProcess) -> bool:
+        """Return whether an incarnation that was told to leave because it can grow did so, or was killed for it.
+
+        It is killed if it does not leave within timeouts.stop_s. That says nothing against its ranks or hosts.
+        """
+        if self._grows != current.name or current.evicted is not None or self._run.final(self.replica).exists():
+            return False
+        return all(rank.killed or rank.code in LEAVING for rank in current.ranks.values())
+
     async def _stand_by(self) -> Outcome | None:
         """Wait until this supervisor has the replica's lease; return the outcome if the job ends first.
 
@@ -427,6 +434,21 @@ class ReplicaSupervisor:
             return self._lose(progress.halted) if self.current else Outcome("drained", progress.halted)
         self.resting = False
         return None
+
+    async def _watch(self, current: ReplicaProcess, beside: Sequence[Coroutine[Any, Any, None]]) -> None:
+        """Wait until a rank exits, then kill the others; meanwhile run ``beside``, which ends then.
+
+        An error in ``beside`` ends the incarnation and is raised: without what failed, it would run on unobserved.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(each) for each in beside]
+                await self._until_first_exit(current)
+                for task in tasks:
+                    task.cancel()
+        except BaseExceptionGroup as failed:
+            current.kill()
+            raise failed.exceptions[0] from None
 
     async def _until_first_exit(self, current: ReplicaProcess) -> None:
         """Wait until a rank exits, then kill the others; if the rank was done, they have time to exit."""

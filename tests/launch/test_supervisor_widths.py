@@ -21,6 +21,7 @@ from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.memory.replacement import MOVE_AFTER
 from tests.support.launch.launch_helpers import until
 
 PLACE_S = 0.05
@@ -128,6 +129,7 @@ class Scene:
         }
         config = parse({"replicas": 2, "ranks_per_replica": 4, **sections})
         self.run = run
+        self.task: asyncio.Task[Outcome]  # of `ReplicaSupervisor.run`
         run.commits(0).parent.mkdir(parents=True)
         self.backend = Hosts(EmulatedHosts(4, 4), 2)
         self.progress = Progress()
@@ -185,18 +187,18 @@ class Scene:
 
 @asynccontextmanager
 async def play(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, kind: str = "stopped", **settings: Any
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, kind: str | None = "stopped", **settings: Any
 ) -> AsyncIterator[Scene]:
-    """A supervisor that runs, and looks often; it ends as ``kind`` says."""
+    """A supervisor that runs, and looks often; it ends as ``kind`` says, or None: by an error."""
     monkeypatch.setattr(supervisor, "LOOK_S", 0.005)
     scene = Scene(run, **settings)
-    task: asyncio.Task[Outcome] = asyncio.create_task(scene.supervisor.run())
+    scene.task = asyncio.create_task(scene.supervisor.run())
     try:
         yield scene
         await scene.supervisor.stop(grace_s=1)
-        assert (await task).kind == kind
+        assert kind is None or (await scene.task).kind == kind
     finally:
-        task.cancel()
+        scene.task.cancel()
 
 
 async def test_a_replica_shrinks_and_grows_when_its_host_is_back(
@@ -261,6 +263,85 @@ async def test_after_a_failure_with_fewer_ranks_it_waits_for_no_host(
         assert scene.backend.searches == searches
         assert scene.backend.started[2] == ("r0h0", "r0h1", "r0h2")
         assert scene.changes == [(4, 3)]
+
+
+@pytest.mark.parametrize("leave", [(), (0,), (0, 1, 2)], ids=["none", "one", "all"])
+async def test_one_that_does_not_leave_in_time_to_grow_is_killed_and_uses_no_budget(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, leave: tuple[int, ...]
+) -> None:
+    """Nor does the kill count against a host, however many of its ranks have left."""
+    async with play(run_dir, monkeypatch, stop_s=0.05, together_s=0.05) as scene:
+        scene.backend.told_to_leave = lambda rank, n: rank.exits(EXIT_LEFT) if n in leave else None
+        scene.others_run = True
+        await scene.runs(1)
+        for n in range(MOVE_AFTER):
+            await scene.loses("r0h3", starts=2 + 2 * n)
+            scene.trains()
+            scene.backend.down = []
+            await scene.runs(3 + 2 * n)
+            for _ in range(REFILL_STEPS):
+                scene.trains()
+        assert scene.changes == [(4, 3), (3, 4)] * MOVE_AFTER
+        assert len(scene.named("RestartScheduled")) == MOVE_AFTER, "the lost hosts"
+        assert not scene.backend.cordoned
+        scene.backend.told_to_leave = lambda rank, _: rank.exits(EXIT_LEFT)
+
+
+async def test_a_rank_that_fails_as_it_leaves_to_grow_uses_the_budget(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with play(run_dir, monkeypatch) as scene:
+        scene.backend.told_to_leave = lambda rank, n: rank.exits(1 if n == 0 else EXIT_LEFT)
+        await scene.runs(1)
+        await scene.loses("r0h3", starts=2)
+        scene.trains()
+        scene.backend.down = []
+        await scene.runs(3)
+        assert len(scene.named("RestartScheduled")) == 2
+        scene.backend.told_to_leave = lambda rank, _: rank.exits(EXIT_LEFT)
+
+
+async def test_an_error_as_it_looks_for_a_host_ends_the_supervisor(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the replica would never grow, and no line would say why."""
+
+    def breaks(replica: int) -> bool:
+        raise OSError("no list of hosts")
+
+    async with play(run_dir, monkeypatch, None) as scene:
+        await scene.runs(1)
+        await scene.loses("r0h3", starts=2)
+        monkeypatch.setattr(scene.backend, "could_grow", breaks)
+        scene.trains()
+        with pytest.raises(OSError, match="no list of hosts"):
+            await scene.task
+        assert all(rank.ended for rank in scene.backend.ranks)
+
+
+async def test_a_host_that_is_lost_after_the_order_to_leave_does_not_hold_it_up(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves to grow, and another host is lost: it goes on with as many ranks as before, on other hosts."""
+    async with play(run_dir, monkeypatch) as scene:
+
+        def leaves(rank: Rank, _: int) -> None:
+            scene.backend.down = ["r0h0"]
+            rank.exits(EXIT_LEFT)
+
+        await scene.runs(1)
+        await scene.loses("r0h3", starts=2)
+        scene.backend.told_to_leave = leaves
+        scene.trains()
+        scene.backend.down = []
+        await scene.runs(3)
+        assert scene.backend.started[2] == ("r0h1", "r0h2", "r0h3")
+        scene.backend.told_to_leave = lambda rank, _: rank.exits(EXIT_LEFT)
+        scene.trains()
+        scene.backend.down = []
+        await scene.runs(4)
+        assert scene.changes == [(4, 3), (3, 4)]
+        assert len(scene.named("RestartScheduled")) == 1
 
 
 OUT_OF_MEMORY = {"SIGKILL": -signal.SIGKILL, "CUDA": 1, "refused": EXIT_CONFIG, "usage": EXIT_USAGE}
