@@ -57,10 +57,11 @@ class UnitPolicy:
         """Return the units of each contributor: its micro-batches per data rank times its width.
 
         If the batch adapts, each takes `accumulate` micro-batches. Otherwise two contributors differ by at most
-        one: what is missing to a constant batch goes in single micro-batches to those that come first and whose
-        width it fits. With equal widths the sum is what is wanted, unless `max_accumulate` caps it or there are
-        more contributors than micro-batches. With unequal ones a step may have fewer units than that, and it has
-        more only if each must take one.
+        one: what is missing to a constant batch goes in single micro-batches to those whose width it fits, the
+        widest first, so that whole replicas take over from those with fewer ranks. With equal widths the sum is
+        what is wanted, unless `max_accumulate` caps it or there are more contributors than micro-batches. With
+        unequal ones a step may have fewer units than that, by less than the widest trains at once, and it has
+        more only if each must take one. No rank stays idle in a micro-batch, so some sums cannot be had.
 
         Args:
             widths: data ranks of each contributor, in ring order.
@@ -70,11 +71,12 @@ class UnitPolicy:
         wanted = self.replicas * self.accumulate * max(self.data_ranks, *widths)
         each = max(1, min(wanted // sum(widths), self.max_accumulate))
         missing = wanted - each * sum(widths)
-        result = []
-        for width in widths:
-            more = width <= missing and each < self.max_accumulate
-            missing -= width * more
-            result.append((each + more) * width)
+        result = [each * width for width in widths]
+        if each < self.max_accumulate:
+            for at in sorted(range(len(widths)), key=lambda at: -widths[at]):  # of equal ones the first
+                if widths[at] <= missing:
+                    missing -= widths[at]
+                    result[at] += widths[at]
         return tuple(result)
 
 

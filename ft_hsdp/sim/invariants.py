@@ -126,6 +126,18 @@ def no_longer_than_needed(grant: Grant, policy: UnitPolicy) -> None:
         raise Violation(f"waits: epoch {grant.epoch} wants {slow} micro-batches of ranks, {most} are enough")
 
 
+def whole_ones_take_over(grant: Grant, policy: UnitPolicy) -> None:
+    """Check that no contributor trains further units of a constant batch that fill a wider one's micro-batch."""
+    if policy.batch != "constant":
+        return
+    able = [(len(m.ring), m.units // len(m.ring)) for m in grant.members if m.role == "contribute"]
+    least, missing = min((n for _, n in able), default=0), grant.units - sum(width * n for width, n in able)
+    for width, rounds in able:
+        taken = sum(other for other, n in able if other < width and n > least)
+        if rounds == least and taken and missing + taken >= width:
+            raise Violation(f"takes over: of {able} one of {width} ranks could train what fewer ranks train")
+
+
 def repeats_nothing(r: int, trained: Places) -> None:
     """Check that replica `r`, which leaves to come back with more ranks, throws nothing away that it trained."""
     if trained:

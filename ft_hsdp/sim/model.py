@@ -379,6 +379,7 @@ class Model(ModelView):
         if after.epoch > before.epoch:
             if self.bounds.ranks and after.grant is not None:
                 invariants.no_longer_than_needed(after.grant, self._units)
+                invariants.whole_ones_take_over(after.grant, self._units)
             invariants.no_storm(after.epoch, after.head)
         if self.halted(w) and not after.diverged:
             invariants.truly_lost(after.head, self._replicas(w), w.kept)

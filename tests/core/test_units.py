@@ -121,6 +121,26 @@ def test_a_replica_of_fewer_ranks_takes_a_share_of_its_width() -> None:
     assert UnitPolicy(1, 1, "constant", max_accumulate=9, data_ranks=2).shares([4]) == (4,)
 
 
+@pytest.mark.parametrize(
+    ("widths", "accumulate", "shares"),
+    [
+        ([4, 3], 1, (4, 3)),  # 7 of 8: one unit fills no micro-batch
+        ([4, 3], 2, (8, 6)),  # 14 of 16
+        ([4, 3], 3, (12, 12)),  # all 24: three fill one of the narrower replica
+        ([4, 3], 4, (20, 12)),  # all 32: four fill one of the whole replica
+        ([4, 2], 1, (4, 4)),  # all 8: two fill none of the whole replica
+        ([2, 4], 2, (4, 12)),  # all 16, also if the narrower one comes first
+        ([4, 1], 1, (4, 2)),  # 6 of 8
+        ([3, 4, 4], 4, (12, 20, 16)),  # all 48: the whole one that comes first
+    ],
+)
+def test_whole_replicas_take_over_what_fewer_ranks_do_not_train(
+    widths: list[int], accumulate: int, shares: tuple[int, ...]
+) -> None:
+    policy = UnitPolicy(len(widths), accumulate, "constant", max_accumulate=99, data_ranks=4)
+    assert policy.shares(widths) == shares
+
+
 @given(st.integers(1, 4), st.integers(1, 5), st.lists(st.integers(1, 8), min_size=1, max_size=6))
 def test_shares_of_any_widths_come_near_what_is_wanted(replicas: int, accumulate: int, widths: list[int]) -> None:
     policy = UnitPolicy(replicas, accumulate, "constant", max_accumulate=10**6, data_ranks=8)
@@ -130,4 +150,5 @@ def test_shares_of_any_widths_come_near_what_is_wanted(replicas: int, accumulate
     assert max(micro) - min(micro) <= 1
     assert min(micro) >= 1
     if sum(widths) <= wanted:
-        assert wanted - sum(widths) < sum(shares) <= wanted
+        assert wanted - max(widths) < sum(shares) <= wanted
+    assert sorted(policy.shares(widths[::-1])) == sorted(shares), "the order in the ring adds no unit"

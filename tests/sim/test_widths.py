@@ -100,6 +100,17 @@ def _as_much_for_all(self: UnitPolicy, widths: Sequence[int]) -> tuple[int, ...]
     return tuple(self.accumulate * max(widths) for _ in widths)
 
 
+def _the_first_take_over(self: UnitPolicy, widths: Sequence[int]) -> tuple[int, ...]:
+    """What is missing to a constant batch goes to whoever comes first in the ring."""
+    wanted = self.replicas * self.accumulate * self.data_ranks
+    each = max(1, wanted // sum(widths))
+    missing, found = wanted - each * sum(widths), []
+    for width in widths:
+        found.append((each + (width <= missing)) * width)
+        missing -= width * (width <= missing)
+    return tuple(found)
+
+
 def _keep_all_places(grant: Grant, before: Grant | None, dealt: Any, refill: bool) -> Grant:
     """A replica with another number of ranks keeps its places."""
     if before is not None:
@@ -116,11 +127,13 @@ def _leave_at_once(s: Replica, event: events.Event) -> Step:
 
 MEMBER, KEEP_PLACES, TRANSITION = state.member, apportioning._keep_places, core.transition
 GROWS = hosts(started_with=(1, 2), returns=1)
+TAKES_OVER = hosts(losses=1, units=CONSTANT)
 MUTANTS: dict[str, tuple[Any, str, Any, Bounds, str]] = {
     "widths are not in the grant": (Grant, "widths", property(lambda _: ()), hosts(losses=1), "other widths: "),
     "an old width counts": (membership, "member", _as_wide_as_at_first, hosts(losses=1), "other widths: "),
     "a commit names no width": (Grant, "narrower", lambda *_: {}, hosts(losses=1), "other widths: "),
     "as many units for fewer ranks": (UnitPolicy, "shares", _as_much_for_all, hosts(losses=1), "waits: "),
+    "fewer ranks take over": (UnitPolicy, "shares", _the_first_take_over, TAKES_OVER, "takes over: "),
     "places stay at another width": (apportioning, "_keep_places", _keep_all_places, GROWS, "idle ranks: "),
     "a replica grows at once": (core, "transition", _leave_at_once, GROWS, "repeated: "),
 }
