@@ -187,3 +187,41 @@ def test_the_only_replica_gets_its_host_back_while_it_shrinks(tmp_path: Path) ->
         died = [row for row in job.events("ReplicaExited") if row["incarnation"].endswith("-1")]
         assert [(row["kind"], row["rank"]) for row in died] == [("SIGKILL", 0)], "in its fetch"
         assert all(one["lost_steps"] <= 1 for one in summary["recoveries"])
+
+
+@pytest.mark.soak
+def test_another_host_is_lost_after_the_order_to_leave_and_before_all_ranks_start(tmp_path: Path) -> None:
+    """It starts with as many ranks as before, one of them on the host that is back; then it grows."""
+    with job_of(tmp_path, 40, 1, 3, 2, **{"checkpoint.every": 5}) as job:
+        job.until(lambda: job.step() >= 5 and job.events("Protected"), "copies")
+        first = lose(job, 0, "r0h2")
+        job.until(lambda: job.events("Shrunk"), "two ranks")
+        narrow = job.step()
+        job.until(lambda: job.step() >= narrow + 2, "it trains on")
+        first.lifted("it is back")
+        job.until(lambda: job.events("LeaveRequested"), "the order to leave")
+        second = lose(job, 0, "r0h1")
+        job.until(lambda: starts(job, 0) == 3, "the next start")
+        second.lifted("it is back, too")
+        summary = finish(job, 40)
+        assert changes(job, 0) == [(3, 2), (2, 3)]
+        ranks = [len(row["pids"]) for row in job.events("ReplicaStarted")]
+        assert (ranks[:3], ranks[-1]) == ([3, 2, 2], 3)
+        assert all(one["lost_steps"] <= 1 for one in summary["recoveries"])
+
+
+@pytest.mark.soak
+def test_the_only_replica_waits_for_its_host_if_fewer_ranks_do_not_fit(tmp_path: Path) -> None:
+    """A rank is killed at each start, as if memory were short. No restart of the budget is left for that."""
+    with job_of(tmp_path, 30, 1, 3, 1, **{"checkpoint.every": 5, "restart.budget": 1}) as job:
+        job.until(lambda: job.step() >= 5 and job.events("Protected"), "copies")
+        host = lose(job, 0, "r0h2")
+        for count in (2, 3):
+            job.until(lambda count=count: starts(job, 0) == count, "two ranks start")
+            job.signal(0, 0, signal.SIGKILL)
+        job.until(lambda: job.events("ReplicaUnplaced"), "it waits")
+        host.lifted("it is back")
+        finish(job, 30)
+        assert [row["ranks"] for row in job.events("TooFewRanks")] == [2]
+        assert changes(job, 0) == [(3, 2), (2, 3)]
+        assert not job.events("HostCordoned")
