@@ -190,6 +190,7 @@ class Settled:
     step_s: float = 0.0  # since the replica's votes before; 0: it has not voted before
     # Copies that their holders refuse: the rank whose shard it is, and the rank that has said so in its vote.
     refused: tuple[tuple[int, int], ...] = ()
+    late: bool = False  # copies of this state were still under way when the wait of a vote ran out
 
 
 @dataclass(frozen=True, slots=True)

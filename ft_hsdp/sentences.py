@@ -192,7 +192,7 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
         if e.get("planned")
         else f"copies of {_who(e)} leave whenever nothing else is sent"
     ),
-    "CopiesSlowed": lambda e: f"copies are made of each {e.get('every', '?')}. state: they hold up the steps",
+    "CopiesSlowed": lambda e: f"copies are made of each {e.get('every', '?')}. state: those of more take too long",
     "CopiesResumed": lambda e: f"copies are made of each {e.get('every', '?')}. state again",
     "Protected": lambda e: (
         f"the state is protected: each shard is on {e.get('copies', '?')} {e.get('apart', 'host')}s"

@@ -251,7 +251,9 @@ class Leader:
         voted, self._voted = self._voted, time.monotonic()
         step_s = self._voted - voted if voted else 0.0
         refused = tuple((rank, vote.rank) for vote in self._tally.votes for rank in vote.refused)
-        self._settled = fence, Settled(self.replica.state, self._tally.kept, waited_s, copied, step_s, refused)
+        late = any(vote.late for vote in self._tally.votes)
+        settled = Settled(self.replica.state, self._tally.kept, waited_s, copied, step_s, refused, late)
+        self._settled = fence, settled
         self._tally = None
         if record is None:
             why = f"the ranks of this replica saw different contributors, or weights of the same units, at {fence}"

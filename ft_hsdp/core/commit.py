@@ -310,6 +310,7 @@ class Vote:
     left_out: bool = False  # its shard is to be copied by another host, and there is nothing to copy
     waited_s: float = 0.0  # for those copies, once all else was ready
     copied: int = 0  # bytes of those copies
+    late: bool = False  # some of them were still under way when the wait ran out; not: refused, failed, or lost
     refused: tuple[int, ...] = ()  # ranks of its replica whose shards its host does not keep, though it is to
     # With these, `digest`, `sumsq`, `contributions` and `state_digest` say nothing.
     lanes: tuple[LaneVote, ...] = ()

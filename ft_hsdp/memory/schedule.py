@@ -12,17 +12,17 @@ Times are seconds, sizes bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil, inf
 from statistics import fmean, median, pstdev
 from typing import NamedTuple
 
 STEADY = 0.1  # largest deviation of the spans, relative to their mean, for a plan in advance (GEMINI §5.4)
 _ROUNDING = 1e-6  # bytes
-HELD_UP = 0.02  # part of all steps that may be lost to copies, and
-GRACE_S = 0.25  # a wait for the copies of a state that is never too long: it may be the machine's
-LATE = 3  # copies in a row that hold up the steps, before fewer are made
-FITTED = 100  # steps in a row that would not be held up, before more are made again
+HELD_UP = 0.02  # part of the time that steps may wait for copies
+CREDIT_S = 3.0  # the longest time that steps may wait beyond it: single waits may be the machine's
+LATE = 3  # copies in a row that are not complete after a step and its wait, before fewer are made
+FITTED = 100  # steps in a row in which twice as many copies would not cost more, before they are made again
 SLOWEST = 1024  # times the configured interval, at most
 
 
@@ -105,12 +105,20 @@ class CopyInterval:
 
     It is the configured interval times a power of two, so the states of a longer one are among those of a shorter
     one. All ranks see the same waits, so they come to the same interval.
+
+    Steps have a credit of time that they may wait: each copied state adds `HELD_UP` of the steps of an interval,
+    and its wait is taken off. Once it is used up, a copy that costs more than it adds makes the interval longer.
+    So the waits of short steps and of long ones come to `HELD_UP` of the time and the first credit. One wait takes
+    half of the first credit at most: a single one changes nothing. The credit does not begin anew with another
+    interval.
     """
 
     least: int  # as it is configured
     every: int
-    late: int = 0  # copies in a row that held up the steps
-    fitted: int = 0  # steps in a row in which the copies of an interval half as long would not have
+    late: int = 0  # copies in a row that were not complete after a step and its wait
+    credit_s: float = inf  # how long steps may still wait; below 0: have waited too long; infinite: all of it
+    fitted: int = 0  # steps in a row in which the copies of an interval half as long would have cost no more, and
+    spare_s: float = 0.0  # what they would have left of their part of the time
 
     @staticmethod
     def of(every: int) -> CopyInterval:
@@ -121,25 +129,29 @@ class CopyInterval:
         """Return whether the state after ``step`` is copied."""
         return step % self.every == 0
 
-    def after(self, waited_s: float, step_s: float) -> CopyInterval:
+    def after(self, waited_s: float, step_s: float, *, late: bool = False) -> CopyInterval:
         """Return the interval after the copies of one state.
 
         Args:
             waited_s: how long a step was held up for them.
             step_s: how long a step takes.
+            late: they were still under way when the wait ran out. Those of the next state end them, so if that
+                went on, none would ever be complete, however short the waits are.
         """
-
-        def fits(every: int) -> bool:
-            return waited_s <= max(GRACE_S, HELD_UP * every * step_s)
-
-        if not fits(self.every):
-            if self.late + 1 < LATE or self.every >= SLOWEST * self.least:
-                return replace(self, late=self.late + 1, fitted=0)
-            return CopyInterval(self.least, 2 * self.every)
-        fitted = self.fitted + self.every if fits(self.every // 2) else 0
+        share_s = HELD_UP * self.every * step_s
+        limit_s = max(CREDIT_S, 2 * LATE * share_s)
+        cost_s = min(waited_s, limit_s / 2)
+        credit_s = max(-limit_s, min(limit_s, min(limit_s, self.credit_s) + share_s - cost_s))
+        in_a_row = self.late + 1 if late else 0
+        slow = (credit_s < 0 and cost_s > share_s) or in_a_row >= LATE
+        if slow and self.every < SLOWEST * self.least:
+            return CopyInterval(self.least, 2 * self.every, credit_s=credit_s)
+        fitted, spare_s = self.fitted + self.every, self.spare_s + share_s / 2 - cost_s
+        if late or spare_s < 0:
+            fitted, spare_s = 0, 0.0
         if fitted < FITTED or self.every == self.least:
-            return replace(self, late=0, fitted=fitted)
-        return CopyInterval(self.least, self.every // 2)
+            return CopyInterval(self.least, self.every, in_a_row, credit_s, fitted, spare_s)
+        return CopyInterval(self.least, self.every // 2, credit_s=credit_s)
 
 
 def idle_spans(busy: Iterable[tuple[float, float]], begin: float, end: float) -> tuple[float, ...]:

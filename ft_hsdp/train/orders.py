@@ -175,8 +175,9 @@ class OrderHandler:
                 self._reducer.begin(order)
                 if order.role == "contribute":
                     self._mailbox.put(order)  # it may ask for more than is trained
-            case Settled(state, everywhere, waited_s, copied, step_s, refused):
-                if self._copies.settled(state, everywhere, CopyCost(waited_s, copied, step_s), refused):
+            case Settled(state, everywhere, waited_s, copied, step_s, refused, late):
+                cost = CopyCost(waited_s, copied, step_s, late)
+                if self._copies.settled(state, everywhere, cost, refused):
                     self._snapshots.mark_settled(state, everywhere)
             case ShardLeftOut(fence):
                 self._copies.give_up(fence)

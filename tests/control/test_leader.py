@@ -292,6 +292,14 @@ async def test_a_copy_that_a_rank_has_left_out_is_settled_nowhere(s: Scene, kept
     assert s.orders[commit - 1] == Settled(STATE, all(kept)), "told before the next copy is made"
 
 
+@pytest.mark.parametrize("late", [(False, False), (False, True)])
+async def test_all_ranks_are_told_that_copies_of_one_are_late(s: Scene, late: tuple[bool, bool]) -> None:
+    await s.granted(grant(1, 0))
+    for rank in (0, 1):
+        s.vote(rank, AttemptId(1, 1, 0), late=late[rank])
+    assert [o.late for o in s.named(Settled)] == [any(late)]
+
+
 @pytest.mark.parametrize("kept", [(True, True), (True, False)])
 async def test_what_was_fetched_is_settled_if_all_ranks_keep_it(s: Scene, kept: tuple[bool, bool]) -> None:
     await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))

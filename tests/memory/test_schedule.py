@@ -8,8 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.memory.schedule import (
+    CREDIT_S,
     FITTED,
-    GRACE_S,
+    HELD_UP,
+    LATE,
     SLOWEST,
     CopyInterval,
     every,
@@ -148,22 +150,60 @@ def test_pieces_that_say_nothing_are_refused(pieces: list[tuple[int, float]]) ->
         fit(pieces)
 
 
-def test_copies_that_hold_up_steps_three_times_in_a_row_become_fewer_and_more_again() -> None:
-    interval = CopyInterval.of(1)
-    for _ in range(5):  # 3 % of a step, but never three times in a row
-        interval = interval.after(0.3, 10.0).after(0.3, 10.0).after(0.1, 10.0)
-    assert interval.every == 1
-    for _ in range(3):
-        interval = interval.after(0.3, 10.0)
-    assert interval.every == 2
+def after(interval: CopyInterval, waited_s: float, step_s: float, steps: int, late: bool = False) -> CopyInterval:
+    """The interval after so many steps, all alike, or once it changes."""
+    for _ in range(0, steps, interval.every):
+        changed = interval.after(waited_s, step_s, late=late)
+        if changed.every != interval.every:
+            return changed
+        interval = changed
+    return interval
+
+
+def test_copies_that_hold_up_steps_become_fewer_and_more_again() -> None:
+    interval = after(CopyInterval.of(1), 0.19, 10.0, 1000)
+    assert interval.every == 1, "1.9 % of the time"
+    interval = after(interval, 0.5, 10.0, 11)
+    assert interval.every == 2, "5 %"
     assert [step for step in range(6) if interval.due(step)] == [0, 2, 4]
-    for _ in range(FITTED):
-        interval = interval.after(0.3, 10.0)
-    assert interval.every == 2, "3 % of one step in two is 1.5 %, and 3 % of each would be too much"
+    assert after(interval, 0.3, 10.0, 2 * FITTED).every == 2, "3 % of one step in two is 1.5 %"
     steps = 0
     while interval.every == 2:
         interval, steps = interval.after(0.1, 10.0), steps + 2
     assert (interval.every, steps) == (1, FITTED)
+
+
+@pytest.mark.parametrize(
+    ("step_s", "waited_s"), [(0.05, 0.04), (0.34, 0.24), (1.0, 0.03), (10.0, 1.0), (150.0, 8.0)]
+)
+def test_waits_come_to_two_percent_of_the_time_and_the_first_credit(step_s: float, waited_s: float) -> None:
+    """Copies of every second state cost nothing here, and those of each state too much."""
+    interval, waits, credit_s = CopyInterval.of(1), 0.0, max(CREDIT_S, 6 * HELD_UP * step_s)
+    for step in range(1, 5000):
+        if interval.due(step):
+            cost_s = waited_s if interval.every == 1 else 0.0
+            waits += cost_s
+            interval = interval.after(cost_s, step_s)
+        assert waits <= 1.01 * HELD_UP * step_s * step + credit_s + waited_s
+    assert waits > credit_s / 2
+
+
+@pytest.mark.parametrize("step_s", [0.05, 1.0, 150.0])
+def test_one_long_wait_changes_nothing_and_several_do(step_s: float) -> None:
+    interval = after(CopyInterval.of(1).after(1e6, step_s), 0.0, step_s, 10)
+    assert interval.every == 1
+    assert interval.after(1e6, step_s).after(0.0, step_s).every == 1
+    assert after(interval, 1e6, step_s, 2 * LATE).every == 2
+
+
+@pytest.mark.parametrize(("waited_s", "step_s"), [(0.0, 0.1), (0.05, 0.1), (0.25, 0.1), (2.0, 150.0)])
+def test_copies_that_are_never_complete_become_fewer(waited_s: float, step_s: float) -> None:
+    interval = CopyInterval.of(1)
+    for _ in range(5):
+        interval = interval.after(waited_s, step_s, late=True).after(waited_s, step_s, late=True)
+        interval = interval.after(0.0, step_s)
+    assert interval.every == 1, "never three times in a row"
+    assert after(interval, waited_s, step_s, LATE, late=True).every == 2
 
 
 def test_an_interval_is_never_below_the_configured_one_nor_without_an_end() -> None:
@@ -174,7 +214,3 @@ def test_an_interval_is_never_below_the_configured_one_nor_without_an_end() -> N
     for _ in range(100):
         interval = interval.after(1e6, 1.0)
     assert interval.every == 3 * SLOWEST
-    short = CopyInterval.of(1)
-    for _ in range(10):
-        short = short.after(GRACE_S, 0.001)
-    assert short.every == 1, "a wait that may be the machine's does not count"

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import inf
 from typing import Protocol
 
 from ft_hsdp.config.running import MemoryConfig
@@ -64,6 +63,7 @@ class CopyCost:
     waited_s: float = 0.0  # by the vote that waited longest
     nbytes: int = 0  # that the replica's hosts have copied
     step_s: float = 0.0  # from the votes before to these; 0: not known
+    late: bool = False  # copies were still under way when the wait of a vote ran out
 
 
 class CopyKeeper:
@@ -170,8 +170,8 @@ class CopyKeeper:
     ) -> bool:
         """Take what a commit says of the state before it; on rank 0 it is told when it has changed.
 
-        If copies hold up the steps, fewer states are copied from now on. A copy whose holder refuses it moves to
-        another host from the next state on.
+        If copies hold up the steps, or are never complete, fewer states are copied from now on. A copy whose
+        holder refuses it moves to another host from the next state on.
 
         Args:
             state: The state on top of which the ranks have voted.
@@ -199,7 +199,7 @@ class CopyKeeper:
         elif counts:
             self._say(False, plan, f"not all shards of step {state.step} were in memory in time")
         if counts and plan.whole.copies and cost.step_s:
-            self._space(cost, late=self._config.wait_s == 0 and not everywhere)
+            self._space(cost)
         return counts
 
     def _move(self, plan: CopyPlan, state: StateId, refused: Sequence[tuple[int, int]]) -> None:
@@ -223,20 +223,16 @@ class CopyKeeper:
             why = f"host {before.holder.name} does not keep it"
             self._journal.event("CopyMoved", why, shard=after.rank, holder=after.holder.name)
 
-    def _space(self, cost: CopyCost, *, late: bool) -> None:
-        """Choose how many states are copied, from what the copies of one have cost.
-
-        Where no step waits, copies that were ``late`` were ended by those of the next state. If that went on, none
-        would ever be complete.
-        """
+    def _space(self, cost: CopyCost) -> None:
+        """Choose how many states are copied, from what the copies of one have cost."""
         before = self._interval
-        self._interval = before.after(inf if late else cost.waited_s, cost.step_s)
+        self._interval = before.after(cost.waited_s, cost.step_s, late=cost.late)
         every = self._interval.every
         if self._rank:
             return
         why = f"a step of {cost.step_s:.3g} s waited {cost.waited_s:.3g} s for the copies of a state"
-        if late:
-            why = f"the copies of a state took longer than a step of {cost.step_s:.3g} s (memory.wait_s is 0)"
+        if cost.late:
+            why += ", which were not complete then"
         if every > before.every:
             self._journal.event("CopiesSlowed", why, every=every)
         elif every < before.every:
@@ -295,7 +291,7 @@ class CopyKeeper:
         began = now = time.monotonic()
         until = began + self._patience_s(plan)
         owed = {(order.replica, order.rank): order for order in plan.orders}
-        why = ""
+        why, late = "", False
         complete: set[tuple[int, int]] = set()
         lasting: set[tuple[int, int]] = set()  # that this host will not keep, as far as it knows
         while True:
@@ -318,6 +314,7 @@ class CopyKeeper:
             if complete == owed.keys():
                 break
             if found.failed or ended or now >= until:
+                late = not found.failed and not ended
                 lasting = self._lasting(owed.keys() & {(each.replica, each.rank) for each in found.failed}, state)
                 why = found.failed[0].reason if found.failed else f"not here within {now - began:.1f} s"
                 break
@@ -333,7 +330,8 @@ class CopyKeeper:
             short = sorted(owed.keys() - complete)
             self._journal.event("CopyMissing", why, step=state.step, shards=[list(shard) for shard in short])
         told = tuple(sorted(rank for replica, rank in lasting if replica == self._replica))
-        send(replace(vote, kept=kept, waited_s=now - began, copied=nbytes, refused=() if over else told))
+        refused_by = () if over else told
+        send(replace(vote, kept=kept, waited_s=now - began, copied=nbytes, late=late, refused=refused_by))
 
     def _lasting(self, failed: Collection[tuple[int, int]], state: StateId) -> set[tuple[int, int]]:
         """Count the fetches that have failed, and return those of which so many in a row have that it may last."""

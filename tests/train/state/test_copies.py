@@ -197,7 +197,8 @@ def test_a_copy_that_does_not_come_is_missing_from_the_vote(
     one = Rank(tmp_path, 0, 0, wait_s=0.15)
     one.keeper.configure(grant(1, 0, TWO_HOSTS))
     one.agent.answers = [answer]
-    assert not one.vote(1).kept
+    vote = one.vote(1)
+    assert (vote.kept, vote.late) == (False, answer is UNDER_WAY)
     assert not one.vote(2).kept
     ((name, reason),) = one.told()
     assert name == "CopyMissing"
@@ -449,7 +450,7 @@ def test_copies_that_hold_up_the_steps_become_fewer_on_all_ranks_alike(tmp_path:
         assert not one.keeper.sources
         one.keeper.configure(grant(1, 0, TWO_HOSTS))
         assert one.keeper.sources
-    slow = CopyCost(waited_s=1.0, step_s=10.0)
+    slow = CopyCost(waited_s=2.0, step_s=10.0)
     for step in range(1, 4):
         assert all(one.keeper.settled(state(step), True, slow) for one in ranks)
     for one in ranks:
@@ -460,7 +461,7 @@ def test_copies_that_hold_up_the_steps_become_fewer_on_all_ranks_alike(tmp_path:
         one.keeper.mark_current(state(6))
         assert len(one.agent.orders) == ordered + 2 * (one is ranks[0] or one is ranks[2])
     slowed = [[reason for event, reason in one.told() if event == "CopiesSlowed"] for one in ranks]
-    assert slowed == [["a step of 10 s waited 1 s for the copies of a state"], [], [], []]
+    assert slowed == [["a step of 10 s waited 2 s for the copies of a state"], [], [], []]
     for step in range(6, 300, 2):
         assert all(one.keeper.settled(state(step), True, CopyCost(step_s=10.0)) for one in ranks)
     assert "CopiesResumed" in [event for event, _ in ranks[0].told()]
@@ -468,15 +469,35 @@ def test_copies_that_hold_up_the_steps_become_fewer_on_all_ranks_alike(tmp_path:
     assert not ranks[0].keeper.sources, "the other replica is a copy"
 
 
-def test_copies_that_no_step_waits_for_become_fewer_until_they_are_complete(tmp_path: Path) -> None:
-    ranks = [Rank(tmp_path, 0, rank, wait_s=0) for rank in range(2)]
+@pytest.mark.parametrize(
+    ("wait_s", "waited_s", "step_s"), [(0, 0.0, 0.1), (0.05, 0.05, 0.1), (0.25, 0.25, 0.1), (None, 2.0, 150.0)]
+)
+def test_copies_that_are_never_complete_become_fewer(
+    tmp_path: Path, wait_s: float | None, waited_s: float, step_s: float
+) -> None:
+    """The copies of the next state end them: copies of each state would never protect the job."""
+    ranks = [Rank(tmp_path, 0, rank, wait_s=wait_s) for rank in range(2)]
+    cost = CopyCost(waited_s, step_s=step_s, late=True)
     for one in ranks:
         one.keeper.configure(grant(1, 0, TWO_HOSTS))
         for step in range(1, 4):
-            assert one.keeper.settled(state(step), False, CopyCost(step_s=0.1))
-        assert not one.keeper.settled(state(5), False, CopyCost(step_s=0.1)), "it is not copied"
+            assert one.keeper.settled(state(step), False, cost)
+        assert not one.keeper.settled(state(5), False, cost), "it is not copied"
     slowed = [[reason for event, reason in one.told() if event == "CopiesSlowed"] for one in ranks]
-    assert slowed == [["the copies of a state took longer than a step of 0.1 s (memory.wait_s is 0)"], []]
+    why = f"a step of {step_s:g} s waited {waited_s:g} s for the copies of a state, which were not complete then"
+    assert slowed == [[why], []]
+
+
+def test_a_copy_that_its_holder_has_not_does_not_count_as_late(tmp_path: Path) -> None:
+    one = Rank(tmp_path, 0, 0, wait_s=0)
+    one.keeper.configure(grant(1, 0, TWO_HOSTS))
+    failed = KeptCopies(((0, 2),), (CopyFailure(0, 3, "reset", state(0)),))
+    for step in range(1, 9):
+        one.agent.answers = [None if step < 5 else failed]
+        vote = one.vote(step)
+        assert (vote.kept, vote.late) == (False, False)
+        assert one.keeper.settled(state(step - 1), False, CopyCost(step_s=0.1, late=vote.late))
+    assert "CopiesSlowed" not in [event for event, _ in one.told()]
 
 
 def test_no_host_is_asked_for_more_copies_than_its_agent_takes(tmp_path: Path) -> None:
