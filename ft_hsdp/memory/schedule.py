@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
-from statistics import fmean, median, pstdev
+from math import ceil, dist, inf, sqrt
+from statistics import fmean, median
 from typing import NamedTuple
 
 STEADY = 0.1  # largest deviation of the spans, relative to their mean, for a plan in advance (GEMINI §5.4)
@@ -211,8 +211,10 @@ def profile(steps: Sequence[Sequence[float]]) -> Profile:
     spans = tuple(fmean(lengths) for lengths in zip(*alike[:kept], strict=True))
     if len(alike) < kept or not sum(spans):
         return Profile(spans, inf)
-    alike = alike[:kept]
-    return Profile(spans, sum(pstdev(lengths) for lengths in zip(*alike, strict=True)) / sum(spans))
+    deviations = (
+        dist(lengths, [mean] * kept) for lengths, mean in zip(zip(*alike[:kept], strict=True), spans, strict=True)
+    )
+    return Profile(spans, sum(deviations) / sqrt(kept) / sum(spans))
 
 
 def fit(pieces: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -32,7 +32,7 @@ from ft_hsdp.memory.schedule import Profile, fit, profile, schedule
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.shared_memory import Bytes
 
-PAGE_BYTES = 4096
+PAGE_BYTES = 64 << 10  # room for the spans of a step: 80 layers and 16 micro-batches have about 4,000
 PROFILED = 20  # steps of a profile (GEMINI §5.4)
 USED = 0.9  # part of a span that is used: GEMINI's mu
 SLICE_S = 0.001  # of the link: what a communication that begins is held up by at most

@@ -9,7 +9,16 @@ import pytest
 from ft_hsdp.memory.schedule import Profile
 from ft_hsdp.state import pacing, shared_memory
 from ft_hsdp.state.agent.messages import CompleteSnapshot
-from ft_hsdp.state.pacing import LEAST_SLICE, MOST_SLICE, PAGE_BYTES, PATIENCE_S, PROFILED, Pacer, SpanMeter
+from ft_hsdp.state.pacing import (
+    LEAST_SLICE,
+    MAX_SPANS,
+    MOST_SLICE,
+    PAGE_BYTES,
+    PATIENCE_S,
+    PROFILED,
+    Pacer,
+    SpanMeter,
+)
 from ft_hsdp.state.shared_memory import InMemorySnapshots
 from ft_hsdp.state.transfer.donor_connection import CLASS, COPY, path
 from ft_hsdp.state.transfer.http import StateServer
@@ -160,6 +169,20 @@ def test_steps_that_are_alike_make_a_plan(pacer: Pacer, clock: Clock) -> None:
     sent.append(pacer.admit(0, 1 << 30))
     assert waiting.is_set(), "the rest of the first span is too short"
     assert sent == [round(pacing.SLICE_S * BANDWIDTH)]
+
+
+@pytest.mark.parametrize(("more", "planned"), [(0, True), (1, False)])
+def test_a_plan_has_as_many_spans_as_the_page_has_room_for(
+    pacer: Pacer, clock: Clock, more: int, planned: bool
+) -> None:
+    """80 layers with 3 communications each, and 16 micro-batches, are 3,841 spans."""
+    assert MAX_SPANS > 2 * 80 * 3 * 16
+    found: list[tuple[Profile, bool]] = []
+    spans = meter(pacer, found=found)
+    train(spans, clock, PROFILED + 1, (0.001,) * (MAX_SPANS + more))
+    ((profile, kept),) = found
+    assert profile.steady
+    assert (len(profile.spans), kept) == (MAX_SPANS + more, planned)
 
 
 def test_the_last_span_of_a_plan_has_an_open_end(pacer: Pacer, clock: Clock) -> None:

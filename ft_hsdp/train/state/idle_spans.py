@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.schedule import Profile
-from ft_hsdp.state.pacing import PROFILED, SpanMeter
+from ft_hsdp.state.pacing import MAX_SPANS, PROFILED, SpanMeter
 from ft_hsdp.state.shared_memory import Bytes
 
 
@@ -77,6 +77,8 @@ class SpanWatch:
         deviation = f"{100 * profile.deviation:.0f} %" if profile.spans else "not known"
         if planned:
             why = f"{len(profile.spans)} idle spans of {PROFILED} steps are steady ({deviation} deviation)"
+        elif profile.steady:
+            why = f"a step has {len(profile.spans)} idle spans, more than the {MAX_SPANS} of the largest plan"
         else:
             why = f"the idle spans of {PROFILED} steps are not steady ({deviation} deviation)"
         self._journal.event("CopiesPaced", why, planned=planned, spans=len(profile.spans), idle_s=round(idle_s, 6))

@@ -14,7 +14,7 @@ import torch
 
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.schedule import Profile
-from ft_hsdp.state.pacing import PAGE_BYTES, SpanMeter
+from ft_hsdp.state.pacing import MAX_SPANS, PAGE_BYTES, SpanMeter
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.state.idle_spans import SpanWatch
@@ -61,6 +61,14 @@ def test_it_is_told_how_copies_leave_when_that_changes(tmp_path: Path) -> None:
         ("CopiesPaced", True, 2),
     ]
     assert "not steady (50 % deviation)" in rows[1]["reason"]
+
+
+def test_more_spans_than_a_plan_has_are_said_to_be_too_many(tmp_path: Path) -> None:
+    file = tmp_path / "events.jsonl"
+    many = Profile((0.001,) * (MAX_SPANS + 1), 0.0)
+    SpanWatch(lambda _: None, Agent(), Journal(file))._found(many, False)
+    (row,) = map(json.loads, file.read_text().splitlines())
+    assert row["reason"] == f"a step has {MAX_SPANS + 1} idle spans, more than the {MAX_SPANS} of the largest plan"
 
 
 class Work:
