@@ -11,7 +11,7 @@ Times are seconds, sizes bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, dist, inf, sqrt
 from statistics import fmean, median
@@ -85,20 +85,6 @@ def schedule(
     return tuple(pieces)
 
 
-def every(size: int, copies: int, pieces: Iterable[Piece]) -> int | None:
-    """Return in how many steps the copies of one state fit, or None if nothing fits.
-
-    Args:
-        size: of the shard.
-        copies: of each shard, the owner's own one included.
-        pieces: what fits into one step, from `schedule` with a closed end.
-    """
-    fits, due = sum(piece.size for piece in pieces), size * (copies - 1)
-    if not due:
-        return 1
-    return ceil(due / fits) if fits else None
-
-
 @dataclass(frozen=True, slots=True)
 class CopyInterval:
     """Of which states copies are made: each so-manieth. It grows while copies hold up steps, and shrinks again.
@@ -154,26 +140,6 @@ class CopyInterval:
         return CopyInterval(self.least, self.every // 2, credit_s=credit_s)
 
 
-def idle_spans(busy: Iterable[tuple[float, float]], begin: float, end: float) -> tuple[float, ...]:
-    """Return the lengths of the spans of a step in which no communication is under way.
-
-    Args:
-        busy: begin and end of each communication, in any order; they may overlap, and reach over the step's ends.
-        begin: of the step.
-        end: of the step.
-    """
-    spans, free = [], begin
-    for first, last in sorted(busy):
-        if first >= end:
-            break
-        if first > free:
-            spans.append(first - free)
-        free = max(free, last)
-    if free < end:
-        spans.append(end - free)
-    return tuple(spans)
-
-
 @dataclass(frozen=True, slots=True)
 class Profile:
     """The idle spans of some steps."""
@@ -196,7 +162,7 @@ def profile(steps: Sequence[Sequence[float]]) -> Profile:
     in ten is left out: a step with an evaluation or a checkpoint does not make the others unsteady.
 
     Args:
-        steps: the spans of each step, from `idle_spans`. First the steps are left out whose number of spans is not
+        steps: the spans of each step. First the steps are left out whose number of spans is not
             the most frequent one, then those whose spans are farthest from the median ones. If more than one in
             ten has another number, the steps are unsteady.
     """

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from itertools import pairwise
 from math import inf
 
 import pytest
@@ -14,9 +13,7 @@ from ft_hsdp.memory.schedule import (
     LATE,
     SLOWEST,
     CopyInterval,
-    every,
     fit,
-    idle_spans,
     profile,
     schedule,
 )
@@ -46,13 +43,10 @@ def test_a_span_shorter_than_the_fixed_cost_is_passed_over() -> None:
     assert plan([], 10) == ()
 
 
-def test_what_does_not_fit_into_the_spans_of_a_step_takes_several() -> None:
+def test_what_does_not_fit_into_the_spans_of_a_step_is_left_out() -> None:
     spans = [0.02, 0.05]
     assert sum(piece[3] for piece in plan(spans, 100, open_end=False)) == 17 + 32 + 11
-    assert every(100, 2, schedule(spans, 100, 2, 4, 128, 1000.0, 0.001, 0.9, open_end=False)) == 2
-    assert every(60, 2, schedule(spans, 60, 2, 4, 128, 1000.0, 0.001, 0.9, open_end=False)) == 1
-    assert every(60, 2, ()) is None
-    assert every(60, 1, ()) == 1
+    assert schedule([], 100, 2, 4, 128, 1000.0, 0.001, 0.9, open_end=False) == ()
 
 
 @given(
@@ -89,24 +83,6 @@ def test_numbers_out_of_range_are_refused(changed: dict[str, float]) -> None:
     arguments |= {"bandwidth": 1.0, "alpha": 0.0, "mu": 0.5}
     with pytest.raises(ValueError, match="mu <= 1"):
         schedule(**(arguments | changed))  # type: ignore[arg-type]
-
-
-def test_idle_spans_lie_between_communications() -> None:
-    busy = [(5.0, 6.0), (1.0, 2.0), (1.5, 3.0), (9.5, 12.0)]
-    assert idle_spans(busy, 0.0, 10.0) == (1.0, 2.0, 3.5)
-    assert idle_spans([], 0.0, 10.0) == (10.0,)
-    assert idle_spans([(-1.0, 4.0), (11.0, 12.0)], 0.0, 10.0) == (6.0,)
-    assert idle_spans([(-1.0, 11.0)], 0.0, 10.0) == ()
-
-
-@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=10))
-def test_idle_and_busy_time_make_up_the_step(pairs: list[tuple[float, float]]) -> None:
-    busy = [(min(pair), max(pair)) for pair in pairs]
-    edges = sorted({0.0, 10.0, *(edge for pair in busy for edge in pair)})
-    free = sum(
-        last - first for first, last in pairwise(edges) if not any(b <= first and last <= e for b, e in busy)
-    )
-    assert sum(idle_spans(busy, 0.0, 10.0)) == pytest.approx(free)
 
 
 def test_steps_that_are_alike_are_steady() -> None:
