@@ -263,7 +263,7 @@ def _job(overview: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def _protected(job: Mapping[str, Any]) -> bool | None:
-    """Return whether the newest state is protected; None: no replica has said it yet."""
+    """Return whether the newest state is protected; None: no replica that is left has said it."""
     word = job["protection"]["word"]
     return word == "protected" if word else None
 

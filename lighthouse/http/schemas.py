@@ -41,7 +41,7 @@ class ReplicaStatus(BaseModel):
 class ProtectionView(BaseModel):
     """Whether a lost host can take a shard of the newest state with it."""
 
-    word: str = Field(description="protected, unprotected, or nothing while no replica has said it")
+    word: str = Field(description="protected, unprotected, or nothing: no replica that is left has said it")
     why: str
     copies: int | None = Field(description="hosts that each shard is on, at least; null: not known")
     apart: str = Field(description="host, rack or zone: what those copies do not share")

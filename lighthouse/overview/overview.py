@@ -116,6 +116,7 @@ class Timeline:
         if t > self.newest:
             self.newest = t
         self.lanes.commit(t, row["step"], contributors)
+        self.protection.commit(t, contributors)
         self.failures.commit(t, row["epoch"], contributors)
 
     def segments(self, start: float, end: float, width: float) -> list[Json]:

@@ -1,5 +1,7 @@
 """The drawer of a replica, and what an operator may do from it."""
 
+import re
+
 import pytest
 from playwright.sync_api import expect
 
@@ -43,6 +45,17 @@ def test_it_tells_where_a_replica_runs_and_from_where_it_came_back(page, drawer)
     page.locator(".lane-name").nth(lost).click()
     expect(drawer).to_contain_text(f"the memory of another replica (n{lost ^ 1}h0")
     expect(drawer).to_contain_text("54 MB, in 210 ms, 1 step lost")
+
+
+def test_a_replica_that_lacks_copies_is_seen_in_the_first_line(browser, own, seen):
+    for page in open_page(browser, own.url, seen):
+        page.goto(f"{own.url}/#key={own.key}")
+        copies = page.locator(".fact").filter(has_text="copies")
+        expect(copies).to_have_text("copies2 protected")
+        own.tell(3, {"event": "Unprotected", "reason": "not all shards of step 7 were in memory in time"})
+        expect(copies).to_have_text("copiesunprotected")
+        expect(copies).to_have_class("fact warn")
+        expect(copies).to_have_attribute("title", re.compile("not all shards of step 7"))
 
 
 def test_a_wrong_token_is_refused_and_forgotten(page, drawer, seen):
