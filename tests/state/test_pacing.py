@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import pytest
 
@@ -16,6 +17,10 @@ from ft_hsdp.state.pacing import (
     PAGE_BYTES,
     PATIENCE_S,
     PROFILED,
+    SETTLE_S,
+    STUCK_S,
+    TICK_S,
+    CopyStream,
     Pacer,
     SpanMeter,
 )
@@ -69,6 +74,25 @@ def meter(pacer: Pacer, rank: int = 0, found: list[tuple[Profile, bool]] | None 
     return meter
 
 
+class Reader(CopyStream):
+    """A stream whose bytes stay in its socket until they are acknowledged."""
+
+    def __init__(self, pacer: Pacer, rank: int = 0) -> None:
+        super().__init__(pacer, rank, lambda: self.queue)
+        self.queue = 0
+        pacer.enter(self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def go(self, nbytes: int) -> int:
+        """Hand over a slice at `BANDWIDTH`."""
+        size = self.admit(nbytes)
+        pacing.time.ns += round(1e9 * size / BANDWIDTH)  # type: ignore[attr-defined]
+        self.sent(size)
+        return size
+
+
 def train(meter: SpanMeter, clock: Clock, steps: int, spans: tuple[float, ...] = (0.1, 0.2, 0.05)) -> None:
     """Train steps with these idle spans, and 10 ms of communication between each two of them."""
     for step in range(steps):
@@ -81,25 +105,23 @@ def train(meter: SpanMeter, clock: Clock, steps: int, spans: tuple[float, ...] =
         meter.step(step)
 
 
-def measured(pacer: Pacer, clock: Clock, meter: SpanMeter) -> None:
+def measured(pacer: Pacer, clock: Clock) -> None:
     """Have the pacer see bursts at `BANDWIDTH`."""
-    for size in (1 << 20, 2 << 20):
-        pacer.admit(0, size)
-        pacer.sent(0, size, size / BANDWIDTH)
-        meter.begin()
-        meter.end()
-        with pacer._lock:
-            pacer._links[0].end()
+    pacer._link.bursts += [(size, size / BANDWIDTH) for size in (1 << 20, 2 << 20)]
+    pacer._link.size, pacer._link.seconds = 3 << 20, (3 << 20) / BANDWIDTH
+    pacer._link.end()
 
 
 def test_without_a_gate_nothing_waits(pacer: Pacer) -> None:
-    assert pacer.admit(0, 100) == 100
-    assert pacer.admit(0, 1 << 30) == MOST_SLICE
+    one, two = Reader(pacer), Reader(pacer, 1)
+    assert one.admit(100) == 100
+    assert two.admit(1 << 30) == MOST_SLICE
 
 
 def test_a_slice_waits_for_the_ranks_of_the_host_that_communicate(pacer: Pacer, clock: Clock) -> None:
     first, second = meter(pacer), meter(pacer, 1)
-    assert pacer.admit(0, 100) == 100
+    reader = Reader(pacer)
+    assert reader.go(100) == 100
     second.begin()
     first.begin()
     first.end()
@@ -113,14 +135,94 @@ def test_a_slice_waits_for_the_ranks_of_the_host_that_communicate(pacer: Pacer, 
             second.end()
 
     pacing.time.sleep = ends  # type: ignore[assignment]
-    assert pacer.admit(0, 100) == 100
+    assert reader.admit(100) == 100
     assert waited == 5
     assert pacer.late == 0
-    pacer.sent(0, 100, 0.1)
-    second.begin()
-    pacer.sent(0, 50, 0.1)
-    assert first.sent() == (150, 100)
-    assert second.sent() == (0, 0)
+
+
+def test_bytes_were_idle_if_they_left_while_nobody_communicated(pacer: Pacer, clock: Clock) -> None:
+    """A slice that the socket takes at once may leave in the middle of the next communication."""
+    rank, other = meter(pacer), meter(pacer, 1)
+    with Reader(pacer) as reader:
+        assert reader.go(100) == 100
+        assert rank.sent() == (100, 100)
+        reader.queue = 70
+        assert reader.go(100) == 100
+        assert rank.sent() == (130, 130), "30 have left"
+        other.begin()
+        other.end()
+        reader.queue = 40
+        reader.look()
+        assert rank.sent() == (160, 130), "30 have left before or after it began"
+        reader.queue = 10
+        reader.look()
+        assert rank.sent() == (190, 160)
+        other.begin()
+    assert rank.sent() == (200, 160), "what is left at the end leaves while a rank communicates"
+    assert other.sent() == (0, 0)
+
+
+def test_the_last_bytes_are_waited_for_a_moment(pacer: Pacer, clock: Clock) -> None:
+    rank = meter(pacer)
+    for leaves, idle in ((True, 100), (False, 100)):
+        with Reader(pacer) as reader:
+            reader.queue = 100
+            reader.go(100)
+
+            def passes(seconds: float, reader: Reader = reader, leaves: bool = leaves) -> None:
+                clock.ns += round(1e9 * seconds)
+                reader.queue = 0 if leaves else 100
+
+            pacing.time.sleep = passes  # type: ignore[assignment]
+            began = clock.ns
+        assert clock.ns - began <= 1e9 * (SETTLE_S + TICK_S)
+        assert rank.sent()[1] == idle
+    assert rank.sent()[0] == 200
+
+
+def test_all_readers_of_a_host_share_one_slice_and_take_turns(pacer: Pacer, clock: Clock) -> None:
+    meter(pacer), meter(pacer, 1)
+    measured(pacer, clock)
+    readers = [Reader(pacer), Reader(pacer), Reader(pacer, 1)]
+    most = round(pacing.SLICE_S * BANDWIDTH)
+    assert readers[0].admit(1 << 30) == most
+    others = [reader for reader in readers[1:] for _ in range(2)]
+    assert [pacer.room(reader, 1 << 30, late=True) for reader in others] == [None] * 4
+    readers[0].sent(most)
+    assert [pacer.room(reader, 1 << 30, late=False) for reader in (*readers, readers[1])] == [
+        None,
+        most,
+        None,
+        None,
+    ]
+    readers[1].sent(most)
+    assert [pacer.room(reader, 1 << 30, late=False) for reader in readers] == [None, None, most]
+    assert sum(reader.unsent for reader in readers) <= pacing.UNSENT
+
+
+def test_a_reader_that_takes_nothing_holds_up_the_others_for_a_moment(pacer: Pacer, clock: Clock) -> None:
+    meter(pacer)
+    stuck, other = Reader(pacer), Reader(pacer)
+    stuck.admit(100)
+    assert pacer.room(other, 100, late=False) is None
+    clock.sleep(STUCK_S)
+    assert pacer.room(other, 100, late=False) == 100
+    waits = Reader(pacer)
+    assert pacer.room(waits, 100, late=False) is None
+    pacer.leave(waits)
+    pacer.leave(other)
+    assert stuck.go(100) == 100, "a stream that is gone has no turn"
+
+
+def test_what_waits_in_the_sockets_takes_a_part_of_the_span(pacer: Pacer, clock: Clock) -> None:
+    spans = meter(pacer)
+    train(spans, clock, PROFILED + 1)
+    measured(pacer, clock)
+    spans.step(100)
+    clock.sleep(0.0892)
+    one, other = Reader(pacer), Reader(pacer)
+    other.queue = other.pending = 10_000
+    assert one.go(1 << 30) == pytest.approx(0.0007 * BANDWIDTH, rel=0.01)
 
 
 def test_a_rank_that_hangs_in_a_communication_holds_up_a_slice_for_a_while_only(
@@ -128,7 +230,7 @@ def test_a_rank_that_hangs_in_a_communication_holds_up_a_slice_for_a_while_only(
 ) -> None:
     meter(pacer).begin()
     began = clock.monotonic()
-    assert pacer.admit(0, 1 << 30) == LEAST_SLICE
+    assert Reader(pacer).admit(1 << 30) == LEAST_SLICE
     assert PATIENCE_S < clock.monotonic() - began < 2 * PATIENCE_S
     assert pacer.late == 1
 
@@ -136,7 +238,7 @@ def test_a_rank_that_hangs_in_a_communication_holds_up_a_slice_for_a_while_only(
 def test_a_rank_that_is_gone_holds_up_nothing(pacer: Pacer, clock: Clock) -> None:
     meter(pacer).begin()
     pacer.close(0)
-    assert pacer.admit(0, 100) == 100
+    assert Reader(pacer).admit(100) == 100
     pacer.close(0)
 
 
@@ -147,12 +249,13 @@ def test_steps_that_are_alike_make_a_plan(pacer: Pacer, clock: Clock) -> None:
     ((profile, planned),) = found
     assert planned
     assert profile.spans == pytest.approx((0.1, 0.2, 0.05))
-    measured(pacer, clock, spans)
+    measured(pacer, clock)
     spans.step(100)
+    reader = Reader(pacer)
     # In the first span of 100 ms, 90 are used.
-    assert pacer.admit(0, 1 << 30) == round(pacing.SLICE_S * BANDWIDTH)
-    clock.sleep(0.0892)
-    assert pacer.admit(0, 1 << 30) == pytest.approx(0.0008 * BANDWIDTH, rel=0.01)
+    assert reader.go(1 << 30) == round(pacing.SLICE_S * BANDWIDTH)
+    clock.sleep(0.0882)
+    assert reader.go(1 << 30) == pytest.approx(0.0008 * BANDWIDTH, rel=0.01)
     clock.sleep(0.001)
     sent: list[int] = []
     waiting = threading.Event()
@@ -166,7 +269,7 @@ def test_steps_that_are_alike_make_a_plan(pacer: Pacer, clock: Clock) -> None:
 
     end = clock.ns + 10_000_000
     pacing.time.sleep = passes  # type: ignore[assignment]
-    sent.append(pacer.admit(0, 1 << 30))
+    sent.append(reader.go(1 << 30))
     assert waiting.is_set(), "the rest of the first span is too short"
     assert sent == [round(pacing.SLICE_S * BANDWIDTH)]
 
@@ -188,14 +291,15 @@ def test_a_plan_has_as_many_spans_as_the_page_has_room_for(
 def test_the_last_span_of_a_plan_has_an_open_end(pacer: Pacer, clock: Clock) -> None:
     spans = meter(pacer)
     train(spans, clock, PROFILED + 1)
-    measured(pacer, clock, spans)
+    measured(pacer, clock)
     spans.step(100)
+    reader = Reader(pacer)
     for _ in range(2):
         spans.begin()
         spans.end()
     clock.sleep(10.0)
     began = clock.ns
-    assert pacer.admit(0, 1 << 30) == round(pacing.SLICE_S * BANDWIDTH)
+    assert reader.admit(1 << 30) == round(pacing.SLICE_S * BANDWIDTH)
     assert clock.ns == began
 
 
@@ -207,11 +311,12 @@ def test_steps_that_differ_make_none(pacer: Pacer, clock: Clock) -> None:
     ((profile, planned),) = found
     assert not planned
     assert not profile.steady
-    measured(pacer, clock, spans)
+    measured(pacer, clock)
     spans.step(100)
+    reader = Reader(pacer)
     clock.sleep(10.0)
     began = clock.ns
-    assert pacer.admit(0, 100) == 100
+    assert reader.admit(100) == 100
     assert clock.ns == began, "that nobody communicates is enough"
 
 
@@ -222,7 +327,7 @@ def test_a_meter_without_a_page_does_nothing(pacer: Pacer, clock: Clock) -> None
     attached.begin()
     attached.detach()
     assert not attached.attached
-    assert pacer.admit(0, 100) == 100
+    assert Reader(pacer).admit(100) == 100
     attached.end()
 
 
@@ -243,26 +348,23 @@ def test_communications_overlap(pacer: Pacer, clock: Clock) -> None:
     assert profile.spans == pytest.approx((0.1, 0.3))
 
 
-class Refusing(Pacer):
+class Small(Pacer):
     """Counts what is asked, and hands out small slices."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[int] = []
-        self.given = 0
+        self.given: list[int] = []
 
-    def admit(self, rank: int, nbytes: int) -> int:
-        self.asked.append(rank)
-        return min(nbytes, 100_000)
-
-    def sent(self, rank: int, nbytes: int, seconds: float) -> None:
-        self.given += nbytes
+    def room(self, stream: CopyStream, nbytes: int, *, late: bool) -> int:
+        self.given.append(min(nbytes, 100_000))
+        return self.given[-1]
 
 
 def test_the_server_paces_copies_and_nothing_else() -> None:
     snapshot, _ = sealed(size=1 << 20)
-    source, pacer = InMemorySnapshots(), Refusing()
+    source, pacer = InMemorySnapshots(), Small()
     source.put(snapshot.manifest, snapshot.room)
+    spans = meter(pacer)
     server = StateServer("127.0.0.1", 0, source, TOKEN, pacer)
     try:
         none: dict[str, str] = {}
@@ -274,10 +376,12 @@ def test_the_server_paces_copies_and_nothing_else() -> None:
             connection.request("GET", path(STATE, 0, "data"), headers=headers)
             assert connection.getresponse().read() == bytes(snapshot.data)
             connection.close()
-            assert len(pacer.asked) == slices
+            assert len(pacer.given) == slices
     finally:
         server.close()  # which waits for its readers' threads
-    assert pacer.given == len(snapshot.data)
+    assert sum(pacer.given) == len(snapshot.data)
+    assert spans.sent()[0] == len(snapshot.data)
+    pacer.close(0)
 
 
 def test_a_rank_opens_its_gate_at_the_agent() -> None:

@@ -25,11 +25,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import mmap
 import os
 import re
 import socket
+import sys
+import termios
 import threading
 import time
 from collections import Counter
@@ -41,7 +44,7 @@ from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import CallerGate, Purpose
-from ft_hsdp.state.pacing import Pacer, lower_priority
+from ft_hsdp.state.pacing import CopyStream, Pacer, lower_priority
 from ft_hsdp.state.shared_memory import ServedSnapshot, SliceSource, SnapshotSource
 from ft_hsdp.state.transfer import parts, shard_manifest
 from ft_hsdp.state.transfer.donor_connection import CLASS, COPY, HELD
@@ -51,7 +54,6 @@ PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})(?:\
 FOR = re.compile(r"for=(\d{1,9})\.(\d{1,9})")
 BLOCKS = re.compile(r"/v1/blocks/([0-9a-f]{32})/(\d{1,9})/(manifest|data)")
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
-UNSENT = 128 << 10  # bytes of a copy that wait in the socket: they leave although a communication has begun
 MAX_READERS = 32
 MAX_READERS_PER_PEER = 16  # one address may be a whole host of ranks, but must not occupy all places
 IDLE_S = 10.0  # in which a whole request has to come
@@ -111,6 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
         super().setup()
         address.tune(self.connection)
         self.reader = self.server.readers[self.connection]
+        self._unsent = 0  # bytes that may wait in the socket; 0: any number
 
     def do_GET(self) -> None:
         """Answer with a manifest, with packed bytes, or with the list of what is here."""
@@ -191,9 +194,18 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted is not None:
             about["Content_Range"] = f"bytes {begin}-{end - 1}/{total}"
         self._head(200 if wanted is None else 206, end - begin, **about)
-        paced = rank if self.headers.get(CLASS) == COPY else None
-        if paced is not None:
-            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
+        if self.headers.get(CLASS) != COPY:
+            return self._extents(fd, part, begin, end, None)
+        with self.server.pacer.stream(rank, self._queued) as paced:
+            return self._extents(fd, part, begin, end, paced)
+
+    def _queued(self) -> int:
+        """Return how many bytes of what was sent the reader's end has not acknowledged."""
+        found = fcntl.ioctl(self.connection.fileno(), termios.TIOCOUTQ, bytes(4))
+        return int.from_bytes(found, sys.byteorder)
+
+    def _extents(self, fd: int, part: ServedPart, begin: int, end: int, paced: CopyStream | None) -> None:
+        """Send the bytes of a part from ``begin`` to ``end``."""
         send = self._encrypted if isinstance(self.connection, record_layer.Sealed) else self._plain
         short = bytearray()
         for first, last in parts.within(part.extents, begin, end):
@@ -205,9 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
             if last - first >= GATHER:
                 send(fd, first, last, paced)
         self._send(short, paced)
-        return None
 
-    def _send(self, data: bytearray, paced: int | None) -> None:
+    def _send(self, data: bytearray, paced: CopyStream | None) -> None:
         """Send bytes that lie in this process."""
         at = 0
         while at < len(data):
@@ -216,7 +227,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.reader.taken += most
             at += most
 
-    def _plain(self, fd: int, begin: int, end: int, paced: int | None) -> None:
+    def _plain(self, fd: int, begin: int, end: int, paced: CopyStream | None) -> None:
         """Send a range directly from the pages of the segment.
 
         Raises:
@@ -230,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
             begin += sent
             self.reader.taken += sent
 
-    def _encrypted(self, fd: int, begin: int, end: int, paced: int | None) -> None:
+    def _encrypted(self, fd: int, begin: int, end: int, paced: CopyStream | None) -> None:
         """Encrypt a range directly from the pages of the segment, which are mapped at once and not copied."""
         base = begin - begin % mmap.ALLOCATIONGRANULARITY
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
@@ -244,22 +255,24 @@ class _Handler(BaseHTTPRequestHandler):
                 at += most
 
     @contextlib.contextmanager
-    def _slice(self, paced: int | None, left: int) -> Iterator[int]:
+    def _slice(self, paced: CopyStream | None, left: int) -> Iterator[int]:
         """Yield how much to send at once, of ``left`` bytes: of a copy, when and as much as the pacer says.
 
         Args:
-            paced: The rank whose shard becomes a copy; None: this reader waits for nobody.
+            paced: The stream of what becomes a copy; None: this reader waits for nobody.
             left: The bytes that are still to be sent.
         """
         if paced is None:
             yield min(SLICE, left)
             return
         self.reader.held = True
-        most = self.server.pacer.admit(paced, left)
+        most = paced.admit(left)
         self.reader.held = False
-        began = time.monotonic()
+        if paced.unsent != self._unsent:
+            self._unsent = paced.unsent
+            self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, self._unsent)
         yield most
-        self.server.pacer.sent(paced, most, time.monotonic() - began)
+        paced.sent(most)
 
     def _refuse(self, why: str) -> None:
         line = why.encode("ascii", "replace")
