@@ -183,6 +183,11 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "CheckpointMissing": lambda e: f"no replica has written the checkpoint of step {e.get('step', '?')}",
     "CheckpointPassedOver": lambda e: f"the checkpoint {e['checkpoint']} is passed over",
     "SnapshotSkipped": lambda e: f"{_who(e)} keeps no copy of its state of step {e.get('step', '?')}",
+    "CopiesPlanned": lambda e: (
+        f"{e.get('hosts', '?')} hosts keep copies of the shards of replica {e['replica']}"
+        if e.get("hosts")
+        else f"no host is to keep copies of the shards of replica {e['replica']}"
+    ),
     "CopyMissing": lambda e: f"{_who(e)} votes without copies of other hosts' shards of step {e.get('step', '?')}",
     "CopyMoved": lambda e: (
         f"host {e.get('holder', '?')} is to keep the copy of rank {e.get('shard', '?')} of replica {e['replica']}"

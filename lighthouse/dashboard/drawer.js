@@ -3,7 +3,7 @@ import { get } from "./api.js";
 import { html, useEffect, useRef, useState } from "./html.js";
 import { Row, shaped } from "./log_rows.js";
 import { onEvent } from "./model.js";
-import { hostsOf, RUNGS, STATES, Swatch } from "./states.js";
+import { copiesOf, hostsOf, RUNGS, STATES, Swatch } from "./states.js";
 import { nowOf, store, useStore } from "./store.js";
 import { clock, count, day, short, span } from "./time.js";
 import { told } from "./waterfall.js";
@@ -77,6 +77,7 @@ function Open({ replica }) {
         <div><dt>incarnation</dt><dd class="num">${replica.incarnation || "–"} <span class="quiet">(${replica.incarnations} so far)</span></dd></div>
         ${replica.width < state.overview.job.ranks && html`<div><dt>ranks</dt><dd class="num">${replica.width} of ${state.overview.job.ranks}</dd></div>`}
         <div><dt>hosts</dt><dd>${hostsOf(replica) || "–"}</dd></div>
+        ${replica.copies.length > 0 && html`<div><dt>copies of its shards</dt><dd>${copiesOf(replica)}</dd></div>`}
         <div><dt>state from</dt><dd><${Restored} restored=${replica.restored} /></dd></div>
         <div><dt>step time, busy</dt><dd class="num">${span(replica.step_s)}, ${span(replica.busy_s)}</dd></div>
       </dl>

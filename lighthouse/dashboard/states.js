@@ -34,6 +34,12 @@ export function hostsOf(replica) {
   return told.join(", ") + (hosts.length > 4 ? `, … (${hosts.length} hosts)` : "");
 }
 
+/** The copies of a replica's shards as text, by the ranks whose shards they are; "" if none is to be made. */
+export function copiesOf({ copies, copy_hosts: hosts }) {
+  const told = copies.slice(0, 4).map(({ host, shards }) => `${/\D/.test(shards) ? "ranks" : "rank"} ${shards} on ${host}`);
+  return told.join(", ") + (hosts > told.length ? `, … (${hosts} hosts)` : "");
+}
+
 // From what may be painted over to what has to be seen, where many share one pixel.
 export const BY_WEIGHT = [
   "training", "standby", "final", "down", "drained", "behind", "booting", "warming", "fetching", "retrying", "stalled", "dead",

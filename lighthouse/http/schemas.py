@@ -169,6 +169,13 @@ class RecoveryView(BaseModel):
     lost_steps: float | None
 
 
+class CopyView(BaseModel):
+    """A host that keeps copies of a replica's shards."""
+
+    host: str
+    shards: str = Field(description="ranks whose shards these are, such as 0-3, 6")
+
+
 class ReplicaView(BaseModel):
     """The present state of a replica."""
 
@@ -187,6 +194,8 @@ class ReplicaView(BaseModel):
     hosts: list[HostView]  # in rank order; empty: it has not said
     width: int = Field(description="ranks that it has, or goes on with while a host is missing")
     restored: RecoveryView | None
+    copies: list[CopyView] = Field(description="which hosts keep copies of its shards; empty: none is to")
+    copy_hosts: int = Field(description="how many hosts these are; `copies` names 64 at most")
     ranks: list[RankView]
 
 

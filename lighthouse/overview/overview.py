@@ -196,6 +196,8 @@ _OF_LANE = (
     "hosts",
     "width",
     "restored",
+    "copies",
+    "copy_hosts",
 )
 
 

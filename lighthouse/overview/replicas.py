@@ -31,7 +31,7 @@ _CLAIMS = {
 }
 RUNGS = frozenset({"agent", "copy", "replica", "checkpoint", "initial"})
 MAX_WIDTHS = 256  # changes of the number of ranks that a lane keeps
-MAX_HOSTS = 64  # that a recovery names
+MAX_HOSTS = 64  # that a recovery or a plan of copies names
 _ENDS = {"ProcessExited": "down", "ReplicaExited": "down", "ExitReported": "down"}
 _RANKS = frozenset({"FetchCompleted"})  # counts once each rank of the replica has sent it
 
@@ -53,6 +53,8 @@ class Lane:
         self.standby = False  # by its newest grant it stands by
         self.hosts: list[dict[str, Any]] = []  # where its ranks run, by its newest grant that said it
         self.restored: dict[str, Any] | None = None  # its newest recovery
+        self.copies: list[dict[str, str]] = []  # which hosts keep copies of which of its shards
+        self.copy_hosts = 0  # how many hosts these are, with those that are not named
         self.segments: list[Segment] = []
         self.width = ranks  # ranks that it has, or goes on with
         self.widths: list[tuple[float, int]] = []  # when it went on with another number of ranks
@@ -68,6 +70,8 @@ class Lane:
             self._widths(t, row.get("to"))
         if name == "StateRestored" and incarnation not in self._gone:
             self.restored = _recovery(row)
+        if name == "CopiesPlanned" and incarnation not in self._gone:
+            self._copies(row.get("keeps"), row.get("hosts"))
         if name == "ReplicaStarted":
             self._started(t, incarnation, reason)
         elif incarnation in self._gone and name not in _ENDS:
@@ -127,6 +131,7 @@ class Lane:
         self.standby = False
         self._done = set()
         self._proof = 0.0
+        self._copies({}, 0)
         self._enter("booting", t, reason)
 
     def _ended(self, name: str, t: float, row: Mapping[str, Any], reason: str) -> None:
@@ -140,12 +145,19 @@ class Lane:
         if incarnation is not None and incarnation not in self._gone:
             self._gone = [*self._gone[-7:], incarnation]
         self.straggler = False
+        self._copies({}, 0)
         self._enter(self._absent, t, reason)
 
     @property
     def _absent(self) -> str:
         """Return the state of a replica of which no process runs."""
         return "drained" if self.drained or self.beyond else "down"
+
+    def _copies(self, keeps: object, hosts: object) -> None:
+        """Take which hosts keep copies of its shards."""
+        told = list(keeps.items())[:MAX_HOSTS] if isinstance(keeps, Mapping) else []
+        self.copies = [{"host": str(host), "shards": str(ranks)} for host, ranks in told]
+        self.copy_hosts = max(len(told), hosts) if isinstance(hosts, int) else len(told)
 
     def _widths(self, t: float, ranks: object) -> None:
         """Take another number of ranks; rows may come late."""

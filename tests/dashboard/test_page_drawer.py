@@ -47,7 +47,7 @@ def test_it_tells_where_a_replica_runs_and_from_where_it_came_back(page, drawer)
     expect(drawer).to_contain_text("54 MB, in 210 ms, 1 step lost")
 
 
-def test_a_replica_that_lacks_copies_is_seen_in_the_first_line(browser, own, seen):
+def test_a_replica_that_lacks_copies_is_seen_and_who_keeps_them(browser, own, seen):
     for page in open_page(browser, own.url, seen):
         page.goto(f"{own.url}/#key={own.key}")
         copies = page.locator(".fact").filter(has_text="copies")
@@ -56,6 +56,14 @@ def test_a_replica_that_lacks_copies_is_seen_in_the_first_line(browser, own, see
         expect(copies).to_have_text("copiesunprotected")
         expect(copies).to_have_class("fact warn")
         expect(copies).to_have_attribute("title", re.compile("not all shards of step 7"))
+        page.locator(".lane-name").nth(3).click()
+        drawer = page.get_by_role("complementary")
+        expect(drawer).not_to_contain_text("copies of its shards")
+        hosts = [f"n3h{i}" for i in range(6)]
+        keeps = {host: f"{2 * i}-{2 * i + 1}" if i else "1" for i, host in enumerate(hosts)}
+        own.tell(3, {"event": "CopiesPlanned", "reason": "plan of epoch 2", "hosts": len(hosts), "keeps": keeps})
+        shown = "rank 1 on n3h0, ranks 2-3 on n3h1, ranks 4-5 on n3h2, ranks 6-7 on n3h3, … (6 hosts)"
+        expect(drawer).to_contain_text(f"copies of its shards{shown}")
 
 
 def test_a_wrong_token_is_refused_and_forgotten(page, drawer, seen):

@@ -37,6 +37,7 @@ from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlan, CopyPlanner, ho
 WAIT_S = 2.0  # default of the longest wait of a vote, and
 BYTES_PER_S = 1e9  # the time that it waits longer, to move the copies
 FAILURES = 3  # fetches of a shard that fail in a row until another host is to keep it; one may be an accident
+TOLD_HOSTS = 64  # that one event names
 LOOK_S = 0.1  # between two looks whether a wait is still of use
 
 
@@ -123,6 +124,7 @@ class CopyKeeper:
         self._given_up: AttemptId | None = None
         self._counted: StateId | None = None  # whose bytes are counted
         self._cost = CopyCost()
+        self._keepers: dict[str, str] = {}  # which shards of this replica each host keeps, as it was told last
         self._said: bool | None = None  # whether the state is protected, as far as this replica has told it
         self._thread: ThreadPoolExecutor | None = None
         self.ordered = 0  # copies, for tests
@@ -152,6 +154,12 @@ class CopyKeeper:
         new = {(o.replica, o.rank) for o in plan.orders}
         if new != old:
             self._agent.owe(sorted(new), since)
+        keepers = plan.keepers(self._replica)
+        if self._rank == 0 and keepers != self._keepers:
+            told = dict(list(keepers.items())[:TOLD_HOSTS])
+            why = f"plan of epoch {plan.epoch}"
+            self._journal.event("CopiesPlanned", why, hosts=len(keepers), keeps=told)
+        self._keepers = keepers
         return before, state
 
     def give_up(self, fence: AttemptId) -> None:

@@ -49,6 +49,25 @@ class CopyPlan:
             return ""
         return self.whole.reason or f"each shard is wanted on {self.wanted} host alone (memory.copies)"
 
+    def keepers(self, replica: int) -> dict[str, str]:
+        """Return which ranks' shards of a replica each host keeps a copy of, as "0-3, 6", by the host's name."""
+        ranks: dict[str, list[int]] = {}
+        for copy in self.whole.copies:
+            if copy.replica == replica:
+                ranks.setdefault(copy.holder.name, []).append(copy.rank)
+        return {host: _runs(kept) for host, kept in sorted(ranks.items())}
+
+
+def _runs(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as text: "0-3, 6"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1][1:] = [number]
+        else:
+            runs.append([number])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
 
 def hosts_of(grant: Grant) -> tuple[MemberHosts, ...]:
     """Return the members of an epoch with their hosts; () if the hosts of one are not known."""

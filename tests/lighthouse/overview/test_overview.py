@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ft_hsdp.analysis.failures import MAX_EPOCHS, MAX_FAILURES, Failures
 from ft_hsdp.analysis.goodput import fault_free_step
 from lighthouse.overview.overview import SHOWN_EPOCHS, Timeline, states
-from lighthouse.overview.replicas import MAX_SEGMENTS, Lane, _joined
+from lighthouse.overview.replicas import MAX_HOSTS, MAX_SEGMENTS, Lane, _joined
 from tests.support.lighthouse import day
 
 T = 1000.0
@@ -42,6 +42,28 @@ def grant(t, epoch, roles):
     members = sorted(roles)
     told = {str(r): role for r, role in roles.items()}
     return ev(t, "EpochGranted", epoch=epoch, members=members, roles=told, term=5, step=1)
+
+
+def test_the_newest_plan_says_who_keeps_the_shards_of_a_replica_until_it_is_gone():
+    plan = ev(2, "CopiesPlanned", 0, hosts=2, keeps={"h1": "0-1", "h2": "3"})
+    many = ev(3, "CopiesPlanned", 0, hosts=90, keeps={f"h{i}": "0" for i in range(90)})
+    timeline = fold([ev(1, "ReplicaStarted", 0), plan])
+    (shown, *_) = states(timeline.lanes.shown())
+    assert shown["copies"] == [{"host": "h1", "shards": "0-1"}, {"host": "h2", "shards": "3"}]
+    assert shown["copy_hosts"] == 2
+    for seq, (row, named, hosts) in enumerate(
+        (
+            (many, MAX_HOSTS, 90),
+            (ev(4, "CopiesPlanned", 0, hosts="x", keeps=["h1"]), 0, 0),
+            (plan, 2, 2),
+            (ev(5, "ReplicaExited", 0, kind="SIGKILL"), 0, 0),
+            (plan, 0, 0),  # of the incarnation that is gone
+        ),
+        3,
+    ):
+        timeline.event(seq, row)
+        lane = timeline.lanes.all[0]
+        assert (len(lane.copies), lane.copy_hosts) == (named, hosts)
 
 
 def test_the_model_is_what_the_newest_warm_replica_says():

@@ -124,9 +124,16 @@ class Rank:
         (vote,) = votes
         return vote
 
-    def told(self) -> list[tuple[str, str]]:
+    def rows(self) -> list[dict[str, Any]]:
         lines = self.file.read_text().splitlines() if self.file.exists() else []
-        return [(row["event"], row["reason"]) for row in map(json.loads, lines)]
+        return [json.loads(line) for line in lines]
+
+    def told(self) -> list[tuple[str, str]]:
+        """All events but those that say who keeps what."""
+        return [(row["event"], row["reason"]) for row in self.rows() if row["event"] != "CopiesPlanned"]
+
+    def keepers(self) -> list[tuple[int, dict[str, str]]]:
+        return [(row["hosts"], row["keeps"]) for row in self.rows() if row["event"] == "CopiesPlanned"]
 
 
 TWO_HOSTS = {0: ("r0h0", "r0h0", "r0h1", "r0h1")}
@@ -280,6 +287,9 @@ def test_a_copy_that_its_holder_refuses_is_ordered_at_the_next_host_by_all_ranks
     assert [order for order in holder.agent.orders if order.state == state(1)] == []
     assert [one.told()[-1][0] for one in ranks[:1]] == ["Unprotected"]
     assert [name for name, _ in ranks[0].told()].count("CopyMoved") == 1
+    first = {"r0h0": "2-3", "r0h1": "0", "r0h2": "1"}
+    assert ranks[0].keepers() == [(3, first), (2, {"r0h0": "2-3", "r0h2": "0-1"})]
+    assert [one.keepers() for one in ranks[1:]] == [[], [], []]
     before = len(ranks[2].agent.owed)
     for one in ranks:
         one.keeper.settled(state(1), False, CopyCost(), ((0, 1),))  # a vote from before the move
@@ -372,6 +382,7 @@ def test_a_job_that_falls_to_one_replica_says_so_and_is_protected_again(tmp_path
     one.keeper.settled(state(4), False, CopyCost())
     one.keeper.settled(state(5), False, CopyCost())
     assert [name for name, _ in one.told()] == ["Unprotected", "Protected", "Unprotected"]
+    assert one.keepers() == [(2, {"r1h0": "2-3", "r1h1": "0-1"}), (0, {})]
 
 
 @pytest.mark.parametrize(
@@ -511,7 +522,7 @@ def test_no_host_is_asked_for_more_copies_than_its_agent_takes(tmp_path: Path) -
     assert len(agent.owed[0]) == len(agent.orders) == MAX_COPIES
     keeper.settled(state(0), True, CopyCost())
     told = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert ([row["event"] for row in told], errors) == (["Unprotected"], [])
+    assert ([row["event"] for row in told], errors) == (["CopiesPlanned", "Unprotected"], [])
 
 
 def test_without_a_thread_to_wait_for_copies_a_rank_votes_at_once(
