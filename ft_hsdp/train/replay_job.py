@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,13 +31,14 @@ from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_OK, ConfigError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.jsonl import replace_json
+from ft_hsdp.state.checkpoint.writer import CheckpointNotPublished, Header
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.data.prefetch import Reader
 from ft_hsdp.train.gradients import Feeding, Traffic, checksum, ring_settings, sum_of_squares
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.orders import ApplyOrder, Mailbox, Order
-from ft_hsdp.train.state.checkpointing import checkpoints_of, load_checkpoint
+from ft_hsdp.train.state.checkpointing import checkpoints_of, load_checkpoint, open_checkpoints
 from ft_hsdp.train.state.copies import CopyCost
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.step_driver import Joined, StepDriver
@@ -48,8 +50,10 @@ Row = dict[str, Any]
 class Recorded:
     """What is repeated, and where rank 0 writes what was found."""
 
-    rows: tuple[Row, ...]  # canonical commits that follow each other, from the first one of the run on
+    rows: tuple[Row, ...]  # canonical commits that follow each other, of members of the same widths
     outcome: Path
+    loads: Path | None = None  # where the ranks before have left the state; None: it is the first one of the run
+    saves: Path | None = None  # where the state is left for the ranks that follow; None: it is the last one
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +334,7 @@ class ReplayJob(Job):
         super().__init__(config, place, FromEnvironment(0), None, device, close_group)
         self._recorded = recorded
         self._written = False
+        self._group: ReplicaGroup  # made when the replay begins
         self._mailbox = self._orders = RecordedOrders(recorded.rows, ring_settings(config), config.ranks_per_unit)
 
     @property
@@ -352,13 +357,14 @@ class ReplayJob(Job):
         Raises:
             ConfigError: The checkpoint is gone, or cannot be used.
         """
-        ranks = ReplicaGroup(self.config.timeouts.ranks_s)
-        first = self._recorded.rows[0]
+        ranks = self._group = ReplicaGroup(self.config.timeouts.ranks_s)
+        first, loads = self._recorded.rows[0], self._recorded.loads
         before = StateId(0, first["step"] - 1, first["prev"])
         self._live_state.state = before
+        self._live_state.describe_frozen(ranks)
         if before.step:
-            self._live_state.describe_frozen(ranks)
-            checkpoints = checkpoints_of(self.config, self._place.run, ranks, self._shards)
+            config, run = (self.config, self._place.run) if loads is None else (self._passing, loads)
+            checkpoints = checkpoints_of(config, run, ranks, self._shards)
             found = load_checkpoint(self._live_state, ranks, checkpoints, before.step)
             if found is None or found.state.lineage != before.lineage:
                 allowed = f"the checkpoint of step {before.step} with which the run began"
@@ -373,11 +379,50 @@ class ReplayJob(Job):
         """Do nothing: a replay ends with its last step."""
 
     def _part(self) -> None:
-        """Write what was found. A collective."""
-        if not self._written and self._orders.ended:
+        """Write what was found, and the state for the ranks that follow. A collective.
+
+        Raises:
+            ConfigError: The state cannot be written.
+            SystemExit: Training has not ended: other ranks go on, or a step differs. What the script does after
+                its loop is not for the state that is held.
+        """
+        ended = not self._written and self._orders.ended
+        if ended:
             self._written = True
             digest = self._live_state.digest()
             outcome = ReplayOutcome(self._orders.steps, digest, self._orders.differs_at)
+            if self._recorded.saves is not None and outcome.differs_at is None:
+                self._save(self._recorded.saves)
             if self.rank == 0:
                 replace_json(self._recorded.outcome, asdict(outcome))
         super()._part()
+        if ended and not self.over:
+            raise SystemExit(EXIT_OK)
+
+    @property
+    def _passing(self) -> Config:
+        """The configuration with which ranks pass a state on: as a checkpoint in a folder of the replay."""
+        checkpoint = self.config.checkpoint.model_copy(update={"dir": None, "keep": 1})
+        return self.config.model_copy(update={"checkpoint": checkpoint})
+
+    def _save(self, folder: Path) -> None:
+        """Write the state as a checkpoint, which ranks of any number can load. A collective. Blocks.
+
+        It waits for at most `timeouts.load_s`.
+
+        Raises:
+            ConfigError: It cannot be written.
+        """
+        live_state = self._live_state
+        assert live_state.state is not None
+        _, checkpointer = open_checkpoints(self._passing, folder, "replay", live_state, self._group, self._shards)
+        packed = np.empty(live_state.layout.nbytes, dtype=np.uint8)
+        manifest = live_state.pack(live_state.state, packed)
+        assert manifest is not None
+        header = Header(manifest.state, manifest.ledger, manifest.hyper, manifest.user)
+        written = checkpointer.write(torch.from_numpy(packed), header)
+        checkpointer.close(self.config.timeouts.load_s)
+        outcome = written.result()
+        if isinstance(outcome, CheckpointNotPublished):
+            allowed = f"one that can be written to {folder} ({outcome.reason})"
+            raise ConfigError("replay", f"the state of step {live_state.state.step}", allowed)

@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 
 from ft_hsdp.errors import EXIT_CONFIG
+from ft_hsdp.launch.injection import inflict, parse_options
+from ft_hsdp.launch.run.directory import RunDir
+from tests.scenarios.test_shrink import SAFE, widths
 from tests.scenarios.test_units import AT, GLOBAL, SAME_STEP, kill
 from tests.support.scenarios.scenario_job import ROOT, Job, check
 
 EXAMPLE = ROOT / "docs" / "examples" / "own_loop.py"
+MUON = ROOT / "tests" / "support" / "launch" / "muon_loop.py"  # other bits on another number of ranks
 
 
 @pytest.mark.proof
@@ -68,3 +72,25 @@ def test_a_run_that_was_resumed_is_repeated_from_its_checkpoint(tmp_path: Path) 
         assert refused.returncode == EXIT_CONFIG
         assert len(refused.stderr.splitlines()) == 1
         assert "or one with its checkpoint of step 6" in refused.stderr
+
+
+@pytest.mark.soak
+def test_a_replica_that_shrank_and_grew_is_repeated_by_as_many_ranks_as_it_had(tmp_path: Path) -> None:
+    """Rates of torch's schedulers and the state of the optimizers go from ranks to ranks, as in the run."""
+    hosts = {"ranks_per_replica": 2, "hosts.per_replica": 2, "memory.shrink_to": 1}
+    with Job(tmp_path, 24, replicas=1, **hosts, **SAFE, entry=str(MUON), args=[str(tmp_path)]) as job:
+        job.until(lambda: job.step() >= 4 and job.events("Protected"), "copies on both hosts")
+        lost = inflict(RunDir(job.run), parse_options(kind="host", replica=0, host="r0h1"))
+        job.until(lambda: job.events("Shrunk"), "one rank")
+        narrow = job.step()
+        job.until(lambda: job.step() >= narrow + 3, "it trains on")
+        lost.lifted("it is back")
+        job.until(lambda: job.events("Grown"), "both ranks")
+        job.hurry()
+        check(job.end(), 24)
+        assert [ranks for ranks, _ in widths(job)] == [0, 1, 0]
+        for seen in tmp_path.glob("0-*.json"):
+            seen.unlink()
+        verdict = job.replayed()
+        assert (verdict["equal"], verdict["steps"]) == (True, 24), verdict
+        assert len(list(tmp_path.glob("0-*.json"))) == 2, "what follows the loop is done at its end"

@@ -80,7 +80,7 @@ def replay(run: RunDir, begins: Callable[[], object] = lambda: None) -> ReplayVe
         if rows[0]["step"] != 1:
             _checkpoint_before(run, config, rows[0])
         begins()
-        found = replay_entry.repeat(run, config)
+        found = replay_entry.repeat(run, config, rows)
         equal = found.digest == recorded and found.differs_at is None
         return ReplayVerdict(run.name, len(rows), equal, found.digest, recorded, found.differs_at)
     torch.set_num_threads(config.train.threads)
@@ -131,7 +131,7 @@ def _history(run: RunDir, config: Config) -> tuple[list[Row], str]:
 
 
 def _check_widths(run: RunDir, rows: Sequence[Row]) -> None:
-    """Check that all members of each step had all their ranks.
+    """Check that all members of each step had the same number of ranks.
 
     A ring with a narrower member adds lane by lane also in a step to which that member contributes nothing.
 
@@ -139,10 +139,10 @@ def _check_widths(run: RunDir, rows: Sequence[Row]) -> None:
         ConfigError: A member had fewer, in the step that it names.
     """
     for row in rows:
-        if row.get("ring_widths") or any(c.get("width") for c in row["contributions"]):
+        if row.get("ring_widths"):
             allowed = (
-                "a run of an `entry` whose replicas always had all their ranks: one had fewer at step "
-                f"{row['step']}, and an entry is repeated by ranks of one number (`verify RUN` checks the run)"
+                "a run of an `entry` whose replicas had ranks of one number at each step: one had fewer at step "
+                f"{row['step']} (`verify RUN` checks the run)"
             )
             raise ConfigError("RUN", run.name, allowed)
 
