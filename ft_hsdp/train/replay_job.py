@@ -2,7 +2,8 @@
 
 The ranks of one replica run the loop once more, with no lighthouse and no ring. `RecordedOrders` stands in for the
 leader: for each recorded step it lets the loop train the units of one contributor after the other, adds their
-gradients up in the order of the recorded ring, and applies the sum. `StepDriver` and the loop do the same as in a
+gradients up in the order of the recorded ring, and applies the sum. Contributors of another width are trained by
+other ranks, which are in a replica of that width (`replay_lanes`). `StepDriver` and the loop do the same as in a
 run. So if each step leads to the recorded lineage, the sums, divisors, learning rates and data were as the records
 say, through all failures.
 """
@@ -25,19 +26,21 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution
 from ft_hsdp.core.effects import DropGradient, Exit, Reduce, RunBatch
 from ft_hsdp.core.ledger import Ledger, Run
-from ft_hsdp.core.ring import RingPlan, fold_order
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_OK, ConfigError
+from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.state.checkpoint.writer import CheckpointNotPublished, Header
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.data.prefetch import Reader
-from ft_hsdp.train.gradients import Feeding, Traffic, checksum, ring_settings, sum_of_squares
+from ft_hsdp.train.gradients import checksum, ring_settings, sum_of_squares
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
+from ft_hsdp.train.lanes import GradientLanes
 from ft_hsdp.train.orders import ApplyOrder, Mailbox, Order
+from ft_hsdp.train.replay_lanes import LocalGradients, PartVote, SharedLanes, ring_sum
 from ft_hsdp.train.state.checkpointing import checkpoints_of, load_checkpoint, open_checkpoints
 from ft_hsdp.train.state.copies import CopyCost
 from ft_hsdp.train.state.live_state import LiveState
@@ -51,7 +54,9 @@ class Recorded:
     """What is repeated, and where rank 0 writes what was found."""
 
     rows: tuple[Row, ...]  # canonical commits that follow each other, of members of the same widths
+    widths: tuple[int, ...]  # of these members; for each there are as many ranks
     outcome: Path
+    shared: Path  # for files that ranks of different widths exchange
     loads: Path | None = None  # where the ranks before have left the state; None: it is the first one of the run
     saves: Path | None = None  # where the state is left for the ranks that follow; None: it is the last one
 
@@ -85,27 +90,6 @@ def record_of(row: Mapping[str, Any]) -> CommitRecord:
     )
 
 
-def ring_sum(of_replicas: Mapping[int, Tensor], ring: Sequence[int], settings: Settings) -> Tensor:
-    """Return the sum over replicas in the order in which a ring adds, shard by shard in each partition.
-
-    Args:
-        of_replicas: Of each contributor, fp32 [numel].
-        ring: The members of the ring, in its order.
-        settings: Of the ring.
-    """
-    contributors = frozenset(of_replicas)
-    out = torch.empty_like(next(iter(of_replicas.values())))
-    plan = RingPlan.cut(out.numel(), out.element_size(), len(ring), settings.slots, settings.chunk_bytes)
-    for shard in range(len(ring)):
-        first, *others = fold_order(shard, ring, contributors)
-        for span in plan.shard_spans(shard):
-            piece = out[span.start : span.stop]
-            piece.copy_(of_replicas[first][span.start : span.stop])
-            for replica in others:
-                piece.add_(of_replicas[replica][span.start : span.stop])
-    return out
-
-
 def places_of(ledger: Ledger, runs: Sequence[Run]) -> Places:
     """Return the places of units among the untrained units of their data shard: the inverse of `Ledger.at`.
 
@@ -127,46 +111,26 @@ def places_of(ledger: Ledger, runs: Sequence[Run]) -> Places:
     return tuple(found)
 
 
-class LocalGradients:
-    """Stands in for the `Reducer`: it keeps what the loop has trained for one contributor."""
-
-    def __init__(self, buckets: int) -> None:
-        self._buckets = buckets
-        self._kept: dict[int, tuple[Tensor, tuple[Contribution, ...]]] = {}
-        self.traffic = Traffic()
-
-    def open(self, feeding: Feeding | None) -> None:
-        """Forget the gradients of the contributor before."""
-        self._kept.clear()
-
-    def ready(self, bucket: int, flat: Tensor, contributions: tuple[Contribution, ...]) -> None:
-        """Take the local gradient of a bucket, or more of it, which is added."""
-        before = self._kept.get(bucket)
-        self._kept[bucket] = (flat if before is None else before[0] + flat, contributions)
-
-    def take(self) -> tuple[list[Tensor], tuple[Contribution, ...]]:
-        """Return the contributor's gradient of each bucket, and what is in it."""
-        kept = [self._kept[bucket] for bucket in range(self._buckets)]
-        return [flat for flat, _ in kept], kept[-1][1]
-
-    def give_back(self, out: list[Tensor]) -> None:
-        """Do nothing: the sums are not used again."""
-
-
 class RecordedOrders(Mailbox):
     """The orders of a leader, made from recorded commits; each is made when the main thread asks for it."""
 
-    def __init__(self, rows: Sequence[Row], settings: Settings, ranks_per_unit: int = 1) -> None:
+    def __init__(
+        self, rows: Sequence[Row], settings: Settings, width: int, usual: int, ranks_per_unit: int
+    ) -> None:
         """Prepare to repeat ``rows``.
 
         Args:
-            rows: Canonical commits that follow each other, from the first step on.
+            rows: Canonical commits that follow each other.
             settings: Of the job's rings.
+            width: Data ranks of this replica; it trains what contributors of that width have trained.
+            usual: Data ranks of a replica that has all its ranks.
             ranks_per_unit: So many ranks that follow each other train the same units.
         """
         super().__init__()
         self._rows = rows
         self._settings = settings
+        self._width = width
+        self._usual = usual
         self._ranks_per_unit = ranks_per_unit
         self._script = self._run()
         self.steps = 0
@@ -176,9 +140,15 @@ class RecordedOrders(Mailbox):
         self._live_state: LiveState
         self._gradients: LocalGradients
         self._ranks: ReplicaGroup
+        self._lanes: SharedLanes | None = None
 
     def start(
-        self, driver: StepDriver, live_state: LiveState, gradients: LocalGradients, ranks: ReplicaGroup
+        self,
+        driver: StepDriver,
+        live_state: LiveState,
+        gradients: LocalGradients,
+        ranks: ReplicaGroup,
+        lanes: SharedLanes | None,
     ) -> None:
         """Take the rank that repeats the run, before the first order.
 
@@ -187,11 +157,13 @@ class RecordedOrders(Mailbox):
             live_state: What it trains.
             gradients: What it has trained for one contributor.
             ranks: Of its replica.
+            lanes: How it sums with ranks of other widths; None: there are none.
         """
         self._driver = driver
         self._live_state = live_state
         self._gradients = gradients
         self._ranks = ranks
+        self._lanes = lanes
 
     def get(self) -> Order:
         """Return the next order; makes it, with collectives of the ranks."""
@@ -214,31 +186,31 @@ class RecordedOrders(Mailbox):
         after = None
         with contextlib.suppress(ValueError):  # a unit of it was trained before
             after = record.ledger(ledger)
-        if after is None or (list(after.cursors), [list(h) for h in after.holes]) != (
-            row["cursors"],
-            row["holes"],
-        ):
-            self.differs_at = record.step
-            return
         runs: dict[int, list[Contribution]] = {}
         for each in record.contributions:
             runs.setdefault(each.replica, []).append(each)
+        widths = {theirs[0].width or self._usual for theirs in runs.values()}
+        if (
+            after is None
+            or (list(after.cursors), [list(h) for h in after.holes]) != (row["cursors"], row["holes"])
+            or not widths <= set(record.ring_widths or widths)
+        ):
+            self.differs_at = record.step
+            return
         if record.skipped:  # the bits of a NaN cannot be compared
             yield ApplyOrder(record, [])
             return
         trained: dict[int, list[Tensor]] = {}
         said: list[Contribution] = []
-        for number, (replica, theirs) in enumerate(runs.items()):
+        mine = [replica for replica, theirs in runs.items() if (theirs[0].width or self._usual) == self._width]
+        for number, replica in enumerate(mine):
             if number:
                 yield DropGradient("the units of another contributor are next")
-            yield from self._contributor(record, ledger, replica, theirs)
-            trained[replica], mine = self._gradients.take()
-            said.extend(mine)
-        reduced = [
-            ring_sum({r: flats[bucket] for r, flats in trained.items()}, record.ring, self._settings)
-            for bucket in range(len(next(iter(trained.values()))))
-        ]
-        record = self._counted(record, said, reduced)
+            yield from self._contributor(record, ledger, replica, runs[replica])
+            trained[replica], its = self._gradients.take()
+            said.extend(its)
+        reduced, votes = self._sums(record, trained)
+        record = self._counted(record, said, votes)
         if record.state_id.lineage != row["lineage"]:
             self.differs_at = record.step
             return
@@ -255,24 +227,42 @@ class RecordedOrders(Mailbox):
         for places in until:
             yield Reduce(AttemptId(record.epoch, record.step, record.attempt), "contribute", record.prev, places)
 
+    def _sums(
+        self, record: CommitRecord, trained: Mapping[int, Sequence[Tensor]]
+    ) -> tuple[list[Tensor], list[PartVote]]:
+        """Return this rank's sums, a flat shard for each bucket, and what is voted on them."""
+        if self._lanes is not None and record.ring_widths:
+            self._lanes.give(record, trained)
+            return self._lanes.sums(record)
+        reduced = [
+            ring_sum({r: flats[bucket] for r, flats in trained.items()}, record.ring, self._settings)
+            for bucket in range(len(next(iter(trained.values()))))
+        ]
+        digest = state_id.digest([checksum(t) for t in reduced])
+        return reduced, [(self._ranks.rank, digest, sum_of_squares(reduced, self._live_state.counted))]
+
     def _counted(
-        self, record: CommitRecord, mine: Sequence[Contribution], reduced: Sequence[Tensor]
+        self, record: CommitRecord, mine: Sequence[Contribution], votes: Sequence[PartVote]
     ) -> CommitRecord:
         """Return ``record`` with the weights, the digest and the norm that were found now. A collective."""
         found = {
             "runs": [asdict(replace(c, loss=0.0)) for c in mine],
-            "digest": state_id.digest([checksum(t) for t in reduced]),
-            "sumsq": sum_of_squares(reduced, self._live_state.counted).hex(),
+            "votes": [(number, digest, square.hex()) for number, digest, square in votes],
         }
         told = [json.loads(each) for each in self._ranks.gather(json.dumps(found).encode())]
         of_data_ranks = [each["runs"] for each in told[:: self._ranks_per_unit]]
-        weights = [sum(c["weight"] for c in at) for at in zip(*of_data_ranks, strict=True)]
-        runs = [replace(Contribution(**c), weight=w) for c, w in zip(told[0]["runs"], weights, strict=True)]
+        runs = [c[0] | {"weight": sum(each["weight"] for each in c)} for c in zip(*of_data_ranks, strict=True)]
+        if self._lanes is not None and record.ring_widths:
+            runs = sorted(self._lanes.told(record.step, runs), key=lambda c: int(c["replica"]))
         losses = {(c.replica, c.run): c.loss for c in record.contributions}
-        counted = tuple(replace(c, loss=losses.get((c.replica, c.run), 0.0)) for c in runs)
-        norm = sum(float.fromhex(each["sumsq"]) for each in told) ** 0.5
-        record = replace(record, contributions=counted, digest=state_id.digest([each["digest"] for each in told]))
-        return replace(record, norm=norm / (record.divisor / len(of_data_ranks))) if record.updates else record
+        again = [Contribution(**c) for c in runs]
+        counted = tuple(replace(c, loss=losses.get((c.replica, c.run), 0.0)) for c in again)
+        parts = sorted(vote for each in told for vote in each["votes"])
+        record = replace(record, contributions=counted, digest=state_id.digest([digest for _, digest, _ in parts]))
+        if not record.updates:
+            return record
+        norm = sum(float.fromhex(square) for _, _, square in parts) ** 0.5
+        return replace(record, norm=norm / (record.divisor / max(record.ring_widths, default=self._width)))
 
 
 class Silent:
@@ -335,7 +325,9 @@ class ReplayJob(Job):
         self._recorded = recorded
         self._written = False
         self._group: ReplicaGroup  # made when the replay begins
-        self._mailbox = self._orders = RecordedOrders(recorded.rows, ring_settings(config), config.ranks_per_unit)
+        self._mailbox = self._orders = RecordedOrders(
+            recorded.rows, ring_settings(config), self.data_ranks, config.data_ranks, config.ranks_per_unit
+        )
 
     @property
     def replica(self) -> int:
@@ -370,10 +362,23 @@ class ReplayJob(Job):
                 allowed = f"the checkpoint of step {before.step} with which the run began"
                 raise ConfigError("checkpoint.dir", str(checkpoints.folder), allowed)
         gradients = LocalGradients(len(self._adopted.sizes))
-        self._orders.start(driver, self._live_state, gradients, ranks)
+        self._orders.start(driver, self._live_state, gradients, ranks, self._lanes())
         stand_in: Any = ReplayRuntime(gradients)
         self._runtime = stand_in
         driver.begin(Joined(stand_in, stand_in, None, False))
+
+    def _lanes(self) -> SharedLanes | None:
+        """Return how this rank sums with the ranks of other widths; None: there are none.
+
+        They may be started later than this one, and then train a step that takes long.
+        """
+        recorded, sizes, rows = self._recorded, self._adopted.sizes, self._adopted.rows
+        if len(recorded.widths) < 2 or rows is None:
+            return None
+        lanes = GradientLanes(rows, sizes[len(rows) :], LaneRing(self.rank, ""), self.ranks, self.rank)
+        settings, timeouts = ring_settings(self.config), self.config.timeouts
+        wait_s = timeouts.start_s + timeouts.step_s
+        return SharedLanes(lanes, sizes, recorded.widths, self.ranks, self.rank, recorded.shared, settings, wait_s)
 
     def leave(self) -> None:
         """Do nothing: a replay ends with its last step."""

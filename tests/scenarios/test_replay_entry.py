@@ -7,14 +7,17 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ft_hsdp.errors import EXIT_CONFIG
 from ft_hsdp.launch.injection import inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir
-from tests.scenarios.test_shrink import SAFE, widths
+from ft_hsdp.launch.run.recorder import commits_of
+from tests.scenarios.test_shrink import SAFE, beside, shrunk, together, widths
 from tests.scenarios.test_units import AT, GLOBAL, SAME_STEP, kill
 from tests.support.scenarios.scenario_job import ROOT, Job, check
+from tests.support.slow_script import LOSS, write_slow_script
 
 EXAMPLE = ROOT / "docs" / "examples" / "own_loop.py"
 MUON = ROOT / "tests" / "support" / "launch" / "muon_loop.py"  # other bits on another number of ranks
@@ -94,3 +97,38 @@ def test_a_replica_that_shrank_and_grew_is_repeated_by_as_many_ranks_as_it_had(t
         verdict = job.replayed()
         assert (verdict["equal"], verdict["steps"]) == (True, 24), verdict
         assert len(list(tmp_path.glob("0-*.json"))) == 2, "what follows the loop is done at its end"
+
+
+@pytest.mark.soak
+def test_replicas_of_unequal_width_are_repeated_by_ranks_of_each_width(tmp_path: Path) -> None:
+    """Both sum in lanes, as in the run, so another rate in one step shows in the sums of the next one.
+
+    If the ranks of one width fail, those of the other one end, too.
+    """
+    script, fails, steps = tmp_path / "train.py", tmp_path / "fails", 40
+    write_slow_script(script, tmp_path / "hurry", 0.1)
+    fault = f"if job.ranks == 1 and __import__('os').path.exists({str(fails)!r}): raise OSError('no such data')"
+    script.write_text(script.read_text().replace(LOSS, f"{fault}\n        {LOSS}"))
+    with beside(tmp_path, steps, 2, **{"quorum.min_replicas": 2, "entry": str(script)}) as job:
+        shrunk(job).lifted("it is back")
+        job.until(lambda: job.events("Grown"), "both ranks")
+        job.hurry()
+        check(job.end(), steps)
+        assert (1, 2) in together(job)
+        verdict = job.replayed()
+        assert (verdict["equal"], verdict["steps"]) == (True, steps), verdict
+        fails.touch()
+        refused = subprocess.run(job.replay_command(), capture_output=True, text=True, timeout=120)
+        assert refused.returncode == EXIT_CONFIG
+        assert "(rank 0 of 1: train.py: OSError: no such data)" in refused.stderr.splitlines()[-1]
+        assert not [p for p in psutil.process_iter(["cmdline"]) if str(job.run) in (p.info["cmdline"] or ())]
+        fails.unlink()
+        rows = commits_of(RunDir(job.run.resolve()))
+        narrow = [row["step"] for row in rows if row.get("ring_widths") and len(row["contributors"]) == 2]
+        for file in job.run.glob("replicas/*/commits.jsonl"):
+            lines = [json.loads(line) for line in file.read_text().splitlines()]
+            for line in lines:
+                line["lr_scale"] *= 0.5 if line["step"] == narrow[0] else 1.0
+            file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        verdict = job.replayed()
+        assert (verdict["equal"], verdict["differs_at"]) == (False, narrow[1])

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,15 +11,19 @@ import torch
 from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution, Vote, VoteTally
 from ft_hsdp.core.effects import Reduce
 from ft_hsdp.core.ring import OperationKind
+from ft_hsdp.core.state_id import digest
+from ft_hsdp.errors import Retryable
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.ftar.dataplane.cpu import CpuJob
 from ft_hsdp.ftar.pieces import pieced
+from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.launch.run.replay_sums import equal_sums, lane_sums
 from ft_hsdp.train import lanes
 from ft_hsdp.train.gradients import Feeding, Reducer
 from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan
 from ft_hsdp.train.optimizer.groups import finish
+from ft_hsdp.train.replay_lanes import SharedLanes
 from ft_hsdp.train.state import lane_slices
 from ft_hsdp.train.state.packing import as_bytes
 from tests.support.ftar.lane_rig import SHAPES, WideRank, WideRing, flat, joined, values
@@ -61,10 +66,13 @@ class Trainer:
         mine = units(self.rank)
         self.reducer.open(Feeding(fence.step))
         self.begin(fence)
-        bits = torch.tensor([1.0, float(self.rank.rank), float(self.rank.replica)])
-        buckets = [flat(b, self.rank.width, self.rank.rank) for b in values(self.rank.replica)]
-        for index, bucket in reversed(list(enumerate([*buckets, bits]))):
+        for index, bucket in reversed(list(enumerate(self.trained()))):
             self.reducer.ready(index, bucket, mine)
+
+    def trained(self) -> list[torch.Tensor]:
+        """The local gradient of each bucket, and what is not cut."""
+        bits = torch.tensor([1.0, float(self.rank.rank), float(self.rank.replica)])
+        return [*(flat(b, self.rank.width, self.rank.rank) for b in values(self.rank.replica)), bits]
 
 
 def record(replica: list[Trainer], grant: Any) -> CommitRecord:
@@ -79,11 +87,13 @@ def record(replica: list[Trainer], grant: Any) -> CommitRecord:
     return made
 
 
-def gradients(replicas: list[list[Trainer]], made: CommitRecord) -> list[list[dict[str, torch.Tensor]]]:
+def gradients(
+    replicas: list[list[Trainer]], made: CommitRecord, taken: list[list[list[torch.Tensor]]] | None = None
+) -> list[list[dict[str, torch.Tensor]]]:
     """The whole mean gradient that each replica applies: all have the same bits, those of the right sum."""
     whole = []
-    for replica in replicas:
-        sums = [t.reducer.take() for t in replica]
+    taken = taken or [[t.reducer.take() for t in replica] for replica in replicas]
+    for replica, sums in zip(replicas, taken, strict=True):
         for s, trainer in zip(sums, replica, strict=True):
             finish(made, s[:-1], None, trainer.rank.width)
         whole.append([joined([s[b] for s in sums], bucket) for b, bucket in enumerate(values(0))])
@@ -95,12 +105,57 @@ def gradients(replicas: list[list[Trainer]], made: CommitRecord) -> list[list[di
     return whole
 
 
+def check_shared(
+    folder: Path, trainers: list[list[Trainer]], record: CommitRecord, taken: list[list[list[torch.Tensor]]]
+) -> None:
+    """The ranks of a replay add up, cut, and vote on what those of the job have."""
+    widths = [len(replica) for replica in trainers]
+    every: list[tuple[SharedLanes, dict[int, list[torch.Tensor]], list[torch.Tensor]]] = []
+    for replica, sums in zip(trainers, taken, strict=True):
+        for trainer, expected in zip(replica, sums, strict=True):
+            rank, sizes = trainer.rank, [t.numel() for t in expected]
+            place = (rank.width, rank.rank, folder, rank.settings, 20.0)
+            shared = SharedLanes(rank.lanes, sizes, widths, *place)
+            every.append((shared, {rank.replica: trainer.trained()}, expected))
+    for shared, given, _ in every:
+        shared.give(record, given)
+    votes = []
+    for number, (shared, _, expected) in enumerate(every):
+        found, its = shared.sums(record)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), "the same bits"
+        votes += its if number < widths[0] else []  # all lanes have an owner in each width
+    votes.sort()
+    assert digest([each for _, each, _ in votes]) == record.digest
+    assert sum(square for _, _, square in votes) ** 0.5 / (record.divisor / max(widths)) == record.norm
+    with ThreadPoolExecutor(len(every)) as pool:
+        told = [
+            pool.submit(shared.told, record.step, [{"replica": next(iter(given))}]) for shared, given, _ in every
+        ]
+    replicas = [{"replica": r} for r in range(len(trainers))]
+    assert all(each.result() == replicas for each in told)
+    assert len(list(folder.iterdir())) == len(trainers), "what all have read is removed"
+
+
+def test_a_wait_for_ranks_of_another_width_has_a_deadline(tmp_path: Path) -> None:
+    plan = GradientLanes(SHAPES, (), LaneRing(0, ""), 2, 0)
+    sizes = [flat(bucket, 2, 0).numel() for bucket in values(0)]
+    shared = SharedLanes(plan, sizes, (2, 1), 2, 0, tmp_path, Settings("tcp"), 0.0)
+    both = (Contribution(0, 2, 0, 0, units=2), Contribution(1, 1, 0, 2, width=1))
+    record = CommitRecord(1, 0, 7, PREV, (0, 1), 2, both, "", ring_widths=(2, 1))
+    shared.give(record, {0: [flat(bucket, 2, 0) for bucket in values(0)]})
+    with pytest.raises(Retryable, match=r"^the ranks of another width have not repeated step 7 within 0 s"):
+        shared.sums(record)
+
+
 @pytest.mark.parametrize("large", [1, 6, lanes.LARGE])
 @pytest.mark.parametrize("widths", [(4, 3), (4, 3, 2), (3, 3)])
 async def test_replicas_of_any_width_make_one_record_and_one_gradient(
-    widths: tuple[int, ...], large: int, monkeypatch: pytest.MonkeyPatch
+    widths: tuple[int, ...], large: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """However the rows of a bucket are summed: each run where it lies, the large ones so, or all copied."""
+    """However the rows of a bucket are summed: each run where it lies, the large ones so, or all copied.
+
+    A replay finds the same, in one process, and by the ranks of one replica of each width.
+    """
     monkeypatch.setattr(lanes, "LARGE", large)
     async with WideRing(widths, "auto") as ring:
         trainers = [[Trainer(rank) for rank in ranks] for ranks in ring.replicas]
@@ -117,9 +172,11 @@ async def test_replicas_of_any_width_make_one_record_and_one_gradient(
         assert all(other == first for other in others), "digest, norm, weights and losses, to the last bit"
         weights = {c.replica: c.weight for c in first.contributions}
         assert weights == {r: sum(range(1, w + 1)) for r, w in enumerate(widths)}
-        outs = [[t.reducer._out for t in replica] for replica in trainers]
-        counts = [torch.stack([out[-1] for out in of_one if out]).sum(0) for of_one in outs]
-        whole, divisor = gradients(trainers, first), first.divisor
+        taken = [[t.reducer.take() for t in replica] for replica in trainers]
+        if first.ring_widths:
+            check_shared(tmp_path, trainers, first, taken)
+        counts = [torch.stack([sums[-1] for sums in of_one]).sum(0) for of_one in taken]
+        whole, divisor = gradients(trainers, first, taken), first.divisor
         shards = {r: [[flat(b, w, k) for b in values(r)] for k in range(w)] for r, w in enumerate(widths)}
         again = (lane_sums if first.ring_widths else equal_sums)(shards, first, SHAPES, every[0].rank.settings)
         for index, bucket in enumerate(whole[0]):

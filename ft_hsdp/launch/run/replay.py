@@ -67,8 +67,7 @@ def replay(run: RunDir, begins: Callable[[], object] = lambda: None) -> ReplayVe
 
     Raises:
         ConfigError: The run is not finished, ran on GPUs or with a training loop of the user's, an earlier version
-            made it, it is of an `entry` and had fewer ranks for a while, its logs have a gap, or its first
-            checkpoint is gone.
+            made it, its logs have a gap, or its first checkpoint is gone.
     """
     check_counts_units(run)
     config = load(run.config)
@@ -76,7 +75,6 @@ def replay(run: RunDir, begins: Callable[[], object] = lambda: None) -> ReplayVe
         raise ConfigError("RUN", run.name, f"a run on CPUs: a {config.train.device} sums in another order")
     rows, recorded = _history(run, config)
     if config.entry is not None:
-        _check_widths(run, rows)
         if rows[0]["step"] != 1:
             _checkpoint_before(run, config, rows[0])
         begins()
@@ -128,23 +126,6 @@ def _history(run: RunDir, config: Config) -> tuple[list[Row], str]:
     if not steps or steps != list(range(steps[0], final["step"] + 1)) or not all(map(counted, rows)):
         raise ConfigError("RUN", run.name, f"a run whose logs hold each of its steps up to {final['step']}")
     return rows, str(final["digest"])
-
-
-def _check_widths(run: RunDir, rows: Sequence[Row]) -> None:
-    """Check that all members of each step had the same number of ranks.
-
-    A ring with a narrower member adds lane by lane also in a step to which that member contributes nothing.
-
-    Raises:
-        ConfigError: A member had fewer, in the step that it names.
-    """
-    for row in rows:
-        if row.get("ring_widths"):
-            allowed = (
-                "a run of an `entry` whose replicas had ranks of one number at each step: one had fewer at step "
-                f"{row['step']} (`verify RUN` checks the run)"
-            )
-            raise ConfigError("RUN", run.name, allowed)
 
 
 def _checkpoint_before(run: RunDir, config: Config, first: Row) -> Checkpoint:

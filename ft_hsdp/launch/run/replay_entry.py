@@ -1,8 +1,9 @@
 """`launcher.py replay` of a run whose ranks ran the user's `entry`: the ranks of one replica run it once more.
 
 A replica may have had fewer ranks for a while (`memory.shrink_to`). FSDP2 cuts the model for the ranks that there
-are, and its sums inside a replica depend on their number. So the run is divided into segments, in each of which it
-had ranks of one number, and as many ranks repeat the segment. They pass the state on as a checkpoint.
+are, and its sums inside a replica depend on their number. So the run is divided into segments, in each of which
+replicas were of the same widths, and a segment is repeated by one replica of each width. They sum together
+(`train.replay_lanes`), and the widest one passes the state on as a checkpoint.
 
 `python -m ft_hsdp.launch.run.replay_entry RUN FOLDER FIRST LAST` is one of them, which repeats the steps from
 FIRST to LAST; `train.replay_job` is what it does.
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ft_hsdp import secret
@@ -35,27 +36,35 @@ LOOK_S = 0.05  # between two looks at the ranks
 
 @dataclass(frozen=True, slots=True)
 class ReplaySegment:
-    """Recorded steps that follow each other, and that ranks of one number have trained."""
+    """Recorded steps that follow each other, of members of the same widths."""
 
     first: int  # step
     last: int  # step
-    width: int  # ranks
+    widths: tuple[int, ...]  # the different numbers of ranks, the largest first
 
 
 def segments(rows: Sequence[Row], ranks: int) -> list[ReplaySegment]:
-    """Divide recorded steps by the number of ranks that have trained them, into as few segments as possible.
+    """Divide recorded steps by the widths of their members, into as few segments as possible.
 
     Args:
-        rows: Canonical commits that follow each other; all members of a step have ranks of one number.
+        rows: Canonical commits that follow each other.
         ranks: Of a replica that has all of them.
+
+    Raises:
+        ConfigError: A member cannot have had so many ranks.
     """
     found: list[ReplaySegment] = []
     for row in rows:
-        width = max((c.get("width", 0) for c in row["contributions"]), default=0) or ranks
-        if found and found[-1].width == width:
-            found[-1] = ReplaySegment(found[-1].first, row["step"], width)
+        of_contributors = {c.get("width") or ranks for c in row["contributions"]}
+        widths = tuple(sorted({*of_contributors, *row.get("ring_widths", ())}, reverse=True)) or (ranks,)
+        if not 1 <= widths[-1] <= widths[0] <= ranks:
+            raise ConfigError(
+                "width", list(widths), f"1 to {ranks} ranks of a replica, also in step {row['step']}"
+            )
+        if found and found[-1].widths == widths:
+            found[-1] = ReplaySegment(found[-1].first, row["step"], widths)
         else:
-            found.append(ReplaySegment(row["step"], row["step"], width))
+            found.append(ReplaySegment(row["step"], row["step"], widths))
     return found
 
 
@@ -75,61 +84,81 @@ def repeat(run: RunDir, config: Config, rows: Sequence[Row]) -> ReplayOutcome:
     """
     with tempfile.TemporaryDirectory(prefix="ft_hsdp-replay-") as name:
         folder, steps = Path(name), 0
+        _shared(folder).mkdir()
         secret.write_private(folder / secret.RUN_KEY, secrets.token_hex(16))  # signs the states that are passed on
         for segment in segments(rows, config.ranks_per_replica):
-            found = _repeat(run, folder, segment)
+            found = agreed(_repeat(run, folder, segment), segment)
             steps += found.steps
             if found.differs_at is not None:
                 break
     return ReplayOutcome(steps, found.digest, found.differs_at)
 
 
-def _repeat(run: RunDir, folder: Path, segment: ReplaySegment) -> ReplayOutcome:
-    """Repeat one segment; return what was found.
+def agreed(found: Sequence[ReplayOutcome], segment: ReplaySegment) -> ReplayOutcome:
+    """Return what was found, from what the replica of each width has found, the widest first.
+
+    They hold one state, so a step differs if they do not; if it is not known which, it counts as the last one.
+
+    Args:
+        found: Of each width of the segment.
+        segment: What they have repeated.
+    """
+    differing = [each.differs_at for each in found if each.differs_at is not None]
+    if not differing and any(each.digest != found[0].digest for each in found):
+        differing = [segment.last]
+    return replace(found[0], differs_at=min(differing, default=None))
+
+
+def _repeat(run: RunDir, folder: Path, segment: ReplaySegment) -> list[ReplayOutcome]:
+    """Repeat one segment; return what the replica of each width has found, the widest first.
 
     Raises:
         ConfigError: The entry failed.
     """
-    shared = {
-        **environment(),
-        TOKEN_VARIABLE: secrets.token_hex(16),
-        "WORLD_SIZE": str(segment.width),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
-    steps = str(segment.first), str(segment.last)
-    ranks, logs = [], []
+    shared = {**environment(), TOKEN_VARIABLE: secrets.token_hex(16), "MASTER_ADDR": "127.0.0.1"}
+    command = tied(__name__, str(run.path), str(folder), str(segment.first), str(segment.last))
+    ports: set[int] = set()
+    while len(ports) < len(segment.widths):
+        ports.add(free_port())
+    processes: list[subprocess.Popen[bytes]] = []
+    names: list[str] = []
     try:
-        for rank in range(segment.width):
-            logs.append(folder / f"rank{rank}.log")
-            with logs[-1].open("wb") as log:
-                command = tied(__name__, str(run.path), str(folder), *steps)
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                ranks.append(subprocess.Popen(command, env={**shared, **own}, stdout=log, stderr=log))
-        failed = _first_failure(ranks)
+        for width, port in zip(segment.widths, ports, strict=True):
+            for rank in range(width):
+                names.append(f"rank {rank} of {width}")
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(width)}
+                env = {**shared, **place, "MASTER_PORT": str(port)}
+                with (folder / names[-1]).open("wb") as log:
+                    processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+        failed = _first_failure(processes)
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
             process.wait()
     if failed is not None:
-        allowed = f"a run whose entry can be repeated (rank {failed}: {last_line(logs[failed])})"
+        allowed = f"a run whose entry can be repeated ({names[failed]}: {last_line(folder / names[failed])})"
         raise ConfigError("RUN", run.name, allowed)
-    found = read_json(_outcome(folder, segment.last))
-    if not found:
+    found = [read_json(_outcome(folder, segment.last, width)) for width in segment.widths]
+    if not all(found):
         raise ConfigError("RUN", run.name, "a run whose entry trains until job.batches ends")
-    return ReplayOutcome(**found)
+    return [ReplayOutcome(**each) for each in found]
 
 
-def _outcome(folder: Path, last: int) -> Path:
-    """Return the file in which the ranks that repeat up to step ``last`` write what they found."""
-    return folder / f"outcome-{last}.json"
+def _outcome(folder: Path, last: int, width: int) -> Path:
+    """Return the file in which the ranks of a width that repeat up to step ``last`` write what they found."""
+    return folder / f"outcome-{last}-{width}.json"
 
 
-def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
-    """Wait until all ranks have ended, or one has failed; return that one."""
+def _shared(folder: Path) -> Path:
+    """Return the folder of the files that ranks of different widths exchange."""
+    return folder / "sums"
+
+
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all processes have ended, or one has failed; return the place of that one."""
     while True:
-        codes = [process.poll() for process in ranks]
-        failed = next((rank for rank, code in enumerate(codes) if code), None)
+        codes = [process.poll() for process in processes]
+        failed = next((place for place, code in enumerate(codes) if code), None)
         if failed is not None or all(code == 0 for code in codes):
             return failed
         time.sleep(LOOK_S)
@@ -137,11 +166,19 @@ def _first_failure(ranks: Sequence[subprocess.Popen[bytes]]) -> int | None:
 
 def main(run: RunDir, folder: Path, first: int, last: int) -> int:
     """Run one rank; return its exit code."""
-    rows = commits_of(run)
-    mine = tuple(row for row in rows if first <= row["step"] <= last)
-    loads = folder if first > rows[0]["step"] else None
-    saves = folder if last < rows[-1]["step"] else None
-    return entry.main(load(run.config), 0, run.path, Recorded(mine, _outcome(folder, last), loads, saves))
+    config, rows = load(run.config), commits_of(run)
+    mine = [row for row in rows if first <= row["step"] <= last]
+    (segment,) = segments(mine, config.ranks_per_replica)
+    width = int(os.environ["WORLD_SIZE"])
+    recorded = Recorded(
+        tuple(mine),
+        segment.widths,
+        _outcome(folder, last, width),
+        _shared(folder),
+        loads=folder if first > rows[0]["step"] else None,
+        saves=folder if last < rows[-1]["step"] and width == segment.widths[0] else None,
+    )
+    return entry.main(config, 0, run.path, recorded)
 
 
 if __name__ == "__main__":

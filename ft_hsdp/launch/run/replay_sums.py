@@ -15,11 +15,10 @@ from torch import Tensor
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.ftar.connections import LaneRing
-from ft_hsdp.ftar.pieces import PiecedTensor
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.train.gradients import checksum, sum_of_squares
-from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan
-from ft_hsdp.train.replay_job import ring_sum
+from ft_hsdp.train.lanes import GradientLanes, LanePlan
+from ft_hsdp.train.replay_lanes import gathered, ring_sum, sum_part
 
 Rows = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 """Of each bucket, the parameters in order: (name, whole shape)."""
@@ -83,20 +82,9 @@ def lane_sums(
                 theirs = {}
                 for replica, shards in gradients.items():
                     at, its = owned[len(shards)][lane.ring.number]
-                    mine = its.parts[bucket]
-                    theirs[replica] = torch.cat(mine.gather(shards[at][bucket], _memory(mine)).pieces)
-                out = ring_sum(theirs, record.ring, settings) if part.size else torch.empty(0)
-                target = part.target(flat, lambda _, numel: torch.empty(numel))
-                for piece, added in zip(target.pieces, out.split([p.numel() for p in target.pieces]), strict=True):
-                    piece.copy_(added)
-                summed[lane.ring.number] += target.pieces
-                part.scatter(target, flat)
+                    theirs[replica] = gathered(its.parts[bucket], shards[at][bucket])
+                summed[lane.ring.number] += sum_part(part, theirs, flat, record.ring, settings)
     return StepSums(reduced, *_voted(summed.values()))
-
-
-def _memory(part: LanePart) -> PiecedTensor:
-    """Return memory of its own for a part."""
-    return PiecedTensor([torch.empty(group.size) for group in part.groups])
 
 
 def _voted(parts: Iterable[Sequence[Tensor]]) -> tuple[str, float]:

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.config import Config, dump, parse
+from ft_hsdp.config import Config, dump
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.replay import _after, replay
-from ft_hsdp.launch.run.replay_entry import ReplaySegment, segments
+from ft_hsdp.launch.run.replay_entry import ReplaySegment, agreed, segments
 from ft_hsdp.launch.run.verify import verify
+from ft_hsdp.train.replay_job import ReplayOutcome
 from tests.support.launch.launch_helpers import train
 from tests.support.launch.launch_rows import commit
 
@@ -55,23 +56,37 @@ def test_a_run_of_a_users_own_loop_is_refused_with_the_reason(tmp_path: Path) ->
         replay(run)
 
 
-def test_an_entry_that_ran_on_unequal_numbers_of_ranks_is_refused_with_the_reason(tmp_path: Path) -> None:
-    """Also if the narrower replica contributed nothing: the others' sums were made lane by lane all the same."""
-    run = RunDir(tmp_path / "mine")
-    run.final(0).parent.mkdir(parents=True)
-    run.config.write_text(dump(parse({"entry": "train.py"})))
-    rows = [commit(1), commit(2) | {"ring_widths": [2, 1]}]
-    run.commits(0).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    write_json(run.final(0), {"step": 2, "commit_epoch": 1, "lineage": "L", "digest": "d", "loop": "own"})
-    with pytest.raises(ConfigError, match=r"^RUN: got 'mine'; allowed: .* one had fewer at step 2"):
-        replay(run)
-
-
-def test_the_steps_of_an_entry_are_divided_by_the_number_of_ranks() -> None:
-    rows = [commit(step) for step in range(3, 9)]
+def test_the_steps_of_an_entry_are_divided_by_the_widths_of_their_members() -> None:
+    """A ring of unequal members adds lane by lane also in a step to which one of them contributes nothing."""
+    rows = [commit(step, who=[0]) for step in range(3, 10)]
     for row in rows[2:4]:
         row["contributions"][0]["width"] = 2
-    assert segments(rows, 4) == [ReplaySegment(3, 4, 4), ReplaySegment(5, 6, 2), ReplaySegment(7, 8, 4)]
+    rows[4]["ring_widths"] = rows[5]["ring_widths"] = [2, 4]
+    rows[5]["contributions"][0]["width"] = 2
+    found = segments(rows, 4)
+    assert found == [
+        ReplaySegment(3, 4, (4,)),
+        ReplaySegment(5, 6, (2,)),
+        ReplaySegment(7, 8, (4, 2)),
+        ReplaySegment(9, 9, (4,)),
+    ]
+
+
+def test_a_width_that_no_replica_can_have_is_refused() -> None:
+    rows = [commit(7) | {"ring_widths": [5, 4]}]
+    with pytest.raises(ConfigError, match=r"^width: got \[5, 4\]; allowed: 1 to 4 ranks .* step 7"):
+        segments(rows, 4)
+
+
+@pytest.mark.parametrize(
+    ("digests", "differs_at", "expected"),
+    [("aa", (None, None), None), ("ab", (None, None), 9), ("ab", (None, 7), 7), ("aa", (8, 8), 8)],
+)
+def test_replicas_of_all_widths_have_to_find_the_same(
+    digests: str, differs_at: tuple[int | None, ...], expected: int | None
+) -> None:
+    found = [ReplayOutcome(4, digest, step) for digest, step in zip(digests, differs_at, strict=True)]
+    assert agreed(found, ReplaySegment(6, 9, (4, 2))) == ReplayOutcome(4, "a", expected)
 
 
 @pytest.mark.proof

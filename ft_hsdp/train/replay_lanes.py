@@ -1,0 +1,256 @@
+"""The sums of a replay: added again in the order in which the job's rings have added them.
+
+Replicas of unequal width sum in lanes (`train.lanes`). The ranks of one number cannot repeat all of them, so there
+are as many ranks for each width, and they train what replicas of that width have trained. `SharedLanes` brings
+their gradients together: what a rank has trained of a lane it writes into a file, and the owners of the lane in
+the other widths read it. All of them add alike, so they hold the same sums, each cut for its own width.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_hsdp.core import state_id
+from ft_hsdp.core.commit import CommitRecord, Contribution
+from ft_hsdp.core.ring import RingPlan, fold_order
+from ft_hsdp.errors import Retryable
+from ft_hsdp.ftar.pieces import PiecedTensor
+from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.train.gradients import Feeding, Traffic, checksum, sum_of_squares
+from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan
+
+LOOK_S = 0.005  # between two looks for a file
+
+PartVote = tuple[int, str, float]
+"""Of a rank's shard, or of a lane: its number, the digest of its sums, and the sum of their squares."""
+
+
+def ring_sum(of_replicas: Mapping[int, Tensor], ring: Sequence[int], settings: Settings) -> Tensor:
+    """Return the sum over replicas in the order in which a ring adds, shard by shard in each partition.
+
+    Args:
+        of_replicas: Of each contributor, fp32 [numel].
+        ring: The members of the ring, in its order.
+        settings: Of the ring.
+    """
+    contributors = frozenset(of_replicas)
+    out = torch.empty_like(next(iter(of_replicas.values())))
+    plan = RingPlan.cut(out.numel(), out.element_size(), len(ring), settings.slots, settings.chunk_bytes)
+    for shard in range(len(ring)):
+        first, *others = fold_order(shard, ring, contributors)
+        for span in plan.shard_spans(shard):
+            piece = out[span.start : span.stop]
+            piece.copy_(of_replicas[first][span.start : span.stop])
+            for replica in others:
+                piece.add_(of_replicas[replica][span.start : span.stop])
+    return out
+
+
+def gathered(part: LanePart, flat: Tensor) -> Tensor:
+    """Return what a rank adds to a part of a lane.
+
+    Args:
+        part: Of the rank's lane, of one bucket.
+        flat: The rank's gradient of the bucket, fp32 [numel].
+
+    Returns:
+        fp32 [part.size], in memory of its own.
+    """
+    memory = PiecedTensor([torch.empty(group.size) for group in part.groups])
+    return torch.cat(part.gather(flat, memory).pieces)
+
+
+def sum_part(
+    part: LanePart, theirs: Mapping[int, Tensor], out: Tensor, ring: Sequence[int], settings: Settings
+) -> list[Tensor]:
+    """Add a part of a lane up, and put the sum where it belongs in the rank's bucket.
+
+    Args:
+        part: Of the rank's lane, of one bucket.
+        theirs: What each contributor adds, from `gathered`.
+        out: The rank's bucket of sums, fp32 [numel]; zero, as far as the part is `whole`.
+        ring: The members of the lane's ring, in its order.
+        settings: Of the ring.
+
+    Returns:
+        The sums, in the pieces on which ranks vote.
+    """
+    added = ring_sum(theirs, ring, settings) if part.size else torch.empty(0)
+    target = part.target(out, lambda _, numel: torch.empty(numel))
+    for piece, sums in zip(target.pieces, added.split([p.numel() for p in target.pieces]), strict=True):
+        piece.copy_(sums)
+    part.scatter(target, out)
+    return list(target.pieces)
+
+
+class LocalGradients:
+    """Stands in for the `Reducer`: it keeps what the loop has trained for one contributor."""
+
+    def __init__(self, buckets: int) -> None:
+        self._buckets = buckets
+        self._kept: dict[int, tuple[Tensor, tuple[Contribution, ...]]] = {}
+        self.traffic = Traffic()
+
+    def open(self, feeding: Feeding | None) -> None:
+        """Forget the gradients of the contributor before."""
+        self._kept.clear()
+
+    def ready(self, bucket: int, flat: Tensor, contributions: tuple[Contribution, ...]) -> None:
+        """Take the local gradient of a bucket, or more of it, which is added."""
+        before = self._kept.get(bucket)
+        self._kept[bucket] = (flat if before is None else before[0] + flat, contributions)
+
+    def take(self) -> tuple[list[Tensor], tuple[Contribution, ...]]:
+        """Return the contributor's gradient of each bucket, and what is in it."""
+        kept = [self._kept[bucket] for bucket in range(self._buckets)]
+        return [flat for flat, _ in kept], kept[-1][1]
+
+    def give_back(self, out: list[Tensor]) -> None:
+        """Do nothing: the sums are not used again."""
+
+
+class SharedLanes:
+    """What one rank of a replay has to do with the ranks that repeat replicas of another width."""
+
+    def __init__(
+        self,
+        lanes: GradientLanes,
+        sizes: Sequence[int],
+        widths: Sequence[int],
+        width: int,
+        rank: int,
+        folder: Path,
+        settings: Settings,
+        wait_s: float,
+    ) -> None:
+        """Make the part of one rank.
+
+        Args:
+            lanes: Of the rank's gradient.
+            sizes: Elements of each of its buckets.
+            widths: For which there are ranks.
+            width: Of this rank's replica.
+            rank: This one.
+            folder: Where the files are; for all ranks of the replay, and for nobody else.
+            settings: Of the job's rings.
+            wait_s: The longest wait for ranks of another width.
+        """
+        self._lanes = lanes
+        self._sizes = sizes
+        self._widths = widths
+        self._width = width
+        self._rank = rank
+        self._folder = folder
+        self._settings = settings
+        self._wait_s = wait_s
+        self._written: list[Path] = []  # by this rank, and perhaps not read by all others yet
+
+    def give(self, record: CommitRecord, trained: Mapping[int, Sequence[Tensor]]) -> None:
+        """Write what this rank has trained for those that own the same rows in another width. Does not wait.
+
+        Args:
+            record: Of the step, with `ring_widths`.
+            trained: Of each contributor that ranks of this width repeat, the flat shard of each bucket, fp32.
+        """
+        for lane in self._plan(record).lanes:
+            for replica, flats in trained.items():
+                parts = [gathered(part, flat) for part, flat in zip(lane.parts, flats, strict=True)]
+                self._write(_name(record.step, replica, lane.ring.number), torch.cat(parts).numpy().tobytes())
+
+    def sums(self, record: CommitRecord) -> tuple[list[Tensor], list[PartVote]]:
+        """Return the sums of a step, and what is voted on each lane of this rank. Blocks until all have given.
+
+        Args:
+            record: Of the step, with `ring_widths`.
+
+        Returns:
+            A flat fp32 shard for each bucket, and the votes by ascending number of the lane.
+
+        Raises:
+            Retryable: The ranks of another width have given nothing in time.
+        """
+        plan = self._plan(record)
+        out = [torch.zeros(size) for size in self._sizes]
+        votes: list[PartVote] = []
+        for place, lane in enumerate(plan.lanes):
+            theirs = {
+                replica: torch.frombuffer(
+                    bytearray(self._read(_name(record.step, replica, lane.ring.number))), dtype=torch.float32
+                ).split([part.size for part in lane.parts])
+                for replica in record.contributors
+            }
+            pieces: list[Tensor] = []
+            squares: list[Tensor] = []
+            for bucket, flat in enumerate(out):
+                for part in (part for at, _, part in plan.of(bucket) if at == place):
+                    given = {replica: parts[bucket] for replica, parts in theirs.items()}
+                    found = sum_part(part, given, flat, record.ring, self._settings)
+                    pieces += found
+                    squares += [] if part.whole else found
+            square = sum_of_squares(squares, [((0, t.numel()),) for t in squares])
+            votes.append((lane.ring.number, state_id.digest([checksum(piece) for piece in pieces]), square))
+        return out, votes
+
+    def told(self, step: int, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Tell the ranks of other widths what was trained, and return what all have trained. Blocks for theirs.
+
+        To be called when all ranks of this width have their sums of the step.
+
+        Args:
+            step: Its number.
+            mine: The contributions that ranks of this width repeat, as JSON values; rank 0 writes them.
+
+        Returns:
+            Those of all widths.
+
+        Raises:
+            Retryable: The ranks of another width have told nothing in time.
+        """
+        before, self._written = self._written, []
+        if self._rank == 0:
+            self._write(f"{step}-width-{self._width}", json.dumps(mine).encode())
+        found = [json.loads(self._read(f"{step}-width-{width}")) for width in self._widths]
+        for path in before:  # all others have their sums of the step, so nobody reads these any more
+            path.unlink()
+        return [each for of_width in found for each in of_width]
+
+    def _plan(self, record: CommitRecord) -> LanePlan:
+        plan = self._lanes.plan(record.ring_widths)
+        assert plan is not None
+        return plan
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Write a file that is there as a whole or not at all."""
+        path = self._folder / name
+        part = path.with_suffix(f".{self._width}")
+        part.write_bytes(data)
+        part.replace(path)
+        self._written.append(path)
+
+    def _read(self, name: str) -> bytes:
+        """Return what a rank has written into a file; wait for it.
+
+        Raises:
+            Retryable: It is not there in time.
+        """
+        path, until = self._folder / name, time.monotonic() + self._wait_s
+        while True:
+            try:
+                return path.read_bytes()
+            except FileNotFoundError:
+                if time.monotonic() > until:
+                    text = f"the ranks of another width have not repeated step {name.partition('-')[0]}"
+                    raise Retryable(f"{text} within {self._wait_s:g} s") from None
+            time.sleep(LOOK_S)
+
+
+def _name(step: int, replica: int, lane: int) -> str:
+    """Return the name of the file with what a replica adds to a lane."""
+    return f"{step}-replica-{replica}-lane-{lane}"
