@@ -1,4 +1,4 @@
-"""What the data of a block store are, and the source that has all of them: `BlockData` and `BlockReader`.
+"""What the data of a block store are, the source that has all of them, and the answer of a load.
 
 The description of the data says how they are cut into slices, alike on all ranks, and what a slice is called where
 hosts and ranks talk about it. The source is a file or a function of the user. It is read at the first submission,
@@ -8,9 +8,11 @@ and later only for blocks that no host has any more.
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -95,9 +97,9 @@ class BlockData:
             ConfigError: They are no spans, not inside the data, or overlap.
         """
         try:
-            found = tuple((int(first), int(end)) for first, end in spans)
+            found = tuple((operator.index(first), operator.index(end)) for first, end in spans)
         except (TypeError, ValueError):
-            allowed = "spans (first block, block after the last one), or a mapping from ranks to them"
+            allowed = "spans of integers (first block, block after the last one), or a mapping from ranks to them"
             raise ConfigError("BlockStore.load(wanted)", str(spans)[:60], allowed) from None
         last = 0
         for first, end in sorted(found):
@@ -106,6 +108,47 @@ class BlockData:
                 raise ConfigError("BlockStore.load(wanted)", (first, end), allowed)
             last = end
         return tuple((first, end) for first, end in found if first < end)
+
+
+class LoadAnswer:
+    """What a load returns, and where each block belongs in it.
+
+    Args:
+        data: What the blocks are.
+        spans: From `BlockData.checked`, in the order of the answer.
+
+    Attributes:
+        out: uint8 [blocks, block_bytes], to be filled.
+    """
+
+    def __init__(self, data: BlockData, spans: Sequence[Span]) -> None:
+        total = 0
+        placed: list[tuple[int, int, int]] = []  # (first block, block after the last one, place)
+        for first, end in spans:
+            if placed and placed[-1][1] == first:
+                placed[-1] = placed[-1][0], end, placed[-1][2]
+            else:
+                placed.append((first, end, total))
+            total += end - first
+        self._placed = sorted(placed)
+        self._starts = [first for first, _, _ in self._placed]
+        self.out: Bytes = np.empty((total, data.block_bytes), dtype=np.uint8)
+
+    def parts(self, first: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """Yield where wanted blocks belong, as (first block, block after the last one, place of the first one).
+
+        Blocks that touch, but are not neighbours in the answer, are in different parts.
+
+        Args:
+            first: The first block.
+            end: The block after the last one; all between are wanted.
+        """
+        at = bisect_right(self._starts, first) - 1
+        while first < end:
+            start, after, place = self._placed[at]
+            upto = min(end, after)
+            yield first, upto, place + first - start
+            first, at = upto, at + 1
 
 
 class BlockReader:
@@ -163,12 +206,11 @@ class BlockReader:
             raise ConfigError("BlockStore.submit(source)", f"{len(view)} bytes of {self.origin}", allowed)
         return view
 
-    def fill(self, out: Bytes, places: Mapping[int, int], first: int, end: int) -> None:
+    def fill(self, answer: LoadAnswer, first: int, end: int) -> None:
         """Read blocks into the answer of a load, a permutation range at a time. Blocks.
 
         Args:
-            out: uint8 [blocks, block_bytes], the answer.
-            places: Where each of its spans begins in it, by first block.
+            answer: The answer.
             first: The first block that is read.
             end: The block after the last one.
 
@@ -176,20 +218,12 @@ class BlockReader:
             Retryable: They cannot be read.
             ConfigError: The source returned something else.
         """
-        for start, place in places.items():
-            low, high = max(first, start), min(end, start + _length(places, start, len(out)))
-            while low < high:
-                upto = min(high, low + self._data.range_blocks)
-                data = np.frombuffer(self.read(low, upto), dtype=np.uint8)
-                at = place + low - start
-                out[at : at + upto - low] = data.reshape(upto - low, self._data.block_bytes)
-                low = upto
-
-
-def _length(places: Mapping[int, int], first: int, total: int) -> int:
-    """Return the blocks of the span that begins with ``first``: up to the next place in the answer."""
-    later = [place for place in places.values() if place > places[first]]
-    return min(later, default=total) - places[first]
+        for low, high, place in answer.parts(first, end):
+            for begin in range(low, high, self._data.range_blocks):
+                upto = min(high, begin + self._data.range_blocks)
+                data = np.frombuffer(self.read(begin, upto), dtype=np.uint8)
+                at = place + begin - low
+                answer.out[at : at + upto - begin] = data.reshape(upto - begin, self._data.block_bytes)
 
 
 def shown_spans(spans: Sequence[Span]) -> str:

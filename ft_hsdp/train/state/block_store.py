@@ -18,15 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.memory.blocks import BlockRead, SliceRun, Span, merged, plan_load, share
 from ft_hsdp.state.agent.blocks import BlockAgent
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.transfer import blocks as slices_of
 from ft_hsdp.state.transfer.blocks import SliceManifest, SliceRead
-from ft_hsdp.train.state.block_data import BlockData, BlockReader, BlockSource, Bytes, shown_spans
+from ft_hsdp.train.state.block_data import BlockData, BlockReader, BlockSource, Bytes, LoadAnswer, shown_spans
 from ft_hsdp.train.state.block_submission import BlockHolders, BlockSubmission, SubmittedBlocks
 
 if TYPE_CHECKING:
@@ -157,24 +155,20 @@ class BlockStore:
         requests = wanted if isinstance(wanted, Mapping) else {rank: wanted}
         requests = {each: self._data.checked(spans) for each, spans in requests.items()}
         mine = requests.get(rank, ())
-        places, total = {}, 0  # of the spans in the answer, in blocks
-        for first, end in mine:
-            places[first] = total
-            total += end - first
-        out = np.empty((total, self.block_bytes), dtype=np.uint8)
+        answer = LoadAnswer(self._data, mine)
         missing = tuple(mine)
         if self._known.holders:
             until_s = self._job.config.timeouts.load_s if deadline_s is None else deadline_s
-            missing = self._from_hosts(requests, out, places, time.monotonic() + until_s)
+            missing = self._from_hosts(requests, answer, time.monotonic() + until_s)
         for first, end in merged(missing):
-            self._reader.fill(out, places, first, end)
+            self._reader.fill(answer, first, end)
         if missing and self._known.holders:
             count = sum(end - first for first, end in merged(missing))
             self.counts.read += count
             why = f"no host delivers {shown_spans(merged(missing))}"
             self._job.note_event("BlocksRead", why, store=self.name, blocks=count, origin=self._reader.origin)
-        self.counts.loaded += total
-        return out
+        self.counts.loaded += len(answer.out)
+        return answer.out
 
     def share(self) -> Span:
         """Return this rank's equal part of the blocks: (first block, block after the last one)."""
@@ -191,8 +185,7 @@ class BlockStore:
     def _from_hosts(
         self,
         requests: Mapping[int, Sequence[Span]],
-        out: Bytes,
-        places: Mapping[int, int],
+        answer: LoadAnswer,
         until: float,
     ) -> tuple[Span, ...]:
         """Load what this rank wants, and return the blocks that no holder has delivered in time."""
@@ -208,9 +201,9 @@ class BlockStore:
             if left_s <= 0:
                 missing += [_span_of(read.run) for read in reads]
                 break
-            orders = self._orders(reads, places)
+            orders = self._orders(reads, answer)
             outcome = slices_of.read_slices(
-                [order for order, _ in orders], _flat(out), self._token, left_s, self._manifests
+                [order for order, _ in orders], _flat(answer.out), self._token, left_s, self._manifests
             )
             self.counts.received_bytes += outcome.nbytes
             self.counts.requests += outcome.requests
@@ -226,24 +219,21 @@ class BlockStore:
             requests = {rank: merged(again)}
         return merged(missing)
 
-    def _orders(
-        self, reads: Sequence[BlockRead], places: Mapping[int, int]
-    ) -> list[tuple[SliceRead, list[SliceRun]]]:
+    def _orders(self, reads: Sequence[BlockRead], answer: LoadAnswer) -> list[tuple[SliceRead, list[SliceRun]]]:
         """Return what is asked of whom: a request for each slice and holder, with the runs in it."""
         size, known = self.block_bytes, self._known
         grouped: dict[tuple[int, int], list[SliceRun]] = defaultdict(list)
         for read in reads:
             grouped[read.holder, read.run.slice].append(read.run)
-        starts = sorted(places)
         orders = []
         for (host, number), runs in grouped.items():
-            spans = []
-            for run in runs:
-                start = max(each for each in starts if each <= run.block)
-                target = (places[start] + run.block - start) * size
-                spans.append((run.offset * size, run.count * size, target))
+            spans = tuple(
+                ((run.offset + first - run.block) * size, (end - first) * size, place * size)
+                for run in runs
+                for first, end, place in answer.parts(*_span_of(run))  # a run may cross spans of the user
+            )
             about = self._data.slice_name(known.layout, number)
-            orders.append((SliceRead(about, known.digests[number], known.hosts[host], tuple(spans)), runs))
+            orders.append((SliceRead(about, known.digests[number], known.hosts[host], spans), runs))
         return orders
 
     def _strike(self, number: int, host: int, why: str, *, told: bool) -> None:

@@ -7,19 +7,26 @@ import re
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import ft_hsdp
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.backend.processes import environment
+from ft_hsdp.memory.blocks import first_hosts, share
 from ft_hsdp.state.agent import blocks as agent_blocks
 from ft_hsdp.state.agent.blocks import BlockAgent
+from ft_hsdp.state.transfer.blocks import SliceRead, SlicesRead
 from ft_hsdp.state.transfer.donor_connection import Answer, DonorConnection
+from ft_hsdp.train.state.block_data import BlockReader
 from ft_hsdp.train.state.block_store import BlockStore, SubmittedBlocks
+from ft_hsdp.train.state.block_submission import BlockHolders
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import TOKEN
 from tests.support.state.block_replica import BLOCK_BYTES, BLOCKS, DATA, Rank, Replica, hosts, kill, store_of
@@ -85,6 +92,47 @@ def test_a_holder_that_is_killed_in_a_load_is_replaced_by_the_next_and_what_none
         ((why, facts),) = replica.jobs[5].told("BlocksRead")
         assert sum(end - begin for begin, end in replica.read) == facts["blocks"] == reader.counts.read > 0
         assert "no host delivers blocks " in why
+
+
+@given(data=st.data(), copies=st.integers(1, 3), permute=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_a_load_returns_the_blocks_in_the_order_of_its_spans_whoever_fails(
+    data: st.DataObject, copies: int, permute: bool
+) -> None:
+    """Spans in any order, many of them touch; hosts that refuse all, or fail in the middle of a slice."""
+    store = store_of(Rank(1, 4, "a", None), copies=copies, permute=permute)
+    store._reader = BlockReader(store._data, lambda first, end: DATA[first:end])
+    layout = store._data.cut(3)
+    hosts = ["0", "1", "2"]
+    holders = {number: list(first_hosts(number, layout.slices, 3, copies)) for number in range(layout.slices)}
+    digests = dict.fromkeys(range(layout.slices), "0" * 64)
+    store._known = BlockHolders(layout, hosts, [0, 0, 1, 2], hosts, holders, digests)
+    whole = {number: np.zeros((layout.slice_blocks(number), BLOCK_BYTES), np.uint8) for number in digests}
+    for number, content in whole.items():
+        for run in layout.contents(number):
+            content[run.offset : run.offset + run.count] = DATA[run.block : run.block + run.count]
+    refusing = data.draw(st.sets(st.sampled_from(hosts)), "refusing")
+    failing = data.draw(st.sets(st.tuples(st.sampled_from(hosts), st.sampled_from(sorted(digests)))), "failing")
+
+    def read(orders: list[SliceRead], into: memoryview, *_: Any) -> SlicesRead:
+        failed = []
+        for order in orders:
+            fails = order.address in refusing or (order.address, order.about.slice) in failing
+            assert order.address in {hosts[each] for each in holders[order.about.slice]}
+            for begin, nbytes, target in order.spans[: 1 if fails else None]:
+                into[target : target + nbytes] = whole[order.about.slice].reshape(-1)[begin : begin + nbytes]
+            if fails:
+                failed.append((order, "it fails"))
+        return SlicesRead(failed)
+
+    cuts = sorted(data.draw(st.sets(st.integers(1, BLOCKS - 1), max_size=12), "cuts"))
+    spans = list(pairwise([0, *cuts, BLOCKS]))
+    spans = data.draw(st.lists(st.sampled_from(spans), min_size=1, unique=True), "spans")
+    wanted: Any = {**dict(enumerate([[span] for span in share(BLOCKS, 4)])), 1: spans}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ft_hsdp.state.transfer.blocks.read_slices", read)
+        found = store.load(wanted if data.draw(st.booleans(), "all ranks") else spans)
+    assert np.array_equal(found, np.concatenate([DATA[first:end] for first, end in spans]))
 
 
 def test_bytes_that_flip_in_memory_are_found_in_a_load_and_mended_by_the_next_submission(
@@ -252,11 +300,12 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
         store.submit(str(tmp_path / "short"))
     job.alone = True
     store.submit(lambda first, end: DATA[first:end])
-    wrong: list[Any] = [[(0, 1001)], [(5, 4)], [(0, 5), (4, 6)], [3], {0: [(-1, 2)]}]
+    wrong: list[Any] = [[(0, 1001)], [(5, 4)], [(0, 5), (4, 6)], [3], [(0.9, 3.9)], [("0", "1")], {0: [(-1, 2)]}]
     for wanted in wrong:
         with pytest.raises(ConfigError, match=r"BlockStore\.load"):
             store.load(wanted)
-    assert np.array_equal(store.load([(7, 9), (0, 2)]), np.concatenate((DATA[7:9], DATA[0:2])))
+    whole: Any = [(np.int64(7), np.int64(9)), (0, 2)]  # whole numbers of any kind
+    assert np.array_equal(store.load(whole), np.concatenate((DATA[7:9], DATA[0:2])))
     store.submit(lambda first, end: b"1")
     with pytest.raises(ConfigError, match="24 bytes for blocks 0 to 1"):
         store.load([(0, 1)])
