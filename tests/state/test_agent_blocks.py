@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import HungUp, Purpose, call_blocking
-from ft_hsdp.state.agent.blocks import BlockAgent, SliceStore
+from ft_hsdp.state.agent import messages
+from ft_hsdp.state.agent.blocks import BlockAgent, BlockSession, SliceStore
 from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.messages import CopySlice, Done, DropSlices
+from ft_hsdp.state.agent.session import AgentConnection
 from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.starter import connect_newest
 from ft_hsdp.state.agent.store import SnapshotStore
@@ -133,10 +138,11 @@ class Corrupt:
 
     def __init__(self, bit: int) -> None:
         self.slices = SliceStore(SnapshotStore())
-        fd = self.slices.allocate(about(), None)
+        made = self.slices.allocate(about(), None)
+        fd = made.fd
         attach(fd, NBYTES, writable=True)[:] = content()
         encoded = blocks.encode(manifest())
-        self.slices.complete(STORE, 0, encoded)
+        self.slices.complete(made, encoded)
         at, mask = bit // 8, 1 << bit % 8
         if at >= len(encoded):
             attach(fd, NBYTES, writable=True)[at - len(encoded)] ^= mask
@@ -170,14 +176,14 @@ def test_a_flipped_bit_is_found_wherever_it_is() -> None:
 def test_a_slice_that_is_damaged_at_rest_is_dropped_when_it_is_listed() -> None:
     slices = SliceStore(SnapshotStore())
     for number in (0, 1):
-        fd = slices.allocate(about(number), None)
-        attach(fd, NBYTES, writable=True)[:] = content(number)
-        slices.complete(STORE, number, blocks.encode(manifest(number)))
+        made = slices.allocate(about(number), None)
+        attach(made.fd, NBYTES, writable=True)[:] = content(number)
+        slices.complete(made, blocks.encode(manifest(number)))
         if number:
-            attach(fd, NBYTES, writable=True)[PIECE] ^= 1
+            attach(made.fd, NBYTES, writable=True)[PIECE] ^= 1
     assert [each.slice for each in slices.held(STORE, "points")] == [0]
     assert slices.borrow(STORE, 1) is None
-    assert slices.allocate(about(1), None) >= 0, "its place is free"
+    assert slices.allocate(about(1), None).fd >= 0, "its place is free"
 
 
 def test_the_budget_counts_slices_and_copies_of_shards_together() -> None:
@@ -185,12 +191,12 @@ def test_the_budget_counts_slices_and_copies_of_shards_together() -> None:
     slices = SliceStore(snapshots)
     with pytest.raises(ValueError, match=r"10017 bytes are needed; 0 of 10000 bytes of memory\.budget_gb"):
         slices.allocate(about(), 10_000)
-    slices.allocate(about(), 11_000)
+    made = slices.allocate(about(), 11_000)
     with pytest.raises(ValueError, match="10017 of 11000 bytes"):
         slices.allocate(about(1), 11_000)
     with pytest.raises(ValueError, match="10017 of 11000 bytes"):
         snapshots.admit_copy(1, Owner(0, 1, 500), 0, 11_000)
-    slices.abandon(STORE, 0)
+    slices.abandon(made)
     snapshots.admit_copy(1, Owner(0, 1, 500), 0, 11_000)
     with pytest.raises(ValueError, match="1000 of 11000 bytes"):
         slices.allocate(about(), 11_000)
@@ -200,9 +206,9 @@ def test_the_budget_counts_slices_and_copies_of_shards_together() -> None:
 def test_a_slice_that_is_dropped_while_it_is_read_is_freed_afterwards() -> None:
     snapshots = SnapshotStore()
     slices = SliceStore(snapshots)
-    fd = slices.allocate(about(), 11_000)
-    attach(fd, NBYTES, writable=True)[:] = content()
-    slices.complete(STORE, 0, blocks.encode(manifest()))
+    made = slices.allocate(about(), 11_000)
+    attach(made.fd, NBYTES, writable=True)[:] = content()
+    slices.complete(made, blocks.encode(manifest()))
     served = slices.borrow(STORE, 0)
     assert served is not None
     slices.drop(STORE, [0, 3])
@@ -213,16 +219,135 @@ def test_a_slice_that_is_dropped_while_it_is_read_is_freed_afterwards() -> None:
     slices.allocate(about(), 11_000)
 
 
+@contextmanager
+def silent() -> Iterator[tuple[str, Callable[[], None]]]:
+    """A source that says nothing: its address, and what waits until somebody has called there."""
+    with ExitStack() as stack:
+        listening = stack.enter_context(socket.socket())
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.settimeout(DEADLINE_S)
+
+        def called() -> None:
+            stack.enter_context(listening.accept()[0])
+
+        yield f"127.0.0.1:{listening.getsockname()[1]}", called
+
+
+def complete(slices: SliceStore, number: int, store: str = STORE) -> None:
+    made = slices.allocate(about(number, store), None)
+    attach(made.fd, NBYTES, writable=True)[:] = content(number)
+    slices.complete(made, blocks.encode(manifest(number, store)))
+
+
+def test_a_slice_that_is_dropped_while_it_is_copied_is_written_into_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its descriptor stays open: else the next slice has its number, and the next source's bytes are put there."""
+    monkeypatch.setattr(blocks, "SILENT_S", 0.5)
+    there, here = SliceStore(SnapshotStore()), SliceStore(SnapshotStore())
+    complete(there, 0)
+    server = StateServer("127.0.0.1", 0, InMemorySnapshots(), TOKEN, slices=there)
+    try:
+        with silent() as (address, called), ThreadPoolExecutor(1) as pool:
+            copied = pool.submit(here.copy, order(0, address, server.address), TOKEN, threading.Event())
+            called()
+            assert here.held("1" * 32, "points") == (), "another description of the store: the slice is dropped"
+            complete(here, 3, "1" * 32)
+            with pytest.raises(ValueError, match="slice 0 is not being written"):
+                copied.result(DEADLINE_S)
+            assert [each.slice for each in here.held("1" * 32, "points")] == [3]
+    finally:
+        server.close()
+
+
+def test_a_copy_that_fails_late_ends_no_slice_that_is_written_meanwhile() -> None:
+    snapshots = SnapshotStore()
+    slices, cancel = SliceStore(snapshots), threading.Event()
+    with silent() as (address, called), ThreadPoolExecutor(1) as pool:
+        copied = pool.submit(slices.copy, order(0, address), TOKEN, cancel)
+        called()
+        made = slices.allocate(about(), None)  # by the next life of the rank
+        attach(made.fd, NBYTES, writable=True)[:] = content()
+        cancel.set()
+        with pytest.raises(ValueError, match="not here within"):
+            copied.result(DEADLINE_S)
+        slices.complete(made, blocks.encode(manifest()))
+        assert [each.slice for each in slices.held(STORE, "points")] == [0]
+    with pytest.raises(ValueError, match="10017 of 11000 bytes"):
+        slices.allocate(about(1), 11_000)
+    slices.drop(STORE, [0])
+    slices.allocate(about(1), 11_000)  # the memory of both is free
+
+
+def test_a_copy_that_is_dropped_when_it_is_here_leaves_nothing() -> None:
+    there, here = SliceStore(SnapshotStore()), SliceStore(SnapshotStore())
+    complete(there, 0)
+    server = StateServer("127.0.0.1", 0, InMemorySnapshots(), TOKEN, slices=there)
+    asked = order(0, server.address, budget=11_000)
+    try:
+        dropped = threading.Event()
+
+        def drops(*arguments: Any) -> blocks.SlicesRead:
+            found = read_slices(*arguments)
+            if not dropped.is_set():
+                dropped.set()
+                here.drop(STORE, [0])
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(blocks, "read_slices", drops)
+            with pytest.raises(ValueError, match="slice 0 is not being written"):
+                here.copy(asked, TOKEN, threading.Event())
+            here.copy(asked, TOKEN, threading.Event())  # its memory was freed
+    finally:
+        server.close()
+
+
+async def test_the_copy_of_a_rank_that_is_gone_ends_at_once() -> None:
+    slices = SliceStore(SnapshotStore())
+    rank, agent = socket.socketpair()
+    agent.setblocking(False)
+    with agent, silent() as (address, called):
+        session = asyncio.create_task(BlockSession(AgentConnection(agent), slices, TOKEN).run())
+        rank.sendall(messages.frame(replace(order(0, *[address] * 8), deadline_s=1e5)))
+        await asyncio.to_thread(called)
+        rank.close()
+        with pytest.raises(OSError):  # noqa: PT011 - which one depends on who notices first
+            await asyncio.wait_for(session, blocks.SILENT_S / 2)
+    slices.allocate(about(), NBYTES)  # its memory is free
+
+
+async def test_a_rank_may_order_before_it_is_answered() -> None:
+    slices = SliceStore(SnapshotStore())
+    complete(slices, 2)
+    rank, agent = socket.socketpair()
+    agent.setblocking(False)
+    with agent:
+        session = asyncio.create_task(BlockSession(AgentConnection(agent), slices, TOKEN).run())
+        listing = messages.frame(messages.ListSlices(STORE, "points"))
+        rank.sendall(listing + messages.frame(DropSlices(STORE, (2,))) + listing)
+        end = AgentConnection(rank)
+        rank.setblocking(False)
+        answers = [messages.decode(await end.read(1 << 16), messages.SlicesHeld, Done) for _ in range(3)]
+        assert [len(each.held) if isinstance(each, messages.SlicesHeld) else None for each in answers] == [
+            1,
+            None,
+            0,
+        ]
+        rank.close()
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(session, DEADLINE_S)
+
+
 def test_a_holder_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blocks, "SILENT_S", 0.3)
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        _, outcome = read(f"127.0.0.1:{silent.getsockname()[1]}")
+    with silent() as (address, _):
+        _, outcome = read(address)
         assert [why for _, why in outcome.failed] == ["nothing within 0.3 s"]
         cancel = threading.Event()
         cancel.set()
-        wanted = SliceRead(about(), digest(), f"127.0.0.1:{silent.getsockname()[1]}", ())
+        wanted = SliceRead(about(), digest(), address, ())
         failed = read_slices([wanted], memoryview(b""), TOKEN, DEADLINE_S, {}, cancel).failed
         assert [each for each, _ in failed] == [wanted]
 
@@ -230,8 +355,9 @@ def test_a_holder_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
 def test_a_stranger_gives_no_order_reads_no_byte_and_is_no_source() -> None:
     other = "0" * len(TOKEN)
     slices = SliceStore(SnapshotStore())
-    attach(slices.allocate(about(1), None), NBYTES, writable=True)[:] = content(1)
-    slices.complete(STORE, 1, blocks.encode(manifest(1)))
+    made = slices.allocate(about(1), None)
+    attach(made.fd, NBYTES, writable=True)[:] = content(1)
+    slices.complete(made, blocks.encode(manifest(1)))
     server = StateServer("127.0.0.1", 0, InMemorySnapshots(), other, slices=slices)
     try:
         with host("a") as (agent, running):

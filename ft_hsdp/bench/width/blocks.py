@@ -185,8 +185,9 @@ def _servers(layout: BlockLayout, data: np.ndarray, hosts: int, bytes_per_s: flo
         encoded = slices_of.encode(SliceManifest(about, slices_of.sums_of(flat.data, PIECE)))
         digests[number] = slices_of.digest_of(encoded)
         for host in first_hosts(number, hosts, hosts, COPIES):
-            attach(stores[host].allocate(about, None), about.nbytes, writable=True)[:] = flat
-            stores[host].complete(STORE, number, encoded)
+            made = stores[host].allocate(about, None)
+            attach(made.fd, about.nbytes, writable=True)[:] = flat
+            stores[host].complete(made, encoded)
     servers = [StateServer("127.0.0.1", 0, InMemorySnapshots(), token, slices=each) for each in stores]
     direct = [server.address for server in servers]
     try:

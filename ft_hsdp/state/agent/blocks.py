@@ -36,11 +36,16 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class _Slice:
+class StoredSlice:
+    """A slice in the memory of this host. Only `SliceStore` changes it.
+
+    A later one may have the same store and number, so who writes a slice names the object.
+    """
+
     about: SliceName
-    fd: int
+    fd: int  # open until it is dropped and nobody reads it; -1 from then on
     header: bytes = b""  # its encoded manifest; empty: it is being written
-    readers: int = 0
+    readers: int = 1  # the first one is its writer
     dropped: bool = False
 
 
@@ -54,10 +59,10 @@ class SliceStore:
     def __init__(self, snapshots: SnapshotStore) -> None:
         self._snapshots = snapshots
         self._lock = threading.Lock()
-        self._slices: dict[tuple[str, int], _Slice] = {}
-        self._lent: dict[int, _Slice] = {}  # by descriptor: what readers have
+        self._slices: dict[tuple[str, int], StoredSlice] = {}
+        self._lent: dict[int, StoredSlice] = {}  # by descriptor: what readers have
 
-    def allocate(self, about: SliceName, budget: int | None) -> int:
+    def allocate(self, about: SliceName, budget: int | None) -> StoredSlice:
         """Allocate memory for a slice, instead of one that was not completed. Blocks.
 
         Args:
@@ -65,7 +70,8 @@ class SliceStore:
             budget: Bytes for all that the host keeps for others; None: no limit.
 
         Returns:
-            The file descriptor, which stays owned by the store.
+            The slice. Its memory and descriptor stay until it is completed or abandoned, also if it is dropped
+            meanwhile: otherwise its writer could write into what has the number of the descriptor next.
 
         Raises:
             ValueError: It is there already, or there is no room for it. Says which.
@@ -92,31 +98,36 @@ class SliceStore:
                 self._snapshots.release(about.nbytes)
                 os.close(fd)
                 raise ValueError(f"slice {about.slice} is being written by another rank")
-            self._slices[key] = _Slice(about, fd)
-        return fd
+            made = self._slices[key] = StoredSlice(about, fd)
+        return made
 
-    def complete(self, store: str, number: int, header: bytes) -> None:
+    def complete(self, written: StoredSlice, header: bytes) -> None:
         """Mark a slice as complete.
 
+        Args:
+            written: From `allocate`.
+            header: Its encoded manifest.
+
         Raises:
-            ValueError: It is not being written, or the header is of another one.
+            ValueError: It is complete or dropped, or the header is of another one.
         """
         try:
             about = blocks.decode(header).about
         except DataCorruption as error:
             raise ValueError(str(error)) from None
         with self._lock:
-            there = self._slices.get((store, number))
-            if there is None or there.header or there.about != about:
-                raise ValueError(f"slice {number} is not being written")
-            there.header = header
+            if written.dropped or written.header or written.about != about:
+                raise ValueError(f"slice {written.about.slice} is not being written")
+            written.header = header
+            written.readers -= 1
 
-    def abandon(self, store: str, number: int) -> None:
-        """Free a slice that its writer will not complete."""
+    def abandon(self, written: StoredSlice) -> None:
+        """Free a slice that its writer does not complete. Call it once, and not after `complete` has returned."""
         with self._lock:
-            there = self._slices.get((store, number))
-            if there is not None and not there.header:
-                self._drop((store, number))
+            if not written.dropped:
+                self._drop((written.about.store, written.about.slice))
+            written.readers -= 1
+            self._sweep(written)
 
     def drop(self, store: str, numbers: Sequence[int]) -> None:
         """Free slices. The memory of one that is being read is freed when its last reader has ended."""
@@ -179,39 +190,54 @@ class SliceStore:
         Raises:
             ValueError: There is no room for it, or no source has served it in time. One line.
         """
-        about, until = order.about, time.monotonic() + order.deadline_s
-        fd = self.allocate(about, order.budget)
-        why = "no source is named"
-        for address in order.addresses:
-            known: dict[str, tuple[SliceManifest, bytes]] = {}
-            read = SliceRead(about, order.digest, address, ((0, about.nbytes, 0),))
-            try:
-                into = shared_memory.attach(fd, about.nbytes, writable=True)
-                left_s = max(0.0, until - time.monotonic())
-                failed = blocks.read_slices([read], into.data, token, left_s, known, cancel).failed
-                if not failed:
-                    self.complete(about.store, about.slice, known[order.digest][1])
-                    return
-                why = failed[0][1]
-            except (OSError, RuntimeError) as error:
-                why = str(error) or type(error).__name__
-            if cancel.is_set():
-                break
-        self.abandon(about.store, about.slice)
-        raise ValueError(why)
+        until = time.monotonic() + order.deadline_s
+        made = self.allocate(order.about, order.budget)
+        try:
+            into = shared_memory.attach(made.fd, made.about.nbytes, writable=True)
+            self.complete(made, _copied(order, into.data, token, until, cancel))
+        except BaseException as error:
+            self.abandon(made)
+            if isinstance(error, OSError):
+                raise ValueError(f"its memory cannot be written: {error}") from None
+            raise
 
     def _drop(self, key: tuple[str, int]) -> None:
         each = self._slices.pop(key)
         each.dropped = True
         self._sweep(each)
 
-    def _sweep(self, each: _Slice) -> None:
+    def _sweep(self, each: StoredSlice) -> None:
         """Free the memory of a slice that was dropped and that nobody reads."""
         if each.dropped and not each.readers and each.fd >= 0:
             self._lent.pop(each.fd, None)
             os.close(each.fd)
             each.fd = -1
             self._snapshots.release(each.about.nbytes)
+
+
+def _copied(
+    order: messages.CopySlice, into: memoryview, token: str, until: float, cancel: threading.Event
+) -> bytes:
+    """Read a slice from the first source that can serve it, and return its encoded manifest. Blocks.
+
+    Raises:
+        ValueError: None could before ``until``, on the monotonic clock. One line.
+    """
+    why = "no source is named"
+    for address in order.addresses:
+        known: dict[str, tuple[SliceManifest, bytes]] = {}
+        read = SliceRead(order.about, order.digest, address, ((0, order.about.nbytes, 0),))
+        left_s = max(0.0, until - time.monotonic())
+        try:
+            failed = blocks.read_slices([read], into, token, left_s, known, cancel).failed
+        except RuntimeError as error:  # no thread is left for it
+            failed = [(read, str(error))]
+        if not failed:
+            return known[order.digest][1]
+        why = failed[0][1]
+        if cancel.is_set():
+            break
+    raise ValueError(why)
 
 
 class BlockSession:
@@ -227,32 +253,51 @@ class BlockSession:
         self._connection = connection
         self._slices = slices
         self._token = token
-        self._writing: set[tuple[str, int]] = set()
+        self._writing: dict[tuple[str, int], StoredSlice] = {}
         # Of its own: an order that takes long holds up no snapshot of the other ranks.
         self._thread = ThreadPoolExecutor(1, "blocks")
         self._ended = threading.Event()
 
     async def run(self) -> None:
-        """Carry out orders until the connection ends. What is not complete then is freed.
+        """Carry out orders until the connection ends, also while one is carried out. What is incomplete is freed.
 
         Raises:
             OSError: The rank hung up.
             ProtocolViolation: The rank sent something that is no valid order.
         """
+        loop = asyncio.get_running_loop()
+        coming = loop.create_task(self._next())
         try:
             while True:
-                data = await self._connection.read(messages.MAX_MESSAGE)
-                order = messages.decode(data, *messages.BLOCK_ORDERS)
-                header = b""
-                if isinstance(order, messages.SliceWritten):
-                    header = await self._connection.read(blocks.MAX_MANIFEST)
-                loop = asyncio.get_running_loop()
-                answer, fds = await loop.run_in_executor(self._thread, self._carry_out, order, header)
+                order, header = await coming
+                coming = loop.create_task(self._next())  # notices at once that the rank is gone
+                carried_out = loop.run_in_executor(self._thread, self._carry_out, order, header)
+                waiting: set[asyncio.Future[Any]] = {carried_out, coming}
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if not carried_out.done() and coming.exception() is not None:
+                    self._ended.set()  # a copy ends early
+                answer, fds = await carried_out
                 await self._connection.send(messages.frame(answer), fds)
         finally:
             self._ended.set()
             self._thread.submit(self._release)
             self._thread.shutdown(wait=False)
+            coming.cancel()
+            await asyncio.wait([coming])
+            if not coming.cancelled():
+                coming.exception()  # it is known by now
+
+    async def _next(self) -> tuple[object, bytes]:
+        """Return the next order, and the encoded manifest that comes with it or b"".
+
+        Raises:
+            OSError: The rank hung up.
+            ProtocolViolation: The rank sent something that is no valid order.
+        """
+        order = messages.decode(await self._connection.read(messages.MAX_MESSAGE), *messages.BLOCK_ORDERS)
+        if isinstance(order, messages.SliceWritten):
+            return order, await self._connection.read(blocks.MAX_MANIFEST)
+        return order, b""
 
     def _carry_out(self, order: object, header: bytes) -> tuple[object, Sequence[int]]:
         slices = self._slices
@@ -261,12 +306,16 @@ class BlockSession:
                 case messages.ListSlices(store, name):
                     return messages.SlicesHeld(slices.held(store, name)[: messages.MAX_HELD_SLICES]), ()
                 case messages.WriteSlice(about, budget):
-                    fd = slices.allocate(about, budget)
-                    self._writing.add((about.store, about.slice))
-                    return messages.SliceGranted(), (fd,)
+                    key = about.store, about.slice
+                    if (older := self._writing.pop(key, None)) is not None:
+                        slices.abandon(older)
+                    made = self._writing[key] = slices.allocate(about, budget)
+                    return messages.SliceGranted(), (made.fd,)
                 case messages.SliceWritten(store, number):
-                    slices.complete(store, number, header)
-                    self._writing.discard((store, number))
+                    if (store, number) not in self._writing:
+                        raise ValueError(f"slice {number} is not being written")
+                    slices.complete(self._writing[store, number], header)
+                    del self._writing[store, number]
                 case messages.CopySlice():
                     slices.copy(order, self._token, self._ended)
                 case messages.DropSlices(store, numbers):
@@ -276,8 +325,8 @@ class BlockSession:
         return messages.Done(), ()
 
     def _release(self) -> None:
-        for store, number in self._writing:
-            self._slices.abandon(store, number)
+        for written in self._writing.values():
+            self._slices.abandon(written)
 
 
 class BlockAgent:
