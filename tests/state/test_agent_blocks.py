@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ft_hsdp.bench.width.links import ThrottledLinks
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import HungUp, Purpose, call_blocking
 from ft_hsdp.state.agent import messages
@@ -350,6 +351,28 @@ def test_a_holder_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
         wanted = SliceRead(about(), digest(), address, ())
         failed = read_slices([wanted], memoryview(b""), TOKEN, DEADLINE_S, {}, cancel).failed
         assert [each for each, _ in failed] == [wanted]
+
+
+def test_a_piece_that_takes_longer_than_a_holder_may_be_silent_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of hundreds of MB is one piece: what counts is that some of it arrives."""
+    monkeypatch.setattr(blocks, "SILENT_S", 0.4)
+    monkeypatch.setattr(blocks, "PART_BYTES", 16 << 10)
+    whole = np.random.default_rng(2).integers(0, 256, 300_000, dtype=np.uint8)
+    large = SliceName(STORE, "points", 0, 4, len(whole), len(whole))
+    encoded = blocks.encode(SliceManifest(large, blocks.sums_of(whole.data, len(whole))))
+    slices, into = SliceStore(SnapshotStore()), bytearray(len(whole))
+    made = slices.allocate(large, None)
+    attach(made.fd, len(whole), writable=True)[:] = whole
+    slices.complete(made, encoded)
+    server = StateServer("127.0.0.1", 0, InMemorySnapshots(), TOKEN, slices=slices)
+    try:
+        with ThrottledLinks([server.address], 400e3) as links:
+            asked = SliceRead(large, blocks.digest_of(encoded), links.addresses[0], ((0, len(whole), 0),))
+            outcome = read_slices([asked], memoryview(into), TOKEN, DEADLINE_S, {})
+        assert (outcome.failed, outcome.nbytes) == ([], len(whole))
+        assert bytes(into) == whole.tobytes()
+    finally:
+        server.close()
 
 
 def test_a_stranger_gives_no_order_reads_no_byte_and_is_no_source() -> None:

@@ -34,7 +34,8 @@ MAX_HEAD = 1024  # bytes of its JSON
 MAX_SLICES = 1 << 16  # of one store
 MAX_NBYTES = 1 << 50
 READ_BYTES = 4 << 20  # of one request, if pieces are no longer
-SILENT_S = 5.0  # after which a holder that delivers nothing has failed
+PART_BYTES = 1 << 20  # that have to arrive within
+SILENT_S = 5.0  # or the holder has failed
 MAX_REGRET = 64 << 10  # bytes in the body of an answer that is no success
 RETRY_S = 0.02  # before a holder that has no place for a reader is asked again
 TICK_S = 0.05  # the precision of deadlines
@@ -171,7 +172,7 @@ def read_slices(
 ) -> SlicesRead:
     """Read and verify parts of slices. Blocks; when it returns, no thread writes into the memory any more.
 
-    A read that fails may have left some of its bytes in ``into``; all of them were verified.
+    A read that fails may have left bytes in ``into``, also wrong ones: all of it has to be read again.
 
     Args:
         reads: What is read from whom.
@@ -303,13 +304,18 @@ def _span(talk: _Talk, read: SliceRead, manifest: SliceManifest, begin: int, tar
         if said != (206, f'"{read.digest}"', high - low):
             talk.connection.read(answer.length, MAX_REGRET)
             raise DataCorruption(f"answered {answer.status} for bytes of slice {read.about.slice}")
-        got = memoryview(bytearray(high - low))
-        talk.connection.read_into(got)
-        talk.due = time.monotonic() + SILENT_S
-        talk.nbytes += len(got)
+        # A long piece goes to where it belongs, without a copy; short ones may have more than what is wanted.
+        exact = begin <= low and high <= end
+        got = target[low - begin : high - begin] if exact else memoryview(bytearray(high - low))
         talk.requests += 1
+        for at in range(0, len(got), PART_BYTES):
+            part = got[at : at + PART_BYTES]
+            talk.connection.read_into(part)
+            talk.due = time.monotonic() + SILENT_S
+            talk.nbytes += len(part)
         if manifest.damaged(got, low):
             raise DataCorruption(f"bytes of slice {read.about.slice} have a wrong checksum")
-        first, last = max(low, begin), min(high, end)
-        target[first - begin : last - begin] = got[first - low : last - low]
+        if not exact:
+            first, last = max(low, begin), min(high, end)
+            target[first - begin : last - begin] = got[first - low : last - low]
         low = high
