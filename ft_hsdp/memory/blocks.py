@@ -1,12 +1,12 @@
 """Static data in blocks: which hosts hold which blocks, and who reads which from whom (ReStore §IV and §V).
 
 The blocks are numbered from 0. Ranges of them are permuted, so that what one rank has worked on is spread over all
-hosts when it has to be loaded again (§IV-B). The permuted ranges are cut into slices, one for each host of the
-first submission. All blocks of a slice have the same holders: L(x, k) for k below the number of copies, and where
-a holder is lost the next hosts of the probing sequence (§IV-E). So a slice is what a host stores, and what is
-copied from host to host.
+hosts when it has to be loaded again (§IV-B). The permuted ranges are cut into equal shares, one for each host of
+the first submission, and each share into slices. All blocks of a slice have the same holders: L(x, k) for k below
+the number of copies, and where a holder is lost the next hosts of the probing sequence (§IV-E). So a slice is what
+a host stores, and what is copied from host to host. The slices of a share have the same holders until one is lost.
 
-The permutation deals out the ranges in turns: each turn gives one range to each slice, in an order of its own. Any
+The permutation deals out the ranges in turns: each turn gives one range to each share, in an order of its own. Any
 part of the data is then spread evenly, which it would not be by a permutation that is drawn from all.
 
 Positions, slices and holders are functions of their numbers: nobody keeps a table, and all ranks compute the same.
@@ -30,8 +30,8 @@ Span = tuple[int, int]
 
 
 @lru_cache(maxsize=4096)
-def _order(slices: int, seed: int, turn: int) -> Permutation:
-    return Permutation(slices, seed, turn)
+def _order(shares: int, seed: int, turn: int) -> Permutation:
+    return Permutation(shares, seed, turn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,17 +50,19 @@ class BlockLayout:
 
     blocks: int  # n
     range_blocks: int  # s_pr, the blocks of a permutation range
-    slices: int  # p, the hosts of the first submission
+    slices: int
     seed: int | None = 0  # of the permutation; None: ranges keep their order
+    parts: int = 1  # slices of a share: there are slices / parts shares, p hosts of the first submission
 
     def __post_init__(self) -> None:
         """Check the numbers.
 
         Raises:
-            ValueError: One of them is below 1.
+            ValueError: One of them is below 1, or the slices are no whole shares.
         """
-        if min(self.blocks, self.range_blocks, self.slices) < 1:
-            raise ValueError(f"{self.blocks} blocks in ranges of {self.range_blocks} on {self.slices} hosts")
+        if min(self.blocks, self.range_blocks, self.slices, self.parts) < 1 or self.slices % self.parts:
+            cut = f"{self.slices} slices, {self.parts} of a share"
+            raise ValueError(f"{self.blocks} blocks in ranges of {self.range_blocks}, {cut}")
 
     @property
     def ranges(self) -> int:
@@ -71,23 +73,31 @@ class BlockLayout:
         """Return pi of a range: its place in the permuted order."""
         if self.seed is None:
             return number
-        turn, place = divmod(number, self.slices)
-        return self.positions(self._dealt(turn, self.seed)[place]).start + turn
+        turn, place = divmod(number, self._shares)
+        return self._share(self._dealt(turn, self.seed)[place]).start + turn
 
     def range_at(self, position: int) -> int:
         """Return which range has a place in the permuted order."""
         if self.seed is None:
             return position
-        at = position * self.slices // self.ranges
-        turn = position - self.positions(at).start
-        return turn * self.slices + self._dealt(turn, self.seed).index(at)
+        at = position * self._shares // self.ranges
+        turn = position - self._share(at).start
+        return turn * self._shares + self._dealt(turn, self.seed).index(at)
+
+    @property
+    def _shares(self) -> int:
+        return self.slices // self.parts
+
+    def _share(self, number: int) -> range:
+        """Return the places in the permuted order that are in a share: those of its slices."""
+        return range(-(-number * self.ranges // self._shares), -(-(number + 1) * self.ranges // self._shares))
 
     def _dealt(self, turn: int, seed: int) -> Permutation | list[int]:
-        """Return the slice of each range of a turn, in order; in the last turn only large slices get one."""
-        order = _order(self.slices, seed, turn)
-        if (turn + 1) * self.slices <= self.ranges:
+        """Return the share of each range of a turn, in order; in the last turn only large shares get one."""
+        order = _order(self._shares, seed, turn)
+        if (turn + 1) * self._shares <= self.ranges:
             return order
-        return [number for number in order if turn < len(self.positions(number))]
+        return [number for number in order if turn < len(self._share(number))]
 
     def positions(self, number: int) -> range:
         """Return the places in the permuted order that are in a slice: where floor(place * p / ranges) is it."""
@@ -96,6 +106,11 @@ class BlockLayout:
     def slice_blocks(self, number: int) -> int:
         """Return the blocks for which a slice has room; a short range takes the room of a whole one."""
         return len(self.positions(number)) * self.range_blocks
+
+    def count(self, number: int) -> int:
+        """Return the blocks that are in a slice."""
+        short = self.ranges * self.range_blocks - self.blocks  # what the last range lacks
+        return self.slice_blocks(number) - short * (self.position(self.ranges - 1) in self.positions(number))
 
     def contents(self, number: int) -> Iterator[SliceRun]:
         """Yield what is in a slice, range by range, in the order in which it lies there."""
@@ -146,7 +161,7 @@ def first_hosts(number: int, slices: int, hosts: int, copies: int) -> tuple[int,
 
     Args:
         number: the slice.
-        slices: p of the first submission.
+        slices: of the store.
         hosts: the hosts that there are.
         copies: r, at most `hosts`.
     """

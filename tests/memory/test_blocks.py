@@ -68,16 +68,14 @@ def test_figure_2_keeps_ranges_whole_and_copies_of_ranges_together() -> None:
     assert Counter(slice_of(layout, 2 * number) for number in range(8)) == dict.fromkeys(range(4), 2)
 
 
-layouts = st.builds(
-    BlockLayout,
-    blocks=st.integers(1, 700),
-    range_blocks=st.integers(1, 40),
-    slices=st.integers(1, 9),
-    seed=st.one_of(st.none(), st.integers(0, 5)),
-)
+@st.composite
+def layouts(draw: st.DrawFn) -> BlockLayout:
+    shares, parts = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    blocks, of_range = draw(st.integers(1, 700)), draw(st.integers(1, 40))
+    return BlockLayout(blocks, of_range, shares * parts, draw(st.none() | st.integers(0, 5)), parts)
 
 
-@given(layout=layouts)
+@given(layout=layouts())
 def test_each_block_lies_at_one_place_that_its_slice_knows(layout: BlockLayout) -> None:
     there = {}
     for number in range(layout.slices):
@@ -89,6 +87,7 @@ def test_each_block_lies_at_one_place_that_its_slice_knows(layout: BlockLayout) 
                 assert run.block + i not in there
                 there[run.block + i] = (number, run.offset + i)
         assert offset == layout.slice_blocks(number)
+        assert layout.count(number) == sum(run.count for run in layout.contents(number))
     assert sorted(there) == list(range(layout.blocks))
     found = {}
     for run in layout.runs([(0, layout.blocks)]):
@@ -175,7 +174,7 @@ def test_survivors_take_the_place_of_a_lost_host_that_nobody_replaces() -> None:
     assert all(left[number] <= after[number] for number in after)
 
 
-@given(layout=layouts, copies=st.integers(1, 3), lost=st.integers(0, 8), data=st.data())
+@given(layout=layouts(), copies=st.integers(1, 3), lost=st.integers(0, 8), data=st.data())
 @settings(max_examples=60)
 def test_each_wanted_block_is_read_once_from_a_holder_or_is_missing(
     layout: BlockLayout, copies: int, lost: int, data: st.DataObject
@@ -215,13 +214,13 @@ def test_one_rank_and_all_ranks_ask_for_the_same_blocks() -> None:
     assert max(together.values()) <= 1.6 * 1600 / 8, "ranks that do not know of each other ask different hosts"
 
 
-def load_of_a_lost_host(hosts: int, copies: int, seed: int | None) -> tuple[float, int, int]:
+def load_of_a_lost_host(hosts: int, copies: int, seed: int | None, parts: int = 1) -> tuple[float, int, int]:
     """What the busiest host sends by what it should, and the most senders of a rank with what they should be.
 
     Blocks of 64 bytes, 16 MiB a host, ranges of 256 KiB (§VI-B).
     """
     per_host, of_range, align = 1 << 18, 1 << 12, 256
-    layout = BlockLayout(per_host * hosts, of_range, hosts, seed)
+    layout = BlockLayout(per_host * hosts, of_range, hosts * parts, seed, parts)
     lost = 1
     holders = {n: [h for h in each if h != lost] for n, each in holders_of(layout, hosts, copies).items()}
     owned = {rank: [span] for rank, span in enumerate(share(layout.blocks, hosts, align))}
@@ -234,9 +233,26 @@ def load_of_a_lost_host(hosts: int, copies: int, seed: int | None) -> tuple[floa
     return max(plan.sent().values()) / ideal, max(plan.senders().values()), senders
 
 
-@pytest.mark.parametrize("hosts", [8, 16])
-def test_a_scattered_load_is_near_the_formulas_of_restore(hosts: int) -> None:
-    ratio, most, formula = load_of_a_lost_host(hosts, 4, 0)
+@given(blocks=st.integers(1, 700), of_range=st.integers(1, 40), shares=st.integers(1, 9), parts=st.integers(1, 4))
+def test_slices_of_a_share_cut_it_and_leave_each_block_on_its_hosts(
+    blocks: int, of_range: int, shares: int, parts: int
+) -> None:
+    """ReStore's placement does not depend on how a share is cut."""
+    whole = BlockLayout(blocks, of_range, shares)
+    cut = BlockLayout(blocks, of_range, shares * parts, 0, parts)
+    for number in range(whole.ranges):
+        assert cut.position(number) == whole.position(number)
+        first = number * of_range
+        assert slice_of(cut, first) // parts == slice_of(whole, first)
+    for copies in range(1, shares + 1):
+        for number in range(cut.slices):
+            there = first_hosts(number // parts, shares, shares, copies)
+            assert first_hosts(number, cut.slices, shares, copies) == there
+
+
+@pytest.mark.parametrize(("hosts", "parts"), [(8, 1), (16, 1), (8, 8), (16, 4)])
+def test_a_scattered_load_is_near_the_formulas_of_restore(hosts: int, parts: int) -> None:
+    ratio, most, formula = load_of_a_lost_host(hosts, 4, 0, parts)
     assert ratio <= 1.15
     assert most <= formula + 1, "parts that are not cut at the ends of ranges touch one more"
 
@@ -283,5 +299,7 @@ def test_a_second_loss_before_the_first_was_answered_is_planned_again_from_the_s
 def test_wrong_numbers_are_refused() -> None:
     with pytest.raises(ValueError, match="0 blocks"):
         BlockLayout(0, 1, 1)
+    with pytest.raises(ValueError, match="4 slices, 3 of a share"):
+        BlockLayout(8, 1, 4, 0, 3)
     with pytest.raises(ValueError, match="blocks 3 to 9 of 8"):
         list(BlockLayout(8, 1, 1).runs([(3, 9)]))

@@ -19,7 +19,7 @@ from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import HungUp, Purpose, call_blocking
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.agent.blocks import BlockAgent, BlockSession, SliceStore
-from ft_hsdp.state.agent.client import AgentGone
+from ft_hsdp.state.agent.client import AgentGone, AgentSocket
 from ft_hsdp.state.agent.messages import CopySlice, Done, DropSlices
 from ft_hsdp.state.agent.session import AgentConnection
 from ft_hsdp.state.agent.shard import Owner
@@ -123,6 +123,29 @@ def test_an_older_store_of_the_same_name_is_dropped_and_so_is_what_is_named() ->
         assert [each.slice for each in agent.held(STORE, "points", DEADLINE_S)] == [2]
         _, outcome = read(running.address, 1)
         assert [why for _, why in outcome.failed] == ["does not have slice 1 (answered 404)"]
+
+
+def test_more_slices_than_a_message_has_room_for_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "MAX_HELD_SLICES", 2)
+    slices, asked = SliceStore(SnapshotStore()), []
+    for number in (6, 0, 3, 9, 2):
+        complete(slices, number)
+    attach(slices.allocate(about(1), None).fd, NBYTES, writable=True)  # not complete
+    served = slices.borrow(STORE, 3)
+    assert served is not None
+    attach(served.fd, NBYTES, writable=True)[0] ^= 1
+    slices.give_back(served)
+
+    def answer(self: BlockAgent, listing: messages.ListSlices, *_: Any) -> messages.SlicesHeld:
+        asked.append(listing.first)
+        return messages.SlicesHeld(slices.held(listing.store, listing.name, listing.first))
+
+    monkeypatch.setattr(BlockAgent, "_ask", answer)
+    rank, agent = socket.socketpair()
+    with rank, agent:
+        held = BlockAgent(AgentSocket(rank, DEADLINE_S), "", DEADLINE_S).held(STORE, "points", DEADLINE_S)
+    assert [each.slice for each in held] == [0, 2, 6, 9]
+    assert asked == [0, 3, 10]
 
 
 def test_a_copy_needs_a_source_that_has_it_and_the_next_one_is_asked() -> None:

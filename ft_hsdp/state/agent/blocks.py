@@ -136,35 +136,41 @@ class SliceStore:
                 if (store, number) in self._slices:
                     self._drop((store, number))
 
-    def held(self, store: str, name: str) -> tuple[messages.HeldSlice, ...]:
-        """Return the complete slices of a store; older stores of the same name are dropped. Blocks.
+    def held(self, store: str, name: str, first: int = 0) -> tuple[messages.HeldSlice, ...]:
+        """Return complete slices of a store by number, as many as fit into a message. Blocks.
 
-        Every checksum is compared, and a slice that differs is dropped.
+        Older stores of the same name are dropped. Every checksum is compared, and a slice that differs is dropped.
+
+        Args:
+            store: The digest of what the store is.
+            name: That the user gave it.
+            first: Slices below this number are left out.
         """
         with self._lock:
             for key, each in list(self._slices.items()):
                 if each.about.name == name and key[0] != store:
                     self._drop(key)
-            found = [each for key, each in self._slices.items() if key[0] == store and each.header]
-            for each in found:
-                each.readers += 1
-        rows = []
-        for each in found:
-            about = each.about
+            found = sorted(number for of, number in self._slices if of == store and number >= first)
+        rows: list[messages.HeldSlice] = []
+        for number in found:
+            served = self.borrow(store, number)
+            if served is None:
+                continue
             try:
-                data = shared_memory.attach(each.fd, about.nbytes, writable=False)
-                damaged = blocks.decode(each.header).damaged(data.data)
+                manifest = blocks.decode(served.manifest)
+                data = shared_memory.attach(served.fd, served.nbytes, writable=False)
+                why = "damaged" if manifest.damaged(data.data) else ""
             except (OSError, ValueError, DataCorruption) as error:
-                _log.error("slice %d of %s cannot be read: %s", about.slice, name, error)
-                damaged = True
-            with self._lock:
-                each.readers -= 1
-                if damaged and not each.dropped:
-                    _log.error("slice %d of %s is damaged, and dropped", about.slice, name)
-                    self._drop((store, about.slice))
-                self._sweep(each)
-            if not damaged:
-                rows.append(messages.HeldSlice(about.slice, about.slices, blocks.digest_of(each.header)))
+                why = f"unreadable: {error}"
+            if why:
+                _log.error("slice %d of %s is %s, and dropped", number, name, why)
+                self.drop(store, (number,))
+            else:
+                about = manifest.about
+                rows.append(messages.HeldSlice(number, about.slices, about.parts, served.digest))
+            self.give_back(served)
+            if len(rows) == messages.MAX_HELD_SLICES:
+                break
         return tuple(rows)
 
     def borrow(self, store: str, number: int) -> ServedSnapshot | None:
@@ -303,8 +309,8 @@ class BlockSession:
         slices = self._slices
         try:
             match order:
-                case messages.ListSlices(store, name):
-                    return messages.SlicesHeld(slices.held(store, name)[: messages.MAX_HELD_SLICES]), ()
+                case messages.ListSlices(store, name, first):
+                    return messages.SlicesHeld(slices.held(store, name, first)), ()
                 case messages.WriteSlice(about, budget):
                     key = about.store, about.slice
                     if (older := self._writing.pop(key, None)) is not None:
@@ -379,9 +385,13 @@ class BlockAgent:
             name: That the user gave it.
             wait_s: How much longer the comparison may take, in seconds.
         """
-        answer = self._ask(messages.ListSlices(store, name), wait_s, messages.SlicesHeld)
-        rows: tuple[messages.HeldSlice, ...] = answer.held
-        return rows
+        rows: list[messages.HeldSlice] = []
+        while True:
+            first = rows[-1].slice + 1 if rows else 0
+            found = self._ask(messages.ListSlices(store, name, first), wait_s, messages.SlicesHeld).held
+            rows += found
+            if len(found) < messages.MAX_HELD_SLICES:
+                return tuple(rows)
 
     def write(self, about: SliceName, budget: int | None, wait_s: float) -> Bytes | str:
         """Return memory to write a slice into, until `written`; or one line that says why there is none.

@@ -25,7 +25,7 @@ MAX_HEADER = 16 << 20  # bytes
 MAX_RANKS = 1 << 20
 MAX_COPIES = 128  # shards of other hosts that one agent keeps, at most
 MAX_REASON = 120  # characters
-MAX_HELD_SLICES = 512  # slices of a store of blocks on one host, at most
+MAX_HELD_SLICES = 256  # slices of a store of blocks in one message, at most
 GENERATIONS = 4  # agents of one replica on one host, at most: all but the newest are frozen
 
 ShardIndex = tuple[
@@ -258,10 +258,11 @@ _SliceNumber = Annotated[int, Field(ge=0, lt=MAX_SLICES)]
 
 @dataclass(frozen=True, slots=True)
 class ListSlices:
-    """Order: list the complete slices of a store, and drop older stores of that name. Answer: SlicesHeld."""
+    """Order: list complete slices of a store, and drop older stores of that name. Answer: SlicesHeld."""
 
     store: _Store
     name: Annotated[str, Field(max_length=64)]
+    first: Annotated[int, Field(ge=0, le=MAX_SLICES)] = 0  # slices below this number are not listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,14 +271,15 @@ class HeldSlice:
 
     slice: int
     slices: int  # of the store
+    parts: int  # slices of a share
     digest: str  # of its manifest
 
 
 @dataclass(frozen=True, slots=True)
 class SlicesHeld:
-    """The complete slices of a store on this host."""
+    """Complete slices of a store on this host, by number."""
 
-    held: tuple[HeldSlice, ...]  # MAX_HELD_SLICES at most
+    held: tuple[HeldSlice, ...]  # if there are MAX_HELD_SLICES, there may be more
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,6 +52,7 @@ class SliceName:
     slices: Annotated[int, Field(strict=True, gt=0, le=MAX_SLICES)]  # of the store
     nbytes: Annotated[int, Field(strict=True, gt=0, le=MAX_NBYTES)]
     piece: Annotated[int, Field(strict=True, gt=0, le=1 << 30)]  # bytes that have a checksum of their own
+    parts: Annotated[int, Field(strict=True, gt=0, le=MAX_SLICES)] = 1  # slices of a share, as in `BlockLayout`
 
 
 _CHECKER = bounded.checker(SliceName)

@@ -22,11 +22,13 @@ import numpy.typing as npt
 
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.memory.blocks import BlockLayout, Span
-from ft_hsdp.state.transfer.blocks import SliceName
+from ft_hsdp.state.transfer.blocks import MAX_SLICES, SliceName
 
 PIECE_BYTES = 16 << 10  # that have a checksum of their own: what is loaded is rounded up to them
 RANGE_BYTES = 256 << 10  # of a permutation range (ReStore §VI-B)
 LEAST_RANGES = 64  # small data have smaller ranges
+SLICE_BYTES = 256 << 20  # of a slice: what a rank reads or copies before it hears from the others again
+MAX_PARTS = 64  # slices of the share of one host; the slices of larger data are larger
 MAX_BLOCKS = 1 << 48
 MAX_BLOCK_BYTES = 1 << 30
 MAX_COPIES = 16
@@ -80,15 +82,34 @@ class BlockData:
         store = hashlib.blake2b(repr(about).encode(), digest_size=16).hexdigest()
         return BlockData(name, blocks, block_bytes, copies, align, range_blocks, seed, store)
 
-    def cut(self, slices: int) -> BlockLayout:
-        """Return where each block lies in so many slices; fewer if there are not as many ranges."""
+    def cut(self, hosts: int, parts: int = 1) -> BlockLayout:
+        """Return where each block lies.
+
+        Args:
+            hosts: Those of the first submission; each has an equal share.
+            parts: Slices of a share. There are fewer shares and slices if there are not as many ranges.
+        """
         ranges = -(-self.blocks // self.range_blocks)
-        return BlockLayout(self.blocks, self.range_blocks, min(slices, ranges), self.seed)
+        hosts = min(hosts, ranges)
+        parts = max(1, min(parts, ranges // hosts))
+        return BlockLayout(self.blocks, self.range_blocks, hosts * parts, self.seed, parts)
+
+    def first_cut(self, hosts: int, ranks: int) -> BlockLayout:
+        """Return the layout of a first submission.
+
+        Args:
+            hosts: The number of hosts.
+            ranks: Of each host: there is work for all of them.
+        """
+        share = self.blocks * self.block_bytes // hosts
+        most = min(MAX_PARTS, MAX_SLICES // hosts)
+        return self.cut(hosts, min(max(ranks, -(-share // SLICE_BYTES)), most))
 
     def slice_name(self, layout: BlockLayout, number: int) -> SliceName:
         """Return what a slice is called in messages, with its size."""
         nbytes = layout.slice_blocks(number) * self.block_bytes
-        return SliceName(self.store, self.name, number, layout.slices, nbytes, self.align * self.block_bytes)
+        piece = self.align * self.block_bytes
+        return SliceName(self.store, self.name, number, layout.slices, nbytes, piece, layout.parts)
 
     def checked(self, spans: Sequence[Span]) -> tuple[Span, ...]:
         """Return the spans that a user wants, without empty ones.

@@ -94,8 +94,8 @@ class BlockStore:
 
         What is there already stays where it is; what a lost host held is copied from the hosts that have it, to
         the next host of its probing sequence (ReStore §IV-E); what no host has is read from the source. So call it
-        when a rank starts, and again whenever copies may be missing. It is over within `timeouts.load_s` for each
-        exchange of the ranks, if the source is.
+        when a rank starts, and again whenever copies may be missing. The ranks tell each other after each slice
+        that they have read or copied, of about 256 MiB. They wait `timeouts.load_s` at most for each other then.
 
         Before the first batch a rank of `spares` is of no replica yet: call it in the loop there.
 

@@ -1,8 +1,10 @@
 """Brings the blocks of a store into the memory of the hosts, together with the other ranks: `BlockSubmission`.
 
-One round: all ranks learn what the agents of the hosts hold and compute the same plan from it. Each does its part:
-it reads slices from the source, or has its host's agent copy them. Rounds follow until nothing is missing that a
-host has room for. What is known then, which host has which slice, is what loads are planned from.
+All ranks learn what the agents of the hosts hold and compute the same plan from it. Then rounds follow: each rank
+reads one slice from the source, or has its host's agent copy one, and all tell each other what they have done and
+plan again. So no rank waits for another longer than one slice takes, and a replica that starts again in between
+loses no slice that is complete. It is over when nothing is missing that a host has room for. What is known then,
+which host has which slice, is what loads are planned from.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ft_hsdp.errors import Retryable
-from ft_hsdp.memory.blocks import BlockLayout, Span, SubmissionPlan, merged, plan_submission
+from ft_hsdp.memory.blocks import BlockLayout, SliceCopy, Span, SubmissionPlan, merged, plan_submission
 from ft_hsdp.state.agent.blocks import BlockAgent
 from ft_hsdp.state.agent.messages import CopySlice
 from ft_hsdp.state.replica_group import Failed, ReplicaGroup
@@ -30,8 +32,8 @@ if TYPE_CHECKING:
     from ft_hsdp.train.job import Job
 
 COPY_S = 5.0  # to copy a slice, and
-COPY_BYTES_PER_S = 50e6  # the time that it may take longer
-MAX_ROUNDS = 64  # of a submission; each but the last one gets on, or finds a host that has no room
+COPY_BYTES_PER_S = 50e6  # the time that it may take longer; what a host copies at once shares its link
+SPARE_ROUNDS = 64  # of a submission, beside those in which copies are made: a host may have no room
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +57,36 @@ class BlockHolders:
     holders: dict[int, list[int]] = field(default_factory=dict)  # hosts, by slice
     digests: dict[int, str] = field(default_factory=dict)  # of manifests, by slice
 
-    def take(self, rows: Sequence[tuple[int, int, int, str]], cut: Callable[[int], BlockLayout]) -> None:
-        """Note what the hosts hold, as far as most of them agree on the number of slices and on their bytes.
+    def take(self, rows: Sequence[tuple[int, int, int, int, str]], data: BlockData) -> None:
+        """Note what the hosts hold, as far as most of them agree on the layout and on the bytes of slices.
 
         Args:
-            rows: (host, slice, number of slices, digest of its manifest) of all slices of all hosts.
-            cut: Returns the layout of so many slices.
+            rows: (host, slice, number of slices, slices of a share, digest of its manifest) of all slices.
+            data: What the blocks are.
         """
-        cuts = Counter(slices for _, _, slices, _ in rows)
-        most = max(cuts, key=lambda each: (cuts[each], -each)) if cuts else len(self.hosts)
-        self.layout = cut(most)
+        cuts = Counter((slices, parts) for _, _, slices, parts, _ in rows)
+        if cuts:
+            slices, parts = max(cuts, key=lambda each: (cuts[each], each))
+            self.layout = data.cut(max(1, slices // parts), parts)
+        else:
+            self.layout = data.first_cut(len(self.hosts), max(Counter(self.host_of).values()))
+        cut = self.layout.slices, self.layout.parts
         votes: dict[int, Counter[str]] = defaultdict(Counter)
-        for _, number, slices, digest in rows:
-            if slices == most and number < self.layout.slices:
+        for _, number, slices, parts, digest in rows:
+            if (slices, parts) == cut and number < slices:
                 votes[number][digest] += 1
         self.digests = {
             number: max(found, key=lambda each: (found[each], each)) for number, found in votes.items()
         }
         holders = defaultdict(list)
-        for at, number, slices, digest in rows:
-            if slices == most and self.digests.get(number) == digest:
+        for at, number, slices, parts, digest in rows:
+            if (slices, parts) == cut and self.digests.get(number) == digest:
                 holders[number].append(at)
         self.holders = dict(holders)
+
+    def held(self) -> int:
+        """Return the copies of blocks that there are."""
+        return sum(len(each) * self.layout.count(number) for number, each in self.holders.items())
 
 
 class BlockSubmission:
@@ -122,35 +132,39 @@ class BlockSubmission:
         Raises:
             Retryable: Some rank could not read the source, or is gone.
         """
-        data, refused = self._data, self._refused
-        read = copied = kept = 0
+        data, known, refused = self._data, self._known, self._refused
         began = time.monotonic()
-        lost: list[Span] | None = None  # what was in memory once, and is not
-        for _ in range(MAX_ROUNDS):
-            self._look(host)
-            known = self._known
-            held = {number: set(each) for number, each in known.holders.items()}
-            plan = plan_submission(known.layout.slices, len(known.hosts), data.copies, held, refused.keys())
-            if lost is None:
-                lost = [span for number, _ in plan.written for span in self._spans(number)] if held else []
-                kept = sum(len(each) * self._slice_count(number) for number, each in held.items())
+        self._look(host)
+        layout, kept, read, copied = known.layout, known.held(), 0, 0
+        plan = self._plan()
+        lost = [span for number, _ in plan.written for span in self._spans(number)] if kept else []
+        rounds = SPARE_ROUNDS + layout.slices * data.copies
+        while rounds and (plan.written or plan.copied or plan.dropped):
+            rounds -= 1
             done = self._together(functools.partial(self._carry_out, plan))
-            for failed in (each for rank in done for each in rank):
-                refused[failed[0], failed[1]] = failed[2]
-            written = [number for number, at in plan.written if (number, at) not in refused]
-            read += sum(map(self._slice_count, written))
-            made = () if plan.written else plan.copied  # copies follow in the next round
-            copied += sum(self._slice_count(each.slice) for each in made if (each.slice, each.host) not in refused)
-            if not plan.written and not plan.copied:
-                break
-        fewest = min((len(known.holders.get(n, ())) for n in range(known.layout.slices)), default=0)
+            for number, at in plan.dropped:
+                known.holders[number].remove(at)
+            for rank, rows in enumerate(done):
+                at = known.host_of[rank]
+                for number, digest, why in rows:
+                    if why:
+                        refused[number, at] = why
+                        continue
+                    read += layout.count(number) if plan.written else 0
+                    copied += 0 if plan.written else layout.count(number)
+                    known.digests[number] = digest
+                    known.holders.setdefault(number, []).append(at)
+            plan = self._plan()
+        fewest = min(len(known.holders.get(number, ())) for number in range(layout.slices))
         result = SubmittedBlocks(fewest, read, copied, kept)
         if self._group.rank == 0:
-            self._tell(result, lost or [], time.monotonic() - began)
+            self._tell(result, lost, time.monotonic() - began)
         return result
 
-    def _slice_count(self, number: int) -> int:
-        return sum(run.count for run in self._known.layout.contents(number))
+    def _plan(self) -> SubmissionPlan:
+        known = self._known
+        hosts, copies = len(known.hosts), self._data.copies
+        return plan_submission(known.layout.slices, hosts, copies, known.holders, self._refused.keys())
 
     def _spans(self, number: int) -> list[Span]:
         return [(run.block, run.block + run.count) for run in self._known.layout.contents(number)]
@@ -180,51 +194,65 @@ class BlockSubmission:
 
         def listed() -> list[list[Any]]:
             rows = agent.held(data.store, data.name, nbytes / COPY_BYTES_PER_S) if speaks else ()
-            return [[row.slice, row.slices, row.digest] for row in rows]
+            return [[row.slice, row.slices, row.parts, row.digest] for row in rows]
 
         rows = [(known.host_of[r], *row) for r, each in enumerate(self._together(listed)) for row in each]
-        known.take(rows, data.cut)
+        known.take(rows, data)
         if speaks:
-            wrong = [n for at, n, _, _ in rows if at == here and here not in known.holders.get(n, ())]
+            wrong = [n for at, n, *_ in rows if at == here and here not in known.holders.get(n, ())]
             agent.drop(data.store, wrong)
 
-    def _carry_out(self, plan: SubmissionPlan) -> list[tuple[int, int, str]]:
-        """Do this rank's part of a plan, and return (slice, host, why) of what was refused."""
+    def _carry_out(self, plan: SubmissionPlan) -> list[tuple[int, str, str]]:
+        """Do this rank's next part of a plan: one slice, beside those that its host has no room for.
+
+        Returns:
+            (slice, digest of its manifest, "") or (slice, "", why it was refused) of what was tried.
+        """
         known = self._known
         here = known.host_of[self._group.rank]
         ranks = [rank for rank, host in enumerate(known.host_of) if host == here]
         turn = ranks.index(self._group.rank)
-        refused = []
         if not turn:
             self._agent.drop(self._data.store, [number for number, host in plan.dropped if host == here])
-        for number in [number for number, host in plan.written if host == here][turn :: len(ranks)]:
-            if why := self._write(number):
-                refused.append((number, here, why))
-        if plan.written:
-            return refused  # copies are made in the next round, of what was written
-        for order in [each for each in plan.copied if each.host == here][turn :: len(ranks)]:
-            about = self._data.slice_name(known.layout, order.slice)
-            addresses = tuple(known.hosts[each] for each in order.sources)
-            limit_s = COPY_S + about.nbytes / COPY_BYTES_PER_S
-            asked = CopySlice(about, known.digests[order.slice], addresses, limit_s, self._budget)
-            if why := self._agent.copy(asked):
-                refused.append((order.slice, here, why))
-        return refused
+        work: list[tuple[int, Callable[[], tuple[str, str]]]] = []
+        if plan.written:  # copies are made in a later round, of what was written
+            for number in [number for number, host in plan.written if host == here]:
+                work.append((number, functools.partial(self._write, number)))
+        else:
+            copied = [each for each in plan.copied if each.host == here]
+            at_once = min(len(ranks), len(copied))
+            for each in copied:
+                work.append((each.slice, functools.partial(self._copy, each, at_once)))
+        tried, until = [], time.monotonic() + COPY_S
+        for number, do in work[turn :: len(ranks)]:
+            digest, why = do()
+            tried.append((number, digest, why))
+            if not why or time.monotonic() > until:
+                break
+        return tried
 
-    def _write(self, number: int) -> str:
-        """Read a slice from the source into memory of the agent; return why there is none, or ""."""
+    def _write(self, number: int) -> tuple[str, str]:
+        """Read a slice from the source into memory of the agent; return its digest, or why there is none."""
         layout, size = self._known.layout, self._data.block_bytes
         about = self._data.slice_name(layout, number)
         memory = self._agent.write(about, self._budget, about.nbytes / COPY_BYTES_PER_S)
         if isinstance(memory, str):
-            return memory
+            return "", memory
         for run in layout.contents(number):
             begin = run.offset * size
             data = self._reader.read(run.block, run.block + run.count)
             memory[begin : begin + len(data)] = np.frombuffer(data, dtype=np.uint8)
-        sums = slices_of.sums_of(memory.data, about.piece)
+        manifest = SliceManifest(about, slices_of.sums_of(memory.data, about.piece))
         del memory
-        return self._agent.written(SliceManifest(about, sums))
+        return slices_of.digest_of(slices_of.encode(manifest)), self._agent.written(manifest)
+
+    def _copy(self, copy: SliceCopy, at_once: int) -> tuple[str, str]:
+        """Have the agent copy a slice, as one of so many at once; return its digest, or why it has not."""
+        known = self._known
+        about, digest = self._data.slice_name(known.layout, copy.slice), known.digests[copy.slice]
+        addresses = tuple(known.hosts[each] for each in copy.sources)
+        limit_s = COPY_S + at_once * about.nbytes / COPY_BYTES_PER_S
+        return digest, self._agent.copy(CopySlice(about, digest, addresses, limit_s, self._budget))
 
     def _tell(self, result: SubmittedBlocks, lost: Sequence[Span], seconds: float) -> None:
         """Write down what was done. On rank 0."""

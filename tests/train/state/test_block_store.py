@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,22 @@ from ft_hsdp.state.agent import blocks as agent_blocks
 from ft_hsdp.state.agent.blocks import BlockAgent
 from ft_hsdp.state.transfer.blocks import SliceRead, SlicesRead
 from ft_hsdp.state.transfer.donor_connection import Answer, DonorConnection
-from ft_hsdp.train.state.block_data import BlockReader
+from ft_hsdp.train.state.block_data import BlockData, BlockReader
 from ft_hsdp.train.state.block_store import BlockStore, SubmittedBlocks
-from ft_hsdp.train.state.block_submission import BlockHolders
+from ft_hsdp.train.state.block_submission import COPY_BYTES_PER_S, COPY_S, BlockHolders
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import TOKEN
-from tests.support.state.block_replica import BLOCK_BYTES, BLOCKS, DATA, Rank, Replica, hosts, kill, store_of
+from tests.support.state.block_replica import (
+    BLOCK_BYTES,
+    BLOCKS,
+    DATA,
+    Group,
+    Rank,
+    Replica,
+    hosts,
+    kill,
+    store_of,
+)
 
 
 def kill_in_answer(monkeypatch: pytest.MonkeyPatch, holder: agent_helpers.Running, number: int) -> None:
@@ -161,6 +173,85 @@ def test_bytes_that_flip_in_memory_are_found_in_a_load_and_mended_by_the_next_su
         assert replica.read == []
 
 
+def test_a_submission_that_is_interrupted_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks of a host read, and no rank waits for another longer than one slice takes."""
+    monkeypatch.setattr("ft_hsdp.train.state.block_data.SLICE_BYTES", 2000)
+    rank, told, written, copied = threading.get_ident, Group.on_all, BlockAgent.written, BlockAgent.copy
+    slices, since, most, orders = Counter[int](), Counter[int](), Counter[int](), list[Any]()
+
+    def tells(self: Group, work: Any) -> Any:
+        try:
+            return told(self, work)
+        finally:
+            most[rank()] = max(most[rank()], since.pop(rank(), 0))
+
+    def writes(self: BlockAgent, *args: Any) -> str:
+        slices[rank()] += 1
+        since[rank()] += 1
+        return written(self, *args)
+
+    def copies(self: BlockAgent, order: Any) -> str:
+        since[rank()] += 1
+        orders.append(order)
+        return copied(self, order)
+
+    monkeypatch.setattr(Group, "on_all", tells)
+    monkeypatch.setattr(BlockAgent, "written", writes)
+    monkeypatch.setattr(BlockAgent, "copy", copies)
+    with hosts("a", "b"):
+        replica = Replica(["a", "b"])
+
+        def interrupted(store: BlockStore) -> None:
+            def source(first: int, end: int) -> np.ndarray:
+                if store is replica.stores[0] and slices[rank()] == 2:
+                    raise OSError("the disk is slow")
+                return replica.source(first, end)
+
+            with pytest.raises(Retryable, match="the disk is slow"):
+                store.submit(source)
+
+        replica.each(interrupted)
+        assert len(slices) == 4, "all ranks read"
+        kept = sum(end - first for first, end in replica.read)
+        assert kept > BLOCKS // 2
+        assert replica.submit() == SubmittedBlocks(copies=2, read=BLOCKS - kept, copied=BLOCKS, kept=kept)
+        assert sum(end - first for first, end in replica.read) == BLOCKS, "what is complete is not read again"
+        assert set(most.values()) == {1}
+        least_s = [COPY_S + each.about.nbytes / COPY_BYTES_PER_S for each in orders]
+        assert any(each.deadline_s > s for each, s in zip(orders, least_s, strict=True)), "two share a link"
+        replica.check()
+        replica.close()
+
+
+def test_slices_are_small_and_there_is_one_for_each_rank_as_far_as_there_are_ranges() -> None:
+    def parts(blocks: int, block_bytes: int, hosts: int, ranks: int) -> int:
+        data = BlockData.described("points", blocks, block_bytes, 2, permute=True)
+        cut = data.first_cut(hosts, ranks)
+        assert cut == data.cut(cut.slices // cut.parts, cut.parts), "what is held says how it was cut"
+        assert cut.slices // cut.parts == min(hosts, cut.ranges)
+        return cut.parts
+
+    assert parts(BLOCKS, BLOCK_BYTES, 4, 2) == 2
+    assert parts(BLOCKS, BLOCK_BYTES, 48, 8) == 1
+    assert parts(1 << 20, 1 << 10, 2, 1) == 2
+    assert parts(1 << 24, 1 << 10, 2, 8) == 32
+    assert parts(1 << 30, 1 << 20, 64, 8) == 64
+    assert parts(1 << 30, 1 << 20, 1 << 15, 8) == 2
+
+
+def test_hosts_that_hold_slices_of_another_cut_count_as_empty() -> None:
+    data = BlockData.described("points", BLOCKS, BLOCK_BYTES, 2, permute=True)
+    known = BlockHolders(data.cut(1), ["a", "b", "c"], [0, 0, 1, 1, 2, 2])
+    known.take([], data)
+    assert (known.layout.slices, known.layout.parts, known.holders) == (6, 2, {})
+    rows = [(0, 1, 8, 2, "x"), (1, 1, 8, 2, "x"), (1, 5, 8, 2, "y"), (2, 1, 8, 4, "x"), (2, 5, 8, 2, "z")]
+    known.take([*rows, (0, 9, 8, 2, "x"), (2, 0, 7, 2, "x")], data)
+    assert (known.layout.slices, known.layout.parts) == (8, 2)
+    assert known.holders == {1: [0, 1], 5: [2]}
+    known.take([(0, 1, 7, 2, "x")], data)
+    assert known.holders == {}, "no store of these data is cut like that"
+
+
 @pytest.mark.proof
 def test_a_rank_that_is_killed_in_a_submission_costs_no_slice_that_is_complete(tmp_path: Path) -> None:
     with hosts("a", "b"):
@@ -176,7 +267,7 @@ def test_a_rank_that_is_killed_in_a_submission_costs_no_slice_that_is_complete(t
         assert all(row["right"] for row in second)
         (done,) = {(row["copies"], row["read"], row["copied"], row["kept"]) for row in second}
         kept = sum(row["source"] for row in first.values())
-        assert 0 < kept < BLOCKS, "one slice was complete; the other one was begun"
+        assert 0 < kept < BLOCKS, "three slices were complete; the other one was begun"
         assert done == (2, BLOCKS - kept, BLOCKS, kept)
         assert sum(row["source"] for row in second) == BLOCKS - kept, "what is complete is not read again"
 
