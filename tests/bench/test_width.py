@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from argparse import Namespace
 from typing import Any
@@ -15,6 +16,9 @@ from ft_hsdp.bench.recovery.analysis import Kill
 from ft_hsdp.bench.results import MIB, ProgressLog, spread
 from ft_hsdp.bench.width import allreduce, blocks, lone, losses, pair, reshape
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.state.transfer import fetch, served_parts
+from ft_hsdp.state.transfer.http import StateServer
+from ft_hsdp.state.transfer.reshape import sources
 from tests.support.bench.tables import shown
 
 EMPTY: dict[str, Any] = {name: [] for name in (*WIDTH, "loads")}
@@ -52,6 +56,37 @@ def test_the_state_is_as_large_as_asked_for_and_the_same_in_both_widths() -> Non
         whole = [np.concatenate([each[number] for each in cut]) for number in range(reshape.TENSORS)]
         found[width] = [each.tobytes() for each in whole]
     assert found[4] == found[3]
+
+
+def test_each_round_seals_the_parts_that_it_fetches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A donor keeps what it has sealed, so a state that was fetched before would cost less than a real one."""
+    nbytes, sealed, servers = MIB, list[str](), list[StateServer]()
+
+    def counted(served: Any, *target: int) -> Any:
+        sealed.append(served.digest)
+        return seal(served, *target)
+
+    def serve(*arguments: Any) -> StateServer:
+        servers.append(StateServer(*arguments))
+        return servers[-1]
+
+    seal = served_parts._sealed
+    monkeypatch.setattr(served_parts, "_sealed", counted)
+    monkeypatch.setattr(reshape, "StateServer", serve)
+    monkeypatch.setattr(fetch, "DonorConnection", fetch.DonorConnection)  # which a taker replaces
+    try:
+        donors = [reshape._donor(nbytes, 4, rank) for rank in range(4)]
+        _, take = reshape._taker(nbytes, 3, 1, json.dumps([answer["address"] for answer, _ in donors]))
+        for step in (1, 2, 3):
+            for _, commit in donors:
+                commit({"do": "commit", "step": step})
+            take({"do": "take", "step": step})
+            take({"do": "check"})
+    finally:
+        for server in servers:
+            server.close()
+    of_round = len(sources(reshape.layout(nbytes, 3, 1), 4, 1, 3))  # donors
+    assert len(sealed) == len(set(sealed)) == 3 * of_round
 
 
 def test_loads_of_blocks_beside_the_goal() -> None:

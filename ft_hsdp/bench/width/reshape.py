@@ -3,6 +3,10 @@
 Each rank is a process. With ft_hsdp the 3 ranks fetch what they need from the state servers of the 4, everything
 verified. With torch.distributed.checkpoint (DCP) the 4 ranks save into /dev/shm, and the 3 load from there. They
 take turns. The bytes that the receivers read from their sockets are counted, manifests included.
+
+Each round has a state of its own, as a replica that comes back finds one that nobody has fetched: donors keep
+parts that they have sealed, so a second fetch of the same state would cost less. What a donor does when it commits
+a state, sealing its whole shard, does not count.
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +43,6 @@ from ft_hsdp.state.transfer.shard_manifest import Layout, PackedTensor, ShardMan
 WIDTHS = (4, 3)
 COLUMNS = 1024
 TENSORS = 48  # parameters and their averages: none has a number of rows that both widths divide
-STATE = StateId(0, 1, "0" * 32)
 TOKEN = "bench"  # noqa: S105 - guards random numbers
 HOST = "127.0.0.1"
 FETCH_S = 120.0
@@ -81,17 +86,20 @@ def reshape(nbytes: int, rounds: int, log: ProgressLog) -> ResultRow:
         takers = start("taker", target, json.dumps([each.address for each in donors]))
         savers = start("saver", source, str(folder / "savers"))
         loaders = start("loader", target, str(folder / "loaders"))
+        steps = count(1)
 
         def by_parts() -> float:
+            step = next(steps)
+            ask(donors, {"do": "commit", "step": step})
             began = time.perf_counter()
-            answers = ask(takers, {"do": "take"})
+            answers = ask(takers, {"do": "take", "step": step})
             took = time.perf_counter() - began
             counted.append(sum(each["bytes"] for each in answers))
             ask(takers, {"do": "check"})
             return took
 
         def by_dcp() -> float:
-            path = Path(shm, "state")
+            path = Path(shm, f"state-{next(steps)}")
             began = time.perf_counter()
             ask(savers, {"do": str(path)})
             ask(loaders, {"do": str(path)})
@@ -148,6 +156,11 @@ def content(place: Layout, width: int, rank: int) -> Bytes:
     return packed
 
 
+def state_of(step: int) -> StateId:
+    """Return the state that a step of the bench commits."""
+    return StateId(0, step, "0" * 32)
+
+
 # In the processes of the ranks.
 
 
@@ -155,10 +168,18 @@ def _donor(nbytes: int, width: int, rank: int) -> tuple[Answer, Obey]:
     place = layout(nbytes, width, rank)
     buffer, snapshots = SnapshotBuffer(place.nbytes), InMemorySnapshots()
     buffer.bytes[: place.nbytes] = content(place, width, rank)
-    made = ShardManifest(STATE, rank, width, place.fingerprint, place.nbytes, place.tensors, (1,), ())
-    snapshots.put(shard_manifest.seal(made, buffer.memory[: place.nbytes]), buffer)
+    shard = ShardManifest(state_of(0), rank, width, place.fingerprint, place.nbytes, place.tensors, (1,), ())
+    shard = shard_manifest.seal(shard, buffer.memory[: place.nbytes])
     server = StateServer(HOST, 0, snapshots, TOKEN)
-    return {"address": server.address}, lambda _: {}
+
+    def obey(command: Mapping[str, Any]) -> Answer:
+        nonlocal shard
+        snapshots.drop(shard.state, rank)
+        shard = replace(shard, state=state_of(command["step"]))
+        snapshots.put(shard, buffer)
+        return {}
+
+    return {"address": server.address}, obey
 
 
 class _Counting(DonorConnection):
@@ -179,7 +200,6 @@ def _taker(nbytes: int, width: int, rank: int, addresses: str) -> tuple[Answer, 
     wanted = content(place, width, rank)
     buffer = SnapshotBuffer(place.nbytes)
     donors = {of: [Donor(0, listed[of])] for of in sources(place, len(listed), rank, width)}
-    shard = WantedShard(STATE, rank, width, place)
 
     def obey(command: Mapping[str, Any]) -> Answer:
         if command["do"] == "check":
@@ -189,6 +209,7 @@ def _taker(nbytes: int, width: int, rank: int, addresses: str) -> tuple[Answer, 
             return {}
         before = _Counting.total
         into = buffer.memory[: place.nbytes]
+        shard = WantedShard(state_of(command["step"]), rank, width, place)
         fetch_shard(shard, len(listed), donors, into, TOKEN, FETCH_S, threading.Event(), lambda *_: None)
         return {"bytes": _Counting.total - before}
 
