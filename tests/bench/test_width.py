@@ -91,12 +91,22 @@ def test_each_round_seals_the_parts_that_it_fetches(monkeypatch: pytest.MonkeyPa
 
 def test_loads_of_blocks_beside_the_goal() -> None:
     row = blocks.planned(8, blocks.PER_HOST)
-    assert [v.met for v in goals.width({**EMPTY, "blocks": [row]})] == [True, True]
-    worse = {**row, "scattered": {**row["scattered"], "times": 1.16, "senders": 13}}
+    assert [v.met for v in goals.width({**EMPTY, "blocks": [row]})] == [True], (
+        "8 hosts: no plan has too many senders"
+    )
+    wide = blocks.planned(16, blocks.PER_HOST)
+    found = wide["scattered"]
+    assert (found["senders_formula"], found["senders_most"]) == (5, 6)
+    assert found["times_printed"] == pytest.approx(found["times"] * 4 / 3, abs=0.01)
+    assert [v.met for v in goals.width({**EMPTY, "blocks": [wide]})] == [True, True]
+    worse = {**wide, "scattered": {**found, "times": 1.16, "senders": 7}}
     assert [v.met for v in goals.width({**EMPTY, "blocks": [worse]})] == [False, False]
     loads = [blocks.loaded(4, MIB, 1), blocks.loaded(4, MIB // 4, 1, 8e6)]
     assert [list(each["loads"]) for each in loads] == [list(blocks.WAYS)] * 2
-    text = shown("width", {**EMPTY, "blocks": [row], "loads": loads})
+    text = shown("width", {**EMPTY, "blocks": [row, wide], "loads": loads})
+    assert f"{found['times']:.2f} ({found['times_printed']:.2f})" in text
+    assert f"The busiest link of single carries {loads[1]['expected']:.2f} times the bytes" in text
+    assert (loads[0]["expected"], loads[1]["expected"] > 1) == (None, True)
     assert "from 4 servers on this machine, over loopback" in text
     assert "links of 8 MB/s" in text
 
@@ -108,9 +118,11 @@ def test_slow_links_carry_what_was_planned_and_no_faster() -> None:
         assert each["min_ms"] >= 0.99e3 * each["busiest_bytes"] / 20e6, "no link is faster than it is"
     scattered, single = (row["loads"][way] for way in ("scattered", "single"))
     assert single["busiest_bytes"] == single["formula_bytes"] > 3 * scattered["busiest_bytes"]
-    seen = {"ratio": 3.9, "low": 3.8, "high": 4.0}
+    assert row["expected"] == pytest.approx(single["carried_bytes"] / scattered["carried_bytes"], abs=0.001)
+    row["expected"] = 6.0
+    seen = {"ratio": 3.1, "low": 3.0, "high": 4.0}
     assert [v.met for v in goals.width({**EMPTY, "loads": [{**row, "times": seen}]})] == [True]
-    slower = {**seen, "low": 0.9}
+    slower = {**seen, "low": 2.9}
     assert [v.met for v in goals.width({**EMPTY, "loads": [{**row, "times": slower}]})] == [False]
     assert list(goals.width({**EMPTY, "loads": [{**row, "times": slower, "bytes_per_s": None}]})) == []
 

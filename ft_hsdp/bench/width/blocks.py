@@ -6,7 +6,8 @@ The survivors share the blocks that the lost host worked on (ReStore §IV-B, §V
 - consecutive: they are not, so that only the r - 1 other holders of those blocks send;
 - single: one of these sends all, as in a job that has one other copy of each part.
 
-The plans are counted for clusters of the paper's sizes. Then the loads are made in this process, from one state
+The plans are counted for clusters of the paper's sizes. The bytes stand beside the formula as it has to be and as
+it is printed (`bottleneck_blocks` says why they differ). Then the loads are made in this process, from one state
 server for each host, and what arrives is counted: it must be what was planned, bit for bit. They are made over
 loopback, where the processor is the limit, and through a slow link for each server (`links`), where the busiest
 sender is, as in the paper's figures.
@@ -98,18 +99,23 @@ def planned(hosts: int, per_host: int) -> ResultRow:
         row[name] = {
             "busiest_bytes": most * BLOCK,
             "times": ratio(most, formula),
+            "times_printed": ratio(most, formula * (COPIES - 1) / COPIES),
             "senders": max(plan.senders().values()),
-            "senders_formula": _senders(layout),
+            **_senders(layout),
         }
     row["apart"] = ratio(row["consecutive"]["busiest_bytes"], row["scattered"]["busiest_bytes"])
     return row
 
 
-def _senders(layout: BlockLayout) -> int:
-    """Return ReStore's bound of the hosts that a rank reads from; one more, if its share begins inside a range."""
+def _senders(layout: BlockLayout) -> dict[str, int]:
+    """Return ReStore's formula for the hosts that a rank reads from, and how many they may be at most.
+
+    A part that begins inside a range touches one range more. No rank reads from more hosts than are left.
+    """
     if layout.seed is None:
-        return 1
-    return bottleneck_senders(layout.blocks, layout.slices, layout.range_blocks) + 1
+        return {"senders_formula": 1, "senders_most": 1}
+    formula = bottleneck_senders(layout.blocks, layout.slices, layout.range_blocks)
+    return {"senders_formula": formula, "senders_most": min(formula + 1, layout.slices - 1)}
 
 
 def loaded(hosts: int, per_host: int, rounds: int, bytes_per_s: float | None = None) -> ResultRow:
@@ -123,6 +129,7 @@ def loaded(hosts: int, per_host: int, rounds: int, bytes_per_s: float | None = N
 
     Returns:
         The row. "busiest_bytes" are blocks; "carried_bytes" are all that the busiest link carried in one load.
+        "expected" is how many times as many bytes it carried from a single source as scattered; None: no links.
 
     Raises:
         DataCorruption: What came is not what was planned.
@@ -153,9 +160,10 @@ def loaded(hosts: int, per_host: int, rounds: int, bytes_per_s: float | None = N
             "formula_bytes": round(formula * BLOCK * (COPIES - 1 if way == "single" else 1)),
             "carried_bytes": carried.get(way),
             "senders": max(plan.senders().values()),
-            "senders_formula": _senders(layout),
+            **_senders(layout),
         }
     row["times"] = ratio_interval(times["single"], times["scattered"])
+    row["expected"] = ratio(carried["single"], carried["scattered"]) if carried else None
     return row
 
 

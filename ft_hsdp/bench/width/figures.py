@@ -24,13 +24,13 @@ def width_figures(result: Row, console: Console) -> None:
     if rows := [
         (
             str(row["hosts"]),
-            *(f"{row[k]['times']:.2f}" for k in ("scattered", "consecutive")),
+            *(f"{row[k]['times']:.2f} ({row[k]['times_printed']:.2f})" for k in ("scattered", "consecutive")),
             f"{row['apart']:.1f}",
             f"{row['scattered']['senders']} / {row['scattered']['senders_formula']}",
         )
         for row in result["blocks"]
     ]:
-        title = "the busiest sender of a lost host's blocks, times ReStore's formula"
+        title = "busiest sender of a lost host's blocks, times ReStore's formula (as printed)"
         print_table(
             console, title, ("hosts", "scattered", "consecutive", "apart, times", "senders / formula"), rows
         )
@@ -78,6 +78,8 @@ def _loads(row: Row, console: Console) -> None:
     ]
     print_table(console, title, heads, found)
     console.print(f"scattered beside single: {interval_of(row['times'], ' times as fast')}")
+    if rate is not None:
+        console.print(f"The busiest link of single carries {row['expected']:.2f} times the bytes")
 
 
 def _lone(row: Row, console: Console) -> None:
