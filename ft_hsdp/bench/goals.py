@@ -60,6 +60,7 @@ BLOCKS_TIMES = 1.15
 SCATTERED_SHARE = 0.5
 LANES_TIMES = 1.25  # an all-reduce of replicas of 4 and 3 ranks, beside 4 and 4
 WIDTH_RATE, WIDTH_WAIT = 0.97, 0.1  # of the share of the ranks; steps that the other replica waits
+WIDTH_CHANGES = 1  # among random losses, of each kind: else they say nothing about them
 LONE_MS, LONE_STEPS = 2000.0, 1
 LOST_MS, LOST_TIMES, LOST_STEPS = 1500.0, 3.7, 1
 
@@ -321,6 +322,9 @@ def width(result: Row) -> Verdicts:
     for row in result["losses"]:
         wrong = row["twice"] + row["skipped"] + (not row["replayed"]) + len(row["breaches"])
         yield most(f"{row['job']}, {row['losses']} hosts lost: twice, skipped, not replayed", row, 0, wrong)
+        yield least(f"{row['job']}: hosts lost, of those asked for", row, row["asked"], row["losses"])
+        yield least(f"{row['job']}: times that a replica shrank", row, WIDTH_CHANGES, row["shrunk"])
+        yield least(f"{row['job']}: times that a replica grew", row, WIDTH_CHANGES, row["grown"])
     for row in result["allreduce"]:
         yield most("all-reduce of 4 with 3 ranks, times 4 with 4", row, LANES_TIMES, row["times"])
 

@@ -237,11 +237,13 @@ def test_one_of_two_replicas_shrinks_beside_the_goals() -> None:
 def test_random_losses_beside_the_goal() -> None:
     row: dict[str, Any] = {"job": "one, adapt", "replicas": 1, "ranks": 4, "losses": 50, "shrunk": 30, "grown": 20}
     row |= {"steps": 1500, "narrow_steps": 200, "trained": 5000, "twice": 0, "skipped": 0}
-    row |= {"replayed": True, "breaches": []}
-    assert [v.met for v in goals.width({**EMPTY, "losses": [row]})] == [True]
+    row |= {"replayed": True, "breaches": [], "asked": 50}
+    assert [v.met for v in goals.width({**EMPTY, "losses": [row]})] == [True] * 4
     assert "one, adapt" in shown("width", {**EMPTY, "losses": [row]})
     for worse in ({"twice": 1}, {"skipped": 1}, {"replayed": False}, {"breaches": ["a line"]}):
-        assert [v.met for v in goals.width({**EMPTY, "losses": [{**row, **worse}]})] == [False]
+        assert [v.met for v in goals.width({**EMPTY, "losses": [{**row, **worse}]})] == [False, True, True, True]
+    short = {**row, "losses": 49, "shrunk": 0, "grown": 0}
+    assert [v.met for v in goals.width({**EMPTY, "losses": [short]})] == [True, False, False, False]
 
 
 @pytest.mark.soak

@@ -62,7 +62,7 @@ class _Hosts:
 def losses(count: int, log: ProgressLog, names: Sequence[str] = tuple(JOBS)) -> list[ResultRow]:
     """Return a row for each name in `JOBS`: random losses, the audit, the replay and the check of the logs.
 
-    If the steps do not last for ``count`` losses, the row says how many there were.
+    If the steps do not last for ``count`` losses, the row says how many there were, and its goal is missed.
 
     Raises:
         Retryable: A process fails, or the job stands still.
@@ -91,6 +91,7 @@ def losses(count: int, log: ProgressLog, names: Sequence[str] = tuple(JOBS)) -> 
             "job": name,
             "replicas": replicas,
             "ranks": RANKS,
+            "asked": count,
             "losses": done,
             "shrunk": changes.count("Shrunk"),
             "grown": changes.count("Grown"),
