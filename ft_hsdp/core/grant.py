@@ -247,7 +247,9 @@ Answer = Grant | Continue | CatchUp | Finish | Refused
 class Holders:
     """The lighthouse's answer to GET /v1/holders: where copies of the newest state may be. It has no tag."""
 
-    stands: bool  # a member of another replica is not known to have exited: the job goes on without the asking one
+    # A member of another replica that holds the base of its epoch is not known to have exited: the job goes on
+    # without the asking one.
+    stands: bool
     head: StateId | None  # the newest state that is known to be committed; None: there is none
     # "host:port" of the state agents of each replica; also of those whose ranks are dead.
     agents: dict[int, tuple[str, ...]] = field(default_factory=dict)

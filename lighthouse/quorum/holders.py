@@ -31,8 +31,9 @@ def holders(
     grant = s.grant
     members = grant.members if grant else ()
     others = [m for m in members if m.replica != replica]
-    # Also while their ring is broken: they hold the head, and form the next epoch in a moment.
-    stands = any(alive(s, (m.replica, m.incarnation)) for m in others)
+    # Also while their ring is broken: they hold the head, and form the next epoch in a moment. One that is behind
+    # does not hold it: if it lives alone, the head is what the replica that recovers finds.
+    stands = any(m.holds_base and alive(s, (m.replica, m.incarnation)) for m in others)
     if s.rewinding or s.diverged:
         return Holders(stands, s.head)
     told: list[tuple[int, StateAgents]] = list((heard or {}).items())

@@ -115,8 +115,8 @@ class Standing(Job):
     def until_known(self, head: int, condition: Callable[[], object], what: str) -> None:
         """Wait until a step is the newest one, the lighthouse knows it, and `condition` holds.
 
-        A leader reports a commit a moment after it has logged it. Who is killed in between takes the step with it, and
-        nobody counts it as lost.
+        A leader reports a commit a moment after it has logged it. Who is killed in between takes the step with it,
+        and nobody counts it as lost.
         """
         self.until(lambda: self.step() == head == self.reported() and condition(), what)
 
@@ -276,6 +276,29 @@ def test_the_last_healthy_replica_loses_a_host_while_the_other_one_fetches(tmp_p
         newest = {row["replica"]: row for row in rows}
         assert {facts(row) for row in newest.values()} == {("replica", head, 0)}, rows
         assert all(row["from"] == {"0": "r0h0", "1": "r1h1"} for row in newest.values()), rows
+        assert not job.events("HeadRolledBack")
+
+
+@pytest.mark.proof
+def test_the_last_healthy_replica_recovers_from_its_copies_while_the_other_one_is_behind(tmp_path: Path) -> None:
+    """M63: replica 1 lives and has nothing; replica 0 has copies, and loses a host."""
+    points = {"fetch": {"replicas": [1], "rank": 1, "life": 1, "step": 0, "signal": "STOP"}}
+    with Standing(tmp_path, points, replicas=2) as job:
+        job.until(lambda: job.step() >= 5, "step 5")
+        job.lose_ranks({1: ["r1h0", "r1h1"]})
+        job.until(lambda: len(job.events("CheckedIn", replica=1)) == 2, "the second life of replica 1")
+        job.until(lambda: job.stopped(0, 1), "replica 0 waits")
+        job.signal(0, 1, signal.SIGCONT)
+        job.until(lambda: job.stopped(1, 1), "the fetch of rank 1")
+        everywhere = {("r0h0", 0), ("r0h0", 1), ("r0h1", 0), ("r0h1", 1)}
+        job.until(lambda: job.step() == job.reported() and everywhere <= job.held(job.step()), "the copies")
+        head = job.step()
+        assert job.events("EpochGranted")[-1]["roles"] == {"0": "contribute", "1": "behind"}
+        job.lose_ranks({0: ["r0h1"]})
+        job.until(lambda: job.events("StateRestored", replica=0), "the state of replica 0")
+        job.signal(1, 1, signal.SIGCONT)
+        rows = [row for row in recoveries(job, STEPS) if row["replica"] == 0]
+        assert [(facts(row), row["from"]) for row in rows] == [(("copy", head, 0), {"0": "r0h0", "1": "r0h0"})]
         assert not job.events("HeadRolledBack")
 
 

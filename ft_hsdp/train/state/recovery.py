@@ -5,7 +5,8 @@ checkpoint, or else the initial one. The ranks do it together, so that all of th
 decides, each rank takes its own shard:
 
     all ranks      what the agent of this rank's host has kept
-    rank 0         if nobody else trains and the head is newer: what all other agents have kept
+    rank 0         if nobody else trains and the head is newer: what all other agents have kept;
+                   while others train, if these agents have no whole state: what else they have kept
     rank 0         `memory.recovery.newest`: the newest state of which every shard is in some agent
     each rank      verifies its shard: its own agent's, or one that it fetches into a slot of its own agent
     all ranks      load it if all have verified theirs; else rank 0 decides again, without the failed sources
@@ -202,7 +203,8 @@ class _Restoration:
         """Return what other agents keep, if this replica needs it. On rank 0; blocks.
 
         While others train it does not: it would have to fetch what they have by then, anyway. Exits are reported a
-        moment after they happen, so a replica that has no state of its own looks twice.
+        moment after they happen, so a replica that has no state of its own looks twice. Then its own hosts tell
+        which copies they keep: those who train may end before it has fetched anything.
         """
         about = self._about
         found = about.holders(0.0 if best is not None or about.number == 0 else about.reach_s)
@@ -212,13 +214,11 @@ class _Restoration:
                 time.sleep(LOOK_S)
                 found = about.holders(0.0) or found
         self._found = found
-        if found is not None and found.stands:
-            return []
-        if found is None or (found.head is None and best is None and about.number > 0):
+        if found is None or found.stands or found.head is None:
+            if found is not None and (best is not None or about.number == 0):
+                return []
             # Its own hosts may have copies for each other, or shards of another number of ranks.
             return [h for h in self._ask(NOBODY, hurry=False) if h.replica == about.replica]
-        if found.head is None:
-            return []
         if best is not None and not state_id.newer(found.head, best.state):
             return []
         return self._ask(found, hurry=True)

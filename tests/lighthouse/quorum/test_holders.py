@@ -49,6 +49,19 @@ def test_the_job_stands_while_those_whose_ring_broke_form_the_next_epoch():
     assert holders(job.s, 1).stands is False
 
 
+def test_a_member_that_is_behind_does_not_hold_the_head():
+    job = Script(total=2)
+    job.first(0, 1)
+    job.ask(0, at(1, 4), epoch=1)
+    job.runs({0: 0, 1: 1}, exited=[(1, 0)])
+    job.ask(1, life=1)
+    joined = job.ask(0, at(1, 5), epoch=1).grant(0)
+    assert {m.replica: m.role for m in joined.members} == {0: "contribute", 1: "behind"}
+    assert holders(job.s, 1).stands, "replica 0 holds it"
+    job.runs({1: 1}, exited=[(0, 0)])
+    assert holders(job.s, 0).stands is False, "replica 1 lives, and has nothing"
+
+
 def test_agents_are_those_of_the_grant_of_open_requests_and_those_that_were_heard_last():
     job = Script(total=3)
     job.first(0, 1)

@@ -242,13 +242,29 @@ def test_a_checkpoint_that_is_older_is_not_read(hosts: Make, tmp_path: Path) -> 
     assert found.read == 0
 
 
-def test_while_others_train_no_other_agent_is_asked(hosts: Make, tmp_path: Path) -> None:
+def test_while_others_train_no_agent_of_another_replica_is_asked(hosts: Make, tmp_path: Path) -> None:
     own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 5)]
     other = hosts(1, "r1h0", 0, 5)
     found = restored(tmp_path, own, Lighthouse(5, [*own, other], stands=[True] * 1000))
     assert found.states == [AGAINST] * 2, "where it begins to catch up does not matter"
-    told(found, lost_steps=0)
+    told(found, rung="checkpoint", lost_steps=0)
     assert other.asked == 0
+
+
+def test_while_others_train_copies_on_the_own_hosts_are_found(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 5)]
+    own[1].keep(5, 0)
+    found = restored(tmp_path, own, Lighthouse(5, own, stands=[True] * 1000))
+    assert (found.states, found.right, found.read) == ([state(5)] * 2, True, 0), "no checkpoint is read"
+    told(found, rung="copy", lost_steps=0)
+
+
+def test_an_own_state_is_enough_while_others_train(hosts: Make, tmp_path: Path) -> None:
+    own = [hosts(0, "r0h0", 0, 4), hosts(0, "r0h1", 1, 4, 5)]
+    own[1].keep(5, 0)
+    found = restored(tmp_path, own, Lighthouse(6, own, stands=[True] * 1000))
+    assert found.states == [state(4)] * 2, "it fetches a newer one in any case"
+    assert [agent.asked for agent in own] == [0, 0]
 
 
 def test_an_exit_that_is_reported_a_moment_late_is_waited_for(hosts: Make, tmp_path: Path) -> None:
