@@ -194,6 +194,7 @@ class RankRuntime:
             lambda error: self.end(str(error), error.exit_code),
             config.ftar.timeout_s,
             copied=config.state.snapshot == "every_step",
+            first_life=not identity.predecessors,
         )
         self.spans = SpanWatch(self._model.watch, self.snapshots, self._journal)
         self._call(self._open(identity))

@@ -83,6 +83,7 @@ class CopyKeeper:
         limit_s: float,
         *,
         copied: bool = True,
+        first_life: bool = True,
     ) -> None:
         """Make the keeper of a rank.
 
@@ -97,6 +98,8 @@ class CopyKeeper:
             wrong: Takes the error of a configuration that this job's hosts cannot meet.
             limit_s: A vote waits less than that for copies, and a copy that takes longer is given up, in seconds.
             copied: Whether each state is copied into its own host's memory.
+            first_life: Whether no incarnation of this replica came before. A later one may have fewer hosts than
+                the job began with: an explicit number of copies that they cannot hold ends nothing then.
 
         Raises:
             ConfigError: The budget has no room for one shard.
@@ -117,7 +120,8 @@ class CopyKeeper:
         self._failures: dict[tuple[int, int], tuple[StateId, int]] = {}  # newest state, and how many in a row
         self._lock = threading.Lock()  # of what follows
         self._plan: CopyPlan | None = None
-        self._checked = config.copies is None or config.copies == 1
+        self._ranks = len(shards)
+        self._checked = config.copies is None or config.copies == 1 or not first_life
         self._state: StateId | None = None  # that this rank holds
         self._refused: dict[tuple[int, int], tuple[StateId, str]] = {}  # shards for which the agent had no room
         self._missing = False  # whether copies of the last state that was waited for were missing
@@ -134,7 +138,8 @@ class CopyKeeper:
     def configure(self, grant: Grant) -> None:
         """Take the plan of a new epoch, and order the copies of the present state. Does not block."""
         members = hosts_of(grant) if self._copied else ()
-        if members and not self._checked and len(members) >= self._replicas:
+        whole = len(members) >= self._replicas and all(len(member.hosts) == self._ranks for member in members)
+        if members and whole and not self._checked:
             self._check(members)
         self._grant = grant
         plan = self._planner.plan(grant, members, self._refusals)
@@ -378,7 +383,10 @@ class CopyKeeper:
         return refused
 
     def _check(self, members: tuple[MemberHosts, ...]) -> None:
-        """Compare an explicit number of copies with the hosts of the whole job, once."""
+        """Compare an explicit number of copies with the hosts of the whole job, once, as it begins.
+
+        What is lost later is said (`Unprotected`), and ends nothing: a job that is less safe is better than none.
+        """
         self._checked = True
         wanted = self._config.copies
         assert wanted is not None

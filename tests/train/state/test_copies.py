@@ -95,7 +95,7 @@ class Rank:
         self.errors: list[ConfigError] = []
         self.file = folder / f"{replica}-{rank}.jsonl"
         self.journal = Journal(self.file)
-        copied = config.pop("copied", True)
+        told = {"copied": config.pop("copied", True), "first_life": config.pop("first_life", True)}
         self.keeper = CopyKeeper(
             replica,
             rank,
@@ -106,7 +106,7 @@ class Rank:
             self.journal,
             self.errors.append,
             60.0,
-            copied=copied,
+            **told,
         )
 
     def vote(self, step: int) -> Vote:
@@ -437,6 +437,26 @@ def test_an_explicit_number_that_the_hosts_cannot_hold_is_an_error_once_all_are_
     early = Rank(tmp_path, 0, 2, 2, **config)
     early.keeper.configure(grant(1, 0, members))
     assert early.errors == [], "the other replica may still bring its hosts"
+
+
+@pytest.mark.parametrize(
+    ("first_life", "members"),
+    [
+        (False, {0: ("r0h0",) * 4}),  # it came back on one host, on Ray for example
+        (False, {0: ("r0h0",) * 4, 1: ("r1h0",) * 2}),  # the other one shrank
+        (True, {0: ("r0h0",) * 4, 1: ("r0h0",) * 2}),  # the other one shrank before both have trained together
+    ],
+)
+def test_an_explicit_number_that_hosts_that_are_left_cannot_hold_ends_nothing(
+    tmp_path: Path, first_life: bool, members: dict[int, tuple[str, ...]]
+) -> None:
+    one = Rank(tmp_path, 0, 0, len(members), copies=3, first_life=first_life)
+    one.keeper.configure(grant(3, 5, members))
+    for step in (5, 6):
+        one.keeper.settled(state(step), True, CopyCost())
+    assert one.errors == []
+    ((name, why),) = one.told()
+    assert (name, why.startswith("3 copies on different hosts are wanted")) == ("Unprotected", True)
 
 
 def test_a_budget_without_room_for_one_shard_is_refused() -> None:
