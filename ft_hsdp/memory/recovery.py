@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ft_hsdp.core import state_id
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.hosts import Host
 
@@ -87,7 +88,9 @@ def newest(
             continue
         if holding.layout == width.layouts[holding.rank]:
             key = holding.state, holding.ranks
-            found.setdefault(key, [[] for _ in width.layouts])[holding.rank].append(holding)
+            if key not in found:
+                found[key] = [[] for _ in width.layouts]
+            found[key][holding.rank].append(holding)
     whole = [key for key, shards in found.items() if all(shards)]
     if not whole:
         return None
@@ -104,6 +107,33 @@ def newest(
         for needed, host in zip(known[ranks].needs, hosts, strict=True)
     )
     return Recoverable(state, tuple(sources))
+
+
+class Gathering:
+    """Counts shards while agents answer, to tell when it is worthwhile to call `newest`. One step for each shard.
+
+    Args:
+        head: Older states do not count.
+    """
+
+    def __init__(self, head: StateId) -> None:
+        self._head = head
+        self._seen: dict[tuple[StateId, int], set[int]] = {}  # by state and width: of which ranks there are shards
+
+    def add(self, shards: Iterable[tuple[StateId, int, int]]) -> bool:
+        """Return whether these are the last ones of a state: it is true once for each state and width.
+
+        Args:
+            shards: (state, ranks, rank) of each.
+        """
+        last = False
+        for state, ranks, rank in shards:
+            seen = self._seen.setdefault((state, ranks), set())
+            if state_id.newer(self._head, state) or rank in seen or not 0 <= rank < ranks:
+                continue
+            seen.add(rank)
+            last = last or len(seen) == ranks
+        return last
 
 
 def _age(state: StateId) -> tuple[int, int, str]:

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.memory.recovery import Holding, newest, rung
+from ft_hsdp.memory.recovery import Gathering, Holding, newest, rung
 
 
 def state(step: int, epoch: int = 1) -> StateId:
@@ -113,3 +113,14 @@ def test_a_state_is_found_whenever_each_shard_is_somewhere(replicas: int, ranks:
             if found is not None:
                 assert found.state == state(5)
                 assert all(h.rank == k and h in left for k, sources in enumerate(found.sources) for h in sources)
+
+
+def test_a_state_is_complete_once_and_older_ones_do_not_count() -> None:
+    gathering = Gathering(state(5))
+    older = [(state(4), 2, rank) for rank in (0, 1)]
+    assert not gathering.add([*older, (state(5), 2, 0), (state(5), 3, 1), (state(5), 2, 2)])
+    assert not gathering.add([(state(5), 2, 0), (state(5), 3, 0)]), "of two widths, none of which is there"
+    assert gathering.add([(state(5), 2, 1)])
+    assert not gathering.add([(state(5), 2, 0), (state(5), 2, 1)]), "it was said"
+    assert gathering.add([(state(6), 1, 0), (state(5), 3, 0)]), "a newer one"
+    assert gathering.add([(state(5), 3, 2)])

@@ -8,14 +8,15 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer import holdings, shard_manifest
 from ft_hsdp.state.transfer.donor_connection import HELD
-from ft_hsdp.state.transfer.holdings import ask_held
+from ft_hsdp.state.transfer.holdings import Held, ask_held
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import MAX_HELD, HeldShard
 from tests.support.known import KnownConnection, admit
@@ -90,10 +91,59 @@ def test_nobody_is_waited_for_once_the_answers_are_enough() -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             addresses = [server.address, f"127.0.0.1:{silent.getsockname()[1]}"]
             began = time.monotonic()
-            assert ask_held(addresses, TOKEN, 600.0, lambda found: len(found) == 1) == {server.address: (ROW,)}
+            assert ask_held(addresses, TOKEN, 600.0, lambda *_: True) == {server.address: (ROW,)}
             assert time.monotonic() - began < 300.0
     finally:
         server.close()
+
+
+def many(count: int) -> list[str]:
+    return [f"127.0.0.1:{port}" for port in range(1, count + 1)]
+
+
+def test_at_the_deadline_answers_are_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(holdings, "_ask", lambda *_: (ROW,))
+    monkeypatch.setattr(holdings, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    taken: list[str] = []
+
+    def enough(address: str, held: Held) -> bool:
+        assert held == (ROW,)
+        taken.append(address)
+        now[0] += 0.4  # it is slow
+        return False
+
+    assert list(ask_held(many(80), TOKEN, 1.0, enough)) == taken
+    assert len(taken) == 3
+
+
+def test_few_threads_ask_many_agents(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+
+    def ask(*_: object) -> Held:
+        threads.add(threading.get_ident())
+        time.sleep(0.001)
+        return (ROW,)
+
+    monkeypatch.setattr(holdings, "MAX_THREADS", 4)
+    monkeypatch.setattr(holdings, "_ask", ask)
+    assert set(ask_held(many(50), TOKEN, 60.0)) == set(many(50))
+    assert len(threads) <= 4
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_threads_that_cannot_start_are_done_without(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    start, starts = threading.Thread.start, []
+
+    def refused(thread: threading.Thread) -> None:
+        starts.append(thread)
+        if len(starts) > left:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(holdings, "_ask", lambda *_: (ROW,))
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert len(ask_held(many(5), TOKEN, 60.0)) == (5 if left else 0)
 
 
 def test_a_server_that_answers_something_else_is_left_out() -> None:

@@ -33,7 +33,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.hosts import Host, plain
-from ft_hsdp.memory.recovery import Holding, Recoverable, newest, rung
+from ft_hsdp.memory.recovery import Gathering, Holding, Recoverable, newest, rung
 from ft_hsdp.state.checkpoint import catalog
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
@@ -231,7 +231,7 @@ class _Restoration:
         mine = {peer.address: peer.host for peer in self._peers}
         where = found.hosts | mine
         known = {(h.address, h.replica, h.rank, h.ranks, h.state) for h in self._own}
-        others = {address for agents in found.agents.values() for address in agents}
+        others = [address for agents in found.agents.values() for address in agents]
 
         def holdings(answers: Mapping[str, Held]) -> list[Holding]:
             return [
@@ -241,11 +241,25 @@ class _Restoration:
                 if (address, row.replica, row.rank, row.ranks, row.state) not in known
             ]
 
-        def enough(answers: Mapping[str, Held]) -> bool:
-            whole = self._newest(holdings(answers)) if hurry else None
-            return whole is not None and found.head is not None and not state_id.newer(found.head, whole.state)
+        answers: dict[str, Held] = {}
+        gathering = Gathering(found.head) if hurry and found.head is not None else None
+        if gathering is not None:
+            gathering.add((h.state, h.ranks, h.rank) for h in self._own)
 
-        return holdings(ask_held({*mine, *others}, self._about.token, ASK_S, enough))
+        def enough(address: str, rows: Held) -> bool:
+            answers[address] = rows
+            if gathering is None or not gathering.add((r.state, r.ranks, r.rank) for r in rows if self._fits(r)):
+                return False
+            whole = self._newest(holdings(answers))
+            assert found.head is not None
+            return whole is not None and not state_id.newer(found.head, whole.state)
+
+        return holdings(ask_held([*mine, *others], self._about.token, ASK_S, enough))
+
+    def _fits(self, row: HeldShard) -> bool:
+        """Return whether a shard is one of this replica, as far as its width says. On rank 0."""
+        size = len(self._peers)
+        return row.ranks != size or (0 <= row.rank < size and row.layout == self._peers[row.rank].layout)
 
     def _ask_everybody(self) -> None:
         """Ask all agents once, with time to answer: a source has failed, and others may have the same shard."""

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.memory.recovery import Recoverable, newest
 from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.state.transfer.holdings import Held
 from ft_hsdp.train.state import recovery
 from ft_hsdp.train.state.checkpointing import Checkpoints
 from ft_hsdp.train.state.live_state import LiveState
@@ -265,6 +269,33 @@ def test_an_own_state_is_enough_while_others_train(hosts: Make, tmp_path: Path) 
     found = restored(tmp_path, own, Lighthouse(6, own, stands=[True] * 1000))
     assert found.states == [state(4)] * 2, "it fetches a newer one in any case"
     assert [agent.asked for agent in own] == [0, 0]
+
+
+def test_the_newest_state_is_looked_for_once_and_not_after_each_answer(
+    hosts: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, other = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1)], hosts(1, "r1h0", 0, 5)
+    other.keep(5, 1)
+    calls = 0
+    sufficed: list[str] = []
+
+    def counted(*args: Any) -> Recoverable | None:
+        nonlocal calls
+        calls += 1
+        return newest(*args)
+
+    def ask(addresses: Iterable[str], token: str, _: float, enough: Callable[..., bool]) -> dict[str, Held]:
+        first, second = sorted(other.held(), key=lambda row: row.rank)
+        foreign = replace(second, layout="f" * 32)
+        answers = {f"127.0.0.1:{port}": (foreign,) for port in range(1, 101)} | {other.address: (first, second)}
+        sufficed.extend([address for address, rows in answers.items() if enough(address, rows)])
+        return answers
+
+    monkeypatch.setattr(recovery, "newest", counted)
+    monkeypatch.setattr(recovery, "ask_held", ask)
+    found = restored(tmp_path, own, Lighthouse(5, [*own, other]))
+    assert (found.states, sufficed) == ([state(5)] * 2, [other.address])
+    assert calls == 3, "before the agents are asked, when they have all of it, and for the attempt"
 
 
 def test_an_exit_that_is_reported_a_moment_late_is_waited_for(hosts: Make, tmp_path: Path) -> None:
