@@ -396,6 +396,24 @@ def test_a_donor_without_a_place_is_asked_again() -> None:
     assert not told
 
 
+@pytest.mark.parametrize("left", range(3))
+def test_threads_that_have_started_end_if_another_one_cannot(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    start, starts = threading.Thread.start, []
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name in ("fetch-donor", "fetch-verify"):
+            starts.append(thread)
+            if len(starts) > left:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with good(snapshot()) as (one, _), good(snapshot()) as (two, _):
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        error, _, told = run([one, two])
+    assert (str(error), told) == ("no thread is left for it", [])
+    assert [thread.is_alive() for thread in starts] == [False] * (left + 1)
+
+
 def test_the_deadline() -> None:
     with good() as (address, _):
         error, _, told = run([address], deadline_s=0.3)

@@ -199,6 +199,20 @@ def test_without_one_part_there_is_no_shard(serving: Make) -> None:
         take(4, donors, 3, 1)
 
 
+def test_parts_for_which_no_thread_is_left_are_not_fetched(serving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "fetch-part_1":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    donors = at(serving(4, *range(4)))
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(NotFetched, match="no thread is left for it"):
+        take(4, donors, 3, 1)
+
+
 def test_the_caller_may_cancel(serving: Make) -> None:
     cancel = threading.Event()
     cancel.set()

@@ -133,7 +133,7 @@ def fetch(
     Raises:
         Cancelled: ``cancel`` was set.
         DataCorruption: The donors have different bits of that state, and there is no majority.
-        NotFetched: The deadline passed, or every donor failed.
+        NotFetched: The deadline passed, every donor failed, or no thread was left.
     """
     began = time.monotonic()
     work = _Fetch(donors, request, token, rejected)
@@ -174,13 +174,22 @@ class _Fetch:
 
     @contextlib.contextmanager
     def threads(self) -> Iterator[None]:
-        """Run the threads. All of them have ended when the context ends."""
-        threads = [threading.Thread(target=self._serve, args=(d,), name="fetch-donor") for d in self._donors]
+        """Run the threads. All of them have ended when the context ends.
+
+        Raises:
+            NotFetched: One of them could not start.
+        """
+        serve = [threading.Thread(target=self._serve, args=(d,), name="fetch-donor") for d in self._donors]
         verifier = threading.Thread(target=self._verify, name="fetch-verify")
-        for thread in (*threads, verifier):
-            thread.daemon = True
-            thread.start()
+        started: list[threading.Thread] = []
         try:
+            for thread in (*serve, verifier):
+                thread.daemon = True
+                try:
+                    thread.start()
+                except RuntimeError:
+                    raise NotFetched("no thread is left for it") from None
+                started.append(thread)
             yield
         finally:
             with self._change:
@@ -188,10 +197,12 @@ class _Fetch:
                 self._change.notify_all()
             for connection in self._connections.values():
                 connection.hang_up()
-            for thread in threads:
-                thread.join()
+            for thread in started:
+                if thread is not verifier:
+                    thread.join()
             self._arrived.put(None)
-            verifier.join()
+            if verifier in started:
+                verifier.join()
 
     def supervise(self, began: float, deadline_s: float, cancel: threading.Event) -> None:
         """Wait until everything is verified.

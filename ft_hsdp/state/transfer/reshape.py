@@ -24,7 +24,7 @@ from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory import shape
 from ft_hsdp.memory.shape import Extent
 from ft_hsdp.state.transfer import parts, shard_manifest
-from ft_hsdp.state.transfer.fetch import Cancelled, Donor, FetchedShard, FetchRequest, fetch
+from ft_hsdp.state.transfer.fetch import Cancelled, Donor, FetchedShard, FetchRequest, NotFetched, fetch
 from ft_hsdp.state.transfer.parts import Part, Scattered
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, Layout, ShardManifest
 
@@ -93,7 +93,7 @@ def fetch_shard(
     Raises:
         Cancelled: ``cancel`` was set.
         DataCorruption: Donors differ, and there is no majority; or the parts are not of one state.
-        NotFetched: The deadline passed, or all donors of a part failed.
+        NotFetched: The deadline passed, all donors of a part failed, or no thread was left.
         Uncuttable: The state cannot be cut for another number of ranks.
     """
     began = time.monotonic()
@@ -121,7 +121,11 @@ def fetch_shard(
             raise
 
     with ThreadPoolExecutor(AT_ONCE, "fetch-part") as threads:
-        running = {rank: threads.submit(take, rank, part) for rank, part in wanted.items()}
+        try:
+            running = {rank: threads.submit(take, rank, part) for rank, part in wanted.items()}
+        except RuntimeError:
+            stop.set()
+            raise NotFetched("no thread is left for it") from None
         errors = [error for each in running.values() if (error := each.exception()) is not None]
     for error in sorted(errors, key=stop.caused):  # first what has stopped the others
         raise error
