@@ -494,6 +494,23 @@ def test_wrong_copies_are_dropped_with_what_is_being_fetched(holder: Holder, own
     assert holder.steps(1) == [1], "another rank's copy"
 
 
+@pytest.mark.parametrize("place", ["fetch", "prepare"])
+def test_an_error_of_any_kind_ends_one_fetch_and_no_later_one(
+    holder: Holder, owners: Owners, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    owners.has(1)
+    owners.has(2)
+    with monkeypatch.context() as patched:
+        patched.setattr(*{"fetch": (fetch, "fetch"), "prepare": (holder.store, "prepare")}[place], broken)
+        found = holder.keep(small(1, owners))
+    assert [(each.reason, each.state) for each in found.failed] == [("MemoryError", state(1))]
+    assert holder.keep(small(2, owners)).complete == (SHARD,)
+    assert holder.bytes() <= 2 * SMALL, "the slot of the first one is used again"
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_fetch_writes_into_no_snapshot_of_a_rank_that_comes_meanwhile(
     holder: Holder, owners: Owners, waits: bool

@@ -24,7 +24,6 @@ from dataclasses import dataclass, field, replace
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.state.agent.messages import MAX_REASON, CopyFailure, KeepCopy, KeptCopies, OweCopies, ShardIndex
 from ft_hsdp.state.agent.shard import MAX_DAMAGED, Owner
 from ft_hsdp.state.agent.store import SnapshotStore
@@ -214,17 +213,31 @@ class CopyFetcher:
         lower_priority()
         pull = course.running
         while pull is not None:
-            why = self._pull(key, pull)
-            with self._lock:
-                if why and not pull.cancel.is_set():
-                    _log.warning("rank %d of replica %d: no copy of %s: %s", key[1], key[0], pull.order.state, why)
-                    course.failure = _failure(key, pull.order.state, why)
-                course.running, course.waiting = course.waiting, None
-                done, pull = pull, course.running
-            done.ended.set_result(None)
+            why = "it ended early"
+            try:
+                why = self._pull(key, pull)
+            except Exception as error:  # whatever it is: votes wait for this fetch, and later orders, too
+                why = str(error) or type(error).__name__
+            finally:
+                pull = self._ended(key, course, pull, why)
+
+    def _ended(self, key: ShardIndex, course: _Course, done: _Pull, why: str) -> _Pull | None:
+        """Note that a fetch has ended, and why there is no copy ("": there is one); return the one that waits."""
+        with self._lock:
+            if why and not done.cancel.is_set():
+                _log.warning("rank %d of replica %d: no copy of %s: %s", key[1], key[0], done.order.state, why)
+                course.failure = _failure(key, done.order.state, why)
+            course.running, course.waiting = course.waiting, None
+            pull = course.running
+        done.ended.set_result(None)
+        return pull
 
     def _pull(self, key: ShardIndex, pull: _Pull) -> str:
-        """Fetch one copy, and return why there is none; "" if there is. Blocks until the deadline at most."""
+        """Fetch one copy, and return why there is none; "" if there is. Blocks until the deadline at most.
+
+        Raises:
+            Exception: There is none for another reason. The slot is free again.
+        """
         order, store = pull.order, self._store
         store.prepare(key)
         number = store.stage(key, order.state, copy=True)
@@ -235,12 +248,9 @@ class CopyFetcher:
         try:
             encoded = self._fetch(key, number, pull)
             store.staged(key, order.state, encoded, number)
-        except (FtHsdpError, fetch.NotFetched, fetch.Cancelled, OSError, LookupError, ValueError) as error:
+        except BaseException:
             store.abandon(key, number)
-            return str(error) or type(error).__name__
-        except RuntimeError:
-            store.abandon(key, number)
-            return "no thread is left for it"
+            raise
         return ""
 
     def _fetch(self, key: ShardIndex, number: int, pull: _Pull) -> bytes:
