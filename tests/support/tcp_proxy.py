@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 
 class Proxy:
     """Forwards a port of its own to ``port``, both on 127.0.0.1; a context that leaves nothing open.
 
-    ``passed``: all that went through it, both ways.
+    ``passed``: all that went through it, both ways. ``spoil``: what it makes of each piece before it passes it on.
     """
 
     def __init__(self, port: int) -> None:
         self._to = port
         self.port = 0
         self.passed = bytearray()
+        self.spoil: Callable[[bytes], bytes] = bytes
         self._server: asyncio.Server | None = None
         self._ends: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -83,6 +84,6 @@ class Proxy:
     async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
             self.passed += data
-            writer.write(data)
+            writer.write(self.spoil(data))
             await writer.drain()
         writer.close()
