@@ -380,6 +380,7 @@ _MESSAGES: dict[str, type] = {
     "Keep": effects.Keep,
     "Checkpoint": effects.WriteCheckpoint,
     "Forget": effects.DropSnapshots,
+    "DropCopies": effects.DropCopies,
     "Exit": effects.Exit,
 }
 _CODEC = bounded.MessageCodec(_MESSAGES, MAX_MESSAGE)

@@ -150,6 +150,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     effects.Keep: st.builds(effects.Keep, states),
     effects.WriteCheckpoint: st.builds(effects.WriteCheckpoint, states),
     effects.DropSnapshots: st.builds(effects.DropSnapshots),
+    effects.DropCopies: st.builds(effects.DropCopies, rows),
     effects.Exit: st.builds(effects.Exit, some, words),
 }
 

@@ -45,6 +45,7 @@ ORDERS = (
     effects.Keep,
     effects.WriteCheckpoint,
     effects.DropSnapshots,
+    effects.DropCopies,
     effects.Exit,
     Settled,
     ShardLeftOut,

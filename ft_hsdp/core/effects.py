@@ -126,6 +126,13 @@ class DropSnapshots:
 
 
 @dataclass(frozen=True, slots=True)
+class DropCopies:
+    """Every rank has the copies dropped that its host keeps for `replicas`: their state is corrupt."""
+
+    replicas: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """All processes of the replica end."""
 
@@ -148,5 +155,6 @@ Effect = (
     | Keep
     | WriteCheckpoint
     | DropSnapshots
+    | DropCopies
     | Exit
 )

@@ -13,6 +13,7 @@ from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken, fenced
 from ft_hsdp.core.effects import (
     BufferUpdate,
     Commit,
+    DropCopies,
     DropGradient,
     DropSnapshots,
     Effect,
@@ -348,7 +349,9 @@ def _diverged(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> St
     """Handle members that hold different states under one name: commit nothing on them.
 
     A minority ends. The majority stays in the ring until that has happened: a member that left at once could keep
-    the minority from hearing the verdict. Without a majority all leave the ring, and the lighthouse halts the job.
+    the minority from hearing the verdict. What its hosts keep of the minority's shards has the name of the right
+    state, so it is dropped before anybody looks for a source. Without a majority all leave the ring, and the
+    lighthouse halts the job.
     """
     minority, why = state_id.minority(token.digests), state_id.describe(token.digests, s.ring_state)
     s = replace(s, record=None, forwarded=False, minority=minority)
@@ -357,7 +360,7 @@ def _diverged(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> St
         s, effects = break_ring(s, s.fence.epoch, why)
         return s, (*forward, *effects)
     if s.me not in minority:
-        return s, forward
+        return s, (*forward, DropCopies(minority))
     return replace(s, phase=Phase.DONE), (*forward, StopRing(s.fence.epoch, why), DropSnapshots(), Exit(75, why))
 
 

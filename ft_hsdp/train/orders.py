@@ -201,6 +201,8 @@ class OrderHandler:
                 self._fetched_shard = None
             case effects.DropSnapshots():
                 self._snapshots.forget()
+            case effects.DropCopies(replicas):
+                self._snapshots.drop_copies(replicas)
             case effects.Exit():
                 self._cancel.set()
                 self._mailbox.put(order)

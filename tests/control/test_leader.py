@@ -392,6 +392,7 @@ async def test_a_divergence_is_journalled_and_ends_only_the_minority(s: Scene, w
     assert f"replicas {wrong[0]} differ in slice 0" in event["reason"]
     last = [type(o) for o in s.orders[-3:]]
     assert (last == [effects.StopRing, effects.DropSnapshots, effects.Exit]) == (0 in wrong)
+    assert s.named(effects.DropCopies) == ([] if 0 in wrong else [effects.DropCopies(wrong)])
     assert not s.named(effects.Commit)
 
 

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -330,6 +331,20 @@ def test_a_rank_that_finds_its_state_wrong_has_the_copies_dropped_too():
         keeper.close()
 
 
+def test_a_rank_that_hears_that_a_replica_is_wrong_has_its_copies_dropped():
+    with two_hosts() as (_, second):
+        owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
+        write(owner, 1)
+        keeper.keep(order(1, owner.address))
+        assert keeper.kept(state(1), DEADLINE_S).complete == (SHARD,)
+        keeper.drop_copies((1,))
+        assert second.serves(1)
+        keeper.drop_copies((1, 0))
+        assert not second.serves(1)
+        owner.close()
+        keeper.close()
+
+
 def test_an_agent_refuses_what_it_has_no_room_for():
     """W61."""
     with two_hosts() as (first, _):
@@ -459,9 +474,23 @@ def test_a_holder_that_owes_a_copy_no_longer_keeps_it_until_the_new_plan_is_sett
     holder.copies.settle(KEEPER, state(2), True)
     assert holder.steps() == []
     assert holder.steps(1) == [2]
-    holder.copies.owes(KEEPER, OweCopies((), state(2), at_once=True))
-    assert holder.steps(1) == []
-    assert holder.bytes() == 0
+
+
+def test_copies_of_a_replica_that_is_wrong_are_freed_at_once_and_no_others(holder: Holder, owners: Owners):
+    owners.has(1)
+    wrong = replace(small(1, owners), replica=2)
+    holder.keep(small(1, owners))
+    holder.keep(wrong)
+    holder.copies.owes(KEEPER, OweCopies((SHARD,), state(1)))  # what it owed before waits for a settled state
+    assert sorted(holder.store.copies(KEEPER)) == [SHARD, (2, 0)]
+    owners.hold = threading.Event()
+    holder.copies.keep(KEEPER, replace(wrong, state=state(2)))
+    holder.copies.drop(KEEPER, (1, 2))
+    owners.hold.set()
+    holder.copies.close()
+    assert [(held.replica, held.state.step) for held in holder.store.held()] == [(0, 1)]
+    holder.copies.drop(KEEPER + 1, (0,))
+    assert holder.right(1), "another rank's"
 
 
 def test_what_a_keeper_ordered_before_it_ended_goes_if_it_orders_nothing_more(holder: Holder, owners: Owners):

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from ft_hsdp.core.effects import Configure, DropGradient, Exit, Fetch, Keep, RunBatch
+from ft_hsdp.core.effects import Configure, DropCopies, DropGradient, Exit, Fetch, Keep, RunBatch
 from ft_hsdp.core.grant import Grant, Member, Role
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import Journal
@@ -49,6 +49,13 @@ async def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exceptio
         assert isinstance(failed, RankFetchFailed)
         assert failed.base == BASE
         assert failed.reason
+
+
+async def test_copies_of_a_replica_that_is_wrong_are_dropped(tmp_path: Path) -> None:
+    snapshots: Any = mock.Mock()
+    handler(tmp_path, snapshots).handle(DropCopies((2, 3)))
+    snapshots.drop_copies.assert_called_once_with((2, 3))
+    snapshots.forget.assert_not_called()
 
 
 async def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Path) -> None:

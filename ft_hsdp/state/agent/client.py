@@ -225,16 +225,19 @@ class StateAgent:
         self.damaged += answer.damaged
         return ""
 
-    def owes(self, shards: Sequence[ShardIndex], since: StateId, *, at_once: bool = False) -> None:
+    def owes(self, shards: Sequence[ShardIndex], since: StateId) -> None:
         """Tell the agent which shards of other hosts this rank has it keep from now on.
 
         Args:
             shards: (replica, rank) of each; `messages.MAX_COPIES` at most. They are still to be ordered by `keep`.
             since: The state that the new plan begins with. The copies of other shards are freed once it, or a
                 newer state, is settled everywhere.
-            at_once: Free them now.
         """
-        self._order(messages.OweCopies(tuple(shards), since, at_once))
+        self._order(messages.OweCopies(tuple(shards), since))
+
+    def drop_copies(self, replicas: Sequence[int]) -> None:
+        """Free the copies of the shards of ``replicas`` that this rank has ordered, and end their fetches."""
+        self._order(messages.FreeCopies(tuple(replicas)))
 
     def kept(self, state: StateId, wait_s: float) -> messages.KeptCopies:
         """Return which copies of ``state`` that this rank has ordered are complete. Other calls go on meanwhile.

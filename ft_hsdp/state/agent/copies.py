@@ -115,14 +115,15 @@ class CopyFetcher:
                 self._start(key, course, _Pull(order, time.monotonic() + order.deadline_s))
 
     def owes(self, keeper: int, order: OweCopies) -> None:
-        """Note which copies a keeper owes from now on. The others go when the new plan is settled, or at once."""
+        """Note which copies a keeper owes from now on. The others go when the new plan is settled."""
         with self._lock:
             self._inherited.pop(keeper, None)
-            if order.at_once:
-                self._owed.pop(keeper, None)
-                self._free(keeper, order.shards)
-            else:
-                self._owed[keeper] = order
+            self._owed[keeper] = order
+
+    def drop(self, keeper: int, replicas: Collection[int]) -> None:
+        """Drop the copies of the shards of some replicas that this rank has ordered: they are wrong."""
+        with self._lock:
+            self._free(keeper, [key for key in self._store.copies(keeper) if key[0] not in replicas])
 
     def settle(self, keeper: int, state: StateId, everywhere: bool) -> None:
         """Record whether ``state`` is kept in all places; see `SnapshotSlots.mark_settled`."""

@@ -183,7 +183,13 @@ class OweCopies:
 
     shards: Annotated[tuple[ShardIndex, ...], Field(max_length=MAX_COPIES)]
     since: StateId  # the state that the new plan begins with
-    at_once: bool = False  # free them now: they are wrong
+
+
+@dataclass(frozen=True, slots=True)
+class FreeCopies:
+    """Order: free what this keeper has ordered of the shards of ``replicas``, which are wrong. Answer: Done."""
+
+    replicas: Annotated[tuple[Annotated[int, Field(ge=0, lt=1 << 31)], ...], Field(max_length=MAX_COPIES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,7 +344,10 @@ class OrderRefused:
     reason: str
 
 
-ORDERS = (Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget, KeepCopy, OweCopies, OpenGate, CloseGate)
+ORDERS = (
+    *(Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget),
+    *(KeepCopy, OweCopies, FreeCopies, OpenGate, CloseGate),
+)
 BLOCK_ORDERS = (ListSlices, WriteSlice, SliceWritten, CopySlice, DropSlices)
 
 # The tag of each message on the socket. Tags never change: an agent may be older than the ranks that call it.
@@ -353,6 +362,7 @@ _TYPES: dict[str, type] = {
     "Forget": Forget,
     "KeepCopy": KeepCopy,
     "OweCopies": OweCopies,
+    "FreeCopies": FreeCopies,
     "WatchCopies": WatchCopies,
     "AwaitCopies": AwaitCopies,
     "KeptCopies": KeptCopies,

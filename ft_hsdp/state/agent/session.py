@@ -122,6 +122,8 @@ class RankSession:
                     return messages.OrderRefused(str(error))
             case messages.OweCopies():
                 self._copies.owes(rank, order)
+            case messages.FreeCopies(replicas):
+                self._copies.drop(rank, replicas)
             case messages.CloseGate():
                 self._pacer.close(rank)
             case messages.Recall():

@@ -192,6 +192,10 @@ class SnapshotWriter:
         """Tell the agent which shards, (replica, rank), it keeps for others from ``since`` on. Does not block."""
         self._submit(StateAgent.owes, shards, since)
 
+    def drop_copies(self, replicas: Sequence[int]) -> None:
+        """Drop what the agent keeps for this rank of the shards of ``replicas``: it is wrong. Does not block."""
+        self._submit(StateAgent.drop_copies, replicas)
+
     def copied(self, state: StateId, wait_s: float) -> KeptCopies | None:
         """Return which of the ordered copies of ``state`` are complete; None without an agent.
 

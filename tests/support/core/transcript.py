@@ -256,6 +256,8 @@ class Driver:
                 return f"write a checkpoint of {self._called(state)}"
             case effects.DropSnapshots():
                 return "forget all snapshots"
+            case effects.DropCopies(replicas):
+                return f"forget copies of {list(replicas)}"
             case effects.Exit(code, reason):
                 return f"exit {code}: {reason}"
 

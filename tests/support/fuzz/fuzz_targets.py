@@ -370,6 +370,7 @@ ORDERS = [
     messages.Done(),
     messages.KeepCopy(0, 1, 2, 100, "0" * 32, BASE, "127.0.0.1:1", 5.0, 1000),
     messages.OweCopies(((0, 1),), BASE),
+    messages.FreeCopies((0, 1)),
     messages.AwaitCopies(BASE, 1.0),
     messages.KeptCopies(((0, 1),), (messages.CopyFailure(0, 0, "gone", BASE),)),
 ]
