@@ -143,6 +143,11 @@ class CopyKeeper:
             self._check(members)
         self._grant = grant
         plan = self._planner.plan(grant, members, self._refusals)
+        if plan.foreign and self._interval.every != self._config.every:
+            self._interval = CopyInterval.of(self._config.every)
+            if self._rank == 0:
+                why = "hosts of another replica keep copies, so all replicas copy the same states"
+                self._journal.event("CopiesResumed", why, every=self._interval.every)
         before, state = self._take(plan, grant.base)
         made = set(before.whole.copies) if before is not None else set()
         if before is not None and plan.speaks and self._said is not False and set(plan.whole.copies) - made:
@@ -183,8 +188,9 @@ class CopyKeeper:
     ) -> bool:
         """Take what a commit says of the state before it; on rank 0 it is told when it has changed.
 
-        If copies hold up the steps, or are never complete, fewer states are copied from now on. A copy whose
-        holder refuses it moves to another host from the next state on.
+        If copies hold up the steps, or are never complete, fewer states are copied from now on: but not if hosts of
+        another replica keep some, because only this replica knows what this commit says, and it would settle states
+        that those do not copy. A copy whose holder refuses it moves to another host from the next state on.
 
         Args:
             state: The state on top of which the ranks have voted.
@@ -208,10 +214,11 @@ class CopyKeeper:
             if plan.speaks:
                 self._say(False, plan, plan.lacks)
         elif everywhere:
-            self._say(True, plan, f"all shards of step {state.step} are in memory")
+            part = f" that replica {self._replica} has to keep" if plan.foreign else ""
+            self._say(True, plan, f"all shards of step {state.step}{part} are in memory")
         elif counts:
             self._say(False, plan, f"not all shards of step {state.step} were in memory in time")
-        if counts and plan.whole.copies and cost.step_s:
+        if counts and plan.whole.copies and cost.step_s and not plan.foreign:
             self._space(cost)
         return counts
 

@@ -41,6 +41,7 @@ class CopyPlan:
     source: bool  # this rank's shard is copied by another host
     speaks: bool  # this replica is the healthy one with the lowest id
     wanted: int
+    foreign: bool = False  # a host of another replica keeps a copy
 
     @property
     def lacks(self) -> str:
@@ -149,7 +150,9 @@ class CopyPlanner:
         source = any((copy.replica, copy.rank) == (self._replica, self._rank) for copy in whole.copies)
         copies = coverage(members, whole, level)
         orders = self._orders(grant, members, whole)
-        return CopyPlan(grant.epoch, grant.base, whole, copies, orders, source, speaks, wanted)
+        own = {(member.replica, host.name) for member in members for host in member.hosts}
+        foreign = any((copy.replica, copy.holder.name) not in own for copy in whole.copies)
+        return CopyPlan(grant.epoch, grant.base, whole, copies, orders, source, speaks, wanted, foreign)
 
     def _orders(self, grant: Grant, members: tuple[MemberHosts, ...], whole: Plan) -> tuple[KeepCopy, ...]:
         """Return what this rank orders: all that its host has to keep, if it is the first rank there.

@@ -500,6 +500,32 @@ def test_copies_that_hold_up_the_steps_become_fewer_on_all_ranks_alike(tmp_path:
     assert not ranks[0].keeper.sources, "the other replica is a copy"
 
 
+RACKS = {0: ("a/r0h0",) * 4, 1: ("a/r1h0", "a/r1h0", "b/r1h1", "b/r1h1")}  # r1h1 keeps shards 0 and 1 of replica 0
+
+
+def test_replicas_that_keep_copies_for_each_other_copy_the_same_states(tmp_path: Path) -> None:
+    owner, holder = (Rank(tmp_path, replica, rank, 2, apart="rack") for replica, rank in ((0, 0), (1, 2)))
+    for one in (owner, holder):
+        one.keeper.configure(grant(1, 0, RACKS))
+        for step in range(1, 10):
+            assert one.keeper.settled(state(step), True, CopyCost(waited_s=1.0, step_s=10.0, late=True))
+            one.keeper.mark_current(state(step))
+    assert [order.state.step for order in holder.agent.orders if order.rank == 0] == list(range(1, 10))
+    assert owner.told() == [("Protected", "all shards of step 1 that replica 0 has to keep are in memory")]
+
+
+def test_copies_that_were_fewer_are_of_each_state_when_another_replica_keeps_some(tmp_path: Path) -> None:
+    ranks = [Rank(tmp_path, 0, rank, 2, apart="rack") for rank in (0, 2)]
+    for one in ranks:
+        one.keeper.configure(grant(1, 0, {0: ("a/h0", "a/h0", "b/h1", "b/h1")}))
+        for step in range(1, 4):
+            one.keeper.settled(state(step), True, CopyCost(waited_s=1.0, step_s=10.0, late=True))
+        assert not one.keeper.settled(state(5), False, CopyCost()), "fewer states are copied"
+        one.keeper.configure(grant(2, 5, RACKS))
+        assert one.keeper.settled(state(7), True, CopyCost())
+    assert [[name for name, _ in one.told()].count("CopiesResumed") for one in ranks] == [1, 0]
+
+
 @pytest.mark.parametrize(
     ("wait_s", "waited_s", "step_s"), [(0, 0.0, 0.1), (0.05, 0.05, 0.1), (0.25, 0.25, 0.1), (None, 2.0, 150.0)]
 )
