@@ -11,6 +11,7 @@ order is sent.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -115,7 +116,8 @@ def missing_copies(
     unequal width, one with the most ranks, and the narrower ones count for nothing. Its hosts keep each other's
     shards in the groups of `placement.groups`. A holder that is lost, full, or in a domain that has a copy already
     is replaced: by the next host of the shard's probing sequence, then by a spare host, then by a host of another
-    replica. The other copies stay where they are.
+    replica. The other copies stay where they are. Between the hosts of other replicas none moves when yet another
+    replica comes or goes.
 
     Args:
         members: the members of the epoch.
@@ -123,7 +125,8 @@ def missing_copies(
         level: what the hosts of two copies must not share.
         spares: spare hosts, which have agents but no ranks.
         room: shards that a host can keep for others; None: no limit.
-        unavailable: names of hosts that are lost, or refuse to keep copies.
+        unavailable: names of hosts that are lost. Ranks name none: the members of a grant have living hosts only,
+            and a copy that its holder refuses moves by `move_refused`.
 
     Returns:
         The copies to make. None if the healthy replicas suffice.
@@ -209,31 +212,47 @@ class _Candidates:
         level: Level,
         unavailable: Collection[str],
     ) -> None:
+        self._ranks = first.hosts
         self._own = list(dict.fromkeys(first.hosts))
         self._size = min(size, len(self._own))
         self._group = {host: group for group in groups(self._own, self._size, level) for host in group}
         self._number = {host: i for i, host in enumerate(self._own)}
         self._unavailable = frozenset(unavailable)
+        self._spares = list(spares)
         foreign = dict.fromkeys(host for member in others for host in member.hosts)
-        self._pools = [list(spares), [host for host in foreign if host not in self._number]]
+        self._foreign = [host for host in foreign if host not in self._number]
 
     @property
     def all(self) -> list[Host]:
         """All hosts that can keep a copy."""
-        return [host for pool in (self._own, *self._pools) for host in pool if host.name not in self._unavailable]
+        found = (*self._own, *self._spares, *self._foreign)
+        return [host for host in found if host.name not in self._unavailable]
 
-    def preferred(self, owner: Host) -> list[Host]:
+    def preferred(self, rank: int) -> list[Host]:
         """Return the other members of the owner's group that keep its shards while nothing is lost."""
+        owner = self._ranks[rank]
         kept_by = holders(self._group[owner], owner, self._size)
         return [host for host in kept_by if host.name not in self._unavailable]
 
-    def further(self, owner: Host) -> Iterator[Host]:
-        """Return all hosts that can keep a copy, in the order in which they replace a holder."""
-        number = self._number[owner]
-        for pool in (self._own, *self._pools):
+    def further(self, rank: int) -> Iterator[Host]:
+        """Return all hosts that can keep a copy of a shard, in the order in which they replace a holder.
+
+        Own and spare hosts come in the shard's probing sequence. Hosts of other replicas come and go with those,
+        so each has a place of its own in the order of a shard (rendezvous hashing): the others keep theirs.
+        """
+        number = self._number[self._ranks[rank]]
+        for pool in (self._own, self._spares):
             for i in probing(number, len(pool)) if pool else ():
                 if pool[i].name not in self._unavailable:
                     yield pool[i]
+        for host in sorted(self._foreign, key=lambda host: _place(rank, host.name)):
+            if host.name not in self._unavailable:
+                yield host
+
+
+def _place(rank: int, host: str) -> bytes:
+    """Return the place of a host among those of other replicas that may keep the shard of a rank."""
+    return hashlib.blake2b(f"{rank}/{host}".encode(), digest_size=8).digest()
 
 
 def _assign(
@@ -251,8 +270,8 @@ def _assign(
     made: list[Copy] = []
     kept: Counter[str] = Counter()  # shards that each host keeps for others
     for choose in (candidates.preferred, candidates.further):
-        for rank, owner in enumerate(first.hosts):
-            for holder in choose(owner):
+        for rank in range(len(first.hosts)):
+            for holder in choose(rank):
                 if len(covered[rank]) >= copies:
                     break
                 if holder.domain(level) in covered[rank] or (room is not None and kept[holder.name] >= room):

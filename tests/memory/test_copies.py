@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,6 +113,21 @@ def test_hosts_of_another_replica_keep_a_third_copy() -> None:
     members = [member(0, "r0h0", ranks=2), member(1, "r1h0", "r1h1")]
     plan = missing_copies(members, 3, "host")
     assert told(plan) == [(0, 0, "r1h1"), (0, 1, "r1h0")]
+
+
+@pytest.mark.parametrize("others", range(1, 8))
+def test_copies_on_hosts_of_other_replicas_stay_when_another_one_comes_or_goes(others: int) -> None:
+    """All replicas have the first half of their ranks in one rack: hosts in other racks keep these shards."""
+
+    def other(replica: int) -> MemberHosts:
+        return member(replica, *(f"{'a' if i < 8 else f'b{replica}'}/r{replica}h{i}" for i in range(16)))
+
+    first = member(0, *(f"a/r0h{i}" for i in range(16)))
+    before = missing_copies([first, *map(other, range(1, 1 + others))], 2, "rack").copies
+    after = missing_copies([first, *map(other, range(1, 2 + others))], 2, "rack").copies
+    assert [copy.rank for copy in before] == [copy.rank for copy in after] == list(range(8))
+    moved = {copy.holder.name.partition("h")[0] for copy in after if copy not in before}
+    assert moved <= {f"r{1 + others}"}, "to the one that has come"
 
 
 def test_room_is_respected_and_a_lack_of_it_is_said() -> None:
