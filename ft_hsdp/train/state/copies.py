@@ -188,9 +188,9 @@ class CopyKeeper:
     ) -> bool:
         """Take what a commit says of the state before it; on rank 0 it is told when it has changed.
 
-        If copies hold up the steps, or are never complete, fewer states are copied from now on: but not if hosts of
-        another replica keep some, because only this replica knows what this commit says, and it would settle states
-        that those do not copy. A copy whose holder refuses it moves to another host from the next state on.
+        If copies hold up the steps, or are never complete, fewer states are copied from now on. This does not hold
+        if hosts of another replica keep some: only this replica knows what this commit says, and it would settle
+        states that those do not copy. A copy whose holder refuses it moves to another host from the next state on.
 
         Args:
             state: The state on top of which the ranks have voted.
