@@ -125,6 +125,7 @@ class Rank:
         return vote
 
     def rows(self) -> list[dict[str, Any]]:
+        self.journal.flush(DEADLINE_S)
         lines = self.file.read_text().splitlines() if self.file.exists() else []
         return [json.loads(line) for line in lines]
 
