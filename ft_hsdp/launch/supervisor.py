@@ -262,9 +262,9 @@ class ReplicaSupervisor:
         end = replace(end_of(current, step, committed), kind=kind)
         if kind == LEFT:
             end = replace(end, code=None, host="")  # also if it was killed as it left: no rank shows why
-        # Also with steps of its own, if others had a part in them.
-        beside = self._commits.shared if committed else self._progress.step > began
-        others_train = self._survivors() and beside
+        # Steps that it committed itself count if others took part in them.
+        together = self._commits.shared if committed else self._progress.step > began
+        others_train = self._survivors() and together
         cause = f"{kind}: {why}"
         if self._too_few(end, lost_hosts, cause):
             return None, cause, committed, True

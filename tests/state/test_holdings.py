@@ -40,6 +40,9 @@ class Listed:
     def give_back(self, _: object) -> None:
         raise AssertionError("nothing was lent")
 
+    def drop_damaged(self, *_: object) -> None:
+        raise AssertionError("nothing was lent")
+
 
 def test_a_list_is_read_back_and_is_bounded() -> None:
     assert shard_manifest.decode_held(shard_manifest.encode_held([ROW])) == (ROW,)

@@ -63,6 +63,7 @@ class Fakes:
 
     def __init__(self, folder: Path, *overrides: str, nodes: int = 1) -> None:
         self.folder = folder
+        self.said = subprocess.DEVNULL  # where the script's stdout goes
         for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("python", PYTHON)):
             (folder / name).write_text(text)
             (folder / name).chmod(0o755)
@@ -73,18 +74,18 @@ class Fakes:
             slurm(_config(folder, *overrides), Site(python=str(folder / "python"), nodes=nodes))
         )
 
-    def start(self, code: int | str, capture: bool = False, **env: str) -> subprocess.Popen[bytes]:
+    def start(self, code: int | str, **env: str) -> subprocess.Popen[bytes]:
         path = f"{self.folder}:{os.environ['PATH']}"
         command = ["bash", str(self.script)]
         return subprocess.Popen(
             command,
             env={"PATH": path, "FAKE_CODE": str(code), **env},
-            stdout=subprocess.PIPE if capture else subprocess.DEVNULL,
+            stdout=self.said,
         )
 
-    def element(self, code: int | str, capture: bool = False, **env: str) -> subprocess.Popen[bytes]:
+    def element(self, code: int | str, **env: str) -> subprocess.Popen[bytes]:
         given = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1"}
-        return self.start(code, capture, **given, **env)
+        return self.start(code, **given, **env)
 
     def log(self, program: str) -> list[str]:
         file = self.folder / f"{program}.log"
@@ -254,6 +255,7 @@ def test_what_the_same_nodes_cannot_mend_ends_a_replica_of_several_nodes(
 ) -> None:
     """torchrun ends with 1, whatever its ranks end with. What an earlier start has left does not count."""
     fakes = Fakes(tmp_path, NETWORK, nodes=2)
+    fakes.said = subprocess.PIPE
     folder = tmp_path / "runs/quickstart/replicas/1"
     folder.mkdir(parents=True)
     (folder / "ended-9").write_text("76 node9\n")
@@ -261,7 +263,7 @@ def test_what_the_same_nodes_cannot_mend_ends_a_replica_of_several_nodes(
     (tmp_path / "srun").unlink()
     (tmp_path / "srun").write_text(f'#!/usr/bin/env bash\necho "$*" >> "$0.log"\n{left}exit 1\n')
     (tmp_path / "srun").chmod(0o755)
-    element = fakes.element(1, SLURM_JOB_NODELIST="node[1-2]", SLURM_CPUS_PER_TASK="1", capture=True)
+    element = fakes.element(1, SLURM_JOB_NODELIST="node[1-2]", SLURM_CPUS_PER_TASK="1")
     said = element.communicate(timeout=20)[0].decode()
     assert (element.returncode, len(fakes.log("srun"))) == (code, starts)
     assert ("node2 is broken; sbatch --array=1 --exclude=node2 FILE" in said) == (code == 76)

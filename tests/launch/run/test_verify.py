@@ -105,7 +105,7 @@ def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows, indices = [], [0, 0]
     for step in range(1, STEPS + 1):
         epoch = 1 if step < 5 else 2 if step < 9 else 3
-        unequal = {"ring_widths": list(ranks[epoch].values())} if epoch == 2 else {}
+        unequal: dict[str, Any] = {"ring_widths": list(ranks[epoch].values())} if epoch == 2 else {}
         row = commit(step, who=(0, 1), epoch=epoch, ring=[0, 1], units_wanted=4, ranks=2, **unequal)
         for c in row["contributions"]:
             width = ranks[epoch][c["replica"]]
