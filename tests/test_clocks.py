@@ -15,6 +15,7 @@ WALL = {
     "ft_hsdp/launch/lighthouse_process.py",
     "ft_hsdp/launch/job.py",
     "ft_hsdp/launch/injection.py",
+    "ft_hsdp/launch/backend/spare_agents.py",
     "ft_hsdp/launch/backend/spares.py",
     "ft_hsdp/launch/run/directory.py",  # how long ago another host changed a file
     "ft_hsdp/launch/backend/local.py",

@@ -54,6 +54,7 @@ def test_it_is_told_how_copies_leave_when_that_changes(tmp_path: Path) -> None:
     steady, unsteady = Profile((0.1, 0.2), 0.05), Profile((0.1, 0.2), 0.5)
     for profile, planned in ((steady, True), (steady, True), (unsteady, False), (steady, True)):
         spans._found(profile, planned)
+        assert spans.planned is planned
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(row["event"], row["planned"], row["spans"]) for row in rows] == [
         ("CopiesPaced", True, 2),
