@@ -14,6 +14,7 @@ from ft_hsdp.launch.backend.processes import no_room, stands_still
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import RunDir, Tailer
 
+LOOK_S = 0.2  # between two reads of the commits of an incarnation that does not contribute yet
 GUARD_S = 0.5  # between two checks whether the ranks of an incarnation have checked in, and run
 STOPPED = 2  # times timeouts.evict_s: after that long the supervisor kills a rank that is stopped by SIGSTOP
 UNHEARD = "its ranks did not end"  # start of the reason for an eviction after the end of the job

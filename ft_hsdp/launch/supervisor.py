@@ -5,9 +5,9 @@ stopped ones, and the incarnation has exited when all of them are gone. The ligh
 it is drained, or if the job was scaled to fewer replicas. Then it rests until it is wanted again, which does not
 count as a restart.
 
-`ReplicaSupervisor.run` is the loop: rest while unwanted, find a place, wait for the lease, run one incarnation
-(`_live`), judge its end (`failures`), pause, and start again. So a replica has one recovery at a time: a loss in
-the middle of one ends that incarnation, and the next one is placed on the hosts that are there then.
+`ReplicaSupervisor.run` is the loop: rest while unwanted, find a place (`ReplicaPlace`), wait for the lease, run
+one incarnation (`_live`), judge its end (`failures`), pause, and start again. So a replica has one recovery at a
+time: a loss in the middle of one ends that incarnation, and the next one is placed on the hosts of that time.
 """
 
 from __future__ import annotations
@@ -24,16 +24,25 @@ from typing import Any
 from ft_hsdp.config import Config
 from ft_hsdp.core import restart
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, EXIT_USAGE, Retryable
-from ft_hsdp.launch.backend.base import DONE, LEAVING, LEFT, STRAY, Backend, ReplicaProcess, ReplicaSpec, kind_of
+from ft_hsdp.launch.backend.base import (
+    DONE,
+    LEAVING,
+    LEFT,
+    NOT_STARTED,
+    STRAY,
+    Backend,
+    ReplicaProcess,
+    ReplicaSpec,
+    kind_of,
+)
 from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, ReplicaFailures, end_of
-from ft_hsdp.launch.incarnation_watch import UNHEARD, CommitWatch, IncarnationGuard
+from ft_hsdp.launch.incarnation_watch import LOOK_S, UNHEARD, CommitWatch, IncarnationGuard
 from ft_hsdp.launch.lighthouse_link import SupervisorLink
 from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.replica_place import ReplicaPlace
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.memory.replacement import Action
 
-LOOK_S = 0.2  # between two reads of the commits of an incarnation that does not contribute yet
-NOT_STARTED = "not started"  # kind of the end of an incarnation of which a rank could not be started
 ANSWER_S = 2.0  # longest wait for a lease before an event says that there is none
 
 
@@ -95,9 +104,9 @@ class ReplicaSupervisor:
         self._commits = CommitWatch(run, replica)
         self._failures = ReplicaFailures(replica, failures)
         self._stopping = False
-        self._ranks = config.ranks_per_replica  # of the next incarnation: fewer while hosts are missing
-        self._narrow = restart.NarrowEnds()
-        self._grows = ""  # the incarnation that was told to leave, because there is a place for all ranks again
+        self._place = ReplicaPlace(
+            replica, config, run, self._commits, backend=backend, link=link, progress=progress, event=self._event
+        )
         self._away_until = 0  # step
 
     @property
@@ -120,6 +129,11 @@ class ReplicaSupervisor:
         """Return whether the incarnation that ended was a restart that no lighthouse answered."""
         last = self.current
         return last is not None and last.restarts > 0 and last.verdict()[0] == f"exit {EXIT_UNREACHABLE}"
+
+    @property
+    def _unneeded(self) -> bool:
+        """Return whether the replica is stopped or not wanted, or the job has ended."""
+        return self._stopping or self.drained or self._progress.finished or bool(self._progress.halted)
 
     @property
     def running(self) -> bool:
@@ -166,10 +180,10 @@ class ReplicaSupervisor:
                 if ended is not None:
                     return ended
                 reason = "it is wanted"
-            placed, ended = await self._find_place()
-            if ended is not None:
-                return ended
-            if not placed:
+            if not await self._place.find(lambda: self._unneeded):
+                ended = self._end_of_job("unplaced", "there was no place for it until the end")
+                if ended is not None:
+                    return ended
                 continue
             if not self._link.holds(self.replica):
                 ended = await self._stand_by()
@@ -179,7 +193,7 @@ class ReplicaSupervisor:
             outcome, cause, committed, too_few = await self._live(reason)
             if outcome is not None:
                 return outcome
-            sent_away = (self._dismissed or self._grows) and cause.startswith((LEFT, STRAY))
+            sent_away = (self._dismissed or self._place.told_to_leave) and cause.startswith((LEFT, STRAY))
             if self.drained or sent_away or self._link.rival(self.replica):
                 self._restarts = replace(self._restarts, restarts=self._restarts.restarts + 1)
                 continue
@@ -208,10 +222,11 @@ class ReplicaSupervisor:
             The outcome if it is the last, why it ended, how many steps it committed, and whether it may have
             ended because it had too few ranks.
         """
-        spec = ReplicaSpec(self.replica, self._ranks, self._run_id, self._restarts.restarts, self._config_file)
+        spec = ReplicaSpec(
+            self.replica, self._place.ranks, self._run_id, self._restarts.restarts, self._config_file
+        )
         current = ReplicaProcess(spec, self._run)
         self.current = current
-        self._grows = ""
         self._progress.dismissed.discard(self.replica)
         guard = IncarnationGuard(current, self._config, self._run, self._progress, self.evict)
         began = self._progress.step
@@ -225,11 +240,7 @@ class ReplicaSupervisor:
             pids = [rank.pid for rank in current.ranks.values()]
             self._event("ReplicaStarted", reason, pids=pids, restarts=current.restarts, how=how)
             self._progress.wake()
-            if self._ranks == self._config.ranks_per_replica:
-                self._narrow = restart.NarrowEnds()
-            beside = [self._settle(current), guard.run()]
-            if self._ranks < self._config.ranks_per_replica:
-                beside.append(self._grow(current))
+            beside = [self._settle(current), guard.run(), self._place.grow(current, lambda: self._stopping)]
             await self._watch(current, beside)
             kind, rank, why = "", None, ""
         if not await current.wait_for(lambda: not current.living, self._config.timeouts.gone_s):
@@ -237,7 +248,7 @@ class ReplicaSupervisor:
             self._backend.settled(spec)
             return self._lose(f"pids {stuck} do not end after SIGKILL"), "", 0, False
         if not kind:
-            kind, rank = (LEFT, None) if self._has_left_to_grow(current) else current.verdict()
+            kind, rank = (LEFT, None) if self._place.has_left_to_grow(current) else current.verdict()
             why = current.evicted or (current.explain(rank) if rank else f"all ranks ended: {kind}")
         lost_hosts = self._backend.lost_hosts(self.replica)  # at once: one may be back when the replica starts
         self._link.exited(self.replica, current.name)
@@ -266,115 +277,9 @@ class ReplicaSupervisor:
         together = self._commits.shared if committed else self._progress.step > began
         others_train = self._survivors() and together
         cause = f"{kind}: {why}"
-        if self._too_few(end, lost_hosts, cause):
+        if not self._stopping and self._place.too_few(current, end, lost_hosts, cause):
             return None, cause, committed, True
         return self._judge(end, why, lost_hosts, others_train), cause, committed, False
-
-    def _too_few(self, end: IncarnationEnd, lost_hosts: tuple[str, ...], cause: str) -> bool:
-        """Note how an incarnation with fewer ranks has ended; return whether they may have been too few.
-
-        Then nothing is said against its hosts. It contributed to no step, lost no host, and was not sent away.
-        """
-        assert self.current is not None
-        ranks = self.current.spec.size
-        if ranks == self._config.ranks_per_replica:
-            return False
-        if self._commits.contributing == self.current.name or end.committed >= restart.REFILL_STEPS:
-            self._narrow = self._narrow.after_contribution(ranks)
-            return False
-        elsewhere = self._stopping or lost_hosts or end.kind in (DONE, LEFT, STRAY, NOT_STARTED)
-        if elsewhere or end.code in (EXIT_HARDWARE, EXIT_UNREACHABLE) or not self._narrow.blames(ranks):
-            return False
-        self._narrow = self._narrow.after_end(ranks)
-        if ranks < self._narrow.least:
-            reason = f"{restart.NARROW_ENDS} starts with so few ranks, or more, ended before a commit; {cause}"
-            self._event("TooFewRanks", reason, ranks=ranks)
-        return True
-
-    async def _find_place(self) -> tuple[bool, Outcome | None]:
-        """Wait until the replica has a place, or is not wanted. This does not count as a restart.
-
-        After timeouts.place_s it goes on with the ranks that have a host, if that is allowed. Otherwise the
-        lighthouse is told that the others need not wait for it, and they may have its hosts. It tries again every
-        timeouts.place_s: more hosts may be back by then, or the job may have committed its first step.
-
-        Returns:
-            Whether it has a place, and its outcome if the job ends first.
-        """
-        progress, patience_s, unplaced = self._progress, self._config.timeouts.place_s, False
-        fewer = self._ranks < self._config.ranks_per_replica and not self._backend.could_grow(self.replica)
-        if fewer and (self._ranks < self._narrow.least or self._shrink() == self._ranks):
-            patience_s = 0.0  # it has waited, and no other host is lost
-
-        def settled() -> bool:
-            over = self._stopping or self.drained or progress.finished or bool(progress.halted)
-            return placing.done() or over
-
-        placing = asyncio.ensure_future(self._backend.place(self.replica))
-        placing.add_done_callback(lambda _: progress.wake())
-        try:
-            while not await progress.wait_for(settled, patience_s):
-                patience_s = max(self._config.timeouts.place_s, LOOK_S)
-                if self._shrinks():
-                    return True, None
-                if not unplaced:
-                    unplaced = True
-                    self._link.lost(self.replica)
-                    self._event("ReplicaUnplaced", self._backend.vacancy(self.replica))
-                    self._backend.lend(self.replica)
-            if placing.done():
-                placing.result()
-                self._has_all_ranks()
-                return True, None
-        finally:
-            placing.cancel()
-        if progress.finished:
-            return False, Outcome("unplaced", "there was no place for it until the end")
-        return False, self._lose(progress.halted) if progress.halted else None
-
-    def _shrinks(self) -> bool:
-        """Go on with the ranks that have a host; return whether there are enough of them."""
-        ranks = self._shrink() if self._progress.step else 0  # the first state is of all ranks
-        if not ranks:
-            return False
-        if ranks != self._ranks:
-            whole, why = self._config.ranks_per_replica, self._backend.vacancy(self.replica)
-            reason = f"{ranks} of {whole} ranks go on: {why}"
-            self._event("Shrunk", reason, **{"from": self._ranks, "to": ranks})
-            self._ranks = ranks
-        return True
-
-    def _shrink(self) -> int:
-        """Place the replica on the hosts that it has left; return its ranks there, 0 if they are too few."""
-        return self._backend.shrink(self.replica, self._narrow.least)
-
-    def _has_all_ranks(self) -> None:
-        """Note that there is a place for all ranks."""
-        before, self._ranks = self._ranks, self._config.ranks_per_replica
-        if before < self._ranks:
-            reason = f"there is a host for all {self._ranks} ranks again"
-            self._event("Grown", reason, **{"from": before, "to": self._ranks})
-
-    async def _grow(self, current: ReplicaProcess) -> None:
-        """Tell an incarnation with too few ranks to leave at a commit, once there is a place for all of them."""
-        while not (self._commits.contributing == current.name and self._backend.could_grow(self.replica)):
-            await asyncio.sleep(LOOK_S)
-            self._commits.look()
-        if self._stopping or self._progress.finished:
-            return
-        self._grows = current.name
-        current.send(signal.SIGTERM)
-        if not await current.wait_for(lambda: not current.living, self._config.timeouts.stop_s):
-            current.kill()
-
-    def _has_left_to_grow(self, current: ReplicaProcess) -> bool:
-        """Return whether an incarnation that was told to leave because it can grow did so, or was killed for it.
-
-        It is killed if it does not leave within timeouts.stop_s. That says nothing against its ranks or hosts.
-        """
-        if self._grows != current.name or current.evicted is not None or self._run.final(self.replica).exists():
-            return False
-        return all(rank.killed or rank.code in LEAVING for rank in current.ranks.values())
 
     async def _stand_by(self) -> Outcome | None:
         """Wait until this supervisor has the replica's lease; return the outcome if the job ends first.
@@ -384,11 +289,8 @@ class ReplicaSupervisor:
         """
         progress, link, reported = self._progress, self._link, ""
 
-        def over() -> bool:
-            return self._stopping or self.drained or progress.finished or bool(progress.halted)
-
         def settled() -> bool:
-            return link.holds(self.replica) or over()
+            return link.holds(self.replica) or self._unneeded
 
         def changed(rival: str) -> bool:
             return settled() or link.rival(self.replica) != rival
@@ -402,9 +304,7 @@ class ReplicaSupervisor:
                 self._event("SupervisorStandsBy", why)
             reported = rival
             await progress.wait_for(partial(changed, rival))
-        if progress.finished:
-            return Outcome("drained", "another supervisor ran it until the end")
-        return self._lose(progress.halted) if progress.halted else None
+        return self._end_of_job("drained", "another supervisor ran it until the end")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, str]) -> str:
         """Await `work` and return its result; raise Retryable if the replica is stopped meanwhile."""
@@ -500,6 +400,12 @@ class ReplicaSupervisor:
             self._failures.job.halted = told
         self._progress.saw(0, halted=told)
         return self._lose(told)
+
+    def _end_of_job(self, kind: str, reason: str) -> Outcome | None:
+        """Return the outcome of a replica that waited: as given if training is finished; None: the job goes on."""
+        if self._progress.finished:
+            return Outcome(kind, reason)
+        return self._lose(self._progress.halted) if self._progress.halted else None
 
     def _lose(self, reason: str) -> Outcome:
         """Give the replica up, and return that outcome."""

@@ -14,7 +14,7 @@ import pytest
 from ft_hsdp.config import parse
 from ft_hsdp.core.restart import REFILL_STEPS
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_UNREACHABLE, EXIT_USAGE
-from ft_hsdp.launch import supervisor
+from ft_hsdp.launch import replica_place
 from ft_hsdp.launch.backend.base import COLD, ProcessWatch, ReplicaSpec
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
@@ -190,7 +190,7 @@ async def play(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, kind: str | None = "stopped", **settings: Any
 ) -> AsyncIterator[Scene]:
     """A supervisor that runs, and looks often; it ends as ``kind`` says, or None: by an error."""
-    monkeypatch.setattr(supervisor, "LOOK_S", 0.005)
+    monkeypatch.setattr(replica_place, "LOOK_S", 0.005)
     scene = Scene(run, **settings)
     scene.task = asyncio.create_task(scene.supervisor.run())
     try:

@@ -33,6 +33,7 @@ EVICTED = "evicted"
 TORN = "exit 0 of some ranks only"
 LEFT = "left"
 STRAY = "exit 0 before the end"
+NOT_STARTED = "not started"  # a rank could not be started
 LEAVING = frozenset({EXIT_OK, EXIT_LEFT})  # exit codes of a rank that is done, or left the job
 
 
