@@ -24,7 +24,7 @@ Read the modules in this order:
     tokens         the text of the built-in trainer as tokens
     step_log       the replica's files in the run's directory
     model          the built-in model
-    replay_job     a user's loop on the recorded steps of a run; `replay_lanes` adds their gradients up
+    replay         (package) a user's loop on the recorded steps of a finished run
 
 One step on one rank: ``job._feed`` yields a batch; backward calls ``job._ready`` for each bucket, which goes to
 ``Reducer.ready``, and from there to FTAR; the last bucket sends the vote; the leaders agree, and their order

@@ -42,7 +42,7 @@ from ft_hsdp.train.identity import (
     choose,
 )
 from ft_hsdp.train.job import Job
-from ft_hsdp.train.replay_job import Recorded, ReplayJob
+from ft_hsdp.train.replay.job import Recorded, ReplayJob
 
 CONFIG_VARIABLE = "FT_HSDP_CONFIG"  # the configuration's file, for `join` without arguments
 REPLICA_VARIABLE = "FT_HSDP_REPLICA"  # the replica's id

@@ -27,7 +27,7 @@ from ft_hsdp.train.job import Job
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
 from ft_hsdp.train.rank_zero import leader_settings
-from ft_hsdp.train.replay_job import ReplayJob
+from ft_hsdp.train.replay.job import ReplayJob
 from ft_hsdp.train.state.packing import local
 from ft_hsdp.train.step_driver import StepDriver
 from tests.support.state.odd_model import Odd, batch

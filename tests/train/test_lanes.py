@@ -23,7 +23,7 @@ from ft_hsdp.train import lanes
 from ft_hsdp.train.gradients import Feeding, Reducer
 from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan
 from ft_hsdp.train.optimizer.groups import finish
-from ft_hsdp.train.replay_lanes import SharedLanes
+from ft_hsdp.train.replay.lanes import SharedLanes
 from ft_hsdp.train.state import lane_slices
 from ft_hsdp.train.state.packing import as_bytes
 from tests.support.ftar.lane_rig import SHAPES, WideRank, WideRing, flat, joined, values

@@ -11,8 +11,8 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.ring import fold_order
 from ft_hsdp.core.units import Places
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.train.replay_job import places_of
-from ft_hsdp.train.replay_lanes import ring_sum
+from ft_hsdp.train.replay.job import places_of
+from ft_hsdp.train.replay.lanes import ring_sum
 
 LEDGER = Ledger((20, 40), ((0, 2, 3), (0, 9, 1), (1, 5, 10)))
 

@@ -33,7 +33,7 @@ from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, FtHsdpError
 from ft_hsdp.train import trainer
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource
 from ft_hsdp.train.join import Launch, has_joined, launched
-from ft_hsdp.train.replay_job import Recorded
+from ft_hsdp.train.replay.job import Recorded
 
 TEMPORARY = (OSError, MemoryError, RuntimeError)  # torch's errors of devices are RuntimeErrors
 _OURS = (__file__, runpy.__file__, "<frozen runpy>", importlib.__file__, "<frozen importlib._bootstrap>")

@@ -36,7 +36,7 @@ from ft_hsdp.train import trainer
 from ft_hsdp.train.gradients import ring_settings
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, finish
-from ft_hsdp.train.replay_job import record_of
+from ft_hsdp.train.replay.job import record_of
 from ft_hsdp.train.state.packing import state_digest
 
 

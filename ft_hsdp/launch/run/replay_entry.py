@@ -3,10 +3,10 @@
 A replica may have had fewer ranks for a while (`memory.shrink_to`). FSDP2 cuts the model for the ranks that there
 are, and its sums inside a replica depend on their number. So the run is divided into segments, in each of which
 replicas were of the same widths, and a segment is repeated by one replica of each width. They sum together
-(`train.replay_lanes`), and the widest one passes the state on as a checkpoint.
+(`train.replay.lanes`), and the widest one passes the state on as a checkpoint.
 
 `python -m ft_hsdp.launch.run.replay_entry RUN FOLDER FIRST LAST` is one of them, which repeats the steps from
-FIRST to LAST; `train.replay_job` is what it does.
+FIRST to LAST; `train.replay.job` is what it does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ft_hsdp.launch.backend.processes import environment, free_port, last_line, 
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.secret import TOKEN_VARIABLE
-from ft_hsdp.train.replay_job import Recorded, ReplayOutcome
+from ft_hsdp.train.replay.job import Recorded, ReplayOutcome
 
 LOOK_S = 0.05  # between two looks at the ranks
 

@@ -18,7 +18,7 @@ from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.train.gradients import checksum, sum_of_squares
 from ft_hsdp.train.lanes import GradientLanes, LanePlan
-from ft_hsdp.train.replay_lanes import gathered, ring_sum, sum_part
+from ft_hsdp.train.replay.lanes import gathered, ring_sum, sum_part
 
 Rows = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 """Of each bucket, the parameters in order: (name, whole shape)."""

@@ -15,7 +15,7 @@ from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.replay import _after, replay
 from ft_hsdp.launch.run.replay_entry import ReplaySegment, agreed, segments
 from ft_hsdp.launch.run.verify import verify
-from ft_hsdp.train.replay_job import ReplayOutcome
+from ft_hsdp.train.replay.job import ReplayOutcome
 from tests.support.launch.launch_helpers import train
 from tests.support.launch.launch_rows import commit
 

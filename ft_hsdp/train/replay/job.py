@@ -3,7 +3,7 @@
 The ranks of one replica run the loop once more, with no lighthouse and no ring. `RecordedOrders` stands in for the
 leader: for each recorded step it lets the loop train the units of one contributor after the other, adds their
 gradients up in the order of the recorded ring, and applies the sum. Contributors of another width are trained by
-other ranks, which are in a replica of that width (`replay_lanes`). `StepDriver` and the loop do the same as in a
+other ranks, which are in a replica of that width (`replay.lanes`). `StepDriver` and the loop do the same as in a
 run. So if each step leads to the recorded lineage, the sums, divisors, learning rates and data were as the records
 say, through all failures.
 """
@@ -40,7 +40,7 @@ from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.lanes import GradientLanes
 from ft_hsdp.train.orders import ApplyOrder, Mailbox, Order
-from ft_hsdp.train.replay_lanes import LocalGradients, PartVote, SharedLanes, ring_sum
+from ft_hsdp.train.replay.lanes import LocalGradients, PartVote, SharedLanes, ring_sum
 from ft_hsdp.train.state.checkpointing import checkpoints_of, load_checkpoint, open_checkpoints
 from ft_hsdp.train.state.copies import CopyCost
 from ft_hsdp.train.state.live_state import LiveState
