@@ -215,6 +215,7 @@ def test_whatever_ends_it_nothing_is_left(tmp_path: Path) -> None:
             assert "refuses this process" in done.stderr
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_the_jobs_api(tmp_path: Path) -> None:
     with Cluster(5) as cluster, ThreadPoolExecutor(3) as aside:

@@ -70,7 +70,7 @@ def test_a_kill_leaves_no_trace_in_the_weights_if_steps_wait_for_both(tmp_path: 
         assert digest(summary) == killed
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_a_checkpoint_goes_on_with_other_data_ranks(tmp_path: Path) -> None:
     """The digest of a state does not depend on how it is sharded."""
     kind, steps = "tensor_parallel", 6

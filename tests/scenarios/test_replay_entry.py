@@ -51,7 +51,7 @@ def test_a_script_is_repeated_bit_for_bit_through_a_loss_and_a_refill(tmp_path: 
         assert "entry" in refused.stderr
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_a_run_that_was_resumed_is_repeated_from_its_checkpoint(tmp_path: Path) -> None:
     """The second run has another number of ranks, a loss, and the optimizer's state of the checkpoint."""
     script, checkpoints = tmp_path / "train.py", tmp_path / "checkpoints"

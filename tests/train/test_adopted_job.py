@@ -48,7 +48,7 @@ def test_a_replica_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
         job.until(lambda: any(refused in str(e) for e in job.rows("events.jsonl")), "one of the two is refused")
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 @pytest.mark.multiproc
 def test_running_statistics_do_not_depend_on_a_loss(tmp_path: Path) -> None:
     """A replica that comes back has them, a replay finds every bit, and a run without the loss ends alike."""
