@@ -40,6 +40,7 @@ SETUP = HsdpSetup(
     sections={"model": {"layers": 8, "dim": 64, "heads": 2}, "network": {"allow": [SUBNET]}},
 )
 PROFILES = 2 * PROFILED + 2  # steps before the first block: a profile, and one with the bandwidth known
+WARM = 4  # the same, of the modes that keep no profile
 
 
 def gaps(rounds: int, log: ProgressLog, setup: HsdpSetup = SETUP) -> list[ResultRow]:
@@ -62,7 +63,7 @@ def gaps(rounds: int, log: ProgressLog, setup: HsdpSetup = SETUP) -> list[Result
             start_lighthouse(network, mine, own, stack)
             crews[name] = start(name, PRODUCT, number, network, mine, own, stack)
             greet(crews[name].links)
-            crews[name].train(PROFILES)
+            crews[name].train(PROFILES if name in WATCHED else WARM)
         log.say(f"{setup.hosts} hosts, links of {setup.rate}: {', '.join(crews)}")
 
         def block(name: str) -> float:
