@@ -7,7 +7,7 @@ decides, each rank takes its own shard:
     all ranks      what the agent of this rank's host has kept
     rank 0         if nobody else trains and the head is newer: what all other agents have kept;
                    while others train, if these agents have no whole state: what else they have kept
-    rank 0         `memory.recovery.newest`: the newest state of which every shard is in some agent
+    rank 0         `KnownShards.newest`: the newest state of which every shard is in some agent
     each rank      verifies its shard: its own agent's, or one that it fetches into a slot of its own agent
     all ranks      load it if all have verified theirs; else rank 0 decides again, without the failed sources
 
@@ -21,63 +21,31 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ft_hsdp.core import state_id
-from ft_hsdp.core.grant import Holders
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.memory.hosts import Host, plain
-from ft_hsdp.memory.recovery import Gathering, Holding, Recoverable, newest, rung
+from ft_hsdp.memory.recovery import Holding, Recoverable, rung
 from ft_hsdp.state.checkpoint import catalog
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import fetch, reshape
 from ft_hsdp.state.transfer.fetch import Donor
-from ft_hsdp.state.transfer.holdings import Held, ask_held
 from ft_hsdp.state.transfer.parts import Uncuttable
 from ft_hsdp.state.transfer.reshape import WantedShard
-from ft_hsdp.state.transfer.shard_manifest import HeldShard, ShardManifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.train.state.checkpointing import Checkpoints, load_checkpoint
+from ft_hsdp.train.state.known_shards import KnownShards, Peer, Recoverer, is_own
 from ft_hsdp.train.state.live_state import LiveState
-from ft_hsdp.train.state.other_widths import OtherWidths
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
-ASK_S = 1.0  # for all agents that are asked at once
-NOBODY = Holders(stands=False, head=None)  # no agent besides those of the own hosts is known
-DOUBT_S = 1.0  # for which a replica without any state of its own looks whether the others still train
-LOOK_S = 0.1  # between two such looks
 MAX_DONORS = 4  # from which one rank fetches at once
-
-
-@dataclass(frozen=True, slots=True)
-class Recoverer:
-    """The incarnation that is restored, and whom it asks."""
-
-    replica: int
-    number: int  # how many incarnations of this replica came before
-    host: str  # of this rank: "zone/rack/host", "rack/host" or "host"
-    token: str  # of the job
-    # Asks the lighthouse, on rank 0, for so many seconds; None: no answer.
-    holders: Callable[[float], Holders | None]
-    reach_s: float  # how long the lighthouse is looked for, if nothing can be restored without it
-    limit_s: float  # after which no further source in memory is tried; half of it for one fetch
-
-
-@dataclass(frozen=True, slots=True)
-class _Peer:
-    """What one rank has told the others."""
-
-    host: str
-    address: str  # of its agent
-    layout: str
-    nbytes: int
-    kept: tuple[tuple[StateId, bool], ...]  # complete snapshots in its agent, and whether they are settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,25 +105,16 @@ class _Restoration:
     _journal: Journal
     _about: Recoverer
     _began: float = field(default_factory=time.monotonic)
-    _peers: tuple[_Peer, ...] = ()  # by rank
-    _others_cut: OtherWidths = field(init=False)  # the same state, cut for other numbers of ranks
+    _peers: tuple[Peer, ...] = ()  # by rank
+    _known: KnownShards | None = None  # on rank 0
     _fetched: int = 0  # bytes, by this rank, in all attempts
-    # On rank 0.
-    _found: Holders | None = None
-    _own: list[Holding] = field(
-        default_factory=list
-    )  # snapshots of this replica's ranks, each in its rank's agent
-    _others: list[Holding] = field(default_factory=list)  # what all agents keep besides
-    _asked: bool = False  # whether all agents had the time to answer
-    _failed: set[Holding] = field(default_factory=set)
 
     def run(self) -> None:
         """Try what is in memory, newest first, and then the checkpoint; or the other way round."""
         self._peers = self._gather()
-        self._others_cut = OtherWidths(self._live.layout, [peer.layout for peer in self._peers])
         if self._ranks.rank == 0:
-            self._own = [h for rank, peer in enumerate(self._peers) for h in self._kept(rank, peer)]
-            self._others = self._elsewhere(self._newest())
+            self._known = KnownShards(self._about, self._peers, self._live.layout)
+            self._known.ask()
         read = False  # the checkpoint
         while True:
             plan, checkpoint_first = self._decide()
@@ -168,7 +127,7 @@ class _Restoration:
                 return
         if not read:
             self._from_checkpoint()
-        fetches = self._found is not None and self._found.stands  # from those that train: nothing is lost
+        fetches = self._known is not None and self._known.others_train  # from those that train: nothing is lost
         if self._now.step == 0 and self._about.number > 0 and not fetches:
             self._tell("initial", "no copy and no checkpoint was found", origin="initial")
 
@@ -180,103 +139,16 @@ class _Restoration:
 
     # What is kept, and where.
 
-    def _gather(self) -> tuple[_Peer, ...]:
+    def _gather(self) -> tuple[Peer, ...]:
         """Return what each rank's agent keeps."""
         layout = self._live.layout
         kept = tuple((snapshot.state, snapshot.settled) for snapshot in self._snapshots.list())
-        mine = _Peer(self._about.host, self._snapshots.address, layout.fingerprint, layout.nbytes, kept)
+        mine = Peer(self._about.host, self._snapshots.address, layout.fingerprint, layout.nbytes, kept)
         told = [json.loads(each) for each in self._ranks.gather(json.dumps(asdict(mine)).encode())]
         return tuple(
-            _Peer(**{**each, "kept": tuple((StateId(**state), settled) for state, settled in each["kept"])})
+            Peer(**{**each, "kept": tuple((StateId(**state), settled) for state, settled in each["kept"])})
             for each in told
         )
-
-    def _kept(self, rank: int, peer: _Peer) -> list[Holding]:
-        """Return the snapshots of a rank in its own agent."""
-        size = len(self._peers)
-        return [
-            Holding(state, self._about.replica, rank, size, peer.layout, peer.host, peer.address, settled)
-            for state, settled in peer.kept
-        ]
-
-    def _elsewhere(self, best: Recoverable | None) -> list[Holding]:
-        """Return what other agents keep, if this replica needs it. On rank 0; blocks.
-
-        While others train it does not: it would have to fetch what they have by then, anyway. Exits are reported a
-        moment after they happen, so a replica that has no state of its own looks twice. Then its own hosts tell
-        which copies they keep: those who train may end before it has fetched anything.
-        """
-        about = self._about
-        found = about.holders(0.0 if best is not None or about.number == 0 else about.reach_s)
-        if found is not None and best is None and about.number > 0:
-            first, until = found.head, time.monotonic() + DOUBT_S
-            while found.stands and found.head == first and time.monotonic() < until:
-                time.sleep(LOOK_S)
-                found = about.holders(0.0) or found
-        self._found = found
-        if found is None or found.stands or found.head is None:
-            if found is not None and (best is not None or about.number == 0):
-                return []
-            # Its own hosts may have copies for each other, or shards of another number of ranks.
-            return [h for h in self._ask(NOBODY, hurry=False) if h.replica == about.replica]
-        if best is not None and not state_id.newer(found.head, best.state):
-            return []
-        return self._ask(found, hurry=True)
-
-    def _ask(self, found: Holders, *, hurry: bool) -> list[Holding]:
-        """Return what all agents keep that answer, besides the own snapshots of this replica's ranks. On rank 0.
-
-        With ``hurry`` hosts that do not answer are not waited for once the head is whole.
-        """
-        mine = {peer.address: peer.host for peer in self._peers}
-        where = found.hosts | mine
-        known = {(h.address, h.replica, h.rank, h.ranks, h.state) for h in self._own}
-        others = [address for agents in found.agents.values() for address in agents]
-
-        def holdings(answers: Mapping[str, Held]) -> list[Holding]:
-            return [
-                _holding(row, address, where.get(address, row.host))
-                for address, rows in answers.items()
-                for row in rows
-                if (address, row.replica, row.rank, row.ranks, row.state) not in known
-            ]
-
-        answers: dict[str, Held] = {}
-        gathering = Gathering(found.head) if hurry and found.head is not None else None
-        if gathering is not None:
-            gathering.add((h.state, h.ranks, h.rank) for h in self._own)
-
-        def enough(address: str, rows: Held) -> bool:
-            answers[address] = rows
-            if gathering is None or not gathering.add((r.state, r.ranks, r.rank) for r in rows if self._fits(r)):
-                return False
-            whole = self._newest(holdings(answers))
-            assert found.head is not None
-            return whole is not None and not state_id.newer(found.head, whole.state)
-
-        return holdings(ask_held([*mine, *others], self._about.token, ASK_S, enough))
-
-    def _fits(self, row: HeldShard) -> bool:
-        """Return whether a shard is one of this replica, as far as its width says. On rank 0."""
-        size = len(self._peers)
-        return row.ranks != size or (0 <= row.rank < size and row.layout == self._peers[row.rank].layout)
-
-    def _ask_everybody(self) -> None:
-        """Ask all agents once, with time to answer: a source has failed, and others may have the same shard."""
-        found = self._found
-        if not self._asked and found is not None and not found.stands and found.head is not None:
-            self._others = self._ask(found, hurry=False)
-            self._asked = True
-
-    def _newest(self, others: Sequence[Holding] = ()) -> Recoverable | None:
-        """Return the newest state of which every shard is in an agent and has not failed. On rank 0.
-
-        Args:
-            others: What is kept besides the own snapshots of this replica's ranks.
-        """
-        layouts, hosts = [p.layout for p in self._peers], [p.host for p in self._peers]
-        found = [*self._own, *others]
-        return newest(found, self._about.replica, layouts, hosts, self._failed, self._others_cut.of(found))
 
     def _decide(self) -> tuple[Recoverable | None, bool]:
         """Return the next state to try and each rank's sources, and whether the checkpoint is to be read first.
@@ -284,14 +156,12 @@ class _Restoration:
         Rank 0 decides, and tells the others. None: there is nothing more in memory.
         """
         decided: dict[str, Any] = {}
-        if self._ranks.rank == 0:
+        if (known := self._known) is not None:
             late = time.monotonic() - self._began > self._about.limit_s
-            if self._failed and not late:
-                self._ask_everybody()
-            plan = None if late else self._newest(self._others)
+            plan = None if late else known.newest()
             if plan is not None:
                 plan = Recoverable(plan.state, tuple(map(self._chosen, plan.sources)))
-            decided = {"plan": plan and asdict(plan), "checkpoint": self._checkpoint_is_newer(plan)}
+            decided = {"plan": plan and asdict(plan), "checkpoint": self._checkpoint_is_newer(plan, known)}
         decided = json.loads(self._ranks.broadcast(json.dumps(decided).encode()))
         return _recoverable(decided["plan"]), bool(decided["checkpoint"])
 
@@ -309,17 +179,14 @@ class _Restoration:
         return tuple(each for found in of_replica.values() for each in [*found.values()][:MAX_DONORS])
 
     def _is_own(self, holding: Holding) -> bool:
-        """Return whether a shard is in the slots of its own rank."""
-        if holding.replica != self._about.replica or holding.ranks != len(self._peers):
-            return False
-        return holding.address == self._peers[holding.rank].address
+        return is_own(holding, self._about.replica, self._peers)
 
-    def _checkpoint_is_newer(self, plan: Recoverable | None) -> bool:
+    def _checkpoint_is_newer(self, plan: Recoverable | None, known: KnownShards) -> bool:
         """Return whether a checkpoint has the name of a newer state than ``plan``. On rank 0.
 
         While others train nobody asks: what this replica has kept is only where it begins to catch up.
         """
-        if plan is None or (self._current and (self._found is None or self._found.stands)):
+        if plan is None or (self._current and (known.holders is None or known.others_train)):
             return False
         try:
             names = [path.name for path in catalog.published(self._checkpoints.folder)]
@@ -342,9 +209,9 @@ class _Restoration:
             self._live.load(taken.manifest, taken.packed)
             if rank == 0:
                 self._restored(plan, outcomes)
-        else:
+        elif self._known is not None:
             for sources, each in zip(plan.sources, outcomes, strict=True):
-                self._failed.update(sources[index] for index in each.failed)
+                self._known.fail(sources[index] for index in each.failed)
         self._snapshots.release_taken()
         return everywhere
 
@@ -437,12 +304,12 @@ class _Restoration:
         width: int | None = None,
     ) -> None:
         """Write the recovery down, with the ``width`` of the shards that were used. On rank 0."""
-        if self._ranks.rank != 0:
+        if self._known is None:
             return
-        found, state = self._found, self._now
+        holders, state = self._known.holders, self._now
         lost = None
-        if found is not None:
-            lost = max(0, found.head.step - state.step) if found.head is not None and not found.stands else 0
+        if holders is not None:
+            lost = max(0, holders.head.step - state.step) if holders.head and not holders.stands else 0
         facts = {
             "step": state.step,
             "origin": origin,
@@ -458,15 +325,6 @@ class _Restoration:
             **({} if width in (None, len(self._peers)) else {"width": width}),
         }
         self._journal.event("StateRestored", reason, **facts)
-
-
-def _holding(row: HeldShard, address: str, host: str) -> Holding:
-    """Return what an agent has answered; ``host`` is where it stands."""
-    try:
-        host = str(Host.parse(host))
-    except ValueError:
-        host = plain(address)
-    return Holding(row.state, row.replica, row.rank, row.ranks, row.layout, host, address, row.settled)
 
 
 def _recoverable(told: Mapping[str, Any] | None) -> Recoverable | None:

@@ -1,0 +1,185 @@
+"""Which shards of a replica's states are in the memory of state agents: what rank 0 knows while it recovers.
+
+Each rank says what the agent of its own host keeps (`Peer`). Agents of other hosts and replicas are asked over HTTP,
+and only if this replica needs them. `KnownShards.newest` is then the newest state of which every shard is somewhere,
+by `memory.recovery`, without the sources that have failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ft_hsdp.core import state_id
+from ft_hsdp.core.grant import Holders
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.memory.hosts import Host, plain
+from ft_hsdp.memory.recovery import Gathering, Holding, Recoverable, newest
+from ft_hsdp.state.transfer.holdings import Held, ask_held
+from ft_hsdp.state.transfer.shard_manifest import HeldShard, Layout
+from ft_hsdp.train.state.other_widths import OtherWidths
+
+ASK_S = 1.0  # for all agents that are asked at once
+NOBODY = Holders(stands=False, head=None)  # no agent besides those of the own hosts is known
+DOUBT_S = 1.0  # for which a replica without any state of its own looks whether the others still train
+LOOK_S = 0.1  # between two such looks
+
+
+@dataclass(frozen=True, slots=True)
+class Recoverer:
+    """The incarnation that is restored, and whom it asks."""
+
+    replica: int
+    number: int  # how many incarnations of this replica came before
+    host: str  # of this rank: "zone/rack/host", "rack/host" or "host"
+    token: str  # of the job
+    # Asks the lighthouse, on rank 0, for so many seconds; None: no answer.
+    holders: Callable[[float], Holders | None]
+    reach_s: float  # how long the lighthouse is looked for, if nothing can be restored without it
+    limit_s: float  # after which no further source in memory is tried; half of it for one fetch
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What one rank has told the others."""
+
+    host: str
+    address: str  # of its agent
+    layout: str
+    nbytes: int
+    kept: tuple[tuple[StateId, bool], ...]  # complete snapshots in its agent, and whether they are settled
+
+
+class KnownShards:
+    """What the state agents of a job keep of one replica's states, as far as rank 0 has asked.
+
+    Args:
+        about: The incarnation that is restored.
+        peers: What each rank has told, by rank.
+        layout: Of rank 0's shard.
+    """
+
+    def __init__(self, about: Recoverer, peers: Sequence[Peer], layout: Layout) -> None:
+        self._about = about
+        self._peers = tuple(peers)
+        self._other_widths = OtherWidths(layout, [peer.layout for peer in peers])  # the same state, cut in other ways
+        # Snapshots of this replica's ranks, each in its rank's agent; and what all agents keep besides.
+        self._own = [self._in_its_slot(rank, *kept) for rank, peer in enumerate(peers) for kept in peer.kept]
+        self._others: list[Holding] = []
+        self._patient = False  # whether all agents had the time to answer
+        self._failed: set[Holding] = set()
+        self._holders: Holders | None = None
+
+    @property
+    def holders(self) -> Holders | None:
+        """What the lighthouse has answered to `ask`; None: nothing."""
+        return self._holders
+
+    @property
+    def others_train(self) -> bool:
+        """Whether other replicas train, by the lighthouse's answer."""
+        return self._holders is not None and self._holders.stands
+
+    def ask(self) -> None:
+        """Ask the lighthouse, and then other agents if this replica needs what they keep. Blocks.
+
+        While others train it does not: it would have to fetch what they have by then, anyway. Exits are reported a
+        moment after they happen, so a replica that has no state of its own looks twice. Then its own hosts tell
+        which copies they keep: those who train may end before it has fetched anything.
+        """
+        about, best = self._about, self._newest()
+        found = about.holders(0.0 if best is not None or about.number == 0 else about.reach_s)
+        if found is not None and best is None and about.number > 0:
+            first, until = found.head, time.monotonic() + DOUBT_S
+            while found.stands and found.head == first and time.monotonic() < until:
+                time.sleep(LOOK_S)
+                found = about.holders(0.0) or found
+        self._holders = found
+        if found is None or found.stands or found.head is None:
+            if found is not None and (best is not None or about.number == 0):
+                return
+            # Its own hosts may have copies for each other, or shards of another number of ranks.
+            self._others = [h for h in self._ask_agents(NOBODY, hurry=False) if h.replica == about.replica]
+        elif best is None or state_id.newer(found.head, best.state):
+            self._others = self._ask_agents(found, hurry=True)
+
+    def newest(self) -> Recoverable | None:
+        """Return the newest state of which every shard is in an agent and has not failed.
+
+        Once a source has failed, all agents are asked again, once: others may have the same shard. Then it blocks.
+        """
+        holders = self._holders
+        if self._failed and not self._patient and holders is not None:
+            if not holders.stands and holders.head is not None:
+                self._others = self._ask_agents(holders, hurry=False)
+            self._patient = True
+        return self._newest(self._others)
+
+    def fail(self, sources: Iterable[Holding]) -> None:
+        """Never count these shards again: their sources do not give them, or give damaged ones."""
+        self._failed.update(sources)
+
+    def _in_its_slot(self, rank: int, state: StateId, settled: bool) -> Holding:
+        peer, size = self._peers[rank], len(self._peers)
+        return Holding(state, self._about.replica, rank, size, peer.layout, peer.host, peer.address, settled)
+
+    def _ask_agents(self, found: Holders, *, hurry: bool) -> list[Holding]:
+        """Return what all agents keep that answer, besides the own snapshots of this replica's ranks. Blocks.
+
+        With ``hurry`` hosts that do not answer are not waited for once the head is whole.
+        """
+        mine = {peer.address: peer.host for peer in self._peers}
+        where = found.hosts | mine
+        known = {(h.address, h.replica, h.rank, h.ranks, h.state) for h in self._own}
+        others = [address for agents in found.agents.values() for address in agents]
+
+        def holdings(answers: Mapping[str, Held]) -> list[Holding]:
+            return [
+                _holding(row, address, where.get(address, row.host))
+                for address, rows in answers.items()
+                for row in rows
+                if (address, row.replica, row.rank, row.ranks, row.state) not in known
+            ]
+
+        answers: dict[str, Held] = {}
+        gathering = Gathering(found.head) if hurry and found.head is not None else None
+        if gathering is not None:
+            gathering.add((h.state, h.ranks, h.rank) for h in self._own)
+
+        def enough(address: str, rows: Held) -> bool:
+            answers[address] = rows
+            if gathering is None or not gathering.add((r.state, r.ranks, r.rank) for r in rows if self._fits(r)):
+                return False
+            whole = self._newest(holdings(answers))
+            assert found.head is not None
+            return whole is not None and not state_id.newer(found.head, whole.state)
+
+        return holdings(ask_held([*mine, *others], self._about.token, ASK_S, enough))
+
+    def _fits(self, row: HeldShard) -> bool:
+        """Return whether a shard is one of this replica, as far as its width says."""
+        size = len(self._peers)
+        return row.ranks != size or (0 <= row.rank < size and row.layout == self._peers[row.rank].layout)
+
+    def _newest(self, others: Sequence[Holding] = ()) -> Recoverable | None:
+        """Return the newest state that is whole, with ``others`` besides the own snapshots of this replica's ranks."""
+        layouts, hosts = [p.layout for p in self._peers], [p.host for p in self._peers]
+        found = [*self._own, *others]
+        return newest(found, self._about.replica, layouts, hosts, self._failed, self._other_widths.of(found))
+
+
+def is_own(holding: Holding, replica: int, peers: Sequence[Peer]) -> bool:
+    """Return whether a shard of ``replica`` is in the slots of its own rank, one of ``peers``."""
+    if holding.replica != replica or holding.ranks != len(peers):
+        return False
+    return holding.address == peers[holding.rank].address
+
+
+def _holding(row: HeldShard, address: str, host: str) -> Holding:
+    """Return what an agent has answered; ``host`` is where it stands."""
+    try:
+        host = str(Host.parse(host))
+    except ValueError:
+        host = plain(address)
+    return Holding(row.state, row.replica, row.rank, row.ranks, row.layout, host, address, row.settled)
