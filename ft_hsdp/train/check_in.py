@@ -25,8 +25,9 @@ from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.identity import RankIdentity, RankPlace
 from ft_hsdp.train.runtime import RankRuntime
 from ft_hsdp.train.state.checkpointing import Checkpoints, missed
+from ft_hsdp.train.state.known_shards import Recoverer
 from ft_hsdp.train.state.live_state import LiveState
-from ft_hsdp.train.state.recovery import Recoverer, restore
+from ft_hsdp.train.state.recovery import restore
 from ft_hsdp.train.step_log import StepLog
 
 

@@ -39,7 +39,8 @@ from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import PackedTensor, ShardManifest
 from ft_hsdp.train.state.checkpointing import Checkpoints
-from ft_hsdp.train.state.recovery import Recoverer, restore
+from ft_hsdp.train.state.known_shards import Recoverer
+from ft_hsdp.train.state.recovery import restore
 
 STATE, INITIAL = StateId(1, 1, "ab" * 16), StateId(0, 0, "00" * 16)
 CHUNK_BYTES = 16 << 10

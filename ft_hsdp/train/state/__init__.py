@@ -7,6 +7,7 @@ Read the modules in this order:
     snapshots      copies of each state in the memory of the host's state agent
     idle_spans     when the rank's network is idle, for copies on other hosts
     checkpointing  a rank's part in writing and loading checkpoints
+    known_shards   which shards of the replica's states the job's agents keep
     recovery       with which state a replica begins: from the memory of hosts, or from a checkpoint
     block_store    static data of the user in the memory of hosts, with `block_data` and `block_submission`
 

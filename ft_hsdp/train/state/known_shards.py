@@ -1,8 +1,8 @@
 """Which shards of a replica's states are in the memory of state agents: what rank 0 knows while it recovers.
 
-Each rank says what the agent of its own host keeps (`Peer`). Agents of other hosts and replicas are asked over HTTP,
-and only if this replica needs them. `KnownShards.newest` is then the newest state of which every shard is somewhere,
-by `memory.recovery`, without the sources that have failed.
+Each rank says what the agent of its own host keeps (`RankAgent`). Agents of other hosts and replicas are asked
+over HTTP, and only if this replica needs them. `KnownShards.newest` is then the newest state of which every shard
+is somewhere, by `memory.recovery`, without the sources that have failed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Recoverer:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
-    """What one rank has told the others."""
+class RankAgent:
+    """The state agent of a rank's host, as the rank has told the others."""
 
     host: str
-    address: str  # of its agent
+    address: str  # at which the agent serves
     layout: str
     nbytes: int
-    kept: tuple[tuple[StateId, bool], ...]  # complete snapshots in its agent, and whether they are settled
+    kept: tuple[tuple[StateId, bool], ...]  # complete snapshots, and whether they are settled
 
 
 class KnownShards:
@@ -56,14 +56,14 @@ class KnownShards:
 
     Args:
         about: The incarnation that is restored.
-        peers: What each rank has told, by rank.
+        peers: What each rank of the replica has told, by rank.
         layout: Of rank 0's shard.
     """
 
-    def __init__(self, about: Recoverer, peers: Sequence[Peer], layout: Layout) -> None:
+    def __init__(self, about: Recoverer, peers: Sequence[RankAgent], layout: Layout) -> None:
         self._about = about
         self._peers = tuple(peers)
-        self._other_widths = OtherWidths(layout, [peer.layout for peer in peers])  # the same state, cut in other ways
+        self._other_widths = OtherWidths(layout, [peer.layout for peer in peers])
         # Snapshots of this replica's ranks, each in its rank's agent; and what all agents keep besides.
         self._own = [self._in_its_slot(rank, *kept) for rank, peer in enumerate(peers) for kept in peer.kept]
         self._others: list[Holding] = []
@@ -163,13 +163,13 @@ class KnownShards:
         return row.ranks != size or (0 <= row.rank < size and row.layout == self._peers[row.rank].layout)
 
     def _newest(self, others: Sequence[Holding] = ()) -> Recoverable | None:
-        """Return the newest state that is whole, with ``others`` besides the own snapshots of this replica's ranks."""
+        """Return the newest whole state, of this replica's own snapshots and ``others``."""
         layouts, hosts = [p.layout for p in self._peers], [p.host for p in self._peers]
         found = [*self._own, *others]
         return newest(found, self._about.replica, layouts, hosts, self._failed, self._other_widths.of(found))
 
 
-def is_own(holding: Holding, replica: int, peers: Sequence[Peer]) -> bool:
+def is_own(holding: Holding, replica: int, peers: Sequence[RankAgent]) -> bool:
     """Return whether a shard of ``replica`` is in the slots of its own rank, one of ``peers``."""
     if holding.replica != replica or holding.ranks != len(peers):
         return False

@@ -41,7 +41,7 @@ from ft_hsdp.state.transfer.parts import Uncuttable
 from ft_hsdp.state.transfer.reshape import WantedShard
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.train.state.checkpointing import Checkpoints, load_checkpoint
-from ft_hsdp.train.state.known_shards import KnownShards, Peer, Recoverer, is_own
+from ft_hsdp.train.state.known_shards import KnownShards, RankAgent, Recoverer, is_own
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
@@ -105,7 +105,7 @@ class _Restoration:
     _journal: Journal
     _about: Recoverer
     _began: float = field(default_factory=time.monotonic)
-    _peers: tuple[Peer, ...] = ()  # by rank
+    _peers: tuple[RankAgent, ...] = ()  # by rank
     _known: KnownShards | None = None  # on rank 0
     _fetched: int = 0  # bytes, by this rank, in all attempts
 
@@ -139,14 +139,14 @@ class _Restoration:
 
     # What is kept, and where.
 
-    def _gather(self) -> tuple[Peer, ...]:
+    def _gather(self) -> tuple[RankAgent, ...]:
         """Return what each rank's agent keeps."""
         layout = self._live.layout
         kept = tuple((snapshot.state, snapshot.settled) for snapshot in self._snapshots.list())
-        mine = Peer(self._about.host, self._snapshots.address, layout.fingerprint, layout.nbytes, kept)
+        mine = RankAgent(self._about.host, self._snapshots.address, layout.fingerprint, layout.nbytes, kept)
         told = [json.loads(each) for each in self._ranks.gather(json.dumps(asdict(mine)).encode())]
         return tuple(
-            Peer(**{**each, "kept": tuple((StateId(**state), settled) for state, settled in each["kept"])})
+            RankAgent(**{**each, "kept": tuple((StateId(**state), settled) for state, settled in each["kept"])})
             for each in told
         )
 

@@ -23,7 +23,8 @@ from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import HeldShard, ShardManifest
 from ft_hsdp.train.state import recovery
 from ft_hsdp.train.state.checkpointing import Checkpoints
-from ft_hsdp.train.state.recovery import Recoverer, restore
+from ft_hsdp.train.state.known_shards import Recoverer
+from ft_hsdp.train.state.recovery import restore
 
 TOKEN = "ab" * 32
 LAYOUT = shard_manifest.fingerprint(())

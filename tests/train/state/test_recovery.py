@@ -16,10 +16,11 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.recovery import Recoverable, newest
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.transfer.holdings import Held
-from ft_hsdp.train.state import recovery
+from ft_hsdp.train.state import known_shards, recovery
 from ft_hsdp.train.state.checkpointing import Checkpoints
+from ft_hsdp.train.state.known_shards import Recoverer
 from ft_hsdp.train.state.live_state import LiveState
-from ft_hsdp.train.state.recovery import Recoverer, restore
+from ft_hsdp.train.state.recovery import restore
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 from tests.support.state.memory_of_hosts import (
     AGAINST,
@@ -305,8 +306,8 @@ def test_the_newest_state_is_looked_for_once_and_not_after_each_answer(
         sufficed.extend([address for address, rows in answers.items() if enough(address, rows)])
         return answers
 
-    monkeypatch.setattr(recovery, "newest", counted)
-    monkeypatch.setattr(recovery, "ask_held", ask)
+    monkeypatch.setattr(known_shards, "newest", counted)
+    monkeypatch.setattr(known_shards, "ask_held", ask)
     found = restored(tmp_path, own, Lighthouse(5, [*own, other]))
     assert (found.states, sufficed) == ([state(5)] * 2, [other.address])
     assert calls == 3, "before the agents are asked, when they have all of it, and for the attempt"
