@@ -106,11 +106,13 @@ class ServedSnapshot:
 class SnapshotSource(Protocol):
     """Complete snapshots by state and rank. Thread-safe."""
 
-    def borrow(self, state: StateId, rank: int, ranks: int | None = None) -> ServedSnapshot | None:
+    def borrow(
+        self, state: StateId, rank: int, ranks: int | None = None, *, verify: bool = True
+    ) -> ServedSnapshot | None:
         """Return the snapshot of ``state`` and ``rank``, or None if it is not here (yet).
 
-        It is of a replica of ``ranks`` ranks; None: of any. Blocks while its checksums are being computed. Its
-        bytes do not change until `give_back`.
+        It is of a replica of ``ranks`` ranks; None: of any. Its bytes do not change until `give_back`. Blocks
+        while its checksums are compared. Without ``verify`` they are not, because the reader compares them.
         """
         ...
 
@@ -193,7 +195,9 @@ class InMemorySnapshots:
             for key in [key for key in self._held if key[:2] == (state, rank)]:
                 del self._held[key]
 
-    def borrow(self, state: StateId, rank: int, ranks: int | None = None) -> ServedSnapshot | None:
+    def borrow(
+        self, state: StateId, rank: int, ranks: int | None = None, *, verify: bool = True
+    ) -> ServedSnapshot | None:
         """Return the snapshot of ``state`` and ``rank``, or None if it is not offered. Does not block."""
         with self._lock:
             found = (

@@ -61,6 +61,7 @@ class Owners(InMemorySnapshots):
         self.flip: int | None = None  # a bit of what is sent: of the manifest, then of the shard
         self.hold: threading.Event | None = None  # set: what is sent may leave
         self.priorities: list[int] = []  # of the threads that answer
+        self.verifies: list[bool] = []  # whether they compare what they send
         self._flipped: dict[int, SnapshotBuffer] = {}  # by descriptor
 
     def has(self, step: int, rank: int = 0) -> None:
@@ -68,11 +69,14 @@ class Owners(InMemorySnapshots):
         room.bytes[:] = content(step, rank, SMALL)
         self.put(shard_manifest.decode(header(step, rank, nbytes=SMALL)), room)
 
-    def borrow(self, wanted: StateId, rank: int, ranks: int | None = None) -> ServedSnapshot | None:
+    def borrow(
+        self, wanted: StateId, rank: int, ranks: int | None = None, *, verify: bool = True
+    ) -> ServedSnapshot | None:
         self.priorities.append(os.getpriority(os.PRIO_PROCESS, 0))
+        self.verifies.append(verify)
         if self.hold is not None:
             self.hold.wait(DEADLINE_S)
-        served = super().borrow(wanted, rank, ranks)
+        served = super().borrow(wanted, rank, ranks, verify=verify)
         if served is None or self.flip is None:
             return served
         super().give_back(served)
@@ -580,6 +584,7 @@ def test_both_ends_of_a_fetch_have_low_priority(holder: Holder, owners: Owners, 
     holder.keep(small(1, owners))
     assert priorities == [max(NICE, before)]
     assert owners.priorities == [max(NICE, before)] * 2, "the manifest, and the bytes"
+    assert owners.verifies == [False] * 2, "the reader compares the checksums"
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 

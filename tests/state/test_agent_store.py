@@ -172,6 +172,20 @@ def test_a_damaged_copy_is_not_served_and_its_memory_is_not_used_again(holdings:
     assert number not in holdings.slots(SHARD)
 
 
+def test_what_is_to_become_a_copy_is_compared_by_its_reader_alone(holdings: SnapshotStore):
+    number = write(holdings, 1)
+    flip(holdings, number)
+    served = holdings.borrow(state(1), RANK, verify=False)
+    assert served is not None
+    (wrong,) = shard_manifest.damaged(
+        shard_manifest.decode(served.manifest), shared_memory.attach(served.fd, NBYTES, writable=False).data
+    )
+    assert (wrong, holdings.damaged(SHARD)) == (0, ())
+    holdings.give_back(served)
+    assert holdings.borrow(state(1), RANK) is None, "who recovers from it has it compared"
+    assert [damaged.state for damaged in holdings.damaged(SHARD)] == [state(1)]
+
+
 def test_each_pin_compares_anew(holdings: SnapshotStore):
     number = write(holdings, 1)
     holdings.pin(SHARD, state(1), 600.0)

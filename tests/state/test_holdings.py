@@ -34,7 +34,7 @@ class Listed:
     def held(self) -> tuple[HeldShard, ...]:
         return self.rows
 
-    def borrow(self, *_: object) -> None:
+    def borrow(self, *_: object, verify: bool = True) -> None:
         return None
 
     def give_back(self, _: object) -> None:

@@ -142,7 +142,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(
         self, state: StateId, rank: int, ranks: int | None, data: bool, target: tuple[int, int] | None
     ) -> None:
-        while (served := self.server.source.borrow(state, rank, ranks)) is not None:
+        # Who makes a copy of a shard compares its checksums, and once is enough. A part gets checksums of its own.
+        verify = target is not None or self.headers.get(CLASS) != COPY
+        while (served := self.server.source.borrow(state, rank, ranks, verify=verify)) is not None:
             if self._serve_part(served, state, rank, data, target):
                 return
         self._head(404, 0)

@@ -321,7 +321,7 @@ def encode(manifest: ShardManifest) -> bytes:
 
 def digest(encoded: bytes) -> str:
     """Return the digest that an encoded manifest begins with, 64 hex digits. It is not verified."""
-    return encoded[:DIGEST_HEX].decode("ascii")
+    return encoded[:DIGEST_HEX].decode("ascii", "backslashreplace")
 
 
 def decode(data: bytes) -> ShardManifest:
