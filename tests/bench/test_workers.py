@@ -56,7 +56,7 @@ def test_a_signal_in_the_middle_of_a_start_leaves_no_process(
     before = signal.signal(signal.SIGTERM, end)
     try:
         with pytest.raises((KeyboardInterrupt, SystemExit)), ExitStack() as stack:
-            spawn(stack, [sys.executable, "-c", "input()"], tmp_path / "log")
+            spawn(stack, [sys.executable, "-c", "import signal; signal.pause()"], tmp_path / "log")
     finally:
         restored = signal.signal(signal.SIGTERM, before)
     assert restored is end
