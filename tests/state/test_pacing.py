@@ -288,6 +288,16 @@ def test_a_plan_has_as_many_spans_as_the_page_has_room_for(
     assert (len(profile.spans), kept) == (MAX_SPANS + more, planned)
 
 
+def test_a_step_without_end_takes_no_more_memory_than_others(pacer: Pacer, clock: Clock) -> None:
+    spans = meter(pacer)
+    spans.step(1)
+    for _ in range(3 * MAX_SPANS):
+        spans.begin()
+        spans.end()
+    assert len(spans._spans) == MAX_SPANS + 1
+    assert Reader(pacer).admit(100) == 100, "that nobody communicates is enough"
+
+
 def test_the_last_span_of_a_plan_has_an_open_end(pacer: Pacer, clock: Clock) -> None:
     spans = meter(pacer)
     train(spans, clock, PROFILED + 1)
