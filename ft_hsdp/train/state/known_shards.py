@@ -169,13 +169,6 @@ class KnownShards:
         return newest(found, self._about.replica, layouts, hosts, self._failed, self._other_widths.of(found))
 
 
-def is_own(holding: Holding, replica: int, peers: Sequence[RankAgent]) -> bool:
-    """Return whether a shard of ``replica`` is in the slots of its own rank, one of ``peers``."""
-    if holding.replica != replica or holding.ranks != len(peers):
-        return False
-    return holding.address == peers[holding.rank].address
-
-
 def _holding(row: HeldShard, address: str, host: str) -> Holding:
     """Return what an agent has answered; ``host`` is where it stands."""
     try:

@@ -41,7 +41,7 @@ from ft_hsdp.state.transfer.parts import Uncuttable
 from ft_hsdp.state.transfer.reshape import WantedShard
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.train.state.checkpointing import Checkpoints, load_checkpoint
-from ft_hsdp.train.state.known_shards import KnownShards, RankAgent, Recoverer, is_own
+from ft_hsdp.train.state.known_shards import KnownShards, RankAgent, Recoverer
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
@@ -179,7 +179,10 @@ class _Restoration:
         return tuple(each for found in of_replica.values() for each in [*found.values()][:MAX_DONORS])
 
     def _is_own(self, holding: Holding) -> bool:
-        return is_own(holding, self._about.replica, self._peers)
+        """Return whether a shard is in the slots of its own rank."""
+        if holding.replica != self._about.replica or holding.ranks != len(self._peers):
+            return False
+        return holding.address == self._peers[holding.rank].address
 
     def _checkpoint_is_newer(self, plan: Recoverable | None, known: KnownShards) -> bool:
         """Return whether a checkpoint has the name of a newer state than ``plan``. On rank 0.
