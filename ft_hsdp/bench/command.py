@@ -24,7 +24,8 @@ MEMORY = ("step", "none", "plan", "gaps", "lost", "union", "flips")
 WIDTH = ("reshape", "allreduce", "blocks", "rate", "shrink", "lone", "losses")
 UNITS = ("constant", "rate", "refill", "loss", "tokens", "kills")
 KILLS = {"recovery": 200, "units": 50, "adopt": 7, "memory": 20, "width": 20}  # where the user does not say
-OVERHEAD = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # rounds where the user does not say
+OVERHEAD_ROUNDS = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # rounds where the user does not say
+MEMORY_ROUNDS = {"step": 20, "none": 5, "gaps": 9}  # the same
 OVERHEAD_BY_DEFAULT = ("steady", "snapshot", "ray")
 FLIPS = 10_000  # bytes that `bench memory` flips
 QUORUM_MEMBERS = (3, 12, 64)
@@ -99,7 +100,7 @@ class MemoryOptions:
 
     measures: tuple[str, ...]
     kills: int  # lost hosts with copies in memory; fewer with checkpoints, and of two replicas at once
-    rounds: int  # of what is interleaved
+    rounds: Mapping[str, int]  # of each measure that interleaves
     flips: int = FLIPS  # bytes
 
 
@@ -213,7 +214,8 @@ def units_options(args: Namespace) -> UnitsOptions:
 
 def memory_options(args: Namespace) -> MemoryOptions:
     """Return what `bench memory` is to do."""
-    return MemoryOptions(measures_of(args.measure or "all", MEMORY), kills_of(args, "memory"), rounds_of(args, 30))
+    rounds = {name: rounds_of(args, default) for name, default in MEMORY_ROUNDS.items()}
+    return MemoryOptions(measures_of(args.measure or "all", MEMORY), kills_of(args, "memory"), rounds)
 
 
 def width_options(args: Namespace) -> WidthOptions:
@@ -231,8 +233,8 @@ def adopt_options(args: Namespace) -> AdoptOptions:
 
 def overhead_rounds(args: Namespace) -> Mapping[str, int]:
     """Return the rounds of each measure of `bench overhead` that is wanted."""
-    wanted = measures_of(args.measure, tuple(OVERHEAD)) if args.measure else OVERHEAD_BY_DEFAULT
-    return {name: rounds_of(args, OVERHEAD[name]) for name in wanted}
+    wanted = measures_of(args.measure, tuple(OVERHEAD_ROUNDS)) if args.measure else OVERHEAD_BY_DEFAULT
+    return {name: rounds_of(args, OVERHEAD_ROUNDS[name]) for name in wanted}
 
 
 def measures_of(word: str, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -19,7 +19,8 @@ MEASURES = (
 )
 BENCH_TIME = (
     "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); "
-    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20; units 13; adopt 10; strangers 2; tls 1; width 10"
+    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20; units 13; adopt 10; memory 40; strangers 2; tls 1; "
+    "width 10"
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",
@@ -168,7 +169,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="of what is interleaved: 20; recovery 5; quorum 300; overhead 70 (steady), 30 (snapshot), 6 (ray); "
-        "units 4; adopt 20; memory 30; width 9; strangers 6; tls 9; driver 1000000 (steps)",
+        "units 4; adopt 20; memory 20 (step), 5 (none), 9 (gaps); width 9; strangers 6; tls 9; "
+        "driver 1000000 (steps)",
     )
     kills = "how many: recovery 200; units 50 of each kind; adopt 7 of each trainer; memory and width 20"
     bench.add_argument("--kills", type=int, metavar="N", help=kills)

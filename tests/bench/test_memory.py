@@ -35,9 +35,10 @@ from tests.support.launch.launch_helpers import until
 def test_all_measures_unless_one_is_named() -> None:
     words = Namespace(measure=None, rounds=None, kills=None)
     assert memory_options(words).measures == MEMORY
+    assert memory_options(words).rounds == {"step": 20, "none": 5, "gaps": 9}
     words = Namespace(measure="gaps", rounds=2, kills=3)
     options = memory_options(words)
-    assert (options.measures, options.rounds, options.kills) == (("gaps",), 2, 3)
+    assert (options.measures, options.rounds["gaps"], options.kills) == (("gaps",), 2, 3)
     with pytest.raises(ConfigError, match="step, none, plan, gaps"):
         memory_options(Namespace(measure="all of it", rounds=None, kills=None))
 

@@ -58,10 +58,10 @@ def run(options: MemoryOptions, stream: TextIO) -> dict[str, Any]:
     log = ProgressLog(stream)
     result, started = begin_result("memory", log)
     wanted, rounds = options.measures, options.rounds
-    result["step"] = steps(rounds, log) if "step" in wanted else []
-    result["none"] = none(min(rounds, 5), log) if "none" in wanted else []
+    result["step"] = steps(rounds["step"], log) if "step" in wanted else []
+    result["none"] = none(rounds["none"], log) if "none" in wanted else []
     result["plan"] = plans(log) if "plan" in wanted else []
-    result["gaps"] = gaps(rounds, log) if "gaps" in wanted else []
+    result["gaps"] = gaps(rounds["gaps"], log) if "gaps" in wanted else []
     result["lost"] = lost(options.kills, log) if "lost" in wanted else []
     result["union"] = union(max(1, options.kills // 4), log) if "union" in wanted else []
     result["flips"] = flips(options.flips, log) if "flips" in wanted else []
