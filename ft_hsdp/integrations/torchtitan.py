@@ -145,7 +145,7 @@ class FtHsdpTrainer(Trainer):
 
     def _stream(self, shard: int, shards: int) -> Any:
         dataloader = self._dataloader(shard, shards)
-        return _Unpickled(dataloader) if isinstance(dataloader, StatefulDataLoader) else dataloader
+        return _TorchdataState(dataloader) if isinstance(dataloader, StatefulDataLoader) else dataloader
 
     # The loop.
 
@@ -213,8 +213,8 @@ class FtHsdpTrainer(Trainer):
             return
 
 
-class _Unpickled:
-    """A dataloader of torchtitan whose state is torchdata's own, which it would pickle otherwise."""
+class _TorchdataState:
+    """A dataloader of torchtitan that gives torchdata's state, a dict: torchtitan's own is a pickle of it."""
 
     def __init__(self, dataloader: StatefulDataLoader[Any]) -> None:
         self._dataloader = dataloader

@@ -121,9 +121,8 @@ class SpanMeter:
                 return
             self._words[_BUSY] = self._busy
             self._words[_BEGUN] += 1
-            if (
-                self._busy == 1 and len(self._spans) <= MAX_SPANS
-            ):  # more than that is no plan: an evaluation of hours
+            # More spans than that make no plan, and an evaluation may take hours.
+            if self._busy == 1 and len(self._spans) <= MAX_SPANS:
                 self._spans.append((time.monotonic_ns() - self._since) / 1e9)
 
     def end(self) -> None:

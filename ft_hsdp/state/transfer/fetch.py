@@ -181,10 +181,10 @@ class _Fetch:
             NotFetched: One of them could not start.
         """
         serve = [threading.Thread(target=self._serve, args=(d,), name="fetch-donor") for d in self._donors]
-        verify = [] if self._request.copy else [threading.Thread(target=self._verify, name="fetch-verify")]
+        verify = threading.Thread(target=self._verify, name="fetch-verify")
         started: list[threading.Thread] = []
         try:
-            for thread in (*serve, *verify):
+            for thread in serve if self._request.copy else (*serve, verify):
                 thread.daemon = True
                 try:
                     thread.start()
@@ -198,13 +198,9 @@ class _Fetch:
                 self._change.notify_all()
             for connection in self._connections.values():
                 connection.hang_up()
-            for thread in started:
-                if thread not in verify:
-                    thread.join()
             self._arrived.put(None)
-            for thread in verify:
-                if thread in started:
-                    thread.join()
+            for thread in started:
+                thread.join()
 
     def supervise(self, began: float, deadline_s: float, cancel: threading.Event) -> None:
         """Wait until everything is verified.

@@ -115,10 +115,15 @@ class _Handler(BaseHTTPRequestHandler):
         self.reader = self.server.readers[self.connection]
         self._unsent = 0  # bytes that may wait in the socket; 0: any number
 
+    @property
+    def _becomes_copy(self) -> bool:
+        """Whether what is read becomes a copy of another host's shard, which may wait."""
+        return self.headers.get(CLASS) == COPY
+
     def do_GET(self) -> None:
         """Answer with a manifest, with packed bytes, or with the list of what is here."""
         self.reader.now(responding=True)
-        if self.headers.get(CLASS) == COPY:
+        if self._becomes_copy:
             lower_priority()  # this thread answers this connection alone
         name, mark, query = self.path.partition("?")
         match, target = PATH.fullmatch(name), FOR.fullmatch(query)
@@ -142,8 +147,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(
         self, state: StateId, rank: int, ranks: int | None, data: bool, target: tuple[int, int] | None
     ) -> None:
-        # Who makes a copy of a shard compares its checksums, and once is enough. A part gets checksums of its own.
-        verify = target is not None or self.headers.get(CLASS) != COPY
+        # Who makes a copy of a shard compares its checksums: once is enough.
+        verify = not self._becomes_copy
         while (served := self.server.source.borrow(state, rank, ranks, verify=verify)) is not None:
             if self._serve_part(served, state, rank, data, target):
                 return
@@ -196,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted is not None:
             about["Content_Range"] = f"bytes {begin}-{end - 1}/{total}"
         self._head(200 if wanted is None else 206, end - begin, **about)
-        if self.headers.get(CLASS) != COPY:
+        if not self._becomes_copy:
             return self._extents(fd, part, begin, end, None)
         with self.server.pacer.stream(rank, self._queued) as paced:
             return self._extents(fd, part, begin, end, paced)
