@@ -117,4 +117,5 @@ def test_a_stream_of_which_both_replicas_are_killed_repeats_and_skips_nothing(tm
             reads = [int(noise) for step in sorted(rows) for _, (noise,) in rows[step]]
             lives = [n for n in range(1, len(reads)) if reads[n] != reads[n - 1] + 1]
             passed = reads[lives[0]] - 1 if lives else reads[-1]
-            assert (passed >= AT) is (replica == plain), f"{passed} items were read again"
+            before = sum(step <= AT for step in mine)  # a replica that came late did not contribute to every step
+            assert (passed >= before) is (replica == plain), f"{passed} items were read again, {before} counted"

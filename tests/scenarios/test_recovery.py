@@ -6,6 +6,7 @@ whole job at a step whose state every agent has, so it is known what there is to
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Collection
@@ -51,14 +52,17 @@ class Standing(Job):
         return {row.host for rows in answers.values() for row in rows if row.state.step == step}
 
     def lose(self, hosts: Collection[str]) -> None:
-        """Kill the agents of some hosts, and then all ranks: those of the other hosts would end themselves."""
+        """Kill the agents of some hosts, and then all ranks that the launcher has not ended by then."""
         self.until(lambda: len(self.agents(0)) == len(self.agents(1)) == 2, "all agents")
         self.until(lambda: self.step() == HEAD and self.held(HEAD) >= set(ALL[:-1]), "all have the state")
         agents = {host: agent["pid"] for replica in (0, 1) for host, agent in self.agents(replica).items()}
         ranks = [self.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)]
-        for pid in (*(agents[host] for host in hosts), *ranks):
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+        assert None not in ranks
+        for host in hosts:
+            os.kill(agents[host], signal.SIGKILL)
+        for pid in filter(None, ranks):
+            with contextlib.suppress(ProcessLookupError):  # it ended because the agent of its host did
+                os.kill(pid, signal.SIGKILL)
 
     def recovered(self) -> dict[int, dict[str, Any]]:
         """The recovery of each replica, once the job has ended as if nothing had happened."""
