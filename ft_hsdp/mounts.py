@@ -36,9 +36,8 @@ def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
     except OSError:
         return None
     above = [mount for mount in found if mount.place in (there, *there.parents)]
-    return max(
-        reversed(above), key=lambda mount: len(mount.place.parts), default=None
-    )  # the last one hides others
+    newest_first = reversed(above)  # of two at one place the last one hides the others
+    return max(newest_first, key=lambda mount: len(mount.place.parts), default=None)
 
 
 def existing(path: Path) -> Path:

@@ -1,7 +1,6 @@
 """The service of one job: drives the pure decisions with real requests, real time and a real store.
 
-Every event goes through `Service.apply`: decide, save, and only then let any effect be known. `Evictions` keeps
-the orders to kill beside the decisions' state, since a supervisor gets them with its next report.
+Every event goes through `Service.apply`: decide, save, and only then let any effect be known.
 """
 
 from __future__ import annotations
@@ -17,29 +16,27 @@ from typing import Any
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Answer, Grant, Holders, Refused, Report
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import Eviction, ProcessReport, QuorumRequest, SupervisorReply, Wait
+from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Wait
 from lighthouse import status, validation
+from lighthouse.evictions import Evictions
 from lighthouse.http.rate_limits import Rates
 from lighthouse.quorum import commands
-from lighthouse.quorum.holders import StateAgents, holders
-from lighthouse.quorum.rules import Incarnation
-from lighthouse.quorum.state import (
+from lighthouse.quorum.events import (
     Action,
-    Agreement,
     Asked,
     AskWithdrawn,
     Commanded,
     Event,
     Evict,
-    LighthouseState,
     Note,
     OpenRequest,
     ProcessesReported,
     Reply,
     Ticked,
-    alive,
-    wanted,
 )
+from lighthouse.quorum.holders import StateAgents, holders
+from lighthouse.quorum.rules import Incarnation
+from lighthouse.quorum.state import Agreement, LighthouseState, wanted
 from lighthouse.quorum.transition import lease_of, transition
 from lighthouse.store import StateSaver, Store, StoreFailed
 
@@ -53,54 +50,6 @@ Journal = Callable[[Mapping[str, object]], None]
 """Takes each event, as a row of events.jsonl."""
 
 _log = logging.getLogger(__name__)
-
-
-class Evictions:
-    """Orders to SIGKILL an incarnation, and members that get such an order if they stay silent.
-
-    Bounded by the number of incarnations that may live: an order ends with the exit of its incarnation.
-    """
-
-    def __init__(self) -> None:
-        self.orders: dict[Incarnation, Eviction] = {}
-        self._suspects: dict[Incarnation, float] = {}  # when to evict them, if they stay silent
-
-    @property
-    def pending(self) -> bool:
-        """Whether the passing of time can lead to an order."""
-        return bool(self._suspects)
-
-    def suspect(self, before: LighthouseState, replica: object, now: float) -> None:
-        """Note that a member of ``before``'s grant was left out for its silence: it is evicted if that lasts."""
-        since = now if before.since is None else before.since
-        for member in before.grant.members if before.grant else ():
-            if member.replica == replica:
-                self._suspects[member.replica, member.incarnation] = since + before.policy.evict_s
-
-    def order(self, s: LighthouseState, who: Incarnation, reason: str) -> bool:
-        """Order the eviction of ``who`` unless it has exited; return whether this is a new order."""
-        self._suspects.pop(who, None)
-        if who in self.orders or not alive(s, who):
-            return False
-        self.orders[who] = Eviction(*who, reason)
-        return True
-
-    def settle(self, s: LighthouseState, event: Event, now: float) -> list[tuple[Incarnation, str]]:
-        """Drop the orders and suspicions that ``event`` has settled.
-
-        Returns:
-            The incarnations that have been silent for too long, each with the reason to evict it.
-        """
-        match event:
-            case Asked(request):
-                self._suspects.pop((request.report.replica, request.report.incarnation), None)
-            case ProcessesReported():
-                for who in [*self.orders, *self._suspects]:
-                    if s.views[who[0]].incarnation not in (None, who[1]) or not alive(s, who):
-                        self.orders.pop(who, None)
-                        self._suspects.pop(who, None)
-        late = [who for who, due in self._suspects.items() if now >= due]
-        return [(who, f"silent for {s.policy.evict_s:g} s since its ring broke") for who in late]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp import address, handshake
+from ft_hsdp import address, caller_gate, handshake
+from ft_hsdp.caller_gate import CallerGate
 from ft_hsdp.errors import LocalResourceError, ProtocolViolation
-from ft_hsdp.handshake import Admitted, Caller, CallerGate, HungUp, Purpose, admit
+from ft_hsdp.handshake import Admitted, Caller, HungUp, Purpose, admit
 
 TOKEN = "ab" * 32
 
@@ -185,7 +186,7 @@ async def test_a_listener_that_does_not_know_the_token_is_told_nothing() -> None
     [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01", b"\xff" * 2_000_000, handshake.MAGIC + b"\xff" * 100, b"F"],
 )
 async def test_noise_is_hung_up_on_at_its_first_wrong_byte(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_hello_s", 60.0)  # not because its time is over
+    monkeypatch.setattr(caller_gate, "_hello_s", 60.0)  # not because its time is over
     async with Listener() as here:
         sock = await here.stranger()
         with suppress(ConnectionError):
@@ -199,10 +200,10 @@ async def test_noise_is_hung_up_on_at_its_first_wrong_byte(said: bytes, monkeypa
 
 async def test_the_oldest_stranger_makes_room() -> None:
     async with Listener() as here:
-        each = handshake.MAX_STRANGERS // 4
-        crowd = [await here.stranger(f"127.0.0.{2 + i // each}") for i in range(2 * handshake.MAX_STRANGERS)]
-        assert here.gate.strangers == handshake.MAX_STRANGERS
-        for sock in crowd[: handshake.MAX_STRANGERS]:
+        each = caller_gate.MAX_STRANGERS // 4
+        crowd = [await here.stranger(f"127.0.0.{2 + i // each}") for i in range(2 * caller_gate.MAX_STRANGERS)]
+        assert here.gate.strangers == caller_gate.MAX_STRANGERS
+        for sock in crowd[: caller_gate.MAX_STRANGERS]:
             assert await hung_up_on(sock)
         (await handshake.dial(here.where, TOKEN, Purpose.RING)).close()
         for sock in crowd:
@@ -212,8 +213,8 @@ async def test_the_oldest_stranger_makes_room() -> None:
 async def test_one_address_has_a_share_of_the_places() -> None:
     async with Listener() as here:
         other = await here.stranger("127.0.0.9")
-        crowd = [await here.stranger() for _ in range(2 * handshake.MAX_STRANGERS)]
-        assert here.gate.strangers == handshake.MAX_STRANGERS_PER_ADDRESS + 1
+        crowd = [await here.stranger() for _ in range(2 * caller_gate.MAX_STRANGERS)]
+        assert here.gate.strangers == caller_gate.MAX_STRANGERS_PER_ADDRESS + 1
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asyncio.get_running_loop().sock_recv(other, 1), 0.01)
         for sock in (other, *crowd):
@@ -221,8 +222,8 @@ async def test_one_address_has_a_share_of_the_places() -> None:
 
 
 async def test_a_silent_stranger_and_one_that_drips_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_hello_s", handshake.HELLO_S)
-    handshake.use(0.1)
+    monkeypatch.setattr(caller_gate, "_hello_s", caller_gate.HELLO_S)
+    caller_gate.use(0.1)
     async with Listener() as here:
         silent, slow = await here.stranger(), await here.stranger()
         slow.send(handshake.MAGIC)
@@ -265,12 +266,12 @@ class NoDescriptor(socket.socket):
 
 
 async def test_without_a_descriptor_strangers_go_first_and_then_it_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "PAUSE_S", 0.001)
+    monkeypatch.setattr(caller_gate, "PAUSE_S", 0.001)
     here = Listener()
     listener = NoDescriptor(fileno=here._bound.detach())
     here.gate.watch(listener)
     stranger = await here.stranger()
-    listener.errors = 1 + handshake.ACCEPT_TRIES + 3
+    listener.errors = 1 + caller_gate.ACCEPT_TRIES + 3
     calling = asyncio.create_task(handshake.dial(here.where, TOKEN, Purpose.RING))
     assert await hung_up_on(stranger)
     (await calling).close()

@@ -29,7 +29,7 @@ from typing import Any, Self, TextIO
 
 import psutil
 
-from ft_hsdp import address, handshake
+from ft_hsdp import address, caller_gate, handshake
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
 from ft_hsdp.bench.recovery.setup import RecoverySetup
@@ -404,7 +404,7 @@ def serve_sink(file: Path) -> None:
             caller.setblocking(False)
             selector.register(caller, selectors.EVENT_READ)
             callers.append(caller)
-            if len(callers) > handshake.MAX_STRANGERS:
+            if len(callers) > caller_gate.MAX_STRANGERS:
                 drop(callers[0])
 
 

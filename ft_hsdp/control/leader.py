@@ -111,9 +111,8 @@ class Leader:
         self._written: tuple[StateId | None, set[int]] = (None, set())  # a checkpoint, and the ranks that wrote it
         self._stopped: dict[int, set[int]] = {}  # by epoch: the ranks that have left its ring
         self._all_stopped = asyncio.Event()  # set with each rank that leaves a ring
-        self.concluded = (
-            asyncio.Event()
-        )  # set from outside when the final state is in the logs; then it is reported
+        # Set from outside when the final state is in the logs; then it is reported.
+        self.concluded = asyncio.Event()
         self._decisions = Decisions(journal)
 
     def start(self) -> None:

@@ -11,11 +11,12 @@ import asyncio
 import socket
 from collections.abc import Callable, Collection
 
-from ft_hsdp import address, handshake, protocol
+from ft_hsdp import address, caller_gate, handshake, protocol
+from ft_hsdp.caller_gate import CallerGate
 from ft_hsdp.core import effects
 from ft_hsdp.core.commit import Vote
 from ft_hsdp.errors import LighthouseUnreachable, ProtocolViolation
-from ft_hsdp.handshake import Admitted, CallerGate, Purpose
+from ft_hsdp.handshake import Admitted, Purpose
 from ft_hsdp.protocol import (
     RankAlive,
     RankBroken,
@@ -168,14 +169,14 @@ class RankHub:
 
     async def _serve(self, proved: Admitted, sock: socket.socket) -> None:
         try:
-            async with asyncio.timeout(2 * handshake.hello_s()):
+            async with asyncio.timeout(2 * caller_gate.hello_s()):
                 sock = await handshake.secured(sock, proved.session, self._purpose, listening=True)
                 reader, writer = await asyncio.open_connection(sock=sock)
         except (OSError, TimeoutError):
             sock.close()
             return
         try:
-            async with asyncio.timeout(2 * handshake.hello_s()):
+            async with asyncio.timeout(2 * caller_gate.hello_s()):
                 hello = await read(reader, RankHello)
         except TimeoutError:
             hello = None

@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
-from ft_hsdp import address, handshake, protocol
+from ft_hsdp import address, caller_gate, protocol
 from ft_hsdp.control.key_table import CallRefused, KeyTable, TableServer, checked, packed, unpacked
 from ft_hsdp.control.rank_channel import RankLine
 from ft_hsdp.errors import Retryable, exhausted
@@ -113,7 +113,7 @@ class RankStore(dist.Store):
 
     Its methods are those of torch's TCPStore and raise its errors: DistStoreError where a key does not get a value
     in time or a bound does not allow it, DistNetworkError where rank 0 is gone or does not answer. Every thread
-    may call them. They block, at most for `timeout`, or the time that they are given, and `handshake.hello_s`
+    may call them. They block, at most for `timeout`, or the time that they are given, and `caller_gate.hello_s`
     more.
     """
 
@@ -159,7 +159,7 @@ class RankStore(dist.Store):
         call = StoreCall(self._rank, next(self._numbers), what, tuple(keys), raw, amount, wait_s)
         try:
             checked(call)
-            answer = self._run(self._table.answer(call), wait_s + handshake.hello_s())
+            answer = self._run(self._table.answer(call), wait_s + caller_gate.hello_s())
         except CallRefused as error:
             raise dist.DistStoreError(f"{what}: {error}") from None
         except TimeoutError:
@@ -266,7 +266,7 @@ def serve(ranks: int, token: str, listener: socket.socket | None, timeout_s: flo
         await server.all_here(timeout_s)
 
     try:
-        store._run(gather(), timeout_s + handshake.hello_s())
+        store._run(gather(), timeout_s + caller_gate.hello_s())
     except TimeoutError:
         late = sorted(server.awaited)
         store.close()

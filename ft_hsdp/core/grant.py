@@ -253,6 +253,5 @@ class Holders:
     head: StateId | None  # the newest state that is known to be committed; None: there is none
     # "host:port" of the state agents of each replica; also of those whose ranks are dead.
     agents: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    hosts: dict[str, str] = field(
-        default_factory=dict
-    )  # where each of them stands, as in `Hosts`; not all are known
+    # Where each of them stands, as in `Hosts`; not all are known.
+    hosts: dict[str, str] = field(default_factory=dict)

@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ft_hsdp import address, fault_injection, handshake, protocol
+from ft_hsdp import address, caller_gate, fault_injection, handshake, protocol
+from ft_hsdp.caller_gate import CallerGate
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.errors import LocalResourceError, ProtocolViolation
 from ft_hsdp.ftar.transport.base import Receiver, Sender
-from ft_hsdp.handshake import Admitted, CallerGate, Purpose
+from ft_hsdp.handshake import Admitted, Purpose
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingBeat, RingData, RingHello, RingReady, RingWelcome
 from ft_hsdp.record_layer import within_host
 
@@ -283,7 +284,7 @@ class Listener:
     async def _greet(self, proved: Admitted, sock: socket.socket) -> None:
         first = RingHello if proved.purpose is Purpose.RING else RingData
         try:
-            async with asyncio.timeout(handshake.hello_s()):
+            async with asyncio.timeout(caller_gate.hello_s()):
                 sock = await handshake.secured(sock, proved.session, proved.purpose, listening=True)
                 message = await receive(sock, first)
             if isinstance(message, RingData):

@@ -387,9 +387,8 @@ class LaneMember:
             return
         self._finish_departure()
         if isinstance(error, PeerTimeout):
-            error = PeerTimeout(
-                f"{error.args[0]}, and no member could be blamed"
-            )  # otherwise the heartbeat had named it
+            # The heartbeat has named nobody.
+            error = PeerTimeout(f"{error.args[0]}, and no member could be blamed")
         if isinstance(error, PeerDead):
             await asyncio.sleep(BLAME_S)
         self._break(rendezvous, error)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ft_hsdp.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from ft_hsdp.config import Config
 
 SLOTS = 8  # chunks in flight, unless the settings say otherwise
 FEW_CORES = 2  # up to this number of cores, receiving threads cost more than they bring
@@ -44,6 +47,22 @@ class Settings:
         for name in ("timeout_s", "connect_timeout_s", "beat_s", "silence_s"):
             if getattr(self, name) <= 0:
                 raise InvalidArgument(f"{name}: got {getattr(self, name)}; allowed: more than 0")
+
+    @classmethod
+    def of(cls, config: Config) -> Settings:
+        """Return the settings of a job's rings."""
+        ftar, timeouts = config.ftar, config.timeouts
+        return cls(
+            ftar.transport,
+            ftar.chunk_bytes,
+            ftar.chunks,
+            ftar.connections,
+            timeout_s=ftar.timeout_s,
+            pause_s=timeouts.pause_s,
+            connect_timeout_s=timeouts.connect_s,
+            beat_s=timeouts.beat_s,
+            silence_s=timeouts.silence_s,
+        )
 
     @property
     def patient(self) -> Settings:

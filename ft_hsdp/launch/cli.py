@@ -199,9 +199,8 @@ def _plan(args: argparse.Namespace) -> int:
     assumptions = Assumptions(**{name: getattr(args, name) for name in ASSUMED})
     document = plan(_config(args), assumptions, args.hosts, args.parameters)
     if args.json:
-        _print(
-            [json.dumps(document, allow_nan=False)]
-        )  # its figures are bounded: Infinity would be a fault of ours
+        # The figures are bounded: Infinity would be a fault of ours.
+        _print([json.dumps(document, allow_nan=False)])
     else:
         _print(lines(document))
     return EXIT_OK

@@ -120,7 +120,7 @@ def check_device(config: Config) -> str:
         return config.train.device
     # Counting GPUs must not initialize CUDA, here or in the fork server, which inherits the variable.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    from ft_hsdp.train.identity import describe  # a job on CPUs starts without torch in this process
+    from ft_hsdp.train.device import describe  # a job on CPUs starts without torch in this process
 
     return describe(config.train.device, config.ranks_per_replica)
 

@@ -36,6 +36,7 @@ from ft_hsdp.sim.world import (
     same_run,
     width_of,
 )
+from lighthouse.quorum import events as quorum_events
 from lighthouse.quorum import state as quorum
 from lighthouse.quorum.rules import remembered
 
@@ -203,7 +204,7 @@ class Model(ModelView):
         exited = self.lighthouse(w).exited
         if w.second >= 0:
             exited = frozenset(e for e in exited if same_run(e, me))
-        return self.consult(w, quorum.ProcessesReported(Running({me[0]: me[1]}), exited, frozenset(), 0.0))
+        return self.consult(w, quorum_events.ProcessesReported(Running({me[0]: me[1]}), exited, frozenset(), 0.0))
 
     def _hold(self, w: World, r: int, state: state_id.StateId, content: Content) -> World:
         """Return the world in which replica `r` holds `state` and keeps a snapshot of it."""
@@ -252,7 +253,7 @@ class Model(ModelView):
 
     def drain(self, w: World, r: int) -> World:
         """Return the world after an operator drains replica `r`."""
-        w = self.consult(w._replace(drains=w.drains - 1), quorum.Commanded("drain", r, "maintenance", 0.0))
+        w = self.consult(w._replace(drains=w.drains - 1), quorum_events.Commanded("drain", r, "maintenance", 0.0))
         return w._replace(late=w.late | {r}) if w.replicas[r] < 0 else w
 
     def deliver(self, w: World, r: int) -> World:
@@ -264,7 +265,7 @@ class Model(ModelView):
         w = w._replace(asked=put(w.asked, r, replace(ask, pause=False)))
         ranks = width_of(w, (replica_at(w, r), name_at(w, r)))
         ring = tuple(f"replica-{r}:{rank}" for rank in range(ranks))
-        return self.consult(w, quorum.Asked(quorum.OpenRequest(ask.report, id=r, ring=ring), 0.0))
+        return self.consult(w, quorum_events.Asked(quorum_events.OpenRequest(ask.report, id=r, ring=ring), 0.0))
 
     def _enter(self, w: World, r: int, order: effects.Reduce) -> World:
         me, here, fence = replica_at(w, r), self.replica(w, r), order.fence
@@ -350,7 +351,7 @@ class Model(ModelView):
 
     # What the lighthouse does.
 
-    def consult(self, w: World, event: quorum.Event) -> World:
+    def consult(self, w: World, event: quorum_events.Event) -> World:
         """Return the world after the lighthouse takes an event; its answers start to travel."""
         try:
             reached, due = self.quorums.after(w.lighthouse, event)
@@ -360,20 +361,20 @@ class Model(ModelView):
         w = w._replace(lighthouse=reached)
         if w.second >= 0:
             younger = (w.second, name_at(w, len(w.replicas) - 1))
-            fenced = (e.answer for e in due if isinstance(e, quorum.Reply) and e.id == len(w.replicas) - 1)
+            fenced = (e.answer for e in due if isinstance(e, quorum_events.Reply) and e.id == len(w.replicas) - 1)
             invariants.younger_counts(younger, before.grant, after.grant, fenced)
         audited = False
         for effect in due:
             match effect:
-                case quorum.Reply(_, r, answer):
+                case quorum_events.Reply(_, r, answer):
                     w = w._replace(asked=put(w.asked, r, None), answers=put(w.answers, r, answer))
                     if isinstance(answer, Continue):
                         w = self.answer(w, r)  # to be broken before or after it is the same: both are void
-                case quorum.Evict(replica, incarnation):
+                case quorum_events.Evict(replica, incarnation):
                     place = place_of(w, (replica, incarnation))
                     if place is not None and self.replica(w, place) is not None:
                         w = self.die(w, place)
-                case quorum.Note("HeadRolledBack"):
+                case quorum_events.Note("HeadRolledBack"):
                     audited = True
         invariants.head_stays(before.head, after.head, audited)
         if after.epoch > before.epoch:
@@ -408,7 +409,7 @@ class Model(ModelView):
         pending = frozenset(w.exits)
         running = {r: i for r, i in known.items() if i is not None or not any(e[0] == r for e in pending)}
         w = self.consult(
-            w, quorum.ProcessesReported(Running(running), (exited | s.exited) - pending, frozenset(), 0.0)
+            w, quorum_events.ProcessesReported(Running(running), (exited | s.exited) - pending, frozenset(), 0.0)
         )
         if w.second >= 0 and w.replicas[-1] >= 0:
             w = self.oversee(w, len(w.replicas) - 1)

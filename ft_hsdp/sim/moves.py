@@ -13,7 +13,7 @@ from ft_hsdp.sim import invariants
 from ft_hsdp.sim.model import EVICT_S, GRACE_S, Model
 from ft_hsdp.sim.world import Running, World, edges, name_at, place_of, replica_at, severed
 from lighthouse.quorum import commands
-from lighthouse.quorum import state as quorum
+from lighthouse.quorum import events as quorum_events
 
 Move = tuple[str, Callable[[], World]]
 
@@ -40,7 +40,7 @@ def successors(model: Model, w: World) -> Iterator[Move]:
     yield from _of_messages(model, w)
     yield from _of_lighthouse(model, w)
     for r in range(model.bounds.replicas if w.drains else 0):
-        order = quorum.Commanded("drain", r, "", 0.0)
+        order = quorum_events.Commanded("drain", r, "", 0.0)
         plan = commands.plan(model.lighthouse(w), order, commands.Supervised())
         if isinstance(plan, commands.CommandPlan) and plan.event:
             yield f"an operator drains replica {r}", partial(model.drain, w, r)
@@ -59,8 +59,8 @@ def patience(model: Model, w: World) -> Iterator[Move]:
         if me is not None and me.phase is Phase.REDUCING and model.waits(me):
             yield f"{_who(w, r)} waits no longer for its fetch", partial(model.vote, w, r)
     if s.since is not None and not s.finished:
-        yield "the grace of the silent ends", partial(model.consult, w, quorum.Ticked(GRACE_S))
-        yield "the silent are evicted", partial(model.consult, w, quorum.Ticked(EVICT_S))
+        yield "the grace of the silent ends", partial(model.consult, w, quorum_events.Ticked(GRACE_S))
+        yield "the silent are evicted", partial(model.consult, w, quorum_events.Ticked(EVICT_S))
     for r in sorted(w.exiled):
         yield f"{_who(w, r)} reaches the lighthouse again", partial(w._replace, exiled=w.exiled - {r})
         yield from _lease_ends(model, w, r)
@@ -194,7 +194,7 @@ def _of_messages(model: Model, w: World) -> Iterator[Move]:
         )
     for gone in w.exits:
         others = w._replace(exits=tuple(e for e in w.exits if e != gone))
-        seen = quorum.ProcessesReported(Running({gone[0]: None}), frozenset({gone}), frozenset(), 0.0)
+        seen = quorum_events.ProcessesReported(Running({gone[0]: None}), frozenset({gone}), frozenset(), 0.0)
         yield (
             f"the lighthouse learns that incarnation {gone[1]} has exited",
             partial(model.consult, others, seen),
@@ -205,8 +205,8 @@ def _of_lighthouse(model: Model, w: World) -> Iterator[Move]:
     s = model.lighthouse(w)
     if w.pauses and s.since is not None and not s.finished:
         fewer = w._replace(pauses=w.pauses - 1)
-        yield "the grace of the silent ends", partial(model.consult, fewer, quorum.Ticked(GRACE_S))
-        yield "the silent are evicted", partial(model.consult, fewer, quorum.Ticked(EVICT_S))
+        yield "the grace of the silent ends", partial(model.consult, fewer, quorum_events.Ticked(GRACE_S))
+        yield "the silent are evicted", partial(model.consult, fewer, quorum_events.Ticked(EVICT_S))
     if w.copies and w.copy < 0:
         put_aside = w._replace(copies=w.copies - 1, copy=w.lighthouse)
         yield "the lighthouse has its store copied", lambda: put_aside

@@ -26,6 +26,7 @@ from ft_hsdp.sim.world import (
     weight,
     width_of,
 )
+from lighthouse.quorum import events as quorum_events
 from lighthouse.quorum import state as quorum
 from lighthouse.quorum import transition
 
@@ -40,7 +41,9 @@ class ModelView:
         units = bounds.replicas * bounds.units.accumulate * max(1, bounds.ranks)
         self._holes = bounds.units.shared * units * (1 + bounds.deaths + bounds.losses)
         self.cores: Cores[Replica, events.Event, effects.Effect] = Cores(core.transition)
-        self.quorums: Cores[quorum.LighthouseState, quorum.Event, quorum.Effect] = Cores(transition.transition)
+        self.quorums: Cores[quorum.LighthouseState, quorum_events.Event, quorum_events.Effect] = Cores(
+            transition.transition
+        )
         self._contents: Interned[Content] = Interned()
         self._wait: set[tuple[int, bool]] = set()
 

@@ -16,31 +16,28 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
 
 from ft_hsdp import fault_injection
-from ft_hsdp.config import Config
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, Contribution, LaneVote, Vote
 from ft_hsdp.core.effects import Reduce
 from ft_hsdp.core.grant import Grant
-from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.core.units import Places, size
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.ftar.pieces import pieced
-from ft_hsdp.ftar.settings import Settings as RingSettings
-from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.state.pacing import SpanMeter
+from ft_hsdp.train.device import on_host, written
 from ft_hsdp.train.lanes import GradientLanes, LanePlan
 
 if TYPE_CHECKING:
-    from ft_hsdp.ftar.dataplane.gpu import GpuPlane
+    pass
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
@@ -406,24 +403,6 @@ def usable(flat: torch.Tensor) -> bool:
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 <= LARGEST
 
 
-def written(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """Return what to wait for before another stream reads ``tensor``: the current stream's work; None on a CPU."""
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a complete tensor in host memory, copied if need be; does not wait for the computation under way."""
-    if not tensor.is_cuda:
-        return tensor
-    with torch.cuda.stream(_copies(tensor.device)):
-        return tensor.cpu()
-
-
-@cache
-def _copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
 def checksum(tensor: torch.Tensor) -> str:
     """Return the xxh3-128 of a CPU tensor's bytes, in hex."""
     array: Any = tensor.numpy()
@@ -434,38 +413,3 @@ def sum_of_squares(shards: Sequence[torch.Tensor], counted: Sequence[Spans]) -> 
     """Return the sum of squares of what counts in a rank's shards, in fp64, added bucket by bucket."""
     parts = (shard[a:b] for shard, spans in zip(shards, counted, strict=False) for a, b in spans)
     return sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
-
-
-def ring_settings(config: Config) -> RingSettings:
-    """Return the settings of this job's rings."""
-    ftar, timeouts = config.ftar, config.timeouts
-    return RingSettings(
-        ftar.transport,
-        ftar.chunk_bytes,
-        ftar.chunks,
-        ftar.connections,
-        timeout_s=ftar.timeout_s,
-        pause_s=timeouts.pause_s,
-        connect_timeout_s=timeouts.connect_s,
-        beat_s=timeouts.beat_s,
-        silence_s=timeouts.silence_s,
-    )
-
-
-def device_plane(device: torch.device, arena: Arena, settings: RingSettings, largest: int) -> GpuPlane | None:
-    """Return a data plane for fp32 messages of up to ``largest`` elements on ``device``.
-
-    Returns:
-        The plane, or None for a CPU: the group then uses the CPU's own.
-
-    Raises:
-        LocalSystemError: the device is at fault.
-    """
-    if device.type == "cpu":
-        return None
-    from ft_hsdp.ftar.dataplane.gpu import GpuPlane  # triton is not needed elsewhere
-
-    plane = GpuPlane(device, arena, settings.timeout_s)
-    # A ring of one: no larger ring has larger chunks.
-    plane.reserve(RingPlan.cut(largest, 4, 1, settings.slots, settings.chunk_bytes), torch.float32)
-    return plane

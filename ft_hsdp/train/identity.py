@@ -1,4 +1,4 @@
-"""What a rank is: where it runs (`RankPlace`), on which device, and of which incarnation it is (`RankIdentity`).
+"""What a rank is: where it runs (`RankPlace`), and of which incarnation it is (`RankIdentity`).
 
 The place is known when the process starts. The incarnation may be assigned later: a spare builds, shards and warms
 up its model first, and is assigned to a replica when one needs it. `IncarnationSource` is where it hears of that:
@@ -7,16 +7,13 @@ torchrun's environment (`FromEnvironment`) or the supervisor (`launch.backend.zy
 A host is what is lost at once: a machine, as a rule. Where one machine stands for several hosts, FT_HSDP_HOST
 names the rank's host, and each host has a state agent of its own.
 
-torch is imported only where a device is chosen: the fork server and a supervisor on CPUs read this module without
-it.
+The fork server and a supervisor read this module, so it does not need torch.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
-import platform
 import signal
 import socket
 import threading
@@ -24,25 +21,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from ft_hsdp import fault_injection
 from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import own_address
 from ft_hsdp.core.incarnation import IncarnationId
-from ft_hsdp.errors import ConfigError
 from ft_hsdp.memory.hosts import locate, plain
 from ft_hsdp.state.agent.starter import Starter
-
-if TYPE_CHECKING:
-    import torch
 
 HOST_VARIABLE = "FT_HSDP_HOST"  # the name of the rank's host, if its machine has several
 HOSTS_VARIABLE = "FT_HSDP_HOSTS"  # the names of the hosts of all ranks of the replica, with commas between
 HOST_RANK_VARIABLE = "FT_HSDP_HOST_RANK"  # the rank's number on that host
-
-# A kernel that is loaded on its first launch waits for those that spin; streams that share a queue do too.
-_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,59 +175,3 @@ def leaving_on_sigterm(leave: Callable[[], None]) -> Iterator[list[int]]:
     finally:
         if not told and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def describe(name: str, ranks: int) -> str:
-    """Return in words what ``train.device`` stands for on this machine, with ``ranks`` of a replica here.
-
-    Raises:
-        ConfigError: There are too few such devices here, or no kernels for them.
-    """
-    import torch
-
-    if name == "cpu":
-        return name
-    if not torch.cuda.is_available():
-        why = "no driver shows one" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
-        raise ConfigError("train.device", name, f"cpu: this machine has no GPU ({why})")
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError("train.device", name, "cpu, or install triton, which FTAR needs on a GPU")
-    count = torch.cuda.device_count()
-    if count < ranks:  # NCCL refuses two ranks of a replica on one GPU
-        raise ConfigError("ranks_per_replica", ranks, f"at most {count}, the number of GPUs here")
-    return "1 GPU" if count == 1 else f"{count} GPUs"
-
-
-def choose(name: str, local_rank: int) -> torch.device:
-    """Return the device of the rank that is ``local_rank`` on its machine; it becomes this thread's current one.
-
-    Raises:
-        ConfigError: There is no such device here.
-    """
-    import torch
-
-    if name == "cpu":
-        return torch.device("cpu")
-    for key, value in _CUDA.items():
-        os.environ.setdefault(key, value)
-    describe(name, 1)
-    device = torch.device(name, local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    torch.cuda.init()
-    return device
-
-
-def numerics(device: torch.device) -> str:
-    """Return what the bits of a sum depend on besides its operands: build, instruction set or GPU, threads."""
-    import torch
-
-    if device.type == "cpu":
-        unit = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-    else:
-        unit = torch.cuda.get_device_name(device)
-    return f"torch {torch.__version__}, {unit}, {torch.get_num_threads()} threads"
-
-
-def backend(device: torch.device) -> str:
-    """Return torch.distributed's backend inside a replica; tensors outside the model stay on the CPU."""
-    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

@@ -25,22 +25,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from ft_hsdp import address, handshake, record_layer, secret
+from ft_hsdp import address, caller_gate, record_layer, secret
 from ft_hsdp.config import Config, load
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.lighthouse_client import parse_urls, urls_of_run
 from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.secret import TOKEN_VARIABLE
-from ft_hsdp.train.identity import (
-    HOST_RANK_VARIABLE,
-    FromEnvironment,
-    IncarnationSource,
-    RankPlace,
-    backend,
-    begin,
-    choose,
-)
+from ft_hsdp.train.device import backend, choose
+from ft_hsdp.train.identity import HOST_RANK_VARIABLE, FromEnvironment, IncarnationSource, RankPlace, begin
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.replay.job import Recorded, ReplayJob
 
@@ -169,7 +162,7 @@ def join(
     token = os.environ.get(TOKEN_VARIABLE) or _token(run)
     rank, ranks = _own_rank(config)
     record_layer.use(config.network.tls)
-    handshake.use(config.timeouts.hello_s)
+    caller_gate.use(config.timeouts.hello_s)
     device = choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
     torch.set_num_threads(config.train.threads)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -346,7 +339,7 @@ def _listener(host: str, port: int) -> socket.socket:
         named = False
     try:
         sock = address.everywhere(port) if named else address.bound(host, port)
-        sock.listen(handshake.BACKLOG)
+        sock.listen(caller_gate.BACKLOG)
     except OSError as error:
         where = address.join(host, port)
         raise Retryable(f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {where}: {error.strerror}") from error

@@ -47,6 +47,7 @@ from ft_hsdp.errors import (
 )
 from ft_hsdp.ftar.connections import MemberIdentity
 from ft_hsdp.ftar.group import Group, GroupEvents
+from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import (
@@ -59,9 +60,10 @@ from ft_hsdp.protocol import (
     RingAbort,
 )
 from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.train.device import device_plane, numerics
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
-from ft_hsdp.train.gradients import Reducer, device_plane, ring_settings
-from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name, numerics
+from ft_hsdp.train.gradients import Reducer
+from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name
 from ft_hsdp.train.lanes import GradientLanes
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
@@ -119,7 +121,7 @@ class RankRuntime:
         self._progress = 0  # what the main thread has got done: see `moved`
         self._pauses = pauses
         self._arena = Arena()
-        self._plane = device_plane(device, self._arena, ring_settings(config), max(model.sizes))
+        self._plane = device_plane(device, self._arena, RingSettings.of(config), max(model.sizes))
         self._loop = asyncio.new_event_loop()
         self._loop.set_exception_handler(lambda loop, context: self._crash(context))
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
@@ -389,7 +391,7 @@ class RankRuntime:
             lanes = GradientLanes(rows, whole, member.lanes()[0], place.ranks, place.rank, sizes)
         group = self._group = Group(
             member,
-            ring_settings(config),
+            RingSettings.of(config),
             GroupEvents(self._ring_connected, self._ring_broken, self._grant_shown, self._link.token_came),
             self._plane,
             self._arena,

@@ -25,7 +25,7 @@ from lighthouse.http.schemas import JobStatus
 from lighthouse.journal.journal import JobJournal
 from lighthouse.journal.row_checks import LIMIT
 from lighthouse.quorum.commands import Impossible
-from lighthouse.quorum.state import Action
+from lighthouse.quorum.events import Action
 from lighthouse.service import Service
 from lighthouse.store import StoreFailed
 

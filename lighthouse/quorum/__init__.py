@@ -33,9 +33,9 @@ Example:
     >>> from lighthouse.quorum import state, transition
     >>> start, s = initial("config", "weights"), state.LighthouseState.empty(state.Policy(2, steps=100), term=1)
     >>> for r in 0, 1:
-    ...     request = state.OpenRequest(Report(r, f"{r}-run-0", start, step=1), id=r)
-    ...     s, effects = transition.transition(s, state.Asked(request, now=0.0))
-    ...     print([e.reason if isinstance(e, state.Note) else e.replica for e in effects])
+    ...     request = events.OpenRequest(Report(r, f"{r}-run-0", start, step=1), id=r)
+    ...     s, effects = transition.transition(s, events.Asked(request, now=0.0))
+    ...     print([e.reason if isinstance(e, events.Note) else e.replica for e in effects])
     ['waiting for replica 1']
     ['first epoch; replicas 0,1 contribute on (0, 0, 1b62bc8d)', 0, 1]
 """

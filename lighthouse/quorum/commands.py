@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from lighthouse.quorum.state import Commanded, Effect, Evict, LighthouseState, Note, Step, wanted
+from lighthouse.quorum.events import Commanded, Effect, Evict, Note
+from lighthouse.quorum.state import LighthouseState, Step, wanted
 
 _AUDITED = {
     "evict": "AdminEvicted",

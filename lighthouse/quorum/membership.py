@@ -18,13 +18,10 @@ from ft_hsdp.core.grant import Answer, CatchUp, Finish, Member, Refused, Report
 from ft_hsdp.core.restart import doubled
 from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum import rules
+from lighthouse.quorum.events import Effect, Evict, Note, OpenRequest
 from lighthouse.quorum.rules import Base, Incarnation, record_failures
 from lighthouse.quorum.state import (
-    Effect,
-    Evict,
     LighthouseState,
-    Note,
-    OpenRequest,
     Step,
     alive,
     answer,

@@ -1,4 +1,4 @@
-"""What the lighthouse knows (`LighthouseState`), the events, the effects, and the changes that decisions share.
+"""What the lighthouse knows (`LighthouseState`), and the changes of it that several decisions share.
 
 All times are seconds on the lighthouse's own clock, which never jumps; they come with the events. Everything here
 is immutable: a function returns a changed copy. `lighthouse.store` lists the fields that must outlive the
@@ -8,14 +8,15 @@ lighthouse, so the names of those fields are keys of its rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ft_hsdp.core import state_id
-from ft_hsdp.core.grant import Answer, Continue, Grant, Hosts, Member, Report
+from ft_hsdp.core.grant import Answer, Continue, Grant, Member, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import EACH_ITS_BATCH, UnitPolicy
 from lighthouse.quorum import rules
+from lighthouse.quorum.events import Effect, Note, OpenRequest, Reply
 from lighthouse.quorum.rules import NO_EDGES, AdmittedIncarnation, Base, Edges, Epoch, Incarnation, Lease
 from lighthouse.quorum.units import apportion
 
@@ -39,17 +40,6 @@ class Policy:
     edge_wait_s: float = 30.0  # first pause of a replica that is left out for its failed connections
     on_divergence: Literal["halt", "checkpoint"] = "halt"  # if states differ and no majority tells which is right
     units: UnitPolicy = EACH_ITS_BATCH  # how the units of a step are shared out
-
-
-@dataclass(frozen=True, slots=True)
-class OpenRequest:
-    """A replica's request for a step that has no answer yet."""
-
-    report: Report
-    id: int  # names the connection that the answer goes to
-    ring: tuple[str, ...] = ()  # "host:port" of each rank, for the ring
-    state: tuple[str, ...] = ()  # "host:port" of each rank, for fetches of its state
-    hosts: Hosts = ()  # of its ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,90 +119,7 @@ class LighthouseState:
         return LighthouseState(policy, term, (View(),) * policy.slots, target)
 
 
-# Events: what the lighthouse is told.
-
-Action = Literal["evict", "drain", "undrain", "checkpoint", "scale"]
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """A replica asks for a step."""
-
-    request: OpenRequest
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class AskWithdrawn:
-    """A replica closed the connection that the answer would have gone to."""
-
-    replica: int
-    id: int  # of the request
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessesReported:
-    """All that a supervisor knows of its replicas."""
-
-    running: Mapping[int, str | None]  # the incarnation that runs, by replica; None: no process runs
-    exited: frozenset[Incarnation]
-    lost: frozenset[int]  # the replicas that it has given up
-    now: float
-    owner: str = ""  # name of the supervisor; "": a rank reports of itself
-    claims: tuple[tuple[int, int], ...] = ()  # (replica that it alone wants to start, its lease's number or 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Commanded:
-    """An operator's order that `commands.plan` found possible."""
-
-    action: Action
-    replica: int  # 0 for "checkpoint" and "scale", which concern no replica
-    reason: str
-    now: float
-    target: int = 0  # how many replicas a "scale" wants
-
-
-@dataclass(frozen=True, slots=True)
-class Ticked:
-    """Time has passed, and nothing else."""
-
-    now: float
-
-
-Event = Asked | AskWithdrawn | ProcessesReported | Commanded | Ticked
-
-# Effects: what the caller must do once the new state is durable.
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Answer the request ``id`` of ``replica``."""
-
-    replica: int
-    id: int
-    answer: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class Evict:
-    """Have the supervisor kill this incarnation with SIGKILL, which ends stopped processes, too."""
-
-    replica: int
-    incarnation: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Note:
-    """An event for the journal."""
-
-    event: str
-    reason: str
-    facts: Mapping[str, object] = field(default_factory=dict, hash=False, compare=False)
-
-
-Effect = Reply | Evict | Note
+# The next state, and what the caller must do once it is durable.
 Step = tuple[LighthouseState, tuple[Effect, ...]]
 
 

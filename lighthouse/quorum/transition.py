@@ -29,21 +29,23 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Refused, Report
 from ft_hsdp.core.incarnation import IncarnationId
 from lighthouse.quorum.commands import execute
-from lighthouse.quorum.membership import hold_round, settle
-from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Lease
-from lighthouse.quorum.state import (
+from lighthouse.quorum.events import (
     Asked,
     AskWithdrawn,
     Commanded,
     Effect,
     Event,
-    LighthouseState,
     Note,
     OpenRequest,
     ProcessesReported,
     Reply,
-    Step,
     Ticked,
+)
+from lighthouse.quorum.membership import hold_round, settle
+from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Lease
+from lighthouse.quorum.state import (
+    LighthouseState,
+    Step,
     alive,
     answer,
     begin_anew,

@@ -12,7 +12,8 @@ from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.bench.strangers import Flood, frames
 from ft_hsdp.bench.tables import show
-from ft_hsdp.handshake import CallerGate, Purpose
+from ft_hsdp.caller_gate import CallerGate
+from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import MAX_MESSAGE
 
 

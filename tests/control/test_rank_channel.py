@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from ft_hsdp import handshake
+from ft_hsdp import caller_gate, handshake
 from ft_hsdp.control import rank_channel
 from ft_hsdp.control.rank_channel import RankHub, RankLine
 from ft_hsdp.core import effects
@@ -158,7 +158,7 @@ async def test_noise_instead_of_a_hello_is_hung_up_on(noise: bytes) -> None:
 
 
 async def test_silence_instead_of_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_hello_s", 0.1)
+    monkeypatch.setattr(caller_gate, "_hello_s", 0.1)
     async with Leader(2) as leader:
         reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
         assert len(await asyncio.wait_for(reader.read(), 3)) == handshake.CHALLENGE_BYTES

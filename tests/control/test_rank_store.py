@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ft_hsdp import address, handshake, protocol, record_layer
+from ft_hsdp import address, caller_gate, handshake, protocol, record_layer
 from ft_hsdp.bench.strangers import Flood
 from ft_hsdp.control import key_table
 from ft_hsdp.control.key_table import CallRefused, KeyTable, TableServer, checked, packed, unpacked
@@ -180,7 +180,7 @@ async def test_who_does_not_know_the_token_is_not_heard() -> None:
 
 async def test_frozen_callers_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those who have not proved the token, nor one who has and then says half a word."""
-    monkeypatch.setattr(handshake, "_hello_s", 0.2)
+    monkeypatch.setattr(caller_gate, "_hello_s", 0.2)
     async with Rank0(2) as rank0:
         silent = [await asyncio.open_connection("127.0.0.1", rank0.port) for _ in range(40)]
         reader, writer = await streams(f"127.0.0.1:{rank0.port}", TOKEN, Purpose.STORE)
@@ -353,7 +353,7 @@ def test_rank_0_that_ends_is_an_error_of_torchs() -> None:
 def test_rank_0_that_is_frozen_is_an_error_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     thaw = threading.Event()
     with Ranks(2) as (rank0, store):
-        monkeypatch.setattr(handshake, "_hello_s", 0.1)
+        monkeypatch.setattr(caller_gate, "_hello_s", 0.1)
         rank0._loop.call_soon_threadsafe(thaw.wait, 20)
         store.set_timeout(timedelta(seconds=0.1))
         try:
@@ -362,7 +362,7 @@ def test_rank_0_that_is_frozen_is_an_error_of_torchs(monkeypatch: pytest.MonkeyP
         finally:
             thaw.set()
         store.set_timeout(timedelta(seconds=10))
-        monkeypatch.setattr(handshake, "_hello_s", 10.0)
+        monkeypatch.setattr(caller_gate, "_hello_s", 10.0)
         assert store.add("n", 1) == 2, "an answer that comes too late is not that of the next call"
 
 

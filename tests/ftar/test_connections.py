@@ -11,7 +11,7 @@ from unittest import mock
 import httpx
 import pytest
 
-from ft_hsdp import address, handshake, protocol
+from ft_hsdp import address, caller_gate, handshake, protocol
 from ft_hsdp.address import split
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.errors import EXIT_RETRYABLE, LocalResourceError, ProtocolViolation, exhausted
@@ -104,7 +104,7 @@ async def test_a_hello_has_a_genuine_grant_and_fits() -> None:
 
 
 async def test_a_caller_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_hello_s", 0.05)
+    monkeypatch.setattr(caller_gate, "_hello_s", 0.05)
     here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))
     address = here.open("127.0.0.1")
     reader, writer = await asyncio.open_connection(*split(address))
@@ -212,7 +212,7 @@ async def test_a_member_without_descriptors_names_itself(side: str) -> None:
 async def test_a_member_that_cannot_accept_ends_after_some_tries() -> None:
     """And only then: a descriptor that becomes free in time is used."""
     ended: list[Exception] = []
-    failures = [handshake.ACCEPT_TRIES - 1]
+    failures = [caller_gate.ACCEPT_TRIES - 1]
     usual = socket.socket.accept
 
     def accept(listener: socket.socket) -> Any:
@@ -221,7 +221,7 @@ async def test_a_member_that_cannot_accept_ends_after_some_tries() -> None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return usual(listener)
 
-    with mock.patch.object(socket.socket, "accept", accept), mock.patch.object(handshake, "PAUSE_S", 0.001):
+    with mock.patch.object(socket.socket, "accept", accept), mock.patch.object(caller_gate, "PAUSE_S", 0.001):
         async with Ring(0) as ring:
             ring.peers[0].group.crashed = lambda message, error: ended.append(error)  # type: ignore[method-assign]
             where = address.split(ring.peers[0].address)
@@ -232,7 +232,7 @@ async def test_a_member_that_cannot_accept_ends_after_some_tries() -> None:
                         assert await asyncio.get_running_loop().sock_recv(sock, 4) == handshake.MAGIC
                         assert not failures[0]
                         assert not ended
-                        failures[0] = handshake.ACCEPT_TRIES + 2  # one costs the stranger its place
+                        failures[0] = caller_gate.ACCEPT_TRIES + 2  # one costs the stranger its place
                     else:
                         await until(lambda: ended, "it ends")
     (error,) = ended

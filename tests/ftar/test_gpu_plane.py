@@ -33,4 +33,4 @@ def test_only_a_job_on_a_device_may_import_the_kernels() -> None:
         for line in path.read_text().splitlines()
         if line.lstrip().startswith(("import ", "from ")) and ("ftar_kernels" in line or "dataplane.gpu" in line)
     }
-    assert users <= {"ftar/dataplane/gpu.py", "train/gradients.py"}
+    assert users <= {"ftar/dataplane/gpu.py", "train/device.py"}

@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ft_hsdp import handshake, protocol
+from ft_hsdp import caller_gate, handshake, protocol
 from ft_hsdp.address import split
 from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
@@ -251,7 +251,7 @@ async def test_hostile_first_frames_cost_a_ring_nothing() -> None:
                 tracemalloc.stop()
             assert all(p.connected == [1] and not p.broken for p in ring.peers)
             assert peak < 32 << 20, peak
-            assert max(called) - fds < handshake.MAX_STRANGERS + 8
+            assert max(called) - fds < caller_gate.MAX_STRANGERS + 8
     assert max(decoded) < 1 << 16, "only what members say is decoded"
 
 

@@ -17,19 +17,9 @@ from ft_hsdp.sim import moves
 from ft_hsdp.sim.invariants import Violation
 from ft_hsdp.sim.world import Bounds
 from lighthouse.quorum import membership, rules
+from lighthouse.quorum.events import Asked, Effect, Evict, Note, OpenRequest, ProcessesReported, Reply, Ticked
 from lighthouse.quorum.rules import highest
-from lighthouse.quorum.state import (
-    Asked,
-    Effect,
-    Evict,
-    LighthouseState,
-    Note,
-    OpenRequest,
-    Policy,
-    ProcessesReported,
-    Reply,
-    Ticked,
-)
+from lighthouse.quorum.state import LighthouseState, Policy
 from lighthouse.quorum.transition import transition
 from tests.support.core.sim_helpers import Scenario
 

@@ -20,6 +20,7 @@ from ft_hsdp.sim.model import Model
 from ft_hsdp.sim.world import Bounds, World
 from lighthouse.quorum import membership, rules, state
 from lighthouse.quorum import units as apportioning
+from lighthouse.quorum.events import OpenRequest
 
 CONSTANT = UnitPolicy(accumulate=2, batch="constant", max_accumulate=6)
 SHARED = UnitPolicy(accumulate=1, batch="constant", max_accumulate=6, refill="same_step", shared=True)
@@ -89,7 +90,7 @@ def test_a_host_is_lost_and_comes_back_at_all_times() -> None:
 # Each rule of widths is there because the world breaks without it.
 
 
-def _as_wide_as_at_first(request: state.OpenRequest, base: rules.Base) -> Member:
+def _as_wide_as_at_first(request: OpenRequest, base: rules.Base) -> Member:
     """The lighthouse believes that each replica has all its ranks."""
     found = MEMBER(request, base)
     return replace(found, ring=tuple(f"{found.replica}:{rank}" for rank in range(2)))

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ft_hsdp import address, handshake, protocol
+from ft_hsdp import address, caller_gate, handshake, protocol
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.agent import client, messages, server, starter
@@ -386,7 +386,7 @@ def test_it_ends_by_itself_once_no_rank_is_there():
 
 def test_a_stranger_has_as_long_as_it_was_told():
     with agent_helpers.agent(2, "--hello", "0.2") as running:
-        with socket.create_connection(address.split(running.address), timeout=handshake.HELLO_S - 1) as sock:
+        with socket.create_connection(address.split(running.address), timeout=caller_gate.HELLO_S - 1) as sock:
             heard = b""
             while part := sock.recv(4096):
                 heard += part
@@ -553,7 +553,7 @@ def test_an_agent_that_does_not_know_the_token_is_not_talked_to():
 
 @pytest.mark.usefixtures("holdings")
 def test_who_says_nothing_is_hung_up_on_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(handshake, "_hello_s", 0.2)
+    monkeypatch.setattr(caller_gate, "_hello_s", 0.2)
     with stranger() as silent, stranger() as slow:
         slow.sendall(handshake.MAGIC)
         rank = connect(REPLICA)
@@ -567,7 +567,7 @@ def test_who_says_nothing_is_hung_up_on_and_nobody_waits_for_it(monkeypatch: pyt
 @pytest.mark.usefixtures("holdings")
 def test_a_crowd_of_strangers_keeps_no_rank_out():
     """The oldest stranger makes room; before, a rank was hung up on as long as the crowd was there."""
-    crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2 * handshake.MAX_STRANGERS)]
+    crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2 * caller_gate.MAX_STRANGERS)]
     for sock in crowd:
         sock.settimeout(10)
         sock.connect(messages.agent_name(TOKEN, REPLICA))

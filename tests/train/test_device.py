@@ -14,9 +14,9 @@ from ft_hsdp.core.randomness import stream
 from ft_hsdp.errors import ConfigError, LocalSystemError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.shm import Arena
-from ft_hsdp.train import gradients, identity
+from ft_hsdp.train import device
 from ft_hsdp.train.data import prefetch
-from ft_hsdp.train.gradients import device_plane
+from ft_hsdp.train.device import device_plane
 from ft_hsdp.train.runtime import RankRuntime
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for a device that tensors are moved to
@@ -52,29 +52,29 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_the_cpu_is_the_default_and_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
-    assert identity.choose(Config().train.device, 3) == CPU
-    assert identity.describe("cpu", 9) == "cpu"
-    assert identity.backend(CPU) == "gloo"
+    assert device.choose(Config().train.device, 3) == CPU
+    assert device.describe("cpu", 9) == "cpu"
+    assert device.backend(CPU) == "gloo"
     assert device_plane(CPU, Arena(), Settings(), 8) is None
 
 
 def test_ranks_get_the_gpu_of_their_number_on_the_machine(gpus: list[Any]) -> None:
-    assert [identity.choose("cuda", n) for n in range(3)] == [torch.device("cuda", n % 2) for n in range(3)]
+    assert [device.choose("cuda", n) for n in range(3)] == [torch.device("cuda", n % 2) for n in range(3)]
     assert gpus == [torch.device("cuda", n % 2) for n in range(3)]
     assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
-    assert identity.describe("cuda", 2) == "2 GPUs"
-    assert identity.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+    assert device.describe("cuda", 2) == "2 GPUs"
+    assert device.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
 
 
 def test_a_machine_that_cannot_is_refused_in_one_line(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="at most 2, the number of GPUs"):
-        identity.describe("cuda", 3)
+        device.describe("cuda", 3)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="install triton"):
-        identity.describe("cuda", 1)
+        device.describe("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"train\.device: got 'cuda'; allowed: cpu: this machine has no GPU"):
-        identity.choose("cuda", 0)
+        device.choose("cuda", 0)
     assert gpus == []
 
 
@@ -121,8 +121,8 @@ def test_the_tokens_of_an_encoding_are_counted() -> None:
 
 def test_a_tensor_on_the_cpu_is_complete_and_on_the_host() -> None:
     x = torch.zeros(2)
-    assert gradients.written(x) is None
-    assert gradients.on_host(x) is x
+    assert device.written(x) is None
+    assert device.on_host(x) is x
 
 
 @pytest.mark.parametrize(("error", "code"), [(LocalSystemError("the GPU is gone"), 76), (RuntimeError("?"), 75)])

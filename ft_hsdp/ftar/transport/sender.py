@@ -42,9 +42,8 @@ class SendLane:
 
     def __init__(self, sock: socket.socket, slots: int, member: int, codec: PayloadEncoder, name: str) -> None:
         self._sock = sock
-        self._sealed = isinstance(
-            sock, Sealed
-        )  # an encrypted connection sends whole records only, and blocks until it can
+        # An encrypted connection sends whole records only, and blocks until it can.
+        self._sealed = isinstance(sock, Sealed)
         self._slots = slots
         self._member = member
         self._codec = codec

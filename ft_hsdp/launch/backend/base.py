@@ -330,9 +330,8 @@ class ReplicaProcess(Changes):
         """Note that a rank is gone."""
         gone = self.ranks[rank]
         gone.state, gone.code = "exited", code
-        gone.killed = (
-            gone.killed and code == -signal.SIGKILL
-        )  # else it had ended by itself, and is only heard of now
+        # With another code it had ended by itself, and is only heard of now.
+        gone.killed = gone.killed and code == -signal.SIGKILL
         self.first = self.first or gone
         self.wake()
 

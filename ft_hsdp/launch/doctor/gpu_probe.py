@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.train.identity import describe
+from ft_hsdp.train.device import describe
 
 
 def main() -> None:

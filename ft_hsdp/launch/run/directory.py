@@ -36,9 +36,8 @@ class RunDir:
         self.name = path.name  # the job's name
         self.config = path / "config.yaml"  # the resolved configuration
         self.token = path / "token"  # the secret that the job's processes share; mode 0600
-        self.admin_token = (
-            path / "admin_token"
-        )  # the operator's secret, for evict, drain and checkpoint; mode 0600
+        # The operator's secret, for evict, drain and checkpoint; mode 0600.
+        self.admin_token = path / "admin_token"
         self.checkpoint_key = path / secret.RUN_KEY  # a copy of the key that signs the checkpoints; mode 0600
         # {"pid", "url", "urls"}: the leading lighthouse, which writes the file, and the addresses of all of them.
         self.lighthouse = path / "lighthouse.json"

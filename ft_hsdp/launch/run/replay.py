@@ -25,6 +25,7 @@ from ft_hsdp.config import Config, load
 from ft_hsdp.core.commit import Contribution
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.launch.run import replay_entry
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import check_counts_units, commits_of, finals_of
@@ -33,7 +34,6 @@ from ft_hsdp.state.checkpoint import catalog, dcp
 from ft_hsdp.state.checkpoint.catalog import UNSIGNED, Checkpoint
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
 from ft_hsdp.train import trainer
-from ft_hsdp.train.gradients import ring_settings
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, finish
 from ft_hsdp.train.replay.job import record_of
@@ -153,7 +153,7 @@ class _Unsharded:
         self._config = config
         self._ranks = config.ranks_per_replica
         self._batch = config.train.accumulate, config.data_ranks
-        self._ring_settings = ring_settings(config)
+        self._ring_settings = RingSettings.of(config)
         self._data = trainer.dataset(config)
         plain = config.train.model_copy(update={"recompute": False})  # recomputation changes no bit
         self._model = trainer.build(config.model_copy(update={"train": plain}))

@@ -27,9 +27,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from ft_hsdp import handshake, record_layer
+from ft_hsdp import caller_gate, record_layer
+from ft_hsdp.caller_gate import CallerGate
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, LocalResourceError, ProtocolViolation, Retryable
-from ft_hsdp.handshake import Admitted, CallerGate, Purpose
+from ft_hsdp.handshake import Admitted, Purpose
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.agent.blocks import BlockSession, SliceStore
@@ -61,7 +62,7 @@ def listen(token: str, replica: int, generation: int = 0, name: str = "") -> soc
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(messages.agent_name(token, replica, generation, name))
-        sock.listen(handshake.BACKLOG)
+        sock.listen(caller_gate.BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
@@ -140,7 +141,7 @@ class AgentListener:
         with sock:
             try:
                 connection = AgentConnection(sock)
-                async with asyncio.timeout(handshake.hello_s()):
+                async with asyncio.timeout(caller_gate.hello_s()):
                     first = await connection.read(MAX_HELLO)
                     hello = messages.decode(first, messages.Hello, messages.WatchCopies, messages.OpenBlocks)
                 if isinstance(hello, messages.Hello):
@@ -335,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     generations = range(messages.GENERATIONS)
     parser.add_argument("--generation", type=int, default=0, choices=generations, help="the number of its name")
     parser.add_argument("--tls", choices=("auto", "on", "off"), default="auto", help="as network.tls")
-    parser.add_argument("--hello", type=float, default=handshake.HELLO_S, help="as timeouts.hello_s")
+    parser.add_argument("--hello", type=float, default=caller_gate.HELLO_S, help="as timeouts.hello_s")
     parser.add_argument("--guard", type=int, help="end when the process with this id does")
     try:
         chosen = parser.parse_args(arguments)
@@ -351,7 +352,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not 0 < chosen.hello < float("inf"):
             raise ConfigError("--hello", chosen.hello, "seconds, above 0")
         record_layer.use(chosen.tls)
-        handshake.use(chosen.hello)
+        caller_gate.use(chosen.hello)
         replica = _called() if chosen.replica is None else chosen.replica
         if replica is None:
             return EXIT_OK

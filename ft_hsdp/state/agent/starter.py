@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ft_hsdp import handshake
+from ft_hsdp import caller_gate
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
 
@@ -116,7 +116,7 @@ class Starter:
             "--tls",
             self.tls,
             "--hello",
-            str(handshake.hello_s()),
+            str(caller_gate.hello_s()),
         )
         # A forked rank has its fork server's session, which no terminal ends; its supervisor reaps all in it.
         detached = os.getsid(0) != os.getsid(os.getppid())

@@ -168,9 +168,8 @@ class _Fetch:
         self._memory: memoryview | Scattered = memoryview(b"")
         self._chunks = ChunkQueue(0, 0)
         self._arrived: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._change = (
-            threading.Condition()
-        )  # its lock guards what the threads share, but ``_due`` and ``_refusing``
+        # Its lock guards what the threads share, but ``_due`` and ``_refusing``.
+        self._change = threading.Condition()
         self._over = False
 
     @contextlib.contextmanager

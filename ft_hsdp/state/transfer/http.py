@@ -40,10 +40,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 
-from ft_hsdp import address, handshake, record_layer
+from ft_hsdp import address, caller_gate, record_layer
+from ft_hsdp.caller_gate import CallerGate
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
-from ft_hsdp.handshake import CallerGate, Purpose
+from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.pacing import CopyStream, Pacer, lower_priority
 from ft_hsdp.state.shared_memory import ServedSnapshot, SliceSource, SnapshotSource
 from ft_hsdp.state.transfer import parts, shard_manifest
@@ -393,7 +394,7 @@ class StateServer:
         slices: SliceSource | None = None,
     ) -> None:
         listener = address.bound(host, port)
-        listener.listen(handshake.BACKLOG)
+        listener.listen(caller_gate.BACKLOG)
         self.address = address.join(host, listener.getsockname()[1])
         self._readers = _Readers(source, pacer or Pacer(), slices)
         self._loop = asyncio.new_event_loop()

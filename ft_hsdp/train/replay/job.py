@@ -31,11 +31,12 @@ from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_OK, ConfigError
 from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.state.checkpoint.writer import CheckpointNotPublished, Header
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.data.prefetch import Reader
-from ft_hsdp.train.gradients import checksum, ring_settings, sum_of_squares
+from ft_hsdp.train.gradients import checksum, sum_of_squares
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.lanes import GradientLanes
@@ -326,7 +327,7 @@ class ReplayJob(Job):
         self._written = False
         self._group: ReplicaGroup  # made when the replay begins
         self._mailbox = self._orders = RecordedOrders(
-            recorded.rows, ring_settings(config), self.data_ranks, config.data_ranks, config.ranks_per_unit
+            recorded.rows, RingSettings.of(config), self.data_ranks, config.data_ranks, config.ranks_per_unit
         )
 
     @property
@@ -376,7 +377,7 @@ class ReplayJob(Job):
         if len(recorded.widths) < 2 or rows is None:
             return None
         lanes = GradientLanes(rows, sizes[len(rows) :], LaneRing(self.rank, ""), self.ranks, self.rank)
-        settings, timeouts = ring_settings(self.config), self.config.timeouts
+        settings, timeouts = RingSettings.of(self.config), self.config.timeouts
         wait_s = timeouts.start_s + timeouts.step_s
         return SharedLanes(lanes, sizes, recorded.widths, self.ranks, self.rank, recorded.shared, settings, wait_s)
 

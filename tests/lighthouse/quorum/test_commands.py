@@ -8,7 +8,7 @@ import pytest
 
 from ft_hsdp.core.grant import Continue, Finish, Grant, Refused
 from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
-from lighthouse.quorum.state import Action, Commanded
+from lighthouse.quorum.events import Action, Commanded
 from lighthouse.status import describe
 from tests.support.lighthouse.lighthouse_helpers import START, MemoryStore, Out, Script, at, name, record
 

@@ -13,8 +13,9 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import ProcessReport
 from lighthouse.quorum import rules, transition
+from lighthouse.quorum.events import Asked, OpenRequest, ProcessesReported
 from lighthouse.quorum.rules import EPOCHS, AdmittedIncarnation, Base, Epoch, merged, uncovered
-from lighthouse.quorum.state import Asked, LighthouseState, OpenRequest, Policy, ProcessesReported
+from lighthouse.quorum.state import LighthouseState, Policy
 from lighthouse.quorum.transition import outlived, run_of
 from tests.support.lighthouse.lighthouse_helpers import (
     START,

@@ -9,7 +9,7 @@ import pytest
 from ft_hsdp.core.grant import Continue, Finish, Refused
 from lighthouse.overview.replicas import Lanes
 from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
-from lighthouse.quorum.state import Action, Commanded
+from lighthouse.quorum.events import Action, Commanded
 from lighthouse.status import describe
 from tests.support.lighthouse.lighthouse_helpers import Out, Script, at
 

@@ -12,20 +12,18 @@ from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.grant import Answer, Grant, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.protocol import QuorumRequest
-from lighthouse.quorum.state import (
-    Agreement,
+from lighthouse.quorum.events import (
     Asked,
     AskWithdrawn,
     Event,
     Evict,
-    LighthouseState,
     Note,
     OpenRequest,
-    Policy,
     ProcessesReported,
     Reply,
     Ticked,
 )
+from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 from lighthouse.quorum.transition import transition
 from lighthouse.service import Service
 from lighthouse.store import FORMAT, Rows, Store

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.train.gradients import ring_settings
+from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.train.identity import RankPlace
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.orders import Mailbox
@@ -92,5 +92,5 @@ def test_before_the_job_is_joined_nobody_waits(job: Job) -> None:
 
 
 def test_data_connections_outlast_the_longest_pause(job: Job) -> None:
-    settings = ring_settings(job.config)
+    settings = RingSettings.of(job.config)
     assert settings.patient.timeout_s == 2 * job.config.ftar.timeout_s + 100

@@ -1,0 +1,109 @@
+"""The device of a rank: which one it is, what depends on it, and how tensors on it are waited for and copied."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from ft_hsdp.core.ring import RingPlan
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.ftar.settings import Settings as RingSettings
+from ft_hsdp.ftar.transport.shm import Arena
+
+if TYPE_CHECKING:
+    from ft_hsdp.ftar.dataplane.gpu import GpuPlane
+
+# A kernel that is loaded on its first launch waits for those that spin; streams that share a queue do too.
+_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def describe(name: str, ranks: int) -> str:
+    """Return in words what ``train.device`` stands for on this machine, with ``ranks`` of a replica here.
+
+    Raises:
+        ConfigError: There are too few such devices here, or no kernels for them.
+    """
+    if name == "cpu":
+        return name
+    if not torch.cuda.is_available():
+        why = "no driver shows one" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+        raise ConfigError("train.device", name, f"cpu: this machine has no GPU ({why})")
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("train.device", name, "cpu, or install triton, which FTAR needs on a GPU")
+    count = torch.cuda.device_count()
+    if count < ranks:  # NCCL refuses two ranks of a replica on one GPU
+        raise ConfigError("ranks_per_replica", ranks, f"at most {count}, the number of GPUs here")
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def choose(name: str, local_rank: int) -> torch.device:
+    """Return the device of the rank that is ``local_rank`` on its machine; it becomes this thread's current one.
+
+    Raises:
+        ConfigError: There is no such device here.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    for key, value in _CUDA.items():
+        os.environ.setdefault(key, value)
+    describe(name, 1)
+    device = torch.device(name, local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.cuda.init()
+    return device
+
+
+def numerics(device: torch.device) -> str:
+    """Return what the bits of a sum depend on besides its operands: build, instruction set or GPU, threads."""
+    if device.type == "cpu":
+        unit = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    else:
+        unit = torch.cuda.get_device_name(device)
+    return f"torch {torch.__version__}, {unit}, {torch.get_num_threads()} threads"
+
+
+def backend(device: torch.device) -> str:
+    """Return torch.distributed's backend inside a replica; tensors outside the model stay on the CPU."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def device_plane(device: torch.device, arena: Arena, settings: RingSettings, largest: int) -> GpuPlane | None:
+    """Return a data plane for fp32 messages of up to ``largest`` elements on ``device``.
+
+    Returns:
+        The plane, or None for a CPU: the group then uses the CPU's own.
+
+    Raises:
+        LocalSystemError: the device is at fault.
+    """
+    if device.type == "cpu":
+        return None
+    from ft_hsdp.ftar.dataplane.gpu import GpuPlane  # triton is not needed elsewhere
+
+    plane = GpuPlane(device, arena, settings.timeout_s)
+    # A ring of one: no larger ring has larger chunks.
+    plane.reserve(RingPlan.cut(largest, 4, 1, settings.slots, settings.chunk_bytes), torch.float32)
+    return plane
+
+
+def written(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """Return what to wait for before another stream reads ``tensor``: the current stream's work; None on a CPU."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complete tensor in host memory, copied if need be; does not wait for the computation under way."""
+    if not tensor.is_cuda:
+        return tensor
+    with torch.cuda.stream(_copies(tensor.device)):
+        return tensor.cpu()
+
+
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
