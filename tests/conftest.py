@@ -43,7 +43,7 @@ FIRST = ("sim", "ftar_kernels")  # folders with few and long tests: at the end t
 LAST = ("scenarios",)  # with real ranks: what fails soon fails first
 
 
-ASYNC_S = 40.0  # longest time for an async test; `pytest.mark.timeout` allows another
+ASYNC_S = 80.0  # longest time for an async test; `pytest.mark.timeout` allows another
 
 
 @pytest.fixture(scope="session")

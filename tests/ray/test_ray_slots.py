@@ -25,6 +25,7 @@ from ft_hsdp.launch.ray.backend import RayBackend
 from ft_hsdp.launch.ray.logs import LogReceiver
 from ft_hsdp.launch.ray.placement import PlacementRequest
 from ft_hsdp.launch.ray.slot import Bundle, ReplicaSlot
+from ft_hsdp.launch.ray.slots import ReplicaSlots, SlotOwner
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.secret import write_private
 
@@ -50,7 +51,7 @@ class StandIn:
 
     def __init__(self, world: World, request: PlacementRequest) -> None:
         self.world, self.request = world, request
-        self.reserved = self.failed = self.removed = False
+        self.asked = self.reserved = self.failed = self.removed = False
         self.bundles: list[Any] = []
         self.dead: set[int] = set()  # ranks whose actors died
         self.before: dict[int, Any] = {}
@@ -108,6 +109,7 @@ class StandIn:
         self.reserved = False
 
     async def reserve(self) -> None:
+        self.asked = True
         while not self.reserved:
             if self.world.room[self.zone] > 0:
                 self.world.room[self.zone] -= 1
@@ -475,12 +477,40 @@ async def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it
         else:
             await world.until(lambda: world.backend._seeking, "the others to begin without it")
             await world.until(lambda: world.backend._making, "a spare that is due")
-            assert not world.spares
+            assert not any(spare.asked for spare in world.spares)
         assert not looking.done()
         world.room[missing] += 1
         await looking
         assert world.of(1).reserved
         assert [s.zone for s in world.spares if s.reserved] == [there] * bool(zones)
+        world.backend.vacated(1)
+
+
+async def test_a_spare_that_was_about_to_look_leaves_the_room_to_a_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slot comes when a replica already waits for the same resources."""
+    due, goes_on = asyncio.Event(), asyncio.Event()
+    new = ReplicaSlots.new
+
+    async def slow(self: ReplicaSlots, owner: SlotOwner, asked: PlacementRequest) -> ReplicaSlot:
+        if isinstance(owner, WorkerGroup):
+            due.set()
+            await goes_on.wait()
+        return await new(self, owner, asked)
+
+    monkeypatch.setattr(ReplicaSlots, "new", slow)
+    async with World(tmp_path, {"": 1}, timeouts={"place_s": 0.05}).running() as world:
+        await world.train(0)
+        await due.wait()
+        looking = asyncio.create_task(world.backend.place(1))
+        await world.until(lambda: world.backend._seeking, "the others to begin without it")
+        goes_on.set()
+        await world.until(lambda: len(world.slots) == 3 and world.slots[2].removed, "the spare to wait")
+        assert [slot.asked for slot in world.slots] == [True, True, False]
+        world.room[""] += 1
+        await looking
+        assert world.of(1).reserved
         world.backend.vacated(1)
 
 

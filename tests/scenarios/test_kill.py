@@ -306,5 +306,4 @@ def test_votes_go_on_and_another_agent_serves_fetches(tmp_path: Path) -> None:
         job.signal(1, 0, signal.SIGKILL)
         check(job.end(), AGENT_STEPS)
         assert job.events("FetchCompleted", replica=1, donor=0), "the new agent gave it nothing"
-        assert len(job.events("StateAgentLost", replica=0)) == 1
         assert not job.events("RingBroken", replica=1, suspect=0)

@@ -76,7 +76,7 @@ def test_with_deaths_at_any_point(seed: int, policy: UnitPolicy, steps: int, eag
     ],
 )
 def test_all_orders_with_a_loss_before_during_and_after_a_refill(policy: UnitPolicy, eager: bool) -> None:
-    result = explore(Bounds(**ONE_DEATH, breaks=1, units=policy, eager=eager), limit_s=60)
+    result = explore(Bounds(**ONE_DEATH, breaks=1, units=policy, eager=eager), limit_s=240)
     assert not result.violation, str(result)
     assert result.exhausted
     assert result.states > 5_000
@@ -101,7 +101,7 @@ ALL = replace(SAME_STEP, shared=True)  # of one data shard
     ],
 )
 def test_all_orders_with_three_replicas(policy: UnitPolicy, faults: dict[str, Any]) -> None:
-    result = explore(Bounds(**{**THREE, **faults}, units=policy), limit_s=110)
+    result = explore(Bounds(**{**THREE, **faults}, units=policy), limit_s=240)
     assert not result.violation, str(result)
     assert result.exhausted, str(result)
     assert result.states > 5_000
@@ -118,7 +118,7 @@ def test_two_with_one_unit_never_make_a_step(checked: bool) -> None:
         stack.enter_context(mock.patch.object(grants, "deal", _the_same_for_all))
         if not checked:
             stack.enter_context(mock.patch.object(CommitRecord, "doubled", ()))
-        result = explore(Bounds(**{**ONE_DEATH, "steps": 2}, units=GLOBAL), limit_s=60)
+        result = explore(Bounds(**{**ONE_DEATH, "steps": 2}, units=GLOBAL), limit_s=240)
     assert result.exhausted is checked, str(result)
     assert result.violation.startswith("" if checked else "exactly once: ")
     assert bool(result.violation) is not checked
@@ -168,5 +168,5 @@ MUTANTS: list[tuple[str, Any, str, Callable[..., Any], UnitPolicy, str]] = [
 def test_mutants_are_caught(place: Any, name: str, fault: Any, policy: UnitPolicy, found: str) -> None:
     bounds = Bounds(**{**ONE_DEATH, "replicas": 3}, wipes=1, units=policy, eager=True)
     with mock.patch.object(place, name, fault):
-        result = explore(bounds, limit_s=60)
+        result = explore(bounds, limit_s=240)
     assert result.violation.startswith(found), str(result)

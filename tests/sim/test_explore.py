@@ -108,7 +108,7 @@ def test_no_violation_in_other_spaces(space: Bounds, least: int) -> None:
 )
 def test_no_violation_if_epochs_that_are_alike_are_merged_at_once(space: Bounds) -> None:
     with mock.patch.object(rules, "EPOCHS", 0):
-        result = explore(space, limit_s=60)
+        result = explore(space, limit_s=240)
     assert not result.violation, str(result)
     assert result.exhausted
 
@@ -428,7 +428,7 @@ def test_without_the_rule_there_is_a_counter_example(name: str, capsys: pytest.C
     with contextlib.ExitStack() as stack:
         for where, attribute, mutant in patches:
             stack.enter_context(mock.patch.object(where, attribute, mutant))
-        result = explore(space, limit_s=40, liveness=liveness)
+        result = explore(space, limit_s=240, liveness=liveness)
     with capsys.disabled():
         print(f"\n{name}: {result}")
     _is_readable(result)

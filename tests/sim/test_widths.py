@@ -81,7 +81,7 @@ def test_a_host_is_lost_and_comes_back_at_all_times() -> None:
     with contextlib.ExitStack() as stack:
         for name in ("lose_host", "get_host"):
             stack.enter_context(mock.patch.object(Model, name, note(name, getattr(Model, name))))
-        result = explore(hosts(steps=1, started_with=(3, 1), ranks=3, losses=2, returns=1), limit_s=60)
+        result = explore(hosts(steps=1, started_with=(3, 1), ranks=3, losses=2, returns=1), limit_s=240)
     assert result.exhausted, str(result)
     lost = {("lose_host", "trains"), ("lose_host", "fetches"), ("lose_host", "starts")}
     assert seen >= lost | {("get_host", "trains"), ("get_host", "starts")}
@@ -144,5 +144,5 @@ MUTANTS: dict[str, tuple[Any, str, Any, Bounds, str]] = {
 def test_without_the_rule_of_widths_there_is_a_counter_example(name: str) -> None:
     place, attribute, mutant, space, kind = MUTANTS[name]
     with mock.patch.object(place, attribute, mutant):
-        result = explore(space, limit_s=60)
+        result = explore(space, limit_s=240)
     assert result.violation.startswith(kind), str(result)

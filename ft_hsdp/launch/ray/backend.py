@@ -415,10 +415,11 @@ class RayBackend:
             asked = next(filter(self._not_sought, others))
             slot = await self._slots.new(group, asked)
             await self._pool.wait_for(lambda b=slot: self._pool.quiet or self._slots.of(group) is not b)  # type: ignore[misc]
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ELSEWHERE_S if len(requests) > 1 else None):
-                    await slot.reserve()
-                    return slot
+            if self._not_sought(asked):  # a replica may have come to wait for the same nodes
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ELSEWHERE_S if len(requests) > 1 else None):
+                        await slot.reserve()
+                        return slot
             if self._slots.of(group) is not slot:  # a replica took the slot while it was not reserved yet
                 break
             self._slots.release(group)

@@ -31,7 +31,7 @@ BASE = StateId(0, 0, "0" * 32)
 Transport = Literal["auto", "tcp", "shm", "c10d"]
 
 
-async def until(ready: Callable[[], Any], what: str, deadline_s: float = 5.0) -> None:
+async def until(ready: Callable[[], Any], what: str, deadline_s: float = 30.0) -> None:
     """Wait for a condition."""
     end = time.monotonic() + deadline_s
     while not ready():

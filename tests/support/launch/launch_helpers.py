@@ -15,7 +15,7 @@ from ft_hsdp.launch.local import local_resources, prepare_data
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.terminal import Terminal
 
-DEADLINE_S = 20.0
+DEADLINE_S = 40.0
 
 Plan = Callable[[dict[str, Any]], None]
 

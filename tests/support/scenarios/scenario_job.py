@@ -45,7 +45,7 @@ HARD = {
     "train__accumulate": 2,
     "data__assignment": "global",
 }
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 class Job(StartedJob):
