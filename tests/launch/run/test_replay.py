@@ -109,7 +109,7 @@ def test_a_run_with_unequal_numbers_of_tokens_is_replayed(tmp_path: Path, precis
     )
     rows = commits_of(run)
     weights = {c["weight"] / c["units"] for row in rows for c in row["contributions"]}
-    assert len(weights) > 10, "steps that the survivor took alone have fewer"
+    assert len(weights) > 10  # fewer than two a step: the survivor takes some steps alone
     assert max(weights) > 1.1 * min(weights)
     assert all(row["tokens"] == sum(c["weight"] for c in row["contributions"]) for row in rows)
     assert [0] in [row["contributors"] for row in rows]
