@@ -17,7 +17,7 @@ from tests.support.slow_script import write_slow_script
 
 pytestmark = pytest.mark.multiproc
 
-STEPS = 100  # they must last until replicas are back, on a slow machine, too
+STEPS = 200  # they must last until replicas are back, on a slow machine, too
 
 
 def test_nodes_go_and_come(tmp_path: Path) -> None:
