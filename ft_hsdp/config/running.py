@@ -173,7 +173,7 @@ class MemoryConfig(Section):
         1,
         ge=1,
         le=10**6,
-        description="copies are made of each so-manieth state; as many steps may be lost with a host",
+        description="copies are made of every k-th state; a lost host may cost k steps",
     )
     wait_s: Seconds | None = Field(
         None,

@@ -87,7 +87,7 @@ def schedule(
 
 @dataclass(frozen=True, slots=True)
 class CopyInterval:
-    """Of which states copies are made: each so-manieth. It grows while copies hold up steps, and shrinks again.
+    """Of which states copies are made: every k-th one. k grows while copies hold up steps, and shrinks again.
 
     It is the configured interval times a power of two, so the states of a longer one are among those of a shorter
     one. All ranks see the same waits, so they come to the same interval.

@@ -31,7 +31,7 @@ class CopyBounds:
     racks: int = 0  # that the hosts of all replicas fill one after the other; 0: they are not known
     level: Level = "host"
     copies: int = 2
-    every: int = 1  # so-manieth state is copied
+    every: int = 1  # k: every k-th state is copied
     steps: int = 3
     losses: int = 2  # of hosts; with level "rack" of whole racks
     partitions: int = 0  # hosts that are cut off, and come back with what was in their memory
