@@ -269,14 +269,12 @@ class JobRun:
                 for rank in on_host:
                     self._inject(replace(injection, rank=rank, host=None))
                 return
-        if injection.kind == "signal":
-            inflicted = self._send(injection)
-        else:
-            try:
-                inflicted = inflict(self._run, injection)
-            except (ConfigError, OSError, psutil.Error) as error:
-                self._terminal.say(f"not injected: {injection.reason}: {error}", "yellow")
-                return
+        try:
+            signalled = injection.kind == "signal"
+            inflicted = self._send(injection) if signalled else inflict(self._run, injection)
+        except (ConfigError, OSError, psutil.Error) as error:
+            self._terminal.say(f"not injected: {injection.reason}: {error}", "yellow")
+            return
         self._hit.add(injection.rule)
         self._recorder.emit(inflicted.event)
         if injection.for_s > 0:
@@ -290,6 +288,8 @@ class JobRun:
         supervisor = self._supervisors[injection.replica]
         current = supervisor.current
         assert current is not None, "only a replica that runs is hit"
+        if injection.rank not in current.ranks:  # it goes on with fewer ranks (memory.shrink_to)
+            raise ConfigError("chaos", injection.rank, f"a rank that replica {injection.replica} has now")
         process = current.ranks[injection.rank].process
         if injection.down_steps:
             supervisor.stay_away(self._progress.step + injection.down_steps)

@@ -233,7 +233,7 @@ class ReplicaSupervisor:
         self._link.started(self.replica, current.name)
         try:
             how = await self._unless_stopped(current.start(self._backend))
-        except Retryable as error:
+        except (Retryable, OSError) as error:  # OSError: this machine has no descriptor or port left, for now
             current.kill()
             kind, rank, why = NOT_STARTED, None, str(error)
         else:
@@ -437,12 +437,21 @@ class ReplicaSupervisor:
                 break
 
     async def _settle(self, current: ReplicaProcess) -> None:
-        """Tell the backend when the incarnation contributes; before that, making a spare would slow it down."""
+        """Tell the backend when spares may be made, and when the incarnation contributes; until cancelled.
+
+        A spare that is made before the incarnation contributes would slow it down, so `timeouts.settle_s` pass.
+        """
         until = time.monotonic() + self._config.timeouts.settle_s
-        while self._config.spares and self._commits.contributing != current.name and time.monotonic() < until:
+        settled = False
+        while self._commits.contributing != current.name:
+            if not settled and (not self._config.spares or time.monotonic() > until):
+                self._backend.settled(current.spec)
+                settled = True
             await asyncio.sleep(LOOK_S)
             self._commits.look()
-        self._backend.settled(current.spec)
+        self._backend.contributes(current.spec)
+        if not settled:
+            self._backend.settled(current.spec)
 
     def _event(self, name: str, reason: str, **fields: Any) -> None:
         incarnation = self.current.name if self.current else None

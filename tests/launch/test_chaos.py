@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import psutil
@@ -21,6 +22,7 @@ from ft_hsdp.config import ChaosConfig, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.chaos import Injection, Planner, in_words
 from ft_hsdp.launch.injection import inflict, inject_by_hand, parse_options
+from ft_hsdp.launch.job import JobRun
 from ft_hsdp.launch.run.directory import RunDir, read_jsonl, write_json
 from ft_hsdp.sentences import tell
 from tests.support.launch.launch_rows import failures
@@ -366,3 +368,14 @@ def test_by_hand_signals_nothing_that_is_not_the_runs(run_dir: RunDir, tmp_path:
     with pytest.raises(ConfigError, match="--for-s"):
         parse_options(replica=0, rank=1, for_s=3.0)
     assert json.loads(run_dir.processes(0).read_text())["ranks"][0]["rank"] == 1
+
+
+def test_a_rank_that_a_narrow_replica_lacks_is_not_hit(run_dir: RunDir) -> None:
+    """A rule knows `ranks_per_replica`; the replica goes on with two of four ranks (memory.shrink_to)."""
+    (injection,) = planner({"at_step": 5, "replicas": (1,), "rank": 3}, ranks=4).due(5, 0.0, ALL)
+    said: list[str] = []
+    job = object.__new__(JobRun)
+    job._supervisors = {1: SimpleNamespace(current=SimpleNamespace(ranks={0: None, 1: None}))}  # type: ignore[dict-item]
+    job._terminal = SimpleNamespace(say=lambda line, style: said.append(line))  # type: ignore[assignment]
+    job._inject(injection)
+    assert said == ["not injected: chaos at step 5: chaos: got 3; allowed: a rank that replica 1 has now"]

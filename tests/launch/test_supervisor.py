@@ -15,6 +15,7 @@ import pytest
 
 from ft_hsdp.config import parse
 from ft_hsdp.core import restart
+from ft_hsdp.launch.backend import local
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
@@ -469,10 +470,9 @@ async def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: R
     if hang == "stopped":
         waits = {"evict_s": 0.75, "silence_grace_s": 0.5}
     async with World(run_dir, timeouts=waits).running() as world:
-        pids = await world.waiting(0)
         if hang == "stopped":
-            os.kill(pids[1], signal.SIGSTOP)
-        await world.waiting(1)
+            os.kill((await world.waiting(0))[1], signal.SIGSTOP)
+        await until(lambda: world.named("ReplicaExited"), "the end of the incarnation")
         exited = world.named("ReplicaExited")[0]
         expected = (
             "has not checked in within 0.5 s" if hang == "before check-in" else "rank 1 has been stopped for"
@@ -481,10 +481,27 @@ async def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: R
         assert expected in exited["reason"]
 
 
+async def test_a_start_for_which_there_is_no_descriptor_is_tried_again(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failed = local.free_port, []
+
+    def once() -> int:
+        if not failed:
+            failed.append(1)
+            raise OSError(24, "Too many open files")
+        return real()
+
+    monkeypatch.setattr(local, "free_port", once)
+    async with World(run_dir).running() as world:
+        await until(lambda: world.named("ReplicaStarted"), "the second start")
+        assert "Too many open files" in world.named("ReplicaExited")[0]["reason"]
+
+
 async def test_a_script_that_never_joins_is_named(run_dir: RunDir) -> None:
     waits = {"start_s": 0.5, "ranks_s": 0.5, "agent_s": 0.5, "agent_answer_s": 0.5, "hello_s": 0.5}
     async with World(run_dir, timeouts=waits, entry="mine/train.py").running() as world:
-        await world.waiting(1)
+        await until(lambda: world.named("ReplicaExited"), "the end of the incarnation")
         said = "train.py has not come to the first batch of job.batches() within 0.5 s (timeouts.start_s)"
         assert said in world.named("ReplicaExited")[0]["reason"]
 

@@ -16,9 +16,9 @@ from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.ray import logs, placement
 from ft_hsdp.launch.ray.actor import make_folder, place_script
-from ft_hsdp.launch.ray.backend import loopback
 from ft_hsdp.launch.ray.cluster import RayOutput, destination
 from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
+from ft_hsdp.launch.ray.start_orders import loopback
 from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, not_used, within_reach
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from ft_hsdp.train.identity import host_path

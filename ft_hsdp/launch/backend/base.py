@@ -149,7 +149,10 @@ class Backend(Protocol):
         """Give a replica's place back: it does not need one any more, or not now."""
 
     def settled(self, spec: ReplicaSpec) -> None:
-        """Note that an incarnation trains, or has ended: spares may be made again."""
+        """Note that an incarnation trains or has ended, or has had its time to start: spares may be made again."""
+
+    def contributes(self, spec: ReplicaSpec) -> None:
+        """Note that an incarnation contributed to a commit: it has the state of the job."""
 
     async def close(self) -> None:
         """End all processes that were started, spares included."""

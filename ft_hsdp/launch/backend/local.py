@@ -187,8 +187,11 @@ class LocalBackend:
         return how
 
     def settled(self, spec: ReplicaSpec) -> None:
-        """Let the pool make spares again: this incarnation trains, or has ended."""
+        """Let the pool make spares again: this incarnation trains, has ended, or has had its time to start."""
         self._pool.settled(spec)
+
+    def contributes(self, spec: ReplicaSpec) -> None:
+        """Do nothing: agents of hosts outlive ranks, so no place depends on it."""
 
     async def close(self) -> None:
         """End the fork server and all processes that it started, and the agents of spare hosts."""

@@ -134,8 +134,10 @@ class SpareAgents:
             self._emit({**head, "pid": process.pid, "reason": f"{why}, its log is {log}"})
 
     async def _start(self, name: str) -> Process:
-        config, url = self._config, urls_of_run(read_json(self._run.lighthouse))[0]
-        host = own_address(config.network.state_interface or config.network.host, url)
+        config, urls = self._config, urls_of_run(read_json(self._run.lighthouse))
+        if not urls:
+            raise OSError(f"{self._run.lighthouse} cannot be read")
+        host = own_address(config.network.state_interface or config.network.host, urls[0])
         options = {
             "host": host,
             "name": name,

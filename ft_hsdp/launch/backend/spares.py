@@ -150,7 +150,7 @@ class SparePool(Changes):
         """Start a spare, and wait until it is warm, taken or gone."""
         try:
             await self._fork(group)
-        except Retryable as error:
+        except (Retryable, OSError) as error:
             self._lose(group, str(error))
             return
         if not await self.wait_for(lambda: group.ready or group not in self._groups, WARM_S):

@@ -10,107 +10,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import itertools
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from urllib.parse import urlsplit
 
 import ray
 import ray.util
 
-from ft_hsdp import secret
-from ft_hsdp.config import Config, dump, load
-from ft_hsdp.config.entry import is_function, read
+from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ProcessWatch, ReplicaSpec, WorkerGroup
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
-from ft_hsdp.launch.backend.processes import ONE_THREAD
 from ft_hsdp.launch.backend.spares import SparePool
 from ft_hsdp.launch.ray import placement
-from ft_hsdp.launch.ray.actor import ActorSetup, StartOrder
+from ft_hsdp.launch.ray.actor import ActorSetup
 from ft_hsdp.launch.ray.cluster import free_nodes
 from ft_hsdp.launch.ray.logs import LogReceiver
-from ft_hsdp.launch.ray.placement import fits, local_ranks
-from ft_hsdp.launch.ray.slot import Bundle, ReplicaSlot
+from ft_hsdp.launch.ray.placement import fits
+from ft_hsdp.launch.ray.slot import ReplicaSlot
 from ft_hsdp.launch.ray.slots import ReplicaSlots
+from ft_hsdp.launch.ray.start_orders import start_orders
 from ft_hsdp.launch.run.directory import Row, RunDir
-
-
-async def start_orders(
-    slot: ReplicaSlot, group: WorkerGroup, run: RunDir, urls: tuple[str, ...], setup: ActorSetup
-) -> list[StartOrder]:
-    """Return a start order for each rank of a group.
-
-    Args:
-        slot: Where the ranks run.
-        group: The replica or spare.
-        run: The run directory on this node; it has the token and the key of the checkpoints.
-        urls: Of the lighthouse.
-        setup: Of the actors.
-
-    Raises:
-        ConfigError: The script that `entry` names is gone.
-        Retryable: The lighthouse listens on loopback, and an actor is on another node.
-    """
-    bundles, here = slot.bundles, ray.util.get_node_ip_address()
-    alone = loopback(urlsplit(urls[0]).hostname or "")
-    far = next((bundle.location.address for bundle in bundles if bundle.location.address != here), None)
-    if alone and far is not None:
-        raise Retryable(f"{far} cannot reach {urls[0]}; give network.host an address that the cluster reaches")
-    first = "127.0.0.1" if alone else bundles[0].location.address
-    port = await slot.port(first)
-    token, key = secret.current(run.token), secret.current(run.checkpoint_key)
-    locals_ = local_ranks([bundle.location.node for bundle in bundles])
-    config = load(group.config)
-    script = b"" if config.entry is None or is_function(config.entry) else read(config.entry)
-    found = []
-    for bundle, (local, local_size) in zip(bundles, locals_, strict=True):
-        env = {
-            **ONE_THREAD,
-            "RANK": str(bundle.rank),
-            "WORLD_SIZE": str(group.size),
-            "LOCAL_RANK": str(local),
-            "LOCAL_WORLD_SIZE": str(local_size),
-            "MASTER_ADDR": first,
-            "MASTER_PORT": str(port),
-            **_visible_gpus(bundle, bundles),
-        }
-        text = dump(_config_for_node(config, "127.0.0.1" if alone else bundle.location.address, setup))
-        where = str(run.path)
-        about = bundle.rank, group.spec, group.number
-        found.append(StartOrder(*about, env, text, token, key, urls, where, slot.hosts, script))
-    return found
-
-
-def _config_for_node(config: Config, address: str, setup: ActorSetup) -> Config:
-    """Return the configuration of a rank on a node: with the node's address, and its folder for prepared data."""
-    changes = {
-        "job": config.job.model_copy(update={"runs_dir": setup.ray.folder}),
-        "network": config.network.model_copy(update={"host": address}),
-    }
-    return config.model_copy(update=changes)
-
-
-def _visible_gpus(bundle: Bundle, bundles: Sequence[Bundle]) -> dict[str, str]:
-    """Return the variable with the GPUs of all ranks on one node, in the order of their local ranks.
-
-    A rank uses the GPU whose index is its LOCAL_RANK.
-    """
-    gpus = [gpu for other in bundles if other.location.node == bundle.location.node for gpu in other.location.gpus]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-
-
-def loopback(host: str) -> bool:
-    """Return whether only processes of one machine reach `host`. Of the names, only `localhost` counts."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
 
 ELSEWHERE_S = 10.0  # how long a spare waits for a slot in one zone before it asks for one in the next
 
@@ -177,15 +100,14 @@ class RayBackend:
         try:
             with self._pool.held(f"the place of {replica}"):
                 slot = await self._choose(replica)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._config.timeouts.place_s):
-                        await slot.reserve()
-                        return
-                if slot.missing and self._others_train(replica):
-                    self._withdraw(replica)  # others have the state, and may need the nodes that it keeps
-                    slot = await self._choose(replica)
+                if await self._reserved(slot):
+                    return
+                slot = await self._choose_again(replica, slot)
                 self._seeking[replica] = slot.request.labels
-            await slot.reserve()
+            while not await self._reserved(slot):  # others begin to train meanwhile, or more nodes are lost
+                if slot.missing and not slot.gone and not self._others_train(replica):
+                    self._give_back_spares(slot.request)  # nobody trains before this replica has its nodes
+                slot = await self._choose_again(replica, slot)
         except asyncio.CancelledError:
             own = self._slots.of(replica)
             if own is not None and not own.reserved:
@@ -194,6 +116,29 @@ class RayBackend:
         finally:
             self._seeking.pop(replica, None)
             self._pool.wake()
+
+    async def _reserved(self, slot: ReplicaSlot) -> bool:
+        """Wait for a slot's resources, up to timeouts.place_s; return whether it has them."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.timeouts.place_s):
+                await slot.reserve()
+                return True
+        return False
+
+    async def _choose_again(self, replica: int, slot: ReplicaSlot) -> ReplicaSlot:
+        """Return the slot of a replica that has waited for the rest of ``slot`` in vain."""
+        if slot.missing and self._others_train(replica):
+            self._withdraw(replica)  # others have the state, and may need the nodes that it keeps
+        elif not slot.gone:
+            return slot
+        return await self._choose(replica)
+
+    def _give_back_spares(self, asked: placement.PlacementRequest) -> None:
+        """Give the cluster what spares with these labels keep, and what nobody has."""
+        while (group := self._pool.take(lambda group: self._fits(group, asked))) is not None:
+            self._making.pop(group).cancel()
+            self._slots.give_back(group)
+        self._slots.give_free_ones_back()
 
     def shrink(self, replica: int, least: int) -> int:
         """Return 0: on a cluster a replica waits for nodes."""
@@ -297,13 +242,16 @@ class RayBackend:
         self._slots.give_back(replica)
 
     def settled(self, spec: ReplicaSpec) -> None:
-        """Note that an incarnation trains, or has ended: the pool may make spares again."""
+        """Let the pool make spares again: this incarnation trains, has ended, or has had its time to start."""
+        self._pool.settled(spec)
+
+    def contributes(self, spec: ReplicaSpec) -> None:
+        """Note that an incarnation has the state: the agents in a slot that is kept for its replica may end."""
         group = self._groups.get(spec.replica)
         if group is not None and group.spec == spec:
             self._training[spec.replica] = group
             if group.complete:
                 self._slots.let_go(spec.replica)
-        self._pool.settled(spec)
 
     async def close(self) -> None:
         """End all actors and their ranks, and give all resources back."""
@@ -398,6 +346,8 @@ class RayBackend:
             slot = self._slots.reuse(group) or await self._find_slot(group)
             group.began = time.monotonic()
             await self._start(group, slot)
+            if slot.gone:
+                raise Retryable(f"a node of {slot.request.name} was lost or cordoned during the start")
         except ConfigError as error:  # the fault is one node's: replicas were started with the same configuration
             raise Retryable(str(error)) from None
 
@@ -430,9 +380,12 @@ class RayBackend:
         return asked.labels not in self._seeking.values()
 
     def _dropped(self, group: WorkerGroup) -> None:
-        """Release the slot of a lost spare: the next one takes it if its actors are alive."""
+        """Release the slot of a lost spare: the next owner takes it, unless it would share it with dying ranks."""
         del self._making[group]
-        self._slots.release(group)
+        if len(group.gone) == len(group.processes):
+            self._slots.release(group)
+        else:
+            self._slots.give_back(group)
 
     async def _start(self, group: WorkerGroup, slot: ReplicaSlot) -> None:
         """Start all ranks of a group in a slot, and the slot's actors first if it has none.
@@ -445,7 +398,12 @@ class RayBackend:
             raise Retryable(f"a node of {slot.request.name} was lost before the start")
         if not slot.complete:
             await slot.start_actors(self._setup)
-        each = await start_orders(slot, group, self._run, self._urls(), self._setup)
+        try:
+            each = await start_orders(slot, group, self._run, self._urls(), self._setup)
+        except ConfigError as refused:  # read on this machine: no node is at fault
+            if self._training:
+                raise Retryable(str(refused)) from None
+            raise
         started = await asyncio.gather(*(slot.start(start, group) for start in each), return_exceptions=True)
         for error in started:
             if isinstance(error, BaseException):

@@ -113,6 +113,12 @@ class ReplicaSlots:
         if slot is not None:
             self._remove(slot)
 
+    def give_free_ones_back(self) -> None:
+        """Remove the slots that have no owner."""
+        for slot in self._idle:
+            self._remove(slot)
+        self._idle.clear()
+
     async def close(self) -> None:
         """End all actors and their ranks, and give all resources back."""
         for slot in (*self._slots.values(), *self._idle, *self._kept.values()):

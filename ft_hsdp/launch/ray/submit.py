@@ -8,8 +8,10 @@ the cluster. From outside, `submit` uses the cluster's Jobs API, and the driver 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import math
+import secrets
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -29,7 +31,7 @@ from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
 from ft_hsdp.launch.job import JobResources, MakeResources, run_job, start_run
 from ft_hsdp.launch.lighthouse_process import check_port
 from ft_hsdp.launch.local import prepare_data
-from ft_hsdp.launch.ray.backend import RayBackend, loopback
+from ft_hsdp.launch.ray.backend import RayBackend
 from ft_hsdp.launch.ray.cluster import (
     KEY,
     NAMESPACE,
@@ -42,6 +44,7 @@ from ft_hsdp.launch.ray.cluster import (
 )
 from ft_hsdp.launch.ray.lighthouse import RayLighthouse, actor_name
 from ft_hsdp.launch.ray.placement import has_room
+from ft_hsdp.launch.ray.start_orders import loopback
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.status import Status
 from ft_hsdp.launch.run.summary import Summary
@@ -131,11 +134,22 @@ def submit_through_jobs_api(config: Config, file: Path, overrides: Sequence[str]
     env = job_environment(config)
     command = entrypoint(file, overrides, uploaded="working_dir" in env, json=json)
     check_listening(url)
+    job = f"{config.job.name}-{secrets.token_hex(4)}"  # known before the answer: the job may run without one
+    asked = False
     try:
         client = ray.job_submission.JobSubmissionClient(url)
-        job = client.submit_job(entrypoint=command, runtime_env=env)
+        asked = True
+        client.submit_job(entrypoint=command, runtime_env=env, submission_id=job)
+    except KeyboardInterrupt:
+        if asked:
+            with contextlib.suppress(Exception):
+                client.stop_job(job)
+        raise
     except (RayError, ConnectionError, requests.RequestException) as error:
-        raise ClusterUnreachable(f"the Jobs API at {url} does not take the job: {first_line(error)}") from None
+        runs = f"; if it had taken it, {job} runs" if asked else ""
+        raise ClusterUnreachable(
+            f"the Jobs API at {url} does not take the job: {first_line(error)}{runs}"
+        ) from None
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError(
             KEY, url, f"the Jobs API of a cluster that takes ray.runtime_env ({first_line(error)})"

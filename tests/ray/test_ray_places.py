@@ -1,0 +1,241 @@
+"""What changes while a replica or a spare waits on a cluster: nodes, other replicas, what the driver has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ft_hsdp.config import parse
+from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.launch.backend import spares
+from ft_hsdp.launch.backend.base import ReplicaProcess, ReplicaSpec, WorkerGroup
+from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.ray import backend, submit
+from ft_hsdp.launch.supervisor import ReplicaSupervisor
+from tests.launch.test_supervisor import Book
+from tests.ray import test_ray_slots as slots
+from tests.ray.test_ray_slots import Watched, World
+
+SOON = {"place_s": 0.05}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spares, "PAUSE_S", 0.01)
+    monkeypatch.setattr(backend.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+
+
+@contextlib.asynccontextmanager
+async def placing(world: World, *replicas: int) -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Replicas that look for a place; at the end they stop."""
+    tasks = [asyncio.create_task(world.backend.place(replica)) for replica in replicas]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def settling(world: World, replica: int, **config: Any) -> AsyncIterator[None]:
+    """A supervisor that waits until its replica contributes, which it does not."""
+    supervisor = ReplicaSupervisor(
+        replica,
+        parse({"ranks_per_replica": 2, **config}),
+        world.run,
+        backend=world.backend,
+        link=Book(),
+        progress=Progress(),
+        emit=lambda _: None,
+    )
+    task = asyncio.create_task(supervisor._settle(ReplicaProcess(world.spec, world.run)))
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+# A replica that lost a node, and waits for another one.
+
+
+async def test_it_takes_the_ready_spare_once_another_replica_trains_again(tmp_path: Path) -> None:
+    async with World(tmp_path, {"": 3}, timeouts=SOON, strategy="SPREAD").running() as world:
+        await world.train(0, 1)
+        spare, hurt = await world.ready(), world.of(1)
+        world.kill(0)  # its node lives
+        hurt.lose(1)
+        async with placing(world, 1) as (waits,):
+            await world.until(lambda: world.backend._seeking, "the end of the first wait")
+            await world.train(0)
+            await world.until(waits.done, "the spare, or its room")
+            assert world.of(1) is spare or spare.removed
+
+
+async def test_it_takes_the_ready_spare_when_its_other_node_is_lost_too(tmp_path: Path) -> None:
+    async with World(tmp_path, {"": 3}, timeouts=SOON, strategy="SPREAD").running() as world:
+        await world.train(0, 1)
+        spare, hurt = await world.ready(), world.of(1)
+        world.kill(0)
+        hurt.lose(1)
+        async with placing(world, 1) as (waits,):
+            await world.until(lambda: hurt.missing == [1], "the wait for another node")
+            hurt.dead.add(0)
+            await world.until(waits.done, "the spare")
+            assert world.of(1) is spare
+
+
+async def test_two_of_them_get_the_nodes_of_a_spare_if_nobody_trains(tmp_path: Path) -> None:
+    """Both exits are reported before either is placed."""
+    async with World(tmp_path, {"": 3}, timeouts=SOON, strategy="SPREAD").running() as world:
+        await world.train(0, 1)
+        spare = await world.ready()
+        world.of(0).lose(1)
+        world.of(1).lose(1)
+        async with placing(world, 0, 1) as waits:
+            await world.until(lambda: any(task.done() for task in waits), "the nodes of the spare")
+            assert spare.removed
+
+
+async def test_a_spare_that_looks_for_the_same_nodes_stops(tmp_path: Path) -> None:
+    async with World(tmp_path, {"": 2}, timeouts=SOON, strategy="SPREAD").running() as world:
+        await world.train(0, 1)
+        await world.until(lambda: world.spares and world.spares[0].asked, "a spare that looks for a place")
+        (spare,) = world.spares
+        world.kill(0)
+        world.of(1).lose(1)
+        async with placing(world, 1):
+            await world.until(lambda: spare.removed, "the spare to leave the room to the replica")
+
+
+# Only who contributes has the state.
+
+
+async def test_what_is_left_of_a_slot_is_kept_until_the_replica_contributes(tmp_path: Path) -> None:
+    """Also beyond timeouts.settle_s, after which spares may be made: it may fetch a large state."""
+    async with World(tmp_path, {"": 3}, strategy="SPREAD").running() as world:
+        await world.train(0, 1)
+        await world.ready()
+        hurt = world.of(1)
+        hurt.lose(1)
+        await world.start(1)  # in the slot of the spare
+        assert not world.backend._pool.quiet
+        async with settling(world, 1, spares=2, timeouts={"settle_s": 0.05}):
+            await world.until(lambda: world.backend._pool.quiet, "the end of settle_s")
+            assert not hurt.removed, "its agents may have the only copy of a shard"
+        world.backend.contributes(world.spec)
+        await world.until(lambda: hurt.removed, "the end of what is kept")
+
+
+async def test_a_replica_without_the_state_does_not_count_as_one_that_trains(tmp_path: Path) -> None:
+    async with World(tmp_path, {"": 2}, spares=0, timeouts=SOON, strategy="SPREAD").running() as world:
+        await world.train(1)
+        hurt = world.of(1)
+        await world.start(0)
+        async with settling(world, 0):
+            await world.until(lambda: world.backend._pool.quiet, "the start")
+            hurt.lose(1)  # its other node has the only copies
+            async with placing(world, 1):
+                await world.until(lambda: world.backend._seeking, "the end of the first wait")
+                assert world.of(1) is hurt
+
+
+# Faults of a start.
+
+
+async def test_a_node_that_is_cordoned_while_a_spare_starts_there_gets_no_spare(tmp_path: Path) -> None:
+    async with World(tmp_path, {"": 4}, strategy="SPREAD").running() as world:
+        await world.train(0, 1)
+        world.actors = False
+        await world.until(lambda: world.spares and world.spares[0].reserved, "a spare whose actors start")
+        (spare,) = world.spares
+        assert world.backend.cordon(0, "h0", "test", waits=True)  # the first node of each slot here
+        world.actors = True
+        await world.until(lambda: spare.groups and spare.groups[0].complete, "its ranks")
+        await world.until(lambda: spare.groups[0].gone, "their end")
+
+
+async def test_an_error_of_the_system_does_not_end_the_making_of_spares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders, failed = backend.start_orders, asyncio.Event()
+
+    async def once(slot: Any, group: WorkerGroup, *rest: Any) -> Any:
+        if group.spec is None and not failed.is_set():
+            failed.set()
+            raise OSError(24, "Too many open files")
+        return await orders(slot, group, *rest)
+
+    monkeypatch.setattr(backend, "start_orders", once)
+    async with World(tmp_path, {"": 3}).running() as world:
+        await world.train(0, 1)
+        await failed.wait()
+        await world.until(lambda: world.backend.warm, "another spare")
+
+
+async def test_a_script_that_is_gone_on_the_driver_is_no_fault_of_a_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def gone(*_: Any) -> Any:
+        raise ConfigError("entry", "my_train.py", "a script that exists")
+
+    async with World(tmp_path, {"": 3}, spares=0).running() as world:
+        await world.train(0, 1)
+        world.kill(1)
+        own = world.of(1)
+        monkeypatch.setattr(backend, "start_orders", gone)
+        await world.backend.place(1)
+        with pytest.raises(Retryable, match="a script that exists"):
+            await world.backend.start(ReplicaSpec(1, 2, "a", 7, world.run.config), Watched())
+        assert not own.failed, "its state agents would end"
+
+
+async def test_the_actor_of_a_slot_is_not_ended_for_a_rank_of_the_owner_before(tmp_path: Path) -> None:
+    """A spare is given up, and a rank of it takes long to die: no replica gets its slot meanwhile."""
+    killed: list[object] = []
+
+    async def start(_: object) -> int:
+        return 11
+
+    calls = SimpleNamespace(submit=lambda kill, actor: killed.append(actor))
+    slot = await slots.berth_with({"start": start, "signal": lambda *_: None}, tmp_path, calls)
+    slot._patience_s, slot._kill_s, slot.reserved = 1.0, 0.05, True
+    async with World(tmp_path, {"": 1}).running() as world:
+        every, pool = world.backend._slots, world.backend._pool
+        spare = WorkerGroup(1, world.run.config, number=1, changed=pool._look)
+        pool._groups.append(spare)
+        every._slots[spare] = slot
+        world.backend._making[spare] = asyncio.create_task(asyncio.sleep(0))
+        await slot.start(SimpleNamespace(rank=0), spare)  # type: ignore[arg-type]
+        pool._lose(spare, "it was not warm within 600 s")
+        assert every.reuse(1) is None
+
+
+def test_a_job_whose_submission_is_interrupted_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes when the cluster has the job, and before its answer is here."""
+    running: set[str] = set()
+
+    class Client:
+        def __init__(self, url: str) -> None: ...
+
+        def submit_job(self, *, entrypoint: str, runtime_env: object, submission_id: str = "unknown") -> str:
+            running.add(submission_id)
+            raise KeyboardInterrupt
+
+        def stop_job(self, job: str) -> None:
+            running.discard(job)
+
+    monkeypatch.setattr(submit, "check_listening", lambda _: None)
+    monkeypatch.setattr(submit.ray.job_submission, "JobSubmissionClient", Client)
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit_through_jobs_api(
+            parse({"job": {"name": "a"}}), tmp_path / "c.yaml", (), "http://h:8265", json=False
+        )
+    assert not running
