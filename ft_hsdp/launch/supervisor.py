@@ -437,21 +437,24 @@ class ReplicaSupervisor:
                 break
 
     async def _settle(self, current: ReplicaProcess) -> None:
-        """Tell the backend when spares may be made, and when the incarnation contributes; until cancelled.
+        """Tell the backend when the incarnation has the state, and when spares may be made.
 
-        A spare that is made before the incarnation contributes would slow it down, so `timeouts.settle_s` pass.
+        A spare that is made before the incarnation contributes would slow it down, so `timeouts.settle_s` may pass.
         """
-        until = time.monotonic() + self._config.timeouts.settle_s
-        settled = False
-        while self._commits.contributing != current.name:
-            if not settled and (not self._config.spares or time.monotonic() > until):
+        commits, until = self._commits, time.monotonic() + self._config.timeouts.settle_s
+        committed = settled = False
+        while True:
+            if not committed and commits.newest_of(current.name):
+                self._backend.committed(current.spec)
+                committed = True
+            waits = self._config.spares and commits.contributing != current.name and time.monotonic() < until
+            if not settled and not waits:
                 self._backend.settled(current.spec)
                 settled = True
+            if committed and settled:
+                return
             await asyncio.sleep(LOOK_S)
-            self._commits.look()
-        self._backend.contributes(current.spec)
-        if not settled:
-            self._backend.settled(current.spec)
+            commits.look()
 
     def _event(self, name: str, reason: str, **fields: Any) -> None:
         incarnation = self.current.name if self.current else None

@@ -45,7 +45,7 @@ async def placing(world: World, *replicas: int) -> AsyncIterator[list[asyncio.Ta
 
 @contextlib.asynccontextmanager
 async def settling(world: World, replica: int, **config: Any) -> AsyncIterator[None]:
-    """A supervisor that waits until its replica contributes, which it does not."""
+    """A supervisor that waits until its replica commits a step, which it does not."""
     supervisor = ReplicaSupervisor(
         replica,
         parse({"ranks_per_replica": 2, **config}),
@@ -115,10 +115,10 @@ async def test_a_spare_that_looks_for_the_same_nodes_stops(tmp_path: Path) -> No
             await world.until(lambda: spare.removed, "the spare to leave the room to the replica")
 
 
-# Only who contributes has the state.
+# Only who has committed a step has the state.
 
 
-async def test_what_is_left_of_a_slot_is_kept_until_the_replica_contributes(tmp_path: Path) -> None:
+async def test_what_is_left_of_a_slot_is_kept_until_the_replica_commits(tmp_path: Path) -> None:
     """Also beyond timeouts.settle_s, after which spares may be made: it may fetch a large state."""
     async with World(tmp_path, {"": 3}, strategy="SPREAD").running() as world:
         await world.train(0, 1)
@@ -130,7 +130,7 @@ async def test_what_is_left_of_a_slot_is_kept_until_the_replica_contributes(tmp_
         async with settling(world, 1, spares=2, timeouts={"settle_s": 0.05}):
             await world.until(lambda: world.backend._pool.quiet, "the end of settle_s")
             assert not hurt.removed, "its agents may have the only copy of a shard"
-        world.backend.contributes(world.spec)
+        world.backend.committed(world.spec)
         await world.until(lambda: hurt.removed, "the end of what is kept")
 
 

@@ -226,7 +226,7 @@ class World:
         for replica in replicas:
             how, _ = await self.start(replica)
             self.backend.settled(self.spec)
-            self.backend.contributes(self.spec)
+            self.backend.committed(self.spec)
         return how
 
     async def ready(self) -> StandIn:
@@ -583,7 +583,7 @@ async def test_two_replicas_lose_a_node_each_at_once_and_what_is_left_of_both_st
         assert not first.removed, "the life before has contributed nothing"
         world.backend.settled(world.spec)
         assert not first.removed, "nor has this one"
-        world.backend.contributes(world.spec)
+        world.backend.committed(world.spec)
         await world.until(lambda: first.removed, "the end of what is left of the old slot")
         world.room[""] += 1
         await placing

@@ -151,8 +151,8 @@ class Backend(Protocol):
     def settled(self, spec: ReplicaSpec) -> None:
         """Note that an incarnation trains or has ended, or has had its time to start: spares may be made again."""
 
-    def contributes(self, spec: ReplicaSpec) -> None:
-        """Note that an incarnation contributed to a commit: it has the state of the job."""
+    def committed(self, spec: ReplicaSpec) -> None:
+        """Note that an incarnation committed a step: it has the state of the job."""
 
     async def close(self) -> None:
         """End all processes that were started, spares included."""

@@ -190,7 +190,7 @@ class LocalBackend:
         """Let the pool make spares again: this incarnation trains, has ended, or has had its time to start."""
         self._pool.settled(spec)
 
-    def contributes(self, spec: ReplicaSpec) -> None:
+    def committed(self, spec: ReplicaSpec) -> None:
         """Do nothing: agents of hosts outlive ranks, so no place depends on it."""
 
     async def close(self) -> None:

@@ -3,7 +3,7 @@
 A replica keeps its slot until it takes over that of a spare, whose ranks are warm, or until all its nodes are
 lost or cordoned. If only some of them are, and there is no such spare, its slot is repaired: ranks on the other
 nodes start again there, where their memory is. Exits are heard of at different times, so a replica that seems to
-train may be lost as well. So what is left of a slot is kept until the replica has contributed from the other one.
+train may be lost as well. So what is left of a slot is kept until the replica has committed a step in its new one.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ class RayBackend:
         """Let the pool make spares again: this incarnation trains, has ended, or has had its time to start."""
         self._pool.settled(spec)
 
-    def contributes(self, spec: ReplicaSpec) -> None:
+    def committed(self, spec: ReplicaSpec) -> None:
         """Note that an incarnation has the state: the agents in a slot that is kept for its replica may end."""
         group = self._groups.get(spec.replica)
         if group is not None and group.spec == spec:
@@ -271,7 +271,7 @@ class RayBackend:
         A replica without a slot takes that of a spare, ready or not: a spare must not keep what a replica waits
         for. A replica with a slot moves to that of a ready spare only if another replica trains. Else the state
         agents on its own hosts may have the only copies of the newest state. If it loses the slot to which it
-        moved before it has contributed, it has what is left of the one before.
+        moved before it has committed a step, it has what is left of the one before.
         """
         own = self._slots.of(replica)
         if own is not None and own.gone and (replica in self._promised or not own.repairable):

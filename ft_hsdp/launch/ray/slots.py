@@ -49,7 +49,7 @@ class ReplicaSlots:
     def move(self, spare: WorkerGroup, replica: int) -> ReplicaSlot:
         """Give a spare's slot to a replica, and release the replica's own; if that can be repaired, it is kept."""
         own = self._slots.get(replica)
-        if own is not None and own.repairable and replica not in self._kept:  # the one that has contributed
+        if own is not None and own.repairable and replica not in self._kept:  # the one that has committed
             self._kept[replica] = self._slots.pop(replica)
         self.release(replica)
         slot = self._slots[replica] = self._slots.pop(spare)
