@@ -439,7 +439,7 @@ class ReplicaSupervisor:
     async def _settle(self, current: ReplicaProcess) -> None:
         """Tell the backend when the incarnation has the state, and when spares may be made.
 
-        A spare that is made before the incarnation contributes would slow it down, so `timeouts.settle_s` may pass.
+        A spare that is made before it contributes would slow it down, so up to `timeouts.settle_s` pass first.
         """
         commits, until = self._commits, time.monotonic() + self._config.timeouts.settle_s
         committed = settled = False
