@@ -269,27 +269,34 @@ class JobRun:
                 for rank in on_host:
                     self._inject(replace(injection, rank=rank, host=None))
                 return
-        try:
-            signalled = injection.kind == "signal"
-            inflicted = self._send(injection) if signalled else inflict(self._run, injection)
-        except (ConfigError, OSError, psutil.Error) as error:
-            self._terminal.say(f"not injected: {injection.reason}: {error}", "yellow")
-            return
+        if injection.kind == "signal":
+            sent = self._send(injection)
+            if sent is None:
+                why = f"replica {injection.replica} has no rank {injection.rank} now"
+                self._terminal.say(f"not injected: {injection.reason}: {why}", "yellow")
+                return
+            inflicted = sent
+        else:
+            try:
+                inflicted = inflict(self._run, injection)
+            except (ConfigError, OSError, psutil.Error) as error:
+                self._terminal.say(f"not injected: {injection.reason}: {error}", "yellow")
+                return
         self._hit.add(injection.rule)
         self._recorder.emit(inflicted.event)
         if injection.for_s > 0:
             emit, reason = self._recorder.emit, f"{injection.for_s:g} s are over"
             asyncio.get_running_loop().call_later(injection.for_s, lambda: emit(inflicted.lifted(reason)))
 
-    def _send(self, injection: chaos.Injection) -> Inflicted:
-        """Send a signal to a rank, on whichever machine it runs."""
+    def _send(self, injection: chaos.Injection) -> Inflicted | None:
+        """Send a signal to a rank, on whichever machine it runs; None: its replica goes on without that rank."""
         assert injection.replica is not None
         assert injection.rank is not None, "a signal hits one rank"
         supervisor = self._supervisors[injection.replica]
         current = supervisor.current
         assert current is not None, "only a replica that runs is hit"
-        if injection.rank not in current.ranks:  # it goes on with fewer ranks (memory.shrink_to)
-            raise ConfigError("chaos", injection.rank, f"a rank that replica {injection.replica} has now")
+        if injection.rank not in current.ranks:
+            return None
         process = current.ranks[injection.rank].process
         if injection.down_steps:
             supervisor.stay_away(self._progress.step + injection.down_steps)

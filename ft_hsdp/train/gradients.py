@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -35,9 +35,6 @@ from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.state.pacing import SpanMeter
 from ft_hsdp.train.device import on_host, written
 from ft_hsdp.train.lanes import GradientLanes, LanePlan
-
-if TYPE_CHECKING:
-    pass
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max

@@ -378,4 +378,4 @@ def test_a_rank_that_a_narrow_replica_lacks_is_not_hit(run_dir: RunDir) -> None:
     job._supervisors = {1: SimpleNamespace(current=SimpleNamespace(ranks={0: None, 1: None}))}  # type: ignore[dict-item]
     job._terminal = SimpleNamespace(say=lambda line, style: said.append(line))  # type: ignore[assignment]
     job._inject(injection)
-    assert said == ["not injected: chaos at step 5: chaos: got 3; allowed: a rank that replica 1 has now"]
+    assert said == ["not injected: chaos at step 5: replica 1 has no rank 3 now"]

@@ -197,16 +197,14 @@ async def test_a_script_that_is_gone_on_the_driver_is_no_fault_of_a_node(
         assert not own.failed, "its state agents would end"
 
 
-async def test_the_actor_of_a_slot_is_not_ended_for_a_rank_of_the_owner_before(tmp_path: Path) -> None:
-    """A spare is given up, and a rank of it takes long to die: no replica gets its slot meanwhile."""
-    killed: list[object] = []
+async def test_the_slot_of_a_spare_whose_ranks_still_die_is_not_used_again(tmp_path: Path) -> None:
+    """The actor of a slot is ended for a rank that does not die, and with it the rank of a new owner."""
 
     async def start(_: object) -> int:
         return 11
 
-    calls = SimpleNamespace(submit=lambda kill, actor: killed.append(actor))
-    slot = await slots.berth_with({"start": start, "signal": lambda *_: None}, tmp_path, calls)
-    slot._patience_s, slot._kill_s, slot.reserved = 1.0, 0.05, True
+    slot = await slots.berth_with({"start": start, "signal": lambda *_: None}, tmp_path)
+    slot.reserved = True
     async with World(tmp_path, {"": 1}).running() as world:
         every, pool = world.backend._slots, world.backend._pool
         spare = WorkerGroup(1, world.run.config, number=1, changed=pool._look)

@@ -135,20 +135,19 @@ def submit_through_jobs_api(config: Config, file: Path, overrides: Sequence[str]
     command = entrypoint(file, overrides, uploaded="working_dir" in env, json=json)
     check_listening(url)
     job = f"{config.job.name}-{secrets.token_hex(4)}"  # known before the answer: the job may run without one
-    asked = False
+    client = None
     try:
         client = ray.job_submission.JobSubmissionClient(url)
-        asked = True
         client.submit_job(entrypoint=command, runtime_env=env, submission_id=job)
     except KeyboardInterrupt:
-        if asked:
+        if client is not None:
             with contextlib.suppress(Exception):
                 client.stop_job(job)
         raise
     except (RayError, ConnectionError, requests.RequestException) as error:
-        runs = f"; if it had taken it, {job} runs" if asked else ""
+        may_run = "" if client is None else f"; {job} may run there"
         raise ClusterUnreachable(
-            f"the Jobs API at {url} does not take the job: {first_line(error)}{runs}"
+            f"the Jobs API at {url} does not take the job: {first_line(error)}{may_run}"
         ) from None
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError(

@@ -31,7 +31,6 @@ from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_OK, ConfigError
 from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.state.checkpoint.writer import CheckpointNotPublished, Header
 from ft_hsdp.state.replica_group import ReplicaGroup
@@ -327,7 +326,7 @@ class ReplayJob(Job):
         self._written = False
         self._group: ReplicaGroup  # made when the replay begins
         self._mailbox = self._orders = RecordedOrders(
-            recorded.rows, RingSettings.of(config), self.data_ranks, config.data_ranks, config.ranks_per_unit
+            recorded.rows, Settings.of(config), self.data_ranks, config.data_ranks, config.ranks_per_unit
         )
 
     @property
@@ -377,7 +376,7 @@ class ReplayJob(Job):
         if len(recorded.widths) < 2 or rows is None:
             return None
         lanes = GradientLanes(rows, sizes[len(rows) :], LaneRing(self.rank, ""), self.ranks, self.rank)
-        settings, timeouts = RingSettings.of(self.config), self.config.timeouts
+        settings, timeouts = Settings.of(self.config), self.config.timeouts
         wait_s = timeouts.start_s + timeouts.step_s
         return SharedLanes(lanes, sizes, recorded.widths, self.ranks, self.rank, recorded.shared, settings, wait_s)
 
