@@ -94,12 +94,14 @@ class StagedPlane:
     def warm_up(self, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> None:
         """Compile and load the kernels.
 
-        Blocks. A kernel that is loaded while another one spins would wait for it forever.
+        Blocks. The driver loads a kernel only when the device is idle. So nothing may wait for the host meanwhile,
+        neither a kernel that spins nor a stream: the command is posted before the device waits for it.
         """
         for dtype in dtypes:
             empty = torch.zeros(16, dtype=dtype, device=self.device)
-            job = self.open(empty, empty, 1)
+            job = self._prepare(empty, empty, 1, None)
             job.post(Command(OperationKind.STORE, 0, 0))
+            job.begin()
             deadline = time.monotonic() + 300
             while not job.completed():
                 if time.monotonic() > deadline:
@@ -121,6 +123,12 @@ class StagedPlane:
         Raises:
             ValueError: the kernels cannot take a tensor.
         """
+        job = self._prepare(local, out, count, after)
+        job.begin()
+        return job
+
+    def _prepare(self, local: Tensor | None, out: Tensor, count: int, after: torch.cuda.Event | None) -> StagedJob:
+        """Return an all-reduce that has not begun on the device; the arguments are those of `open`."""
         assert self._job is None, "one all-reduce at a time"
         for tensor in (out, self.recv.view(out.dtype), self.send.view(out.dtype)):
             check(tensor, out.dtype)
@@ -170,10 +178,13 @@ class StagedJob:
         self._finished = 0
         self._enqueued = 0  # commands in the stream's chain
         self._heard = time.monotonic()  # when the device was last seen to work
-        if plane.via == "persistent":
+
+    def begin(self) -> None:
+        """Let the device begin; later commands may be posted from now on. Does not wait."""
+        if self._plane.via == "persistent":
             self._stream.launch(self._launch_persistent)
         else:
-            self._enqueue(plane.depth)
+            self._enqueue(self._plane.depth)
 
     def post(self, command: Command) -> None:
         """Post one command. Does not wait.

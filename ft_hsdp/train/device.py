@@ -96,6 +96,12 @@ def written(tensor: torch.Tensor) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
+def finish(device: torch.device) -> None:
+    """Block until the device has done all that this thread's current stream holds; nothing on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return a complete tensor in host memory, copied if need be; does not wait for the computation under way."""
     if not tensor.is_cuda:

@@ -33,7 +33,7 @@ from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.state.pacing import SpanMeter
-from ft_hsdp.train.device import on_host, written
+from ft_hsdp.train.device import finish, on_host, written
 from ft_hsdp.train.lanes import GradientLanes, LanePlan
 
 CPU = torch.device("cpu")
@@ -131,7 +131,7 @@ class Reducer:
         self._missing = 0  # all-reduces of it that have not ended
         self._results: list[tuple[int, int, AllReduceResult]] = []  # with bucket and place of the lane
         self._out: list[torch.Tensor] | None = None  # the sums, one for each bucket
-        self._spare: list[list[torch.Tensor]] = []  # memory for sums that was given back
+        self._spare = [self._new_sums()]  # memory for sums, made here or given back
         self._began = 0.0  # the first all-reduce of the attempt
         self._idle_since: float | None = None  # the first bucket is here, the order is not
         self._held_up = 0.0
@@ -256,7 +256,7 @@ class Reducer:
             if mine is None:
                 return
             if self._out is None:
-                self._out = self._spare.pop() if self._spare else [self._empty(n).zero_() for n in self._sizes]
+                self._out = self._spare.pop() if self._spare else self._new_sums()
             if bucket == 0:
                 self._using = order.fence
                 self._began = time.monotonic()
@@ -277,6 +277,15 @@ class Reducer:
                 given = None if flat is None else part.gather(flat, target)
                 work = self._group.all_reduce(key, given, target, mine, lane=lane.ring.number)
                 work.add_done_callback(partial(self._done, order.fence, bucket, place))
+
+    def _new_sums(self) -> list[torch.Tensor]:
+        """Return memory for the sums of an attempt; blocks until the device has cleared it.
+
+        FTAR's stream waits for the local gradient alone. A clearing that is queued could overwrite its sums.
+        """
+        sums = [self._empty(n).zero_() for n in self._sizes]
+        finish(self._device)
+        return sums
 
     def _empty(self, numel: int) -> torch.Tensor:
         if self._device.type == "cpu":

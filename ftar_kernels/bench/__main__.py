@@ -84,7 +84,8 @@ def main(arguments: list[str]) -> int:
         "device": device, "torch": torch.__version__, "triton": triton.__version__, "date":
         time.strftime("%Y-%m-%d"),
     }  # fmt: skip
-    wanted = [name for name in options.only if device or name in sections.ANYWHERE]
+    left_out = sections.INTERPRETED if device else tuple(sections.ON_GPU)
+    wanted = [name for name in options.only if name not in left_out or options.only is not names]
     for name in wanted:
         report[name] = run(name)
         sys.stdout.write(lines(name, report[name]))

@@ -14,6 +14,7 @@ from ftar_kernels.flags import Command, FlagPage, Status
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import Aborted, StagedPlane, TimedOut
 from ftar_kernels.staging import host_buffer
+from ftar_kernels.streamops import HostStream
 
 CPU = torch.device("cpu")
 NOTHING = Command(OperationKind.STORE, 0, 0)
@@ -98,6 +99,29 @@ def test_an_abort_ends_the_wait_and_the_plane_serves_again(make):
     checks.drain(again, 1)
     again.close(failed=False)
     assert torch.equal(out, local)
+
+
+class LoadsWhenIdle(HostStream):
+    """A device whose driver loads a kernel at its first launch, and only after all that was enqueued before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loaded = False
+
+    def launch(self, call):
+        if not self._loaded:
+            idle = threading.Event()
+            super().launch(idle.set)
+            assert idle.wait(10), "the driver loads a kernel while the stream waits for the host"
+            self._loaded = True
+        super().launch(call)
+
+
+def test_kernels_are_loaded_while_nothing_waits_for_the_host(make):
+    plane = make()
+    plane.stream.close()
+    plane.stream = LoadsWhenIdle()
+    plane.warm_up((torch.float32,))
 
 
 def test_an_aborted_command_does_nothing(make):

@@ -474,3 +474,22 @@ def test_sums_are_on_the_device() -> None:
     reducer = Reducer(group, SIZES, 0, 1, lambda vote: None, meta)  # type: ignore[arg-type]
     reducer.begin(Reduce(AttemptId(1, 1, 0), "behind", PREV))
     assert [(op.out.device, op.out.numel()) for op in group.ops] == [(meta, n) for n in SIZES]
+
+
+def test_the_memory_of_the_sums_is_there_before_the_first_attempt() -> None:
+    class Counting(Arena):
+        made = 0
+
+        def empty(self, *arguments: Any) -> torch.Tensor:
+            self.made += 1
+            return super().empty(*arguments)
+
+    group = Group()
+    group.arena = arena = Counting()
+    reducer = Reducer(group, SIZES, 0, 1, lambda vote: None)  # type: ignore[arg-type]
+    assert arena.made == len(SIZES)
+    for step in (1, 2):
+        reducer.begin(Reduce(AttemptId(1, step, 0), "behind", PREV))
+        reducer.give_back(reducer.take())
+    assert len(group.ops) == 2 * len(SIZES)
+    assert arena.made == len(SIZES)
