@@ -60,7 +60,7 @@ class Noise:
         return torch.randn(self._shape, generator=self._random, device=self._random.device)
 
 
-class Meter:
+class PartTimer:
     """Times the parts of a step, each until the device is done, and counts how often the host waits for it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -98,7 +98,7 @@ class Meter:
         return found
 
 
-def steps(meter: Meter, model: nn.Module, optimizer: Any, batches: Iterator[Tensor]) -> None:
+def steps(meter: PartTimer, model: nn.Module, optimizer: Any, batches: Iterator[Tensor]) -> None:
     """Train one step for each batch."""
     for batch in batches:
         loss = meter.part("forward", model, batch)
@@ -118,7 +118,7 @@ def train() -> None:
     model = job.shard(Mlp(width, layers))
     optim = job.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-5))
     job.warm_up(lambda: model(noise.batch(0, 0, 0)).backward())
-    ours = Meter(job.device)
+    ours = PartTimer(job.device)
     steps(ours, model, optim, job.batches(noise, 1))
     report["ours"] = ours.result()
     (folder / "report.json").write_text(json.dumps(report))
@@ -131,7 +131,7 @@ def plain(device: torch.device, model: Mlp, noise: Noise) -> dict[str, Any]:
         fully_shard(block)
     fully_shard(model)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    meter = Meter(device)
+    meter = PartTimer(device)
     steps(meter, model, adam, (noise.batch(0, i, 0) for i in range(WARM + STEPS)))
     return meter.result()
 
