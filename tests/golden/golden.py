@@ -1,8 +1,9 @@
 """What other programs read of ours, as files beside this one.
 
 These are encoded messages, names of events, keys of run files, ``--help`` and the digest of a quickstart.
-``python tests/golden/golden.py record`` writes all of them; it trains for two minutes. With ``check`` it makes
-them again and names what differs. Tests check all but what is trained: another processor may round it differently.
+``python tests/golden/golden.py record`` writes all that tests check; with ``--run`` it also trains the quickstart for
+its files and its digest, in two minutes. ``check`` makes them again and names what differs. No test checks what is
+trained: another processor may round it differently.
 """
 
 from __future__ import annotations
@@ -164,8 +165,10 @@ def main() -> None:
     """Record or check."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["record", "check"])
-    found = everything(train=True)
-    if parser.parse_args().what == "record":
+    parser.add_argument("--run", action="store_true", help="train the quickstart for its files and digest, too")
+    options = parser.parse_args()
+    found = everything(train=options.run)
+    if options.what == "record":
         for name, document in found.items():
             (HERE / name).write_text(json.dumps(document, indent=1) + "\n")
         return
