@@ -2,8 +2,8 @@
 
 These are encoded messages, names of events, keys of run files, ``--help`` and the digest of a quickstart.
 ``python tests/golden/golden.py record`` writes all that tests check; with ``--run`` it also trains the quickstart
-for its files and its digest, in two minutes. ``check`` makes them again and names what differs. No test checks what
-is trained: another processor may round it differently.
+for its files and its digest, in two minutes. ``check`` makes them again and names what differs. No test checks
+what is trained: another processor may round it differently.
 """
 
 from __future__ import annotations
