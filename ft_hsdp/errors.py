@@ -148,7 +148,7 @@ def exhausted(error: BaseException) -> LocalResourceError | None:
     Returns:
         An error whose message names the resource and its limit; None if no resource is the cause.
     """
-    for each in _chain(error):
+    for each in raised_from(error):
         if isinstance(each, LocalResourceError):
             return each
         if isinstance(each, MemoryError):
@@ -163,7 +163,7 @@ def exhausted(error: BaseException) -> LocalResourceError | None:
     return None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def raised_from(error: BaseException) -> Iterator[BaseException]:
     """Yield `error`, the members of groups, and what each was raised from."""
     waiting, seen = [error], set[int]()
     while waiting:

@@ -85,6 +85,8 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "SpareLost": lambda e: f"spare {e['spare']} is lost",
     "SpareAgentLost": lambda e: f"the state agent of spare host {e['host']} ended before a replica needed it",
     "RestartScheduled": lambda e: f"replica {e['replica']} will be started again",
+    "StartPrevented": lambda e: f"replica {e['replica']} cannot be started now",
+    "StartAllowed": lambda e: f"replica {e['replica']} could be started again",
     "ReplicaUnplaced": lambda e: f"replica {e['replica']} has no place, the others go on without it",
     "JobGivenUp": lambda e: f"the job is given up: step {e.get('step', '?')} ends all replicas again and again",
     "HostReplaced": lambda e: f"host {e['host']} takes the place of host {e['before']} of replica {e['replica']}",

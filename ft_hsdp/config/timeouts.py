@@ -199,6 +199,12 @@ class RestartConfig(Section):
         2.0, description="how long a cold restart may wait for the survivors' commit, whose CPUs it would take"
     )
 
+    shortage_s: Seconds = Field(
+        600.0,
+        description="how long a shortage of processes, ports, descriptors, memory or room on a disk may prevent "
+        "the start of a replica before it is given up; such starts cost none of restart.budget",
+    )
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.backoff_s > self.backoff_max_s:

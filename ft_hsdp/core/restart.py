@@ -2,14 +2,21 @@
 
 A replica is restarted as a whole (FT-HSDP §4.2). Progress refills the budget, so the budget bounds a crash loop
 and not the length of a job. What ends a replica that has just started with fewer ranks costs none of it: fewer
-ranks need more memory each, and may not run at all where all of them do (`NarrowEnds`).
+ranks need more memory each, and may not run at all where all of them do (`NarrowEnds`). What prevents a start
+costs none of it either: a shortage of the machine says nothing about the replica (`on_shortage`). An error that
+comes again has longer and longer pauses; one that ends every replica is the script's (`ends_all`).
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 UNREACHED_S = 1.0  # shortest wait before a replica looks for its lighthouse in another life
+SHORTAGE_S = (1.0, 60.0)  # the first and the longest pause after a start that was prevented
+REPEATED_S = 1.0  # shortest pause before a restart after the same error has ended a replica twice
+SAME_ENDS = 2  # ends of each replica by one error, after which the script is to blame
 REFILL_STEPS = 10  # steps that an incarnation must have committed to count as healthy
 NARROW_ENDS = 2  # ends with so few ranks, or more, before a contribution, after which they are too few
 
@@ -21,6 +28,7 @@ class RestartPolicy:
     budget: int  # restarts without progress; 0: none
     backoff_s: float  # pause before the second of them; each later one is twice as long
     backoff_max_s: float  # longest pause
+    shortage_s: float = 600.0  # how long a shortage may prevent its start
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,10 @@ class RestartState:
     restarts: int = 0  # so far
     used: int = 0  # of these, since the last progress
     unreached: int = 0  # newest incarnations in a row that ended because no lighthouse answered them
+    prevented: int = 0  # newest starts in a row that were prevented
+    prevented_at: float = 0.0  # when the first of these was, in seconds of the caller's clock
+    error: str = ""  # that ended the newest incarnation, as `essence` has it; "": it was no error of the script
+    same: int = 0  # newest incarnations in a row that it ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +60,12 @@ class GiveUp:
 
 
 def on_loss(
-    state: RestartState, policy: RestartPolicy, committed: int, cause: str, unreached: bool = False
+    state: RestartState,
+    policy: RestartPolicy,
+    committed: int,
+    cause: str,
+    unreached: bool = False,
+    error: str = "",
 ) -> tuple[RestartState, Restart | GiveUp]:
     """Return what to do after an incarnation was lost.
 
@@ -59,23 +76,78 @@ def on_loss(
         cause: why it was lost, in one clause.
         unreached: it was started again and found no lighthouse. That says nothing about the replica: it costs no
             budget, and is tried again with growing pauses for as long as the job lasts.
+        error: of the script, as `essence` has it, that ended it; "": none. If it comes again, a pause comes first.
 
     Returns:
         The state after the loss, and the decision.
     """
+    state = on_start(state)
     if unreached:
         delay = doubled(max(policy.backoff_s, UNREACHED_S), state.unreached + 1, policy.backoff_max_s)
         after = replace(state, restarts=state.restarts + 1, unreached=state.unreached + 1)
         return after, Restart(delay, f"{cause}; tried again after {delay:g} s, which costs none of the budget")
     state = replace(state, unreached=0)
     if committed >= REFILL_STEPS:
-        state = replace(state, used=0)
+        state = replace(state, used=0, error="")
+    state = replace(
+        state, error=error, same=state.same + 1 if error and error == state.error else int(bool(error))
+    )
     if state.used >= policy.budget:
         return state, GiveUp(f"{cause}; the budget of {policy.budget} restarts is used up")
     delay = doubled(policy.backoff_s, state.used, policy.backoff_max_s)
+    delay = max(delay, doubled(REPEATED_S, state.same - 1, policy.backoff_max_s))
     after = replace(state, restarts=state.restarts + 1, used=state.used + 1)
     wait = f" after {delay:g} s" if delay > 0 else ""
     return after, Restart(delay, f"{cause}; restart {after.used} of {policy.budget}{wait}")
+
+
+def on_shortage(
+    state: RestartState, policy: RestartPolicy, cause: str, now_s: float, *, bounded: bool = True
+) -> tuple[RestartState, Restart | GiveUp]:
+    """Return what to do after something prevented a start, which costs no budget.
+
+    Args:
+        state: of the replica, before that.
+        policy: what the operator chose.
+        cause: what prevented it, in one clause.
+        now_s: the time, of any clock that does not go back.
+        bounded: whether it may last for `shortage_s` only; False: until somebody removes it.
+
+    Returns:
+        The state after it, and the decision.
+    """
+    since = state.prevented_at if state.prevented else now_s
+    left = policy.shortage_s - (now_s - since) if bounded else float("inf")
+    if left <= 0:
+        return state, GiveUp(f"{cause}; that has lasted for {policy.shortage_s:g} s (restart.shortage_s)")
+    first, most = SHORTAGE_S
+    delay = min(doubled(first, state.prevented + 1, most), left)
+    after = replace(
+        state, restarts=state.restarts + 1, unreached=0, prevented=state.prevented + 1, prevented_at=since
+    )
+    return after, Restart(delay, f"{cause}; tried again after {delay:.3g} s, which costs none of the budget")
+
+
+def on_start(state: RestartState) -> RestartState:
+    """Return the state after an incarnation has begun: nothing prevents a start any more."""
+    return replace(state, prevented=0, prevented_at=0.0)
+
+
+def essence(error: str) -> str:
+    """Return the text of an error without numbers, addresses and temporary paths: two of one cause are equal."""
+    text = re.sub(r"(/tmp|/var/tmp|/dev/shm|/run)/[^\s'\"]*", "PATH", error)
+    return re.sub(r"0x[0-9a-fA-F]+|\b[0-9a-fA-F]{16,}\b|\d+", "N", text)
+
+
+def ends_all(ends: Iterable[tuple[str, int]]) -> bool:
+    """Return whether one error has ended each replica `SAME_ENDS` times in a row.
+
+    Args:
+        ends: of each replica the error that ended it last ("": none), and how often in a row.
+    """
+    known = list(ends)
+    errors = {error for error, _ in known}
+    return len(errors) == 1 and "" not in errors and all(times >= SAME_ENDS for _, times in known)
 
 
 def on_narrow_end(state: RestartState, policy: RestartPolicy, cause: str) -> tuple[RestartState, Restart]:
@@ -89,7 +161,7 @@ def on_narrow_end(state: RestartState, policy: RestartPolicy, cause: str) -> tup
     Returns:
         The state after it, and the restart.
     """
-    after = replace(state, restarts=state.restarts + 1, unreached=0)
+    after = replace(on_start(state), restarts=state.restarts + 1, unreached=0)
     reason = f"{cause}; fewer ranks may need too much memory, which costs none of the budget"
     return after, Restart(policy.backoff_s, reason)
 

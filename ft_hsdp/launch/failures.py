@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ft_hsdp.core.restart import REFILL_STEPS
+from ft_hsdp.core.restart import REFILL_STEPS, ends_all
 from ft_hsdp.errors import EXIT_UNREACHABLE
 from ft_hsdp.launch.backend.base import DONE, EVICTED, LEAVING, LEFT, STRAY, ReplicaProcess
 from ft_hsdp.memory.replacement import Decision, Evidence, decide
@@ -57,13 +57,16 @@ def end_of(current: ReplicaProcess, step: int | None, committed: int) -> Incarna
 class JobFailures:
     """How often one step has ended all replicas of a job."""
 
-    def __init__(self, active: Callable[[], Collection[int]]) -> None:
+    def __init__(self, active: Callable[[], Collection[int]], trained: Callable[[], bool] = lambda: False) -> None:
         """Begin without a failure.
 
         Args:
             active: Returns the replicas that take part in the job now.
+            trained: Returns whether this run of the job has committed a step.
         """
         self._active = active
+        self._trained = trained
+        self._errors: dict[int, tuple[str, int]] = {}  # by replica: that ended it last, how often in a row
         self._ended: dict[int, tuple[int, int]] = {}  # replica -> step, and how often that step ended it
         self.halted = ""  # why the job cannot go on; "": it can
 
@@ -73,6 +76,21 @@ class JobFailures:
         self._ended[replica] = (step, times + 1 if before == step else 1)
         counts = [self._ended.get(each, (0, 0)) for each in {replica, *self._active()}]
         return min(times if at == step else 0 for at, times in counts)
+
+    def ends_all(self, replica: int, error: str, committed: int) -> bool:
+        """Note the error of the script that has ended a replica; return whether the script is to blame.
+
+        It is, if the same error has ended each replica again and again, and no step was committed before.
+
+        Args:
+            replica: The replica.
+            error: As `restart.essence` has it; "": it was no error of the script.
+            committed: Steps that the replica has committed in that life.
+        """
+        before, times = self._errors.get(replica, ("", 0))
+        self._errors[replica] = (error, times + 1 if error == before else 1)
+        known = [self._errors.get(each, ("", 0)) for each in {replica, *self._active()}]
+        return not committed and not self._trained() and ends_all(known)
 
 
 class ReplicaFailures:
@@ -88,6 +106,10 @@ class ReplicaFailures:
         self.job = job
         self._replica = replica
         self._on_host: Counter[str] = Counter()  # failures since the replica was healthy
+
+    def ends_all(self, error: str, committed: int) -> bool:
+        """Return whether one error ends each replica, as `JobFailures.ends_all` says."""
+        return self.job is not None and self.job.ends_all(self._replica, error, committed)
 
     def judge(self, end: IncarnationEnd, lost: Collection[str], others_train: bool) -> Decision:
         """Return what is done about the end of an incarnation.

@@ -81,8 +81,13 @@ class IncarnationGuard:
         self._evict = evict
         self._log = Tailer(run.replica_events(current.replica))
         self._log.skip()  # the log may be long, and has no event of this incarnation yet
-        self.checked_in = False
+        self.begun = asyncio.Event()  # it has checked in
         self.restored = 0  # the step with which it began
+
+    @property
+    def checked_in(self) -> bool:
+        """Return whether the incarnation has checked in, as far as is known here."""
+        return self.begun.is_set()
 
     def look(self) -> None:
         """Read what the incarnation has said since the last look."""
@@ -90,7 +95,7 @@ class IncarnationGuard:
             if row.get("incarnation") != self._current.name:
                 continue
             if row.get("event") == "CheckedIn":
-                self.checked_in = True
+                self.begun.set()
             elif row.get("event") == "StateRestored" and isinstance(row.get("step"), int):
                 self.restored = row["step"]
 

@@ -125,7 +125,7 @@ class JobRun:
         self._over = asyncio.Event()  # the job ends
         self._background: list[asyncio.Task[Any]] = []
         self._link: LighthouseLink | None = None
-        self._failures = JobFailures(self._active)
+        self._failures = JobFailures(self._active, lambda: self._recorder.newest is not None)
         self._hit: set[int | None] = set()  # rules of `chaos` that have hit something
 
     async def run(self) -> tuple[int, Summary | None]:

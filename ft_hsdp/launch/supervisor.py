@@ -35,6 +35,8 @@ from ft_hsdp.launch.backend.base import (
     ReplicaSpec,
     kind_of,
 )
+from ft_hsdp.launch.backend.processes import no_room
+from ft_hsdp.launch.backend.rank_end import Cause, RankEnd
 from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, ReplicaFailures, end_of
 from ft_hsdp.launch.incarnation_watch import LOOK_S, UNHEARD, CommitWatch, IncarnationGuard
 from ft_hsdp.launch.lighthouse_link import SupervisorLink
@@ -43,6 +45,8 @@ from ft_hsdp.launch.replica_place import ReplicaPlace
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.memory.replacement import Action
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - ranks and state agents keep their memory there
+TOLD_AGAIN_S = 60.0  # after so many seconds a changed script is named again
 ANSWER_S = 2.0  # longest wait for a lease before an event says that there is none
 
 
@@ -52,6 +56,18 @@ class Outcome:
 
     kind: str  # done, stopped, drained, unplaced, lost or config
     reason: str = ""  # one line
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One incarnation of a replica, after its end."""
+
+    outcome: Outcome | None  # of the replica, if it was the last; None: it is started again
+    cause: str = ""  # why it ended, in one clause
+    committed: int = 0  # steps
+    too_few: bool = False  # it may have ended because it had too few ranks
+    prevented: Cause | None = None  # it has not really begun: a shortage, or a changed script, prevented that
+    error: str = ""  # of the script, as `restart.essence` has it, that ended it
 
 
 class ReplicaSupervisor:
@@ -108,6 +124,7 @@ class ReplicaSupervisor:
             replica, config, run, self._commits, backend=backend, link=link, progress=progress, event=self._event
         )
         self._away_until = 0  # step
+        self._prevented: tuple[str, float] | None = None  # what prevents a start, and when that was said
 
     @property
     def drained(self) -> bool:
@@ -190,38 +207,61 @@ class ReplicaSupervisor:
                 if ended is not None:
                     return ended
                 continue
-            outcome, cause, committed, too_few = await self._live(reason)
-            if outcome is not None:
-                return outcome
-            sent_away = (self._dismissed or self._place.told_to_leave) and cause.startswith((LEFT, STRAY))
+            life = await self._live(reason)
+            if life.outcome is not None:
+                return life.outcome
+            sent_away = (self._dismissed or self._place.told_to_leave) and life.cause.startswith((LEFT, STRAY))
             if self.drained or sent_away or self._link.rival(self.replica):
                 self._restarts = replace(self._restarts, restarts=self._restarts.restarts + 1)
                 continue
-            chosen = self._config.restart
-            policy = restart.RestartPolicy(chosen.budget, chosen.backoff_s, chosen.backoff_max_s)
-            decision: restart.Restart | restart.GiveUp
-            if too_few:
-                self._restarts, decision = restart.on_narrow_end(self._restarts, policy, cause)
-            else:
-                self._restarts, decision = restart.on_loss(
-                    self._restarts, policy, committed, cause, self._unreached
-                )
+            if life.prevented and self._progress.finished:
+                return Outcome("unplaced", f"it could not be started until the end: {life.cause}")
+            decision = self._decide(life)
             if isinstance(decision, restart.GiveUp):
                 return self._lose(decision.reason)
             reason = decision.reason
-            self._event("RestartScheduled", reason, delay_s=decision.delay_s)
+            quiet = {"prevented": True} if life.prevented else {}
+            self._event("RestartScheduled", reason, delay_s=decision.delay_s, **quiet)
             await self._hold(decision.delay_s)
             if self._progress.halted and not self._stopping:
                 return self._lose(self._progress.halted)
         return Outcome("stopped", "on request")
 
-    async def _live(self, reason: str) -> tuple[Outcome | None, str, int, bool]:
-        """Run one incarnation from start to end.
+    def _decide(self, life: Life) -> restart.Restart | restart.GiveUp:
+        """Return what is done after an incarnation, and remember that."""
+        chosen = self._config.restart
+        policy = restart.RestartPolicy(chosen.budget, chosen.backoff_s, chosen.backoff_max_s, chosen.shortage_s)
+        decision: restart.Restart | restart.GiveUp
+        if life.too_few:
+            self._restarts, decision = restart.on_narrow_end(self._restarts, policy, life.cause)
+        elif life.prevented:
+            now, short = time.monotonic(), life.prevented is Cause.SHORTAGE
+            self._restarts, decision = restart.on_shortage(self._restarts, policy, life.cause, now, bounded=short)
+            self._tell_prevented(life, now)
+        else:
+            self._restarts, decision = restart.on_loss(
+                self._restarts, policy, life.committed, life.cause, self._unreached, life.error
+            )
+        return decision
 
-        Returns:
-            The outcome if it is the last, why it ended, how many steps it committed, and whether it may have
-            ended because it had too few ranks.
-        """
+    def _tell_prevented(self, life: Life, now_s: float) -> None:
+        """Say what prevents the start: a shortage once, a changed script each minute until it is put back."""
+        what, since = self._prevented or ("", 0.0)
+        again = life.prevented is Cause.CHANGED and now_s - since >= TOLD_AGAIN_S
+        if what != life.prevented or again:
+            self._prevented = (life.prevented or "", now_s)
+            self._event("StartPrevented", life.cause, cause=life.prevented)
+
+    async def _until_begun(self, guard: IncarnationGuard) -> None:
+        """Wait until an incarnation has checked in: nothing prevents a start any more."""
+        await guard.begun.wait()
+        self._restarts = restart.on_start(self._restarts)
+        if self._prevented is not None:
+            self._prevented = None
+            self._event("StartAllowed", "what prevented it is over")
+
+    async def _live(self, reason: str) -> Life:
+        """Run one incarnation from start to end."""
         spec = ReplicaSpec(
             self.replica, self._place.ranks, self._run_id, self._restarts.restarts, self._config_file
         )
@@ -240,13 +280,13 @@ class ReplicaSupervisor:
             pids = [rank.pid for rank in current.ranks.values()]
             self._event("ReplicaStarted", reason, pids=pids, restarts=current.restarts, how=how)
             self._progress.wake()
-            beside = [self._settle(current), guard.run(), self._place.grow(current, lambda: self._stopping)]
-            await self._watch(current, beside)
+            grow = self._place.grow(current, lambda: self._stopping)
+            await self._watch(current, [self._settle(current), guard.run(), grow, self._until_begun(guard)])
             kind, rank, why = "", None, ""
         if not await current.wait_for(lambda: not current.living, self._config.timeouts.gone_s):
             stuck = [rank.pid for rank in current.living]
             self._backend.settled(spec)
-            return self._lose(f"pids {stuck} do not end after SIGKILL"), "", 0, False
+            return Life(self._lose(f"pids {stuck} do not end after SIGKILL"))
         if not kind:
             kind, rank = (LEFT, None) if self._place.has_left_to_grow(current) else current.verdict()
             why = current.evicted or (current.explain(rank) if rank else f"all ranks ended: {kind}")
@@ -278,8 +318,30 @@ class ReplicaSupervisor:
         others_train = self._survivors() and together
         cause = f"{kind}: {why}"
         if not self._stopping and self._place.too_few(current, end, lost_hosts, cause):
-            return None, cause, committed, True
-        return self._judge(end, why, lost_hosts, others_train), cause, committed, False
+            return Life(None, cause, committed, too_few=True)
+        said = current.told(rank) if rank else None
+        prevented = None if self._stopping or guard.checked_in else self._what_prevented(current, kind, said)
+        if prevented:
+            return Life(None, cause, committed, prevented=prevented)
+        error = restart.essence(said.error) if said and said.cause is Cause.SCRIPT else ""
+        wrong = self._failures.ends_all(error, committed) and not self._stopping
+        outcome = (
+            Outcome("config", f"each replica ends with the same error before the first step: {why}")
+            if wrong
+            else self._judge(end, why, lost_hosts, others_train)
+        )
+        return Life(outcome, cause, committed, error=error)
+
+    def _what_prevented(self, current: ReplicaProcess, kind: str, said: RankEnd | None) -> Cause | None:
+        """Return what prevented the start of an incarnation that has not checked in; None: nothing did."""
+        if kind == NOT_STARTED or (said and said.cause is Cause.SHORTAGE):
+            return Cause.SHORTAGE
+        if said and said.cause is Cause.CHANGED and current.restarts:
+            return Cause.CHANGED  # a first start has the wrong script: that is an error of the operator
+        failed = any(rank.code and not rank.killed for rank in current.ranks.values())
+        if failed and not current.evicted and any(map(no_room, (self._run.path, SHARED_MEMORY))):
+            return Cause.SHORTAGE
+        return None
 
     async def _stand_by(self) -> Outcome | None:
         """Wait until this supervisor has the replica's lease; return the outcome if the job ends first.
@@ -365,7 +427,10 @@ class ReplicaSupervisor:
         if current.living and not self._stopping:
             current.kill()
         why = current.evicted or current.explain(first)
-        self._event("ProcessExited", why, rank=first.rank, pid=first.pid, kind=kind_of(first))
+        said = current.told(first)
+        known = self._prevented is not None and said is not None and said.cause == self._prevented[0]
+        quiet = {"prevented": True} if known else {}  # the console has said it
+        self._event("ProcessExited", why, rank=first.rank, pid=first.pid, kind=kind_of(first), **quiet)
 
     def _judge(
         self, end: IncarnationEnd, why: str, lost_hosts: tuple[str, ...], others_train: bool
@@ -419,7 +484,7 @@ class ReplicaSupervisor:
         """Wait before a restart: for the backoff, the survivors' next commit, and the steps of `stay_away`."""
         progress = self._progress
         start = progress.step
-        await progress.wait_for(lambda: self._stopping, delay_s)
+        await progress.wait_for(lambda: self._stopping or progress.finished or bool(progress.halted), delay_s)
 
         def alone() -> bool:
             return self._stopping or progress.finished or not self._survivors()

@@ -97,6 +97,7 @@ class StepDriver:
         self.plan: StepPlan | None = None
         self._last_bucket: torch.Tensor | None = None  # from backward until `end`, which may tell the loss
         self._step = 0
+        self._ended = False  # `end` has taken what was yielded last
         self._awaited_s = 0.0  # that the main thread waited for the quota
         self._tokens = 0  # of the newest unit
         self._since = time.monotonic()  # the last commit
@@ -214,14 +215,37 @@ class StepDriver:
                 for first, units in at.units:
                     log.fed(order.step, at.shard, first, units)
             later = self._following(plan, order.following, stride, each)
-            batch = reader.batch(at, chain(plan.left, later))
+            try:
+                batch = reader.batch(at, chain(plan.left, later))
+            except StopIteration as error:  # would look like the end of this generator
+                what = f"batch {at.index} of data shard {at.shard} (unit {at.unit})"
+                raise RuntimeError(
+                    f"the data raised StopIteration for {what}: an iterator in it has ended"
+                ) from error
             if log is not None:
                 self._tokens = count_tokens(batch)
             number = at.index * self._config.data_shards + at.shard
             torch.manual_seed(stream(self._config.train.seed, "batch", number, at.rank, at.micro))
             runtime.moved()
+            self._ended = False
             yield move(batch, self._device)
+            self._check_trained(plan.trained[-1])
         self._hand_over(plan)  # a loop without optim.step holds nobody up
+
+    def _check_trained(self, trained: TrainedMicroBatch) -> None:
+        """Check that the loop has trained a micro-batch before it asks for the next one: the others wait for it.
+
+        Raises:
+            ConfigError: There was no backward.
+        """
+        if self._ended or trained.weight == 0 or self._model.touched:
+            return
+        at = trained.at
+        which = f"no backward for batch {at.index} of data shard {at.shard} (unit {at.unit})"
+        out = (
+            "leave the loss as it is if it is not finite (train.poison leaves the batch out), or make it 0 * loss"
+        )
+        raise ConfigError("job.batches", which, f"a backward for each batch on each rank; to pass over one, {out}")
 
     def _await_quota(self, plan: StepPlan) -> None:
         """Wait for the order to reduce the step, which says how many units are this replica's.
@@ -265,6 +289,7 @@ class StepDriver:
             return False
         self.groups.check()
         self._model.finish()
+        self._ended = True
         self._hand_over(plan)
         step, began = self._step, time.monotonic()
         while True:
@@ -394,6 +419,10 @@ class StepDriver:
         if here.log is not None:
             here.log.final(state, digest, here.built_in, config_hash(self._config))
         here.runtime.concluded()
+
+
+def _named(at: MicroBatch) -> str:
+    return f"batch {at.index} of data shard {at.shard} (unit {at.unit})"
 
 
 def scalar(loss: object) -> float:

@@ -12,8 +12,12 @@ from ft_hsdp.core.restart import (
     RestartPolicy,
     RestartState,
     doubled,
+    ends_all,
+    essence,
     on_loss,
     on_narrow_end,
+    on_shortage,
+    on_start,
 )
 
 POLICY = RestartPolicy(budget=3, backoff_s=1.0, backoff_max_s=3.0)
@@ -108,3 +112,69 @@ def test_what_has_contributed_is_not_too_small() -> None:
     assert fits.after_end(2).least == 3
     assert fits.after_contribution(2).after_contribution(3).fits == 2
     assert NarrowEnds().blames(1)
+
+
+def test_what_prevents_a_start_costs_no_budget_and_has_growing_pauses_until_it_has_lasted_too_long() -> None:
+    state, now, pauses = RestartState(used=2), 1000.0, []
+    while True:
+        state, decision = on_shortage(state, POLICY, "no descriptor", now)
+        if isinstance(decision, GiveUp):
+            break
+        pauses.append(decision.delay_s)
+        now += decision.delay_s
+    assert pauses[:7] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0]
+    assert (sum(pauses), state.used, state.restarts) == (POLICY.shortage_s, 2, len(pauses))
+    assert "restart.shortage_s" in decision.reason
+
+
+def test_a_shortage_that_is_over_begins_anew_and_one_without_a_bound_never_ends() -> None:
+    state, _ = on_shortage(RestartState(), POLICY, "x", 0.0)
+    late = 2 * POLICY.shortage_s
+    assert isinstance(on_shortage(state, POLICY, "x", late)[1], GiveUp)
+    for over in (on_start(state), on_loss(state, POLICY, 0, "SIGKILL")[0]):
+        _, decision = on_shortage(over, POLICY, "x", late)
+        assert isinstance(decision, Restart)
+        assert decision.delay_s == 1.0
+    assert isinstance(on_shortage(state, POLICY, "the script is another one", late, bounded=False)[1], Restart)
+
+
+def test_an_error_that_comes_again_has_longer_and_longer_pauses() -> None:
+    policy = RestartPolicy(budget=9, backoff_s=0.0, backoff_max_s=3.0)
+    state, delays = RestartState(), []
+    for error in ("A", "A", "A", "A", "B", "", "A"):
+        state, decision = on_loss(state, policy, 0, "exit 75", error=error)
+        assert isinstance(decision, Restart)
+        delays.append(decision.delay_s)
+    assert delays == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("KeyError: 'tokens'", "KeyError: 'labels'", False),
+        ("ValueError: rank 3 has 17 rows", "ValueError: rank 0 has 4 rows", True),
+        ("RuntimeError: <obj at 0x7f3a> is bad", "RuntimeError: <obj at 0x11bc> is bad", True),
+        ("ValueError: /tmp/a8x/in.bin is odd", "ValueError: /tmp/tmpq/part/7 is odd", True),
+    ],
+)
+def test_the_essence_of_an_error_has_no_numbers_addresses_and_temporary_paths(
+    one: str, other: str, same: bool
+) -> None:
+    assert (essence(one) == essence(other)) == same
+
+
+@pytest.mark.parametrize(
+    ("ends", "all_of_them"),
+    [
+        ([("A", 2), ("A", 3)], True),
+        ([("A", 2)], True),
+        ([("A", 2), ("A", 1)], False),
+        ([("A", 2), ("B", 2)], False),
+        ([("A", 2), ("", 4)], False),
+        ([("", 2)], False),
+    ],
+)
+def test_one_error_ends_all_replicas_only_if_each_has_ended_by_it_again(
+    ends: list[tuple[str, int]], all_of_them: bool
+) -> None:
+    assert ends_all(ends) == all_of_them

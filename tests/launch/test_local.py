@@ -149,6 +149,28 @@ async def test_a_refused_configuration_ends_the_job(tmp_path: Path, capsys: pyte
     assert job.nothing_runs()
 
 
+@pytest.mark.parametrize(("error", "code"), [("raise", 64), ("unplugged", 75)])
+async def test_an_error_that_ends_every_replica_again_ends_the_job_and_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: str, code: int
+) -> None:
+    """With 64 if the script is to blame; data that are away may come back."""
+    job = Fake(tmp_path, replicas=2, ranks_per_replica=1, restart={"budget": 1})
+    (job.run.path / error).touch()
+    assert (await job.go())[0] == code
+    why = {
+        "raise": "KeyError: 'tokens of ",
+        "unplugged": "FileNotFoundError: [Errno 2] No such file: '/data/part'",
+    }
+    gone = [line for line in job.out.getvalue().splitlines() if "is gone" in line]
+    assert why[error] in gone[0], "the first line says why"
+    assert all(why[error] in event["reason"] for event in job.events("ProcessExited"))
+    if code == 64:
+        assert why[error] in capsys.readouterr().err
+    else:
+        assert any("is lost" in line and why[error] in line for line in job.out.getvalue().splitlines())
+    assert max(e["restarts"] for e in job.events("ReplicaStarted")) == 1
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 async def test_a_signal_stops_everything(tmp_path: Path, number: int, code: int) -> None:
     job = Fake(tmp_path)

@@ -15,7 +15,6 @@ import pytest
 
 from ft_hsdp.config import parse
 from ft_hsdp.core import restart
-from ft_hsdp.launch.backend import local
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
@@ -481,21 +480,42 @@ async def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: R
         assert expected in exited["reason"]
 
 
-async def test_a_start_for_which_there_is_no_descriptor_is_tried_again(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+async def test_a_start_that_a_shortage_prevents_costs_no_budget_and_is_told_once(
+    run_dir: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, failed = local.free_port, []
+    """Ranks have no descriptor left, then no memory, and then the fork server has no descriptor."""
+    monkeypatch.setattr(restart, "SHORTAGE_S", (0.02, 0.05))
+    full = {"0": ["raise", "os", 24, "Too many open files"]}
+    plan({"1": {str(n): full for n in range(500)}})
+    async with World(run_dir, budget=0).running() as world:
+        await until(lambda: len(world.named("RestartScheduled")) >= 2, "restarts after ranks without descriptors")
+        plan({"1": {str(n): {"0": ["raise", "memory"]} for n in range(500)}})
+        server = psutil.Process(world.backend.server_pid)
+        limits = server.rlimit(psutil.RLIMIT_NOFILE)
+        server.rlimit(psutil.RLIMIT_NOFILE, (server.num_fds(), limits[1]))
+        await until(lambda: [e for e in world.named("ReplicaExited") if e["kind"] == "not started"], "no fork")
+        plan({})
+        server.rlimit(psutil.RLIMIT_NOFILE, limits)
+        await until(lambda: world.supervisor.running, "a start")
+        assert not world.named("StartAllowed"), "it has not checked in"
+        who = {"event": "CheckedIn", "incarnation": world.supervisor.current.name}  # type: ignore[union-attr]
+        with run_dir.replica_events(1).open("a") as log:
+            log.write(json.dumps(who) + "\n")
+        await until(lambda: world.named("StartAllowed"), "the end of the shortage")
+        (told,) = world.named("StartPrevented")
+        assert (told["cause"], "Too many open files" in told["reason"]) == ("shortage", True)
+        assert all("costs none of the budget" in e["reason"] for e in world.named("RestartScheduled"))
 
-    def once() -> int:
-        if not failed:
-            failed.append(1)
-            raise OSError(24, "Too many open files")
-        return real()
 
-    monkeypatch.setattr(local, "free_port", once)
-    async with World(run_dir).running() as world:
-        await until(lambda: world.named("ReplicaStarted"), "the second start")
-        assert "Too many open files" in world.named("ReplicaExited")[0]["reason"]
+async def test_a_shortage_that_lasts_too_long_ends_the_replica_with_its_key(
+    run_dir: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "SHORTAGE_S", (0.02, 0.05))
+    plan({"1": {str(n): {"0": ["raise", "memory"]} for n in range(500)}})
+    async with World(run_dir, budget=0, shortage_s=0.2).running() as world:
+        outcome = await world.task
+        assert (outcome.kind, "restart.shortage_s" in outcome.reason) == ("lost", True)
+        assert "MemoryError" in outcome.reason
 
 
 async def test_a_script_that_never_joins_is_named(run_dir: RunDir) -> None:

@@ -79,15 +79,15 @@ def narrow(job: Job) -> list[int]:
 
 @pytest.mark.multiproc
 @pytest.mark.proof
-def test_sigterm_means_leave_and_an_edited_script_is_refused_until_it_is_put_back(tmp_path: Path) -> None:
+def test_sigterm_means_leave_and_an_edited_script_is_not_run_until_it_is_put_back(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     shutil.copy(EXAMPLE, script)
     whole = script.read_text()
-    with Job(tmp_path, 130, entry="mine.py", restart__backoff_s=0.2, **TWO) as job:
+    with Job(tmp_path, 130, entry="mine.py", restart__budget=1, **TWO) as job:
         job.until(lambda: job.step() >= 5, "step 5")
         script.write_text(f"{whole}\n# edited\n")
         job.signal(1, 1, signal.SIGTERM)
-        job.until(lambda: job.events("ProcessExited", replica=1, kind="exit 64"), "a refusal")
+        job.until(lambda: len(job.events("ProcessExited", replica=1, kind="exit 64")) > 2, "three refusals")
         script.write_text(whole)
         check(job.end(), 130)
         exits = job.events("ProcessExited", replica=1)
@@ -96,6 +96,10 @@ def test_sigterm_means_leave_and_an_edited_script_is_refused_until_it_is_put_bac
         refused = [e["reason"] for e in exits if e["kind"] == "exit 64"]
         assert "allowed: mine.py as it was when the job began" in refused[0]
         assert "put it back, or start another job" in refused[0]
+        (told,) = job.events("StartPrevented")
+        assert (told["replica"], told["cause"]) == (1, "changed")
+        assert job.events("StartAllowed", replica=1)
+        assert job.log.read_text().count("cannot be started now") == 1, "the console says it once a minute"
 
 
 @pytest.mark.multiproc

@@ -19,7 +19,9 @@ from typing import Any, Protocol
 
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
+from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.processes import last_line
+from ft_hsdp.launch.backend.rank_end import Cause, RankEnd
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.run.directory import RunDir, try_write_json
 
@@ -365,10 +367,16 @@ class ReplicaProcess(Changes):
         own.sort(key=lambda rank: rank is not self.first)
         telling = [rank for code in (EXIT_CONFIG, EXIT_USAGE, EXIT_HARDWARE) for rank in own if rank.code == code]
         telling += [rank for rank in own if rank.code not in (*LEAVING, EXIT_RETRYABLE)]
+        telling += [rank for rank in own if (end := self.told(rank)) and end.cause is not Cause.TEMPORARY]
         if self.first is not None and self.first.code != EXIT_OK:
             telling.append(self.first)
         telling += [rank for rank in own if rank.code != EXIT_OK]
         return (kind_of(telling[0]), telling[0]) if telling else (TORN, self.first)
+
+    def told(self, rank: RankProcess) -> RankEnd | None:
+        """Return what ``rank`` has said about its end, if it has; one that a signal ended says nothing."""
+        said = (rank.code or 0) > 0
+        return rank_end.told(self._run, self.replica, rank.rank, self.name) if said else None
 
     def explain(self, rank: RankProcess) -> str:
         """Return one line on the exit of ``rank``."""

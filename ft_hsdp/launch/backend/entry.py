@@ -24,12 +24,15 @@ import runpy
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import anchored, is_function, stamped, title
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, FtHsdpError
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, FtHsdpError
+from ft_hsdp.launch.backend import rank_end
+from ft_hsdp.launch.backend.rank_end import Cause
 from ft_hsdp.train import trainer
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource
 from ft_hsdp.train.join import Launch, has_joined, launched
@@ -51,19 +54,32 @@ def main(config: Config, replica: int | IncarnationSource, run: Path, recorded: 
     Returns:
         The exit code.
     """
+    source = FromEnvironment(replica) if isinstance(replica, int) else replica
+
+    def tell(error: BaseException, cause: Cause | None = None) -> None:
+        incarnation, rank = source.poll(), os.environ.get("RANK", "")
+        if incarnation is not None and rank.isdecimal():
+            rank_end.tell(run, incarnation.replica, int(rank), str(incarnation), error, cause)
+
     entry = config.entry
     if entry is None:
-        return trainer.main(config, replica, run)
+        try:
+            trainer.train(config, replica, run)
+        except FtHsdpError as error:
+            _say(str(error))
+            tell(error)
+            return error.exit_code
+        return EXIT_OK
     try:
         config = anchored(stamped(config))  # the digest is of the file that is about to run
     except FtHsdpError as error:
         _say(str(error))
+        tell(error, Cause.CHANGED)
         return error.exit_code
-    source = FromEnvironment(replica) if isinstance(replica, int) else replica
     launched(Launch(config, source, run, recorded))
     if isinstance(source, FromEnvironment):  # elsewhere the supervisor watches
         _watch(title(entry), config.timeouts.start_s)
-    code = _run(entry, config.args)
+    code = _run(entry, config.args, tell)
     under_torchrun = isinstance(source, FromEnvironment) and recorded is None
     if not under_torchrun and code != EXIT_RETRYABLE:
         # Ranks of the fork server and of a replay end without the end of the interpreter; this does what it would.
@@ -72,18 +88,22 @@ def main(config: Config, replica: int | IncarnationSource, run: Path, recorded: 
     return code
 
 
-def _run(entry: str, args: tuple[str, ...]) -> int:
-    """Run the script or function to its end; return the exit code."""
+def _run(entry: str, args: tuple[str, ...], tell: Callable[[BaseException], None]) -> int:
+    """Run the script or function to its end; return the exit code. ``tell`` takes the error that ends it."""
     name = title(entry)
     try:
         result = _call(entry, args)
         code = EXIT_OK if result is None else _status(result)
     except SystemExit as end:
         code = _status(end.code)
+        if code not in (EXIT_OK, EXIT_RETRYABLE, EXIT_LEFT):
+            tell(end)
     except FtHsdpError as error:
+        tell(error)
         _say(str(error) or type(error).__name__)
         return error.exit_code
     except Exception as error:
+        tell(error)
         traceback.print_exception(type(error), error, _own_frames(error.__traceback__))
         _say(f"{name}: {type(error).__name__}: {error}")
         wrong = not has_joined() and not isinstance(error, TEMPORARY)

@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 from ft_hsdp import config as configuration
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
+from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.processes import forgiving
 from ft_hsdp.launch.run.directory import open_log
 from ft_hsdp.lifetime import die_with
@@ -51,6 +52,11 @@ class AssignmentLine:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._incarnation: IncarnationId | None = None
+
+    @property
+    def incarnation(self) -> IncarnationId | None:
+        """Return the incarnation if it is known here."""
+        return self._incarnation
 
     def poll(self) -> IncarnationId | None:
         """Return the incarnation if the supervisor has assigned one; does not block."""
@@ -154,7 +160,7 @@ class Zygote:
 
     def _become(self, request: dict[str, Any], between: int, line: socket.socket) -> NoReturn:
         """In the rank: close what belongs to the server, run the entry, exit with its code."""
-        code = EXIT_RETRYABLE
+        code, ours = EXIT_RETRYABLE, AssignmentLine(line)
         try:
             while os.getppid() == between:  # until it has ended
                 time.sleep(0.0002)
@@ -163,9 +169,9 @@ class Zygote:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.close(self._sock.detach())
             _redirect(Path(request["log"]))
+            rank_end.reserve()
             os.environ.update(request["env"])
             config = configuration.load(Path(request["config"]))
-            ours = AssignmentLine(line)
             if request["called"]:
                 ours.take()
             code = self._entry(config, ours, Path(request["run"]))
@@ -173,14 +179,23 @@ class Zygote:
             code = end.code if isinstance(end.code, int) else EXIT_RETRYABLE
         except FtHsdpError as error:
             code = error.exit_code
+            self._tell(request, ours, error)
             print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - this is the rank's log
-        except BaseException:
+        except BaseException as error:
+            self._tell(request, ours, error)
             traceback.print_exc()
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
+
+    def _tell(self, request: dict[str, Any], line: AssignmentLine, error: BaseException) -> None:
+        """In the rank: write down which error ends it, if it is a rank of an incarnation."""
+        incarnation = line.incarnation
+        if incarnation is not None:
+            run, rank = Path(request["run"]), int(request["env"]["RANK"])
+            rank_end.tell(run, incarnation.replica, rank, str(incarnation), error)
 
 
 def _redirect(log: Path) -> None:

@@ -94,6 +94,10 @@ class RunDir:
         """Return the path of the exit code and host of a rank of torchrun that must not start there again."""
         return self.replica(replica) / f"ended-{rank}"
 
+    def rank_end(self, replica: int, rank: int) -> Path:
+        """Return the path of what a rank says about its end, unless a signal ended it."""
+        return self.replica(replica) / f"rank{rank}.end.json"
+
     def rank_log(self, replica: int, rank: int) -> Path:
         """Return the path of stdout and stderr of a rank, for all incarnations."""
         return self.replica(replica) / f"rank{rank}.log"

@@ -35,6 +35,8 @@ NOTABLE = frozenset(
         "ReplicaDrained",
         "ReplicaUndrained",
         "RestartScheduled",
+        "StartPrevented",
+        "StartAllowed",
         "ReplicaUnplaced",
         "JobGivenUp",
         "HostReplaced",

@@ -147,7 +147,7 @@ class Terminal:
         elif name == "ReplicaStarted":
             self._leaving.discard(replica)
         left = event.get("kind") == "exit 0" or (event.get("kind") == "exit 143" and replica in self._leaving)
-        if name not in NOTABLE or (name == "ProcessExited" and left):
+        if name not in NOTABLE or (name == "ProcessExited" and left) or event.get("prevented"):
             return
         if name == "RingBroken":
             if event.get("epoch") in self._broken:
@@ -159,9 +159,7 @@ class Terminal:
                 self._failed_at[replica] = event["t"]
         about = event.get("suspect") if name == "RingBroken" else replica
         style = "red" if name in _BAD else "green" if name in _GOOD else "dim"
-        if name in WITH_REASON:  # with the first clause of its reason; events.jsonl has the rest
-            event = {**event, "reason": str(event["reason"]).partition(";")[0]}
-        text = tell(event, reason=name in WITH_REASON)
+        text = tell({**event, "reason": _told_reason(event)})
         self._tell(event["t"], text, None if name == "FailureInjected" else about, style)
 
     def tick(self, now: float) -> None:
@@ -201,12 +199,26 @@ class Terminal:
         return table
 
 
-WITH_REASON = frozenset(
+WITH_REASON = frozenset(  # the first clause is shown
     {
-        *("ReplicaLost", "ReplicaUnplaced", "EvictionOrdered", "Waiting", "FetchRejected", "EpochGranted"),
+        *("ReplicaUnplaced", "EvictionOrdered", "Waiting", "FetchRejected", "EpochGranted"),
         *("LeftBehind", "BatchReduced"),
     }
 )
+QUOTING = frozenset({"ProcessExited", "ReplicaLost", "StartPrevented", "JobGivenUp"})  # they quote an error
+LONGEST = 300  # characters of such a reason that are shown
+
+
+def _told_reason(event: Row) -> str:
+    """Return what is shown of the reason of an event; events.jsonl has all of it."""
+    name, reason = event["event"], str(event.get("reason", ""))
+    if name == "ProcessExited" and str(event.get("kind")).startswith("exit "):
+        reason = reason.partition(": ")[2]  # before that stands what the sentence says
+    elif name == "ProcessExited" or name not in WITH_REASON | QUOTING:
+        return ""
+    elif name not in QUOTING:
+        return reason.partition(";")[0]
+    return reason if len(reason) <= LONGEST else reason[: LONGEST - 3] + "..."
 
 
 def step_line(row: Row, steps: int, constant: bool = False) -> str:

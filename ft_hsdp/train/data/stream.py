@@ -23,6 +23,7 @@ from ft_hsdp.train.data.step_plan import MicroBatch
 
 Batch = TypeVar("Batch")
 
+AGAIN = "an iterable that gives batches each time it is iterated over"
 SAVE_S = 1.0  # between two saved states of an iterator, at least
 
 
@@ -47,8 +48,11 @@ class BatchStream(Generic[Batch]):
             batches: Joins the job, and yields the batches of this rank.
 
         Raises:
-            ConfigError: The source is neither.
+            ConfigError: The source is neither, or can be iterated over only once.
         """
+        if isinstance(source, Iterator) and not hasattr(source, "load_state_dict"):
+            allowed = f"{AGAIN}, or a function of (shard, shards) that returns one or makes an iterator"
+            raise ConfigError("job.stream(source)", type(source).__name__, allowed)
         if not isinstance(source, Iterable) and not callable(source):
             allowed = "an iterable of batches, or a function of (shard, shards) that returns one"
             raise ConfigError("job.stream(source)", type(source).__name__, allowed)
@@ -95,16 +99,14 @@ class StreamReader(Generic[Batch]):
         self._saved_at = 0.0
 
     def guess(self, ahead: Iterable[MicroBatch]) -> None:
-        """Open the stream where the first of ``ahead`` comes next; blocks while what comes before is passed over.
+        """Read the first of ``ahead``; blocks while it, and what comes before it, is read.
 
         Raises:
             ConfigError: The iterable has no items, or its state cannot be loaded.
         """
         at = next(iter(ahead))
-        number = self._item(at)
-        if number:
-            self._first = number
-            self._seek(at, number)
+        self._first = self._item(at)
+        self.batch(at, ())
 
     def batch(self, at: MicroBatch, ahead: Iterable[MicroBatch]) -> Batch:
         """Return a micro-batch; blocks while the stream is read. ``ahead`` does not matter.
@@ -130,6 +132,11 @@ class StreamReader(Generic[Batch]):
         """Drop the iterator and the items."""
         self._iterator = self._opened = None
 
+    @property
+    def _number(self) -> int:
+        """The number of this data rank's part among all."""
+        return self._shard * self._shape.ranks + self._rank
+
     def _item(self, at: MicroBatch) -> int:
         return at.index * self._shape.accumulate + at.micro
 
@@ -151,7 +158,7 @@ class StreamReader(Generic[Batch]):
         shape = self._shape
         made = self._source
         if not isinstance(made, Iterable):
-            made = made(self._shard * shape.ranks + self._rank, shape.shards * shape.ranks)
+            made = made(self._number, shape.shards * shape.ranks)
         if not isinstance(made, Iterable):
             allowed = "a function of (shard, shards) that returns an iterable of batches"
             raise ConfigError("job.stream(source)", type(made).__name__, allowed)
@@ -183,10 +190,10 @@ class StreamReader(Generic[Batch]):
             self._next += 1
             self._note_state()
             return
-        kind = type(self._opened).__name__
-        raise ConfigError(
-            "job.stream(source)", kind, "an iterable that gives batches each time it is iterated over"
-        )
+        empty = "" if self._next else " without a batch"
+        of = self._shape.shards * self._shape.ranks
+        part = f"{type(self._opened).__name__}{empty} for shard {self._number} of {of}"
+        raise ConfigError("job.stream(source)", part, AGAIN)
 
     # The saved state.
 

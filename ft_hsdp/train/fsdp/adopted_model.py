@@ -60,7 +60,8 @@ class Bucket:
         self._flat: torch.Tensor | None = None  # the sum of what was reduced, until it is handed on
         self._handed: torch.Tensor | None = None  # a sample of the gradients then
         self.used: set[int] = set()  # parameters to which backward gave a gradient, in this part of a step
-        group.on_forward(self._ran, self.used.add)
+        self.touched = False  # backward gave one to a parameter, in this micro-batch
+        group.on_forward(self._ran, self._use)
         group.on_reduced(self._keep)
         self.params[-1].register_post_accumulate_grad_hook(self._arrived)
 
@@ -68,6 +69,7 @@ class Bucket:
         """Expect the gradient of another micro-batch."""
         self._fresh = self._flat = self._handed = None
         self._expected = self._reduced = 0
+        self.touched = False
 
     def finish(self) -> bool:
         """Hand on what is left after backward; return whether there was a gradient.
@@ -94,6 +96,10 @@ class Bucket:
 
     def _ran(self) -> None:
         self._expected += 1
+
+    def _use(self, index: int) -> None:
+        self.touched = True
+        self.used.add(index)
 
     def _keep(self, flat: torch.Tensor) -> None:
         if self._handed is not None:
@@ -277,6 +283,11 @@ class AdoptedModel:
             return None
         names = {id(p): n for n, p in self.params.items()}
         return [[(names[id(p)], tuple(p.shape)) for p in bucket.params] for bucket in self.buckets]
+
+    @property
+    def touched(self) -> bool:
+        """Whether the backward of the newest micro-batch has given a parameter a gradient."""
+        return any(bucket.touched for bucket in self.buckets)
 
     def settle(self) -> None:
         """Take the running statistics as they are now: they may have been loaded after adoption."""

@@ -20,6 +20,7 @@ from ft_hsdp.core import state_id
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Frozen
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp import param_groups
+from ft_hsdp.train.state.packing import as_bytes
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -75,5 +76,5 @@ def described(named: Mapping[str, torch.Tensor], ranks: ReplicaGroup) -> tuple[F
 
 def content_digest(tensor: torch.Tensor) -> str:
     """Return the xxh3-128 of the row-major bytes of a plain tensor, in hex."""
-    array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+    array: Any = as_bytes(tensor.detach()).cpu().numpy()
     return xxhash.xxh3_128_hexdigest(memoryview(array))

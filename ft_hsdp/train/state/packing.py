@@ -38,8 +38,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's memory as uint8 [nbytes]. A tensor that is not contiguous is copied."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    """Return the tensor's values as uint8 [nbytes]: its memory, or a copy of a lazy or not contiguous view."""
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) -> tuple[str, ...]:

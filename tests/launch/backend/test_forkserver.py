@@ -81,7 +81,7 @@ async def ranks(run_dir: RunDir) -> AsyncIterator[Ranks]:
     [
         (["exit", 0], 0, "rank 0 of 3 replicas"),
         (["exit", 76], 76, ""),
-        (["raise"], EXIT_RETRYABLE, "RuntimeError: on purpose"),
+        (["raise", "memory", "on purpose"], EXIT_RETRYABLE, "MemoryError: on purpose"),
         (["bad-config"], EXIT_CONFIG, "ConfigError: model.dim: got 3"),
     ],
 )

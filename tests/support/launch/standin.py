@@ -54,8 +54,8 @@ def main(config: Config, calling: IncarnationSource, run: Path) -> int:
         case ["exit-when", name, code]:
             wait_for(run / name)
             return int(code)
-        case ["raise"]:
-            raise RuntimeError("on purpose")
+        case ["raise", kind, *facts]:
+            raise {"key": KeyError, "os": OSError, "memory": MemoryError}[kind](*facts)
         case ["bad-config"]:
             raise ConfigError("model.dim", 3, "another number")
         case ["stop"]:

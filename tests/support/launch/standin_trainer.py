@@ -30,6 +30,10 @@ def main(config: Config, calling: IncarnationSource, path: Path) -> int:
     replica, restart, ranks = call.replica, call.restarts, config.ranks_per_replica
     if (path / "refuse").exists():
         return 64
+    if (path / "raise").exists():
+        raise KeyError(f"tokens of {os.getpid()}")
+    if (path / "unplugged").exists():
+        raise FileNotFoundError(2, "No such file", "/data/part")
     if (path / "hang").exists():
         time.sleep(60)
     if (path / "deaf").exists():

@@ -167,19 +167,16 @@ def test_a_function_is_told_which_part_of_the_data_is_its_own(tmp_path: Path) ->
     assert asked == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
-@pytest.mark.parametrize("source", [[], lambda shard, shards: (), iter(())])
-def test_an_iterable_without_items_is_refused(tmp_path: Path, source: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^job.stream\(source\): got '.*'; allowed: an iterable that gives batches"
-    ):
-        stream(source, tmp_path).reader(0).batch(at(0), [])
+@pytest.mark.parametrize("source", [[], lambda shard, shards: (), lambda shard, shards: iter(())])
+def test_a_part_without_items_is_refused_by_its_number_before_the_first_batch(tmp_path: Path, source: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^job.stream\(source\): got '.* without a batch for shard 0 of \d+'"):
+        stream(source, tmp_path).reader(0).guess([at(0)])
 
 
-def test_an_iterator_that_has_ended_is_refused(tmp_path: Path) -> None:
-    reader = stream(iter([5, 6]), tmp_path).reader(0)
-    assert [reader.batch(at(n), []) for n in range(2)] == [5, 6]
-    with pytest.raises(ConfigError, match="an iterable that gives batches each time it is iterated over"):
-        reader.batch(at(2), [])
+@pytest.mark.parametrize("source", [iter([5, 6]), (n for n in range(9)), map(str, [1])])
+def test_what_can_be_iterated_over_only_once_is_refused_at_once(tmp_path: Path, source: Any) -> None:
+    with pytest.raises(ConfigError, match="each time it is iterated over, or a function of"):
+        stream(source, tmp_path)
 
 
 @pytest.mark.parametrize("source", [3, None])
