@@ -323,14 +323,14 @@ class ReplicaSupervisor:
         prevented = None if self._stopping or guard.checked_in else self._what_prevented(current, kind, said)
         if prevented:
             return Life(None, cause, committed, prevented=prevented)
-        error = restart.essence(said.error) if said and said.cause is Cause.SCRIPT else ""
-        wrong = self._failures.ends_all(error, committed) and not self._stopping
+        essence = restart.essence(said.error) if said and said.cause is Cause.SCRIPT else ""
+        wrong = self._failures.ends_all(essence, committed) and not self._stopping
         outcome = (
             Outcome("config", f"each replica ends with the same error before the first step: {why}")
             if wrong
             else self._judge(end, why, lost_hosts, others_train)
         )
-        return Life(outcome, cause, committed, error=error)
+        return Life(outcome, cause, committed, error=essence)
 
     def _what_prevented(self, current: ReplicaProcess, kind: str, said: RankEnd | None) -> Cause | None:
         """Return what prevented the start of an incarnation that has not checked in; None: nothing did."""

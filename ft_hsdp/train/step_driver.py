@@ -238,7 +238,7 @@ class StepDriver:
         Raises:
             ConfigError: There was no backward.
         """
-        if self._ended or trained.weight == 0 or self._model.touched:
+        if self._ended or trained.weight == 0 or self._model.trained():
             return
         at = trained.at
         which = f"no backward for batch {at.index} of data shard {at.shard} (unit {at.unit})"

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, parts_of
+from ft_hsdp.train.fsdp.frozen import content_digest
 from ft_hsdp.train.fsdp.frozen import tensors as beside_the_state
 from tests.support.state.shapes import KINDS, Layer, Net, once, twice, usual
 from tests.support.state.started_ranks import rows_by_kind
@@ -225,6 +226,20 @@ def test_a_step_without_a_backward_is_refused(mesh: DeviceMesh) -> None:
     taken = adopt(sharded(mesh))
     with pytest.raises(ConfigError, match=r"optim.step: got 'no gradient'"):
         taken.finish()
+    assert not taken.trained()
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_micro_batch_is_trained_once_its_backward_ran(mesh: DeviceMesh, last: bool) -> None:
+    model = sharded(mesh)
+    taken = adopt(model)
+    taken.sync(last)
+    loss = once(model, 0)
+    assert not taken.trained()
+    loss.backward()
+    assert taken.trained()
+    taken.sync(True)
+    assert not taken.trained()
 
 
 def test_a_parameter_that_is_unfrozen_later_is_refused(mesh: DeviceMesh) -> None:
@@ -305,3 +320,9 @@ def test_the_parts_of_a_model_are_what_its_outermost_lists_hold() -> None:
     assert parts_of(model) == layers
     net = Net()
     assert parts_of(net) == list(net.layers.values())
+
+
+def test_the_digest_of_a_lazy_view_is_that_of_its_values() -> None:
+    pairs = torch.arange(6.0).view(3, 2)
+    for lazy in (torch.view_as_complex(pairs).conj(), torch.view_as_complex(pairs).conj().imag):
+        assert content_digest(lazy) == content_digest(lazy.resolve_conj().resolve_neg().clone())

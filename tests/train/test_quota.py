@@ -17,6 +17,7 @@ from ft_hsdp.core.commit import AttemptId
 from ft_hsdp.core.effects import DropGradient, Reduce, RunBatch, WriteCheckpoint
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import Places
+from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.identity import RankIdentity
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.orders import Mailbox, Order
@@ -53,12 +54,13 @@ class Loop:
         self.driver._joined = Joined(mock.Mock(), mock.Mock(), None, False)
         job._adopted.sync = self.synced = mock.Mock()  # type: ignore[method-assign]
         job._adopted.finish = mock.Mock()  # type: ignore[method-assign]
+        job._adopted.trained = self.backward = mock.Mock(return_value=True)  # type: ignore[method-assign]
         self.job, self._batches = job, iter(())
 
     def begin(self, *places: tuple[int, int]) -> None:
-        prefetcher: Any = mock.Mock()
-        prefetcher.batch.return_value = torch.zeros(1)
-        self._batches = self.driver.feed(prefetcher, RunBatch(STEP, places, 0))
+        self.prefetcher: Any = mock.Mock()
+        self.prefetcher.batch.return_value = torch.zeros(1)
+        self._batches = self.driver.feed(self.prefetcher, RunBatch(STEP, places, 0))
 
     def micro_batch(self) -> bool:
         """Train one more; whether there was one."""
@@ -102,6 +104,25 @@ def test_an_adapting_batch_waits_for_nothing(loop: Made) -> None:
     one.begin((0, 3))
     assert [one.micro_batch() for _ in range(4)] == [True, True, True, False]
     assert one.reduced == [False, False, True]
+
+
+@pytest.mark.parametrize("passed_over", [0, 1])
+def test_a_loop_that_passes_over_a_batch_is_told_so_at_once(loop: Made, passed_over: int) -> None:
+    """It would leave the others waiting, or count a batch as trained that was not."""
+    one = loop(2, "adapt")
+    one.begin((0, 2))
+    assert all(one.micro_batch() for _ in range(1 + passed_over))
+    one.backward.return_value = False
+    with pytest.raises(ConfigError, match=rf"^job.batches: got 'no backward for batch 0 .*unit {passed_over}\)'"):
+        one.micro_batch()
+
+
+def test_stop_iteration_of_the_data_is_told_with_its_batch(loop: Made) -> None:
+    one = loop(1, "adapt")
+    one.begin((5, 1))
+    one.prefetcher.batch.side_effect = StopIteration
+    with pytest.raises(RuntimeError, match="the data raised StopIteration for batch 5 of data shard 0"):
+        one.micro_batch()
 
 
 def test_the_second_micro_batch_waits_for_the_quota(loop: Made) -> None:

@@ -284,9 +284,8 @@ class AdoptedModel:
         names = {id(p): n for n, p in self.params.items()}
         return [[(names[id(p)], tuple(p.shape)) for p in bucket.params] for bucket in self.buckets]
 
-    @property
-    def touched(self) -> bool:
-        """Whether the backward of the newest micro-batch has given a parameter a gradient."""
+    def trained(self) -> bool:
+        """Return whether the backward of the newest micro-batch has given a parameter a gradient."""
         return any(bucket.touched for bucket in self.buckets)
 
     def settle(self) -> None:
