@@ -36,6 +36,10 @@ def _who(e: Row) -> str:
     return f"replica {e.get('replica')}" + (f" rank {rank}" if rank is not None else "")
 
 
+def _units(e: Row) -> str:
+    return f"{e.get('units')} units from {e.get('index')} of data shard {e.get('shard')}"
+
+
 def _ids(value: object) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
@@ -133,6 +137,8 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
         (f"{e['units']} units from " if "units" in e else "batch ")  # an earlier version counted batches
         + f"{e.get('index')} of data shard {e.get('shard')} will not be trained: given up"
     ),
+    "BatchBlamed": lambda e: f"{_units(e)} will not be tried again",
+    "BatchLeftOut": lambda e: f"{_units(e)} are left out of step {e.get('step')}",
     "BatchReduced": lambda e: (
         f"steps of epoch {e.get('epoch', '?')} have {e.get('units', '?')} units, not {e.get('units_wanted', '?')}"
     ),

@@ -13,9 +13,12 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from ft_hsdp.core.ledger import Run
+
 UNREACHED_S = 1.0  # shortest wait before a replica looks for its lighthouse in another life
 SHORTAGE_S = (1.0, 60.0)  # the first and the longest pause after a start that was prevented
 REPEATED_S = 1.0  # shortest pause before a restart after the same error has ended a replica twice
+FATAL_ENDS = 2  # ends by one unit, after which it is blamed
 SAME_ENDS = 2  # ends of each replica by one error, after which the script is to blame
 REFILL_STEPS = 10  # steps that an incarnation must have committed to count as healthy
 NARROW_ENDS = 2  # ends with so few ranks, or more, before a contribution, after which they are too few
@@ -148,6 +151,37 @@ def ends_all(ends: Iterable[tuple[str, int]]) -> bool:
     known = list(ends)
     errors = {error for error, _ in known}
     return len(errors) == 1 and "" not in errors and all(times >= SAME_ENDS for _, times in known)
+
+
+@dataclass(frozen=True, slots=True)
+class FatalUnits:
+    """Which units of the data end the processes that train them, whichever replica that is.
+
+    What fails with every unit is not the fault of the units: a replica for which one was blamed has to contribute
+    to a step before another one is.
+    """
+
+    ends: tuple[tuple[Run, int], ...] = ()  # what was in flight when processes ended, and how often
+    blamed: tuple[Run, ...] = ()  # these are left out like those whose gradients are never finite
+    waiting: frozenset[int] = frozenset()  # replicas that have not contributed since one was blamed for them
+
+    def after_end(self, replica: int, units: Run | None, contributed: bool) -> FatalUnits:
+        """Return this after the end of an incarnation.
+
+        Args:
+            replica: whose it was.
+            units: that were in flight, if one of its processes ended by an error of its own; None: it did not.
+            contributed: whether it has contributed to a step.
+        """
+        waiting = self.waiting - {replica} if contributed else self.waiting
+        if units is None or replica in waiting or units in self.blamed:
+            return replace(self, waiting=waiting)
+        ends = dict(self.ends)
+        ends[units] = ends.get(units, 0) + 1
+        if ends[units] < FATAL_ENDS:
+            return replace(self, ends=tuple(ends.items()), waiting=waiting)
+        del ends[units]
+        return FatalUnits(tuple(ends.items()), (*self.blamed, units), waiting | {replica})
 
 
 def on_narrow_end(state: RestartState, policy: RestartPolicy, cause: str) -> tuple[RestartState, Restart]:

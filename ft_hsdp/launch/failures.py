@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from ft_hsdp.core.restart import REFILL_STEPS, ends_all
+from ft_hsdp.core.ledger import Run
+from ft_hsdp.core.restart import REFILL_STEPS, FatalUnits, ends_all
 from ft_hsdp.errors import EXIT_UNREACHABLE
 from ft_hsdp.launch.backend.base import DONE, EVICTED, LEAVING, LEFT, STRAY, ReplicaProcess
 from ft_hsdp.memory.replacement import Decision, Evidence, decide
@@ -68,6 +69,7 @@ class JobFailures:
         self._trained = trained
         self._errors: dict[int, tuple[str, int]] = {}  # by replica: that ended it last, how often in a row
         self._ended: dict[int, tuple[int, int]] = {}  # replica -> step, and how often that step ended it
+        self.fatal = FatalUnits()
         self.halted = ""  # why the job cannot go on; "": it can
 
     def note(self, replica: int, step: int) -> int:
@@ -104,12 +106,24 @@ class ReplicaFailures:
             job: Of all replicas; None: this process knows no other one, and halts no job.
         """
         self.job = job
+        self._units = JobFailures(tuple) if job is None else job  # where the ends by units are counted
         self._replica = replica
         self._on_host: Counter[str] = Counter()  # failures since the replica was healthy
 
     def ends_all(self, error: str, committed: int) -> bool:
         """Return whether one error ends each replica, as `JobFailures.ends_all` says."""
         return self.job is not None and self.job.ends_all(self._replica, error, committed)
+
+    @property
+    def blamed(self) -> tuple[Run, ...]:
+        """Return the units that have ended the processes which trained them."""
+        return self._units.fatal.blamed
+
+    def blame(self, units: Run | None, contributed: bool) -> bool:
+        """Note the end of an incarnation (`FatalUnits.after_end`); return whether its units are blamed now."""
+        before = self.blamed
+        self._units.fatal = self._units.fatal.after_end(self._replica, units, contributed)
+        return self.blamed != before
 
     def judge(self, end: IncarnationEnd, lost: Collection[str], others_train: bool) -> Decision:
         """Return what is done about the end of an incarnation.

@@ -9,12 +9,14 @@ from typing import NoReturn
 
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import title
+from ft_hsdp.core.ledger import Run
 from ft_hsdp.launch.backend.base import ReplicaProcess
 from ft_hsdp.launch.backend.processes import no_room, stands_still
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import RunDir, Tailer
 
 LOOK_S = 0.2  # between two reads of the commits of an incarnation that does not contribute yet
+FED_BYTES = 4096  # of the end of a log of what was fed
 GUARD_S = 0.5  # between two checks whether the ranks of an incarnation have checked in, and run
 STOPPED = 2  # times timeouts.evict_s: after that long the supervisor kills a rank that is stopped by SIGSTOP
 UNHEARD = "its ranks did not end"  # start of the reason for an eviction after the end of the job
@@ -52,6 +54,14 @@ class CommitWatch:
         self._committed.clear()
         self._beside = False
         return count
+
+
+def in_flight(run: RunDir, replica: int, incarnation: str, committed: int) -> Run | None:
+    """Return the units that an incarnation has fed last, unless they are of a step that is ``committed``."""
+    fed = [row for row in Tailer(run.fed(replica)).newest(FED_BYTES) if row.get("incarnation") == incarnation]
+    if not fed or int(fed[-1].get("step", 0)) <= committed:
+        return None
+    return int(fed[-1]["shard"]), int(fed[-1]["index"]), int(fed[-1]["units"])
 
 
 class IncarnationGuard:

@@ -37,8 +37,8 @@ from ft_hsdp.launch.backend.base import (
 )
 from ft_hsdp.launch.backend.processes import no_room
 from ft_hsdp.launch.backend.rank_end import Cause, RankEnd
-from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, ReplicaFailures, end_of
-from ft_hsdp.launch.incarnation_watch import LOOK_S, UNHEARD, CommitWatch, IncarnationGuard
+from ft_hsdp.launch.failures import OWN_FAULT, IncarnationEnd, JobFailures, ReplicaFailures, end_of
+from ft_hsdp.launch.incarnation_watch import LOOK_S, UNHEARD, CommitWatch, IncarnationGuard, in_flight
 from ft_hsdp.launch.lighthouse_link import SupervisorLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.replica_place import ReplicaPlace
@@ -263,7 +263,12 @@ class ReplicaSupervisor:
     async def _live(self, reason: str) -> Life:
         """Run one incarnation from start to end."""
         spec = ReplicaSpec(
-            self.replica, self._place.ranks, self._run_id, self._restarts.restarts, self._config_file
+            self.replica,
+            self._place.ranks,
+            self._run_id,
+            self._restarts.restarts,
+            self._config_file,
+            self._failures.blamed,
         )
         current = ReplicaProcess(spec, self._run)
         self.current = current
@@ -324,6 +329,7 @@ class ReplicaSupervisor:
         if prevented:
             return Life(None, cause, committed, prevented=prevented)
         essence = restart.essence(said.error) if said and said.cause is Cause.SCRIPT else ""
+        self._blame(current, end, said, why)
         wrong = self._failures.ends_all(essence, committed) and not self._stopping
         outcome = (
             Outcome("config", f"each replica ends with the same error before the first step: {why}")
@@ -331,6 +337,16 @@ class ReplicaSupervisor:
             else self._judge(end, why, lost_hosts, others_train)
         )
         return Life(outcome, cause, committed, error=essence)
+
+    def _blame(self, current: ReplicaProcess, end: IncarnationEnd, said: RankEnd | None, why: str) -> None:
+        """Blame the units that were in flight, if they have ended processes again and again."""
+        units = None
+        if end.step is not None and (end.code in OWN_FAULT or (said and said.cause is not Cause.TEMPORARY)):
+            units = in_flight(self._run, self.replica, current.name, end.step - 1)
+        contributed = self._commits.contributing == current.name
+        if self._failures.blame(units, contributed) and units is not None:
+            shard, index, count = units
+            self._event("BatchBlamed", f"it ended its process again: {why}", shard=shard, index=index, units=count)
 
     def _what_prevented(self, current: ReplicaProcess, kind: str, said: RankEnd | None) -> Cause | None:
         """Return what prevented the start of an incarnation that has not checked in; None: nothing did."""

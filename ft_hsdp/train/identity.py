@@ -13,6 +13,7 @@ The fork server and a supervisor read this module, so it does not need torch.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -27,11 +28,13 @@ from ft_hsdp import fault_injection
 from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import own_address
 from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.ledger import Run
 from ft_hsdp.memory.hosts import locate, plain
 from ft_hsdp.state.agent.starter import Starter
 
 HOST_VARIABLE = "FT_HSDP_HOST"  # the name of the rank's host, if its machine has several
 HOSTS_VARIABLE = "FT_HSDP_HOSTS"  # the names of the hosts of all ranks of the replica, with commas between
+FATAL_VARIABLE = "FT_HSDP_FATAL_UNITS"  # runs of units that have ended the processes which trained them, as JSON
 HOST_RANK_VARIABLE = "FT_HSDP_HOST_RANK"  # the rank's number on that host
 
 
@@ -123,6 +126,11 @@ def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankI
 def host_name(environment: Mapping[str, str]) -> str:
     """Return the name of this rank's host, of letters, digits, ".", "_" and "-"."""
     return plain(environment.get(HOST_VARIABLE) or socket.gethostname())
+
+
+def fatal_units(environment: Mapping[str, str]) -> tuple[Run, ...]:
+    """Return the units that have ended the processes which trained them, as this rank's supervisor knows them."""
+    return tuple((int(s), int(first), int(n)) for s, first, n in json.loads(environment.get(FATAL_VARIABLE, "[]")))
 
 
 def host_path(labels: Mapping[str, str], environment: Mapping[str, str]) -> str:

@@ -288,6 +288,7 @@ class Job(DataSources, UserLoop, BlockHost):
         if self.over:
             return  # the end of training is the end of all epochs
         reader = self._open_reader(source)
+        driver.samples_of = getattr(source, "samples_of", None)
         with contextlib.closing(reader), leaving_on_sigterm(self.leave) as told:
             if self._identity is not None:
                 driver.guess(reader, self.replica)

@@ -9,9 +9,11 @@ thread.
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -23,6 +25,7 @@ from torch import nn
 from ft_hsdp import fault_injection
 from ft_hsdp.config import Config, config_hash
 from ft_hsdp.core.effects import DropGradient, Exit, Reduce, RunBatch, WriteCheckpoint
+from ft_hsdp.core.ledger import Run, overlaps
 from ft_hsdp.core.randomness import stream
 from ft_hsdp.core.units import Places
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
@@ -30,6 +33,7 @@ from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
 from ft_hsdp.train.data.step_plan import MicroBatch, StepPlan, TrainedMicroBatch
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
 from ft_hsdp.train.gradients import Feeding
+from ft_hsdp.train.identity import fatal_units
 from ft_hsdp.train.loop.callbacks import CallbackFailed, Callbacks, CommittedStep
 from ft_hsdp.train.optimizer.groups import Groups
 from ft_hsdp.train.orders import ApplyOrder, LoadOrder, Mailbox
@@ -39,6 +43,8 @@ from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.step_log import StepLog, Timing, exposed
 
 Batch = TypeVar("Batch")
+
+SHOWN_SAMPLES = 32  # of units that are left out
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +108,8 @@ class StepDriver:
         self._tokens = 0  # of the newest unit
         self._since = time.monotonic()  # the last commit
         self._committed = False  # whether this incarnation has applied a step
+        self._fatal: tuple[Run, ...] = ()  # units that have ended the processes which trained them
+        self.samples_of: Callable[..., tuple[int, list[int]]] | None = None  # of a loader: epoch, samples
         self.last: CommittedStep | None = None  # led to the live state; None: it was applied elsewhere
 
     @property
@@ -123,6 +131,7 @@ class StepDriver:
     def begin(self, joined: Joined) -> None:
         """Take what this rank has since it has joined the job. A collective if the final state is here."""
         self._joined = joined
+        self._fatal = fatal_units(os.environ)
         if self.step:
             self._rejoined()
         self._conclude_at_end()
@@ -203,9 +212,12 @@ class StepDriver:
         while plan.left:
             # The first micro-batch is trained before the quota is known, unless the quota may turn out to be that
             # one alone: its backward would not have reduced the gradients inside the replica.
-            early = self._config.train.accumulate > 1 or len(plan.left) == 1
+            early = not self._fatal and (self._config.train.accumulate > 1 or len(plan.left) == 1)
             if self._quotas_change and not plan.ordered and (plan.trained or not early):
                 self._await_quota(plan)
+                continue
+            if overlaps(self._fatal, ((m.shard, *units) for m in plan.left for units in m.units)):
+                self._leave_out(plan)
                 continue
             if plan.trained:
                 fault_injection.reach("micro-batch", order.step)
@@ -231,6 +243,41 @@ class StepDriver:
             yield move(batch, self._device)
             self._check_trained(plan.trained[-1])
         self._hand_over(plan)  # a loop without optim.step holds nobody up
+
+    def _leave_out(self, plan: StepPlan) -> None:
+        """Take a gradient that is not finite to the reducer instead of training what is left, until the verdict.
+
+        Some of it has ended the processes that trained it. So it is left out of the step, and at last given up,
+        like a batch whose gradient is never finite (`train.poison_retries`).
+        """
+        runtime, first = self.here.runtime, plan.left[0]
+        if self.here.log is not None:
+            blamed = [unit for m in plan.left for unit in m.units if overlaps(self._fatal, [(m.shard, *unit)])]
+            why = f"some have ended the processes that trained them{self._samples(blamed)}"
+            units = sum(n for m in plan.left for _, n in m.units)
+            facts = {"step": self._step, "shard": first.shard, "index": first.units[0][0], "units": units}
+            runtime.journal.event("BatchLeftOut", why, **facts)
+        while plan.left:
+            plan.begin()
+            plan.trained[-1].weigh(0 if self._weighs else 1)
+            plan.trained[-1].loss = 0.0
+        contributions = plan.contributions(self.replica)
+        for bucket, numel in enumerate(self._model.sizes):
+            nothing = torch.full((numel,), math.nan, device=self._device)
+            runtime.reducer.ready(bucket, nothing, contributions)
+        runtime.moved()
+        self._conclude(plan)
+
+    def _samples(self, units: Iterable[tuple[int, int]]) -> str:
+        """Return in words which samples are in units of this replica's data shard; "" if that is not known."""
+        if self.samples_of is None:
+            return ""
+        each, whole = self._config.train.accumulate, self._config.data_ranks
+        shard = 0 if self._config.data.assignment == "global" else self.replica
+        places = [divmod(first + n, each * whole) for first, count in units for n in range(count)]
+        found = [s for i, at in places for s in self.samples_of(shard, i, at % whole, at // whole)[1]]
+        more = " ..." if len(found) > SHOWN_SAMPLES else ""
+        return f"; their samples are {', '.join(map(str, found[:SHOWN_SAMPLES]))}{more}"
 
     def _check_trained(self, trained: TrainedMicroBatch) -> None:
         """Check that the loop has trained a micro-batch before it asks for the next one: the others wait for it.
@@ -291,6 +338,10 @@ class StepDriver:
         self._model.finish()
         self._ended = True
         self._hand_over(plan)
+        return self._conclude(plan)
+
+    def _conclude(self, plan: StepPlan) -> bool:
+        """Carry orders out until the step is committed or given up, or has more to train; return as `end` does."""
         step, began = self._step, time.monotonic()
         while True:
             order = self._mailbox.get()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.ledger import Run
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.processes import last_line
@@ -48,6 +49,7 @@ class ReplicaSpec:
     run_id: str  # TORCHELASTIC_RUN_ID of the ranks
     restarts: int  # TORCHELASTIC_RESTART_COUNT of the ranks
     config: Path  # the YAML file that they load
+    fatal: tuple[Run, ...] = ()  # units that have ended the processes which trained them
 
     @property
     def name(self) -> str:
@@ -259,7 +261,8 @@ def assignment(
         host: The name of this rank's host, if its machine stands for several; "": its process knows it.
     """
     log = str(run.rank_log(spec.replica, rank))
-    named = {**({"host": host} if host else {}), **({"hosts": list(hosts)} if hosts else {})}
+    named: dict[str, Any] = {**({"host": host} if host else {}), **({"hosts": list(hosts)} if hosts else {})}
+    named |= {"fatal": spec.fatal} if spec.fatal else {}
     return {"replica": spec.replica, "run_id": spec.run_id, "restarts": spec.restarts, "log": log, **named}
 
 

@@ -21,10 +21,11 @@ from ft_hsdp.launch.run.directory import RunDir, read_json, try_write_json
 _SHORT = frozenset({errno.EAGAIN, errno.ENOSPC, errno.EDQUOT})  # `exhausted` knows the others
 _NO_MEMORY = re.compile(r"can't allocate memory|out of memory|cannot allocate memory", re.IGNORECASE)
 _OUTSIDE = re.compile(  # in the type or text of an error: what is not under the script's control
-    r"connect|timed?.?out|network|http|socket|unavailable|temporar|nccl|cuda error|cudnn|device-side|killed by"
-    r"|exited unexpectedly|no space|quota|DistBackend|DistStore",
+    r"connect|timed?.?out|network|http|socket|unavailable|temporar|nccl"
+    r"|no space|quota|DistBackend|DistStore",
     re.IGNORECASE,
 )
+_DEVICE = re.compile(r"cuda error|cudnn|cublas|device-side|worker .*(killed by|exited)", re.IGNORECASE)
 _spare_descriptors: list[int] = []
 
 
@@ -33,6 +34,9 @@ class Cause(StrEnum):
 
     SHORTAGE = "shortage"  # this machine had too little of something
     CHANGED = "changed"  # the script is not the one with which the job began
+    DEVICE = (
+        "device"  # a kernel on its device, or a process that reads its data, failed: the batch may be to blame
+    )
     TEMPORARY = "temporary"  # it may not happen again
     SCRIPT = "script"  # none of these: it may well happen again
 
@@ -55,6 +59,8 @@ def cause_of(error: BaseException) -> Cause:
         for each in causes
     ):
         return Cause.SHORTAGE
+    if any(_DEVICE.search(str(each)) for each in causes):
+        return Cause.DEVICE
     for each in causes:
         kinds = " ".join(kind.__name__ for kind in type(each).__mro__)
         ours = isinstance(each, FtHsdpError) and each.exit_code != EXIT_CONFIG

@@ -8,7 +8,8 @@
 
 The descriptor is the rank's socket to its supervisor. On it the rank reports that it is warm, and gets its
 incarnation, at once if it is `called`, or later: {"replica": 0, "run_id": "a", "restarts": 0, "log": path}, with
-"host" and the "hosts" of all ranks if its machine stands for several. A rank is forked by a process between, which
+"host" and the "hosts" of all ranks if its machine stands for several, and with the "fatal" units of the data.
+A rank is forked by a process between, which
 ends. So the rank becomes a
 child of the supervisor, not of this process, and dies only with the supervisor. This process has one thread and
 uses no accelerator: neither survives a fork. The path of the run is an argument only so that the command line of
@@ -40,7 +41,7 @@ from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.processes import forgiving
 from ft_hsdp.launch.run.directory import open_log
 from ft_hsdp.lifetime import die_with
-from ft_hsdp.train.identity import HOST_VARIABLE, HOSTS_VARIABLE, IncarnationSource
+from ft_hsdp.train.identity import FATAL_VARIABLE, HOST_VARIABLE, HOSTS_VARIABLE, IncarnationSource
 
 Entry = Callable[[configuration.Config, IncarnationSource, Path], int]
 _LARGEST = 1 << 20  # bytes of one request
@@ -88,6 +89,7 @@ class AssignmentLine:
             os.environ[HOST_VARIABLE] = host
         if hosts := assignment.pop("hosts", ()):
             os.environ[HOSTS_VARIABLE] = ",".join(hosts)
+        os.environ[FATAL_VARIABLE] = json.dumps(assignment.pop("fatal", ()))
         self._incarnation = incarnation = IncarnationId(**assignment)
         os.environ["TORCHELASTIC_RUN_ID"] = incarnation.run_id
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(incarnation.restarts)

@@ -69,6 +69,8 @@ NOTABLE = frozenset(
         "StoreRecovered",
         "LighthouseRestarted",
         "LeaseUsed",
+        "BatchBlamed",
+        "BatchLeftOut",
         "BatchGivenUp",
         "BatchReduced",
         "LighthouseAwaited",

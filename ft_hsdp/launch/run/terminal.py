@@ -205,7 +205,9 @@ WITH_REASON = frozenset(  # the first clause is shown
         *("LeftBehind", "BatchReduced"),
     }
 )
-QUOTING = frozenset({"ProcessExited", "ReplicaLost", "StartPrevented", "JobGivenUp"})  # they quote an error
+QUOTING = frozenset(
+    {"ProcessExited", "ReplicaLost", "StartPrevented", "JobGivenUp", "BatchBlamed", "BatchLeftOut"}
+)  # they quote an error
 LONGEST = 300  # characters of such a reason that are shown
 
 
@@ -286,6 +288,7 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
         (
             "units",
             f"{units['trained']} trained, {units['duplicated']} twice, {units['skipped']} skipped"
+            + (f", {units['given_up']} given up" if "given_up" in units else "")
             + (f", {units['unlogged']} in logs that are gone" if "unlogged" in units else ""),
         ),
     ]
