@@ -212,8 +212,8 @@ class StepDriver:
         while plan.left:
             # The first micro-batch is trained before the quota is known, unless the quota may turn out to be that
             # one alone: its backward would not have reduced the gradients inside the replica.
-            early = not self._fatal and (self._config.train.accumulate > 1 or len(plan.left) == 1)
-            if self._quotas_change and not plan.ordered and (plan.trained or not early):
+            early = self._config.train.accumulate > 1 or len(plan.left) == 1
+            if self._quotas_change and not plan.ordered and (plan.trained or not early or self._fatal):
                 self._await_quota(plan)
                 continue
             if overlaps(self._fatal, ((m.shard, *units) for m in plan.left for units in m.units)):
@@ -260,7 +260,6 @@ class StepDriver:
         while plan.left:
             plan.begin()
             plan.trained[-1].weigh(0 if self._weighs else 1)
-            plan.trained[-1].loss = 0.0
         contributions = plan.contributions(self.replica)
         for bucket, numel in enumerate(self._model.sizes):
             nothing = torch.full((numel,), math.nan, device=self._device)

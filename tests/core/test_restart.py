@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from ft_hsdp.core.restart import (
     REFILL_STEPS,
+    FatalUnits,
     GiveUp,
     NarrowEnds,
     Restart,
@@ -178,3 +179,28 @@ def test_one_error_ends_all_replicas_only_if_each_has_ended_by_it_again(
     ends: list[tuple[str, int]], all_of_them: bool
 ) -> None:
     assert ends_all(ends) == all_of_them
+
+
+A, B = (0, 8, 2), (1, 4, 2)  # runs of units
+
+
+def after(*ends: tuple[int, tuple[int, int, int] | None, bool]) -> FatalUnits:
+    units = FatalUnits()
+    for replica, run, contributed in ends:
+        units = units.after_end(replica, run, contributed)
+    return units
+
+
+def test_a_unit_that_ends_processes_again_is_blamed_whichever_replica_trained_it() -> None:
+    assert after((0, A, True)).blamed == ()
+    assert after((0, A, True), (0, None, False), (0, A, False)).blamed == (A,)
+    assert after((0, A, True), (1, A, True)).blamed == (A,)
+    assert after((0, A, True), (1, B, True)).blamed == ()
+
+
+def test_what_fails_with_every_unit_is_not_the_fault_of_the_units() -> None:
+    """A machine that ends each of its processes would use up all the data."""
+    first = ((0, A, True), (0, A, False))
+    assert after(*first, (0, B, False), (0, B, False), (0, B, False)).blamed == (A,)
+    assert after(*first, (0, B, True), (0, B, False)).blamed == (A, B), "it has contributed in between"
+    assert after(*first, (1, B, False), (1, B, False)).blamed == (A, B), "another replica is another machine"

@@ -117,3 +117,38 @@ def test_a_step_that_ends_all_replicas_three_times_ends_the_job_with_a_reason(tm
         assert "the same step has ended all replicas 3 times" in given_up["reason"]
         assert "a batch that cannot be read" in given_up["reason"]
         assert all(3 <= len(starts(job, replica)) <= 4 for replica in (0, 1))
+
+
+FATAL_SAMPLE = """
+from torch.utils.data import Dataset
+
+class Fatal(Dataset):
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, sample):
+        if sample in (32, 33):
+            raise ValueError(f"sample {sample} is odd")
+        return torch.full((2,), sample / 4096), torch.tensor(sample % 3)
+
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.proof
+def test_a_unit_that_ends_its_process_again_is_left_out_with_its_samples(tmp_path: Path) -> None:
+    """Like one whose gradient is not finite: no weight changes if it is all that the step has."""
+    script, whole = tmp_path / "mine.py", EXAMPLE.read_text()
+    whole = whole.replace("def main()", f"{FATAL_SAMPLE}\ndef main()")
+    script.write_text(whole.replace("data = Spirals()", "data = job.loader(Fatal(), 16, shuffle=False)"))
+    with Job(tmp_path, 8, entry="mine.py", replicas=1, ranks_per_replica=1) as job:
+        summary = job.end()
+        assert len(starts(job, 0)) == 3, "the same batch has ended it twice"
+        assert summary["steps"] == 8
+        assert [e["step"] for e in job.rows("replicas/0/events.jsonl") if e["event"] == "StepSkipped"] == [3]
+        (blamed,) = job.events("BatchBlamed")
+        assert (blamed["shard"], blamed["index"], blamed["units"]) == (0, 2, 1)
+        assert "sample 32 is odd" in blamed["reason"]
+        (left_out,) = [e for e in job.rows("replicas/0/events.jsonl") if e["event"] == "BatchLeftOut"]
+        assert (left_out["step"], "samples are 32, 33, 34" in left_out["reason"]) == (3, True)
+        assert "sample 32 is odd" in job.log.read_text()
