@@ -183,6 +183,9 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
         if e.get("majority")
         else f"the states of replicas {_ids(e['replicas'])} differ, and no majority says which is right"
     ),
+    "JobDoubted": lambda e: f"training changes {e.get('tensor', '?')}, and the committed state does not have it",
+    "BufferChanged": lambda e: f"training changes {e.get('tensor', '?')}, which each replica has for itself",
+    "BufferRestored": lambda e: f"a change of {e.get('tensor', '?')} is taken back",
     "StateRestored": lambda e: f"replica {e['replica']} {_restored(e)}",
     "CheckpointStarted": lambda e: f"replica {e['replica']} writes a checkpoint of step {e.get('step', '?')}",
     "CheckpointWritten": lambda e: f"the checkpoint of step {e.get('step', '?')} is written",

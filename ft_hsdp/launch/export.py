@@ -29,8 +29,8 @@ from ft_hsdp.state.checkpoint import catalog, dcp
 from ft_hsdp.state.checkpoint.catalog import PUBLISHED, Checkpoint, Found, SkippedCheckpoint
 from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, Unauthentic, Unusable
 from ft_hsdp.state.replica_group import Failed
-from ft_hsdp.train.fsdp.batch_norm import STATE
 from ft_hsdp.train.fsdp.frozen import content_digest
+from ft_hsdp.train.fsdp.moving_buffers import STATES
 from ft_hsdp.train.tokens import SEPARATOR
 
 WEIGHTS, SHAPE = "model.safetensors", "config.json"
@@ -176,8 +176,8 @@ def _state_dict(checkpoint: Checkpoint, base: Path | None) -> tuple[dict[str, to
         ConfigError: ``base`` cannot be used.
     """
     manifest = checkpoint.manifest
-    statistics = f"{STATE}/"  # of BatchNorm: buffers of the model that are part of the state
-    ours = {t.name.removeprefix(statistics): t for t in manifest.tensors if t.name.startswith(statistics)}
+    named = [(t, t.name.partition("/")) for t in manifest.tensors]
+    ours = {name: t for t, (state, _, name) in named if state in STATES}  # the model's buffers that the state has
     weights = _read(checkpoint, {**ours, **{t.name: t for t in manifest.tensors if t.kind == "param"}})
     if base is not None:
         weights |= _frozen_of(base, manifest)

@@ -40,7 +40,6 @@ from ft_hsdp.train.data.prefetch import Reader, Source
 from ft_hsdp.train.data.sources import DataSources
 from ft_hsdp.train.data.step_plan import checked_weight
 from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, parts_of, shard
-from ft_hsdp.train.fsdp.batch_norm import STATE as BATCH_NORM
 from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_sigterm
 from ft_hsdp.train.lanes import check_fewer_ranks, check_update
 from ft_hsdp.train.loop.callbacks import CommittedStep
@@ -126,6 +125,7 @@ class Job(DataSources, UserLoop, BlockHost):
         model: nn.Module,
         parts: Sequence[nn.Module] | None = None,
         policy: MixedPrecisionPolicy = FP32,
+        buffers: Mapping[str, str] | None = None,
     ) -> nn.Module:
         """Shard ``model`` in place with FSDP2 over this replica's ranks, on the device of the configuration.
 
@@ -140,6 +140,7 @@ class Job(DataSources, UserLoop, BlockHost):
                 backward.
             policy: Types of forward and backward, and of the sums inside the replica. Those over the replicas are
                 fp32.
+            buffers: As in `adopt`.
 
         Returns:
             ``model``.
@@ -154,16 +155,22 @@ class Job(DataSources, UserLoop, BlockHost):
             model.to(self.device)
         mesh = init_device_mesh(self.device.type, (self.ranks,))
         shard(model, parts_of(model) if parts is None else parts, mesh, policy)
-        return self.adopt(model)
+        return self.adopt(model, buffers=buffers)
 
     def adopt(
-        self, model: nn.Module, find_unused_parameters: bool = False, batch_norm: str | None = None
+        self,
+        model: nn.Module,
+        find_unused_parameters: bool = False,
+        batch_norm: str | None = None,
+        buffers: Mapping[str, str] | None = None,
     ) -> nn.Module:
         """Take over a model that `fully_shard` has sharded over this replica's ranks, whoever called it.
 
         Nothing of the model changes: not its parameters, not how it is sharded, not its types. Each parameter
-        group of FSDP2 with trainable parameters becomes one bucket of gradients. State, snapshots and fetches hold
-        the trainable parameters; the others must be the same on all replicas. Does not block.
+        group of FSDP2 with trainable parameters becomes one bucket of gradients. State, snapshots, fetches and
+        checkpoints hold the trainable parameters, and the buffers and frozen parameters that ``buffers`` names.
+        All others must be the same on all replicas, and training must not change them: if a first step does, the
+        job is refused (64); later, the event `JobDoubted` says so once. Does not block.
 
         Args:
             model: The whole model, with its weights, the same on all replicas. It is what the loop calls. Its
@@ -171,9 +178,16 @@ class Job(DataSources, UserLoop, BlockHost):
             find_unused_parameters: Whether a batch may leave trainable parameters unused, such as experts to which
                 no token goes. A parameter that no contributor has used in a step is not updated in it, as in
                 torch. It costs one small all-reduce more in each step. Without it such a batch is refused.
-            batch_norm: What becomes of the running statistics of BatchNorm in train mode. "mean": they are part of
-                the state, and each step moves them by the mean over its units of what one forward does. It costs
-                one small all-reduce more. None: such a model is refused.
+            batch_norm: "mean" declares the running statistics of all BatchNorm as "mean". None: such a model is
+                refused in train mode, unless ``buffers`` names them.
+            buffers: What becomes of buffers and frozen parameters that forward, a hook or the loop changes, by
+                patterns of their names; the first pattern that fits counts. "state": part of the state; a step
+                gives them the value that rank 0 of its lowest contributor had at `optim.step`. "mean": part of the
+                state; a step moves them by the mean over its units of what one forward does. Both cost one
+                all-reduce more, "state" one with room for each replica's value. "local": what they hold is of no
+                consequence, and compared nowhere. Buffers that are not persistent are local, with one warning.
+                What is declared changes between the batch and the end of `optim.step`, or in `on_commit`, which is
+                the only place for frozen parameters that are sharded.
 
         Returns:
             ``model``.
@@ -184,11 +198,18 @@ class Job(DataSources, UserLoop, BlockHost):
         if hasattr(self, "_adopted"):
             raise ConfigError("job.adopt", type(model).__name__, "one model in a job: put several into one module")
         self._adopted = AdoptedModel(
-            model, self.ranks, self._ready, find_unused_parameters, self.config.ranks_per_unit, batch_norm
+            model,
+            self.ranks,
+            self._ready,
+            find_unused_parameters,
+            self.config.ranks_per_unit,
+            batch_norm,
+            buffers,
+            self.config.slots,
         )
         check_fewer_ranks(self.config, self._adopted, self.ranks)
-        if (statistics := self._adopted.statistics) is not None:
-            self.register_state(BATCH_NORM, statistics.state_dict, statistics.load_state_dict)
+        if (moving := self._adopted.moving) is not None:
+            self.register_state(moving.state, moving.state_dict, moving.load_state_dict)
         model.register_forward_hook(self._returned)
         return model
 
@@ -245,9 +266,15 @@ class Job(DataSources, UserLoop, BlockHost):
 
         Args:
             once: A forward and backward on any batch; its gradient is thrown away.
+
+        Raises:
+            ConfigError: It changes a tensor that is not part of the state (`adopt`).
         """
         self._adopted.settle()
+        watch = self._adopted.undeclared
+        watch.begin()
         once()
+        watch.refuse(watch.look())
         self._adopted.clear()
 
     def batches(self, source: Source[Batch], accumulate: int | None = None) -> Iterator[Batch]:
@@ -443,7 +470,7 @@ class Job(DataSources, UserLoop, BlockHost):
         check_in(config, place, identity, runtime, state, checkpoints)
         if self._leaves:
             runtime.leave()
-        driver.begin(Joined(runtime, self._saver, self._log, self.built_in))
+        driver.begin(Joined(runtime, self._saver, self._log, self.built_in, not identity.predecessors))
 
 
 __all__ = ["Ended", "Job", "Optimizer", "Source"]

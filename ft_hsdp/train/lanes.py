@@ -291,7 +291,7 @@ def check_fewer_ranks(config: Config, model: AdoptedModel, ranks: int) -> None:
 
     Raises:
         ConfigError: A parameter is cut in another way than along dimension 0 over all ranks; or there are several
-            replicas, and the model has running statistics, or some ranks of a width would have no row.
+            replicas, and the model has buffers that move, or some ranks of a width would have no row.
     """
     least = config.memory.shrink_to
     if least is None:
@@ -305,7 +305,7 @@ def check_fewer_ranks(config: Config, model: AdoptedModel, ranks: int) -> None:
     if config.slots < 2:
         return
     if (rows := model.rows) is None:
-        allowed = "null with batch_norm: sums of running statistics depend on the number of ranks"
+        allowed = "null with batch_norm or declared buffers: what moves them depends on the number of ranks"
         raise ConfigError("memory.shrink_to", least, allowed)
     tensors = {name: (shape, 4) for bucket in rows for name, shape in bucket}
     of_host = config.ranks_per_replica // (config.hosts.per_replica or 1)

@@ -32,6 +32,7 @@ from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
 from ft_hsdp.train.data.step_plan import MicroBatch, StepPlan, TrainedMicroBatch
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
+from ft_hsdp.train.fsdp.moving_buffers import KEY, WHEN
 from ft_hsdp.train.gradients import Feeding
 from ft_hsdp.train.identity import fatal_units
 from ft_hsdp.train.loop.callbacks import CallbackFailed, Callbacks, CommittedStep
@@ -45,6 +46,7 @@ from ft_hsdp.train.step_log import StepLog, Timing, exposed
 Batch = TypeVar("Batch")
 
 SHOWN_SAMPLES = 32  # of units that are left out
+LOOKS = 3  # steps at whose beginning all is compared that training must leave alone; later a little in each
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Joined:
     saver: CheckpointSaver
     log: StepLog | None  # on rank 0
     built_in: bool  # whether the trainer of this package runs it, so that a replay can repeat it
+    first: bool = False  # whether no process was this replica before in this run
 
 
 class StepDriver:
@@ -110,6 +113,8 @@ class StepDriver:
         self._committed = False  # whether this incarnation has applied a step
         self._fatal: tuple[Run, ...] = ()  # units that have ended the processes which trained them
         self.samples_of: Callable[..., tuple[int, list[int]]] | None = None  # of a loader: epoch, samples
+        self._fed = 0  # steps that this incarnation has begun
+        self._refuses = False  # what changes outside the state is refused: no replica can have gone far with it
         self.last: CommittedStep | None = None  # led to the live state; None: it was applied elsewhere
 
     @property
@@ -130,7 +135,8 @@ class StepDriver:
 
     def begin(self, joined: Joined) -> None:
         """Take what this rank has since it has joined the job. A collective if the final state is here."""
-        self._joined = joined
+        self._joined, self._refuses = joined, joined.first
+        self._model.undeclared.begin()
         self._fatal = fatal_units(os.environ)
         if self.step:
             self._rejoined()
@@ -203,6 +209,10 @@ class StepDriver:
     def feed(self, reader: Reader[Batch], order: RunBatch) -> Iterator[Batch]:
         """Yield the micro-batches of this replica in the next step, as ``order`` says."""
         log, runtime = self.here.log, self.here.runtime
+        self._fed += 1
+        if self._fed > 1:  # what this step begins with
+            self._look(order.step, every=self._fed <= LOOKS, between=True)
+            self._refuses = False
         plan = self.plan = self._new_plan(order.places)
         self._step, self._awaited_s, self._last_bucket = order.step, 0.0, None
         reader.trained(plan.at(0))
@@ -334,7 +344,9 @@ class StepDriver:
         if plan.left:
             return False
         self.groups.check()
-        self._model.finish()
+        if self._fed == 1:
+            self._look(self._step, every=True)
+        self._model.finish(self.replica)
         self._ended = True
         self._hand_over(plan)
         return self._conclude(plan)
@@ -363,6 +375,33 @@ class StepDriver:
             if isinstance(order, ApplyOrder) and order.record.step == step:
                 return self.replica in order.record.contributors
 
+    def _look(self, step: int, every: bool, between: bool = False) -> None:
+        """Look for changes outside the committed state; what is found is refused or told, once for each tensor.
+
+        Args:
+            step: That is under way.
+            every: Look at all that may change; else at a little, the next part in each step.
+            between: Whether no batch of the step was yielded yet.
+
+        Raises:
+            ConfigError: A first step has changed it.
+        """
+        watch, moving = self._model.undeclared, self._model.moving
+        log, journal = self.here.log, self.here.runtime.journal
+        for name in moving.strayed(every) if between and moving is not None else ():
+            if self._refuses:
+                raise ConfigError(f"{KEY}[{name}]", "a change after optim.step", f"a change {WHEN}")
+            reason = f"a change after optim.step is taken back: change it {WHEN}"
+            if log is not None:
+                journal.event("BufferRestored", reason, step=step, tensor=name)
+        found = watch.look() if every else watch.look_on()
+        if self._refuses:
+            watch.refuse(found)
+        for place in found:
+            if log is not None:
+                event, reason = watch.told(place)
+                journal.event(event, reason, step=step, tensor=place.name)
+
     def _hand_over(self, plan: StepPlan) -> None:
         """Take the last bucket to the reducer, if backward has made it: the loss is known now."""
         flat, self._last_bucket = self._last_bucket, None
@@ -389,7 +428,7 @@ class StepDriver:
             case LoadOrder(manifest, packed):
                 with self._ends_the_rank():
                     self._live_state.load(manifest, packed)
-                self.last = None
+                self.last, self._refuses = None, False
                 self._rejoined()
                 runtime.snapshots.mark_current(manifest.state)
                 runtime.copies.mark_current(manifest.state)

@@ -43,7 +43,7 @@ export function withNewer(held, page, full) {
 
 const GRAVE = new Set([
   "FailureInjected", "ProcessExited", "ReplicaExited", "RingBroken", "ReplicaLost", "ReplicaStalled", "RankEnded",
-  "FetchRejected", "SnapshotCorrupt", "SnapshotsNotForgotten", "StateCorrupt", "StateDiverged", "StateAgentLost",
+  "FetchRejected", "SnapshotCorrupt", "SnapshotsNotForgotten", "StateCorrupt", "StateDiverged", "JobDoubted", "BufferRestored", "StateAgentLost",
   "ForkServerLost", "LogLinesLost", "CheckpointFailed", "CheckpointWriterLost", "CheckpointMissing", "StepSkipped",
   "BatchGivenUp", "JobHalted", "HeadRolledBack", "RewindOrdered", "ReplicaExcluded", "EdgeBroken", "LeaseEnded", "StoreBehind", "StoreFailed", "LighthouseExited",
   "LighthouseSilent", "LighthouseFailed", "LighthouseDeposed",

@@ -37,6 +37,7 @@ class RunTally:
         self._starts: Counter[int] = Counter()  # by supervisors
         self._boots: Counter[int] = Counter()  # incarnations that began to work: all that is known under torchrun
         self._recoveries: list[Row] = []
+        self._doubted: set[str] = set()  # tensors that training changes, and that the state does not have
         self._unplaced: dict[int, bool] = {}  # whether a replica's newest event is that it has no place
         self._counted_to = -1  # failures of commits up to this epoch were counted before a rewind
         self._begin()
@@ -87,6 +88,8 @@ class RunTally:
         self._failures.event(self._events, name, event)
         if not isinstance(replica, int):
             return
+        if name == "JobDoubted":
+            self._doubted.add(str(event.get("tensor")))
         if name == "StateRestored" and "rung" in event:  # an earlier version did not say so much
             width = {"width": event["width"]} if "width" in event else {}  # only if it was another than its own
             self._recoveries.append({key: event.get(key) for key in RECOVERY} | width)
@@ -129,6 +132,8 @@ class RunTally:
         }
         if self._narrow:
             summary["narrow_steps"] = {str(ranks): steps for ranks, steps in sorted(self._narrow.items())}
+        if self._doubted:
+            summary["doubted"] = sorted(self._doubted)
         if lost := sorted(lost):
             summary["lost"] = lost
         if unplaced := sorted(replica for replica, yes in self._unplaced.items() if yes):

@@ -273,7 +273,8 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
         state = "no replica holds the final state"
     elif len(states) == 1:
         away = len(summary["replicas"]) - len(ended)
-        state = f"all {len(ended)} replicas equal, digest {ended[0]['digest'][:16]}"
+        but = " but for what is in doubt" if summary.get("doubted") else ""
+        state = f"all {len(ended)} replicas equal{but}, digest {ended[0]['digest'][:16]}"
         state += f", {away} away" if away else ""
     else:
         state = f"{len(states)} different states"
@@ -292,6 +293,9 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
             + (f", {units['unlogged']} in logs that are gone" if "unlogged" in units else ""),
         ),
     ]
+    if doubted := summary.get("doubted"):
+        more = f" and {len(doubted) - 1} more" if doubted[1:] else ""
+        lines.append(("in doubt", f"{doubted[0]}{more}: training changes what the final state does not have"))
     for failure in summary["failures"]:
         lines.append(("failure", _failure(failure)))
     if len(summary["failures"]) >= MANY:

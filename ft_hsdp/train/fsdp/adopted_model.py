@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from torch.distributed.tensor import DTensor, Shard
 from ft_hsdp.errors import ConfigError, InvalidArgument
 from ft_hsdp.state.pacing import SpanMeter
 from ft_hsdp.train.fsdp import param_groups
-from ft_hsdp.train.fsdp.batch_norm import RunningStatistics, with_statistics
+from ft_hsdp.train.fsdp.buffer_watch import BufferWatch
+from ft_hsdp.train.fsdp.moving_buffers import MovingBuffers, chosen, places, statistics
 from ft_hsdp.train.fsdp.param_groups import ParamGroup
 
 FP32 = MixedPrecisionPolicy()
@@ -230,6 +231,8 @@ class AdoptedModel:
         find_unused: bool = False,
         ranks_per_unit: int = 1,
         batch_norm: str | None = None,
+        buffers: Mapping[str, str] | None = None,
+        slots: int = 1,
     ) -> None:
         """Take a model over that `fully_shard` has sharded.
 
@@ -241,8 +244,11 @@ class AdoptedModel:
             find_unused: Whether batches may leave parameters unused. Then there is one bucket more: of each
                 parameter, on how many ranks it was used.
             ranks_per_unit: So many ranks that follow each other train the same micro-batches.
-            batch_norm: What becomes of running statistics: "mean", or None, which refuses them. Then there is one
-                bucket more, the last one (`RunningStatistics`).
+            batch_norm: What becomes of running statistics that ``buffers`` does not name: "mean", or None, which
+                refuses them.
+            buffers: What becomes of buffers and frozen parameters, by pattern: "state", "mean" or "local". If some
+                are part of the state there is one bucket more, the last one (`MovingBuffers`).
+            slots: How many replicas the job may have.
 
         Raises:
             ConfigError: The model cannot be adopted.
@@ -254,8 +260,18 @@ class AdoptedModel:
         self.data_ranks = ranks // ranks_per_unit  # over which gradients are a mean
         if batch_norm not in (None, "mean"):
             raise ConfigError("job.adopt(batch_norm)", batch_norm, '"mean", or None')
-        groups = param_groups.find(model, ranks, ranks_per_unit, statistics=batch_norm is not None)
-        self.statistics = RunningStatistics(model) if batch_norm is not None and with_statistics(model) else None
+        known = places(model)
+        norms = statistics(model, known) if batch_norm is not None else []
+        kinds = {name: place.kind for name, place in known.items() if place.tensor is not None}
+        modes = chosen({} if buffers is None else buffers, kinds)
+        norms = [name for name in norms if name not in modes]
+        modes = dict.fromkeys(norms, "mean") | modes
+        groups = param_groups.find(model, ranks, ranks_per_unit, modes)
+        moving = {name: mode for name, mode in modes.items() if mode != "local"}
+        self.moving = MovingBuffers(model, moving, norms, slots) if moving else None
+        self.declared = frozenset(modes)
+        # What training must leave alone: that is not trained, and was not declared.
+        self.undeclared = BufferWatch([p for n, p in known.items() if p.kind != "trained" and n not in modes])
         trainable = {id(p) for group in groups for p in group.params}
         self.params: dict[str, DTensor] = {
             param_groups.plain_name(n): p
@@ -268,18 +284,18 @@ class AdoptedModel:
         gradients = [b.numel for b in self.buckets]
         self.gradients = len(gradients)  # how many buckets are gradients
         counts = [len(self.params)] if find_unused else []
-        self.sizes = (*gradients, *counts, *([self.statistics.numel] if self.statistics else []))
+        self.sizes = (*gradients, *counts, *([self.moving.numel] if self._moves else []))
 
     @property
     def rows(self) -> list[list[tuple[str, tuple[int, ...]]]] | None:
         """The parameters of each gradient bucket in order, with their whole shapes.
 
         None: replicas of unequal width cannot sum them, as a parameter is not cut along dimension 0 over all
-        ranks, or there are running statistics, whose sum over the ranks depends on their number in its last bits.
+        ranks, or there are moving buffers, whose sum over the ranks depends on their number in its last bits.
         """
         params = self.params.values()
         by_rows = all(p.placements == (Shard(0),) and p.device_mesh.size() == self._ranks for p in params)
-        if not by_rows or self.statistics is not None:
+        if not by_rows or self.moving is not None:
             return None
         names = {id(p): n for n, p in self.params.items()}
         return [[(names[id(p)], tuple(p.shape)) for p in bucket.params] for bucket in self.buckets]
@@ -289,9 +305,9 @@ class AdoptedModel:
         return any(bucket.touched for bucket in self.buckets)
 
     def settle(self) -> None:
-        """Take the running statistics as they are now: they may have been loaded after adoption."""
-        if self.statistics is not None:
-            self.statistics.settle()
+        """Take the moving buffers as they are now: they may have been loaded after adoption."""
+        if self.moving is not None:
+            self.moving.settle()
 
     def check(self) -> None:
         """Check that the model still has the parameters that were taken over.
@@ -320,11 +336,14 @@ class AdoptedModel:
             module.set_is_last_backward(last)
         for bucket in self.buckets:
             bucket.begin()
-        if self.statistics is not None:
-            self.statistics.begin()
+        if self.moving is not None:
+            self.moving.begin()
 
-    def finish(self) -> None:
+    def finish(self, replica: int = 0) -> None:
         """After backward of the last micro-batch: hand on the buckets that were not, with zeros for unused ones.
+
+        Args:
+            replica: To which this rank belongs.
 
         Raises:
             ConfigError: There was no backward, gradients were changed after it, or parameters since adoption.
@@ -340,8 +359,8 @@ class AdoptedModel:
             self._ready(self.gradients, torch.tensor(used, dtype=torch.float32, device=like.device))
         else:
             self._check_used()
-        if self.statistics is not None:
-            self._ready(len(self.sizes) - 1, self.statistics.take())
+        if self.moving is not None and self._moves:
+            self._ready(len(self.sizes) - 1, self.moving.take(replica))
         for bucket in self.buckets:
             bucket.used.clear()
 
@@ -363,11 +382,20 @@ class AdoptedModel:
         out = "freeze what is never used, or job.adopt(model, find_unused_parameters=True)"
         raise ConfigError("backward", which, f"a loss that uses all trainable parameters; else {out}")
 
-    def assign(self, reduced: Sequence[torch.Tensor]) -> None:
+    @property
+    def _moves(self) -> bool:
+        """Whether there is a bucket of moving buffers."""
+        return self.moving is not None and self.moving.numel > 0
+
+    def assign(self, reduced: Sequence[torch.Tensor], contributor: int = 0) -> None:
         """Make each parameter's gradient one from the reduced flat shards, one for each bucket.
 
-        A parameter that no contributor has used gets none. Moves the running statistics, too. With these, or with
+        A parameter that no contributor has used gets none. Moves the moving buffers, too. With these, or with
         ``find_unused``, a collective of the replica.
+
+        Args:
+            reduced: The sums.
+            contributor: The lowest replica that contributes to them.
         """
         for bucket, flat in zip(self.buckets, reduced[: self.gradients], strict=True):
             bucket.assign(flat)
@@ -378,8 +406,8 @@ class AdoptedModel:
             for param, count in zip(params, counts.tolist(), strict=True):
                 if not count:
                     param.grad = None
-        if self.statistics is not None:
-            self.statistics.apply(reduced[-1])
+        if self.moving is not None and self._moves:
+            self.moving.apply(reduced[-1], contributor)
 
     def clear(self) -> None:
         """Drop all gradients and flat shards."""
@@ -387,8 +415,13 @@ class AdoptedModel:
             bucket.begin()
             bucket.drop()
             bucket.used.clear()
-        if self.statistics is not None:
-            self.statistics.drop()
+        if self.moving is not None:
+            self.moving.drop()
+
+    def capture(self) -> None:
+        """Take what others than forward have changed in the moving buffers into the state, within a commit."""
+        if self.moving is not None:
+            self.moving.capture()
 
     def watch(self, meter: SpanMeter | None) -> None:
         """Have ``meter`` told of each all-gather and reduce-scatter inside the replica; None: of none."""

@@ -11,7 +11,7 @@ asked for first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -187,7 +187,9 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
-def find(model: nn.Module, ranks: int, ranks_per_unit: int = 1, statistics: bool = False) -> list[ParamGroup]:
+def find(
+    model: nn.Module, ranks: int, ranks_per_unit: int = 1, declared: Collection[str] = ()
+) -> list[ParamGroup]:
     """Return the groups of ``model`` that have trainable parameters, in the order of their buckets.
 
     It is the order in which backward usually ends with them: the last module first, an inner one before the outer
@@ -197,7 +199,7 @@ def find(model: nn.Module, ranks: int, ranks_per_unit: int = 1, statistics: bool
         model: Sharded over the ranks of this replica.
         ranks: How many there are.
         ranks_per_unit: So many ranks that follow each other train the same micro-batches (tensor parallelism).
-        statistics: Whether statistics that forward changes are taken care of.
+        declared: Names of buffers that forward may change.
 
     Raises:
         ConfigError: The model cannot be adopted.
@@ -222,8 +224,7 @@ def find(model: nn.Module, ranks: int, ranks_per_unit: int = 1, statistics: bool
         found.append(ParamGroup(name, params, sizes, counted, shard_ranks, raw, tuple(trainable)))
     _check_all(model, found)
     _check_data_ranks(widths, ranks // ranks_per_unit)
-    if not statistics:
-        _check_buffers(model)
+    _check_buffers(model, declared)
     return found[::-1]
 
 
@@ -349,14 +350,15 @@ def _check_all(model: nn.Module, groups: list[ParamGroup]) -> None:
         )
 
 
-def _check_buffers(model: nn.Module) -> None:
+def _check_buffers(model: nn.Module, declared: Collection[str]) -> None:
     """Check that forward changes no statistics: each rank would have others, and no state would have them.
 
     Raises:
         ConfigError: A module has running statistics, as BatchNorm does, and is not in eval mode.
     """
     for name, module in model.named_modules():
-        if module.training and getattr(module, "running_mean", None) is not None:
+        statistics = plain_name(f"{name}.running_mean" if name else "running_mean")
+        if module.training and getattr(module, "running_mean", None) is not None and statistics not in declared:
             ways = "its eval() before job.adopt (the statistics stay), track_running_stats=False, or GroupNorm"
             allowed = f'job.adopt(model, batch_norm="mean"); else {ways}'
             raise _refused(plain_name(name) or "the model", "with statistics that forward changes", allowed)

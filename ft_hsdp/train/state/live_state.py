@@ -183,8 +183,7 @@ class LiveState:
 
     def describe_frozen(self, ranks: ReplicaGroup) -> None:
         """Find out what the model has beside the state (`train.fsdp.frozen`). A collective of the replica."""
-        statistics = self._model.statistics.buffers if self._model.statistics is not None else {}
-        found = {n: t for n, t in frozen.tensors(self._model.model).items() if n not in statistics}
+        found = {n: t for n, t in frozen.tensors(self._model.model).items() if n not in self._model.declared}
         self.frozen = frozen.described(found, ranks)
         self.aliases = frozen.aliases(self._model.model, {**self.params, **found})
 
@@ -219,13 +218,15 @@ class LiveState:
                 raise RuntimeError(f"record of step {record.step} does not build on {self.state}")
             if record.updates:
                 finish(record, reduced[: self._model.gradients], clip, self._model.data_ranks)
-                self._model.assign(reduced)
+                self._model.assign(reduced, min(record.contributors))
                 with self.here():
                     self._groups.step(record)
+                self._model.capture()  # what hooks of the optimizer have changed
             self._groups.advance(record)
             fault_injection.reach("apply-middle", record.step)
             self._model.clear()
             then()
+            self._model.capture()
             self._user.refresh()
             self._renew()
             self.ledger = record.ledger(self.ledger)

@@ -42,8 +42,8 @@ def built(mesh: DeviceMesh, momentum: float | None) -> tuple[AdoptedModel, Net, 
     model, seen = Net(momentum), dict[int, Tensor]()
     fully_shard(model, mesh=mesh)
     owner = AdoptedModel(model, 1, seen.__setitem__, batch_norm="mean")
-    assert owner.statistics is not None
-    owner.statistics.state_dict()  # as the job does with the first batch
+    assert owner.moving is not None
+    owner.moving.state_dict()  # as the job does with the first batch
     return owner, model, seen
 
 
@@ -85,9 +85,9 @@ def test_a_step_moves_them_by_the_mean_over_its_units(mesh: DeviceMesh, momentum
 
 def test_a_number_of_batches_that_fp32_does_not_hold_counts_on(mesh: DeviceMesh) -> None:
     owner, model, seen = built(mesh, 0.1)
-    assert owner.statistics is not None
-    held = owner.statistics.state_dict()
-    owner.statistics.load_state_dict(held | {"first.num_batches_tracked": torch.tensor(2**24)})
+    assert owner.moving is not None
+    held = owner.moving.state_dict()
+    owner.moving.load_state_dict(held | {"first.num_batches_tracked": torch.tensor(2**24)})
     for step in range(2):
         owner.assign(contribution(owner, model, seen, 2 * step, 2 * step + 1))
     assert model.first.num_batches_tracked == 2**24 + 2
@@ -125,7 +125,7 @@ def test_they_are_part_of_the_state_and_not_of_what_is_frozen(mesh: DeviceMesh) 
     live = LiveState(owner, Groups(optimizer, None), Ledger.empty(1), 0, 1)
     live.describe_frozen(ReplicaGroup())
     assert live.frozen == ()
-    statistics = owner.statistics
+    statistics = owner.moving
     assert statistics is not None
     held = statistics.state_dict()
     assert set(held) == {n for n, _ in model.named_buffers()}
@@ -145,8 +145,8 @@ def test_values_that_are_loaded_after_adoption_are_the_initial_ones(mesh: Device
     owner.clear()
     assert (model.first.running_mean == 0).all()  # type: ignore[operator]
     model.first.running_mean.fill_(3)  # type: ignore[union-attr]
-    assert owner.statistics is not None
-    assert (owner.statistics.state_dict()["first.running_mean"] == 3).all()
+    assert owner.moving is not None
+    assert (owner.moving.state_dict()["first.running_mean"] == 3).all()
 
 
 def test_another_way_is_refused(mesh: DeviceMesh) -> None:
