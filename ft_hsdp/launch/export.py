@@ -176,8 +176,8 @@ def _state_dict(checkpoint: Checkpoint, base: Path | None) -> tuple[dict[str, to
         ConfigError: ``base`` cannot be used.
     """
     manifest = checkpoint.manifest
-    named = [(t, t.name.partition("/")) for t in manifest.tensors]
-    ours = {name: t for t, (state, _, name) in named if state in STATES}  # the model's buffers that the state has
+    parts = [(t, *t.name.partition("/")) for t in manifest.tensors]
+    ours = {name: t for t, state, _, name in parts if state in STATES}  # the model's buffers that the state has
     weights = _read(checkpoint, {**ours, **{t.name: t for t in manifest.tensors if t.kind == "param"}})
     if base is not None:
         weights |= _frozen_of(base, manifest)

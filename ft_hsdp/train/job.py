@@ -92,6 +92,7 @@ class Job(DataSources, UserLoop, BlockHost):
         self.device = device
         self.rank = place.rank
         self.ranks = place.ranks  # of this replica
+        self.buffers: Mapping[str, str] = {}  # for `adopt`, where an integration calls it
         self.built_in = False  # whether the trainer of this package runs it, so that a replay can repeat it
         self._source = source
         self._leave_group = leave_group
@@ -187,7 +188,8 @@ class Job(DataSources, UserLoop, BlockHost):
                 all-reduce more, "state" one with room for each replica's value. "local": what they hold is of no
                 consequence, and compared nowhere. Buffers that are not persistent are local, with one warning.
                 What is declared changes between the batch and the end of `optim.step`, or in `on_commit`, which is
-                the only place for frozen parameters that are sharded.
+                the only place for frozen parameters that are sharded. None: `job.buffers`, which is set where an
+                integration calls this.
 
         Returns:
             ``model``.
@@ -204,7 +206,7 @@ class Job(DataSources, UserLoop, BlockHost):
             find_unused_parameters,
             self.config.ranks_per_unit,
             batch_norm,
-            buffers,
+            self.buffers if buffers is None else buffers,
             self.config.slots,
         )
         check_fewer_ranks(self.config, self._adopted, self.ranks)

@@ -32,6 +32,7 @@ from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
 from ft_hsdp.train.data.step_plan import MicroBatch, StepPlan, TrainedMicroBatch
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
+from ft_hsdp.train.fsdp.buffer_watch import ways
 from ft_hsdp.train.fsdp.moving_buffers import KEY, WHEN
 from ft_hsdp.train.gradients import Feeding
 from ft_hsdp.train.identity import fatal_units
@@ -397,10 +398,14 @@ class StepDriver:
         found = watch.look() if every else watch.look_on()
         if self._refuses:
             watch.refuse(found)
-        for place in found:
-            if log is not None:
-                event, reason = watch.told(place)
-                journal.event(event, reason, step=step, tensor=place.name)
+        for place in found if log is not None else ():
+            facts = {"step": step, "tensor": place.name}
+            if place.kind == "scratch":
+                why = "it is not persistent, so no replica gets it from another"
+                journal.event("BufferChanged", f"{why}: {ways(place.name)}", **facts)
+            else:
+                why = "the state does not have it, so replicas may differ"
+                journal.event("JobDoubted", f"{why}: {ways(place.name)}", **facts)
 
     def _hand_over(self, plan: StepPlan) -> None:
         """Take the last bucket to the reducer, if backward has made it: the loss is known now."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from ft_hsdp.errors import EXIT_CONFIG
 from tests.compatibility.test_compatibility import SCRIPT
 from tests.support.scenarios.scenario_job import ROOT, Job, check
 from tests.support.state import lora_loop
@@ -69,3 +71,69 @@ def test_running_statistics_do_not_depend_on_a_loss(tmp_path: Path) -> None:
     found = [torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ("killed", "whole")]
     assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
     assert found[0]["body.1.num_batches_tracked"] == steps
+
+
+MOVING = ROOT / "tests" / "support" / "state" / "moving_loop.py"
+KINDS = {
+    "codebook": ("codebook.codes", "state"),
+    "spectral norm": ("body.parametrizations.weight.0._?", "state"),
+    "observer": ("observer.[lh][oi]*", "state"),
+    "counter": ("observer.looks", "state"),
+    "bias": ("bias", "mean"),
+    "teacher": ("teacher.*", "state"),
+}
+
+
+def moving(*left_out: str, when: str = "before", step_s: float = 0.0, ranks: int = 1) -> dict[str, Any]:
+    """A job whose forward, loop and callback change tensors of each kind, all of them declared but some."""
+    buffers = dict(kind for name, kind in KINDS.items() if name not in left_out)
+    args = [json.dumps(buffers), when, str(step_s)]
+    return {"replicas": 2, "ranks_per_replica": ranks, "entry": str(MOVING), "args": args}
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+def test_what_training_changes_is_the_same_after_a_loss(tmp_path: Path) -> None:
+    kill = {"at_step": 3, "replicas": [0], "rank": 0}
+    with Job(tmp_path, 8, **moving(), quorum__min_replicas=2, chaos=[kill]) as job:
+        check(job.end(), 8)
+        assert not {e["event"] for e in job.rows("events.jsonl")} & {"JobDoubted", "BufferRestored"}
+
+
+@pytest.mark.soak
+@pytest.mark.multiproc
+def test_it_is_resumed_and_replayed_bit_for_bit(tmp_path: Path) -> None:
+    digests = []
+    for name, steps in (("whole", [12]), ("parts", [6, 12])):
+        for number, until in enumerate(steps):
+            folder = tmp_path / f"{name}{number}"
+            folder.mkdir()
+            kept = {"checkpoint__dir": str(tmp_path / name), "checkpoint__every": 6, "train__accumulate": 2}
+            kill = {"at_step": 3 + 6 * number, "replicas": [1], "rank": 1}
+            chaos = [] if name == "whole" else [kill]
+            with Job(folder, until, **moving(ranks=2), **kept, quorum__min_replicas=2, chaos=chaos) as job:
+                ended = {r["digest"] for r in job.end()["replicas"].values()}
+                assert job.replayed()["equal"]
+        digests.append(ended)
+    assert digests[0] == digests[1]
+    assert len(digests[0]) == 1
+
+
+@pytest.mark.soak
+@pytest.mark.multiproc
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_nobody_declared_is_refused_in_the_first_step(tmp_path: Path, kind: str) -> None:
+    with Job(tmp_path, 8, **moving(kind)) as job:
+        assert job.end(EXIT_CONFIG)["steps"] <= 1
+        ended = [e["reason"] for e in job.rows("events.jsonl") if e["event"] == "ReplicaExited"]
+        assert KINDS[kind][0].split("_?")[0].split("[")[0].split("*")[0] in " ".join(ended)
+
+
+@pytest.mark.soak
+@pytest.mark.multiproc
+def test_what_changes_later_is_told_and_ends_no_job(tmp_path: Path) -> None:
+    with Job(tmp_path, 12, **moving("bias", when="after 5")) as job:
+        summary = job.end()
+        assert summary["steps"] == 12
+        assert summary["doubted"] == ["bias"]
+        assert {e["tensor"] for e in job.rows("events.jsonl") if e["event"] == "JobDoubted"} == {"bias"}

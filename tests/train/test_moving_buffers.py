@@ -14,6 +14,7 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
+from ft_hsdp.train.fsdp.moving_buffers import chosen
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
 from ft_hsdp.train.state.live_state import LiveState
@@ -152,3 +153,164 @@ def test_values_that_are_loaded_after_adoption_are_the_initial_ones(mesh: Device
 def test_another_way_is_refused(mesh: DeviceMesh) -> None:
     with pytest.raises(ConfigError, match=r"job.adopt\(batch_norm\): got 'sum'; allowed: \"mean\", or None"):
         AdoptedModel(Net(0.1), 1, lambda *_: None, batch_norm="sum")
+
+
+# What users declare.
+
+
+class Odd(nn.Module):
+    """Buffers of many types, which forward changes as its input says, and a frozen layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.teacher = nn.Linear(3, 1), nn.Linear(3, 1).requires_grad_(False)
+        self.register_buffer("code", torch.tensor([[0.0, float("nan")], [float("inf"), -0.0]]).T)
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("seen", torch.tensor([False] * 5))
+        self.register_buffer("mixed", torch.zeros(3, dtype=torch.bfloat16))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.code.data[0] += x.sum()  # type: ignore[union-attr]
+        self.count = self.count + 2**40 + int(x[0, 0] * 100)
+        self.seen[int(self.count) % 5] = True
+        self.mixed.lerp_(x.mean(0).bfloat16(), 0.5)  # type: ignore[operator]
+        return self.last(x).square().mean()
+
+
+def odd(mesh: DeviceMesh, buffers: dict[str, str], slots: int = 3) -> tuple[AdoptedModel, Odd, dict[int, Tensor]]:
+    torch.manual_seed(0)
+    model, seen = Odd(), dict[int, Tensor]()
+    fully_shard(model, mesh=mesh)
+    owner = AdoptedModel(model, 1, seen.__setitem__, buffers=buffers, slots=slots)
+    assert owner.moving is not None
+    owner.moving.state_dict()
+    return owner, model, seen
+
+
+def held(model: nn.Module) -> dict[str, bytes]:
+    return {n: bytes(b.contiguous().view(-1).view(torch.uint8).numpy()) for n, b in model.named_buffers()}
+
+
+def train(owner: AdoptedModel, model: nn.Module, replica: int, *units: int) -> dict[str, bytes]:
+    """Train units as one replica, up to the sums; what the buffers hold then."""
+    for number, unit in enumerate(units, 1):
+        owner.sync(number == len(units))
+        model(batch(unit)).backward()
+    made = held(model)
+    owner.finish(replica)
+    return made
+
+
+ALL = {"code": "state", "count": "state", "seen": "state", "mixed": "state"}
+
+
+def test_a_step_takes_the_value_of_its_lowest_contributor_bit_for_bit(mesh: DeviceMesh) -> None:
+    owner, model, seen = odd(mesh, ALL)
+    for step in range(3):
+        made, sums = {}, None
+        for replica in (0, 1, 2):
+            made[replica] = train(owner, model, replica, 3 * step + replica)
+            mine = [seen[bucket].clone() for bucket in range(len(owner.sizes))]
+            if replica:  # replica 0 is poisoned
+                sums = mine if sums is None else [a + b for a, b in zip(sums, mine, strict=True)]
+            owner.clear()
+        assert sums is not None
+        owner.assign(sums, 1)
+        assert held(model) == made[1] != made[2]
+
+
+def test_a_second_part_of_a_step_adds_to_the_value_of_the_first(mesh: DeviceMesh) -> None:
+    owner, model, seen = odd(mesh, ALL)
+    train(owner, model, 2, 1, 2)
+    first = seen[len(owner.sizes) - 1].clone()
+    owner.release()
+    made = train(owner, model, 2, 3)
+    owner.assign([*(seen[b] for b in range(owner.gradients)), first + seen[len(owner.sizes) - 1]], 2)
+    assert held(model) == made
+
+
+def test_a_value_that_is_not_committed_is_taken_back(mesh: DeviceMesh) -> None:
+    owner, model, _ = odd(mesh, ALL)
+    before = held(model)
+    made = train(owner, model, 0, 1)
+    owner.clear()  # the attempt is discarded
+    assert held(model) == before != made
+    assert train(owner, model, 0, 1) == made, "the step is repeated"
+
+
+def test_what_a_callback_on_a_commit_changes_is_committed_and_what_the_loop_does_later_is_not(
+    mesh: DeviceMesh,
+) -> None:
+    owner, model, _ = odd(mesh, {"*": "state"})
+    moving = owner.moving
+    assert moving is not None
+    assert moving.strayed(every=True) == []
+    model.count += 1
+    model.teacher.weight.data += 1
+    owner.capture()
+    assert moving.strayed(every=True) == []
+    committed = moving.state_dict()
+    assert committed["count"] == 1
+    assert torch.equal(committed["teacher.weight"].to_local(), model.teacher.weight.to_local())  # type: ignore[operator]
+    model.count += 1
+    model.teacher.weight.data += 1
+    assert moving.strayed(every=True) == ["count", "teacher.weight"]
+    owner.sync(True)
+    assert moving.strayed(every=True) == []
+    assert model.count == 1
+
+
+def test_a_model_with_nothing_but_frozen_parameters_declared_has_no_bucket_more(mesh: DeviceMesh) -> None:
+    owner, *_ = odd(mesh, {"teacher.*": "state"})
+    assert len(owner.sizes) == owner.gradients
+
+
+def test_running_statistics_may_be_declared_like_every_other_buffer(mesh: DeviceMesh) -> None:
+    model = Net(0.1)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ConfigError, match="'second with statistics"):
+        AdoptedModel(model, 1, lambda *_: None, buffers={"first.*": "state"})
+    AdoptedModel(model, 1, lambda *_: None, buffers={"*": "state"})
+
+
+KINDS = {"a.code": "buffer", "a.count": "buffer", "a.cache": "scratch", "b.w": "frozen", "a.w": "trained"}
+
+
+def test_the_first_pattern_that_names_a_tensor_counts() -> None:
+    wanted = {"a.c?de": "mean", "[a]*": "local", "*.w": "state"}
+    assert chosen(wanted, KINDS) == {"a.code": "mean", "a.count": "local", "a.cache": "local", "b.w": "state"}
+    assert chosen({}, KINDS) == {}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"A.*": "state"}, r"got 'A\.\*'; allowed: a pattern .*\(a\.code, a\.count, a\.cache\)"),
+        ({"a.w": "state"}, r"got 'a\.w'; .* a\.w is trained"),
+        ({"a.code": "sum"}, r'\[a\.code\]: got \'sum\'; allowed: "state", "mean" or "local"'),
+        (["a.code"], "patterns of names with their modes"),
+    ],
+)
+def test_a_declaration_without_a_meaning_is_refused(wanted: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        chosen(wanted, KINDS)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"count": "mean"}, r"buffers\)\[count\]: got 'mean'; .* for torch.int64"),
+        ({"teacher.weight": "mean"}, r"\[teacher.weight\]: got 'mean'; .* for a sharded parameter"),
+    ],
+)
+def test_a_mean_of_what_has_none_is_refused(mesh: DeviceMesh, wanted: dict[str, str], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        odd(mesh, wanted)
+
+
+def test_a_declared_buffer_of_another_shape_is_refused(mesh: DeviceMesh) -> None:
+    owner, model, _ = odd(mesh, {"mixed": "state"})
+    model.mixed = torch.zeros(4)
+    with pytest.raises(ConfigError, match=r"\[mixed\]: got 'torch.float32 \[4\]'; allowed: torch.bfloat16 \[3\]"):
+        train(owner, model, 0, 1)

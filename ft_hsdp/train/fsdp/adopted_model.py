@@ -284,7 +284,9 @@ class AdoptedModel:
         gradients = [b.numel for b in self.buckets]
         self.gradients = len(gradients)  # how many buckets are gradients
         counts = [len(self.params)] if find_unused else []
-        self.sizes = (*gradients, *counts, *([self.moving.numel] if self._moves else []))
+        moves = self.moving.numel if self.moving is not None else 0
+        self._moves = moves > 0  # whether there is a bucket of moving buffers
+        self.sizes = (*gradients, *counts, *([moves] if moves else []))
 
     @property
     def rows(self) -> list[list[tuple[str, tuple[int, ...]]]] | None:
@@ -381,11 +383,6 @@ class AdoptedModel:
         which = f"no gradient of {first}" + (f" and {len(more)} more" if more else "")
         out = "freeze what is never used, or job.adopt(model, find_unused_parameters=True)"
         raise ConfigError("backward", which, f"a loss that uses all trainable parameters; else {out}")
-
-    @property
-    def _moves(self) -> bool:
-        """Whether there is a bucket of moving buffers."""
-        return self.moving is not None and self.moving.numel > 0
 
     def assign(self, reduced: Sequence[torch.Tensor], contributor: int = 0) -> None:
         """Make each parameter's gradient one from the reduced flat shards, one for each bucket.

@@ -65,16 +65,7 @@ class BufferWatch:
         first, *more = [place.name for place in found if place.kind != "scratch"] or [""]
         if first:
             others = f" and {len(more)} more" if more else ""
-            raise ConfigError("job.adopt", f"{first}{others}, which training changes", _ways(first, *more))
-
-    def told(self, place: Place) -> tuple[str, str]:
-        """Return the name and the reason of the event that says that a tensor changes."""
-        if place.kind == "scratch":
-            return (
-                "BufferChanged",
-                f"it is not persistent, so no replica gets it from another: {_ways(place.name)}",
-            )
-        return "JobDoubted", f"the state does not have it, so replicas may differ: {_ways(place.name)}"
+            raise ConfigError("job.adopt", f"{first}{others}, which training changes", ways(first, *more))
 
     def _round(self, of_kind: Callable[[Place], bool]) -> Iterator[tuple[Place, int] | None]:
         while True:
@@ -95,10 +86,11 @@ class BufferWatch:
         return True
 
 
-def _ways(*names: str) -> str:
+def ways(*names: str) -> str:
+    """Return how tensors that training changes are declared, in words."""
     named = ", ".join([f'"{name}": MODE' for name in names[:NAMED]] + ["..."] * (len(names) > NAMED))
-    ways = '"state" or "mean" (the state has it), or "local" (it is of no consequence)'
-    return f"job.adopt(model, buffers={{{named}}}) with {ways}"
+    modes = '"state" or "mean" (the state has it), or "local" (it is of no consequence)'
+    return f"job.adopt(model, buffers={{{named}}}) with {modes}"
 
 
 def _blocks(place: Place) -> int:

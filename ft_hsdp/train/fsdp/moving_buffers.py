@@ -2,8 +2,8 @@
 
 Forward, a hook or the loop changes running statistics, codebooks, observers, counters and the vectors of a
 spectral norm, before it is known whether the step will be committed, and with whom. So a contribution starts from
-the committed tensors, and what becomes of them travels in a bucket of its own behind the gradients: what a step does
-to them is decided with its commit, and a replica that catches up has it, too.
+the committed tensors, and what becomes of them travels in a bucket of its own behind the gradients: what a step
+does to them is decided with its commit, and a replica that catches up has it, too.
 
 `mean`: each micro-batch starts from the committed tensor. A step moves it once, by the mean over its units of how
 far one forward moved it, so the result does not depend on who trained which unit.
