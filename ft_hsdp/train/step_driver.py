@@ -114,6 +114,7 @@ class StepDriver:
         self._committed = False  # whether this incarnation has applied a step
         self._fatal: tuple[Run, ...] = ()  # units that have ended the processes which trained them
         self.samples_of: Callable[..., tuple[int, list[int]]] | None = None  # of a loader: epoch, samples
+        self._restored: set[str] = set()  # tensors of which a change between two steps was taken back
         self._fed = 0  # steps that this incarnation has begun
         self._refuses = False  # what changes outside the state is refused: no replica can have gone far with it
         self.last: CommittedStep | None = None  # led to the live state; None: it was applied elsewhere
@@ -389,11 +390,12 @@ class StepDriver:
         """
         watch, moving = self._model.undeclared, self._model.moving
         log, journal = self.here.log, self.here.runtime.journal
-        for name in moving.strayed(every) if between and moving is not None else ():
+        for name in moving.strayed() if between and moving is not None else ():
             if self._refuses:
                 raise ConfigError(f"{KEY}[{name}]", "a change after optim.step", f"a change {WHEN}")
-            reason = f"a change after optim.step is taken back: change it {WHEN}"
-            if log is not None:
+            if log is not None and name not in self._restored:
+                self._restored.add(name)
+                reason = f"a change after optim.step is taken back: change it {WHEN}"
                 journal.event("BufferRestored", reason, step=step, tensor=name)
         found = watch.look() if every else watch.look_on()
         if self._refuses:

@@ -247,20 +247,20 @@ def test_what_a_callback_on_a_commit_changes_is_committed_and_what_the_loop_does
     owner, model, _ = odd(mesh, {"*": "state"})
     moving = owner.moving
     assert moving is not None
-    assert moving.strayed(every=True) == []
+    assert moving.strayed() == []
     model.count += 1
     model.teacher.weight.data += 1
     owner.capture()
-    assert moving.strayed(every=True) == []
+    assert moving.strayed() == []
     committed = moving.state_dict()
     assert committed["count"] == 1
     teacher: Any = model.teacher.weight
     assert torch.equal(committed["teacher.weight"].to_local(), teacher.to_local())
     model.count += 1
     model.teacher.weight.data += 1
-    assert moving.strayed(every=True) == ["count", "teacher.weight"]
+    assert moving.strayed() == ["count", "teacher.weight"]
     owner.sync(True)
-    assert moving.strayed(every=True) == []
+    assert moving.strayed() == []
     assert model.count == 1
 
 

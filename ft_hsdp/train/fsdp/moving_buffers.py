@@ -152,7 +152,6 @@ class MovingBuffers:
         self._running = False  # a micro-batch is under way
         self._given: torch.Tensor | None = None  # the values that `take` gave away, in this step
         self._fresh = True  # no micro-batch of the step was begun
-        self._turn = 0
 
     def _check(self, name: str, mode: str) -> None:
         place, tensor = self._places[name], self._places[name].tensor
@@ -293,16 +292,12 @@ class MovingBuffers:
         for name in self._places.keys() - self._statistics:
             _local(self._committed[name]).copy_(self._live(name))
 
-    def strayed(self, every: bool) -> list[str]:
+    def strayed(self) -> list[str]:
         """Return which tensors were changed since the last commit; for use between two steps.
 
-        Args:
-            every: Compare all of them; else the next one.
+        It reads all of them, as each step does that takes such a change back.
         """
         names = sorted(self._places.keys() - self._statistics)
-        if not every and names:
-            self._turn += 1
-            names = [names[self._turn % len(names)]]
         return [n for n in names if not torch.equal(_bytes(self._live(n)), _bytes(_local(self._committed[n])))]
 
     # The registered state.
