@@ -79,6 +79,11 @@ class JobFailures:
         counts = [self._ended.get(each, (0, 0)) for each in {replica, *self._active()}]
         return min(times if at == step else 0 for at, times in counts)
 
+    def has_ended_the_others(self, replica: int, step: int | None) -> bool:
+        """Return whether a step is the one that has ended each other replica last; False without another one."""
+        others = {*self._active()} - {replica}
+        return bool(others) and all(self._ended.get(each, (None, 0))[0] == step for each in others)
+
     def ends_all(self, replica: int, error: str, committed: int) -> bool:
         """Note the error of the script that has ended a replica; return whether the script is to blame.
 
@@ -119,9 +124,11 @@ class ReplicaFailures:
         """Return the units that have ended the processes which trained them."""
         return self._units.fatal.blamed
 
-    def blame(self, units: Run | None, contributed: bool) -> bool:
+    def blame(self, units: Run | None, step: int | None, contributed: bool) -> bool:
         """Note the end of an incarnation (`FatalUnits.after_end`); return whether its units are blamed now."""
         before = self.blamed
+        if self.job is not None and self.job.has_ended_the_others(self._replica, step):
+            units = None  # each has other units: the step is to blame
         self._units.fatal = self._units.fatal.after_end(self._replica, units, contributed)
         return self.blamed != before
 

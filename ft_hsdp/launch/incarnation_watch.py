@@ -30,6 +30,7 @@ class CommitWatch:
         self._committed: set[int] = set()  # steps since the last loss
         self._newest: tuple[str, int] = ("", 0)  # incarnation and step
         self.contributing = ""  # the newest incarnation that contributed
+        self.usable = ""  # the newest one of which a contribution changed the weights
         self.shared = False  # another replica contributed to a step that `count` has counted last
         self._replica = replica
         self._beside = False  # the same, of the steps since then
@@ -42,6 +43,8 @@ class CommitWatch:
             self._beside |= any(other != self._replica for other in row.get("contributors", ()))
             if row.get("role") == "contribute":
                 self.contributing = row.get("incarnation", "")
+                if self._replica not in row.get("poisoned", ()):
+                    self.usable = self.contributing
 
     def newest_of(self, incarnation: str) -> int:
         """Return the newest step that an incarnation has committed; 0: none."""

@@ -13,6 +13,7 @@ time: a loss in the middle of one ends that incarnation, and the next one is pla
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -343,8 +344,8 @@ class ReplicaSupervisor:
         units = None
         if end.step is not None and (end.code in OWN_FAULT or (said and said.cause is not Cause.TEMPORARY)):
             units = in_flight(self._run, self.replica, current.name, end.step - 1)
-        contributed = self._commits.contributing == current.name
-        if self._failures.blame(units, contributed) and units is not None:
+        contributed = self._commits.usable == current.name
+        if self._failures.blame(units, end.step, contributed) and units is not None:
             shard, index, count = units
             self._event("BatchBlamed", f"it ended its process again: {why}", shard=shard, index=index, units=count)
 
@@ -355,9 +356,8 @@ class ReplicaSupervisor:
         if said and said.cause is Cause.CHANGED and current.restarts:
             return Cause.CHANGED  # a first start has the wrong script: that is an error of the operator
         failed = any(rank.code and not rank.killed for rank in current.ranks.values())
-        if failed and not current.evicted and any(map(no_room, (self._run.path, SHARED_MEMORY))):
-            return Cause.SHORTAGE
-        return None
+        full = no_room(self._run.path) or (os.access(SHARED_MEMORY, os.W_OK) and no_room(SHARED_MEMORY))
+        return Cause.SHORTAGE if failed and not current.evicted and full else None
 
     async def _stand_by(self) -> Outcome | None:
         """Wait until this supervisor has the replica's lease; return the outcome if the job ends first.

@@ -43,6 +43,19 @@ def test_a_step_that_ends_all_replicas_three_times_halts_the_job() -> None:
     assert (decision.action, decision.reason) == (Action.HALT, "the same step has ended all replicas 3 times")
 
 
+def test_units_are_not_blamed_for_a_step_that_ends_each_replica() -> None:
+    """Each has other units in it; a unit that ends one replica while the other one trains is blamed."""
+    job = JobFailures(lambda: [0, 1])
+    zero, one = ReplicaFailures(0, job), ReplicaFailures(1, job)
+    for _ in range(2):
+        for replica, failures in enumerate((zero, one)):
+            assert not failures.blame((replica, 6, 1), 7, True)
+            failures.judge(end(step=7), (), False)
+    assert not zero.blame((0, 9, 1), 10, True)
+    assert zero.blame((0, 9, 1), 14, False)
+    assert zero.blamed == one.blamed == ((0, 9, 1),)
+
+
 @pytest.mark.parametrize(
     "innocent",
     [

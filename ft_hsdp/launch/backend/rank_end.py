@@ -18,8 +18,12 @@ from pathlib import Path
 from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError, LocalResourceError, exhausted, raised_from
 from ft_hsdp.launch.run.directory import RunDir, read_json, try_write_json
 
-_SHORT = frozenset({errno.EAGAIN, errno.ENOSPC, errno.EDQUOT})  # `exhausted` knows the others
-_NO_MEMORY = re.compile(r"can't allocate memory|out of memory|cannot allocate memory", re.IGNORECASE)
+_SHORT = frozenset({errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.EADDRINUSE})  # `exhausted` knows the others
+_SHORT_TEXT = re.compile(  # of torch's errors, which have no number
+    r"can't allocate memory|cannot allocate memory|out of memory|no space left|too many open files|EADDRINUSE"
+    r"|address already in use|resource temporarily unavailable",
+    re.IGNORECASE,
+)
 _OUTSIDE = re.compile(  # in the type or text of an error: what is not under the script's control
     r"connect|timed?.?out|network|http|socket|unavailable|temporar|nccl"
     r"|no space|quota|DistBackend|DistStore",
@@ -55,7 +59,7 @@ def cause_of(error: BaseException) -> Cause:
     if exhausted(error) is not None or any(
         isinstance(each, LocalResourceError)
         or (isinstance(each, OSError) and each.errno in _SHORT)
-        or (isinstance(each, RuntimeError) and _NO_MEMORY.search(str(each)))
+        or (isinstance(each, RuntimeError) and _SHORT_TEXT.search(str(each)))
         for each in causes
     ):
         return Cause.SHORTAGE
