@@ -44,6 +44,7 @@ class QuorumRequest:
     rules: dict[str, str] = field(default_factory=dict)
     frozen: str = ""  # digest of the weights and buffers that are not part of the state; "": there are none
     hosts: Hosts = ()  # of its ranks
+    data: dict[str, str] = field(default_factory=dict)  # facts about its data; empty after the first grant
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ft_hsdp.core.commit import MAX_ROWS, AttemptId, CommitRecord
 from ft_hsdp.core.grant import Hosts, Refused, Report, ranks_of
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import MAX_UNIT
-from ft_hsdp.core.replica_state import ENTRY, PROTOCOL, difference
+from ft_hsdp.core.replica_state import ENTRY, PROTOCOL, difference, other_data
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_CONFIG, ProtocolViolation
 from ft_hsdp.memory.hosts import Host
@@ -138,17 +138,23 @@ def refusal(agreed: Agreement, ask: QuorumRequest) -> Refused | None:
         if wanted is not None and wanted != got:
             line = f"{what} {got[:40]!r} is not the job's {wanted[:40]!r}: all replicas need the same"
             return Refused(line, EXIT_CONFIG)
+    if ask.data and (other := other_data(ask.data, dict(agreed.data))) is not None:
+        line = f"data: {other[0]} is {other[1]} on replica {ask.report.replica}, and {other[2]} in the job"
+        return Refused(f"{line}: all replicas need the same data", EXIT_CONFIG)
     return None
 
 
 def with_first(agreed: Agreement, ask: QuorumRequest) -> Agreement:
     """Return ``agreed`` with the fields that are still None taken from ``ask``."""
-    if agreed.config_hash and agreed.layout and agreed.numerics is not None and agreed.frozen is not None:
+    whole = agreed.config_hash and agreed.layout and agreed.numerics is not None and agreed.frozen is not None
+    if whole and not ask.data:
         return agreed
     numerics = ask.numerics if agreed.numerics is None else agreed.numerics
     rules = agreed.rules if agreed.config_hash else tuple(sorted(ask.rules.items()))
     frozen = ask.frozen if agreed.frozen is None else agreed.frozen
-    return Agreement(agreed.config_hash or ask.config_hash, agreed.layout or ask.layout, numerics, rules, frozen)
+    config_hash, layout = agreed.config_hash or ask.config_hash, agreed.layout or ask.layout
+    data = tuple({**ask.data, **dict(agreed.data)}.items())[:RULES_LIMIT]
+    return Agreement(config_hash, layout, numerics, rules, frozen, data)
 
 
 def incarnation(text: str) -> Incarnation:
@@ -200,8 +206,9 @@ def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, a
         _record(r.prepared, epochs, steps, replicas, s.policy.units.shared)
     if max(map(len, (ask.config_hash, ask.layout, ask.numerics, ask.frozen))) > TEXT_LIMIT:
         raise ProtocolViolation(f"config_hash, layout, numerics and frozen have at most {TEXT_LIMIT} characters")
-    if ask.rules:
-        _rules(ask.rules)
+    for name, told in (("rules", ask.rules), ("data", ask.data)):
+        if told:
+            _told(name, told)
     check(ask.ring, ask.state, peer, allow)
     if ask.hosts:
         _hosts(ask.hosts, len(ask.ring))
@@ -247,14 +254,14 @@ def _hosts(hosts: Hosts, ranks: int) -> None:
             raise ProtocolViolation(f"hosts: {error}") from None
 
 
-def _rules(rules: dict[str, str]) -> None:
-    """Check the number, the lengths and the characters of the rules."""
-    if len(rules) > RULES_LIMIT:
-        raise ProtocolViolation(f"rules has {len(rules)} keys; at most {RULES_LIMIT}")
-    if any(max(len(key), len(value)) > TEXT_LIMIT for key, value in rules.items()):
-        raise ProtocolViolation(f"rules: a key or a value has more than {TEXT_LIMIT} characters")
-    if not all((key + value).isprintable() for key, value in rules.items()):
-        raise ProtocolViolation("rules: a key or a value is not printable")
+def _told(name: str, told: dict[str, str]) -> None:
+    """Check the number, the lengths and the characters of rules or facts."""
+    if len(told) > RULES_LIMIT:
+        raise ProtocolViolation(f"{name} has {len(told)} keys; at most {RULES_LIMIT}")
+    if any(max(len(key), len(value)) > TEXT_LIMIT for key, value in told.items()):
+        raise ProtocolViolation(f"{name}: a key or a value has more than {TEXT_LIMIT} characters")
+    if not all((key + value).isprintable() for key, value in told.items()):
+        raise ProtocolViolation(f"{name}: a key or a value is not printable")
 
 
 def _sets(r: Report, replicas: int) -> None:

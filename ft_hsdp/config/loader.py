@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,9 +109,10 @@ def agreed(config: Config) -> dict[str, str]:
     train = config.train.model_dump(
         include={"steps", "seed", "micro_batch", "seq_len", "accumulate", "precision", "poison", "poison_retries"}
     )
+    data = config.data.model_dump(exclude={"check"} if config.data.resume == "other" else {"check", "resume"})
     sections: dict[str, dict[str, Any]] = {
         "model": _model(config),
-        "data": config.data.model_dump(),
+        "data": data,
         "optim": config.optim.model_dump(exclude={"offload"}),
         "lr": config.lr.model_dump(),
         "train": train,
@@ -136,7 +137,7 @@ def config_hash(config: Config) -> str:
     return _hash(agreed(config))
 
 
-def resume_hash(config: Config) -> str:
+def resume_hash(config: Config, data: Mapping[str, Any] | None = None) -> str:
     """Return the hash over what a checkpoint and the job that resumes from it must have in common: 32 hex digits.
 
     It covers the model, the text, the optimizer, the seed and the number of sequences that a replica trains in a
@@ -144,14 +145,15 @@ def resume_hash(config: Config) -> str:
 
     Args:
         config: of the job.
+        data: the values of section ``data`` that it is to have instead of its own.
 
     Returns:
         32 hex digits.
     """
-    train = config.train
+    train, own = config.train, config.data.model_dump(exclude={"assignment", "weight", "check", "resume"})
     shared = {
         "model": _model(config),
-        "data": config.data.model_dump(exclude={"assignment", "weight"}),
+        "data": {key: (data or {}).get(key, value) for key, value in own.items()},
         "optim": config.optim.model_dump(exclude={"offload"}),
         "seed": train.seed,
         "seq_len": train.seq_len,

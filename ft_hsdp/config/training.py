@@ -104,6 +104,16 @@ class DataConfig(Section):
         "number may differ between units",
     )
     max_bytes: Int = Field(64 * 2**20, ge=1, le=2**40, description="bytes of text that are read at most")
+    check: bool | Literal["auto"] = Field(
+        "auto",
+        description="whether a few samples are read at the start, and compared between replicas and with the "
+        "checkpoint: auto, those with an index; true, also the first of a stream; false, none",
+    )
+    resume: Literal["same", "other"] = Field(
+        "same",
+        description="data of a job that resumes: same, those of the checkpoint; other, maybe others, which are "
+        "read from the beginning",
+    )
 
 
 class OptimConfig(Section):

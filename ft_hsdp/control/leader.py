@@ -190,7 +190,7 @@ class Leader:
         match effect:
             case effects.RequestGrant(report, pause):
                 if report.number and self._about.rules:
-                    self._about = replace(self._about, rules={})  # all agreed on them with the first grant
+                    self._about = replace(self._about, rules={}, data={})  # all agreed with the first grant
                 self.requests.send(replace(self._about, report=report), pause)
             case effects.SendToken(token):
                 fault_injection.reach("token-second" if token.verdict else "token-first", token.fence.step)

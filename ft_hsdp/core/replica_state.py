@@ -59,6 +59,32 @@ def difference(theirs: Mapping[str, str], agreed: Mapping[str, str]) -> tuple[st
     return None
 
 
+RANDOM, UNKNOWN = "random", "unknown"  # values of facts about the data that cannot be compared
+REPLICA_BATCH = "samples of a replica in a step"  # what stays the same if its ranks share them out otherwise
+TOGETHER = "samples together"  # what `collate_fn` makes of samples
+# Facts of how the data are cut into batches; the others are of the data themselves.
+CUTS = frozenset({"batch_size", REPLICA_BATCH, TOGETHER, "drop_last", "shuffle", "seed", "seq_len"})
+
+
+def other_data(theirs: Mapping[str, str], agreed: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Return the first fact about the data, those of the data themselves first, in which two sides differ.
+
+    A fact that one side does not know, or that is random, is not compared.
+
+    Args:
+        theirs: facts by name, as `ft_hsdp.train.data.facts` makes them.
+        agreed: the same of the other side.
+
+    Returns:
+        The fact, its value in `theirs` and its value in `agreed`; None if nothing differs.
+    """
+    for name in sorted(theirs.keys() & agreed.keys(), key=lambda name: (name in CUTS, name)):
+        mine, other = theirs[name], agreed[name]
+        if mine != other and not {mine, other} & {RANDOM, UNKNOWN}:
+            return name, mine, other
+    return None
+
+
 class Phase(Enum):
     """Where a replica is in a step.
 

@@ -98,6 +98,7 @@ class Job(DataSources, UserLoop, BlockHost):
         self._leave_group = leave_group
         self._mailbox = Mailbox()
         self._shards = config.data_shards
+        self._facts: dict[str, str] = {}  # of the data
         # Made by `adopt`, `optimizer` and `batches`, in this order.
         self._adopted: AdoptedModel
         self._groups: Groups | None = None
@@ -319,6 +320,7 @@ class Job(DataSources, UserLoop, BlockHost):
         reader = self._open_reader(source)
         driver.samples_of = getattr(source, "samples_of", None)
         with contextlib.closing(reader), leaving_on_sigterm(self.leave) as told:
+            self._facts = self._data_facts(source, reader)
             if self._identity is not None:
                 driver.guess(reader, self.replica)
             self._check_in(driver, reader)
@@ -451,7 +453,9 @@ class Job(DataSources, UserLoop, BlockHost):
     def _check_in(self, driver: StepDriver, reader: Reader[Any]) -> None:
         """Do all that any rank can do, wait for the incarnation if this is a spare, and join the job as that."""
         live_state, config, place = self._live_state, self.config, self._place
-        runtime = RankRuntime(config, place, self.device, self._adopted, live_state, self._mailbox, self._pauses)
+        runtime = RankRuntime(
+            config, place, self.device, self._adopted, live_state, self._mailbox, self._pauses, self._facts
+        )
         self._runtime = runtime
         live_state.state = state_id.initial(config_hash(config), state_id.digest(runtime.facts.weights))
         warm = time.time()
@@ -464,7 +468,7 @@ class Job(DataSources, UserLoop, BlockHost):
         if self.rank == 0:
             self._log = open_log(runtime, place, identity, self._adopted, warm)
         checkpoints, checkpointer = open_checkpoints(
-            config, place.run, identity.incarnation, live_state, runtime.ranks, self._shards
+            config, place.run, identity.incarnation, live_state, runtime.ranks, self._shards, runtime.facts.data
         )
         self._saver = CheckpointSaver(checkpointer, runtime.snapshots, self.rank, runtime.report)
         state = restored(config, place, identity, runtime, live_state, checkpoints)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ft_hsdp import protocol, tls
 from ft_hsdp.config import Config, agreed, config_hash
@@ -20,9 +20,9 @@ from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.control.rank_channel import RankHub
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Report, ranges
-from ft_hsdp.core.replica_state import ReplicaPolicy
+from ft_hsdp.core.replica_state import ReplicaPolicy, other_data
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankHello
 from ft_hsdp.train.identity import RankIdentity, RankPlace
@@ -38,6 +38,22 @@ class ReplicaFacts:
     weights: tuple[str, ...]  # digests of the initial shards
     layouts: tuple[str, ...]  # digests of the layouts
     pids: tuple[int, ...] = ()  # of all ranks, if they share one machine
+    data: Mapping[str, str] = field(default_factory=dict)  # facts of the data
+
+
+def same_data(told: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return all facts about the data that the ranks of a replica have told.
+
+    Raises:
+        ConfigError: Two ranks differ.
+    """
+    for rank, theirs in enumerate(told):
+        for before, mine in enumerate(told[:rank]):
+            if (found := other_data(theirs, mine)) is not None:
+                name, got, other = found
+                allowed = f"{other}, as on rank {before}: all ranks need the same data"
+                raise ConfigError(f"data: {name} on rank {rank} of the replica", got, allowed)
+    return {name: value for theirs in reversed(told) for name, value in theirs.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +145,7 @@ class RankZero:
             agreed(config),
             replica.frozen,
             ranges(h.host for h in hellos),
+            dict(replica.facts.data),
         )
         number, name = identity.replica, identity.incarnation
         return Leader(

@@ -23,7 +23,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name
 from ft_hsdp.train.lanes import GradientLanes
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
-from ft_hsdp.train.rank_zero import CheckIn, ReplicaFacts
+from ft_hsdp.train.rank_zero import CheckIn, ReplicaFacts, same_data
 from ft_hsdp.train.replica_link import ReplicaLink
 from ft_hsdp.train.state.copies import CopyKeeper
 from ft_hsdp.train.state.copy_plan import CopiedShard, room
@@ -93,6 +93,7 @@ class RankRuntime:
         live_state: LiveState,
         mailbox: Mailbox,
         pauses: Pauses,
+        data: Mapping[str, str],
     ) -> None:
         """Make all that does not depend on the replica. A collective: blocks until all ranks of it are here.
 
@@ -104,8 +105,10 @@ class RankRuntime:
             live_state: The state that this rank holds; only read here.
             mailbox: Where the main thread takes its orders from.
             pauses: Of the main thread.
+            data: Facts of this rank's data.
 
         Raises:
+            ConfigError: The ranks of the replica have different data.
             LocalSystemError: The device is at fault.
             FtHsdpError: The other ranks did not come within `timeouts.ranks_s`.
         """
@@ -143,12 +146,14 @@ class RankRuntime:
         self.ranks = ReplicaGroup(config.timeouts.ranks_s)
         live_state.describe_frozen(self.ranks)
         digests = live_state.weights_digest(), live_state.layout.fingerprint
-        mine = [port, *digests, os.getpid(), exit_watch.process_space(), live_state.layout.nbytes]
+        mine = [port, *digests, os.getpid(), exit_watch.process_space(), live_state.layout.nbytes, data]
         gathered = [json.loads(each) for each in self.ranks.gather(json.dumps(mine).encode())]
-        ports, weights, layouts, pids, spaces, sizes_of_shards = zip(*gathered, strict=True)
+        ports, weights, layouts, pids, spaces, sizes_of_shards, told = zip(*gathered, strict=True)
         self._shards = [CopiedShard(*each) for each in zip(layouts, sizes_of_shards, strict=True)]
         room(config.memory.budget_gb, self._shards)
-        self.facts = ReplicaFacts(ports[0], weights, layouts, pids if len(set(spaces)) == 1 else ())
+        self.facts = ReplicaFacts(
+            ports[0], weights, layouts, pids if len(set(spaces)) == 1 else (), same_data(told)
+        )
         self.ranks.wait_for(config.timeouts.load_s)
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:

@@ -500,7 +500,8 @@ class StepDriver:
             journal.event("BatchGivenUp", reason, **facts)
         if not self._committed:
             how = "contributes to it" if mine else "adds nothing to it"
-            journal.event("FirstStepCommitted", f"this replica {how}", step=record.step)
+            data = dict(self.here.runtime.facts.data)
+            journal.event("FirstStepCommitted", f"this replica {how}", step=record.step, data=data)
             self._committed = True
 
     def _conclude_at_end(self) -> None:

@@ -48,13 +48,15 @@ _HOSTS: Document = {
     "maxItems": 64,
     "items": {"type": "string", "pattern": "^[0-9a-fA-F.:\\[\\]]{2,45}:[0-9]{1,5}$"},
 }
+_TOLD: Document = {"maxProperties": 64, "additionalProperties": {"type": "string", "maxLength": 256}}
 # What `lighthouse.validation` checks for every job; limits that depend on the job are in no schema.
 _BOUNDS: dict[str, Document] = {
     "Ask": {
         "ring": _HOSTS,
         "state": _HOSTS,
         **{key: {"maxLength": 256} for key in ("config_hash", "layout", "numerics", "frozen")},
-        "rules": {"maxProperties": 64, "additionalProperties": {"type": "string", "maxLength": 256}},
+        "rules": _TOLD,
+        "data": _TOLD,
     },
     "Report": {
         **dict.fromkeys(("step", "epoch", "after", "max_term", "saved", "number"), _NUMBER),

@@ -51,6 +51,7 @@ class Agreement:
     numerics: str | None = None
     rules: tuple[tuple[str, str], ...] = ()  # (dotted key, value as JSON text)
     frozen: str | None = None
+    data: tuple[tuple[str, str], ...] = ()  # (fact about the data, value)
 
 
 @dataclass(frozen=True, slots=True)

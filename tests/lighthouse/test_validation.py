@@ -252,6 +252,40 @@ async def test_a_fenced_incarnation_is_refused_and_its_report_forgotten():
     assert events(rows, "AskRefused")
 
 
+async def test_other_data_are_refused_by_name_and_the_healthy_ones_go_on():
+    service, rows = make_service()
+
+    def told(replica, **facts):
+        return replace(ask(replica), data={"seed": "0", **facts})
+
+    first = asyncio.create_task(service.ask(told(0, length="160", **{"sample 0": "random"})))
+    await quiet()
+    answer = await service.ask(told(1, length="159", seed="1"))
+    assert isinstance(answer, Refused)
+    assert answer.exit_code == 64
+    assert answer.reason.startswith("data: length is 159 on replica 1, and 160 in the job")
+    assert isinstance(await service.ask(told(1, length="160", **{"sample 0": "ab", "sample 9": "cd"})), Grant)
+    assert isinstance(await first, Grant)
+    assert events(rows, "AskRefused")
+    late = await service.ask(told(1, length="160", **{"sample 9": "ef"}))
+    assert isinstance(late, Refused), "what the second one told first holds, too"
+
+
+def test_facts_of_the_data_are_kept_with_what_is_agreed(tmp_path):
+    config = parse({"replicas": 2})
+    store = MemoryStore()
+    state = store.load(policy(config))
+    store.save(replace(state, agreed=Agreement("hash", "layout", "", (), "", (("length", "160"),))))
+    assert store.load(policy(config)).agreed.data == (("length", "160"),)
+
+
+@pytest.mark.parametrize("data", [{"x" * 300: "1"}, {"x": "\n"}, {str(n): "" for n in range(65)}])
+async def test_facts_of_the_data_are_bounded(data):
+    service, _ = make_service()
+    with pytest.raises(ProtocolViolation, match="data"):
+        await service.ask(replace(ask(0), data=data))
+
+
 def test_a_lighthouse_with_other_rules_than_its_run_agreed_on_does_not_start(tmp_path):
     config = parse({"replicas": 2})
     store = MemoryStore()

@@ -5,6 +5,7 @@ import hmac
 import json
 import random
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import ANY
@@ -16,6 +17,7 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId, canonical
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, drafts
+from ft_hsdp.state.checkpoint.catalog import JobData, differing_data
 from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     FORMAT,
     CheckpointManifest,
@@ -140,7 +142,7 @@ def test_a_renamed_one_is_not_newer(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        ({"format": 1}, "format 1, this version reads 2 to 4"),
+        ({"format": 1}, "format 1, this version reads 2 to 5"),
         ({"files": {"../../x": File(1, "")}}, "files that no checkpoint has"),
         ({"files": {".metadata": File(1, ""), "/etc/passwd": File(1, "")}}, "files that no checkpoint has"),
         ({"files": {"__0_0.distcp": File(1, "")}}, "files that no checkpoint has"),
@@ -306,3 +308,69 @@ def test_a_changed_manifest_with_a_right_digest_is_not_signed(tmp_path) -> None:
     (path / "manifest.json").write_bytes(checkpoint_manifest.encode(replace(was, files=files)))
     with pytest.raises(Unauthentic):
         catalog.verify(path, KEY)
+
+
+def test_a_checkpoint_that_says_nothing_of_the_data_is_read(tmp_path) -> None:
+    was = json.loads(checkpoint_manifest.encode(manifest(1, 1, files={".metadata": File(1, "")})))
+    del was["data"]
+    was |= {"format": 4, "digest": ""}
+    was["digest"] = blake3.blake3(canonical(was).encode()).hexdigest()
+    read = checkpoint_manifest.decode(canonical(was).encode())
+    assert (read.format, read.data) == (FORMAT, {})
+
+
+TEXT = {"kind": "Batches", "length": "77000", "text": "ab", "seed": "0", "batch_size": "4"}
+SECTION = {"path": "text", "tokenizer": "byte", "max_bytes": 9}
+
+
+def differing(facts: dict[str, str], other: bool, path: str = "text", known: dict[str, str] = TEXT) -> str:
+    """How data with these facts, and this path, differ from those of a checkpoint."""
+    written = replace(manifest(1, 1), data=known, config={"data": SECTION})
+
+    def hash_with(config: Mapping[str, object]) -> str:
+        return "hash" if config["data"] == SECTION else "another"
+
+    here = "hash" if path == "text" else "moved"
+    return differing_data(Path("kept"), written, here, JobData(facts, {**SECTION, "path": path}, other, hash_with))
+
+
+@pytest.mark.parametrize(
+    ("facts", "path", "said"),
+    [
+        (
+            {**TEXT, "length": "77077", "text": "cd"},
+            "text",
+            "data: length: got '77077'; allowed: 77000, as in kept",
+        ),
+        ({**TEXT, "text": "cd"}, "text", "data: text: got 'cd'; allowed: ab"),
+        ({**TEXT, "seed": "1"}, "text", "data: seed: got '1'; allowed: 0"),
+        (TEXT, "moved", "data: data.path: got 'moved'; allowed: text"),
+    ],
+)
+def test_a_resume_with_other_data_is_refused_by_name(facts, path, said) -> None:
+    with pytest.raises(ConfigError) as refused:
+        differing(facts, False, path)
+    assert str(refused.value).startswith(said)
+    assert "data.resume: other" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("facts", "path", "begins_anew"),
+    [
+        (TEXT, "text", False),
+        ({**TEXT, "length": "77077"}, "text", True),
+        ({**TEXT, "text": "cd"}, "moved", True),
+        ({**TEXT, "seed": "1"}, "text", False),
+        (TEXT, "moved", False),
+        ({"kind": "stream"}, "moved", True),
+        ({"kind": "stream"}, "text", False),
+    ],
+)
+def test_other_data_are_read_from_their_beginning_if_they_may_be_others(facts, path, begins_anew) -> None:
+    known = TEXT if "text" in facts else facts
+    assert bool(differing(facts, True, path, known)) is begins_anew
+
+
+@pytest.mark.parametrize("facts", [{}, {"text": "random"}, {"length": "77000"}, {**TEXT, "batch_size": "8"}])
+def test_what_is_not_known_or_of_a_rank_alone_is_not_compared_at_a_resume(facts) -> None:
+    assert differing(facts, False) == ""

@@ -11,6 +11,7 @@ replay must run on the same kind of machine as the job.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from ft_hsdp import secret
 from ft_hsdp.analysis.commits import counted, newest_final
-from ft_hsdp.config import Config, load
+from ft_hsdp.config import Config, load, resume_hash
 from ft_hsdp.core.commit import Contribution
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
@@ -31,12 +32,14 @@ from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import check_counts_units, commits_of, finals_of
 from ft_hsdp.launch.run.replay_sums import equal_sums, lane_sums
 from ft_hsdp.state.checkpoint import catalog, dcp
-from ft_hsdp.state.checkpoint.catalog import UNSIGNED, Checkpoint
+from ft_hsdp.state.checkpoint.catalog import UNSIGNED, Checkpoint, differing_data
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
 from ft_hsdp.train import trainer
+from ft_hsdp.train.data.facts import PROBE_S
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, finish
 from ft_hsdp.train.replay.job import record_of
+from ft_hsdp.train.state.checkpointing import job_data
 from ft_hsdp.train.state.packing import state_digest
 
 
@@ -179,6 +182,9 @@ class _Unsharded:
         optim = {dcp.key("optim", n): t for n, t in self._groups.tensors(self._names).items()}
         dcp.load(found.path, {**params, **optim}, found.manifest)
         self._groups.adopt(found.manifest.hyper)
+        data = job_data(self._config, self._data.facts(time.monotonic() + PROBE_S))
+        if data.other and differing_data(found.path, found.manifest, resume_hash(self._config), data):
+            return Ledger.empty(self._config.data_shards)
         return found.manifest.ledger.rescaled((found.manifest.accumulate, found.manifest.ranks), self._batch)
 
     def step(self, row: Row) -> str:

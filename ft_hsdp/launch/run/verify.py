@@ -17,6 +17,7 @@ from typing import Any
 
 from ft_hsdp.analysis.commits import CommitMerger, Rewind, counted, newest_final
 from ft_hsdp.config import config_hash, load
+from ft_hsdp.core.replica_state import other_data
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.audit import WINDOW
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, another, read_json
@@ -134,6 +135,7 @@ class _Check:
         self._awaited: dict[str, tuple[str, str]] = {}
         self._bases: dict[str, LoggedGrant] = {}  # lineages on which a grant builds, without a row so far
         self._rows: dict[str, list[Row]] = {}  # lineage -> its rows above the last canonical step
+        self._data: dict[str, tuple[str, str]] = {}  # fact about the data -> its value, and where it stands
         self._tally = RunTally(config)
         self._events = _by_time(run)
         self._event = next(self._events, None)
@@ -188,9 +190,19 @@ class _Check:
                     self._breach(f"{self._name(path)}:{number}", f"no strict JSON ({error})", "a row, or nothing")
                     continue
                 name = row.get("event") if count and isinstance(row, dict) else None
+                if name == "FirstStepCommitted" and isinstance(row.get("data"), dict):
+                    self._same_data(f"{self._name(path)}:{number}", row["data"])
                 self._undone |= name in ("HeadRolledBack", "RewindOrdered")
                 if name in ("LogLinesLost", "LogCut"):
                     self.found.lost += int(row.get("lines", 1))
+
+    def _same_data(self, where: str, facts: dict[str, str]) -> None:
+        """Check that an incarnation that took part had the data of those before it."""
+        told = {fact: value for fact, (value, _) in self._data.items()}
+        if (found := other_data(facts, told)) is not None:
+            fact, value, known = found
+            self._breach(where, f"data: {fact} {value}", f"{known}, as {self._data[fact][1]} has")
+        self._data = {**{fact: (value, where) for fact, value in facts.items()}, **self._data}
 
     # From the logs to the history that lasted.
 

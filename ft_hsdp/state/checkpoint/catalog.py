@@ -14,7 +14,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.replica_state import CUTS, other_data
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import checkpoint_manifest, dcp
@@ -198,6 +199,17 @@ UNSIGNED = "a checkpoint that was signed with this job's checkpoint.key; or chec
 
 
 @dataclass(frozen=True, slots=True)
+class JobData:
+    """The data of a job that resumes."""
+
+    facts: Mapping[str, str]
+    section: Mapping[str, Any]  # of the configuration
+    other: bool  # whether they may be others than those of the checkpoint (`data.resume`)
+    # Returns the configuration's hash if its section `data` were that of the given configuration.
+    hash_with: Callable[[Mapping[str, Any]], str]
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """The state that was loaded into the live tensors."""
 
@@ -209,6 +221,7 @@ class Resumed:
     path: Path  # of the checkpoint
     skipped: tuple[SkippedCheckpoint, ...]  # newer checkpoints that could not be used
     seconds: float
+    other_data: str = ""  # how the data differ from those of the checkpoint; "": they do not
 
 
 def resume(
@@ -221,6 +234,7 @@ def resume(
     user: Mapping[str, torch.Tensor] | None = None,
     frozen: tuple[Frozen, ...] = (),
     step: int | None = None,
+    data: JobData | None = None,
 ) -> Resumed | None:
     """Load the newest valid checkpoint in ``folder`` into the replica's live tensors. A collective. Blocks.
 
@@ -234,6 +248,7 @@ def resume(
         user: The live tensors of the user's own state by name, written in place.
         frozen: What a state dict of the model has beside the state; the checkpoint's must be equal.
         step: Look only at checkpoints of this step.
+        data: Of this job; None: they are not compared.
 
     Returns:
         What was loaded, or None if the folder has no such checkpoint.
@@ -254,7 +269,7 @@ def resume(
                 return None
             said = "; ".join(f"{each.name}: {each.reason}" for each in skipped)
             raise ConfigError(KEY, str(folder), f"a folder with a valid checkpoint, or without any ({said})")
-        _fits(folder / name, manifest, config_hash, expected, frozen)
+        _fits(folder / name, manifest, config_hash, expected, frozen, data)
         failure = _read(folder / name, manifest, live, ranks)
         if not failure:
             seconds = time.monotonic() - began
@@ -267,6 +282,7 @@ def resume(
                 folder / name,
                 skipped,
                 seconds,
+                differing_data(folder / name, manifest, config_hash, data) if data else "",
             )
         unread[name] = SkippedCheckpoint(name, failure)
 
@@ -312,13 +328,18 @@ def _fits(
     config_hash: str,
     expected: tuple[Stored, ...],
     frozen: tuple[Frozen, ...],
+    data: JobData | None,
 ) -> None:
     """Check that a checkpoint is of this job and model.
 
     Raises:
         ConfigError: It is not. Raised on all ranks alike.
     """
-    if manifest.config_hash != config_hash:
+    accepted = {config_hash}
+    if data is not None:
+        differing_data(path, manifest, config_hash, data)
+        accepted.add(data.hash_with(manifest.config))
+    if manifest.config_hash not in accepted:
         allowed = f"checkpoints of this configuration ({config_hash[:8]}; its own is {manifest.config_hash[:8]})"
         raise ConfigError(KEY, str(path), allowed)
     differing = set(manifest.tensors) ^ set(expected)
@@ -331,6 +352,36 @@ def _fits(
         which = names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
         allowed = f"checkpoints of a job with the same frozen weights and buffers ({which} differs): load those"
         raise ConfigError(KEY, str(path), allowed)
+
+
+def differing_data(path: Path, manifest: CheckpointManifest, config_hash: str, data: JobData) -> str:
+    """Return how the data of a job differ from those of a checkpoint; "": only in how they are cut, or not at all.
+
+    Where nothing is known of the data themselves, other values of section `data` stand for other data.
+
+    Args:
+        path: Of the checkpoint.
+        manifest: Of the checkpoint.
+        config_hash: That of the job.
+        data: Of the job.
+
+    Raises:
+        ConfigError: They may not differ.
+    """
+    # The batch of a rank may be another one, if that of a replica stays the same.
+    facts = {name: value for name, value in data.facts.items() if name != "batch_size"}
+    found = other_data(facts, manifest.data)
+    if found is None and data.hash_with(manifest.config) == manifest.config_hash != config_hash:
+        written = manifest.config["data"]
+        key = next(key for key, value in data.section.items() if written.get(key, value) != value)
+        found = f"data.{key}", str(data.section[key]), str(written[key])
+    if found is None:
+        return ""
+    name, mine, theirs = found
+    if not data.other:
+        raise ConfigError(f"data: {name}", mine, f"{theirs}, as in {path}; or data.resume: other")
+    known = name.startswith("data.") and facts.keys() & manifest.data.keys() - CUTS - {"kind"}
+    return "" if name in CUTS or known else f"{name} is {mine} here, and {theirs} there"
 
 
 def _read(path: Path, manifest: CheckpointManifest, live: Mapping[str, torch.Tensor], ranks: ReplicaGroup) -> str:

@@ -21,8 +21,9 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 
-FORMAT = 4
-OF_STATES = 3  # read too: it says nothing of what the model has beside the state
+FORMAT = 5
+OF_MODELS = 4  # read too: it says nothing of the data
+OF_STATES = 3  # read too: moreover, it says nothing of what the model has beside the state
 OF_BATCHES = 2  # read too: moreover, its ledger counts batches
 MAX_SIZE = 2**20  # data ranks of a replica, and micro-batches of one
 MANIFEST = "manifest.json"
@@ -98,6 +99,7 @@ class CheckpointManifest:
     user: dict[str, dict[str, Any]] = field(default_factory=dict)  # JSON values of the user's own state, by name
     frozen: tuple[Frozen, ...] | None = None  # what else a state dict of the model has; None: not known
     aliases: dict[str, str] = field(default_factory=dict)  # further names of tied tensors: the name here by them
+    data: dict[str, str] = field(default_factory=dict)  # facts about the data
     mac: str = ""  # HMAC-SHA256 over the fields above
     digest: str = ""  # blake3 over all other fields, ``mac`` included
 
@@ -162,7 +164,7 @@ def decode(data: bytes) -> CheckpointManifest:
         written = json.loads(data)
         # The fields of other formats are others, so the format is looked at first.
         found = written.get("format") if isinstance(written, dict) else FORMAT
-        if found not in (OF_BATCHES, OF_STATES, FORMAT):
+        if found not in (OF_BATCHES, OF_STATES, OF_MODELS, FORMAT):
             raise Unusable(f"{MANIFEST} has format {str(found)[:20]}, this version reads {OF_BATCHES} to {FORMAT}")
         manifest = _ADAPTER.validate_json(data if found == FORMAT else json.dumps(_renewed(written)))
         whole = (encode(manifest) if found == FORMAT else _sealed(written)) == data
@@ -193,7 +195,7 @@ def _renewed(written: dict[str, Any]) -> dict[str, Any]:
     Raises:
         KeyError, TypeError, ValueError: It is not such a manifest.
     """
-    if written["format"] == OF_STATES:
+    if written["format"] in (OF_STATES, OF_MODELS):
         return {**written, "format": FORMAT}
     was = written["ledger"]
     named = written["config"]["train"]["accumulate"], written["ranks"], was["cursors"], was["holes"]

@@ -55,6 +55,7 @@ class CheckpointOrigin:
     frozen: tuple[Frozen, ...] = ()  # what a state dict of the model has beside the state
     aliases: Mapping[str, str] = field(default_factory=dict)  # further names of tied tensors
     data_ranks: int = 1  # of a batch: those of a replica with all its ranks
+    data: Mapping[str, str] = field(default_factory=dict)  # facts about the data
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,4 +317,5 @@ class Checkpointer:
             header.user,
             self._about.frozen,
             dict(self._about.aliases),
+            dict(self._about.data),
         )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ft_hsdp.core.randomness import Permutation
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.data.facts import array_facts
 from ft_hsdp.train.tokens import SEPARATOR, Tokens
 
 IGNORED = -100  # a target that does not count: torch's own ignore_index
@@ -94,6 +95,10 @@ class Batches:
         batch = ((index * self.shards + shard) * self.ranks + rank) * self.accumulate + micro
         places = range(batch * self.rows, (batch + 1) * self.rows)
         return [(p // self.windows, self._order(p // self.windows)[p % self.windows]) for p in places]
+
+    def facts(self, until: float) -> dict[str, str]:
+        """Return what the batches depend on; ``until``, by `time.monotonic`, tokens are read. Blocks."""
+        return {"seed": str(self.seed), "seq_len": str(self.seq_len), **array_facts(self.tokens.array, until)}
 
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
         """Return inputs and targets, int64 [rows, seq_len] each; targets are the inputs one token later.

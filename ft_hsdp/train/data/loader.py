@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from ft_hsdp.core.replica_state import REPLICA_BATCH
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.data.prefetch import Reader
 from ft_hsdp.train.data.samples import JobShape, SampleReader
@@ -99,6 +100,11 @@ class Loader(Generic[Batch]):
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Batch:
         """Read a batch in this process, and return it; for example for `Job.warm_up`. Blocks while it is read."""
         return self._reader.read(self._shape.number(shard, index, rank, micro))
+
+    def facts(self, until: float) -> dict[str, str]:
+        """Return what the batches depend on, as `SampleReader.facts` does."""
+        facts, shape = self._reader.facts(until), self._shape
+        return {**facts, REPLICA_BATCH: str(int(facts["batch_size"]) * shape.ranks * shape.accumulate)}
 
     def reader(self) -> Reader[Batch]:
         """Return what reads the batches of a rank ahead; its workers are started now."""

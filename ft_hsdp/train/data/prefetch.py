@@ -81,6 +81,15 @@ class Prefetcher(Generic[Batch]):
         self.guess(ahead)
         return batch
 
+    def read(self, at: MicroBatch, wait_s: float) -> Batch:
+        """Read a micro-batch, and read it again the next time. Blocks for ``wait_s`` at most.
+
+        Raises:
+            TimeoutError: It is not read by then.
+        """
+        self._ahead = None
+        return self._order(at).result(wait_s)
+
     def trained(self, first: MicroBatch) -> None:
         """Do nothing: a source can be asked for any place."""
 

@@ -9,18 +9,17 @@ what that has read before matters.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from ft_hsdp.core.randomness import Permutation, stream
+from ft_hsdp.core.replica_state import TOGETHER
+from ft_hsdp.train.data.facts import first_samples, generators_kept, read_twice, sample_facts, seed_generators
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,7 @@ class SampleReader(Dataset[Any]):
         self._collate = default_collate if collate_fn is None else collate_fn
         self._shuffle = shuffle
         self._seed = seed
+        self._drop_last = drop_last
         self.samples = len(dataset)
         self.batches = self.samples // batch_size if drop_last else -(-self.samples // batch_size)  # of an epoch
 
@@ -94,18 +94,36 @@ class SampleReader(Dataset[Any]):
     def read(self, number: int) -> Any:
         """Return a batch. The generators of torch, numpy and random are as before afterwards."""
         epoch, samples = self.samples_of(number)
-        with _generators_kept():
+        with generators_kept():
             if callable(together := getattr(self._dataset, "__getitems__", None)):
-                _seed_generators(stream(self._seed, "samples", number))
+                seed_generators(stream(self._seed, "samples", number))
                 items = together(samples)
             else:
                 items = [self._item(epoch, sample) for sample in samples]
-            _seed_generators(stream(self._seed, "collate", number))
+            seed_generators(stream(self._seed, "collate", number))
             return self._collate(items)
 
     def _item(self, epoch: int, sample: int) -> Any:
-        _seed_generators(stream(self._seed, "sample", epoch, sample))
+        seed_generators(stream(self._seed, "sample", epoch, sample))
         return self._dataset[sample]
+
+    def facts(self, until: float) -> dict[str, str]:
+        """Return what the batches depend on; ``until``, by `time.monotonic`, samples are read. Blocks."""
+        kept = {"batch_size": self._batch_size, "drop_last": self._drop_last, "shuffle": self._shuffle}
+        facts = {name: str(value) for name, value in kept.items()}
+        facts |= {"length": str(self.samples), "seed": str(self._seed)}
+        if time.monotonic() >= until:
+            return facts
+        facts |= sample_facts(self.samples, lambda sample: self._items([sample])[0], until)
+        some = first_samples(self.samples)
+        if time.monotonic() < until:
+            with generators_kept():
+                facts[TOGETHER] = read_twice(lambda: self._collate(self._items(some)))
+        return facts
+
+    def _items(self, samples: list[int]) -> Any:
+        together = getattr(self._dataset, "__getitems__", None)
+        return together(samples) if callable(together) else [self._dataset[sample] for sample in samples]
 
     def __getitem__(self, number: int | None) -> Any:
         """Return a batch, or a `FailedRead`: whether the batch is wanted is not known here."""
@@ -118,20 +136,3 @@ class SampleReader(Dataset[Any]):
             if worker is None:
                 return FailedRead(error)
             return FailedRead(ExceptionWrapper(where=f"in DataLoader worker process {worker.id}"))
-
-
-def _seed_generators(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-
-
-@contextmanager
-def _generators_kept() -> Iterator[None]:
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.data.batches import Batches
+from ft_hsdp.train.data.facts import PROBE_S, sample_facts
 from ft_hsdp.train.data.loader import Loader, check
 from ft_hsdp.train.data.prefetch import Prefetcher, Reader
 from ft_hsdp.train.data.samples import JobShape, SampleReader
+from ft_hsdp.train.data.step_plan import MicroBatch
 from ft_hsdp.train.data.stream import BatchStream
 from ft_hsdp.train.data.workers import ReadOptions
 from ft_hsdp.train.identity import RankPlace
@@ -51,6 +56,27 @@ class DataSources:
             )
             raise ConfigError("job.batches", type(source).__name__, allowed)
         return Prefetcher(source)
+
+    def _data_facts(self, source: Any, reader: Reader[Any]) -> dict[str, str]:
+        """Return what the batches of ``source`` depend on. Blocks for about `PROBE_S` at most.
+
+        Args:
+            source: The data.
+            reader: Of ``source``. Its workers are started: they inherit nothing of what is opened here.
+        """
+        check = self.config.data.check
+        until = time.monotonic() + (PROBE_S if check else -1)
+        if isinstance(source, BatchStream):
+            return {"kind": "stream", **(source.facts(until) if check is True and self._place.rank == 0 else {})}
+        if isinstance(source, Loader | Batches):
+            return {"kind": type(source).__name__, **source.facts(until)}
+        facts = {"kind": type(source).__name__}
+        if hasattr(type(source), "__len__"):
+            facts["length"] = str(len(source))
+        if isinstance(reader, Prefetcher):
+            read = partial(reader.read, MicroBatch(0, 0, 0, 0), PROBE_S)
+            facts |= sample_facts(1, lambda _: read(), until)
+        return facts
 
     def batches(self, source: Any, accumulate: int | None = None) -> Iterator[Any]:
         """Yield the batches of ``source`` that this replica has to train, ``accumulate`` in a step: `Job` does."""

@@ -12,18 +12,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import replace_json
 from ft_hsdp.train.data import state_json
+from ft_hsdp.train.data.facts import sample_facts
 from ft_hsdp.train.data.samples import JobShape
 from ft_hsdp.train.data.step_plan import MicroBatch
 
 Batch = TypeVar("Batch")
 
 AGAIN = "an iterable that gives batches each time it is iterated over"
+ITEMS = 2  # batches of part 0 that are compared, if any
 SAVE_S = 1.0  # between two saved states of an iterator, at least
 
 
@@ -70,6 +73,20 @@ class BatchStream(Generic[Batch]):
         """
         raise ConfigError("stream.batch", (shard, index, rank, micro), "no call: a stream is read in order")
 
+    def facts(self, until: float) -> dict[str, str]:
+        """Return the digests of the first batches of part 0, which every rank can read.
+
+        A stream that is read in order may come from far away: nothing is read unless `data.check` is true. An
+        iterable that is this rank's own part is not read, since it would go on behind what was read.
+
+        Args:
+            until: When to stop, by `time.monotonic`; a read is not interrupted.
+        """
+        if isinstance(self._source, Iterable):
+            return {}
+        shards = self._shape.shards * self._shape.ranks
+        return sample_facts(1, lambda _: list(islice(self._source(0, shards), ITEMS)), until)
+
     def reader(self, rank: int) -> StreamReader[Batch]:
         """Return what reads the items of a data rank."""
         return StreamReader(self._source, self._shape, rank, self._run, self._rank)
@@ -95,7 +112,7 @@ class StreamReader(Generic[Batch]):
         self._epoch = 0  # how often the iterator has ended
         self._first = 0  # number of the first item that is not trained
         self._kept: dict[int, Any] = {}  # items from that one on
-        self._state: tuple[int, int, Any] | None = None  # (next item, epoch, state of the iterable)
+        self._state: tuple[int, int, Any] | None = None  # (next item, epoch, encoded state of the iterable)
         self._saved_at = 0.0
 
     def guess(self, ahead: Iterable[MicroBatch]) -> None:
@@ -202,7 +219,10 @@ class StreamReader(Generic[Batch]):
         now = time.monotonic()
         if now - self._saved_at >= SAVE_S and self._state is None and hasattr(self._opened, "load_state_dict"):
             self._saved_at = now
-            self._state = self._next, self._epoch, self._opened.state_dict()
+            try:  # now: an iterable may return the mapping that it goes on to change
+                self._state = self._next, self._epoch, state_json.encode(self._opened.state_dict())
+            except TypeError as error:
+                raise ConfigError("job.stream: state_dict()", str(error), state_json.ALLOWED) from None
 
     @property
     def _path(self) -> Path:
@@ -213,11 +233,7 @@ class StreamReader(Generic[Batch]):
         return [self._shape.shards, self._shape.ranks, self._shape.accumulate]
 
     def _save(self, state: tuple[int, int, Any]) -> None:
-        number, epoch, inner = state
-        try:
-            encoded = state_json.encode(inner)
-        except TypeError as error:
-            raise ConfigError("job.stream: state_dict()", str(error), state_json.ALLOWED) from None
+        number, epoch, encoded = state
         body = {"layout": self._layout, "items": number, "epoch": epoch, "state": encoded}
         try:
             replace_json(self._path, body)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
 from ft_hsdp.state.checkpoint import drafts
-from ft_hsdp.state.checkpoint.catalog import Resumed, resume
+from ft_hsdp.state.checkpoint.catalog import JobData, Resumed, resume
 from ft_hsdp.state.checkpoint.writer import (
     Checkpointer,
     CheckpointNotPublished,
@@ -51,10 +52,17 @@ class Checkpoints:
     shards: int  # data shards of the job; a checkpoint may be of another number of them
     batch: tuple[int, int]  # micro-batches of a data rank, and data ranks, of a batch of the job
     key: bytes | None  # with which they have to be signed; None: any are trusted
+    data: JobData | None = None  # None: those of the checkpoint are not compared
 
 
 def open_checkpoints(
-    config: Config, run: Path, incarnation: str, live_state: LiveState, ranks: ReplicaGroup, shards: int
+    config: Config,
+    run: Path,
+    incarnation: str,
+    live_state: LiveState,
+    ranks: ReplicaGroup,
+    shards: int,
+    data: Mapping[str, str],
 ) -> tuple[Checkpoints, Checkpointer]:
     """Return the job's checkpoints, and what writes them: any rank may be asked to write.
 
@@ -65,12 +73,13 @@ def open_checkpoints(
         live_state: Whose tensors are written.
         ranks: Of this replica.
         shards: Data shards of the job.
+        data: Facts about the data.
 
     Raises:
         ConfigError: The folder or the key cannot be used.
     """
     key = _key(config, run, ranks)
-    checkpoints = checkpoints_of(config, run, ranks, shards)
+    checkpoints = checkpoints_of(config, run, ranks, shards, data)
     origin = CheckpointOrigin(
         incarnation,
         config.slots,
@@ -80,6 +89,7 @@ def open_checkpoints(
         live_state.frozen,
         live_state.aliases,
         config.data_ranks,
+        data,
     )
     checkpointer = Checkpointer(
         checkpoints.folder,
@@ -95,7 +105,9 @@ def open_checkpoints(
     return checkpoints, checkpointer
 
 
-def checkpoints_of(config: Config, run: Path, ranks: ReplicaGroup, shards: int) -> Checkpoints:
+def checkpoints_of(
+    config: Config, run: Path, ranks: ReplicaGroup, shards: int, data: Mapping[str, str]
+) -> Checkpoints:
     """Return where the checkpoints of a job are, and which of them it can use.
 
     Args:
@@ -103,6 +115,7 @@ def checkpoints_of(config: Config, run: Path, ranks: ReplicaGroup, shards: int) 
         run: The run's directory.
         ranks: Of this replica.
         shards: Data shards of the job.
+        data: Facts about the data.
 
     Raises:
         ConfigError: The key cannot be used.
@@ -110,7 +123,18 @@ def checkpoints_of(config: Config, run: Path, ranks: ReplicaGroup, shards: int) 
     folder = Path(config.checkpoint.dir) if config.checkpoint.dir else run / "checkpoints"
     required = None if config.checkpoint.trust else _key(config, run, ranks)
     batch = config.train.accumulate, config.data_ranks
-    return Checkpoints(folder, resume_hash(config), config.slots, shards, batch, required)
+    about = job_data(config, data)
+    return Checkpoints(folder, resume_hash(config), config.slots, shards, batch, required, about)
+
+
+def job_data(config: Config, facts: Mapping[str, str]) -> JobData:
+    """Return what a resume compares of the data of a job, about which ``facts`` are known."""
+
+    def hash_with(written: Mapping[str, Any]) -> str:
+        return resume_hash(config, written.get("data"))
+
+    section = config.data.model_dump(include={"path", "tokenizer", "max_bytes"})
+    return JobData(facts, section, config.data.resume == "other", hash_with)
 
 
 def _key(config: Config, run: Path, ranks: ReplicaGroup) -> bytes:
@@ -159,9 +183,13 @@ def load_checkpoint(
             live_state.user,
             live_state.frozen,
             step,
+            checkpoints.data,
         )
     if found is None:
         return None
+    if found.other_data:
+        live_state.resumed(found.state, Ledger.empty(checkpoints.shards), found.hyper, found.user)
+        return found
     try:
         ledger = found.ledger.rescaled(found.batch, checkpoints.batch)
     except ValueError as error:

@@ -295,7 +295,8 @@ class _Restoration:
             for passed in found.skipped:
                 self._journal.event("CheckpointPassedOver", passed.reason, checkpoint=passed.name)
             nbytes = sum(peer.nbytes for peer in self._peers)
-            self._tell("checkpoint", "newest valid checkpoint", origin=str(found.path), fetched=nbytes)
+            other = f"; other data, from their beginning: {found.other_data}" if found.other_data else ""
+            self._tell("checkpoint", f"newest valid checkpoint{other}", origin=str(found.path), fetched=nbytes)
 
     def _tell(
         self,

@@ -195,9 +195,44 @@ def test_a_state_that_cannot_be_written_is_refused_by_name(tmp_path: Path) -> No
     items = Items()
     items.state_dict = lambda: {"open": Path()}
     reader = stream(items, tmp_path).reader(0)
-    reader.batch(at(0), [])
     with pytest.raises(ConfigError, match=r"^job.stream: state_dict\(\): got 'PosixPath'; allowed: numbers, text"):
-        reader.trained(at(1))
+        reader.batch(at(0), [])
+
+
+class LiveItems(Items):
+    """Its state is the mapping that it goes on to change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = {"next": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.state["next"] += 1
+            yield self.state["next"] - 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_state_is_saved_as_it_was_though_it_changes_later(tmp_path: Path) -> None:
+    """The micro-batches of a step are read before the step is committed."""
+    shape = JobShape(2, 2, 2, 4)
+
+    def reader() -> Any:
+        return BatchStream(LiveItems(), shape, tmp_path, 0, lambda stream: iter(())).reader(0)
+
+    def micro(item: int) -> MicroBatch:
+        return MicroBatch(1, item // 4, item % 4, 2 * item)
+
+    first = reader()
+    assert [first.batch(micro(n), []) for n in range(4)] == [0, 1, 2, 3]
+    first.trained(micro(4))
+    again = reader()
+    assert [again.batch(micro(n), []) for n in range(4, 8)] == [4, 5, 6, 7]
 
 
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary()
