@@ -77,7 +77,7 @@ MOVING = ROOT / "tests" / "support" / "state" / "moving_loop.py"
 KINDS = {
     "codebook": ("codebook.codes", "state"),
     "spectral norm": ("body.parametrizations.weight.0._?", "state"),
-    "observer": ("observer.[lh][oi]*", "state"),
+    "observer": ("observer.[lh]*[wh]", "state"),
     "counter": ("observer.looks", "state"),
     "bias": ("bias", "mean"),
     "teacher": ("teacher.*", "state"),
