@@ -160,6 +160,7 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "StoreBehind": lambda e: (
         "the lighthouse has an older copy of its store, and learns the rest from the replicas"
     ),
+    "ReportDoubted": lambda e: f"replica {e['replica']} reports what no other confirms, and is not believed",
     "RewindOrdered": lambda e: (
         f"replicas {_ids(e['replicas'])} differ: all begin again from the newest checkpoint"
     ),

@@ -30,9 +30,13 @@ from lighthouse.quorum.state import Agreement, LighthouseState
 
 MAX_ADDRESSES = 64  # of each kind
 METADATA = ipaddress.ip_address("fd00:ec2::254")  # of a cloud's host; its link-local ones are refused anyway
-EPOCHS_AHEAD = 2**20  # no epoch is further above all known ones than this
+# What is reported may be above all that is known by this much. So one wrong value stays far below what is refused.
+EPOCHS_AHEAD = 2**20
+TERMS_AHEAD = 2**32
+NUMBERS_AHEAD = 2**32  # of incarnations and leases
+# A lighthouse that has granted nothing yet may have lost its store: it believes larger ones.
+EPOCH_FRESH, TERM_FRESH, NUMBER_FRESH = 2**40, 2**52, 2**52
 STEPS_AHEAD = 2  # no step is further above the job's last one, or the head, than this
-TERM_LIMIT = 2**53
 NUMBER_LIMIT = 2**53  # weights, batches, bytes
 ATTEMPT_LIMIT = 2**20
 TEXT_LIMIT = 256  # characters of a name, a hash or a value
@@ -184,15 +188,15 @@ def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, a
     r = ask.report
     replicas = s.policy.slots - 1
     steps = max(s.policy.steps, s.head.step if s.head else 0) + STEPS_AHEAD
-    epochs = s.epoch + EPOCHS_AHEAD
+    epochs = max(s.epoch, EPOCH_FRESH * (s.grant is None)) + EPOCHS_AHEAD
     _within("replica", r.replica, replicas)
     _state("state", r.state, epochs, steps)
     _within("step", r.step, steps)
     _within("epoch", r.epoch, epochs)
     _within("after", r.after, epochs)
-    _within("max_term", r.max_term, TERM_LIMIT)
+    _within("max_term", r.max_term, max(s.term, TERM_FRESH * (s.grant is None)) + TERMS_AHEAD)
     _within("saved", r.saved, steps)
-    _within("number", r.number, NUMBER_LIMIT)
+    _within("number", r.number, _numbers(s))
     _named("incarnation", r.incarnation, r.replica)
     if r.equal or r.leaving or r.lagging or r.diverged or r.suspects:
         _sets(r, replicas)
@@ -203,7 +207,9 @@ def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, a
     if r.doubt is not None:
         _state("doubt", r.doubt, epochs, steps)
     if r.prepared is not None:
-        _record(r.prepared, epochs, steps, replicas, s.policy.units.shared)
+        _record("prepared", r.prepared, epochs, steps, replicas, s.policy.units.shared)
+    if r.committed is not None:
+        _record("committed", r.committed, epochs, steps, replicas, s.policy.units.shared)
     if max(map(len, (ask.config_hash, ask.layout, ask.numerics, ask.frozen))) > TEXT_LIMIT:
         raise ProtocolViolation(f"config_hash, layout, numerics and frozen have at most {TEXT_LIMIT} characters")
     for name, told in (("rules", ask.rules), ("data", ask.data)):
@@ -212,6 +218,12 @@ def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, a
     check(ask.ring, ask.state, peer, allow)
     if ask.hosts:
         _hosts(ask.hosts, len(ask.ring))
+
+
+def _numbers(s: LighthouseState) -> int:
+    """Return the largest number of an incarnation or a lease that a report may name."""
+    known = max(s.admissions, *(life.number for life in s.lives), *(lease.number for lease in s.leases), 0)
+    return max(known, NUMBER_FRESH * (s.grant is None)) + NUMBERS_AHEAD
 
 
 def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[Incarnation]:
@@ -223,7 +235,7 @@ def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[I
     if not _OWNER.fullmatch(processes.owner) or (processes.leases and not processes.owner):
         raise ProtocolViolation(f"owner {processes.owner[:40]!r} is not the name of a supervisor")
     for number in processes.leases.values():
-        _within("leases", number, NUMBER_LIMIT)
+        _within("leases", number, _numbers(s))
     exited = frozenset(map(incarnation, processes.exited))
     for replica in (*processes.running, *processes.lost, *processes.leases, *(r for r, _ in exited)):
         _within("replica", replica, s.policy.slots - 1)
@@ -281,7 +293,7 @@ def _ids(name: str, ids: tuple[int, ...], replicas: int) -> None:
 def _state(name: str, state: StateId, epochs: int, steps: int) -> None:
     """Check the name of a state."""
     _within(f"{name}.step", state.step, steps)
-    _within(f"{name}.commit_epoch", state.commit_epoch, epochs)
+    _within(f"{name}.commit_epoch", state.commit_epoch, epochs if state.step else 0)
     _hash(f"{name}.lineage", state.lineage)
 
 
@@ -292,25 +304,25 @@ def _fence(name: str, fence: AttemptId | CommitRecord, epochs: int, steps: int) 
     _within(f"{name}.attempt", fence.attempt, ATTEMPT_LIMIT)
 
 
-def _record(record: CommitRecord, epochs: int, steps: int, replicas: int, shared: bool) -> None:
+def _record(name: str, record: CommitRecord, epochs: int, steps: int, replicas: int, shared: bool) -> None:
     """Check that a commit record can be one of this job; the work is bounded by the number of replicas."""
-    _fence("prepared", record, epochs, steps)
-    _hash("prepared.prev", record.prev)
-    _ids("prepared.ring", record.ring, replicas)
-    _within("prepared.total", record.total, replicas + 1)
-    _ids("prepared.poisoned", record.poisoned, replicas)
-    _within("prepared.contributions", len(record.contributions), (replicas + 1) * MAX_ROWS)
+    _fence(name, record, epochs, steps)
+    _hash(f"{name}.prev", record.prev)
+    _ids(f"{name}.ring", record.ring, replicas)
+    _within(f"{name}.total", record.total, replicas + 1)
+    _ids(f"{name}.poisoned", record.poisoned, replicas)
+    _within(f"{name}.contributions", len(record.contributions), (replicas + 1) * MAX_ROWS)
     if wrong := record.impossible(shared):
-        raise ProtocolViolation(f"prepared.contributions: {wrong}")
-    _within("prepared.spoiled", len(record.spoiled), (replicas + 1) * MAX_ROWS)
+        raise ProtocolViolation(f"{name}.contributions: {wrong}")
+    _within(f"{name}.spoiled", len(record.spoiled), (replicas + 1) * MAX_ROWS)
     for shard, first, count in record.spoiled:
-        _within("prepared.spoiled", shard, replicas)
-        _within("prepared.spoiled", first, MAX_UNIT)
-        _within("prepared.spoiled", count, MAX_UNIT - first)
-    for name in ("retries", "wanted", "chunk_bytes"):
-        _within(f"prepared.{name}", getattr(record, name), NUMBER_LIMIT)
+        _within(f"{name}.spoiled", shard, replicas)
+        _within(f"{name}.spoiled", first, MAX_UNIT)
+        _within(f"{name}.spoiled", count, MAX_UNIT - first)
+    for field in ("retries", "wanted", "chunk_bytes"):
+        _within(f"{name}.{field}", getattr(record, field), NUMBER_LIMIT)
     if len(record.digest) > TEXT_LIMIT:
-        raise ProtocolViolation(f"prepared.digest has {len(record.digest)} characters; at most {TEXT_LIMIT}")
+        raise ProtocolViolation(f"{name}.digest has {len(record.digest)} characters; at most {TEXT_LIMIT}")
 
 
 def _within(name: str, value: int, largest: int) -> None:

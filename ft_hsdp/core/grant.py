@@ -202,6 +202,8 @@ class Report:
     departs: bool = False  # it was told to leave, and wants to be a member no longer
     number: int = 0  # what its newest grant numbered this incarnation with; 0: no grant yet
     writing: bool = False  # it writes a checkpoint that the end of the job has to wait for
+    # The record that led to `state`, if its ring is over or members leave: others may not be there to confirm it.
+    committed: CommitRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)

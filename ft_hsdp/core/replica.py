@@ -245,7 +245,7 @@ def _adopt(s: Replica, grant: Grant) -> Step:
     s = checkpoint.grant_adopted(s, grant)
     effects: list[tuple[Effect, ...]] = [stopped]
     if resolved and prepared:
-        s, written = checkpoint.write(s, grant.base, grant.donors)
+        s, written = checkpoint.write(replace(s, committed=prepared), grant.base, grant.donors)
         effects.append((Commit(prepared), *written))
     behind = not state_id.same(state, grant.base)
     if behind:
@@ -294,7 +294,7 @@ def _fetched(s: Replica, base: StateId) -> Step:
         return s, ()
     state = s.log[-1].state_id if s.log else base
     effects: tuple[Effect, ...] = (InstallSnapshot(base), *(Commit(r) for r in s.log))
-    s = replace(s, state=state, fetching=None, log=())
+    s = replace(s, state=state, committed=s.log[-1] if s.log else None, fetching=None, log=())
     if s.phase in (Phase.FETCHING, Phase.FINAL):
         s, asked = ask(
             replace(s, ring_state=state, record=None, forwarded=False),
@@ -323,7 +323,7 @@ def _catch_up(s: Replica, answer: CatchUp) -> Step:
     if prepared is not None and state_id.same(prepared.state_id, base):
         s, written = checkpoint.write(s, base, answer.donors)
         effects = (*effects, Commit(prepared), *written)
-        s = replace(s, state=base, record=None, forwarded=False)
+        s = replace(s, state=base, committed=prepared, record=None, forwarded=False)
     if s.verified:
         kept = () if final else (Keep(base),)  # the final state is kept anyway, and for longer
         s, asked = ask(s, superseded_epoch=s.seen[1])

@@ -172,6 +172,7 @@ class Replica:
 
     skips_in_a_row: int = 0  # how many of the newest steps changed no weight
     number: int = 0  # what the lighthouse numbered this incarnation with; 0: no grant yet
+    committed: CommitRecord | None = None  # the record that led to `state`; None: `state` was fetched or found
 
     @property
     def verified(self) -> bool:

@@ -40,6 +40,7 @@ def ask(s: Replica, superseded_epoch: int = 0, pause: bool = False) -> Step:
     Returns:
         The replica in phase ASKING, or FINAL if the ring's state is the final one, and one `RequestGrant`.
     """
+    final = s.ring_state.step >= s.steps
     report = Report(
         replica=s.me,
         incarnation=s.incarnation,
@@ -60,11 +61,10 @@ def ask(s: Replica, superseded_epoch: int = 0, pause: bool = False) -> Step:
         saved=s.saved,
         departs=s.departing,
         number=s.number,
-        writing=s.writing is not None and s.ring_state.step >= s.steps,
+        writing=s.writing is not None and final,
+        committed=s.committed if superseded_epoch or s.leaving or final or (s.grant and _size(s) == 1) else None,
     )
-    return replace(s, phase=Phase.FINAL if s.ring_state.step >= s.steps else Phase.ASKING), (
-        RequestGrant(report, pause),
-    )
+    return replace(s, phase=Phase.FINAL if final else Phase.ASKING), (RequestGrant(report, pause),)
 
 
 def break_ring(
@@ -283,7 +283,8 @@ def _decide(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> Step
     s, written = checkpoint.write(s, record.state_id, able, token.unwritable, token.checkpoint > 0 or last)
     if s.verified:
         applied = (*applied, *written)
-        s = replace(s, state=record.state_id, skips_in_a_row=s.skips_in_a_row + 1 if record.skipped else 0)
+        skips = s.skips_in_a_row + 1 if record.skipped else 0
+        s = replace(s, state=record.state_id, committed=record, skips_in_a_row=skips)
     else:
         s, applied = _buffer(s, record)
     s = replace(

@@ -15,7 +15,7 @@ from ft_hsdp.core.ledger import Run
 from ft_hsdp.core.replica_state import Phase
 from ft_hsdp.core.units import Places, head, size
 from ft_hsdp.core.voting import LEFT
-from ft_hsdp.sim import invariants
+from ft_hsdp.sim import invariants, lies
 from ft_hsdp.sim.view import ModelView
 from ft_hsdp.sim.world import (
     SECOND_RUN,
@@ -243,6 +243,9 @@ class Model(ModelView):
                 return self._commit(w, r, record, decided)
             case effects.DropSnapshots():
                 return w._replace(kept=put(w.kept, r, ()))
+            case effects.Exit(code, why) if self.bounds.lie and code and r != w.liar:
+                lies.takes_no_other(r, w.liar, why)
+                return w
             case effects.Exit(_, why) if r in w.growing and why == LEFT and w.replicas[r] >= 0:
                 invariants.repeats_nothing(r, w.trained[r])
                 return self.die(w, r)._replace(growing=w.growing)
@@ -266,6 +269,15 @@ class Model(ModelView):
         ranks = width_of(w, (replica_at(w, r), name_at(w, r)))
         ring = tuple(f"replica-{r}:{rank}" for rank in range(ranks))
         return self.consult(w, quorum_events.Asked(quorum_events.OpenRequest(ask.report, id=r, ring=ring), 0.0))
+
+    def lie(self, w: World, r: int) -> World:
+        """Return the world after replica `r` sends a report with a wrong value."""
+        me = self.replica(w, r)
+        assert me is not None
+        asked = w.asked[r]
+        report, false = lies.told(me, self.bounds.lie, None if asked is None else asked.report)
+        w = w._replace(lies=w.lies - 1, liar=r, false=(*w.false, *false))
+        return self.consult(w, quorum_events.Asked(quorum_events.OpenRequest(report, id=r), 0.0))
 
     def _enter(self, w: World, r: int, order: effects.Reduce) -> World:
         me, here, fence = replica_at(w, r), self.replica(w, r), order.fence
@@ -382,6 +394,8 @@ class Model(ModelView):
                 invariants.no_longer_than_needed(after.grant, self._units)
                 invariants.whole_ones_take_over(after.grant, self._units)
             invariants.no_storm(after.epoch, after.head)
+        if self.bounds.lie:
+            lies.is_harmless(after, w.false, self.halted(w))
         if self.halted(w) and not after.diverged:
             invariants.truly_lost(after.head, self._replicas(w), w.kept)
         return w

@@ -89,6 +89,11 @@ def _of_replica(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
     if w.lapses and me.phase is Phase.ASKING and me.intact:
         fewer = w._replace(lapses=w.lapses - 1)
         yield f"{_who(w, r)} gets no answer in time", partial(model.tell, fewer, r, events.Unanswered())
+    known = model.lighthouse(w).views[me.me].ask
+    if r == w.liar and ask is not None and not ask.pause and (known is None or known.report != ask.report):
+        yield f"{_who(w, r)} asks again", partial(model.deliver, w, r)
+    if w.lies and w.liar in (-1, r) and me.phase is not Phase.DONE:
+        yield f"{_who(w, r)} reports a wrong {model.bounds.lie}", partial(model.lie, w, r)
     first = me.grant is not None and me.grant.ring[0] == me.me
     if me.phase is Phase.REDUCING and first and not model.waits(me) and (record := model.sum(w, me)) is not None:
         yield (

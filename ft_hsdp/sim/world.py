@@ -97,6 +97,8 @@ class Bounds:
     started_with: tuple[int, ...] = ()  # ranks that each replica has at first; (): all of them
     losses: int = 0  # hosts that are lost, and no spare is there: their replicas go on with the ranks left
     returns: int = 0  # hosts that come back: their replicas leave at a commit, and start with more ranks
+    lies: int = 0  # wrong reports, all of them of one replica
+    lie: str = ""  # what is wrong in them (`lies.LIES`)
     copied: bool = False  # each host has copies of its replica's other shards: a lost one takes no snapshot along
 
 
@@ -174,6 +176,9 @@ class World(NamedTuple):
     losses: int = 0
     returns: int = 0
     growing: frozenset[int] = frozenset()  # replicas that leave, or have left, because a host is back
+    lies: int = 0
+    liar: int = -1  # the replica that has reported something wrong; -1: none has
+    false: tuple[StateId, ...] = ()  # the states in its wrong reports
 
 
 def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -> World:
@@ -219,6 +224,7 @@ def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -
         left=widths,
         losses=b.losses,
         returns=b.returns,
+        lies=b.lies,
     )
 
 

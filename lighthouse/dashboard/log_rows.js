@@ -45,7 +45,7 @@ const GRAVE = new Set([
   "FailureInjected", "ProcessExited", "ReplicaExited", "RingBroken", "ReplicaLost", "ReplicaStalled", "RankEnded",
   "FetchRejected", "SnapshotCorrupt", "SnapshotsNotForgotten", "StateCorrupt", "StateDiverged", "JobDoubted", "BufferRestored", "StateAgentLost",
   "ForkServerLost", "LogLinesLost", "CheckpointFailed", "CheckpointWriterLost", "CheckpointMissing", "StepSkipped",
-  "BatchGivenUp", "JobHalted", "HeadRolledBack", "RewindOrdered", "ReplicaExcluded", "EdgeBroken", "LeaseEnded", "StoreBehind", "StoreFailed", "LighthouseExited",
+  "BatchGivenUp", "JobHalted", "HeadRolledBack", "RewindOrdered", "ReplicaExcluded", "EdgeBroken", "LeaseEnded", "StoreBehind", "ReportDoubted", "StoreFailed", "LighthouseExited",
   "LighthouseSilent", "LighthouseFailed", "LighthouseDeposed",
 ]);
 

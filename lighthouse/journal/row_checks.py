@@ -51,6 +51,7 @@ _DECISIONS = frozenset(
         "ReplicaUndrained",
         "RewindOrdered",
         "StoreBehind",
+        "ReportDoubted",
         "StragglerGone",
         "StragglerSeen",
         "Waiting",

@@ -23,7 +23,7 @@ checks that), so the model checker `ft_hsdp.sim` explores this very code.
 - `rules`: the decision on reports alone: the highest state, who contributes, which members cannot connect.
 - `units`: how many units each member trains, and which places it takes.
 - `state`: what is known (`LighthouseState`), events, effects, and the changes that decisions share.
-- `transition`: one event in, one decision out; which incarnation of a replica counts.
+- `witnesses`: whose word counts. `transition`: one event in, one decision out; which incarnation counts.
 - `membership`: the next membership, settled on a ring that works or by a round; the end of training.
 - `commands`: what an operator can order.
 

@@ -17,7 +17,7 @@ from ft_hsdp.core.commit import AttemptId, CommitRecord
 from ft_hsdp.core.grant import Answer, CatchUp, Finish, Member, Refused, Report
 from ft_hsdp.core.restart import doubled
 from ft_hsdp.core.state_id import StateId
-from lighthouse.quorum import rules
+from lighthouse.quorum import rules, witnesses
 from lighthouse.quorum.events import Effect, Evict, Note, OpenRequest
 from lighthouse.quorum.rules import Base, Incarnation, record_failures
 from lighthouse.quorum.state import (
@@ -27,6 +27,7 @@ from lighthouse.quorum.state import (
     answer,
     answer_settled,
     away,
+    continue_grant,
     member,
     new_epoch,
     raise_head,
@@ -58,10 +59,18 @@ def settle(s: LighthouseState, report: Report, now: float) -> Step:
     """
     assert s.grant is not None
     grant = s.grant
-    holds = report.state.step + 1 == report.step
-    if report.epoch < grant.epoch or report.step <= s.settled or not holds:
+    known = not witnesses.above(report.state, s.head)
+    if not (known and _leads(s, report)):
+        asked = (v.ask.report for r, v in enumerate(s.views) if v.ask and grant.member(r, v.incarnation or ""))
+        lead = next((o for o in asked if not witnesses.above(o.state, s.head) and _leads(s, o)), None)
+        report, known = (report, known) if lead is None else (lead, True)
+    if not _leads(s, report):
         return answer_settled(s)
-    joiners = [v.ask for r, v in enumerate(s.views) if v.ask and grant.member(r, v.incarnation or "") is None]
+    joiners = [
+        v.ask
+        for r, v in enumerate(s.views)
+        if v.ask and grant.member(r, v.incarnation or "") is None and v.doubted != v.ask.report.state
+    ]
     if any(rules.ahead(without_overruled(s, j.report), report.state) for j in joiners):
         return replace(s, broken=True, settled=0), ()
     # A newcomer that is not wanted is refused: no more is lost than by its death.
@@ -74,17 +83,23 @@ def settle(s: LighthouseState, report: Report, now: float) -> Step:
     voids = rules.distinct_attempts(overruled_attempts(s, (j.report for j in joiners)))
     base = Base(report.state, None, voids)
     holders = {m.replica for m in grant.members if m.holds_base} | set(report.equal) | {report.replica}
-    gone = [m for m in grant.members if (m.replica, m.incarnation) in s.exited or m.replica in report.leaving]
+    same = (v.ask.report for v in s.views if v.ask and v.ask.report.state == report.state)
+    leaving = set(report.leaving).intersection(*(o.leaving for o in same))
+    gone = [m for m in grant.members if (m.replica, m.incarnation) in s.exited or m.replica in leaving]
     caught_up = [m for m in grant.members if m.role == "behind" and m.replica in holders]
     stale = [m for m in grant.members if m.replica in report.lagging and m.replica not in holders]
     left = [m for m in grant.members if m not in gone and m.replica not in newcomers]
     able = sum(m.replica in holders for m in left)
     size = total(s, len(left) + len(joiners))
     changed = bool(joiners or gone or caught_up or stale or size != grant.total) and able >= s.policy.min_replicas
-    s = replace(s, settled=report.step)
+    if not known and changed:  # it waits for another member that confirms its state
+        return s, turned_away
+    if known or report.state.step == (s.head or grant.base).step + 1:
+        s = replace(s, settled=report.step)
     if not changed:
         s, replies = answer_settled(s)
-        return s, (*turned_away, *replies)
+        s, more = answer(s, {report.replica: continue_grant(s, report)})
+        return s, (*turned_away, *replies, *more)
     members = [replace(m, role="contribute" if m.replica in holders else "behind") for m in left]
     members += [member(ask, base) for ask in joiners]
     whys = (
@@ -98,6 +113,12 @@ def settle(s: LighthouseState, report: Report, now: float) -> Step:
     s, notes = new_epoch(s, base, tuple(members), why, refill=True)
     s, replies = answer_settled(s)
     return s, (*turned_away, *notes, *replies)
+
+
+def _leads(s: LighthouseState, report: Report) -> bool:
+    """Return whether a member asks, on the current ring, for a step that is not settled, and holds its base."""
+    assert s.grant is not None
+    return report.epoch >= s.grant.epoch > report.after and report.state.step + 1 == report.step > s.settled
 
 
 def _unwanted(s: LighthouseState, replica: int) -> str:
@@ -255,11 +276,16 @@ def _grant_or_wait(
         await_returns: Whether replicas that are started again are waited for: they may find the state that they
             had.
     """
-    reports = {r: a.report for r, a in asks.items()}
-    base = rules.highest(without_overruled(s, r) for r in reports.values())
-    base = replace(base, voids=rules.distinct_attempts([*base.voids, *overruled_attempts(s, reports.values())]))
-    present = frozenset((r, report.incarnation) for r, report in reports.items())
-    notes: list[Effect] = []
+    present = frozenset((r, a.report.incarnation) for r, a in asks.items())
+    overruled = overruled_attempts(s, (a.report for a in asks.values()))
+    judged = witnesses.judge(s, {r: without_overruled(s, a.report) for r, a in asks.items()})
+    s, doubted = witnesses.doubt(s, judged.doubted)
+    notes: list[Effect] = [*doubted]
+    if judged.open or not judged.believed:
+        return _wait(s, judged.open or "no report is confirmed by another one", notes)
+    reports, asks = judged.believed, {r: asks[r] for r in judged.believed}
+    base = rules.highest(reports.values())
+    base = replace(base, voids=rules.distinct_attempts([*base.voids, *overruled]))
     unheard = [r for r, _ in _unheard(s, present)]
     may_return = [
         r

@@ -14,6 +14,7 @@ before. A step that is committed over an edge clears its failures.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -70,8 +71,9 @@ class Base:
 def highest(reports: Iterable[Report]) -> Base:
     """Return the highest committed or prepared state among ``reports``.
 
-    A prepared record does not count if its attempt can never commit, or if reporters hold different records of one
-    attempt. Of two records of one step and epoch, the one of the later attempt counts.
+    Of two states of one epoch and step, the one that more reporters hold counts. A prepared record does not count
+    if its attempt can never commit, or if reporters hold different records of one attempt. Of two records of one
+    step and epoch, the one of the later attempt counts.
 
     Args:
         reports: What the replicas reported, at least one.
@@ -85,7 +87,8 @@ def highest(reports: Iterable[Report]) -> Base:
     """
     reports = tuple(reports)
     voids = distinct_attempts(r.void for r in reports if r.void)
-    best = max((r.state for r in reports), key=lambda s: (s.commit_epoch, s.step))
+    held = Counter(r.state for r in reports)
+    best = max(held, key=lambda s: (s.commit_epoch, s.step, held[s]))
     record: CommitRecord | None = None
     prepared = [r.prepared for r in reports if r.prepared is not None and not void(r.prepared.fence, voids)]
     for candidate in sorted(prepared, key=lambda p: (p.epoch, p.step, p.attempt)):

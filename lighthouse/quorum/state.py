@@ -64,6 +64,8 @@ class View:
     ask: OpenRequest | None = None  # its open request
     renewed: float | None = None  # last report of the lease's supervisor; None: none since this lighthouse started
     fetching: bool = False  # it was told to fetch a state without a ring, and has not asked since
+    claim: StateId | None = None  # what it reported above the head
+    doubted: StateId | None = None  # what it reported and was not believed (`witnesses`)
 
 
 @dataclass(frozen=True, slots=True)

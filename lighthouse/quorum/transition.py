@@ -50,10 +50,10 @@ from lighthouse.quorum.state import (
     answer,
     begin_anew,
     continue_grant,
-    raise_head,
     store_behind,
     with_view,
 )
+from lighthouse.quorum.witnesses import above, agree, hear, vouched
 
 REMEMBERED = 8  # incarnations of one replica, of different runs; older ones report the number that they were told
 
@@ -121,19 +121,39 @@ def _asked(s: LighthouseState, request: OpenRequest, now: float) -> Step:
     s = s if epoch == s.epoch else replace(s, epoch=epoch)
     request = replace(request, report=replace(report, number=number_of(s, who)))
     s = with_view(s, me, incarnation=report.incarnation, down=False, lost=False, ask=request, fetching=False)
+    if unknown:
+        s = with_view(s, me, claim=None, doubted=None)
     if report.departs and _may_leave_now(s, report):
         return answer(s, {me: Refused(f"replica {me} leaves on request", 0)})
     if s.rewound[me:] and 0 < number_of(s, who) <= s.rewound[me]:
         return answer(s, {me: Refused(BEGIN_AGAIN, 75, forget=True)})
-    s = raise_head(s, report.state)
+    if view.doubted == report.state and not unknown and _left_out(s, report):
+        why = f"only replica {me} reports {report.state}, and it repeats that: it begins again"
+        return answer(s, {me: Refused(why, 75)})
+    s, doubts = hear(s, report)
+    s, effects = _heard(s, report, now)
+    return s, (*doubts, *effects)
+
+
+def _left_out(s: LighthouseState, report: Report) -> bool:
+    """Return whether a replica repeats a state that was doubted, while others go on without it."""
+    member = s.grant is not None and s.grant.member(report.replica, report.incarnation) is not None
+    return s.grant is not None and not (member or vouched(s, report.state, report.replica))
+
+
+def _heard(s: LighthouseState, report: Report, now: float) -> Step:
+    """Decide what follows from a report whose state was compared with the head."""
+    me = report.replica
     if s.checkpoint and report.saved >= s.checkpoint:
         s = replace(s, checkpoint=0)
-    if report.diverged and s.policy.on_divergence == "checkpoint":
-        return _rewind(s, report, now)
-    if report.diverged or s.diverged:
-        return _diverged(s, report)
-    if s.grant is None or report.state.step >= s.policy.steps or s.grant.member(me, report.incarnation) is None:
+    if s.diverged or agree(s, report):
+        return _split(s, report, now)
+    if s.grant is None or s.grant.member(me, report.incarnation) is None:
         return s, ()
+    if report.state.step >= s.policy.steps:
+        # The others are to confirm the final state; no ring is needed any more.
+        lone = above(report.state, s.head) and not s.broken
+        return (replace(s, broken=True, settled=0, since=now), ()) if lone else (s, ())
     # A member needs a larger epoch than the grant's: its ring broke, so a round begins.
     if report.after >= s.grant.epoch:
         return (s, ()) if s.broken else (replace(s, broken=True, settled=0, since=now), ())
@@ -158,6 +178,7 @@ def _says_nothing_new(s: LighthouseState, report: Report) -> bool:
         and s.head is not None
         and state.commit_epoch <= s.epoch
         and not state_id.newer(state, s.head)
+        and (report.doubt is None or not state_id.newer(report.doubt, s.head))
         and not s.checkpoint
         and grant.member(report.replica, report.incarnation) is not None
     )
@@ -176,6 +197,12 @@ def _may_leave_now(s: LighthouseState, report: Report) -> bool:
         return report.state.step == 0
     others = any(alive(s, (m.replica, m.incarnation)) for m in members)
     return state_id.newer(s.head, report.state) or (others and not state_id.newer(report.state, s.head))
+
+
+def _split(s: LighthouseState, report: Report, now: float) -> Step:
+    """End or halt what cannot go on because states differ, as the operator chose."""
+    rewinds = report.diverged and s.policy.on_divergence == "checkpoint"
+    return _rewind(s, report, now) if rewinds else _diverged(s, report)
 
 
 def _rewind(s: LighthouseState, report: Report, now: float) -> Step:
@@ -244,9 +271,17 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
             incarnation=running if running is not None else view.incarnation,
             down=running is None,
             lost=replica in event.lost,
+            **({} if running in (None, view.incarnation) else {"claim": None, "doubted": None}),
         )
         if running is not None and view.ask is not None and view.ask.report.incarnation != running:
             s = with_view(s, replica, ask=None)
+    for view in s.views if news else ():  # whose word counts alone now?
+        if view.ask is not None:
+            s, doubts = hear(s, view.ask.report)
+            notes += doubts
+            if not (s.diverged or s.rewinding) and agree(s, view.ask.report):
+                s, ended = _split(s, view.ask.report, event.now)
+                notes += ended
     return s, tuple(notes)
 
 

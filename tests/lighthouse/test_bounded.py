@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ft_hsdp import protocol
 from ft_hsdp.config import config_hash, dump, parse
 from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.protocol import Telemetry
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, name
+from tests.support.lighthouse.lighthouse_helpers import START, TOKEN, ask, name, record
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"replicas": 2, "train": {"steps": 10**6}}
@@ -102,7 +103,15 @@ def storm(run: Path, port: int, pid: int, rounds: int, looks: int) -> list[dict[
         line.send("/v1/processes", protocol.ProcessReport(running, exited))
         line.answer(protocol.SupervisorReply)
 
-    step = 0
+    held = START
+
+    def commit() -> protocol.QuorumRequest:
+        """Replica 0 reports the next step, alone and with its record."""
+        nonlocal held
+        done = replace(record(held, epoch), total=2)
+        held = done.state_id
+        return made(0, held, epoch=epoch, committed=done)
+
     report(0, {0: name(0), 1: None})
     steady.send("/v1/quorum", made(0))
     epoch = steady.answer(Grant).epoch
@@ -112,8 +121,7 @@ def storm(run: Path, port: int, pid: int, rounds: int, looks: int) -> list[dict[
         joiner = Line(port, f"127.0.0.{9 + turn % 8}")
         joiner.send("/v1/quorum", made(1, life=life))
         while True:  # until the joiner's ask has been read
-            step += 1
-            steady.send("/v1/quorum", made(0, at(epoch, step), epoch=epoch))
+            steady.send("/v1/quorum", commit())
             granted = steady.answer(Grant, Continue)
             if isinstance(granted, Grant):
                 epoch = granted.epoch
@@ -123,8 +131,7 @@ def storm(run: Path, port: int, pid: int, rounds: int, looks: int) -> list[dict[
         joiner.answer()
         joiner.close()
         report(3 * turn + 1, {0: name(0), 1: None}, name(1, life))
-        step += 1
-        steady.send("/v1/quorum", made(0, at(epoch, step), epoch=epoch))
+        steady.send("/v1/quorum", commit())
         epoch = steady.answer(Grant).epoch
         if (turn + 1) % (rounds // looks) == 0:
             seen.append(sizes(run, pid))

@@ -268,11 +268,13 @@ async def test_the_lagging_head_is_saved_soon_and_at_the_end() -> None:
     store = MemoryStore()
     service, _ = make_service(store=store)
     await granted(service, 0, 1)
-    await service.ask(ask(0, at(1, 1), epoch=1))
+    for r in (0, 1):
+        await service.ask(ask(r, at(1, 1), epoch=1))
     async with asyncio.timeout(5):
         while json.loads(store.rows["head"]) is None:
             await quiet()
-    await service.ask(ask(0, at(1, 2), epoch=1))
+    for r in (0, 1):
+        await service.ask(ask(r, at(1, 2), epoch=1))
     service.close()
     assert json.loads(store.rows["head"])["step"] == 2
 
@@ -303,8 +305,9 @@ async def test_status_names_every_state():
     service.processes(ProcessReport(running))
     joiner = asyncio.create_task(service.ask(ask(2)))
     await quiet()
-    await service.ask(ask(0, at(1, 1), epoch=1))
-    await joiner
+    first = asyncio.create_task(service.ask(ask(0, at(1, 1), epoch=1)))
+    await service.ask(ask(1, at(1, 1), epoch=1))
+    await asyncio.gather(first, joiner)
     waiting = asyncio.create_task(service.ask(ask(3)))
     await quiet()
     status = service.status()

@@ -41,9 +41,9 @@ RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),),
         (ask(0, at(1, 13)), "state.step is 13; possible: 0 to 12"),
         (ask(0, at(1, 2**62)), "state.step"),
         (ask(0, step=2**62), "step"),
-        (ask(0, epoch=2**20 + 1), "epoch"),
-        (ask(0, after=2**20 + 1), "after"),
-        (ask(0, at(2**20 + 1, 1)), "state.commit_epoch"),
+        (ask(0, epoch=2**41), "epoch"),
+        (ask(0, after=2**41), "after"),
+        (ask(0, at(2**41, 1)), "state.commit_epoch"),
         (ask(0, max_term=2**60), "max_term"),
         (ask(0, equal=(5,)), "equal"),
         (ask(0, leaving=(5,)), "leaving"),
@@ -122,6 +122,25 @@ async def test_limits_follow_the_head_and_the_epoch():
     answer = await service.ask(ask(0, at(2**20, 3), epoch=2**20))
     assert answer.epoch == 2**20 + 1
     assert (await service.ask(ask(0, at(2**20, 3), epoch=2**20))).epoch == 2**20 + 1
+
+
+@pytest.mark.parametrize("field", ["epoch", "max_term", "number"])
+async def test_numbers_grow_by_little_and_the_largest_that_is_let_in_ends_nobody(field):
+    """What one wrong report may leave behind is far below what is refused."""
+    service, _ = make_service()
+    await granted(service, 0, 1)
+    with pytest.raises(ProtocolViolation, match=field):
+        await service.ask(ask(0, **{"epoch": 1, field: 2**50}))
+    known = {"epoch": service.state.epoch, "max_term": service.state.term, "number": service.state.admissions}
+    more = {"epoch": 2**20, "max_term": 2**32, "number": 2**32}[field]
+    service.submit(ask(0, **{"epoch": 1, field: known[field] + more}))
+    s = service.state
+    for largest in (
+        {"epoch": s.epoch + 1},
+        {"max_term": s.term + 1},
+        {"number": max(n.number for n in s.lives) + 1},
+    ):
+        validation.check_ask(replace(s, grant=None), ask(1, **largest))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.sim import moves
 from ft_hsdp.sim.invariants import Violation
 from ft_hsdp.sim.world import Bounds
-from lighthouse.quorum import membership, rules
+from lighthouse.quorum import membership, rules, witnesses
 from lighthouse.quorum.events import Asked, Effect, Evict, Note, OpenRequest, ProcessesReported, Reply, Ticked
 from lighthouse.quorum.rules import highest
 from lighthouse.quorum.state import LighthouseState, Policy
@@ -121,9 +121,10 @@ def test_a_grace_is_not_a_death() -> None:
 
 
 def test_a_head_goes_back_one_step_only_when_its_holders_have_exited() -> None:
-    one = StateId(1, 1, "one")
+    done = record(1, 1, ZERO.lineage)
+    one = done.state_id
     house = lighthouse().ask(0).ask(1).ask(2)
-    house.ask(0, one, epoch=1, after=1).take(Ticked(LONG))
+    house.ask(0, one, epoch=1, after=1, committed=done).take(Ticked(LONG))
     assert house.base() == one
     house.runs({0: "0-0", 1: "1-0", 2: "2-0"}).ask(1, epoch=1, after=2).ask(2, epoch=1, after=2)
     house.take(Ticked(LONG))
@@ -258,7 +259,8 @@ def test_a_record_that_a_later_decision_passed_over_stays_dead() -> None:
     s = scenario(**faults).play(*lines)
     s.run_out()
     assert len(set(s.world.content)) == 1
-    with mock.patch.object(membership, "overruled", return_value=False):
+    everything = mock.patch.object(witnesses, "judge", lambda _, reports: witnesses.Judgement(dict(reports), {}))
+    with everything, mock.patch.object(membership, "overruled", return_value=False):
         s = scenario(**faults).play(*lines, "the grace of the silent ends")
         with pytest.raises(Violation, match="two histories"):
             s.play("replica 0 gets word to catch up", "replica 1 gets word to catch up")
@@ -331,7 +333,7 @@ def test_a_step_waits_for_a_fetch_and_the_replica_is_equal_from_the_next_one() -
     two = s.model.replica(s.world, 2)
     assert two is not None
     assert not two.log
-    s.play("replica 0 gets the token")
+    s.play("replica 0 gets the token", "replica 1 gets the token")
     assert [e.replica for e in s.model.lighthouse(s.world).grant.donors] == [0, 1, 2]  # type: ignore[union-attr]
     s.run_out()
 

@@ -63,6 +63,7 @@ NOTABLE = frozenset(
         "RewindOrdered",
         "EdgeBroken",
         "StoreBehind",
+        "ReportDoubted",
         "LighthouseExited",
         "LighthouseFailed",
         "StoreFailed",

@@ -132,7 +132,7 @@ def test_a_drained_replica_that_may_know_more_is_heard_in_a_round_and_leaves_lat
     order(job, "drain", 2)
     prepared = record(at(1, 1), 1)
     for r in (0, 1):
-        job.ask(r, at(1, 1), epoch=1, after=1)
+        job.ask(r, at(1, 1), epoch=1, after=1, doubt=prepared.state_id)
     out = job.ask(2, at(1, 1), epoch=1, after=1, prepared=prepared)
     assert out.grant(2).base == prepared.state_id
     assert out.grant(2).ring == (0, 1, 2)
@@ -320,6 +320,7 @@ def test_when_there_is_nothing_to_write(words: str) -> None:
 
 
 def test_nothing_can_be_ordered_of_a_job_that_was_halted(job: Script) -> None:
-    job.ask(0, at(1, 1), epoch=1, after=1, diverged=(0, 1))
+    for r in (0, 1):
+        job.ask(r, at(1, 1), epoch=1, after=1, diverged=(0, 1))
     for action in ("evict", "drain", "undrain", "checkpoint"):
         assert refused(job, action, 1).detail == job.s.halted

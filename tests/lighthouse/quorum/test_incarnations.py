@@ -32,7 +32,7 @@ from tests.support.lighthouse.lighthouse_helpers import (
 HOUR = 3600.0
 
 
-def short(**policy: int) -> Script:
+def short(**policy: Any) -> Script:
     """Of two replicas, both needed, one was lost with its copies; the new life of it and the holder ask."""
     job = Script(total=2, min_replicas=2, **policy)
     job.first(0, 1)

@@ -111,7 +111,7 @@ def test_who_needs_a_newer_base_gets_one_at_the_next_step_without_a_break(job: S
 
 def test_two_states_under_one_name_and_no_majority_halt_the_job_for_all(job: Script):
     job.first(0, 1)
-    job.ask(1, at(1, 3), epoch=1, after=1)
+    assert not job.ask(1, at(1, 3), epoch=1, after=1, diverged=(0, 1)).answers, "one alone halts nothing"
     out = job.ask(0, at(1, 3), epoch=1, after=1, diverged=(0, 1))
     assert "JobHalted" in out.notes
     for r in (0, 1):
@@ -132,7 +132,7 @@ def test_states_that_differ_can_be_given_up_for_the_newest_checkpoint():
     job = Script(total=2, on_divergence="checkpoint", return_wait_s=30.0)
     job.first(0, 1)
     term = job.s.term
-    job.ask(1, at(1, 8), epoch=1, after=1)
+    job.ask(1, at(1, 8), epoch=1, after=1, diverged=(0, 1))
     out = job.ask(0, at(1, 8), epoch=1, after=1, diverged=(0, 1))
     assert "no majority tells which is right" in out.notes["RewindOrdered"]
     answers = [out.answers[r] for r in (0, 1)]
@@ -156,7 +156,8 @@ def test_states_that_differ_can_be_given_up_for_the_newest_checkpoint():
 def test_without_a_checkpoint_states_that_differ_halt_the_job():
     job = Script(total=2, on_divergence="checkpoint", return_wait_s=0.0)
     job.first(0, 1)
-    job.ask(0, at(1, 8), epoch=1, after=1, diverged=(0, 1))
+    for r in (1, 0):
+        job.ask(r, at(1, 8), epoch=1, after=1, diverged=(0, 1))
     job.runs({0: 1, 1: 1}, exited=[(0, 0), (1, 0)])
     job.ask(0, life=1)
     out = job.ask(1, life=1)
@@ -292,7 +293,7 @@ def test_a_prepared_record_is_the_base_and_its_holder_contributes():
     job.first(0, 1)
     prepared = record(START, 1)
     job.ask(0, epoch=1, after=1, prepared=prepared)
-    out = job.ask(1, epoch=1, after=1)
+    out = job.ask(1, epoch=1, after=1, doubt=prepared.state_id)
     assert out.grant(0).base == prepared.state_id
     assert roles(out.grant(0)) == {0: "contribute", 1: "behind"}
 
@@ -458,7 +459,7 @@ def test_what_is_known_never_to_be_committed_is_not_waited_for(job: Script):
     job.first(0, 1, 2)
     job.runs({2: None}, exited=[(2, 0)])
     job.ask(0, epoch=1, after=1, doubt=at(1, 1))
-    assert "may come back with it" in job.ask(1, epoch=1, after=1).notes["Waiting"]
+    assert "may come back with it" in job.ask(1, epoch=1, after=1, doubt=at(1, 1)).notes["Waiting"]
 
 
 @pytest.mark.parametrize("epoch", [5, 0], ids=["of a later epoch", "started again"])

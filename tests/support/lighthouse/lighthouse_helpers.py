@@ -23,7 +23,7 @@ from lighthouse.quorum.events import (
     Reply,
     Ticked,
 )
-from lighthouse.quorum.state import Agreement, LighthouseState, Policy
+from lighthouse.quorum.state import Agreement, LighthouseState, Policy, with_view
 from lighthouse.quorum.transition import transition
 from lighthouse.service import Service
 from lighthouse.store import FORMAT, Rows, Store
@@ -103,9 +103,13 @@ class Out:
 
 
 class Script:
-    """Feeds events to `transition`, one after the other."""
+    """Feeds events to `transition`, one after the other.
 
-    def __init__(self, total: int = 3, term: int = 100, **policy: Any) -> None:
+    Another replica is taken to have named each state before, as in a ring that commits it; but not if ``lone``.
+    """
+
+    def __init__(self, total: int = 3, term: int = 100, lone: bool = False, **policy: Any) -> None:
+        self.lone = lone
         self.s = LighthouseState.empty(Policy(**{"slots": total, "steps": 10, **policy}), term)
         self.now = 0.0
         self._id = 0
@@ -122,6 +126,8 @@ class Script:
     def ask(self, replica: int, state: StateId = START, life: int = 0, **fields: Any) -> Out:
         """A replica asks."""
         self._id += 1
+        if state.step > 0 and not self.lone and self.s.policy.slots > 1:
+            self.s = with_view(self.s, (replica + 1) % self.s.policy.slots, claim=state)
         return self.feed(Asked(OpenRequest(report(replica, state, life, **fields), self._id), self.now))
 
     def withdraw(self, replica: int) -> Out:
