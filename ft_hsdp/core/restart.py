@@ -43,7 +43,7 @@ class RestartState:
     unreached: int = 0  # newest incarnations in a row that ended because no lighthouse answered them
     prevented: int = 0  # newest starts in a row that were prevented
     prevented_at: float = 0.0  # when the first of these was, in seconds of the caller's clock
-    error: str = ""  # that ended the newest incarnation, as `essence` has it; "": it was no error of the script
+    error: str = ""  # that ended the newest incarnation, as `essence` has it; "": none that is known
     same: int = 0  # newest incarnations in a row that it ended
 
 
@@ -79,7 +79,7 @@ def on_loss(
         cause: why it was lost, in one clause.
         unreached: it was started again and found no lighthouse. That says nothing about the replica: it costs no
             budget, and is tried again with growing pauses for as long as the job lasts.
-        error: of the script, as `essence` has it, that ended it; "": none. If it comes again, a pause comes first.
+        error: that ended it, as `essence` has it; "": none. If it comes again, a pause comes first.
 
     Returns:
         The state after the loss, and the decision.

@@ -68,7 +68,7 @@ class Life:
     committed: int = 0  # steps
     too_few: bool = False  # it may have ended because it had too few ranks
     prevented: Cause | None = None  # it has not really begun: a shortage, or a changed script, prevented that
-    error: str = ""  # of the script, as `restart.essence` has it, that ended it
+    error: str = ""  # that ended it, as `restart.essence` has it
 
 
 class ReplicaSupervisor:
@@ -329,9 +329,10 @@ class ReplicaSupervisor:
         prevented = None if self._stopping or guard.checked_in else self._what_prevented(current, kind, said)
         if prevented:
             return Life(None, cause, committed, prevented=prevented)
-        essence = restart.essence(said.error) if said and said.cause is Cause.SCRIPT else ""
+        essence = restart.essence(said.error) if said else ""
         self._blame(current, end, said, why)
-        wrong = self._failures.ends_all(essence, committed) and not self._stopping
+        own = essence if said and said.cause is Cause.SCRIPT else ""
+        wrong = self._failures.ends_all(own, committed) and not self._stopping
         outcome = (
             Outcome("config", f"each replica ends with the same error before the first step: {why}")
             if wrong
