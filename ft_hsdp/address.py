@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import socket
+
+from ft_hsdp.errors import ConfigError
+
+BACKLOG = 1024  # of a lighthouse
 
 
 def join(host: str, port: int) -> str:
@@ -53,6 +58,49 @@ def bound(host: str, port: int = 0) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def listen(host: str, port: int, *, known: bool) -> socket.socket:
+    """Return the listening socket of a lighthouse.
+
+    Args:
+        host: name or address of this machine.
+        port: 0 for a free one.
+        known: clients prove who they are, so the address need not be on loopback.
+
+    Raises:
+        ConfigError: network.host or network.port cannot be used.
+    """
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(
+            "network.host", host, f"an address of this machine ({error.strerror or error})"
+        ) from None
+    if not known:
+        check_loopback(str(address[0]))
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            why = "0 or a free port (another process has this one)"
+            raise ConfigError("network.port", port, why) from None
+        if error.errno == errno.EACCES:
+            raise ConfigError("network.port", port, "0 or a port that this user may listen on") from None
+        raise ConfigError("network.host", host, f"an address of this machine ({error.strerror})") from None
+    return sock
+
+
+def check_loopback(host: str) -> None:
+    """Raise ConfigError if the IP address `host`, where a lighthouse listens to everybody, is not on loopback."""
+    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+        raise ConfigError("network.host", host, "127.0.0.1 or ::1, unless the run has a token or network.tls_ca")
 
 
 def everywhere(port: int) -> socket.socket:

@@ -1,4 +1,4 @@
-"""``python -m lighthouse --run RUNDIR [--port N] [--seat N] [--url URL]``: serve a run's lighthouse until SIGTERM.
+"""``python -m lighthouse --run RUNDIR [--port N | --fd N] [--seat N] [--url URL]``: serve a job until SIGTERM.
 
 The lighthouse cannot know when the job needs it no more. So it ends as if the signal had ended it: Kubernetes,
 which sends that signal when it moves a pod to another node, then starts it there.
@@ -7,7 +7,6 @@ which sends that signal when it moves a pod to another node, then starts it ther
 from __future__ import annotations
 
 import argparse
-import errno
 import gc
 import ipaddress
 import logging
@@ -17,14 +16,14 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from ft_hsdp import tls
+from ft_hsdp import address, tls
 from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal, here
@@ -97,50 +96,13 @@ class Alone:
         self._journal.close()
 
 
-def listen(host: str, port: int, *, known: bool) -> socket.socket:
-    """Return a listening socket.
-
-    Args:
-        host: Name or address of this machine.
-        port: 0 for a free one.
-        known: Clients prove who they are, so the address need not be on loopback.
-
-    Raises:
-        ConfigError: network.host or network.port cannot be used.
-    """
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(
-            "network.host", host, f"an address of this machine ({error.strerror or error})"
-        ) from None
-    if not known and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        raise ConfigError("network.host", host, "127.0.0.1 or ::1, unless the run has a token or network.tls_ca")
-    sock = socket.socket(family, kind, proto)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(connections.BACKLOG)
-    except OSError as error:
-        sock.close()
-        if error.errno == errno.EADDRINUSE:
-            why = "0 or a free port (another process has this one)"
-            raise ConfigError("network.port", port, why) from None
-        if error.errno == errno.EACCES:
-            raise ConfigError("network.port", port, "0 or a port that this user may listen on") from None
-        raise ConfigError("network.host", host, f"an address of this machine ({error.strerror})") from None
-    return sock
-
-
 def url(sock: socket.socket, scheme: str = "http") -> str:
     """Return the URL under which processes of this machine reach ``sock``."""
     host, port = sock.getsockname()[:2]
-    address = ipaddress.ip_address(str(host).partition("%")[0])
-    if address.is_unspecified:
-        address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
-    return f"{scheme}://{address}:{port}" if address.version == 4 else f"{scheme}://[{address}]:{port}"
+    there = ipaddress.ip_address(str(host).partition("%")[0])
+    if there.is_unspecified:
+        there = ipaddress.ip_address("127.0.0.1" if there.version == 4 else "::1")
+    return f"{scheme}://{address.join(str(there), port)}"
 
 
 def advertised(sock: socket.socket, scheme: str = "http") -> str:
@@ -154,7 +116,13 @@ def advertised(sock: socket.socket, scheme: str = "http") -> str:
     return url(sock, scheme)
 
 
-def serve(run: Path, port: int | None, number: int | None = None, said: str | None = None) -> int | None:
+def serve(
+    run: Path,
+    port: int | None,
+    number: int | None = None,
+    said: str | None = None,
+    held: int | None = None,
+) -> int | None:
     """Serve the job in ``run`` until SIGTERM.
 
     Args:
@@ -162,6 +130,7 @@ def serve(run: Path, port: int | None, number: int | None = None, said: str | No
         port: Instead of network.port; None: that one.
         number: Of this lighthouse among several in the run directory; None: a free one.
         said: URL under which others reach it; None: where it listens.
+        held: Descriptor of a socket that listens already: its owner keeps the port while no lighthouse runs.
 
     Returns:
         The port if this process must start over because it lost the lead; None: it is done.
@@ -180,14 +149,21 @@ def serve(run: Path, port: int | None, number: int | None = None, said: str | No
     def lead(store: Store, database: SqliteDatabase, gap: int) -> LeaderRuntime:
         return begin(config, run, keys, store, database, gap, events)
 
-    wanted = config.network.port if port is None else port
+    def listening() -> socket.socket:
+        if held is not None:
+            sock = socket.socket(fileno=os.dup(held))
+            if not known:
+                address.check_loopback(str(sock.getsockname()[0]))
+            return sock
+        return address.listen(config.network.host, config.network.port if port is None else port, known=known)
+
     if not config.lighthouse.etcd:
         store = _patiently(lambda: SqliteStore(run / "lighthouse" / "store.sqlite"))
         try:
             keep = config.lighthouse.keep_rows
             database = _patiently(lambda: SqliteDatabase(run / "lighthouse" / "journal.sqlite", keep))
             try:
-                sock = listen(config.network.host, wanted, known=known)
+                sock = listening()
                 leading = _patiently(lambda: lead(store, database, 0))
                 _run(Alone(run, said or url(sock, scheme), *leading), sock, keys, context)
             finally:
@@ -198,7 +174,7 @@ def serve(run: Path, port: int | None, number: int | None = None, said: str | No
     from lighthouse.ha.candidate import Candidate  # a lighthouse that is alone starts sooner without its libraries
 
     lock = instance.InstanceLock(run, number)
-    sock = listen(config.network.host, wanted, known=known)
+    sock = listening()
     bound = int(sock.getsockname()[1])
     candidate = Candidate(config, lock, said or advertised(sock, scheme), keys, lead, events)
     try:
@@ -245,7 +221,7 @@ class _Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing the usage."""
-        allowed = f"--run RUNDIR [--port N] [--seat N] [--url URL] ({message})"
+        allowed = f"--run RUNDIR [--port N | --fd N] [--seat N] [--url URL] ({message})"
         raise ConfigError("arguments", " ".join(sys.argv[1:]), allowed)
 
 
@@ -263,6 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Arguments(prog="python -m lighthouse", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
     parser.add_argument("--port", type=int, help="instead of network.port")
+    parser.add_argument("--fd", type=int, help="a socket that listens, instead of a port")
     parser.add_argument("--seat", type=int, help="which of several lighthouses in this run directory")
     parser.add_argument("--url", help="where others reach it, if that is not where it listens")
     try:
@@ -271,21 +248,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("network.port", chosen.port, "0 to 65535")
         if chosen.seat is not None and not 0 <= chosen.seat < instance.MAX_INSTANCES:
             raise ConfigError("--seat", chosen.seat, f"0 to {instance.MAX_INSTANCES - 1}")
-        port = serve(chosen.run, chosen.port, chosen.seat, chosen.url)
+        port = serve(chosen.run, chosen.port, chosen.seat, chosen.url, chosen.fd)
         if port is not None:
-            _start_over(chosen.run, port, chosen.seat, chosen.url)
+            place = {"--port": port} if chosen.fd is None else {"--fd": chosen.fd}
+            _start_over(chosen.run, {**place, "--seat": chosen.seat, "--url": chosen.url})
     except FtHsdpError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return EXIT_OK
 
 
-def _start_over(run: Path, port: int, number: int | None, said: str | None) -> NoReturn:
+def _start_over(run: Path, given: Mapping[str, object]) -> NoReturn:
     """Replace this process by a fresh lighthouse on the same port: what this one remembers is out of date."""
-    given = {"--seat": number, "--url": said}
     more = [word for name, value in given.items() if value is not None for word in (name, str(value))]
-    where = ["--run", str(run), "--port", str(port), *more]
-    os.execv(sys.executable, [sys.executable, "-m", "lighthouse", *where])  # noqa: S606 - no shell is what we want
+    command = [sys.executable, "-m", "lighthouse", "--run", str(run), *more]
+    os.execv(sys.executable, command)  # noqa: S606 - no shell is what we want
 
 
 if __name__ == "__main__":

@@ -146,8 +146,12 @@ class Store(ABC):
     def unsaved(self, state: LighthouseState) -> frozenset[str]:
         """Return the durable fields in which ``state`` differs from what was saved last."""
         saved, never = self._saved, object()
-        pairs = ((name, getattr(state, name), saved.get(name, never)) for name in _DURABLE)
-        return frozenset(name for name, value, before in pairs if value is not before and value != before)
+        differ = [
+            name
+            for name in _DURABLE
+            if (value := getattr(state, name)) is not (before := saved.get(name, never)) and value != before
+        ]
+        return frozenset(differ)
 
     def _decode(self, found: int, rows: Mapping[str, str]) -> dict[str, Any]:
         """Return the values in ``rows`` of format ``found``; ConfigError if any is missing or not valid."""

@@ -286,8 +286,9 @@ def _ids(name: str, ids: tuple[int, ...], replicas: int) -> None:
     """Check replica ids: each in range, none of them twice."""
     if len(ids) > replicas + 1 or len(set(ids)) != len(ids):
         raise ProtocolViolation(f"{name} names {len(ids)} replicas; possible: each of {replicas + 1} once")
-    for other in ids:
-        _within(name, other, replicas)
+    if ids:
+        _within(name, min(ids), replicas)
+        _within(name, max(ids), replicas)
 
 
 def _state(name: str, state: StateId, epochs: int, steps: int) -> None:

@@ -113,6 +113,7 @@ async def test_a_lighthouse_listens_within_listen_s(tmp_path: Path, monkeypatch:
     one = LighthouseProcess(RunDir(tmp_path), lambda _: None, module="silent_lighthouse", listen_s=0.3)
     with pytest.raises(LighthouseFailed, match=r"does not listen after 0\.3 s"):
         await one.start()
+    await one.stop()
 
 
 def test_a_checkpoint_is_finished_within_save_s() -> None:

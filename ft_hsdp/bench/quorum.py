@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
+import httpx
 import psutil
 
 from ft_hsdp import protocol
@@ -33,6 +34,7 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Continue, Grant, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.http_proof import HEADER, NONE, SignedRequest
 from ft_hsdp.launch.backend.processes import tied
 from ft_hsdp.launch.run.directory import RunDir, write_job_files
 
@@ -59,6 +61,7 @@ FIRST_WINDOW = 65535
 
 _END = b"\r\n\r\n"
 _LENGTH = b"\r\ncontent-length:"
+_PROOF = f"\r\n{HEADER}:".encode()
 
 
 class LighthouseContender(ABC):
@@ -128,7 +131,13 @@ class Ours(LighthouseContender):
 
     def wire(self, host: str) -> Wire:
         """Return the protocol of one client."""
-        return Http1(host, "/v1/quorum", self._token)
+        signed = SignedRequest(self._token, NONE, "GET", b"/healthz")
+        headers = {"Authorization": signed.authorization}
+        answer = httpx.get(f"http://{host}/healthz", headers=headers, trust_env=False)
+        challenge = signed.challenge(answer.headers.get(HEADER), answer.status_code, answer.content)
+        if challenge is None:
+            raise Retryable("the lighthouse does not know the token")
+        return Http1(host, "/v1/quorum", self._token, challenge)
 
     def same(self) -> float:
         """Return the seconds of a round in which nothing changes: the epoch goes on."""
@@ -235,17 +244,21 @@ class Wire(ABC):
 
 
 class Http1(Wire):
-    """Keep-alive requests to ``path`` with the bearer ``token``."""
+    """Keep-alive requests to ``path``, signed with ``token`` and the ``challenge`` of the last answer."""
 
-    def __init__(self, host: str, path: str, token: str) -> None:
+    def __init__(self, host: str, path: str, token: str, challenge: str) -> None:
         lines = (f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json")
-        secret = f"Authorization: Bearer {token}"
-        self._head = "\r\n".join([*lines, secret, "Content-Length: "]).encode()
+        self._head = "\r\n".join([*lines, "Content-Length: "]).encode()
+        self._path = path.encode()
+        self._token = token
+        self._challenge = challenge
         self._received = bytearray()
 
     def request(self, message: bytes) -> bytes:
         """Return the bytes of a request."""
-        return self._head + str(len(message)).encode() + _END + message
+        signed = SignedRequest(self._token, self._challenge, "POST", self._path, message)
+        proof = f"{len(message)}\r\nAuthorization: {signed.authorization}".encode()
+        return self._head + proof + _END + message
 
     def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
         """Take what came; return the answer's body once it is whole. Raises Retryable for a status but 200."""
@@ -256,14 +269,19 @@ class Http1(Wire):
         head = bytes(self._received[:end]).lower()
         if not head.startswith(b"http/1.1 200"):
             raise Retryable(f"the lighthouse answered {bytes(self._received[:200])!r}")
-        where = head.index(_LENGTH) + len(_LENGTH)
-        length = int(head[where:].split(b"\r\n", 1)[0])
+        length = int(_field(head, _LENGTH))
+        self._challenge = _field(head, _PROOF).split(b" ")[0].decode()
         whole = end + len(_END) + length
         if len(self._received) < whole:
             return None, b""
         body = bytes(self._received[end + len(_END) : whole])
         del self._received[:whole]
         return body, b""
+
+
+def _field(head: bytes, name: bytes) -> bytes:
+    """Return the value of a header."""
+    return head[head.index(name) + len(name) :].split(b"\r\n", 1)[0].strip()
 
 
 def varint(value: int) -> bytes:

@@ -2,6 +2,7 @@
 
 A job has one lighthouse, or several of which one leads. Those that do not lead answer 503 and name the leader.
 `Lighthouses` is used by every process that talks to a lighthouse; `LighthouseClient` adds a replica's requests.
+No token is ever sent, and an answer counts only if it proves that its sender knows the token: `TokenProof`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator, Iterable, Iterator, Mapping
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,10 +24,11 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import ValidationError
 
-from ft_hsdp import address, bounded, fault_injection, protocol
+from ft_hsdp import address, bounded, fault_injection, http_proof, protocol
 from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Holders, Refused
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, Telemetry, Wait
+from ft_hsdp.tls import Trusted
 
 CONNECT_S = 2.0  # longest wait for a connection
 PROBE_S = 1.0  # between two looks at a lighthouse that has not answered yet, and the longest one
@@ -35,6 +39,9 @@ MARGIN_S = 10.0  # for the way of an answer, on top of the time for which the li
 TAKEN = 204  # status of telemetry that was taken
 REFUSED = (413, 422)  # statuses of a message that must not be sent again
 UNAVAILABLE = 503  # status of a lighthouse that does not lead
+MAX_ANSWER = 16 << 20  # bytes
+SIGNED = 3  # times that a request is sent until the lighthouse accepts its challenge
+SAY_S = 60.0  # between two lines about the same address
 
 _HOLDERS = bounded.checker(Holders)
 
@@ -66,10 +73,113 @@ def own_address(host: str, lighthouse: str) -> str:
         ) from None
 
 
+_log = logging.getLogger(__name__)
+
+
+class Unproved(httpx.ProtocolError):
+    """What listens there does not know the token: its answer counts as none."""
+
+
+class TokenProof(httpx.Auth):
+    """Signs every request of an httpx client with a token, and lets only proved answers through.
+
+    Args:
+        token: the worker's or the admin's.
+    """
+
+    _said: dict[str, float] = {}  # noqa: RUF012 - by address, when this process told of it last
+
+    def __init__(self, token: str) -> None:
+        self._token = token
+        self._challenges: dict[str, str] = {}  # by address
+
+    def sync_auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Send a request until its challenge is accepted. Raises Unproved."""
+        request.read()
+        for signed in self._signed(request):
+            response = yield request
+            response.stream = _Bounded(response)
+            response.read()
+            if self._accepted(request, signed, response):
+                return
+        raise self._unproved(request)
+
+    async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
+        """Send a request until its challenge is accepted. Raises Unproved."""
+        await request.aread()
+        for signed in self._signed(request):
+            response = yield request
+            response.stream = _Bounded(response)
+            await response.aread()
+            if self._accepted(request, signed, response):
+                return
+        raise self._unproved(request)
+
+    def _signed(self, request: httpx.Request) -> Iterator[http_proof.SignedRequest]:
+        """Sign a request for each time that it is sent."""
+        where = request.url.netloc.decode()
+        for _ in range(SIGNED):
+            challenge, target = self._challenges.get(where, http_proof.NONE), request.url.raw_path
+            signed = http_proof.SignedRequest(self._token, challenge, request.method, target, request.content)
+            request.headers["Authorization"] = signed.authorization
+            yield signed
+
+    def _accepted(
+        self, request: httpx.Request, signed: http_proof.SignedRequest, response: httpx.Response
+    ) -> bool:
+        """Return whether a proved answer is one to this request, and no new challenge. Raises Unproved."""
+        header = response.headers.get(http_proof.HEADER)
+        challenge = signed.challenge(header, response.status_code, response.content)
+        if challenge is None:
+            raise self._unproved(request)
+        self._challenges[request.url.netloc.decode()] = challenge
+        return response.status_code != http_proof.STALE
+
+    def _unproved(self, request: httpx.Request) -> Unproved:
+        """Return the error, and say once in `SAY_S` seconds what is wrong."""
+        where = f"{request.url.scheme}://{request.url.netloc.decode()}"
+        error = Unproved(f"what listens at {where} does not know the job's token")
+        now = time.monotonic()
+        if now - self._said.get(where, -SAY_S) >= SAY_S:
+            self._said[where] = now
+            _log.warning("%s: its answers do not count", error)
+        return error
+
+
+class _Bounded(httpx.AsyncByteStream, httpx.SyncByteStream):
+    """The body of an answer; httpx.DecodingError if it has more than `MAX_ANSWER` bytes, or is packed."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._stream: Any = response.stream
+        self._left = MAX_ANSWER if "content-encoding" not in response.headers else -1
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self._stream:
+            yield self._counted(part)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            yield self._counted(part)
+
+    def _counted(self, part: bytes) -> bytes:
+        self._left -= len(part)
+        if self._left < 0:
+            raise httpx.DecodingError(f"an answer of more than {MAX_ANSWER} bytes, or a packed one")
+        return part
+
+    def close(self) -> None:
+        """Close the connection's part of it."""
+        self._stream.close()
+
+    async def aclose(self) -> None:
+        """Close the connection's part of it."""
+        await self._stream.aclose()
+
+
 def http_client(token: str, timeout_s: float, tls: ssl.SSLContext | None = None) -> httpx.AsyncClient:
     """Return the HTTP client with which every process talks to the lighthouse.
 
-    It follows neither proxies nor redirects: the job's token goes into every request.
+    It follows neither proxies nor redirects, and each answer that it returns is proved.
 
     Args:
         token: the job's token.
@@ -80,12 +190,30 @@ def http_client(token: str, timeout_s: float, tls: ssl.SSLContext | None = None)
         A client for one event loop.
     """
     return httpx.AsyncClient(
-        headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
+        auth=TokenProof(token),
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # an answer that is not proved may bring some
+        headers={"Content-Type": "application/json", "Accept-Encoding": "identity"},
         timeout=httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s)),
         verify=True if tls is None else tls,
         trust_env=False,
         follow_redirects=False,
     )
+
+
+def get_proved(url: str, token: str, timeout_s: float, trusted: Trusted) -> httpx.Response:
+    """Return a lighthouse's proved answer to a GET, whatever its status. Blocks.
+
+    Args:
+        url: with the path.
+        token: the job's token.
+        timeout_s: longest wait for a part of the answer, in seconds.
+        trusted: whose certificates are accepted.
+
+    Raises:
+        httpx.HTTPError: there is no answer, or it is not proved.
+        httpx.InvalidURL: `url` is none.
+    """
+    return httpx.get(url, auth=TokenProof(token), timeout=timeout_s, trust_env=False, verify=trusted)
 
 
 def parse_urls(text: str, option: str = "--lighthouse") -> tuple[str, ...]:
@@ -118,7 +246,7 @@ def urls_of_run(document: object) -> tuple[str, ...]:
 class Lighthouses:
     """The lighthouses of a job. The last one that answered is asked first.
 
-    The name of a leader is followed only to one of `urls`: the token is sent nowhere else.
+    The name of a leader is followed only to one of `urls`.
 
     Args:
         urls: of the lighthouses.
@@ -164,9 +292,11 @@ class Lighthouses:
         for last in (*(False,) * len(self.urls), True):
             url = self.url
             try:
-                response = await self._watched(self._client.request(method, f"{url}{path}", content=content), url)
+                async with asyncio.timeout(self._client.timeout.read):  # of all parts of an answer together
+                    asking = self._client.request(method, f"{url}{path}", content=content)
+                    response = await self._watched(asking, url)
                 await self._pass()
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
+            except (TimeoutError, httpx.HTTPError, httpx.InvalidURL) as error:
                 problem, cause = f"lighthouse {url}: {type(error).__name__} {error}", error
                 self._leave(url)
             else:
@@ -279,7 +409,7 @@ class LighthouseClient:
 
     Args:
         urls: of the lighthouses.
-        token: the job's token, which goes into every request.
+        token: the job's token.
         tls: from `ft_hsdp.tls.client`.
         file: as of `Lighthouses`.
         ask_s: how long a lighthouse keeps a request open, in seconds.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import ssl
 from typing import Literal
 
+import httpx
+
 from ft_hsdp import secret, tls
-from ft_hsdp.config import load
-from ft_hsdp.control.lighthouse_client import Lighthouses, http_client, urls_of_run
+from ft_hsdp.config import Config, load
+from ft_hsdp.control.lighthouse_client import Lighthouses, Unproved, get_proved, http_client, urls_of_run
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, ConfigError, FtHsdpError, LighthouseUnreachable
 from ft_hsdp.launch.run.directory import RunDir, read_json
 
@@ -68,13 +71,27 @@ def order(
             raise ConfigError("N", replicas, f"1 to max_replicas ({config.slots})")
         body["replicas"] = replicas
     context = tls.client(config.network)
-    status, detail = asyncio.run(_post(urls, tokens[0], path, json.dumps(body).encode(), context))
+    try:
+        status, detail = asyncio.run(_post(urls, tokens[0], path, json.dumps(body).encode(), context))
+    except LighthouseUnreachable as error:
+        if not (isinstance(error.__cause__, Unproved) and _genuine(run, urls, config)):
+            raise
+        status, detail = 403, "the job's lighthouse does not know this one"
     if status == 200:
         return detail
-    if status in (401, 403):
+    if status == 403:
         raise ConfigError("admin_token", str(run.admin_token), f"the admin's token of this job ({detail})")
     retry = status == 429 or status >= 500
     raise NotDone(f"{action}: {detail}", EXIT_RETRYABLE if retry else EXIT_CONFIG)
+
+
+def _genuine(run: RunDir, urls: tuple[str, ...], config: Config) -> bool:
+    """Return whether a lighthouse of the job answers: then an order that it does not know has a wrong token."""
+    for url in urls:
+        with contextlib.suppress(OSError, httpx.HTTPError, httpx.InvalidURL):
+            get_proved(f"{url}/healthz", secret.current(run.token), ANSWER_S, tls.trusted(config.network))
+            return True
+    return False
 
 
 async def _post(

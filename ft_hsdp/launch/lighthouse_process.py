@@ -1,20 +1,21 @@
-"""The lighthouses of a job as processes of this machine. One that ends is started again on its port."""
+"""The lighthouses of a job as processes of this machine. One that ends is started again on its port.
+
+The port is never free meanwhile: this process holds the listening socket, and gives it to each lighthouse.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 import ssl
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 
-from ft_hsdp import tls
+from ft_hsdp import address, secret, tls
 from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import http_client, urls_of_run
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
@@ -47,7 +48,8 @@ class LighthouseProcess:
         listen_s: float,
         module: str = "lighthouse",
         seat: int | None = None,
-        port: int | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
         silent_s: float = 10.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
@@ -59,7 +61,8 @@ class LighthouseProcess:
             listen_s: Longest time from the start until it listens, in seconds.
             module: The module that runs as the lighthouse.
             seat: Its number among several lighthouses; None for the only one.
-            port: Where it listens; None: the configured port, or any.
+            host: Where it listens.
+            port: 0: any.
             silent_s: Time without an answer after which it is killed, in seconds.
             tls: For health checks; None: HTTP.
         """
@@ -71,7 +74,8 @@ class LighthouseProcess:
         self._module = module
         self._seat: tuple[str, ...] = () if seat is None else ("--seat", str(seat))
         self._file = run.lighthouse if seat is None else run.seat(seat)  # written once it listens
-        self._port = port
+        self._host, self._port = host, port
+        self._listening: socket.socket | None = None
         self._spare: asyncio.subprocess.Process | None = None  # loaded; a line on its stdin starts it
         self._process: asyncio.subprocess.Process | None = None
         self._url: str | None = None
@@ -88,6 +92,11 @@ class LighthouseProcess:
         Raises:
             LighthouseFailed: It ended, or did not listen in time.
         """
+        if self._listening is None:
+            try:
+                self._listening = address.listen(self._host, self._port, known=True)
+            except ConfigError as error:
+                raise LighthouseFailed(str(error), error.exit_code) from None
         ready, self._spare = self._spare, None
         if ready is not None and ready.returncode is None and ready.stdin is not None:
             ready.stdin.write(b"go\n")
@@ -102,7 +111,6 @@ class LighthouseProcess:
                 listening = read_json(self._file)
                 if isinstance(listening, dict) and listening.get("pid") == self._process.pid:
                     self._url = str(listening["url"])
-                    self._port = urlsplit(self._url).port
                     return
                 await asyncio.wait([exited], timeout=0.02)
                 if exited.done():
@@ -111,7 +119,7 @@ class LighthouseProcess:
                     raise LighthouseFailed(
                         f"the lighthouse ended with exit {code}: {why}", code if code > 0 else EXIT_RETRYABLE
                     )
-            await self.stop()
+            await self._end()
             raise LighthouseFailed(f"the lighthouse does not listen after {self._listen_s:g} s", EXIT_RETRYABLE)
         finally:
             exited.cancel()
@@ -152,8 +160,7 @@ class LighthouseProcess:
         A time in which this process itself was stopped does not count as silence.
         """
         silent_s = 0.0
-        async with http_client("", LOOK_S, self._tls) as client:
-            del client.headers["Authorization"]  # /healthz needs no token, and an empty one is no valid header
+        async with http_client(secret.current(self._run.token), LOOK_S, self._tls) as client:
             while silent_s <= self._silent_s:
                 began = time.monotonic()
                 await asyncio.sleep(LOOK_S)
@@ -168,16 +175,24 @@ class LighthouseProcess:
 
     @property
     def _arguments(self) -> tuple[str, ...]:
-        port = () if self._port is None else ("--port", str(self._port))
-        return ("--run", str(self._run.path), *port, *self._seat)
+        assert self._listening is not None, "start() comes first"
+        return ("--run", str(self._run.path), "--fd", str(self._listening.fileno()), *self._seat)
 
     async def _spawn(
         self, command: list[str], stdin: int = asyncio.subprocess.DEVNULL
     ) -> asyncio.subprocess.Process:
-        """Start a process; if this is cancelled, kill it."""
+        """Start a process with the listening socket; if this is cancelled, kill it."""
+        assert self._listening is not None, "start() comes first"
         with open_log(self._run.lighthouse_log) as log:
             starting = asyncio.ensure_future(
-                asyncio.create_subprocess_exec(*command, env=environment(), stdin=stdin, stdout=log, stderr=log)
+                asyncio.create_subprocess_exec(
+                    *command,
+                    env=environment(),
+                    stdin=stdin,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(self._listening.fileno(),),
+                )
             )
             try:
                 return await asyncio.shield(starting)
@@ -188,6 +203,15 @@ class LighthouseProcess:
                 raise
 
     async def stop(self) -> None:
+        """End the process and its spare, and free the port."""
+        try:
+            await self._end()
+        finally:
+            if self._listening is not None:
+                self._listening.close()
+                self._listening = None
+
+    async def _end(self) -> None:
         """End the process and its spare."""
         if self._spare is not None and self._spare.returncode is None:
             self._spare.kill()
@@ -222,7 +246,7 @@ class LighthouseFleet:
             emit: Called with each event.
             module: The module that runs as a lighthouse.
         """
-        first = config.network.port or None
+        first = config.network.port
         seats = range(config.lighthouse.count) if config.lighthouse.etcd else (None,)
         self._run = run
         self._etcd = config.lighthouse.etcd
@@ -234,6 +258,7 @@ class LighthouseFleet:
                 listen_s=listen_s,
                 module=module,
                 seat=seat,
+                host=config.network.host,
                 port=first and first + (seat or 0),
                 silent_s=config.timeouts.lighthouse_s,
                 tls=tls.client(config.network),
@@ -257,10 +282,12 @@ class LighthouseFleet:
                 for each in self._all:
                     group.create_task(each.start())
         except BaseExceptionGroup as failed:
+            await self.stop()
             raise failed.exceptions[0] from None
         deadline = time.monotonic() + self._listen_s
         while not self._leads(read_json(self._run.lighthouse)):
             if time.monotonic() > deadline:
+                await self.stop()
                 etcd = ", ".join(self._etcd)
                 why = f"no lighthouse leads after {self._listen_s:g} s: does etcd at {etcd} answer?"
                 raise LighthouseFailed(why, EXIT_UNREACHABLE)
@@ -288,23 +315,5 @@ def check_port(config: Config) -> None:
         ConfigError: network.host is not an address of this machine, or network.port is not free.
     """
     for number in range(config.lighthouse.count if config.network.port else 1):
-        _check_port(config.network.host, config.network.port + number)
-
-
-def _check_port(host: str, port: int) -> None:
-    try:
-        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise ConfigError(
-            "network.host", host, f"an address of this machine ({error.strerror or error})"
-        ) from None
-    try:
-        with socket.socket(info[0], info[1]) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(info[4])
-    except PermissionError:
-        raise ConfigError("network.port", port, "0 or a port that this user may listen on") from None
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError("network.port", port, "0 or a free port (another process has this one)") from None
-        raise ConfigError("network.host", host, f"an address of this machine ({error.strerror})") from None
+        port = config.network.port and config.network.port + number
+        address.listen(config.network.host, port, known=True).close()

@@ -16,7 +16,7 @@ import httpx
 from ft_hsdp import secret, tls
 from ft_hsdp.config import Config, agreed, dump, load
 from ft_hsdp.config.entry import stamped
-from ft_hsdp.control.lighthouse_client import parse_urls, urls_of_run
+from ft_hsdp.control.lighthouse_client import get_proved, parse_urls, urls_of_run
 from ft_hsdp.core.replica_state import difference
 from ft_hsdp.errors import (
     EXIT_CONFIG,
@@ -172,7 +172,7 @@ def wait_for_lighthouse(run: RunDir, trusted: tls.Trusted, timeout_s: float) -> 
         urls = urls_of_run(read_json(run.lighthouse)) if run.token.exists() else ()
         for url in urls:
             try:
-                httpx.get(f"{url}/healthz", timeout=1.0, trust_env=False, verify=trusted).raise_for_status()
+                get_proved(f"{url}/healthz", secret.current(run.token), 1.0, trusted).raise_for_status()
                 return urls
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = f"{url}: {error or type(error).__name__}"

@@ -22,7 +22,7 @@ from lighthouse.ha.etcd import Etcd
 from lighthouse.ha.instance import InstanceLock
 from lighthouse.ha.replication import JournalMirror
 from lighthouse.ha.standby import Standby, SwitchableApp
-from lighthouse.http.access import Keys, view_key
+from lighthouse.http.access import Keys
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.quorum.state import LighthouseState
@@ -63,7 +63,7 @@ class Candidate:
         self._etcd = Etcd.with_secrets(options.etcd, options.etcd_lease_s / 2)
         self._election = Election(self._etcd, f"{self._prefix}/leader", url, options.etcd_lease_s)
         self._database = SqliteDatabase(instance.database_path, options.keep_rows)
-        self._key = view_key(keys.worker)
+        self._token = keys.worker
         self._trusted = tls.client(config.network)
         self._instance = instance
         self._url = url
@@ -116,7 +116,7 @@ class Candidate:
         """Stand by until the election is won, then lead until the lead is lost."""
         trusted = True if self._trusted is None else self._trusted
         async with httpx.AsyncClient(verify=trusted, trust_env=False, follow_redirects=False) as client:
-            mirror = JournalMirror(self._database, lambda: self._election.leader, self._key, client)
+            mirror = JournalMirror(self._database, lambda: self._election.leader, self._token, client)
             mirroring = asyncio.create_task(mirror.run())
             try:
                 await self._election.win()

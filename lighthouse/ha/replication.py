@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 
+from ft_hsdp.http_proof import HEADER, MARK, NONE, STALE, SignedRequest
 from lighthouse.journal.database import DatabaseFailed, SqliteDatabase
 from lighthouse.overview.overview import JournalEntry
 
@@ -23,19 +24,22 @@ _log = logging.getLogger(__name__)
 class JournalMirror:
     """Follows GET /v1/stream of the leader, and keeps each row under the number that it has there.
 
+    Only rows that are proved to come from a lighthouse of the job are kept.
+
     Args:
         database: Where the rows are kept.
         leader: Returns the leader's URL, or None while there is no leader.
-        key: A viewer's.
+        token: The worker's.
         client: Closed by the caller.
     """
 
     def __init__(
-        self, database: SqliteDatabase, leader: Callable[[], str | None], key: str, client: httpx.AsyncClient
+        self, database: SqliteDatabase, leader: Callable[[], str | None], token: str, client: httpx.AsyncClient
     ) -> None:
         self._database = database
         self._leader = leader
-        self._headers = {"Authorization": f"Bearer {key}", "Accept": "text/event-stream"}
+        self._token = token
+        self._challenge = NONE
         self._client = client
 
     async def run(self) -> None:
@@ -61,18 +65,48 @@ class JournalMirror:
 
     async def _follow(self, url: str) -> None:
         """Keep what the leader at ``url`` sends after the newest row that is here, until the stream ends."""
-        after = {"after": str(self._database.last)}
+        target = f"/v1/stream?after={self._database.last}"
         timeout = httpx.Timeout(SILENCE_S, connect=RETRY_S)
-        async with self._client.stream(
-            "GET", f"{url}/v1/stream", params=after, headers=self._headers, timeout=timeout
-        ) as response:
-            response.raise_for_status()
-            pending = b""
-            async for piece in response.aiter_bytes():
-                *whole, pending = (pending + piece).replace(b"\r\n", b"\n").split(b"\n\n")
-                if len(pending) > MAX_PENDING:
-                    raise httpx.DecodingError(f"a row of more than {MAX_PENDING} bytes")
-                await asyncio.to_thread(self._database.append, list(_entries(whole)))
+        for _ in range(2):
+            asked = SignedRequest(self._token, self._challenge, "GET", target.encode())
+            headers = {"Authorization": asked.authorization, "Accept": "text/event-stream"}
+            async with self._client.stream("GET", url + target, headers=headers, timeout=timeout) as response:
+                body = b"" if response.is_success else await _read(response)
+                challenge = asked.challenge(response.headers.get(HEADER), response.status_code, body)
+                if challenge is None:
+                    raise httpx.ProtocolError(f"what listens at {url} does not know the job's token")
+                self._challenge = challenge
+                if response.status_code == STALE:
+                    continue
+                response.raise_for_status()
+                await self._keep(asked, response)
+                return
+
+    async def _keep(self, asked: SignedRequest, response: httpx.Response) -> None:
+        """Keep the rows of a stream, each once the mark behind it is there. Raises httpx.DecodingError."""
+        number, pending, part = 0, b"", b""
+        async for piece in response.aiter_raw():
+            *whole, pending = (pending + piece).split(b"\n\n")
+            for block in whole:
+                if not block.startswith(MARK):
+                    part += block + b"\n\n"
+                    continue
+                if not asked.marked(number, part, block):
+                    raise httpx.DecodingError("a part of the stream is not proved")
+                await asyncio.to_thread(self._database.append, list(_entries(part.split(b"\n\n"))))
+                number, part = number + 1, b""
+            if len(pending) + len(part) > MAX_PENDING:
+                raise httpx.DecodingError(f"a row of more than {MAX_PENDING} bytes")
+
+
+async def _read(response: httpx.Response) -> bytes:
+    """Return the body of an answer that is no stream. Raises httpx.DecodingError for a long one."""
+    body = b""
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > MAX_PENDING:
+            raise httpx.DecodingError(f"an answer of more than {MAX_PENDING} bytes")
+    return body
 
 
 def _entries(blocks: list[bytes]) -> Iterator[JournalEntry]:

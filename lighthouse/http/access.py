@@ -1,11 +1,12 @@
 """Who may ask the lighthouse: tokens and roles, and the gate that holds them and the limits of `rate_limits`.
 
 Three roles. A *worker* is a replica or a supervisor of the job. An *admin* may evict, drain, and order a
-checkpoint. A *viewer* may read what the lighthouse shows; its key is derived from the worker's token and grants
-nothing else, so it may stand in a link. Workers and admins may read, too; no other role includes another.
+checkpoint. Both sign their requests (`proofs`): their tokens are never sent. A *viewer* may read what the
+lighthouse shows; its key is derived from the worker's token and grants nothing else, so it may stand in a link,
+and is sent as it is. Workers and admins may read, too; no other role includes another.
 
-`RequestGate` judges the token, the only time on a request's way, and a stranger learns nothing about the routes.
-The route says which role it wants (`Bearer`).
+`RequestGate` judges the request, the only time on its way, and a stranger learns nothing about the routes. The
+route says which role it wants (`Bearer`).
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fastapi import Request
-from fastapi.openapi.models import HTTPBearer
+from fastapi.openapi.models import HTTPBase
 from fastapi.security.base import SecurityBase
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ft_hsdp import protocol, secret
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.http_proof import SCHEME, STALE
+from lighthouse.http.proofs import Proof, SignedCalls
 from lighthouse.http.rate_limits import STREAMS, OpenSlots, Rates, TooMany, rule, source
 
 ADMIN_VARIABLE = "FT_HSDP_ADMIN_TOKEN"
@@ -63,6 +66,7 @@ class Keys:
     def __init__(self, worker: str = "", admin: str = "") -> None:
         self._look: Callable[[], tuple[Tokens, Tokens] | None] | None = None
         self._due = 0.0
+        self._signed = SignedCalls()
         self._set(tuple(worker.split()), tuple(admin.split()))
 
     @classmethod
@@ -90,8 +94,14 @@ class Keys:
         """The admin's current token, or ""."""
         return self._admin
 
+    def proof(self, header: bytes, scope: Scope) -> Proof | None:
+        """Return what the Authorization header of a signed request proves; None: nothing, or it is not signed."""
+        if self._look is not None and time.monotonic() >= self._due:
+            self._refresh()
+        return self._signed.judge(header, scope)
+
     def role(self, header: bytes | None) -> Role | None:
-        """Return the role that an Authorization header stands for; None for a stranger.
+        """Return the role that an Authorization header with a key stands for; None for a stranger.
 
         Args:
             header: The value of the header; None: there is none.
@@ -118,10 +128,11 @@ class Keys:
         self._worker, self._admin = (worker or ("",))[0], (admin or ("",))[0]
         self._open = not worker
         self._proved: dict[bytes | None, Role] = {}  # whole headers that were right; found by a keyed hash of them
-        held: list[tuple[str, Role]] = [(view_key(token), "viewer") for token in worker]
-        held += [(token, "worker") for token in worker]
-        held += [(token, "admin") for token in admin]
-        self._digests = [(hashlib.sha256(token.encode()).digest(), role) for token, role in held]
+        self._digests: list[tuple[bytes, Role]] = [
+            (hashlib.sha256(view_key(token).encode()).digest(), "viewer") for token in worker
+        ]
+        workers = ("",) if self._open else worker
+        self._signed.hold([*((token, "worker") for token in workers), *((token, "admin") for token in admin)])
 
     def _refresh(self) -> None:
         """Look at the files, at most once in `LOOK_S`."""
@@ -166,10 +177,10 @@ class _Files:
 
 
 class Bearer(SecurityBase):
-    """A FastAPI dependency: requires ``Authorization: Bearer`` with a token of ``role``; reads headers alone."""
+    """A FastAPI dependency: requires what `RequestGate` has found to be of ``role``, or a viewer's key."""
 
     def __init__(self, keys: Keys, role: Role = "worker") -> None:
-        self.model = HTTPBearer(description=f"a token of the role {role}")
+        self.model = HTTPBase(scheme="bearer" if role == "viewer" else SCHEME)
         self.scheme_name = role
         self.role = role
         self._keys = keys
@@ -235,9 +246,15 @@ class RequestGate:
         limits = rule(scope["path"])
         client = scope.get("client")
         address = source(client[0]) if client else ""
+        # The only time that a request is judged: the route finds the role in the scope.
+        proof = None if authorization is None else self._keys.proof(authorization, scope)
+        if proof is not None:
+            receive, send = proof.receive(receive), proof.send(send)
+            if not proof.fresh and limits.kind != "open":
+                await refuse(send, HTTPException(STALE, "the challenge is not valid, or this request came before"))
+                return
         if limits.kind != "open":
-            # The only time that the token is judged: the route finds the role in the scope.
-            role = scope["role"] = self._keys.role(authorization)
+            role = scope["role"] = self._keys.role(authorization) if proof is None else proof.role
             if role is None:
                 wait = self._rates.take("stranger", address, self._clock())
                 error = TooMany("requests without a token that is known", wait) if wait else unknown_token()
@@ -292,8 +309,8 @@ def too_large(largest: int) -> HTTPException:
 
 def unknown_token() -> HTTPException:
     """Return the 401 for a missing or wrong token."""
-    what = "Authorization: Bearer TOKEN is missing or wrong"
-    return HTTPException(401, what, headers={"WWW-Authenticate": "Bearer"})
+    what = f"Authorization: {SCHEME} with a token of this job, or Bearer with a viewer's key, is missing or wrong"
+    return HTTPException(401, what, headers={"WWW-Authenticate": f"{SCHEME}, Bearer"})
 
 
 async def refuse(send: Send, error: HTTPException) -> None:

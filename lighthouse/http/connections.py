@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ft_hsdp.address import BACKLOG
 from lighthouse.http.rate_limits import source
 
-BACKLOG = 1024
 KEEP_ALIVE_S = 75
 CONNECTIONS = 2048
 SPARE_FILES = 128  # descriptors for everything else

@@ -101,6 +101,7 @@ class Meter:
             buckets=REQUEST_S,
             registry=registry,
         )
+        self._of_requests: dict[tuple[str, int], tuple[Counter, Histogram | None]] = {}  # by route and status
         for cause in (*WAITS, OTHER):
             self._waits.labels(cause)
         self._counted: set[int] = set()  # failures, by their numbers
@@ -151,9 +152,14 @@ class Meter:
     def request(self, path: str, code: int, seconds: float) -> None:
         """Count a request that was answered; the label of a path that is no route is "other"."""
         route = path if path in ROUTES else OTHER
-        self._requests.labels(route, code).inc()
-        if route not in ENDLESS:
-            self._request_s.labels(route).observe(seconds)
+        found = self._of_requests.get((route, code))
+        if found is None:  # looked up once: this is on the way of every step
+            timed = None if route in ENDLESS else self._request_s.labels(route)
+            found = self._of_requests[route, code] = self._requests.labels(route, code), timed
+        count, timed = found
+        count.inc()
+        if timed is not None:
+            timed.observe(seconds)
 
     def _kind(self, kind: str) -> str:
         """Return the label of a failure's kind; the number of labels is bounded."""

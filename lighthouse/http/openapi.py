@@ -21,6 +21,7 @@ from ft_hsdp.core import incarnation
 from ft_hsdp.core.commit import MAX_PARTS, MAX_ROWS, MAX_WEIGHT
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.core.ledger import MAX_UNIT
+from ft_hsdp.http_proof import SCHEME
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Telemetry, Wait, tag_of
 from lighthouse.http import quorum_route
 from lighthouse.http.access import Bearer, Keys, Role, may
@@ -90,8 +91,8 @@ _BODIES = {
     "/v1/telemetry": Body((Telemetry,)),
 }
 _ERRORS = {
-    400: "no HTTP request, or the connection closed within it",
-    401: "no token, or an unknown one",
+    400: "no HTTP request, another body than was signed, or the connection closed within it",
+    401: "no token, an unknown one, or a challenge that is not valid",
     403: "a token of another role",
     408: "the body did not come in time",
     413: "the body is too large",
@@ -139,7 +140,10 @@ def _document(app: FastAPI) -> Document:
     schemas = parts.setdefault("schemas", {})
     schemas["Error"] = Error.model_json_schema()
     parts["securitySchemes"] = {
-        role: {"type": "http", "scheme": "bearer", "description": f"a token of the role {role}"} for role in ROLES
+        "viewer": {"type": "http", "scheme": "bearer", "description": "the viewer's key"},
+        **{
+            role: {"type": "http", "scheme": SCHEME, "description": f"signed, as the {role}"} for role in ROLES[1:]
+        },
     }
     for path, operations in made["paths"].items():
         for operation in operations.values():

@@ -16,7 +16,7 @@ from ft_hsdp.bench.quorum import Clients, Grpc, Http1, encoded, frame
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.cli import main
 
-ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nFT-HMAC: next mac\r\n\r\nhello"
 
 
 @pytest.mark.multiproc
@@ -55,11 +55,15 @@ def test_the_goal_is_a_ratio_of_medians() -> None:
 
 
 def test_an_answer_over_http_that_comes_in_pieces() -> None:
-    wire = Http1("host", "/v1/quorum", "token")
-    assert wire.request(b"ab").endswith(b"\r\nAuthorization: Bearer token\r\nContent-Length: 2\r\n\r\nab")
+    wire = Http1("host", "/v1/quorum", "token", "challenge")
+    asked = wire.request(b"ab")
+    assert b"\r\nContent-Length: 2\r\nAuthorization: FT-HMAC " in asked
+    assert b" challenge " in asked
+    assert asked.endswith(b"\r\n\r\nab")
     pieces = [ANSWER[i : i + 7] for i in range(0, len(ANSWER), 7)]
     answers = [wire.feed(piece)[0] for piece in pieces]
     assert answers == [None] * (len(pieces) - 1) + [b"hello"]
+    assert b" next " in wire.request(b"ab")
     with pytest.raises(Retryable, match="401"):
         wire.feed(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
 
@@ -107,7 +111,7 @@ def test_a_server_that_hangs_up_ends_the_round() -> None:
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        clients = Clients(listener.getsockname(), 1, lambda: Http1("host", "/", "token"))
+        clients = Clients(listener.getsockname(), 1, lambda: Http1("host", "/", "token", "challenge"))
         with closing(clients), pytest.raises((Retryable, ConnectionResetError)):
             clients.round([b"x"])
         thread.join()

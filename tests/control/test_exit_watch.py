@@ -17,8 +17,10 @@ import pytest
 from ft_hsdp import protocol
 from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.control.exit_watch import Watched, process_space, start
+from ft_hsdp.http_proof import HEADER
 from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
+from tests.support.lighthouse.signed import proof
 
 TOKEN = "ab" * 32
 NAME = "3-run-2"
@@ -36,17 +38,20 @@ class Answer(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
-        assert self.headers["Authorization"] == f"Bearer {TOKEN}"
         self.server.refuse -= 1
         if self.server.refuse >= 0:
-            self.send_error(503)
+            self._answer(503, b"")
             return
         self.server.told.put(protocol.decode(body, ProcessReport))
         answer = protocol.encode(SupervisorReply((), 0, 0, False))
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
+        self._answer(200, answer)
+
+    def _answer(self, status: int, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header(HEADER, proof(self.headers["Authorization"], status, body, TOKEN))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(answer)
+        self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
         pass

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,6 +17,8 @@ from ft_hsdp.control import lighthouse_client
 from ft_hsdp.control.lighthouse_client import (
     LighthouseClient,
     Lighthouses,
+    TokenProof,
+    Unproved,
     http_client,
     own_address,
     parse_urls,
@@ -25,6 +28,8 @@ from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Holders
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Wait
+from tests.support.launch.squatter import SquatterServer
+from tests.support.lighthouse.signed import line_of, proving
 
 TOKEN = "ab" * 32
 STATE = StateId(0, 0, "0" * 32)
@@ -37,7 +42,8 @@ async def client_of(handler: Callable[[httpx.Request], httpx.Response]) -> Async
     """A client whose lighthouse is ``handler``."""
     client = LighthouseClient(("http://lighthouse",), TOKEN)
     real = client._lighthouses._client
-    client._lighthouses._client = httpx.AsyncClient(headers=real.headers, transport=httpx.MockTransport(handler))
+    there = httpx.MockTransport(proving(handler, TOKEN))
+    client._lighthouses._client = httpx.AsyncClient(auth=TokenProof(TOKEN), headers=real.headers, transport=there)
     await real.aclose()
     try:
         yield client
@@ -62,7 +68,7 @@ async def test_an_answer(message: Answer) -> None:
     async with client_of(handler) as client:
         assert await client.ask(ASK) == message
     assert (seen[0].method, seen[0].url.path) == ("POST", "/v1/quorum")
-    assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
+    assert TOKEN not in str(seen[0].headers)
     assert protocol.decode(seen[0].content, QuorumRequest) == ASK
 
 
@@ -98,7 +104,8 @@ def _fails(error: Exception) -> Callable[[httpx.Request], httpx.Response]:
 @pytest.mark.parametrize(
     ("handler", "said"),
     [
-        (lambda _: httpx.Response(401, text="no\nreally"), "401: no"),
+        (lambda _: httpx.Response(400, text="no\nreally"), "400: no"),
+        (lambda _: httpx.Response(401), "does not know the job's token"),
         (lambda _: httpx.Response(503), "503"),
         (lambda _: httpx.Response(302, headers={"Location": "http://elsewhere"}), "302"),
         (lambda _: httpx.Response(200, text="<html>"), "not a valid message"),
@@ -128,7 +135,7 @@ async def test_who_holds_copies() -> None:
     async with client_of(handler) as client:
         assert await client.holders(3) == Holders(False, StateId(1, 4, "a" * 32), {1: ("h:1",)})
     assert (seen[0].method, str(seen[0].url)) == ("GET", "http://lighthouse/v1/holders?replica=3")
-    assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
+    assert TOKEN not in str(seen[0].headers)
 
 
 @pytest.mark.parametrize(
@@ -180,11 +187,11 @@ async def test_no_proxy_and_no_redirect_is_used(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
         content = protocol.encode(Continue(1, 2))
-        writer.write(
-            b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + content
-        )
+        proof = line_of(head, 200, content, TOKEN).encode()
+        begin = b"HTTP/1.1 200 OK\r\nConnection: close\r\n" + proof
+        writer.write(begin + b"Content-Length: %d\r\n\r\n" % len(content) + content)
         await writer.drain()
         writer.close()
 
@@ -194,6 +201,64 @@ async def test_no_proxy_and_no_redirect_is_used(monkeypatch: pytest.MonkeyPatch)
     await client.close()
     server.close()
     await asyncio.sleep(0.02)
+
+
+async def test_no_answer_of_a_squatter_is_one_and_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with SquatterServer() as squatter:
+        client = LighthouseClient((squatter.url,), TOKEN)
+        try:
+            for _ in range(3):
+                with pytest.raises(LighthouseUnreachable, match="does not know the job's token"):
+                    await client.ask(ASK)
+                assert await client.find_holders(0, 0.0) is None
+                with pytest.raises(LighthouseUnreachable):
+                    await client.report(ProcessReport({}, ("1-x-0",)))
+        finally:
+            await client.close()
+    assert [squatter.url in record.getMessage() for record in caplog.records] == [True]
+    assert TOKEN not in str(squatter.seen)
+
+
+async def test_a_proxy_that_repeats_old_answers_is_not_believed() -> None:
+    kept: list[httpx.Response] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        good = proving(answer(Continue(3, len(kept))), TOKEN)(request)
+        kept.append(good)
+        return good if len(kept) == 1 else httpx.Response(200, content=kept[0].content, headers=kept[0].headers)
+
+    there = httpx.MockTransport(handler)
+    async with httpx.AsyncClient(auth=TokenProof(TOKEN), transport=there) as http:
+        follow = Lighthouses(("http://lighthouse",), http)
+        assert (await follow.post("/v1/quorum", b"{}")).content == protocol.encode(Continue(3, 0))
+        with pytest.raises(LighthouseUnreachable, match="does not know the job's token"):
+            await follow.post("/v1/quorum", b"{}")
+
+
+async def test_a_new_challenge_is_taken_and_a_lighthouse_without_one_is_given_up() -> None:
+    stale = [True, True, False, True, True, True]
+
+    def handler(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(401) if stale.pop(0) else httpx.Response(200, content=b"yes")
+
+    there = httpx.MockTransport(proving(handler, TOKEN))
+    async with httpx.AsyncClient(auth=TokenProof(TOKEN), transport=there) as http:
+        assert (await http.get("http://lighthouse/v1/x")).content == b"yes"
+        with pytest.raises(Unproved):
+            await http.get("http://lighthouse/v1/x")
+    assert stale == []
+
+
+@pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "gzip"}])
+async def test_an_answer_without_end_or_packed_costs_no_memory(
+    headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lighthouse_client, "MAX_ANSWER", 1000)
+    body = gzip.compress(bytes(10_000)) if headers else bytes(10_000)
+    there = httpx.MockTransport(lambda _: httpx.Response(200, headers=headers, stream=httpx.ByteStream(body)))
+    async with httpx.AsyncClient(auth=TokenProof(TOKEN), transport=there) as http:
+        with pytest.raises(httpx.DecodingError, match="more than 1000 bytes, or a packed one"):
+            await http.get("http://lighthouse/v1/x")
 
 
 # Several lighthouses: the one that leads is found, kept to, and left when it is gone, hangs, or leads no more.
@@ -276,7 +341,7 @@ async def test_one_that_moved_is_found_where_the_run_says(tmp_path: Path, there:
 
 
 async def test_a_hint_at_a_stranger_is_not_followed() -> None:
-    """Whoever stands by may be anybody; the token goes only where the job's own list says."""
+    """Requests go only where the job's own list says."""
     sea = Sea(a="stands by", b="leads", c="down", evil="leads")
     sea.hint = "http://evil:1"
     async with following(sea) as follow:
@@ -361,7 +426,8 @@ def test_lists_of_lighthouses() -> None:
 
 async def test_the_client_goes_nowhere_else() -> None:
     async with http_client("secret", 5.0) as client:
-        assert client.headers["authorization"] == "Bearer secret"
+        assert isinstance(client.auth, TokenProof)
+        assert "authorization" not in client.headers
         assert not client.follow_redirects
         assert not client.trust_env
         assert client.timeout.connect == lighthouse_client.CONNECT_S

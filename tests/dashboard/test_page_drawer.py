@@ -69,7 +69,7 @@ def test_a_replica_that_lacks_copies_is_seen_and_who_keeps_them(browser, own, se
 def test_a_wrong_token_is_refused_and_forgotten(page, drawer, seen):
     dialog = order(page, drawer, "evict", "wrong")
     dialog.get_by_role("button", name="evict replica 3").click()
-    expect(dialog.get_by_role("alert")).to_contain_text("Authorization")
+    expect(dialog.get_by_role("alert")).to_contain_text("not the admin's token")
     assert page.evaluate("sessionStorage.getItem('ft.admin')") is None
     dialog.get_by_role("button", name="cancel").click()
     expect(dialog).to_have_count(0)

@@ -123,6 +123,32 @@ async def test_a_spare_takes_the_place_of_a_lighthouse_that_is_killed(
     assert not left
 
 
+async def test_the_port_of_a_dead_lighthouse_stays_with_the_job(tmp_path: Path) -> None:
+    """No other process gets it, at this address or at all of them; who calls meanwhile is answered by the next."""
+    run, events = RunDir(tmp_path / "job"), []  # type: tuple[RunDir, list[Row]]
+    config = parse({"job": {"name": "job"}})
+    write_job_files(run, config)
+    alone = LighthouseFleet(run, config, events.append, module="tests.support.launch.standin_lighthouse")
+    await alone.start()
+    try:
+        (process,) = alone._all
+        said = read_json(run.lighthouse)
+        port = int(said["url"].rpartition(":")[2])
+        os.kill(said["pid"], signal.SIGKILL)
+        await until(lambda: not psutil.pid_exists(said["pid"]) or process._process.returncode, "it is gone")
+        for host in ("127.0.0.1", "0.0.0.0", ""):
+            with pytest.raises(OSError, match="in use"):
+                socket.create_server((host, port))
+        with socket.create_connection(("127.0.0.1", port)) as caller:
+            caller.sendall(b"OPTIONS / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            await alone.start()
+            assert (await asyncio.to_thread(caller.recv, 100)).startswith(b"HTTP/1.1 501")
+        assert read_json(run.lighthouse)["url"] == said["url"]
+    finally:
+        await alone.stop()
+    socket.create_server(("127.0.0.1", port)).close()
+
+
 async def test_a_lighthouse_that_answers_nothing_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,8 @@ from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from tests.support.launch.launch_helpers import until
+from tests.support.launch.squatter import STATUSES, SquatterServer
+from tests.support.lighthouse.signed import line_of
 
 ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False, "halted": "", "drained": []} | {
     "leases": {},
@@ -146,10 +148,11 @@ async def test_it_goes_on_through_an_outage_and_reports_what_changed_meanwhile()
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-        assert b"bearer secret" in head.lower()
+        assert b"secret" not in head
         pictures.append(json.loads(await reader.readexactly(size)))
         answer = json.dumps(ANSWER).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
+        begin = f"HTTP/1.1 200 OK\r\nConnection: close\r\n{line_of(head.decode(), 200, answer, 'secret')}"
+        writer.write(begin.encode() + b"Content-Length: %d\r\n\r\n" % len(answer) + answer)
         await writer.drain()
         writer.close()
 
@@ -190,17 +193,18 @@ class Journal:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-                length = int(head.split("content-length:")[1].split()[0])
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = int(head.lower().split("content-length:")[1].split()[0])
                 body = await reader.readexactly(length)
                 answer = json.dumps(ANSWER).encode()
-                if head.startswith("post /v1/telemetry "):
+                if head.startswith("POST /v1/telemetry "):
                     told = protocol.decode(body, protocol.Telemetry)
                     self.sources.add(told.source)
                     self.events += told.events
                     answer = b""
-                status = "200 OK" if answer else "204 No Content"
-                writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer)
+                status = 200 if answer else 204
+                begin = f"HTTP/1.1 {status} x\r\n{line_of(head, status, answer, 'secret')}"
+                writer.write(f"{begin}content-length: {len(answer)}\r\n\r\n".encode() + answer)
         writer.close()
 
 
@@ -234,3 +238,28 @@ async def test_a_lighthouse_that_takes_no_telemetry_still_gets_its_pictures() ->
     assert scene.link.problem is None
     assert asked == ["/v1/telemetry", "/v1/processes"]
     await scene.client.aclose()
+
+
+async def test_nothing_is_done_on_the_word_of_a_squatter() -> None:
+    """It answers with evictions, rivals, the end and a halt, and with statuses that would end a caller."""
+    evictions: list[tuple[int, str, str]] = []
+    progress = Progress()
+    with SquatterServer() as squatter:
+        link = LighthouseLink((squatter.url,), "secret", progress, lambda *e: evictions.append(e))
+        for replica in range(3):
+            link.started(replica, f"{replica}-a-0")
+            link.claims(replica)
+        running = asyncio.create_task(link.run())
+        for _ in range(len(STATUSES)):
+            before = squatter.asked("/v1/processes")
+            link.rests(7)  # a change: it is reported at once
+            await until(lambda before=before: squatter.asked("/v1/processes") > before, "another report")
+        await until(lambda: link.problem, "the report is over")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        came = str(squatter.seen)
+    assert "does not know the job's token" in (link.problem or "")
+    assert (evictions, [link.rival(r) for r in range(3)], link.settled) == ([], ["", "", ""], False)
+    assert (progress.step, progress.finished, progress.halted, progress.heard) == (0, False, "", False)
+    assert "secret" not in came
+    assert "Cookie" not in came, "what an unproved answer brings is sent back"

@@ -35,11 +35,14 @@ class Line:
 
     def __init__(self, port: int, source: str) -> None:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=20, source_address=(source, 0))
+        from tests.support.lighthouse.signed import Signer
+
+        self._signer = Signer(f"http://127.0.0.1:{port}")
 
     def send(self, path: str, message: object) -> None:
         """A request whose answer is read later."""
-        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
-        self._http.request("POST", path, protocol.encode(message), headers)
+        body = protocol.encode(message)
+        self._http.request("POST", path, body, self._signer.headers("POST", path, body))
 
     def answer(self, *expected: type) -> Any:
         """The answer to it."""

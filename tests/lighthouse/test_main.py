@@ -16,14 +16,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from ft_hsdp import protocol
+from ft_hsdp import address, protocol
 from ft_hsdp.config import Config, config_hash, dump, parse
+from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse import __main__ as program
 from lighthouse import runtime
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, name
+from tests.support.lighthouse.signed import Signer
 
 REPO = Path(__file__).resolve().parents[2]
 START_S = 30.0
@@ -80,8 +82,7 @@ def ends(process, seconds=10.0):
 
 
 def client(url):
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    return httpx.Client(base_url=url, headers=headers, timeout=10.0, trust_env=False)
+    return httpx.Client(base_url=url, auth=TokenProof(TOKEN), timeout=10.0, trust_env=False)
 
 
 def message(replica, *arguments, **fields):
@@ -156,9 +157,9 @@ def test_a_client_that_goes_away_withdraws_its_ask(run):
     with lighthouse(run) as (_, url), client(url) as http:
         body = message(0)
         host, port = url.removeprefix("http://").split(":")
+        proof = Signer(url, TOKEN).headers("POST", "/v1/quorum", body)["Authorization"]
         head = (
-            f"POST /v1/quorum HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
-            f"Content-Length: {len(body)}\r\n\r\n"
+            f"POST /v1/quorum HTTP/1.1\r\nHost: x\r\nAuthorization: {proof}\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         with socket.create_connection((host, int(port))) as raw:
             raw.sendall(head.encode() + body)
@@ -208,7 +209,7 @@ def test_the_token_may_come_from_the_environment(run):
     (run / "token").unlink()
     with lighthouse(run, FT_HSDP_TOKEN="secret") as (_, url), httpx.Client(trust_env=False) as http:
         assert http.get(f"{url}/v1/status").status_code == 401
-        allowed = http.get(f"{url}/v1/status", headers={"Authorization": "Bearer secret"})
+        allowed = http.get(f"{url}/v1/status", auth=TokenProof("secret"))
         assert allowed.status_code == 200
 
 
@@ -260,16 +261,16 @@ def test_bad_arguments_are_one_line(run, arguments, key, capsys):
 @pytest.mark.parametrize("host", ["0.0.0.0", "::"])
 def test_without_a_token_it_listens_on_loopback_only(host):
     with pytest.raises(ConfigError, match=r"network\.host: .* unless the run has a token"):
-        program.listen(host, 0, known=False)
-    program.listen("127.0.0.1", 0, known=False).close()
-    with program.listen("0.0.0.0", 0, known=True) as sock:
+        address.listen(host, 0, known=False)
+    address.listen("127.0.0.1", 0, known=False).close()
+    with address.listen("0.0.0.0", 0, known=True) as sock:
         assert program.url(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
 
 
 def test_an_address_of_another_machine_is_one_line():
     for host in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=r"network\.host"):
-            program.listen(host, 0, known=True)
+            address.listen(host, 0, known=True)
 
 
 def test_the_policy_is_the_configurations():

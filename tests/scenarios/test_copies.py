@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.launch.injection import inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.state.transfer.holdings import ask_held
@@ -123,8 +124,8 @@ class Standing(Job):
     def reported(self) -> int:
         """The newest step that the lighthouse has heard of."""
         url = json.loads((self.run / "lighthouse.json").read_text())["url"]
-        headers = {"Authorization": f"Bearer {(self.run / 'token').read_text().strip()}"}
-        answer = httpx.get(f"{url}/v1/holders", headers=headers, timeout=5, trust_env=False).raise_for_status()
+        auth = TokenProof((self.run / "token").read_text().strip())
+        answer = httpx.get(f"{url}/v1/holders", auth=auth, timeout=5, trust_env=False).raise_for_status()
         head = answer.json()["head"]
         return int(head["step"]) if head else 0
 

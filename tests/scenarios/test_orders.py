@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from ft_hsdp import secret
+from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.errors import EXIT_CONFIG, ConfigError, LighthouseUnreachable
 from ft_hsdp.launch import admin
 from ft_hsdp.launch.run.directory import RunDir, read_json
@@ -204,8 +205,8 @@ SMALLEST = {"ranks_per_replica": 1, "checkpoint__every": 0}
 def row(job: Job, replica: int) -> dict[str, Any]:
     """What the lighthouse says of a replica."""
     url = json.loads((job.run / "lighthouse.json").read_text())["url"]
-    headers = {"Authorization": f"Bearer {(job.run / 'token').read_text().strip()}"}
-    found: dict[str, Any] = httpx.get(f"{url}/v1/status", headers=headers, trust_env=False).json()
+    auth = TokenProof((job.run / "token").read_text().strip())
+    found: dict[str, Any] = httpx.get(f"{url}/v1/status", auth=auth, trust_env=False).json()
     return next(r for r in found["replicas"] if r["replica"] == replica)
 
 

@@ -81,6 +81,11 @@ class TorchrunJob:
         command = [str(ROOT / "launcher.py"), "replica", str(self._config), "--replica", str(replica), *more]
         return self._start(f"replica{replica}", command, **variables)
 
+    def lighthouse_again(self, port: int) -> None:
+        """Start a lighthouse in place of one that is gone."""
+        command = [str(ROOT / "launcher.py"), "lighthouse", str(self._config), f"--network.port={port}"]
+        self.lighthouse = self._start("lighthouse", command)
+
     def rows(self, replica: int, file: str = "commits.jsonl") -> list[dict[str, Any]]:
         """The steps that a replica committed, or the lines of another file of its, as far as they are written."""
         try:

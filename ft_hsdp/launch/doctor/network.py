@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ipaddress
+import os
 import socket
 import ssl
 import time
@@ -21,10 +22,11 @@ from urllib.parse import urlsplit
 import httpx
 
 from ft_hsdp import tls
-from ft_hsdp.control.lighthouse_client import own_address
+from ft_hsdp.control.lighthouse_client import get_proved, own_address
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided, is_loopback
 from ft_hsdp.launch.lighthouse_process import check_port
+from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse.ha.etcd import Etcd, EtcdRefused, EtcdUnreachable
 
 
@@ -220,17 +222,19 @@ def lighthouse(subject: Subject) -> str:
 
 
 def healthz(subject: Subject) -> httpx.Response:
-    """Return the answer of the first lighthouse that gives one.
+    """Return the answer of the first lighthouse that gives one; proved, if the environment has the job's token.
 
     Raises:
         LighthouseUnreachable: None answers.
     """
-    problem = ""
+    problem, token = "", os.environ.get(TOKEN_VARIABLE, "")
     for url in subject.lighthouses:
         try:
             trusted = tls.trusted(subject.config.network)
-            response = httpx.get(f"{url}/healthz", timeout=ANSWER_S, trust_env=False, verify=trusted)
-            return response.raise_for_status()
+            where = f"{url}/healthz"
+            if token:
+                return get_proved(where, token, ANSWER_S, trusted).raise_for_status()
+            return httpx.get(where, timeout=ANSWER_S, trust_env=False, verify=trusted).raise_for_status()
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as error:
             problem = f"{url} does not answer ({str(error) or type(error).__name__})"
     raise LighthouseUnreachable(problem)

@@ -9,7 +9,7 @@ import httpx
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import load
-from ft_hsdp.control.lighthouse_client import urls_of_run
+from ft_hsdp.control.lighthouse_client import get_proved, urls_of_run
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, read_jsonl
 from ft_hsdp.tls import Trusted
 from lighthouse.http.access import page_link
@@ -33,7 +33,7 @@ def status(run: RunDir) -> Status:
         if 0 < len(row["ranks"]) < config.ranks_per_replica and config.memory.shrink_to is not None:
             row["of_ranks"] = config.ranks_per_replica
     newest = max((row["step"] for row in replicas), default=0)
-    several = {"lighthouses": [{"url": url, "role": _role(url, trusted)} for url in urls]} if len(urls) > 1 else {}
+    several = {"lighthouses": [{"url": u, "role": _role(run, u, trusted)} for u in urls]} if len(urls) > 1 else {}
     target = (answer or {}).get("target", config.replicas)
     share: Row = {key: answer[key] for key in ("units", "units_wanted") if key in answer} if answer else {}
     scaled = {"target": target} if target != config.replicas else {}
@@ -104,20 +104,19 @@ def _runs(rank: Row) -> bool:
     return rank.get("machine", rank["host"]) != socket.gethostname() or alive({"pid": rank["pid"]})
 
 
-def _role(url: str, trusted: Trusted) -> str:
+def _role(run: RunDir, url: str, trusted: Trusted) -> str:
     """Return the role of one of several lighthouses: leader or standby; away if it does not answer."""
     try:
-        response = httpx.get(f"{url}/healthz", timeout=1.0, trust_env=False, verify=trusted)
+        response = get_proved(f"{url}/healthz", secret.current(run.token), 1.0, trusted)
         return str(response.raise_for_status().json()["role"])
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+    except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
         return "away"
 
 
 def _ask(run: RunDir, url: str, trusted: Trusted) -> Row | None:
     """Return the lighthouse's answer; None if it gives none."""
     try:
-        headers = {"Authorization": f"Bearer {secret.current(run.token)}"}
-        response = httpx.get(f"{url}/v1/status", headers=headers, timeout=2.0, trust_env=False, verify=trusted)
+        response = get_proved(f"{url}/v1/status", secret.current(run.token), 2.0, trusted)
         answer = response.raise_for_status().json()
         return answer if isinstance(answer, dict) else None
     except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError):

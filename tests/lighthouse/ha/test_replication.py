@@ -13,12 +13,13 @@ from fastapi import FastAPI
 
 from lighthouse.ha import replication as mirrors
 from lighthouse.ha.replication import JournalMirror
-from lighthouse.http.access import Keys, view_key
+from lighthouse.http.access import Keys
 from lighthouse.http.journal_routes import views
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.overview import JobInfo, JournalEntry
 from tests.support.lighthouse.lighthouse_helpers import TOKEN
+from tests.support.lighthouse.signed import gated
 
 
 class Leader:
@@ -35,7 +36,7 @@ class Leader:
     async def __aenter__(self):
         app = FastAPI()
         app.include_router(views(self.journal, None, Keys(TOKEN)))
-        config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(gated(app), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
         self.server.install_signal_handlers = lambda: None
         self.task = asyncio.create_task(self.server._serve(sockets=[self.sock]))
@@ -68,9 +69,9 @@ async def until(condition):
 
 
 @contextlib.asynccontextmanager
-async def mirrored(database, leader, key=None):
+async def mirrored(database, leader, token=None):
     async with httpx.AsyncClient(trust_env=False) as client:
-        made = JournalMirror(database, leader, view_key(TOKEN) if key is None else key, client)
+        made = JournalMirror(database, leader, TOKEN if token is None else token, client)
         running = asyncio.create_task(made.run())
         try:
             yield

@@ -1,4 +1,4 @@
-"""The tokens: who has one comes in with its role, whatever else the header says; two of each may be in use."""
+"""The tokens: who proves one comes in with its role; a viewer's key may be shown as it is; two may be in use."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from starlette.requests import Request
 from uvicorn.server import ServerState
 
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.http_proof import NONE, SignedRequest
 from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse.http import access, connections
 from lighthouse.http.access import ADMIN_VARIABLE, Keys, RequestGate, may, view_key
@@ -31,20 +32,32 @@ NEXT = "7a" * 32
 KEYS = Keys(TOKEN, ADMIN)
 
 
+KEY = view_key(TOKEN)
+HEAD = {"type": "http", "method": "GET", "path": "/v1/x", "raw_path": b"/v1/x", "query_string": b""}
+
+
 def role(keys, token):
-    return keys.role(f"Bearer {token}".encode())
+    """Of who signs with a token; of who shows a key."""
+    signed = SignedRequest(token, NONE, "GET", b"/v1/x").authorization.encode()
+    proof = keys.proof(signed, HEAD)
+    return keys.role(f"Bearer {token}".encode()) if proof is None else proof.role
 
 
-@pytest.mark.parametrize("header", [f"Bearer {TOKEN}", f"bearer {TOKEN}", f"Bearer  {TOKEN} "])
-def test_the_token_lets_in(header):
-    assert KEYS.role(header.encode()) == "worker"
+@pytest.mark.parametrize("header", [f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY} "])
+def test_the_key_of_a_viewer_lets_in(header):
+    assert KEYS.role(header.encode()) == "viewer"
+
+
+@pytest.mark.parametrize("token", [TOKEN, ADMIN])
+def test_a_token_that_is_sent_lets_nobody_in(token):
+    assert KEYS.role(f"Bearer {token}".encode()) is None
 
 
 @pytest.mark.parametrize(
     "header",
     [
-        *("", "Bearer", "Bearer ", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}0"),
-        *(f"Bearer {TOKEN} {TOKEN}", f"Bearer {TOKEN.upper()}", "Bearer \xdc\xe9", "Bearer\x00"),
+        *("", "Bearer", "Bearer ", KEY, f"Basic {KEY}", f"Bearer {KEY[:-1]}", f"Bearer {KEY}0"),
+        *(f"Bearer {KEY} {KEY}", f"Bearer {KEY.upper()}", "Bearer \xdc\xe9", "Bearer\x00"),
     ],
 )
 def test_anything_else_does_not(header):
@@ -78,7 +91,7 @@ def test_digests_are_compared_in_constant_time(monkeypatch):
     keys = Keys(TOKEN, ADMIN)
     for credential in ("x", "y" * 1000, TOKEN):
         role(keys, credential)
-    assert [(len(a), len(b)) for a, b in compared] == [(32, 32)] * 9
+    assert [(len(a), len(b)) for a, b in compared] == [(32, 32), (32, 32), (64, 64)]
     assert not {TOKEN.encode(), ADMIN.encode()} & {side for pair in compared for side in pair}
 
 
@@ -149,12 +162,12 @@ def test_a_job_with_a_token_does_not_become_open(files, monkeypatch):
 def test_what_was_proved_is_forgotten_with_its_token_and_bounded(files):
     keys = Keys.read(files / "token", files / "admin_token")
     for n in range(100):
-        assert keys.role(b"Bearer" + b" " * (n + 1) + TOKEN.encode()) == "worker"
+        assert keys.role(b"Bearer" + b" " * (n + 1) + KEY.encode()) == "viewer"
         assert keys.role(b"Bearer %d" % n) is None
     assert len(keys._proved) == 16
     (files / "token").write_text(NEXT)
     look(keys)
-    assert role(keys, TOKEN) is None
+    assert (role(keys, KEY), role(keys, TOKEN)) == (None, None)
     assert role(keys, NEXT) == "worker"
 
 
@@ -196,12 +209,12 @@ async def reads(scope, receive, send):
 class Caller:
     """Calls an application; `more` is how many pieces of 16 KiB its endless body has had."""
 
-    def __init__(self, app, address="192.0.2.1", token=TOKEN):
-        self._app, self._address, self._token = app, address, token
+    def __init__(self, app, address="192.0.2.1"):
+        self._app, self._address = app, address
         self.more, self.sent = 0, []
 
     async def __call__(self, path, *headers):
-        told = (b"authorization", f"Bearer {self._token}".encode())
+        told = (b"authorization", f"Bearer {KEY}".encode())
         scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [told, *headers]}
         await self._app({**scope, "client": (self._address, 1)}, self._receive, self._send)
         return self.sent[0]["status"], dict(self.sent[0]["headers"])
@@ -222,7 +235,7 @@ async def test_a_body_without_end_is_413_at_its_routes_limit(path, pieces):
     app = FastAPI()
     app.mount("/", reads)
     describe(app, KEYS)
-    caller = Caller(RequestGate(app, KEYS, Rates(), lambda: 0.0), token=ADMIN if "admin" in path else TOKEN)
+    caller = Caller(RequestGate(app, KEYS, Rates(), lambda: 0.0))
     assert (await caller(path))[0] == 413
     assert caller.more == pieces + 1
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.core.grant import Continue
 from ft_hsdp.protocol import ProcessReport
 from lighthouse.http.access import Keys, view_key
@@ -18,6 +19,7 @@ from lighthouse.quorum.state import Policy
 from lighthouse.service import SUPERVISED_S, Service
 from lighthouse.store import StoreFailed
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, Row, ask, at, name
+from tests.support.lighthouse.signed import gated
 
 ADMIN = "ad" * 32
 ORDERS = ["replicas/1/evict", "replicas/1/drain", "replicas/1/undrain", "checkpoint", "scale"]
@@ -33,7 +35,7 @@ class Place:
         state = self.store.load(Policy(**{"slots": 3, "steps": 10, **policy}))
         self.service = Service(state, self.store, TOKEN, self._journal, clock=lambda: self.now)
         self.noted: list[Any] = []  # the state when each row was written
-        app = create_app(self.service, Keys(TOKEN, ADMIN))
+        app = gated(create_app(self.service, Keys(TOKEN, ADMIN)))
         transport = httpx.ASGITransport(app=app, client=("192.0.2.7", 4000))
         self.http = httpx.AsyncClient(transport=transport, base_url="http://lighthouse")
 
@@ -53,7 +55,9 @@ class Place:
 
     async def order(self, path: str, token: str = ADMIN, **arguments: Any) -> httpx.Response:
         """One order."""
-        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+        if token in (TOKEN, ADMIN):
+            arguments["auth"] = TokenProof(token)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {token}"}
         return await self.http.post(f"/v1/admin/{path}", headers=headers, **arguments)
 
     def audited(self) -> list[Row]:
@@ -221,7 +225,7 @@ async def test_a_store_that_fails_means_that_nothing_was_done(place: Place) -> N
 
 
 async def test_the_description_of_the_routes_names_them(place: Place) -> None:
-    paths = (await place.http.get("/openapi.json", headers={"Authorization": f"Bearer {ADMIN}"})).json()["paths"]
+    paths = (await place.http.get("/openapi.json", auth=TokenProof(ADMIN))).json()["paths"]
     assert {p for p in paths if "admin" in p} == {
         "/v1/admin/checkpoint",
         "/v1/admin/scale",

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from ft_hsdp import protocol
+from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.core.grant import Grant, Refused
 from ft_hsdp.protocol import SupervisorReply, Wait
 from lighthouse.http import quorum_route
@@ -19,9 +20,9 @@ from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import StoreFailed
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, ask, at, name
+from tests.support.lighthouse.signed import gated
 
 V1 = [("POST", "/v1/quorum"), ("POST", "/v1/processes"), ("GET", "/v1/status"), ("GET", "/v1/holders")]
-HEADERS = {"Authorization": f"Bearer {TOKEN}"}
 
 
 def make(total=1, long_poll_s=5.0, **policy):
@@ -30,14 +31,15 @@ def make(total=1, long_poll_s=5.0, **policy):
     return Service(state, store, TOKEN, lambda _: None, name="job", long_poll_s=long_poll_s)
 
 
-def client(service, token=TOKEN, headers=HEADERS):
-    transport = httpx.ASGITransport(app=create_app(service, Keys(token)))
-    return httpx.AsyncClient(transport=transport, base_url="http://lighthouse", headers=headers)
+def client(service, auth=True):
+    transport = httpx.ASGITransport(app=gated(create_app(service, Keys(TOKEN)), Keys(TOKEN)))
+    auth = TokenProof(TOKEN) if auth else None
+    return httpx.AsyncClient(transport=transport, base_url="http://lighthouse", auth=auth)
 
 
-async def call(method, path, service=None, headers=HEADERS, token=TOKEN, **arguments):
+async def call(method, path, service=None, auth=True, **arguments):
     """One request to a lighthouse of its own."""
-    async with client(service or make(), token, headers) as http:
+    async with client(service or make(), auth) as http:
         return await http.request(method, path, **arguments)
 
 
@@ -105,14 +107,14 @@ async def test_status_and_health():
     assert status.keys() == job
     of_replica = {"replica", "incarnation", "state", "step", "reason", "pause", "hosts"}
     assert [r.keys() for r in status["replicas"]] == [of_replica] * 2
-    health = await call("GET", "/healthz", headers={})
+    health = await call("GET", "/healthz", auth=False)
     assert (health.status_code, health.headers["date"][-3:]) == (200, "GMT")
 
 
 @pytest.mark.parametrize(("method", "path"), V1)
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
 async def test_strangers_are_turned_away_before_their_body_is_read(method, path, headers):
-    app = create_app(make(), Keys(TOKEN))
+    gate = gated(create_app(make(), Keys(TOKEN)), Keys(TOKEN))
     reads = []
 
     async def watched(scope, receive, send):
@@ -120,20 +122,20 @@ async def test_strangers_are_turned_away_before_their_body_is_read(method, path,
             reads.append(True)
             return await receive()
 
-        await app(scope, counted, send)
+        await gate(scope, counted, send)
 
     transport = httpx.ASGITransport(app=watched)
     async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse") as http:
         response = await http.request(method, path, headers=headers, content=b"{")
     assert response.status_code == 401
-    assert response.headers["www-authenticate"] == "Bearer"
+    assert response.headers["www-authenticate"] == "FT-HMAC, Bearer"
     assert not reads
 
 
 async def test_every_route_under_v1_needs_the_token():
     for path in ("/v1/quorum", "/v1/processes", "/v1/status"):
         for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
-            assert (await call(method, path, headers={})).status_code in (401, 405)
+            assert (await call(method, path, auth=False)).status_code in (401, 405)
 
 
 @pytest.mark.parametrize("path", ["/docs", "/redoc", "/", "/v1"])
@@ -175,7 +177,8 @@ async def test_a_large_body_is_413_while_it_streams(path):
         "path": path,
         "raw_path": path.encode(),
         "query_string": b"",
-        "headers": [(b"authorization", f"Bearer {TOKEN}".encode())],
+        "headers": [],
+        "role": "worker",
     }
     out = []
 
@@ -218,7 +221,8 @@ async def test_a_body_that_never_ends_is_408(monkeypatch):
         "path": "/v1/quorum",
         "raw_path": b"/v1/quorum",
         "query_string": b"",
-        "headers": [(b"authorization", f"Bearer {TOKEN}".encode())],
+        "headers": [],
+        "role": "worker",
     }
     await app(scope, receive, send)
     assert out[0]["status"] == 408
@@ -263,4 +267,4 @@ async def test_holders_are_named_for_a_replica_that_recovers():
         assert (await http.get("/v1/holders?replica=1")).json()["stands"] is True, "replica 0 trains"
         assert (await http.get("/v1/holders?replica=-1")).status_code == 422
         viewer = {"Authorization": f"Bearer {view_key(TOKEN)}"}
-        assert (await http.get("/v1/holders", headers=viewer)).status_code == 403
+        assert (await http.get("/v1/holders", headers=viewer, auth=None)).status_code == 403

@@ -12,14 +12,13 @@ import pytest
 
 from ft_hsdp import protocol
 from lighthouse.http.access import view_key
-from tests.support.lighthouse.guarded_helpers import Healthy, guarded, read
+from tests.support.lighthouse.guarded_helpers import AUTHORIZED, Healthy, guarded, read
 from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, ask
+from tests.support.lighthouse.signed import Signer
 
 pytestmark = pytest.mark.multiproc
 
 TICK_S = 0.1  # the server's deadlines are ten of them
-
-AUTHORIZED = b"authorization: Bearer " + TOKEN.encode() + b"\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +102,7 @@ def test_a_byte_at_a_time_is_cut_off(server):
     began = time.monotonic()
     opened = {name: server.connect() for name in slow}
     for name, sock in opened.items():
-        sock.sendall(slow[name][0])
+        sock.sendall(server.signed(slow[name][0]))
     ended = {}
     while len(ended) < len(slow) and time.monotonic() < began + 5:
         for name in slow.keys() - ended.keys():
@@ -122,7 +121,7 @@ def endless(server, start, piece, most):
     sent = 0
     with server.connect(3.0) as sock:
         try:
-            sock.sendall(start)
+            sock.sendall(server.signed(start))
             while sent < most:
                 sock.sendall(piece)
                 sent += len(piece)
@@ -176,7 +175,7 @@ def test_what_has_no_end_is_cut_off(server, start, piece):
     ],
 )
 def test_bad_heads_get_one_answer(server, data, code):
-    answer = server.say(data)
+    answer = server.say(server.signed(data))
     assert answer[1] == "closed"
     assert status(answer) in ((401, 429) if code == 401 else (code,))
     assert answer[0].count(b"HTTP/1.1 ") == (code is not None)
@@ -184,14 +183,14 @@ def test_bad_heads_get_one_answer(server, data, code):
 
 
 def test_ten_thousand_requests_in_one_breath_are_not_queued(server):
-    answer = server.say(head("GET", "/v1/status", AUTHORIZED, b"\r\n") * 10_000)
+    answer = server.say(server.signed(head("GET", "/v1/status", AUTHORIZED, b"\r\n")) * 10_000)
     assert answer[1] == "closed"
     assert answer[0].count(b"HTTP/1.1 200") <= 1
 
 
 def test_noise_is_answered_or_dropped(server):
     chance = random.Random(7)
-    real = head("POST", "/v1/quorum", AUTHORIZED, b"content-length: 2\r\n\r\n{}")
+    real = server.signed(head("POST", "/v1/quorum", AUTHORIZED, b"content-length: 2\r\n\r\n{}"), b"{}")
     for n in range(300):
         data = bytearray(real if n % 2 else chance.randbytes(200))
         for _ in range(chance.randrange(1, 6)):
@@ -230,10 +229,13 @@ def test_nobody_is_sent_where_an_intruder_wants_them(server, address):
 
 @pytest.mark.parametrize("token", [None, "wrong", view_key(TOKEN), ADMIN])
 def test_only_a_worker_can_report_deaths_or_signs_of_life(server, token):
-    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-    deaths, _ = server.post(
-        "/v1/processes", b'{"running": {"0": null}, "exited": ["0-run-0"], "lost": [0]}', headers
-    )
-    beats, _ = server.post("/v1/telemetry", b'{"type": "Telemetry", "body": {"source": "0-run-0"}}', headers)
+    keyed = {} if token is None else {"Authorization": f"Bearer {token}"}
+    signer = Signer(server.url, ADMIN)
+
+    def post(path, body):
+        return server.post(path, body, signer.headers("POST", path, body) if token is ADMIN else keyed)
+
+    deaths, _ = post("/v1/processes", b'{"running": {"0": null}, "exited": ["0-run-0"], "lost": [0]}')
+    beats, _ = post("/v1/telemetry", b'{"type": "Telemetry", "body": {"source": "0-run-0"}}')
     assert deaths in ((401, 429) if token in (None, "wrong") else (403,))
     assert beats in ((401, 429) if token in (None, "wrong") else (403, 404))

@@ -11,6 +11,7 @@ import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import CHECKS, load_all_checks
 
+from ft_hsdp.http_proof import HEADER, NONE, SignedRequest
 from lighthouse.http.access import Keys, RequestGate, view_key
 from lighthouse.http.app import create_app
 from lighthouse.http.rate_limits import Rates
@@ -37,21 +38,53 @@ class Local:
         self.gate = RequestGate(self.inner, keys, Rates(), itertools.count(0, 10).__next__)
 
     async def __call__(self, scope, receive, send):
+        """A request with the header "Sign ROLE" is signed here, whatever it is."""
         scope["client"] = ("127.0.0.1", 1)
-        await self.gate(scope, receive, send)
+        said = dict(scope["headers"]).get(b"authorization", b"")
+        if not said.startswith(b"Sign "):
+            return await self.gate(scope, receive, send)
+        token, body, more = TOKENS[said.decode().split()[1]], b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+        asked = SignedRequest(token, await self._challenge(token), scope["method"], target, body)
+        rest = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
+        scope["headers"] = [*rest, (b"authorization", asked.authorization.encode())]
+        parts = [{"type": "http.request", "body": body}]
+
+        async def whole():
+            return parts.pop() if parts else await receive()
+
+        return await self.gate(scope, whole, send)
+
+    async def _challenge(self, token):
+        asked, heads = SignedRequest(token, NONE, "GET", b"/healthz"), []
+        scope = {"type": "http", "method": "GET", "path": "/healthz", "raw_path": b"/healthz", "query_string": b""}
+        head = (b"authorization", asked.authorization.encode())
+
+        async def keep(message):
+            heads.extend(message.get("headers", ()))
+
+        async def receive():
+            return {"type": "http.request", "body": b""}
+
+        await self.gate({**scope, "headers": [head], "asgi": {"version": "3.0"}}, receive, keep)
+        return dict(heads)[HEADER.encode()].split()[0].decode()
 
 
 APP = Local()
 
 
-def bearer(role):
-    return {"Authorization": f"Bearer {TOKENS[role]}"}
+def of(role):
+    """How a request shows its role."""
+    return {"headers": {"Authorization": f"Bearer {TOKENS[role]}" if role == "viewer" else f"Sign {role}"}}
 
 
-async def call(method, path, headers=None, **arguments):
+async def call(method, path, headers=None):
     transport = httpx.ASGITransport(app=Local())
-    async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse", headers=headers) as http:
-        return await http.request(method, path, **arguments)
+    async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse") as http:
+        return await http.request(method, path, headers=headers)
 
 
 def operations():
@@ -81,9 +114,9 @@ async def test_every_route_wants_the_role_that_it_names(method, path, operation)
     ):
         answer = await call(method, filled(path), headers)
         assert answer.status_code == 401
-        assert answer.headers["www-authenticate"] == "Bearer"
+        assert answer.headers["www-authenticate"] == "FT-HMAC, Bearer"
     for role in TOKENS.keys() - named:
-        answer = await call(method, filled(path), bearer(role))
+        answer = await call(method, filled(path), **of(role))
         assert answer.status_code == 403, (role, answer.text)
         assert role in answer.json()["detail"]
 
@@ -92,26 +125,26 @@ async def test_every_route_wants_the_role_that_it_names(method, path, operation)
 SKIPPED = {"positive_data_acceptance", "negative_data_rejection"}
 load_all_checks()
 CHECKED = [check for check in CHECKS.get_all() if check.__name__ not in SKIPPED]
-SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP, headers=bearer("viewer")).exclude(path="/v1/stream")
+SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP, **of("viewer")).exclude(path="/v1/stream")
 
 
 def holder(case):
-    """A token with which the operation may be used."""
+    """How a request shows a role that may use the operation."""
     named = [role for way in case.operation.definition.raw.get("security", ()) for role in way]
-    return bearer(named[0]) if named else {}
+    return of(named[0]) if named else {}
 
 
 @SCHEMA.parametrize()
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_is_sent_the_answer_is_as_described(case):
-    case.call_and_validate(headers=holder(case), checks=CHECKED)
+    case.call_and_validate(**holder(case), checks=CHECKED)
 
 
 @pytest.mark.soak
 @SCHEMA.parametrize()
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_is_sent_for_long_the_answer_is_as_described(case):
-    case.call_and_validate(headers=holder(case), checks=CHECKED)
+    case.call_and_validate(**holder(case), checks=CHECKED)
     for headers in ({}, {"Authorization": "Bearer wrong"}):
         answer = case.call(headers=headers)
         assert answer.status_code in (200, 401, 404, 405)

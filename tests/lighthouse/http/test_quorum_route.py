@@ -17,14 +17,14 @@ from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, make_ser
 class Call:
     """One request to the application, message by message."""
 
-    def __init__(self, app: Any, *parts: bytes, method: str = "POST", token: str = TOKEN) -> None:
+    def __init__(self, app: Any, *parts: bytes, method: str = "POST", known: bool = True) -> None:
         self._parts = [
             {"type": "http.request", "body": part, "more_body": n + 1 < len(parts)} for n, part in enumerate(parts)
         ]
         self.gone = asyncio.Event()
         self.sent: list[Any] = []
         scope = {"type": "http", "method": method, "path": "/v1/quorum", "headers": [], "query_string": b""}
-        scope["headers"] = [(b"authorization", f"Bearer {token}".encode())]
+        scope["role"] = "worker" if known else None
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 
     async def _receive(self) -> Any:

@@ -1,16 +1,21 @@
-"""A lighthouse that only listens: what its supervisor needs to be tested. `--port` keeps the address."""
+"""A lighthouse that only listens: what its supervisor needs to be tested. `--fd` is the listening socket."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+from ft_hsdp.http_proof import HEADER
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.run.directory import RunDir, write_json
+from tests.support.lighthouse.signed import proved
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -22,24 +27,23 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         picture = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if self.headers["Authorization"] != f"Bearer {self.run.token.read_text()}":
-            self.send_error(401)
-            return
         telemetry = self.path == "/v1/telemetry"
         log = LineWriter(self.run.path / ("telemetry.jsonl" if telemetry else "pictures.jsonl"))
         log.write(picture)
         log.close()
         if telemetry:
-            self.send_response(204)
-            self.end_headers()
+            self._answer(None)
             return
         leased = {"leases": picture["leases"], "rivals": {}, "lease_s": 60.0}
         about = {"epoch": 1, "step": 0, "finished": False, "halted": ""}
         self._answer({"evict": [], **about, "drained": [], **leased})
 
     def _answer(self, value: Any) -> None:
-        body = json.dumps(value).encode()
-        self.send_response(200)
+        answer = httpx.Response(204) if value is None else httpx.Response(200, json=value)
+        answer = proved(answer, self.headers["Authorization"], self.run.token.read_text().strip())
+        body = answer.content
+        self.send_response(answer.status_code)
+        self.send_header(HEADER, answer.headers[HEADER])
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
@@ -51,12 +55,14 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--run", type=Path, required=True)
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--fd", type=int, required=True)
     args = parser.parse_args()
     if (args.run / "no-lighthouse").exists():
         raise SystemExit("no lighthouse today")
     Handler.run = RunDir(args.run)
-    server = ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler, bind_and_activate=False)
+    server.socket = socket.socket(fileno=args.fd)
+    server.server_address = server.socket.getsockname()
     url = f"http://127.0.0.1:{server.server_address[1]}"
     write_json(Handler.run.lighthouse, {"pid": os.getpid(), "url": url})
     server.serve_forever()

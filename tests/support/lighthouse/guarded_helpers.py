@@ -19,11 +19,14 @@ import httpx
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Continue, Grant, Refused
 from ft_hsdp.protocol import Wait
+from lighthouse.http.access import view_key
 from tests.support.lighthouse.lighthouse_helpers import START, TOKEN, ask, at
+from tests.support.lighthouse.signed import Signer
 
 ROOT = Path(__file__).parents[3]
 START_S = 30.0
-BEARER = {"Authorization": f"Bearer {TOKEN}"}
+BEARER = {"Authorization": f"Bearer {view_key(TOKEN)}"}
+AUTHORIZED = b"authorization: of this request\r\n"  # stands for the header in `Server.signed`
 
 
 class Server:
@@ -34,13 +37,27 @@ class Server:
         self.url = url
         self.log = log
         self.address = (urlsplit(url).hostname, urlsplit(url).port)
+        self._signer = Signer(url)
 
     def client(self, **arguments):
         defaults = {"base_url": self.url, "headers": BEARER, "timeout": 10.0, "trust_env": False}
         return httpx.Client(**{**defaults, **arguments})
 
-    def post(self, path, content, headers=BEARER, timeout=10.0):
-        """(status, content) of a request on a connection of its own."""
+    def headers(self, method, path, body=b""):
+        """Of a worker's request."""
+        return self._signer.headers(method, path, body)
+
+    def signed(self, data, body=b""):
+        """A request in raw bytes, its placeholder replaced by the header of a worker's."""
+        if AUTHORIZED not in data:
+            return data
+        method, path, _ = data.split(b" ", 2)
+        line = f"authorization: {self.headers(method.decode(), path.decode(), body)['Authorization']}\r\n"
+        return data.replace(AUTHORIZED, line.encode())
+
+    def post(self, path, content, headers=None, timeout=10.0):
+        """(status, content) of a request on a connection of its own, signed unless there are headers."""
+        headers = self.headers("POST", path, content) if headers is None else headers
         http = HTTPConnection(*self.address, timeout=timeout)
         try:
             http.request("POST", path, content, headers)

@@ -15,6 +15,7 @@ import httpx
 from playwright.sync_api import Browser, Page, expect
 
 from ft_hsdp import protocol
+from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.protocol import Telemetry
 from lighthouse.http.access import view_key
 from lighthouse.journal.database import SqliteDatabase
@@ -106,8 +107,7 @@ class Server:
     ) -> None:
         """What replica ``replica`` reports."""
         body = protocol.encode(Telemetry(f"{replica}-run-0", events, commits, logged=logged))
-        headers = {"Authorization": f"Bearer {TOKEN}"}
-        answer = httpx.post(f"{self.url}/v1/telemetry", content=body, headers=headers, trust_env=False)
+        answer = httpx.post(f"{self.url}/v1/telemetry", content=body, auth=TokenProof(TOKEN), trust_env=False)
         assert answer.status_code == 204, answer.text
 
 

@@ -23,6 +23,7 @@ from lighthouse.quorum.state import Policy
 from lighthouse.runtime import about
 from lighthouse.service import Service
 from tests.support.lighthouse.lighthouse_helpers import MemoryStore
+from tests.support.lighthouse.signed import gated
 
 TOKEN = "5e" * 32
 ADMIN = "ad" * 32
@@ -39,7 +40,7 @@ class _Server(uvicorn.Server):
         store = MemoryStore()
         state = store.load(Policy(slots=REPLICAS, steps=STEPS))
         self._service = Service(state, store, TOKEN, lambda row: self._journal.note([row]), name="pretrain")
-        app = create_app(self._service, Keys(TOKEN, ADMIN), self._journal)
+        app = gated(create_app(self._service, Keys(TOKEN, ADMIN), self._journal))
         super().__init__(uvicorn.Config(app, port=port, lifespan="off", log_level="warning"))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
