@@ -1,12 +1,18 @@
-"""A process that is not to outlive the one that started it."""
+"""What ends a process: the end of the one that started it, and which signals.
+
+SIGINT, SIGTERM and SIGHUP, that of a terminal that closes, tell a job to end; nohup has SIGHUP ignored. SIGUSR1,
+SIGUSR2 and SIGQUIT are notices of schedulers and users, and by default they would end a process at once.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import threading
 
 _PR_SET_PDEATHSIG = 1
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 
 
 def die_with(parent: int) -> None:
@@ -16,3 +22,17 @@ def die_with(parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it died before the call
         os._exit(128 + signal.SIGKILL)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that tell this process to end: those that it does not ignore."""
+    told = (signal.SIGTERM, signal.SIGHUP)
+    return (signal.SIGINT, *(number for number in told if signal.getsignal(number) is not signal.SIG_IGN))
+
+
+def outlive_notices() -> None:
+    """Have this process, and what it starts from now on, ignore `NOTICES`. A handler of the program stays."""
+    if threading.current_thread() is threading.main_thread():
+        for number in NOTICES:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.SIG_IGN)

@@ -21,6 +21,7 @@ from pydantic import Field
 from ft_hsdp import bounded
 from ft_hsdp.core import commit, effects
 from ft_hsdp.core.commit import AttemptId, Vote
+from ft_hsdp.core.events import Leaving
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Hosts, Refused, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
@@ -61,6 +62,7 @@ class ProcessReport:
     running: dict[int, str | None]  # the incarnation that runs, by replica id; None: none
     exited: tuple[str, ...] = ()  # incarnations that have exited
     lost: tuple[int, ...] = ()  # replicas that the supervisor has given up
+    ended: tuple[int, ...] = ()  # replicas that are done: their scripts have ended their part of the job
     owner: str = ""  # name of the supervisor; "": a rank that reports for itself
     # Replicas that `owner` wants to run alone, each with the number of its last lease (0: none).
     leases: dict[int, int] = field(default_factory=dict)
@@ -165,9 +167,10 @@ class RankStopped:
 
 @dataclass(frozen=True, slots=True)
 class RankLeaves:
-    """A rank was told from outside to end, so its replica is to leave the job at the next commit."""
+    """A rank was told from outside to end, or by its script, so its replica is to leave the job."""
 
     rank: int
+    how: Leaving = "told"
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from ft_hsdp import address, tls
 from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal, here
+from ft_hsdp.lifetime import outlive_notices, stop_signals
 from lighthouse.ha import instance
 from lighthouse.http import connections
 from lighthouse.http.access import Keys, RequestGate
@@ -198,7 +199,7 @@ def _patiently(make: Callable[[], Made]) -> Made:
 
 
 def _run(role: Alone | Candidate, sock: socket.socket, keys: Keys, context: ssl.SSLContext | None) -> None:
-    """Serve ``role`` at ``sock`` until it ends. Raises SystemExit after SIGTERM or SIGINT."""
+    """Serve ``role`` at ``sock`` until it ends. Raises SystemExit after a signal that tells it to end."""
     told: list[int] = []
 
     def end(signal_number: int, _: object) -> None:
@@ -207,7 +208,8 @@ def _run(role: Alone | Candidate, sock: socket.socket, keys: Keys, context: ssl.
 
     app = RequestGate(role.app, keys, Rates())
     server = Server(uvicorn.Config(app, **connections.options(connections.Connections(), context)), role)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    outlive_notices()
+    for number in stop_signals():
         signal.signal(number, end)  # uvicorn has handlers of its own, and raises the signal again at its end
     gc.collect()
     gc.freeze()  # what is loaded by now stays: no collection has to look at it again

@@ -213,7 +213,8 @@ class Service:
         owned |= report.running
         now = self._clock()
         owner, claims = report.owner, tuple(sorted(report.leases.items()))
-        self.apply(ProcessesReported(owned, exited, frozenset(report.lost), now, owner, claims))
+        ended = frozenset(report.ended)
+        self.apply(ProcessesReported(owned, exited, frozenset(report.lost), now, owner, claims, ended))
         found = {replica: lease_of(self.state, replica) for replica in report.leases}
         held = {replica: lease.number for replica, lease in found.items() if lease and lease.owner == owner}
         rivals = {replica: lease.owner for replica, lease in found.items() if lease and lease.owner != owner}

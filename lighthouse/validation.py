@@ -237,7 +237,8 @@ def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[I
     for number in processes.leases.values():
         _within("leases", number, _numbers(s))
     exited = frozenset(map(incarnation, processes.exited))
-    for replica in (*processes.running, *processes.lost, *processes.leases, *(r for r, _ in exited)):
+    named = (*processes.running, *processes.lost, *processes.ended, *processes.leases)
+    for replica in (*named, *(r for r, _ in exited)):
         _within("replica", replica, s.policy.slots - 1)
     for replica, running in processes.running.items():
         if running is None:

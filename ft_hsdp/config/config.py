@@ -132,6 +132,17 @@ class Config(Section):
         return 1 if self.data.assignment == "global" else self.slots
 
     @property
+    def keeps_last(self) -> bool:
+        """Whether the state with which the job ends, or is stopped, is written to durable storage."""
+        return self.checkpoint.every > 0 or self.checkpoint.dir is not None
+
+    @property
+    def checkpoint_s(self) -> float:
+        """Longest time between two durable checkpoints; 0: steps count instead, or none is written."""
+        by_time = self.checkpoint.every == 0 and self.checkpoint.dir is not None
+        return self.checkpoint.every_s if by_time else 0.0
+
+    @property
     def takes_faults(self) -> bool:
         """Whether its processes listen for faults that they have to carry out themselves."""
         return self.debug.faults or any(rule.kind in fault_injection.HOOKED for rule in self.chaos)

@@ -197,7 +197,12 @@ class MemoryConfig(Section):
 class CheckpointConfig(Section):
     """When and where durable checkpoints are written."""
 
-    every: Int = Field(0, ge=0, le=10**9, description="steps between durable checkpoints; 0 makes none")
+    every: Int = Field(0, ge=0, le=10**9, description="steps between durable checkpoints; 0: as every_s says")
+    every_s: Seconds = Field(
+        600.0,
+        description="while `every` is 0 and there is a `dir`: longest time between two durable checkpoints; 0 "
+        "makes none but the last one",
+    )
     dir: str | None = Field(
         None,
         min_length=1,

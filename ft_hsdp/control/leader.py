@@ -58,8 +58,17 @@ class LeaderSettings:
     write_s: float = 1200.0  # longest time for a checkpoint
     # Pause after a failed checkpoint until it is tried again, if no replica has written one.
     write_again_s: float = 60.0
+    checkpoint_s: float = 0.0  # longest time between two durable checkpoints; 0: time does not count
     ranks_per_unit: int = 1  # ranks that train the same units
     nominal: int = 0  # data ranks of a replica that has all its ranks; 0: as many as this one has
+
+
+WHY: dict[events.Leaving, str] = {
+    "told": "it is told to end",
+    "leaves": "its script has called job.leave()",
+    "stops": "its script has called job.stop(): all replicas leave",
+    "ended": "its script has ended",
+}
 
 
 class RankBus(Protocol):
@@ -114,11 +123,13 @@ class Leader:
         # Set from outside when the final state is in the logs; then it is reported.
         self.concluded = asyncio.Event()
         self._decisions = Decisions(journal)
+        self._checkpoint_timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Check in: the ranks are warm."""
         self.requests.begin()
         self._journal.event("CheckedIn", "warm", state=str(self.replica.state))
+        self._time_checkpoint()
         self.handle(events.Started())
 
     def handle(self, event: events.Event) -> None:
@@ -128,6 +139,8 @@ class Leader:
         self._decisions.note(before, event, self.replica, due)
         for effect in due:
             self._perform(effect)
+        if self.replica.saved > before.saved:  # at the same step on all replicas
+            self._time_checkpoint()
         if self._waiting_vote is not None and self.replica.fetching is None:
             self._release(self._waiting_vote)
         if self.replica.phase is Phase.LEAVING and before.phase is not Phase.LEAVING:
@@ -135,6 +148,14 @@ class Leader:
         if self.replica.phase is Phase.VOTED and before.phase is not Phase.VOTED:
             loop = asyncio.get_running_loop()
             loop.call_later(self._settings.token_timeout_s, self._token_overdue, self.replica.fence)
+
+    def _time_checkpoint(self) -> None:
+        """Demand a checkpoint when time is up, unless another replica does so before: then it starts again."""
+        if self._checkpoint_timer is not None:
+            self._checkpoint_timer.cancel()
+        if self._settings.checkpoint_s > 0:
+            loop, due = asyncio.get_running_loop(), events.CheckpointDue()
+            self._checkpoint_timer = loop.call_later(self._settings.checkpoint_s, self.handle, due)
 
     def _token_overdue(self, fence: AttemptId) -> None:
         """Break the ring: the token does not come round in time, so another leader is silent."""
@@ -165,10 +186,10 @@ class Leader:
                     self._fetched[rank] = kept
                     if len(self._fetched) == self._settings.ranks:
                         self.handle(events.Fetched(base))
-            case RankLeaves(rank):
+            case RankLeaves(rank, how):
                 if not self.replica.departing:
-                    self._journal.event("LeaveRequested", "it is told to end", at_rank=rank)
-                self.handle(events.LeaveRequested())
+                    self._journal.event("LeaveRequested", WHY[how], at_rank=rank)
+                self.handle(events.LeaveRequested(how))
             case RankFetchFailed(_, base, reason):
                 self.handle(events.FetchFailed(base, reason))
             case RankCheckpointed(rank, state):
@@ -183,7 +204,9 @@ class Leader:
         self.handle(events.TokenArrived(token))
 
     def close(self) -> None:
-        """Cancel the open request to the lighthouse."""
+        """Cancel the open request to the lighthouse, and demand no checkpoint any more."""
+        if self._checkpoint_timer is not None:
+            self._checkpoint_timer.cancel()
         self.requests.close()
 
     def _perform(self, effect: effects.Effect) -> None:

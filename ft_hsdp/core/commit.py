@@ -260,6 +260,7 @@ class CommitToken:
     reason: str = field(default="", compare=False)  # of the first no
     checkpoint: int = 0  # newest demand that a member heard of: write a state of that step or later; 0: none
     writing: tuple[int, ...] = ()  # replicas that write a checkpoint now
+    stop: bool = False  # a script has stopped the job: all leave after this step
 
 
 def fenced(current: AttemptId, fence: AttemptId) -> bool:

@@ -6,10 +6,16 @@ Each is the second argument of `replica.transition`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken
 from ft_hsdp.core.grant import Answer, Grant
 from ft_hsdp.core.state_id import StateId
+
+Leaving = Literal["told", "leaves", "stops", "ended"]
+"""Why a replica leaves: it was told to from outside; or its script has called `Job.leave`, or `Job.stop`, which
+ends the job of all replicas; or its script has ended, so that it trains no further step. After the last three the
+replica is done: it is not started again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +111,15 @@ class CheckpointOverdue:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointDue:
+    """`checkpoint.every_s` have passed since the newest checkpoint was ordered."""
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveRequested:
-    """The replica was told to leave; it does so at the next commit."""
+    """The replica is to leave; it does so at the next commit, or at once if its loop has ended."""
+
+    how: Leaving = "told"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +141,7 @@ Event = (
     | CheckpointWritten
     | CheckpointFailed
     | CheckpointOverdue
+    | CheckpointDue
     | LeaveRequested
     | LeaveOverdue
 )

@@ -26,6 +26,7 @@ from ft_hsdp.core.effects import (
 )
 from ft_hsdp.core.events import (
     Answered,
+    CheckpointDue,
     CheckpointFailed,
     CheckpointOverdue,
     CheckpointWritten,
@@ -49,6 +50,7 @@ from ft_hsdp.core.voting import (
     ask,
     ask_again,
     break_ring,
+    end_loop,
     leave_job,
     reduce_step,
     reduced,
@@ -68,6 +70,15 @@ def transition(s: Replica, event: Event) -> Step:
         The next replica, and effects in the order in which they are to be carried out. An event that has nothing
         to say any more (about another epoch, attempt or state) changes nothing and has no effects.
     """
+    s, effects = _transition(s, event)
+    free = s.phase in (Phase.ASKING, Phase.REDUCING, Phase.FETCHING)  # not between its vote and the verdict
+    if s.ended and free:
+        s, left = end_loop(s)
+        effects = (*effects, *left)
+    return s, effects
+
+
+def _transition(s: Replica, event: Event) -> Step:
     if s.phase is Phase.DONE:
         return s, ()
     if s.phase is Phase.LEAVING:
@@ -103,8 +114,13 @@ def transition(s: Replica, event: Event) -> Step:
             return _report_writer(s, (checkpoint.own_write_ended(s, state, written=False), ()))
         case CheckpointOverdue():
             return _report_writer(s, checkpoint.retry_overdue(s))
-        case LeaveRequested():
-            s = replace(s, departing=True)
+        case CheckpointDue():
+            return replace(s, requested_checkpoint=max(s.requested_checkpoint, s.ring_state.step + 1)), ()
+        case LeaveRequested(how):
+            by_script = how != "told"
+            s = replace(s, departing=True, quits=s.quits or by_script, stops=s.stops or how == "stops")
+            if how == "ended":
+                return replace(s, ended=True), ()
             return ask(s) if s.grant is None and s.phase is Phase.ASKING else (s, ())
         case LeaveOverdue():
             return s, ()

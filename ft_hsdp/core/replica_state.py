@@ -30,7 +30,7 @@ class ReplicaPolicy:
     catchup_log_steps: int = 64  # committed gradients that a replica buffers while it fetches its base
     # A gradient is not finite: try the step again without it, or commit the step without changing a weight.
     poison: Poison = "exclude_contributor"
-    keep_last: bool = False  # if all replicas that hold the state leave on request, one writes a checkpoint first
+    keep_last: bool = False  # the state with which all replicas leave, or training ends, is written
     poison_retries: int = 3  # a unit that was left out of so many steps is given up
 
 
@@ -158,7 +158,10 @@ class Replica:
     edge: tuple[int, int] | None = None  # (accuser, suspect): which neighbour blamed which
 
     # Departure.
-    departing: bool = False  # told to leave by its own process (SIGTERM)
+    departing: bool = False  # told to leave by its own process
+    quits: bool = False  # by its script, or by that of another replica, for good
+    stops: bool = False  # its script has stopped the job
+    ended: bool = False  # its script trains no further step
     dismissed: bool = False  # the lighthouse wants it to leave when the others can spare it
 
     # Checkpoints; core/checkpoint.py decides with them.

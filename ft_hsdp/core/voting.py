@@ -24,7 +24,7 @@ from ft_hsdp.core.effects import (
     SendToken,
     StopRing,
 )
-from ft_hsdp.core.grant import Report
+from ft_hsdp.core.grant import Member, Report
 from ft_hsdp.core.replica_state import Phase, Replica, Step
 from ft_hsdp.core.units import head, size
 
@@ -157,6 +157,7 @@ def reduce_step(s: Replica) -> Reduce:
 
 
 LEFT = "left on request"
+QUIT = "its script has ended its part of the job"
 MAX_ATTEMPTS = 3  # at one step in one epoch; then a larger epoch is asked for
 # Steps in a row without a finite sum, after which the replica ends; fewer than refill the budget of restarts.
 MAX_SKIPS = 8
@@ -257,6 +258,7 @@ def _pass_on(s: Replica, token: CommitToken) -> Step:
         unwritable=(*token.unwritable, s.me) if s.checkpoint_failed else token.unwritable,
         writing=(*token.writing, s.me) if s.writing is not None else token.writing,
         checkpoint=max(token.checkpoint, s.requested_checkpoint if s.requested_checkpoint > s.saved else 0),
+        stop=token.stop or s.stops,
     )
     s = replace(s, forwarded=token.yes, requested_checkpoint=max(s.requested_checkpoint, token.checkpoint))
     if _size(s) == 1:
@@ -271,15 +273,17 @@ def _decide(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> Step
         return _diverged(s, token, forward)
     if not token.yes:
         return _retry(s, token, forward)
-    record, s = s.record, checkpoint.token_decided(s, token)
+    record, grant, s = s.record, s.grant, checkpoint.token_decided(s, token)
+    assert grant is not None
+    if token.stop:
+        token, s = replace(token, leaving=grant.ring), replace(s, departing=True, quits=True)
     applied: tuple[Effect, ...] = (Commit(record),)
     staying = tuple(r for r in token.equal if r not in token.leaving)
     # A replica that was told to leave after its vote stays for another step: the others must know before they
     # go on. A dismissed one stays if it is the last that holds the state.
     leaves = s.me in token.leaving and (s.departing or bool(staying))
-    assert s.grant is not None
-    able = [m for m in s.grant.members if m.replica in (staying or token.equal)]
-    last = s.policy.keep_last and s.departing and not staying
+    able = [m for m in grant.members if m.replica in (staying or token.equal)]
+    last = s.policy.keep_last and (record.step >= s.steps or (s.departing and not staying))
     s, written = checkpoint.write(s, record.state_id, able, token.unwritable, token.checkpoint > 0 or last)
     if s.verified:
         applied = (*applied, *written)
@@ -330,7 +334,30 @@ def leave_job(s: Replica) -> Step:
     s = replace(s, intact=False)
     if s.writing is not None and state_id.same(s.writing, s.state):
         return s, left
-    return replace(s, phase=Phase.DONE), (*left, Exit(0, LEFT))
+    done = s.quits and s.verified
+    return replace(s, phase=Phase.DONE), (*left, Exit(0, QUIT if done else LEFT, done))
+
+
+def end_loop(s: Replica) -> Step:
+    """Leave at once, with the state that the ranks hold: they train no further step.
+
+    The others repeat the step under way without this replica, unless their loops end, too. The lowest one that
+    holds the state writes it, if it is to be kept and was not due anyway.
+
+    Args:
+        s: the replica, which is not between its vote and the verdict.
+
+    Returns:
+        The replica, and `Exit` unless it writes the checkpoint of its state first.
+    """
+    members = s.grant.members if s.grant is not None else (Member(s.me, s.incarnation, "contribute"),)
+    able = [m for m in members if (m.replica in s.up_to_date if s.up_to_date else m.holds_base)]
+    written: tuple[Effect, ...] = ()
+    state, every = s.state, s.policy.checkpoint_every
+    if s.policy.keep_last and s.verified and state.step and not checkpoint.due(state.step, every, s.steps):
+        s, written = checkpoint.write(s, state, able, demanded=True)
+    s, gone = leave_job(replace(s, phase=Phase.LEAVING))
+    return s, (*written, *gone)
 
 
 def _buffer(s: Replica, record: CommitRecord) -> Step:

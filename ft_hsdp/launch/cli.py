@@ -20,11 +20,14 @@ from ft_hsdp import secret
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.arguments import ORDERS, build_parser
+from ft_hsdp.launch.backend.processes import forgiving
 from ft_hsdp.launch.render import command as rendering
 from ft_hsdp.launch.run.directory import RunDir, find_run, find_running, read_json
+from ft_hsdp.lifetime import outlive_notices
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # an override without its two dashes
 INTERRUPTED = 130  # exit code after Ctrl-C
+JOBS = ("up", "lighthouse", "replica", "submit")  # commands that run a job, or a part of one
 BREACH = 1  # exit code of `verify` for a run that breaks the protocol
 
 
@@ -37,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code as in `ft_hsdp.errors`; 130 after Ctrl-C; 1 from `verify` if the run breaks the protocol.
     """
+    _hold_descriptors()
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except FtHsdpError as error:
@@ -55,9 +59,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         _finish_output()
 
 
+def _hold_descriptors() -> None:
+    """Have /dev/null stand for each of stdin, stdout and stderr that is closed, before a file gets its number."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+    sys.stdout, sys.stderr = sys.stdout or forgiving(1), sys.stderr or forgiving(2)
+
+
+def _outlive_output() -> None:
+    """Let no fault of stdout and stderr end the job that this process runs, nor a notice: see `lifetime`."""
+    outlive_notices()
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = forgiving(1)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = forgiving(2)
+
+
 def _main(argv: Sequence[str]) -> int:
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
+    if args.command in JOBS:
+        _outlive_output()
     overrides = [word for word in rest if word.startswith("--") and "=" in word]
     unknown = [word for word in rest if word not in overrides]
     if missing := next((word for word in unknown if "config" in args and _OVERRIDE.match(word)), None):

@@ -28,6 +28,7 @@ from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.lifetime import stop_signals
 from lighthouse.http.access import page_link
 
 TICK_S = 0.1  # between two reads of the logs
@@ -139,7 +140,7 @@ class JobRun:
         if config.takes_faults:
             fault_injection.watch(run.path, None, None)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             loop.add_signal_handler(number, self._on_signal, number)
         replicas: list[asyncio.Task[None]] = []
         try:
@@ -159,13 +160,27 @@ class JobRun:
                 summary = self._recorder.finish(given_up(self._outcomes, self._progress.halted))
             finally:
                 self._recorder.close()
-        code = self._code()
+        unsaved = self._unsaved()
+        code = EXIT_RETRYABLE if unsaved else self._code()
         for line in self._planner.idle(self._hit):
             self._terminal.say(line, "yellow")
         self._terminal.summary(summary, code)
-        if self._stopped_by is not None and self._written is not None:
+        if unsaved:
+            self._terminal.say(unsaved, "red")
+        elif self._stopped_by is not None and self._written is not None:
             self._terminal.say(how_to_continue(config, run, self._written))
         return code, summary
+
+    def _unsaved(self) -> str:
+        """Return in one line that the checkpoint which was announced at a signal is not written; "" if it is."""
+        newest = self._recorder.newest
+        if self._stopped_by is None or not self._config.keeps_last or newest is None:
+            return ""
+        step, written = newest["step"], self._written
+        if written is not None and written >= step:
+            return ""
+        older = "there is none of this run" if written is None else f"the newest one is of step {written}"
+        return f"the announced checkpoint of step {step} was not written: {older}"
 
     async def _start(self, lighthouse: LighthouseHandle) -> None:
         """Start the lighthouses and the backend, side by side."""
@@ -173,6 +188,7 @@ class JobRun:
         most = f" (up to {config.slots})" if config.slots > config.replicas else ""
         size = f"{config.replicas} replicas{most} x {config.ranks_per_replica} ranks"
         self._terminal.say(f"{size}, {config.train.steps} steps; files in {self._where}", "dim")
+        self._terminal.say(what_is_kept(config), "dim")
         async with asyncio.TaskGroup() as group:
             group.create_task(lighthouse.start())
             group.create_task(self._backend.open())
@@ -318,15 +334,16 @@ class JobRun:
             self._link.note(event)
 
     def _on_signal(self, number: int) -> None:
-        """Have all replicas leave the job; at a second signal, kill them."""
+        """Have all replicas leave the job; at Ctrl-C after that, kill them. Schedulers repeat the others."""
         if self._stopped_by is None:
             self._stopped_by = number
             self._over.set()
-            keeps = self._config.checkpoint.every > 0 or self._config.checkpoint.dir is not None
-            last = ", a checkpoint is written" if keeps else ""
+            last = ", a checkpoint is written" if self._config.keeps_last else ""
             stop_s = self._config.timeouts.stop_s
             how = f"the step is ended{last}, all leave within {stop_s:g} s"
-            self._terminal.say(f"stopping: {how}; once more stops at once", "yellow")
+            self._terminal.say(f"stopping: {how}; Ctrl-C once more stops at once", "yellow")
+            return
+        if number != signal.SIGINT:
             return
         self._terminal.say("stopping at once", "yellow")
         for supervisor in self._supervisors.values():
@@ -367,6 +384,16 @@ def given_up(outcomes: Mapping[int, Outcome], halted: str) -> list[int]:
     """Return the replicas that were given up; of a job that was halted also those that were stopped with it."""
     kinds = ("lost", "stopped") if halted else ("lost",)
     return [replica for replica, outcome in outcomes.items() if outcome.kind in kinds]
+
+
+def what_is_kept(config: Config) -> str:
+    """Return in one line which states are written to durable storage, for a start of all processes."""
+    kept, where = config.checkpoint, config.checkpoint.dir or "the run's folder"
+    if not config.keeps_last:
+        return "no durable checkpoints: a job that is started again begins at step 1, unless checkpoint.dir is set"
+    often = f"every {config.checkpoint_s:g} s and " if config.checkpoint_s else ""
+    often = f"every {kept.every} steps and " if kept.every else often
+    return f"durable checkpoints {often}of the last state, in {where}"
 
 
 def how_to_continue(config: Config, run: RunDir, step: int) -> str:

@@ -49,6 +49,9 @@ class SupervisorLink(Protocol):
     def lost(self, replica: int) -> None:
         """Report that others need not wait for a replica: it may not start again for a long time, or at all."""
 
+    def ended(self, replica: int) -> None:
+        """Report that a replica is done. When all members of the job's epoch are, the job has ended."""
+
     def claims(self, replica: int) -> None:
         """Ask for the lease of a replica: this supervisor alone will start it."""
 
@@ -100,6 +103,7 @@ class LighthouseLink:
         self._running: dict[int, str | None] = {}  # incarnation by replica; None: the replica rests
         self._exited: dict[int, str] = {}  # newest exited incarnation by replica; it stands for earlier ones
         self._lost: set[int] = set()  # replicas for which others need not wait
+        self._ended: set[int] = set()  # replicas that are done
         self.owner = secrets.token_hex(4)  # the name of this supervisor
         self._leases: dict[int, int] = {}  # number of the newest lease by claimed replica
         self._until: dict[int, float] = {}  # monotonic end of each lease
@@ -113,6 +117,7 @@ class LighthouseLink:
         """Report that an incarnation has been started; a replica that was given up counts again."""
         self._running[replica] = incarnation
         self._lost.discard(replica)
+        self._ended.discard(replica)
         self._changed.set()
 
     def rests(self, replica: int) -> None:
@@ -131,6 +136,11 @@ class LighthouseLink:
         """Report that others need not wait for a replica: it may not start again for a long time, or at all."""
         self._lost.add(replica)
         self._changed.set()
+
+    def ended(self, replica: int) -> None:
+        """Report that a replica is done. When all members of the job's epoch are, the job has ended."""
+        self._ended.add(replica)
+        self.lost(replica)
 
     def claims(self, replica: int) -> None:
         """Ask for the lease of a replica: this supervisor alone will start it."""
@@ -167,6 +177,7 @@ class LighthouseLink:
             "running": {str(replica): name for replica, name in sorted(self._running.items())},
             "exited": [name for _, name in sorted(self._exited.items())],
             "lost": sorted(self._lost),
+            "ended": sorted(self._ended),
         }
 
     async def run(self) -> None:

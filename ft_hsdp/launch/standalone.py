@@ -32,7 +32,7 @@ from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.failures import JobFailures
-from ft_hsdp.launch.job import END_S
+from ft_hsdp.launch.job import END_S, what_is_kept
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.lighthouse_process import check_port
 from ft_hsdp.launch.local import prepare_data
@@ -50,6 +50,7 @@ from ft_hsdp.launch.run.directory import (
     write_json,
 )
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.lifetime import stop_signals
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.sentences import tell
 from lighthouse.store import finished
@@ -188,6 +189,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
     config_file = folder / "config.yaml"  # the lighthouse decides whether it fits the job's configuration
     config_file.write_text(dump(config))
     events = Journal(run.supervision(replica_id))
+    print(what_is_kept(config), file=sys.stderr)  # noqa: T201 - one line for the user
 
     def emit(event: Row) -> None:
         events(event)
@@ -238,7 +240,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         elif number == signal.SIGINT and supervisor.current is not None:  # schedulers repeat SIGTERM, users Ctrl-C
             supervisor.current.kill()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     reporting = asyncio.create_task(link.run())
     injections = asyncio.create_task(_note_injections(run, replica_id, link))

@@ -457,6 +457,8 @@ class ReplicaSupervisor:
         What is done about a failure is DeadPool's Table II, `memory.replacement.decide`.
         """
         if end.kind == DONE:
+            if not self._progress.finished:
+                self._link.ended(self.replica)
             return Outcome("done", why)
         if self._stopping:
             return Outcome("stopped", why)

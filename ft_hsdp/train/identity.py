@@ -29,6 +29,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import own_address
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
+from ft_hsdp.lifetime import stop_signals
 from ft_hsdp.memory.hosts import locate, plain
 from ft_hsdp.state.agent.starter import Starter
 
@@ -157,29 +158,34 @@ def _start_agent(config: Config, place: RankPlace, replica: int) -> Starter:
 
 
 @contextlib.contextmanager
-def leaving_on_sigterm(leave: Callable[[], None]) -> Iterator[list[int]]:
-    """Let SIGTERM call ``leave`` within a ``with`` block, and not end this process at once: it is a member there.
+def leaving_on_signals(leave: Callable[[], None]) -> Iterator[list[int]]:
+    """Let SIGTERM, SIGINT and SIGHUP call ``leave`` within a ``with`` block, and not end this process at once.
 
-    A handler that the program has set stays, and does what it does. In another thread than the main one nothing
-    changes: signals are not handled there. Once SIGTERM has come, later ones do no more after the block either:
-    schedulers repeat it.
+    It is a member there, and whoever stops a whole control group or session signals it beside its supervisor. A
+    handler that the program has set stays, and does what it does, and a signal that is ignored stays ignored. In
+    another thread than the main one nothing changes: signals are not handled there. Once one of them has come,
+    later ones do no more after the block either, because schedulers repeat them; but SIGINT interrupts the second
+    time: a user means it.
 
     Yields:
         The signals that came so far.
     """
     told: list[int] = []
     main = threading.current_thread() is threading.main_thread()
-    if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield told
-        return
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    before = {n: handler for n in stop_signals() if main and (handler := signal.getsignal(n)) in defaults}
 
     def note(number: int, _: object) -> None:
         told.append(number)
         leave()
+        if number == signal.SIGINT:
+            signal.signal(number, before[signal.SIGINT])
 
-    signal.signal(signal.SIGTERM, note)
+    for number in before:
+        signal.signal(number, note)
     try:
         yield told
     finally:
         if not told and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number, handler in before.items():
+                signal.signal(number, handler)

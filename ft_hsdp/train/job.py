@@ -32,7 +32,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp.config import Config, config_hash
 from ft_hsdp.core import state_id
-from ft_hsdp.core.effects import Exit, RunBatch
+from ft_hsdp.core.effects import Exit, Reduce, RunBatch
+from ft_hsdp.core.events import Leaving
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
 from ft_hsdp.train.check_in import check_in, open_log, restored
@@ -40,7 +41,7 @@ from ft_hsdp.train.data.prefetch import Reader, Source
 from ft_hsdp.train.data.sources import DataSources
 from ft_hsdp.train.data.step_plan import checked_weight
 from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, parts_of, shard
-from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_sigterm
+from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_signals
 from ft_hsdp.train.lanes import check_fewer_ranks, check_update
 from ft_hsdp.train.loop.callbacks import CommittedStep
 from ft_hsdp.train.loop.logged_values import counts
@@ -107,7 +108,7 @@ class Job(DataSources, UserLoop, BlockHost):
         self._runtime: RankRuntime | None = None
         self._saver: CheckpointSaver | None = None
         self._log: StepLog | None = None  # on rank 0
-        self._leaves = False
+        self._leaves: Leaving | None = None
 
     # The user's few lines.
 
@@ -287,7 +288,7 @@ class Job(DataSources, UserLoop, BlockHost):
         catches up inside, so only a contributor gets a batch. torch's generator is seeded from the batch's place
         before each micro-batch, for dropout and the like.
 
-        From then to the end SIGTERM means `leave`, unless the program has a handler of its own.
+        From then to the end SIGTERM, SIGINT and SIGHUP mean `leave`, unless the program has a handler of its own.
 
         Args:
             source: The data.
@@ -299,7 +300,7 @@ class Job(DataSources, UserLoop, BlockHost):
 
         Raises:
             Ended: The job ends this replica.
-            SystemExit: SIGTERM came, and this replica has left before the end.
+            SystemExit: Such a signal came, and this replica has left before the end.
             ConfigError: The optimizer or the checkpoints cannot be used, or ``accumulate`` is another number.
             AgentGone: This host has no state agent, and none could be started.
             CallbackFailed: A callback on leave has raised an error, which is its cause.
@@ -319,7 +320,7 @@ class Job(DataSources, UserLoop, BlockHost):
             return  # the end of training is the end of all epochs
         reader = self._open_reader(source)
         driver.samples_of = getattr(source, "samples_of", None)
-        with contextlib.closing(reader), leaving_on_sigterm(self.leave) as told:
+        with contextlib.closing(reader), leaving_on_signals(self._ask_to_leave) as told:
             self._facts = self._data_facts(source, reader)
             if self._identity is not None:
                 driver.guess(reader, self.replica)
@@ -328,15 +329,8 @@ class Job(DataSources, UserLoop, BlockHost):
                 match self._mailbox.get():
                     case RunBatch() as order:
                         yield from driver.feed(reader, order)
-                    case Exit(code, reason):
-                        try:
-                            self._callbacks.left(reason)
-                        finally:
-                            self.close() if self.built_in else self._part()
-                        if code != EXIT_OK:
-                            raise Ended(code, reason)
-                        if told and not self.over:
-                            raise SystemExit(EXIT_LEFT)
+                    case Exit() as end:
+                        self._leave_with(driver, end, told)
                         return
                     case order:
                         driver.carry_out(order)
@@ -364,13 +358,70 @@ class Job(DataSources, UserLoop, BlockHost):
             driver.current.weigh(weight)
 
     def leave(self) -> None:
-        """Leave the job at the next commit, without disturbing it.
+        """Leave the job at the next commit for good, without disturbing it: this replica is not started again.
 
-        Does not block. From any thread, and from a signal handler.
+        If all replicas do that, the job has ended: the last state is written, and the exit code is 0. Does not
+        block. From any thread, and from a signal handler.
         """
-        self._leaves = True
+        self._ask_to_leave("leaves")
+
+    def stop(self) -> None:
+        """End the whole job well at the next commit, before `train.steps` are done.
+
+        That step is the last one on all replicas: `batches` ends on each of them, a checkpoint is written if the
+        job keeps any, and the exit code is 0. One rank may call it, or several. Does not block. From any thread,
+        and from a signal handler.
+        """
+        self._ask_to_leave("stops")
+
+    def finish(self) -> None:
+        """Leave the job for good now, because the script has ended; the launcher of the script calls it.
+
+        The state that this rank holds is the replica's last one. A replica that breaks its loop alone leaves to
+        the others what is left to train. If the loops of all end, the job has ended well: the lowest replica that
+        holds the state writes it, if the job keeps any. Nothing happens after `batches` has ended by itself.
+        Blocks until that is done. A collective of the ranks of this replica.
+
+        Raises:
+            Ended: The job ends this replica with an error.
+            SystemExit: A signal told this process to leave meanwhile.
+        """
+        driver = self._driver
+        if self._runtime is None or driver is None or not driver.joined:
+            return None
+        with leaving_on_signals(self._ask_to_leave) as told:
+            self._ask_to_leave("ended")
+            while True:
+                match self._mailbox.get():
+                    case Exit() as end:
+                        return self._leave_with(driver, end, told)
+                    case RunBatch() | Reduce():
+                        pass
+                    case order:
+                        driver.carry_out(order)
+
+    def _ask_to_leave(self, how: Leaving = "told") -> None:
+        self._leaves = self._leaves if self._leaves == "stops" else how
         if self._runtime is not None:
-            self._runtime.leave()
+            self._runtime.leave(how)
+
+    def _leave_with(self, driver: StepDriver, end: Exit, told: Sequence[int]) -> None:
+        """Leave the job as the leader has ordered; ``told`` are the signals that came.
+
+        Raises:
+            Ended: The job ends this replica with an error.
+            SystemExit: Such a signal came, and this replica has left before the end.
+        """
+        try:
+            if end.done:
+                driver.conclude()
+            self._callbacks.left(end.reason)
+        finally:
+            self.close() if self.built_in else self._part()
+        if end.code != EXIT_OK:
+            raise Ended(end.code, end.reason)
+        if told and not self.over:
+            raise SystemExit(EXIT_LEFT)
 
     @property
     def step(self) -> int:
@@ -387,9 +438,8 @@ class Job(DataSources, UserLoop, BlockHost):
 
     @property
     def over(self) -> bool:
-        """Whether this rank holds the final state."""
-        state = self._live_state.state
-        return state is not None and state.step >= self.config.train.steps
+        """Whether this rank holds the last state: that after `train.steps`, or with which the script has ended."""
+        return self._driver is not None and self._driver.over
 
     def full_state_dict(self) -> dict[str, Any]:
         """Gather the whole model in host memory, in the loop between two steps, or after it.
@@ -474,8 +524,8 @@ class Job(DataSources, UserLoop, BlockHost):
         state = restored(config, place, identity, runtime, live_state, checkpoints)
         driver.guess(reader, self.replica)
         check_in(config, place, identity, runtime, state, checkpoints)
-        if self._leaves:
-            runtime.leave()
+        if self._leaves is not None:
+            runtime.leave(self._leaves)
         driver.begin(Joined(runtime, self._saver, self._log, self.built_in, not identity.predecessors))
 
 

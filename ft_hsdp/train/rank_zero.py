@@ -133,8 +133,9 @@ class RankZero:
         config, identity = self._config, self._identity
         hellos = [replica.hello, *(self.hub.hellos[r] for r in range(1, self._place.ranks))]
         train, every = config.train, config.checkpoint.every
-        keeps = every > 0 or config.checkpoint.dir is not None
-        policy = ReplicaPolicy(every, config.quorum.catchup_log_steps, train.poison, keeps, train.poison_retries)
+        policy = ReplicaPolicy(
+            every, config.quorum.catchup_log_steps, train.poison, config.keeps_last, train.poison_retries
+        )
         request = protocol.QuorumRequest(
             Report(identity.replica, identity.incarnation, replica.state, 1),
             tuple(h.ring for h in hellos),
@@ -208,6 +209,7 @@ def leader_settings(config: Config, ranks: int, *, restarted: bool) -> LeaderSet
         leave_s=timeouts.leave_s,
         write_s=WRITES * timeouts.load_s,
         write_again_s=timeouts.checkpoint_again_s,
+        checkpoint_s=config.checkpoint_s,
         ranks_per_unit=config.ranks_per_unit,
         nominal=config.data_ranks,
     )

@@ -37,6 +37,7 @@ from ft_hsdp.control.watchdog import Limits, Watchdog
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import Vote
 from ft_hsdp.core.effects import Exit
+from ft_hsdp.core.events import Leaving
 from ft_hsdp.core.grant import Grant, Holders
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import (
@@ -238,9 +239,9 @@ class RankRuntime:
         if (leader := self._link.leader) is not None:
             self._loop.call_soon_threadsafe(leader.concluded.set)
 
-    def leave(self) -> None:
+    def leave(self, how: Leaving = "told") -> None:
         """Leave the job at the next commit. From any thread; before check-in it has no effect and is repeated."""
-        self.report(RankLeaves(self._place.rank))
+        self.report(RankLeaves(self._place.rank, how))
 
     def report(self, message: object) -> None:
         """Send ``message`` to the leader; from any thread, does not block."""

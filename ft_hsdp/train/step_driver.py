@@ -103,6 +103,7 @@ class StepDriver:
         self.replica = 0  # set by `guess`
         self.clip: float | None = None  # the largest norm of the reduced gradient
         self._joined: Joined | None = None
+        self._ended = False  # the script has ended training
         # The step under way.
         self.plan: StepPlan | None = None
         self._last_bucket: torch.Tensor | None = None  # from backward until `end`, which may tell the loss
@@ -118,6 +119,11 @@ class StepDriver:
         self._fed = 0  # steps that this incarnation has begun
         self._refuses = False  # what changes outside the state is refused: no replica can have gone far with it
         self.last: CommittedStep | None = None  # led to the live state; None: it was applied elsewhere
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has joined the job."""
+        return self._joined is not None
 
     @property
     def here(self) -> Joined:
@@ -506,16 +512,29 @@ class StepDriver:
 
     def _conclude_at_end(self) -> None:
         """If the final state is here, serve it, write its digest down, then report that. A collective."""
-        state = self._live_state.state
-        assert state is not None
-        if state.step < self._config.train.steps:
+        if not self.over:
             return
-        here = self.here
+        here, state = self.here, self._live_state.state
+        assert state is not None
         here.runtime.snapshots.request(state, self._config.timeouts.final_wait_s)
-        digest = self._live_state.digest()
-        if here.log is not None:
-            here.log.final(state, digest, here.built_in, config_hash(self._config))
+        self._write_final()
         here.runtime.concluded()
+
+    def _write_final(self) -> None:
+        here, state, digest = self.here, self._live_state.state, self._live_state.digest()
+        if here.log is not None and state is not None:
+            here.log.final(state, digest, here.built_in, config_hash(self._config))
+
+    @property
+    def over(self) -> bool:
+        """Whether this rank holds the last state of training."""
+        state = self._live_state.state
+        return self._ended or (state is not None and state.step >= self._config.train.steps)
+
+    def conclude(self) -> None:
+        """Take the live state for the last one, because the script has ended training before. A collective."""
+        self._ended = True
+        self._write_final()
 
 
 def _named(at: MicroBatch) -> str:

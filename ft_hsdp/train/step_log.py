@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -79,6 +80,8 @@ class StepLog:
         self._folder = folder
         self._logged: LineWriter | None = None  # made by the first row
         self._final = folder / "final.json"
+        with contextlib.suppress(OSError):
+            self._final.unlink()  # of an incarnation before, which was started again
         reserve(self._final)
 
     def fed(self, step: int, shard: int, index: int, units: int) -> None:

@@ -54,6 +54,7 @@ class ProcessesReported:
     now: float
     owner: str = ""  # name of the supervisor; "": a rank reports of itself
     claims: tuple[tuple[int, int], ...] = ()  # (replica that it alone wants to start, its lease's number or 0)
+    ended: frozenset[int] = frozenset()  # the replicas whose scripts have ended their part of the job
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ class View:
     incarnation: str | None = None  # its newest one
     down: bool | None = None  # whether no process of it runs; None: neither it nor a supervisor has said
     lost: bool = False  # its supervisor has given it up
+    ended: bool = False  # its script has ended its part of the job
     ask: OpenRequest | None = None  # its open request
     renewed: float | None = None  # last report of the lease's supervisor; None: none since this lighthouse started
     fetching: bool = False  # it was told to fetch a state without a ring, and has not asked since

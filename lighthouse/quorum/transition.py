@@ -120,7 +120,8 @@ def _asked(s: LighthouseState, request: OpenRequest, now: float) -> Step:
     epoch = max(s.epoch, report.epoch, report.after, report.state.commit_epoch)
     s = s if epoch == s.epoch else replace(s, epoch=epoch)
     request = replace(request, report=replace(report, number=number_of(s, who)))
-    s = with_view(s, me, incarnation=report.incarnation, down=False, lost=False, ask=request, fetching=False)
+    s = with_view(s, me, incarnation=report.incarnation, ask=request, fetching=False)
+    s = with_view(s, me, down=False, lost=False, ended=False)
     if unknown:
         s = with_view(s, me, claim=None, doubted=None)
     if report.departs and _may_leave_now(s, report):
@@ -271,6 +272,7 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
             incarnation=running if running is not None else view.incarnation,
             down=running is None,
             lost=replica in event.lost,
+            ended=running is None and replica in event.ended,
             **({} if running in (None, view.incarnation) else {"claim": None, "doubted": None}),
         )
         if running is not None and view.ask is not None and view.ask.report.incarnation != running:
@@ -282,6 +284,10 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
             if not (s.diverged or s.rewinding) and agree(s, view.ask.report):
                 s, ended = _split(s, view.ask.report, event.now)
                 notes += ended
+    members = s.grant.members if s.grant is not None else ()
+    if members and not s.finished and all(s.views[m.replica].ended for m in members):
+        s = replace(s, finished=True)  # no other replica trains: what still starts is told that it comes too late
+        notes.append(Note("JobFinished", f"the scripts of all replicas have ended, at {s.head}"))
     return s, tuple(notes)
 
 

@@ -49,6 +49,17 @@ def s(scene: Callable[..., Scene]) -> Scene:
     return scene()
 
 
+async def test_a_checkpoint_is_written_when_its_time_is_up(scene: Callable[..., Scene]) -> None:
+    s = scene(checkpoint_s=0.02)
+    await s.granted(grant(1, 0))
+    await s.until(lambda: s.leader.replica.requested_checkpoint == 1, "a demand for the next state")
+    for rank in (1, 0):
+        s.vote(rank, AttemptId(1, 1, 0))
+    (written,) = s.named(effects.WriteCheckpoint)
+    assert written.state.step == 1
+    await s.until(lambda: s.leader.replica.requested_checkpoint == 2, "the time counts again")
+
+
 async def test_a_step_alone_from_check_in_to_the_next_ask(s: Scene) -> None:
     await s.granted(grant(1, 0))
     ask = s.lighthouse.asks[0]

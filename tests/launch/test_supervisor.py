@@ -47,6 +47,9 @@ class Book:
     def lost(self, replica: int) -> None:
         self.told.append(("lost", replica))
 
+    def ended(self, replica: int) -> None:
+        self.told.append(("ended", replica))
+
     def claims(self, replica: int) -> None:
         self.leased.append(replica)
 

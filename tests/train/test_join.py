@@ -21,7 +21,7 @@ from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.train import join
-from ft_hsdp.train.identity import leaving_on_sigterm
+from ft_hsdp.train.identity import leaving_on_signals
 
 BACKENDS = ("gloo", "cpu:gloo")  # the second stands for all that have torch's own store, such as a GPU's
 RANKS = 2
@@ -201,13 +201,13 @@ def test_what_is_missing_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_sigterm_means_leave_while_the_process_is_a_member() -> None:
     left: list[str] = []
-    with leaving_on_sigterm(lambda: left.append("one")) as told:
+    with leaving_on_signals(lambda: left.append("one")) as told:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGTERM)
     assert (left, told) == (["one", "one"], [signal.SIGTERM] * 2)
     assert callable(signal.getsignal(signal.SIGTERM)), "schedulers repeat the signal"
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    with leaving_on_sigterm(lambda: None):
+    with leaving_on_signals(lambda: None):
         assert callable(signal.getsignal(signal.SIGTERM))
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -216,7 +216,7 @@ def test_a_programs_own_handler_of_sigterm_stays() -> None:
     own: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: own.append(number))
     try:
-        with leaving_on_sigterm(lambda: own.append(0)) as told:
+        with leaving_on_signals(lambda: own.append(0)) as told:
             signal.raise_signal(signal.SIGTERM)
         assert (own, told) == ([signal.SIGTERM], [])
     finally:

@@ -12,6 +12,8 @@ The exit code of a rank decides whether its replica is started again:
     the same before `join`       64, unless it may be temporary (an error of the system or of a device): then the
                                  script is wrong, on every rank
     an end without `join`        64
+    an end with 0 before that    0, and the replica is done: it is not started again (`Job.finish`)
+    of training
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.rank_end import Cause
 from ft_hsdp.train import trainer
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource
-from ft_hsdp.train.join import Launch, has_joined, launched
+from ft_hsdp.train.job import Job
+from ft_hsdp.train.join import Launch, has_joined, joined_job, launched
 from ft_hsdp.train.replay.job import Recorded
 
 TEMPORARY = (OSError, MemoryError, RuntimeError)  # torch's errors of devices are RuntimeErrors
@@ -92,12 +95,17 @@ def _run(entry: str, args: tuple[str, ...], tell: Callable[[BaseException], None
     """Run the script or function to its end; return the exit code. ``tell`` takes the error that ends it."""
     name = title(entry)
     try:
-        result = _call(entry, args)
-        code = EXIT_OK if result is None else _status(result)
-    except SystemExit as end:
+        try:
+            result = _call(entry, args)
+            code = EXIT_OK if result is None else _status(result)
+        except SystemExit as end:
+            code = _status(end.code)
+            if code not in (EXIT_OK, EXIT_RETRYABLE, EXIT_LEFT):
+                tell(end)
+        if code == EXIT_OK and isinstance(job := joined_job(), Job):
+            job.finish()
+    except SystemExit as end:  # it was told to leave meanwhile
         code = _status(end.code)
-        if code not in (EXIT_OK, EXIT_RETRYABLE, EXIT_LEFT):
-            tell(end)
     except FtHsdpError as error:
         tell(error)
         _say(str(error) or type(error).__name__)

@@ -59,17 +59,17 @@ def environment() -> dict[str, str]:
 
 
 class _Forgiving(io.FileIO):
-    """A file that ignores errors of the disk: the output is lost, and the writer goes on."""
+    """A file that ignores its errors, whatever it leads to: the output is lost, and the writer goes on."""
 
     def write(self, data: Any, /) -> int:
-        """Write what the disk takes; all of ``data`` counts as written."""
+        """Write what is taken; all of ``data`` counts as written."""
         with contextlib.suppress(OSError):
             super().write(data)
         return memoryview(data).nbytes
 
 
 def forgiving(descriptor: int) -> TextIO:
-    """Return a line-buffered text file at ``descriptor`` that raises no error when the disk is full."""
+    """Return a line-buffered text file at ``descriptor`` that raises no error."""
     raw = io.BufferedWriter(_Forgiving(descriptor, "wb", closefd=False))
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 

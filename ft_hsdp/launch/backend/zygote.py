@@ -40,7 +40,7 @@ from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.processes import forgiving
 from ft_hsdp.launch.run.directory import open_log
-from ft_hsdp.lifetime import die_with
+from ft_hsdp.lifetime import die_with, outlive_notices, stop_signals
 from ft_hsdp.train.identity import FATAL_VARIABLE, HOST_VARIABLE, HOSTS_VARIABLE, IncarnationSource
 
 Entry = Callable[[configuration.Config, IncarnationSource, Path], int]
@@ -103,7 +103,8 @@ class Zygote:
         self._entry = entry
         self._supervisor = os.getppid()
         # Slurm and systemd tell every process of a job to end. The ranks leave, and the server goes after them.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        outlive_notices()
+        self._before = {number: signal.signal(number, signal.SIG_IGN) for number in stop_signals()}
 
     def serve(self) -> None:
         """Answer requests until the client closes its end."""
@@ -167,7 +168,8 @@ class Zygote:
             while os.getppid() == between:  # until it has ended
                 time.sleep(0.0002)
             die_with(self._supervisor)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.close(self._sock.detach())
             _redirect(Path(request["log"]))

@@ -94,7 +94,7 @@ def disk(subject: Subject) -> str:
     built_in = config.entry is None  # else the sizes of data and model are not known
     tokens = 2 * config.data.max_bytes if built_in else 0
     checked = [_room(Path(config.job.runs_dir), "job.runs_dir", LOG_BYTES + tokens)]
-    if config.checkpoint.every and config.checkpoint.dir is not None:
+    if config.checkpoint.dir is not None:
         need = (config.checkpoint.keep + 1) * STORED_COPIES * weights(config) if built_in else 0
         checked.append(_room(Path(config.checkpoint.dir), "checkpoint.dir", need))
     mount = mount_of(Path(config.job.runs_dir))
@@ -108,7 +108,7 @@ def checkpoint(subject: Subject) -> str:
     config = subject.config
     if config.checkpoint.dir is None:
         if not config.checkpoint.every:
-            return "checkpoint.every is 0: none are written"
+            return "checkpoint.every is 0, and there is no checkpoint.dir: none are written"
         return "in the run's folder, where a new run does not find them; set checkpoint.dir to resume"
     mount = mount_of(Path(config.checkpoint.dir))
     if mount is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
@@ -17,7 +18,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from ft_hsdp.config import Config
-from ft_hsdp.jsonl import DISK
 from ft_hsdp.launch.run.directory import Row
 from ft_hsdp.launch.run.explain import NOTABLE
 from ft_hsdp.launch.run.summary import Summary
@@ -38,26 +38,23 @@ _GOOD = {"FetchCompleted", "LighthouseRestarted"}
 
 
 class _Forgiving:
-    """A text stream that ignores errors of the disk: the job goes on, and the output is lost."""
+    """A text stream that ignores its errors, whatever it leads to: the job goes on, and the output is lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write `text`, unless the disk fails."""
+        """Write `text`, if that can be."""
         self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream, unless the disk fails."""
+        """Flush the stream, if that can be."""
         self._try(self._stream.flush)
 
     def _try(self, act: Callable[..., object], *args: object) -> None:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
             act(*args)
-        except OSError as error:
-            if error.errno not in DISK:
-                raise
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

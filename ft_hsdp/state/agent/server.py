@@ -21,7 +21,6 @@ import errno
 import json
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ from ft_hsdp import caller_gate, record_layer
 from ft_hsdp.caller_gate import CallerGate
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, LocalResourceError, ProtocolViolation, Retryable
 from ft_hsdp.handshake import Admitted, Purpose
+from ft_hsdp.lifetime import outlive_notices, stop_signals
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.agent.blocks import BlockSession, SliceStore
@@ -227,14 +227,20 @@ def watching(guard: int | None, ended: Callable[[], object]) -> Iterator[None]:
 async def serve(listener: AgentListener, linger_s: float, guard: int | None, ready: dict[str, object]) -> None:
     """Print ``ready`` as a JSON line, and serve until the agent is to end.
 
-    It ends on SIGTERM or SIGINT, when the process ``guard`` ends, or when no rank was connected for ``linger_s``
-    seconds.
+    It ends on SIGTERM, SIGINT or SIGHUP, when the process ``guard`` ends, or when no rank was connected for
+    ``linger_s`` seconds. With a ``guard`` it ignores these signals: whoever stops all processes of a job at once
+    signals it, too, and its ranks leave with a last state. It ignores `lifetime.NOTICES` in any case.
     """
     stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    outlive_notices()
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set if guard is None else _note_signal)
     with watching(guard, stopped.set):
         await _serve(listener, linger_s, stopped, ready)
+
+
+def _note_signal() -> None:
+    _log.info("told to end: it ends with the process that started its rank")
 
 
 async def _serve(

@@ -13,6 +13,7 @@ child is a crash. Without workers the main thread reads: datasets draw from the 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import signal
@@ -28,6 +29,7 @@ from multiprocessing import active_children, get_context
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
@@ -35,7 +37,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from ft_hsdp.errors import Retryable
-from ft_hsdp.lifetime import die_with
+from ft_hsdp.lifetime import die_with, outlive_notices, stop_signals
 from ft_hsdp.train.data.prefetch import CLOSE_S, Reader
 from ft_hsdp.train.data.samples import FailedRead, JobShape, SampleReader
 from ft_hsdp.train.data.step_plan import MicroBatch
@@ -107,6 +109,8 @@ class _Pipeline:
         before = active_children()
         self._batches: Iterator[Any] = iter(loader)
         self.workers = [child for child in active_children() if child not in before]
+        # At the end of the process multiprocessing sends SIGTERM, and waits without a limit.
+        Finalize(self, _kill, (self.workers,), exitpriority=0)
 
     def expect(self, wanted: Sequence[int]) -> None:
         """Have ``wanted`` read, and pass over what was ordered before them. Blocks while that is read."""
@@ -130,6 +134,7 @@ class _Pipeline:
         end = getattr(batches, "_shutdown_workers", None)
         if end is not None:
             end()
+        _kill(self.workers)  # one that hangs ignores the SIGTERM of torch
 
     def _take(self) -> tuple[int | None, Any]:
         """Return the batch that was ordered first, and its number; then one more is ordered."""
@@ -332,6 +337,12 @@ def open_loader(samples: SampleReader, shape: JobShape, options: ReadOptions) ->
     return kind(samples, shape, options)
 
 
+def _kill(workers: Iterable[BaseProcess]) -> None:
+    for worker in workers:
+        with contextlib.suppress(ValueError):  # it is closed
+            worker.kill()
+
+
 def _failed(why: str) -> Retryable:
     return Retryable(f"the data of this rank: {' '.join(why.split())}")
 
@@ -374,6 +385,11 @@ class _WorkerStart:
         # connections by whose end other processes notice that the rank is gone.
         if self.parent is not None:
             die_with(self.parent)
-            os.setsid()  # a signal to the rank's process group tells the rank to leave; until then it reads
+            os.setsid()
+        # Whoever stops all processes of a job tells the ranks to leave; until they have, their data are read. No
+        # SIG_IGN, which the programs that a dataset starts would inherit.
+        for number in stop_signals():
+            signal.signal(number, lambda *_: None)
+        outlive_notices()
         if self.then is not None:
             self.then(worker)

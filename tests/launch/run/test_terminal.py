@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import re
 from typing import Any
 
@@ -17,6 +19,23 @@ CONFIG = parse({"ranks_per_replica": 1, "train": {"steps": 5}})
 def shown(live: bool = False, width: int = 80) -> tuple[Terminal, io.StringIO]:
     out = io.StringIO()
     return Terminal(CONFIG, out, live=live), out
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("lost", ["reader", "closed", "full"])
+def test_output_that_is_lost_ends_nothing(lost: str, live: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    out = open("/dev/full" if lost == "full" else writer, "w", buffering=1)  # noqa: SIM115 - closing it fails
+    terminal = Terminal(CONFIG, out, live=live)
+    if lost == "closed":
+        os.close(writer)
+    with terminal:
+        for step in range(1, 6):
+            terminal.commit(commit(step))
+    terminal.say("the last word")
+    with contextlib.suppress(OSError):
+        out.close()
 
 
 def test_a_step_is_one_plain_line_of_80_columns() -> None:

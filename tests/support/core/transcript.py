@@ -113,7 +113,7 @@ class Driver:
             case "overdue":
                 return events.LeaveOverdue()
             case "leave":
-                return events.LeaveRequested()
+                return events.LeaveRequested(words.get("how", "told"))  # type: ignore[arg-type]
         raise ValueError(f"no such event: {verb}")
 
     def _grant(self, words: Words) -> Grant:
@@ -191,6 +191,7 @@ class Driver:
             numbers(words.get("unwritable", "")),
             checkpoint=int(words.get("checkpoint", "0")),
             writing=numbers(words.get("writing", "")),
+            stop="stop" in words,
         )
 
     # How it reads.
@@ -231,6 +232,7 @@ class Driver:
                 extra += [f"unwritable {list(t.unwritable)}"] if t.unwritable else []
                 extra += [f"writing {list(t.writing)}"] if t.writing else []
                 extra += [f"checkpoint {t.checkpoint}"] if t.checkpoint else []
+                extra += ["stop"] if t.stop else []
                 extra += [t.reason] if t.reason else []
                 said = f"{'verdict' if t.verdict else 'pass 1'} {'yes' if t.yes else 'no'}"
                 return ", ".join([f"send token of {short(t.fence)}: {said}", *extra])
@@ -258,8 +260,8 @@ class Driver:
                 return "forget all snapshots"
             case effects.DropCopies(replicas):
                 return f"forget copies of {list(replicas)}"
-            case effects.Exit(code, reason):
-                return f"exit {code}: {reason}"
+            case effects.Exit(code, reason, done):
+                return f"exit {code}{', done' if done else ''}: {reason}"
 
     def _state(self) -> str:
         s = self.me

@@ -236,6 +236,12 @@ def alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process handles or ignores a signal."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool((int(lines["SigCgt"], 16) | int(lines["SigIgn"], 16)) & 1 << (number - 1))
+
+
 def test_workers_do_not_outlive_a_rank_that_is_killed(tmp_path: Path) -> None:
     """They would hold its connections open: other processes notice by their end that it is gone."""
     program = f"""
@@ -259,9 +265,12 @@ while True:
         until(lambda: 3 in Diary(tmp_path).reads() and (tmp_path / "pids").exists(), "a worker hangs")
         workers = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
         assert len(workers) == 2
-        until(lambda: all(os.getsid(w.pid) == w.pid for w in workers), "both have begun")
+        until(lambda: all(catches(w.pid, signal.SIGQUIT) for w in workers), "both have begun")
         os.killpg(rank.pid, signal.SIGTERM)
         until((tmp_path / "told").exists, "the rank is told to leave")
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
+            for worker in workers:
+                worker.send_signal(number)  # to all processes of a job
         assert all(alive(w) for w in workers), "its data is read on until it has left"
     finally:
         rank.kill()

@@ -1,0 +1,219 @@
+"""Ends of a job: signals, lost output, and scripts that end training early. Each keeps the last state."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.support.scenarios.scenario_job import DEADLINE_S, ROOT, Job
+from tests.support.torchrun_job import TorchrunJob
+
+SCRIPT = """
+import sys, time
+import torch
+from torch import nn
+import ft_hsdp
+
+class Points(torch.utils.data.Dataset):
+    def __len__(self):
+        return 100_000
+
+    def __getitem__(self, index):
+        return torch.full((4,), index / 100_000)
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, points):
+        return self.outer(torch.tanh(self.inner(points))).square().mean()
+
+job = ft_hsdp.join()
+torch.manual_seed(0)
+model = job.shard(Model())
+optim = job.optimizer(torch.optim.AdamW(model.parameters()))
+workers, end = int(sys.argv[1]), sys.argv[2]
+for batch in job.batches(job.loader(Points(), batch_size=4, num_workers=workers)):
+    if end == "stop" and job.step == 4 and (job.replica, job.rank) == (0, 0):
+        job.stop()
+    if end == "leave" and job.step == 4:
+        job.leave()
+    model(batch).backward()
+    time.sleep(0.02)
+    optim.step()
+    if end == "break" and job.step == 5 or end == "alone" and job.step == 5 and job.replica == 0:
+        break
+    if end == "exit" and job.step == 5:
+        sys.exit(0)
+"""
+NOTICES = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+ENDLESS = 100_000
+
+
+def settings(folder: Path, workers: int, end: str = "") -> dict[str, Any]:
+    """Two replicas of one rank that run `SCRIPT`, with a folder for checkpoints."""
+    (folder / "mine.py").write_text(SCRIPT)
+    kept = {"checkpoint__dir": str(folder / "kept"), "entry": "mine.py", "args": [str(workers), end]}
+    return {**kept, "replicas": 2, "ranks_per_replica": 1, "train__micro_batch": 4}
+
+
+def saved(folder: Path) -> list[int]:
+    """The steps of which there is a checkpoint."""
+    return sorted(int(each.name.split("-")[1]) for each in (folder / "kept").glob("step-*"))
+
+
+def below(pid: int) -> list[psutil.Process]:
+    """All processes that a process has started, and that they have started."""
+    return psutil.Process(pid).children(recursive=True)
+
+
+def send(processes: list[psutil.Process], *numbers: int) -> None:
+    """Send signals to processes, of which some may end meanwhile."""
+    for process in processes:
+        for number in numbers:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+
+@pytest.mark.multiproc
+def test_a_closed_terminal_and_lost_output_cost_no_step(tmp_path: Path) -> None:
+    """Its output has no reader any more, notices come to all its processes, and then SIGHUP."""
+    os.mkfifo(tmp_path / "up.log")
+    reader = os.open(tmp_path / "up.log", os.O_RDONLY | os.O_NONBLOCK)
+    with Job(tmp_path, ENDLESS, **settings(tmp_path, 1)) as job:
+        job.log = tmp_path / "mine.py"  # who reads a pipe waits for its writers
+        job.until(lambda: job.step() >= 3, "step 3")
+        os.close(reader)
+        everything = [psutil.Process(job.process.pid), *below(job.process.pid)]
+        send(everything, *NOTICES)
+        at = job.step()
+        job.until(lambda: job.step() >= at + 3, "it trains on")
+        send(everything, signal.SIGHUP)
+        summary = job.end(128 + signal.SIGHUP)
+        assert (saved(tmp_path), summary["failures"]) == ([summary["steps"]], [])
+
+
+@pytest.mark.multiproc
+def test_loops_that_break_on_all_replicas_end_the_job_well(tmp_path: Path) -> None:
+    ends_well(tmp_path, "break")
+
+
+@pytest.mark.multiproc
+@pytest.mark.soak
+@pytest.mark.parametrize("end", ["stop", "leave", "exit"])
+def test_scripts_end_the_job_well(tmp_path: Path, end: str) -> None:
+    ends_well(tmp_path, end)
+
+
+def ends_well(folder: Path, end: str) -> None:
+    """A script ends training at step 5: once, with the same state on all replicas and on disk."""
+    with Job(folder, ENDLESS, **settings(folder, 0, end)) as job:
+        summary = job.end()
+        states = {(r["step"], r["digest"]) for r in summary["replicas"].values()}
+        assert (len(states), states.pop()[0], summary["steps"]) == (1, 5, 5)
+        assert {r["incarnations"] for r in summary["replicas"].values()} == {1}
+        assert (summary["failures"], saved(folder)) == ([], [5])
+
+
+@pytest.mark.multiproc
+@pytest.mark.soak
+def test_a_replica_that_breaks_its_loop_alone_is_done_and_the_others_go_on(tmp_path: Path) -> None:
+    with Job(tmp_path, 30, **settings(tmp_path, 0, "alone")) as job:
+        summary = job.end()
+        assert [summary["replicas"][r]["step"] for r in "01"] == [5, 30]
+        assert {r["incarnations"] for r in summary["replicas"].values()} == {1}
+
+
+HOW = ("TERM", "INT", "HUP", "all TERM", "all INT", "all HUP")
+
+
+@pytest.mark.multiproc
+@pytest.mark.soak
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("launcher", ["up", "replica", "torchrun"])
+def test_no_step_is_lost_however_a_job_is_told_to_end(
+    tmp_path: Path, launcher: str, how: str, workers: int
+) -> None:
+    """A signal comes to its supervisors, or to all processes at once, as a control group's stop does it."""
+    sections = nested({**settings(tmp_path, workers), "train__steps": ENDLESS})
+    text = "\n".join(f"{name}: {json.dumps(value)}" for name, value in sections.items())
+    with contextlib.ExitStack() as stack:
+        if launcher == "up":
+            job = stack.enter_context(Job(tmp_path, ENDLESS, **settings(tmp_path, workers)))
+            job.until(lambda: job.step() >= 5, "step 5")
+            started, run = [job.process], job.run
+        else:
+            others = stack.enter_context(TorchrunJob(tmp_path, text))
+            started = [start(others, launcher, replica) for replica in range(2)]
+            others.until(lambda: min(others.step(0), others.step(1)) >= 5, "step 5")
+            run = others.run
+        processes = [psutil.Process(each.pid) for each in started]
+        every = [p for each in processes for p in (each, *each.children(recursive=True))]
+        send(every if how.startswith("all") else processes, signal.Signals[f"SIG{how.split()[-1]}"])
+        codes = [each.wait(DEADLINE_S) for each in started]
+        assert 0 not in codes
+        rows = [json.loads(line) for file in run.glob("replicas/*/commits.jsonl") for line in file.open()]
+    check_saved(tmp_path, max(row["step"] for row in rows))
+
+
+def nested(dotted: dict[str, Any]) -> dict[str, Any]:
+    """Settings by dotted key as the configuration that they are of."""
+    found: dict[str, Any] = {}
+    for key, value in dotted.items():
+        section, _, name = key.partition("__")
+        if name:
+            found.setdefault(section, {})[name] = value
+        else:
+            found[key] = value
+    return found
+
+
+def start(job: TorchrunJob, launcher: str, replica: int) -> subprocess.Popen[bytes]:
+    """Start a replica of one rank under its own supervisor or under torchrun."""
+    if launcher == "replica":
+        return job.replica(replica)
+    return job.torchrun(replica, 1, ROOT / "launcher.py", "replica", "CONFIG", "--replica", "REPLICA")
+
+
+def check_saved(folder: Path, last: int) -> None:
+    """The newest checkpoint is of the last step that was committed, and another job goes on from it."""
+    assert saved(folder)[-1:] == [last]
+    with Job(folder, last + 2, **settings(folder, 0), job__name="next") as job:
+        job.run = folder / "runs" / "next"
+        job.end()
+        assert job.rows("metrics.jsonl")[0]["step"] == last + 1
+
+
+@pytest.mark.multiproc
+@pytest.mark.soak
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_terminal_that_closes_ends_the_job_in_order(tmp_path: Path, workers: int) -> None:
+    """It gives SIGHUP, and EIO to all that is written from then on."""
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        json.dumps(nested({**settings(tmp_path, workers), "job__name": "job", "train__steps": ENDLESS}))
+    )
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(tmp_path)
+        os.execv(sys.executable, [sys.executable, str(ROOT / "launcher.py"), "up", str(config)])
+    commits, end = tmp_path / "runs" / "job" / "replicas" / "0" / "commits.jsonl", time.monotonic() + DEADLINE_S
+    while not commits.exists() or len(commits.read_text().splitlines()) < 5:
+        assert time.monotonic() < end, "no fifth step"
+        os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
+    check_saved(tmp_path, json.loads(commits.read_text().splitlines()[-1])["step"])
