@@ -258,7 +258,8 @@ async def test_holders_are_named_for_a_replica_that_recovers():
     async with client(service) as http:
         found = (await http.get("/v1/holders?replica=0")).json()
         assert found == {"stands": True, "head": None, "agents": agents, "hosts": {}}
-        service.submit(ask(0, at(1, 3), epoch=1), None)
+        for replica in (0, 1):
+            service.submit(ask(replica, at(1, 3), epoch=1), None)
         service.processes(protocol.ProcessReport({}, (name(1),)))
         found = (await http.get("/v1/holders?replica=0")).json()
         assert found["stands"] is False
