@@ -234,7 +234,7 @@ def restored(
         if not checkpoint:
             return None
         live.state = AGAINST
-        return SimpleNamespace(state=AGAINST, path="checkpoint", seconds=0.0, skipped=())
+        return SimpleNamespace(state=AGAINST, path="checkpoint", seconds=0.0, skipped=(), other_data="")
 
     def run(rank: int) -> None:
         journal = Journal(file, rank=rank)

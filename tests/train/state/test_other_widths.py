@@ -169,7 +169,7 @@ class Job:
 
         def load(live: Live, *_: object) -> Any:
             live.state = CHECKPOINT
-            return SimpleNamespace(state=CHECKPOINT, path="checkpoint", seconds=0.0, skipped=())
+            return SimpleNamespace(state=CHECKPOINT, path="checkpoint", seconds=0.0, skipped=(), other_data="")
 
         def run(rank: int) -> None:
             journal = Journal(self.file, rank=rank)
