@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import Retryable
+from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.memory.replacement import RankClaim, disagreement
 from ft_hsdp.train.check_in import check_claims, check_in
+from ft_hsdp.train.rank_zero import same_data
 
 HOSTS = ("r0h0", "s0")
 GANG = [RankClaim(rank, 2, "0-a-1", HOSTS[rank], HOSTS, StateId(2, 7, "ab")) for rank in range(2)]
@@ -71,3 +72,10 @@ def test_the_ranks_compare_what_they_are_before_they_check_in(different: dict[st
     else:
         check_in(*arguments)
     assert joined == ([] if different else [mine.state])
+
+
+def test_ranks_of_a_replica_with_other_data_are_refused_by_number() -> None:
+    first = {"length": "160", "sample 0": "random"}
+    assert same_data([first, {"length": "160", "sample 9": "cd"}]) == {**first, "sample 9": "cd"}
+    with pytest.raises(ConfigError, match=r"^data: length on rank 2 .*'159'; allowed: 160, as on rank 0"):
+        same_data([first, {"sample 0": "ab"}, {"length": "159"}])

@@ -467,3 +467,13 @@ def test_logged_values_stand_in_the_metrics_once_and_not_of_steps_that_did_not_l
         (STEPS, {"a": 3.0}),
     ]
     assert not any("metrics" in breach for breach in verify(run).breaches)
+
+
+def test_incarnations_that_trained_on_other_data_are_found(run: RunDir) -> None:
+    for replica, length in enumerate(("160", "160", "159")):
+        facts = {"length": length, "sample 0": "random" if replica else "ab"}
+        row = event("FirstStepCommitted", 1001.0, source="replica", replica=replica, step=1, data=facts)
+        LineWriter(run.events).write(row)
+    (breach,) = verify(run).breaches
+    assert breach.startswith("events.jsonl:")
+    assert "data: length 159; expected: 160, as events.jsonl:" in breach
