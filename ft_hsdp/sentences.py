@@ -194,6 +194,8 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "CheckpointWriterLost": lambda e: f"replica {_ids(e['replicas'])} was lost while it wrote a checkpoint",
     "CheckpointMissing": lambda e: f"no replica has written the checkpoint of step {e.get('step', '?')}",
     "CheckpointPassedOver": lambda e: f"the checkpoint {e['checkpoint']} is passed over",
+    "SettingChanged": lambda e: f"{e['setting']} is {e['new']} now, and was {e['old']} in the checkpoint",
+    "SettingsUnknown": lambda e: "optimizer and schedule go on with the values of the checkpoint",
     "SnapshotSkipped": lambda e: f"{_who(e)} keeps no copy of its state of step {e.get('step', '?')}",
     "CopiesPlanned": lambda e: (
         f"{e.get('hosts', '?')} hosts keep copies of the shards of replica {e['replica']}"

@@ -47,6 +47,9 @@ FACTS: dict[str, Any] = {
     "from": 4,
     "to": 2,
     "ranks": 3,
+    "setting": "lr of AdamW",
+    "old": 0.1,
+    "new": 0.2,
 }
 
 

@@ -517,6 +517,9 @@ class Job(DataSources, UserLoop, BlockHost):
         self._write_events(runtime.journal)
         if self.rank == 0:
             self._log = open_log(runtime, place, identity, self._adopted, warm)
+        assert self._groups is not None
+        settings = {f"lr.{key}": value for key, value in config.lr.model_dump().items()}
+        self._groups.note_given(config.train.steps, {**settings, "optim.clip": driver.clip})
         checkpoints, checkpointer = open_checkpoints(
             config, place.run, identity.incarnation, live_state, runtime.ranks, self._shards, runtime.facts.data
         )

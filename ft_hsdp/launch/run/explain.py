@@ -96,6 +96,8 @@ NOTABLE = frozenset(
         "CheckpointMissing",
         "CheckpointWriterLost",
         "CheckpointPassedOver",
+        "SettingChanged",
+        "SettingsUnknown",
         "LighthouseSilent",
         "LighthouseDeposed",
         "LighthouseElected",

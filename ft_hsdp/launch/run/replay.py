@@ -181,7 +181,8 @@ class _Unsharded:
         params = {dcp.key("param", n): p for n, p in self._model.named_parameters()}
         optim = {dcp.key("optim", n): t for n, t in self._groups.tensors(self._names).items()}
         dcp.load(found.path, {**params, **optim}, found.manifest)
-        self._groups.adopt(found.manifest.hyper)
+        self._groups.note_given(self._config.train.steps)
+        self._groups.resume(found.manifest.hyper, first["step"] - 1)
         data = job_data(self._config, self._data.facts(time.monotonic() + PROBE_S))
         if data.other and differing_data(found.path, found.manifest, resume_hash(self._config), data):
             return Ledger.empty(self._config.data_shards)

@@ -34,6 +34,7 @@ _BAD = {
     "ReplicaLost",
     "LighthouseExited",
 }
+_ONCE = ("SettingChanged", "SettingsUnknown")
 _GOOD = {"FetchCompleted", "LighthouseRestarted"}
 
 
@@ -82,6 +83,7 @@ class Terminal:
         self._waiting: Row | None = None  # the lighthouse's newest Waiting, until it is over or was shown
         self._held: list[Row] = []  # events about a later step than the next one that is shown
         self._contributed: set[int] = set()  # replicas that have contributed
+        self._once: set[str] = set()  # sentences of `_ONCE`
         self._leaving: set[object] = set()  # replicas that were told to leave
         self._live = Live(self._table(), console=self._console, transient=True, auto_refresh=False)
         self._on_terminal = self._console.is_terminal if live is None else live
@@ -157,6 +159,10 @@ class Terminal:
         about = event.get("suspect") if name == "RingBroken" else replica
         style = "red" if name in _BAD else "green" if name in _GOOD else "dim"
         text = tell({**event, "reason": _told_reason(event)})
+        if name in _ONCE:  # every replica says it
+            if text in self._once:
+                return
+            self._once.add(text)
         self._tell(event["t"], text, None if name == "FailureInjected" else about, style)
 
     def tick(self, now: float) -> None:

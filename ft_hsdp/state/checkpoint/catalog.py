@@ -235,6 +235,7 @@ def resume(
     frozen: tuple[Frozen, ...] = (),
     step: int | None = None,
     data: JobData | None = None,
+    former_hash: str = "",
 ) -> Resumed | None:
     """Load the newest valid checkpoint in ``folder`` into the replica's live tensors. A collective. Blocks.
 
@@ -249,6 +250,7 @@ def resume(
         frozen: What a state dict of the model has beside the state; the checkpoint's must be equal.
         step: Look only at checkpoints of this step.
         data: Of this job; None: they are not compared.
+        former_hash: What an earlier version would have as ``config_hash``; may be the checkpoint's, too.
 
     Returns:
         What was loaded, or None if the folder has no such checkpoint.
@@ -269,7 +271,7 @@ def resume(
                 return None
             said = "; ".join(f"{each.name}: {each.reason}" for each in skipped)
             raise ConfigError(KEY, str(folder), f"a folder with a valid checkpoint, or without any ({said})")
-        _fits(folder / name, manifest, config_hash, expected, frozen, data)
+        _fits(folder / name, manifest, (config_hash, former_hash), expected, frozen, data)
         failure = _read(folder / name, manifest, live, ranks)
         if not failure:
             seconds = time.monotonic() - began
@@ -325,7 +327,7 @@ def _choose(
 def _fits(
     path: Path,
     manifest: CheckpointManifest,
-    config_hash: str,
+    hashes: tuple[str, str],
     expected: tuple[Stored, ...],
     frozen: tuple[Frozen, ...],
     data: JobData | None,
@@ -335,12 +337,12 @@ def _fits(
     Raises:
         ConfigError: It is not. Raised on all ranks alike.
     """
-    accepted = {config_hash}
+    accepted = {*hashes}
     if data is not None:
-        differing_data(path, manifest, config_hash, data)
+        differing_data(path, manifest, hashes[0], data)
         accepted.add(data.hash_with(manifest.config))
     if manifest.config_hash not in accepted:
-        allowed = f"checkpoints of this configuration ({config_hash[:8]}; its own is {manifest.config_hash[:8]})"
+        allowed = f"checkpoints of this configuration ({hashes[0][:8]}; its own is {manifest.config_hash[:8]})"
         raise ConfigError(KEY, str(path), allowed)
     differing = set(manifest.tensors) ^ set(expected)
     if differing:

@@ -92,7 +92,7 @@ class CheckpointManifest:
     config: dict[str, Any]  # of that job, for people to read
     accumulate: int  # micro-batches of a data rank in a batch: with `ranks`, what a unit of the ledger is
     ledger: Ledger
-    hyper: tuple[dict[str, Any], ...]  # the optimizer's parameter groups before lr_scale
+    hyper: tuple[dict[str, Any], ...]  # parameter groups before lr_scale, schedulers, what they were made with
     tensors: tuple[Stored, ...]
     files: dict[str, File]  # by name
     pieces: tuple[TensorPiece, ...] = ()

@@ -56,6 +56,7 @@ class CheckpointOrigin:
     aliases: Mapping[str, str] = field(default_factory=dict)  # further names of tied tensors
     data_ranks: int = 1  # of a batch: those of a replica with all its ranks
     data: Mapping[str, str] = field(default_factory=dict)  # facts about the data
+    given: Mapping[str, Any] = field(default_factory=dict)  # what optimizers and schedule were made with
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +311,7 @@ class Checkpointer:
             self._about.config,
             self._about.accumulate,
             header.ledger,
-            header.hyper,
+            (*header.hyper, dict(self._about.given)) if self._about.given else header.hyper,
             dcp.stored(self._layout),
             files,
             pieces,

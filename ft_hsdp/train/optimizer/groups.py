@@ -16,15 +16,21 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.optimizer import given
 from ft_hsdp.train.optimizer.clipping import CLIP_EPS, clip_groups
+from ft_hsdp.train.optimizer.given import GIVEN, UNKNOWN, Change
 from ft_hsdp.train.optimizer.lr_schedule import TorchSchedulers, from_json, to_json
 
 SCHEDULERS = "schedulers"  # the key of their states, in a dict behind those of the groups
-_SET_BY = "what the job sets: job.optimizer(optimizer, schedule), schedule(step) -> factor or a torch scheduler"
+_SET_BY = (
+    "what the job sets: job.optimizer(optimizer, schedule), schedule(step) -> factor or a torch scheduler;"
+    " or a callback of job.on_commit, on all replicas alike"
+)
 _OWN = ("params", "param_names")  # of a group, and no hyper-parameters
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -78,7 +84,9 @@ class Groups:
             raise ConfigError("job.optimizer", ", ".join(strange), "schedulers of the optimizers that are given")
         self._scheduled = [any(s.optimizer is o for s in schedulers) for o in self.optimizers]
         self._schedulers = TorchSchedulers(schedulers) if schedulers else None
+        self._names: dict[int, str] = {}  # of the parameters, by id
         self._committed = self._values()
+        self.note_given()
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -99,7 +107,7 @@ class Groups:
         Raises:
             ConfigError: One is in none or in two, or is not the model's.
         """
-        names = {id(p): name for name, p in params.items()}
+        names = self._names = {id(p): name for name, p in params.items()}
         held = [p for group in self.groups for p in group["params"] if p.requires_grad]
         strange = sum(id(p) not in names for p in held)
         if strange:
@@ -182,6 +190,10 @@ class Groups:
         """
         if self._schedulers is not None:
             self._schedulers.advance(record)
+        self.settle()
+
+    def settle(self) -> None:
+        """Take the hyper-parameters as they are for those of the committed step; `check` compares with them."""
         self._committed = self._values()
 
     def note_loop(self, contributed: bool) -> None:
@@ -208,8 +220,7 @@ class Groups:
             ConfigError: They are of other optimizers or schedulers.
         """
         groups = self.groups
-        states = [each[SCHEDULERS] for each in hyper if set(each) == {SCHEDULERS}]
-        values = [{k: v for k, v in each.items() if k not in _OWN} for each in hyper[: len(hyper) - len(states)]]
+        values, states = _parts(hyper)
         try:
             if len(values) != len(groups):
                 raise ValueError(f"{len(values)} parameter groups, expected {len(groups)}")
@@ -224,7 +235,111 @@ class Groups:
         except (ValueError, TypeError) as error:
             allowed = f"the optimizers of the state that is loaded ({error})"
             raise ConfigError("job.optimizer", self.name, allowed) from error
-        self._committed = self._values()
+        self.settle()
+
+    def note_given(self, steps: int = 0, settings: Mapping[str, Any] | None = None) -> None:
+        """Note what optimizers and schedule are made with, for `resume`; before a state is loaded.
+
+        Args:
+            steps: Of the job: as far as functions are evaluated, some hundred times.
+            settings: What else the update depends on, such as "optim.clip", as JSON.
+        """
+        values = iter(self._values())
+        optimizers = [
+            given.of_optimizer(each, [{**next(values), **self._held(group)} for group in each.param_groups])
+            for each in self.optimizers
+        ]
+        schedulers = self._schedulers.all if self._schedulers is not None else []
+        self._initial = self.hyper()
+        self.given: dict[str, Any] = {
+            "optimizers": optimizers,
+            "schedulers": [given.of_scheduler(each, steps) for each in schedulers],
+            "schedule": None if self._factor is None else given.of_function(self._factor, steps),
+            "settings": dict(settings or {}),
+        }
+
+    def _held(self, group: Mapping[str, Any]) -> dict[str, str]:
+        """Return which parameters a group has, if their names are known."""
+        names = [self._names[id(p)] for p in group["params"] if id(p) in self._names]
+        return {"params": f"{len(names)} ({state_id.digest(names)[:8]})"} if names else {}
+
+    def resume(self, hyper: Sequence[dict[str, Any]], step: int) -> tuple[Change, ...]:
+        """Take the hyper-parameters of a checkpoint, but what was given otherwise than when it was written.
+
+        A torch schedule with other arguments goes from its first step to ``step`` once more: continued, it would
+        be neither the old one nor the new one.
+
+        Args:
+            hyper: Of the checkpoint, with what `given` was then.
+            step: Of the checkpoint.
+
+        Returns:
+            What was given otherwise.
+
+        Raises:
+            ConfigError: The checkpoint is of other optimizers, or a schedule cannot be computed again.
+        """
+        then = next((each[GIVEN] for each in hyper if set(each) == {GIVEN}), None)
+        if then is None:
+            self.adopt(hyper)
+            return (UNKNOWN,)
+        now = self.given
+        classes = [[each["class"] for each in of["optimizers"]] for of in (then, now)]
+        if classes[0] != classes[1]:
+            allowed = f"the optimizers of the checkpoint, {', '.join(classes[0])}: another one has another state"
+            raise ConfigError("job.optimizer", self.name, allowed)
+        self.adopt(self._initial)
+        values, states = _parts(hyper)
+        was, is_now = ([group for each in of["optimizers"] for group in each["groups"]] for of in (then, now))
+        anew, others = self._anew(then, values)
+        kept = {id(group) for each in self.optimizers if each not in anew for group in each.param_groups}
+        try:
+            for group, value, a, b in zip(self.groups, values, was, is_now, strict=False):
+                if id(group) in kept:
+                    same = {key for key in value if key in group and a.get(key) == b.get(key)}
+                    group.update({key: from_json(group[key], value[key]) for key in same})
+            if self._schedulers is not None:
+                before = () if others else states[0]
+                self._schedulers.resume(before, then["schedulers"], now["schedulers"], anew, step)
+        except (ValueError, TypeError) as error:
+            allowed = f"the optimizers of the checkpoint ({error})"
+            raise ConfigError("job.optimizer", self.name, allowed) from error
+        self.settle()
+        return given.changes(then, now)
+
+    def _anew(
+        self, then: Mapping[str, Any], values: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[torch.optim.Optimizer], bool]:
+        """Return the optimizers whose schedule is computed again, and whether the schedulers are other ones."""
+        both = then["schedulers"], self.given["schedulers"]
+        others = [each["class"] for each in both[0]] != [each["class"] for each in both[1]]
+        if others or len(values) != len(self.groups):
+            return self.optimizers, others
+        schedulers = self._schedulers.all if self._schedulers is not None else []
+        found, left = [], iter(values)
+        for optimizer, a, b in zip(self.optimizers, then["optimizers"], self.given["optimizers"], strict=True):
+            moved = False
+            for was, now in zip(a["groups"], b["groups"], strict=True):
+                value = next(left)
+                keys = {*was, *now} - {"params", "clip"}
+                changed = {key for key in keys if was.get(key) != now.get(key)}
+                # A scheduler keeps arguments of its own in the groups too, and may move any value.
+                moved |= any(key not in optimizer.defaults or was.get(key) != value.get(key) for key in changed)
+            mine = [
+                moved or given.differ(*pair)
+                for scheduler, *pair in zip(schedulers, *both, strict=True)
+                if scheduler.optimizer is optimizer and not isinstance(scheduler, ReduceLROnPlateau)
+            ]
+            if any(mine):
+                found.append(optimizer)
+        return found, False
+
+
+def _parts(hyper: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Return the groups' values in ``hyper``, and the schedulers' states in a list of their own, or none."""
+    states = [each[SCHEDULERS] for each in hyper if set(each) == {SCHEDULERS}]
+    groups = [each for each in hyper if set(each) not in ({SCHEDULERS}, {GIVEN})]
+    return [{k: v for k, v in each.items() if k not in _OWN} for each in groups], states
 
 
 def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:

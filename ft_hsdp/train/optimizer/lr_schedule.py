@@ -82,14 +82,14 @@ class TorchSchedulers:
         Raises:
             ConfigError: The state of one of them is not JSON.
         """
-        self._schedulers = list(schedulers)
-        self._kinds = [type(each) for each in self._schedulers]
+        self.all = list(schedulers)  # in the order in which they are stepped
+        self._kinds = [type(each) for each in self.all]
         # What the loop did, for each scheduler: its optim.step() for which a scheduler.step() may still come, and
         # those with this replica's gradient for which none came.
-        self._allowed = [0] * len(self._schedulers)
-        self._missed = [0] * len(self._schedulers)
+        self._allowed = [0] * len(self.all)
+        self._missed = [0] * len(self.all)
         self._ended = False  # whether the last optim.step() ended a step
-        for scheduler, (name, state) in zip(self._schedulers, self.state(), strict=True):
+        for scheduler, (name, state) in zip(self.all, self.state(), strict=True):
             try:
                 again = to_json(from_json(scheduler.state_dict(), state))
             except (TypeError, ValueError) as error:
@@ -97,7 +97,7 @@ class TorchSchedulers:
             if again != state:
                 allowed = "a scheduler whose state can be written as JSON and read again"
                 raise ConfigError("job.optimizer", name, f"{allowed} ({again})")
-        for at, scheduler in enumerate(self._schedulers):
+        for at, scheduler in enumerate(self.all):
             self._take_over(at, scheduler)
 
     def _take_over(self, at: int, scheduler: LRScheduler) -> None:
@@ -135,14 +135,14 @@ class TorchSchedulers:
         Raises:
             ConfigError: One does: it would raise in the middle of the job.
         """
-        for scheduler in self._schedulers:
+        for scheduler in self.all:
             if isinstance(scheduler, OneCycleLR) and scheduler.total_steps - scheduler.last_epoch < steps:
                 allowed = f"{steps} or more, which is train.steps"
                 raise ConfigError("OneCycleLR", f"total_steps {scheduler.total_steps}", allowed)
 
     def note_loop(self, contributed: bool) -> None:
         """Note that the loop called ``optim.step()``, and whether the step has this replica's gradient."""
-        for at in range(len(self._schedulers)):
+        for at in range(len(self.all)):
             self._allowed[at] = 1 if self._ended else self._allowed[at] + 1  # one for each micro-batch
             self._missed[at] += contributed
         self._ended = contributed
@@ -153,8 +153,7 @@ class TorchSchedulers:
         Raises:
             ConfigError: A scheduler cannot go on, or needs a loss and the model returned none.
         """
-        for kind, scheduler in zip(self._kinds, self._schedulers, strict=True):
-            scheduler.optimizer._opt_called = True  # type: ignore[attr-defined] # of a skipped step it is not
+        for kind, scheduler in zip(self._kinds, self.all, strict=True):
             plateau = issubclass(kind, ReduceLROnPlateau)
             if plateau and not record.updates:
                 continue  # it has no loss
@@ -162,12 +161,7 @@ class TorchSchedulers:
                 raise ConfigError(
                     "job.optimizer", kind.__name__, "another scheduler, or a model that returns its loss"
                 )
-            try:
-                step: Any = kind.step
-                step(scheduler, *([record.loss] if plateau else []))
-            except Exception as error:
-                allowed = f"a scheduler that can go on after step {record.step} ({error})"
-                raise ConfigError("job.optimizer", kind.__name__, allowed) from error
+            _step(kind, scheduler, record.step, *([record.loss] if plateau else []))
 
     def state(self) -> list[Any]:
         """Return the state of all schedulers as JSON: for each its class and its attributes.
@@ -176,7 +170,7 @@ class TorchSchedulers:
             ConfigError: A state is not JSON.
         """
         states = []
-        for kind, scheduler in zip(self._kinds, self._schedulers, strict=True):
+        for kind, scheduler in zip(self._kinds, self.all, strict=True):
             try:
                 states.append([kind.__name__, to_json(scheduler.state_dict())])
             except (TypeError, AttributeError) as error:
@@ -193,8 +187,72 @@ class TorchSchedulers:
         found, mine = [name for name, _ in states], [kind.__name__ for kind in self._kinds]
         if found != mine:
             raise ValueError(f"learning rate schedulers {found}, expected {mine}")
-        for kind, scheduler, (_, state) in zip(self._kinds, self._schedulers, states, strict=True):
-            held = scheduler.state_dict()
-            if set(held) != set(state):
-                raise ValueError(f"a {kind.__name__} with {sorted(state)}, expected {sorted(held)}")
-            kind.load_state_dict(scheduler, from_json(held, state))
+        for kind, scheduler, (_, state) in zip(self._kinds, self.all, states, strict=True):
+            _load(kind, scheduler, state)
+
+    def resume(
+        self,
+        states: Sequence[Any],
+        then: Sequence[Mapping[str, Any]],
+        now: Sequence[Mapping[str, Any]],
+        anew: Sequence[torch.optim.Optimizer],
+        step: int,
+    ) -> None:
+        """Take the states of a checkpoint, but have those of ``anew`` go all steps up to it once more.
+
+        Args:
+            states: Of the checkpoint; (): of other schedulers.
+            then: The attributes with which each began when the checkpoint was written.
+            now: The attributes with which each begins now; their state is that.
+            anew: The optimizers whose rates are computed again.
+            step: Of the checkpoint.
+
+        Raises:
+            ConfigError: A scheduler cannot be computed again.
+            ValueError: The states are of other schedulers.
+        """
+        moving = []
+        for at, (kind, scheduler) in enumerate(zip(self._kinds, self.all, strict=True)):
+            plateau = issubclass(kind, ReduceLROnPlateau)
+            if not any(scheduler.optimizer is each for each in anew):
+                state = dict(states[at][1])
+                if plateau:  # what it has learnt from losses stays; a changed argument takes effect from here on
+                    held, changed = to_json(scheduler.state_dict()), {*then[at], *now[at]}
+                    state |= {k: held[k] for k in changed if k in held and then[at].get(k) != now[at].get(k)}
+                _load(kind, scheduler, state)
+            elif not plateau:
+                moving.append((kind, scheduler))
+            elif states:
+                allowed = (
+                    "the other schedulers as in the checkpoint: earlier losses are not kept, to compute it again"
+                )
+                raise ConfigError("job.optimizer", kind.__name__, allowed)
+        for number in range(1, step + 1):
+            for kind, scheduler in moving:
+                _step(kind, scheduler, number)
+
+
+def _step(kind: Any, scheduler: LRScheduler, number: int, *loss: float) -> None:
+    """Step a scheduler after step ``number``.
+
+    Raises:
+        ConfigError: It cannot go on.
+    """
+    scheduler.optimizer._opt_called = True  # type: ignore[attr-defined] # of a skipped step it is not
+    try:
+        kind.step(scheduler, *loss)
+    except Exception as error:
+        allowed = f"a scheduler that can go on after step {number} ({error})"
+        raise ConfigError("job.optimizer", kind.__name__, allowed) from error
+
+
+def _load(kind: type[LRScheduler], scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
+    """Give a scheduler a state.
+
+    Raises:
+        ValueError: It is of another scheduler.
+    """
+    held = scheduler.state_dict()
+    if set(held) != set(state):
+        raise ValueError(f"a {kind.__name__} with {sorted(state)}, expected {sorted(held)}")
+    kind.load_state_dict(scheduler, from_json(held, state))

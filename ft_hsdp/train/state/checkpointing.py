@@ -53,6 +53,7 @@ class Checkpoints:
     batch: tuple[int, int]  # micro-batches of a data rank, and data ranks, of a batch of the job
     key: bytes | None  # with which they have to be signed; None: any are trusted
     data: JobData | None = None  # None: those of the checkpoint are not compared
+    former_hash: str = ""  # what an earlier version would have as ``config_hash``
 
 
 def open_checkpoints(
@@ -90,6 +91,7 @@ def open_checkpoints(
         live_state.aliases,
         config.data_ranks,
         data,
+        live_state.given,
     )
     checkpointer = Checkpointer(
         checkpoints.folder,
@@ -124,7 +126,8 @@ def checkpoints_of(
     required = None if config.checkpoint.trust else _key(config, run, ranks)
     batch = config.train.accumulate, config.data_ranks
     about = job_data(config, data)
-    return Checkpoints(folder, resume_hash(config), config.slots, shards, batch, required, about)
+    hashes = resume_hash(config), resume_hash(config, optimizer=True)
+    return Checkpoints(folder, hashes[0], config.slots, shards, batch, required, about, hashes[1])
 
 
 def job_data(config: Config, facts: Mapping[str, str]) -> JobData:
@@ -184,6 +187,7 @@ def load_checkpoint(
             live_state.frozen,
             step,
             checkpoints.data,
+            checkpoints.former_hash,
         )
     if found is None:
         return None

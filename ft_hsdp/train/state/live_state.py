@@ -39,6 +39,7 @@ from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Spans
 from ft_hsdp.train.lanes import LanePlan
 from ft_hsdp.train.loop.user_state import UserState, Values
+from ft_hsdp.train.optimizer.given import GIVEN, Change
 from ft_hsdp.train.optimizer.groups import Groups, finish
 from ft_hsdp.train.state import lane_slices
 from ft_hsdp.train.state.packing import as_bytes, local, pack, state_digest, unpack, within
@@ -131,6 +132,7 @@ class LiveState:
         self.state: StateId | None = None  # its name; set before check-in
         self.frozen: tuple[Frozen, ...] = ()  # what the model has beside the state; see `describe_frozen`
         self.aliases: dict[str, str] = {}  # further names of tied tensors, with the name that they have here
+        self.changes: tuple[Change, ...] = ()  # what the script gives otherwise than the one of the checkpoint
         self._lane_pieces: tuple[LanePlan, list[lane_slices.Pieces]] | None = None  # of the newest plan
         self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
         self._lock = threading.Lock()  # held by what changes or copies the state
@@ -150,6 +152,11 @@ class LiveState:
         self._user = user
         self.layout = Layout.of(self.params, self._optim, user.tensors)
         self._live += user.tensors.values()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What a checkpoint says behind the hyper-parameters: what optimizers and schedule were made with."""
+        return {GIVEN: self._groups.given}
 
     @property
     def user(self) -> Mapping[str, torch.Tensor]:
@@ -227,6 +234,7 @@ class LiveState:
             self._model.clear()
             then()
             self._model.capture()
+            self._groups.settle()  # a callback may have set a rate
             self._user.refresh()
             self._renew()
             self.ledger = record.ledger(self.ledger)
@@ -260,14 +268,14 @@ class LiveState:
     def resumed(
         self, state: StateId, ledger: Ledger, hyper: Sequence[dict[str, Any]], user: Values | None = None
     ) -> None:
-        """Note that the live tensors were filled with ``state``, from a checkpoint.
+        """Note that the live tensors were filled with ``state``, from a checkpoint; `changes` says what differs.
 
         Raises:
-            ConfigError: The hyper-parameters are of other optimizers.
+            ConfigError: The hyper-parameters are of other optimizers, or a schedule cannot be computed again.
             CallbackFailed: The user's own state cannot be loaded.
         """
         with self._lock:
-            self._groups.adopt(hyper)
+            self.changes = self._groups.resume(hyper, state.step)
             self._become(state, ledger, user or {})
 
     def _renew(self) -> None:

@@ -40,6 +40,7 @@ from ft_hsdp.state.transfer.fetch import Donor
 from ft_hsdp.state.transfer.parts import Uncuttable
 from ft_hsdp.state.transfer.reshape import WantedShard
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
+from ft_hsdp.train.optimizer.given import UNKNOWN
 from ft_hsdp.train.state.checkpointing import Checkpoints, load_checkpoint
 from ft_hsdp.train.state.known_shards import KnownShards, RankAgent, Recoverer
 from ft_hsdp.train.state.live_state import LiveState
@@ -294,9 +295,24 @@ class _Restoration:
         if found is not None and self._ranks.rank == 0:
             for passed in found.skipped:
                 self._journal.event("CheckpointPassedOver", passed.reason, checkpoint=passed.name)
+            self._tell_changes()
             nbytes = sum(peer.nbytes for peer in self._peers)
             other = f"; other data, from their beginning: {found.other_data}" if found.other_data else ""
             self._tell("checkpoint", f"newest valid checkpoint{other}", origin=str(found.path), fetched=nbytes)
+
+    def _tell_changes(self) -> None:
+        """Write down what the script gives otherwise than the one that wrote the checkpoint. On rank 0."""
+        step = self._now.step
+        for change in self._live.changes:
+            if change == UNKNOWN:
+                reason = f"the checkpoint of step {step} does not say what they were made with"
+                self._journal.event("SettingsUnknown", reason, step=step)
+                continue
+            reason = (
+                f"the script gives it so now, and the checkpoint of step {step} was written with the other value"
+            )
+            facts = {"setting": change.setting, "old": change.old, "new": change.new, "step": step}
+            self._journal.event("SettingChanged", reason, **facts)
 
     def _tell(
         self,
