@@ -286,3 +286,26 @@ def test_between_updates_the_bytes_are_in_host_memory_only() -> None:
     assert offload.moved.nbytes == 3 * 4 * (15 + 7 + 1)
     assert offload.lap() == offload.moved.seconds > 0
     assert offload.lap() == 0
+
+
+def test_a_rate_that_a_callback_sets_is_part_of_the_state(mesh: DeviceMesh) -> None:
+    def held() -> tuple[LiveState, AdoptedModel, Groups]:
+        model = Odd()
+        shard(model, list(model.parts), mesh)
+        adopted = AdoptedModel(model, 1, lambda *_: None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        create_state(optimizer)
+        groups = Groups(optimizer, None)
+        live = LiveState(adopted, groups, Ledger.empty(2), 0, 1)
+        live.state = START
+        return live, adopted, groups
+
+    live, sharded, groups = held()
+    live.apply(record(START), sums(sharded), 0.5, lambda: groups.groups[0].update(lr=0.3))
+    groups.check()
+    manifest, _ = packed(live)
+    fresh, _, again = held()
+    fresh.resumed(manifest.state, manifest.ledger, (*manifest.hyper, live.given))
+    assert fresh.changes == ()
+    assert again.groups[0]["lr"] == 0.3
+    assert again.hyper() == groups.hyper()
