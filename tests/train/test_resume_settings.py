@@ -17,7 +17,7 @@ from torch.optim.swa_utils import SWALR
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.optimizer.creation import create_state
-from ft_hsdp.train.optimizer.given import GIVEN, UNKNOWN, Change
+from ft_hsdp.train.optimizer.given import GIVEN, UNKNOWN, ChangedSetting
 from ft_hsdp.train.optimizer.groups import Groups, Schedule
 from tests.train.test_lr_schedule import SCHEDULERS, Warming, apply, made, record, root
 
@@ -239,7 +239,10 @@ def test_an_argument_of_one_group_wins_and_the_values_of_the_others_stay() -> No
     o = sgd(m, momentum=0.8, second=0.06)
     resumed = job(o)
     found = resumed.resume(written(groups), AT)
-    assert found == (Change("momentum of SGD", 0.9, 0.8), Change("lr of SGD in group 1", 0.05, 0.06))
+    assert found == (
+        ChangedSetting("momentum of SGD", 0.9, 0.8),
+        ChangedSetting("lr of SGD in group 1", 0.05, 0.06),
+    )
     assert [(g["lr"], g["momentum"], g["weight_decay"]) for g in o.param_groups] == [
         (0.5, 0.8, 0.7),
         (0.06, 0.8, 0.7),
@@ -257,7 +260,7 @@ def test_the_rate_of_the_optimizer_moves_the_whole_schedule() -> None:
     n, right = one(0.2)
     trained(right, n, 1, AT)
     _, resumed = one(0.2)
-    assert resumed.resume(written(groups), AT) == (Change("lr of AdamW", 0.1, 0.2),)
+    assert resumed.resume(written(groups), AT) == (ChangedSetting("lr of AdamW", 0.1, 0.2),)
     assert resumed.hyper() == right.hyper()
 
 
@@ -282,7 +285,7 @@ def test_a_plateau_keeps_what_it_has_learnt_from_losses() -> None:
     changed = {"patience": 7, "min_lrs": [1e-4], "default_min_lr": 1e-4}
     assert state == {**was, **changed}
     faster = plateau(model(), rate=0.3)
-    assert faster.resume(then, STEPS) == (Change("lr of SGD", 0.02, 0.3),)
+    assert faster.resume(then, STEPS) == (ChangedSetting("lr of SGD", 0.02, 0.3),)
     assert [g["lr"] for g in faster.groups] == [0.3]
 
 
@@ -336,8 +339,8 @@ def test_what_else_an_optimizer_keeps_is_compared_too() -> None:
     groups = job(Own(model().parameters(), 0.1), settings={"optim.clip": 1.0})
     resumed = job(Own(model().parameters(), 0.2), settings={"optim.clip": None})
     assert resumed.resume(written(groups), AT) == (
-        Change("optim.clip", 1.0, None),
-        Change("rho of Own", 0.1, 0.2),
+        ChangedSetting("optim.clip", 1.0, None),
+        ChangedSetting("rho of Own", 0.1, 0.2),
     )
 
 
@@ -360,7 +363,7 @@ def test_a_parameter_that_moves_to_another_group_is_said() -> None:
     found = one(model(), ["bias"], ["weight"]).resume(checkpoint, AT)
     assert [each.setting for each in found] == ["params of SGD in group 0", "params of SGD in group 1"]
     (found,) = one(model(), ["bias", "weight"]).resume(checkpoint, AT)
-    assert found == Change("the number of parameter groups of SGD", 2, 1)
+    assert found == ChangedSetting("the number of parameter groups of SGD", 2, 1)
 
 
 def test_a_function_of_the_step_is_compared_by_its_values() -> None:
@@ -369,9 +372,9 @@ def test_a_function_of_the_step_is_compared_by_its_values() -> None:
     trained(groups, m, 1, AT)
     assert job(sgd(m), schedule=lambda step: step**-1.0).resume(written(groups), AT) == ()
     (found,) = job(sgd(m), schedule=lambda step: min(1.0, 2 / step)).resume(written(groups), AT)
-    assert found == Change("schedule(2)", 0.5, 1.0)
+    assert found == ChangedSetting("schedule(2)", 0.5, 1.0)
     (found,) = job(sgd(m), schedule=lambda step: 1 / step, settings={"lr.warmup": 3}).resume(written(groups), AT)
-    assert found == Change("lr.warmup", None, 3)
+    assert found == ChangedSetting("lr.warmup", None, 3)
 
 
 def test_another_optimizer_is_refused_by_name() -> None:

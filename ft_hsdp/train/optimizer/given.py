@@ -35,7 +35,7 @@ _DERIVED = ("base_lrs", "initial_lr", "min_lr", "last_lr", "schedule_phases", "b
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ChangedSetting:
     """An argument that differs from the one with which a checkpoint was written."""
 
     setting: str  # such as "T_max of CosineAnnealingLR"
@@ -43,7 +43,7 @@ class Change:
     new: Json
 
 
-UNKNOWN = Change("", None, None)
+UNKNOWN = ChangedSetting("", None, None)
 """Stands for all arguments, if the checkpoint does not say with which it was written."""
 
 
@@ -107,34 +107,35 @@ def differ(then: Json, now: Json) -> bool:
     return next(_paths(then, now), None) is not None
 
 
-def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[Change, ...]:
+def changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[ChangedSetting, ...]:
     """Return what differs between the arguments of a checkpoint and those of now, of as many optimizers."""
-    found = [Change(path, old, new) for path, old, new in _paths(then["settings"], now["settings"])]
+    found = [ChangedSetting(path, old, new) for path, old, new in _paths(then["settings"], now["settings"])]
     if not any(each.setting.startswith("lr.") for each in found):
         found += [
-            Change("schedule" + path, old, new) for path, old, new in _paths(then["schedule"], now["schedule"])
+            ChangedSetting("schedule" + path, old, new)
+            for path, old, new in _paths(then["schedule"], now["schedule"])
         ]
     for a, b in zip(then["optimizers"], now["optimizers"], strict=True):
         then_own, own = ({k: v for k, v in each.items() if k != "groups"} for each in (a, b))
-        found += [Change(f"{path} of {b['class']}", old, new) for path, old, new in _paths(then_own, own)]
+        found += [ChangedSetting(f"{path} of {b['class']}", old, new) for path, old, new in _paths(then_own, own)]
         found += _of_groups(b["class"], a["groups"], b["groups"])
     kinds = [[each["class"] for each in given["schedulers"]] for given in (then, now)]
     if kinds[0] != kinds[1]:
-        return (*found, Change("the torch schedulers", *kinds))
+        return (*found, ChangedSetting("the torch schedulers", *kinds))
     for a, b in zip(then["schedulers"], now["schedulers"], strict=True):
         derived = any(each.setting.partition(" of ")[0].endswith("lr") for each in found)
         told = _told(list(_paths(a, b)), derived)
-        found += [Change(f"{path} of {b['class']}", old, new) for path, old, new in told]
+        found += [ChangedSetting(f"{path} of {b['class']}", old, new) for path, old, new in told]
     return tuple(found)
 
 
 _Found = tuple[str, Json, Json]
 
 
-def _of_groups(name: str, then: Sequence[Json], now: Sequence[Json]) -> list[Change]:
+def _of_groups(name: str, then: Sequence[Json], now: Sequence[Json]) -> list[ChangedSetting]:
     """Return what differs between the groups of an optimizer; what is alike in several is told once."""
     if len(then) != len(now):
-        return [Change(f"the number of parameter groups of {name}", len(then), len(now))]
+        return [ChangedSetting(f"the number of parameter groups of {name}", len(then), len(now))]
     where: dict[str, tuple[_Found, list[int]]] = {}
     for at, (a, b) in enumerate(zip(then, now, strict=True)):
         paths = list(_paths(a, b))
@@ -145,7 +146,7 @@ def _of_groups(name: str, then: Sequence[Json], now: Sequence[Json]) -> list[Cha
     found = []
     for (path, old, new), groups in where.values():
         some = "" if len(groups) == len(now) else f" in group {', '.join(map(str, groups))}"
-        found.append(Change(f"{path} of {name}{some}", old, new))
+        found.append(ChangedSetting(f"{path} of {name}{some}", old, new))
     return found
 
 

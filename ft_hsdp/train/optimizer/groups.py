@@ -23,7 +23,7 @@ from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.optimizer import given
 from ft_hsdp.train.optimizer.clipping import CLIP_EPS, clip_groups
-from ft_hsdp.train.optimizer.given import GIVEN, UNKNOWN, Change
+from ft_hsdp.train.optimizer.given import GIVEN, UNKNOWN, ChangedSetting
 from ft_hsdp.train.optimizer.lr_schedule import TorchSchedulers, from_json, to_json
 
 SCHEDULERS = "schedulers"  # the key of their states, in a dict behind those of the groups
@@ -263,7 +263,7 @@ class Groups:
         names = [self._names[id(p)] for p in group["params"] if id(p) in self._names]
         return {"params": f"{len(names)} ({state_id.digest(names)[:8]})"} if names else {}
 
-    def resume(self, hyper: Sequence[dict[str, Any]], step: int) -> tuple[Change, ...]:
+    def resume(self, hyper: Sequence[dict[str, Any]], step: int) -> tuple[ChangedSetting, ...]:
         """Take the hyper-parameters of a checkpoint, but what was given otherwise than when it was written.
 
         A torch schedule with other arguments goes from its first step to ``step`` once more: continued, it would

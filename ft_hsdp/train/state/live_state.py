@@ -39,7 +39,7 @@ from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Spans
 from ft_hsdp.train.lanes import LanePlan
 from ft_hsdp.train.loop.user_state import UserState, Values
-from ft_hsdp.train.optimizer.given import GIVEN, Change
+from ft_hsdp.train.optimizer.given import GIVEN, ChangedSetting
 from ft_hsdp.train.optimizer.groups import Groups, finish
 from ft_hsdp.train.state import lane_slices
 from ft_hsdp.train.state.packing import as_bytes, local, pack, state_digest, unpack, within
@@ -132,7 +132,9 @@ class LiveState:
         self.state: StateId | None = None  # its name; set before check-in
         self.frozen: tuple[Frozen, ...] = ()  # what the model has beside the state; see `describe_frozen`
         self.aliases: dict[str, str] = {}  # further names of tied tensors, with the name that they have here
-        self.changes: tuple[Change, ...] = ()  # what the script gives otherwise than the one of the checkpoint
+        self.changes: tuple[
+            ChangedSetting, ...
+        ] = ()  # what the script gives otherwise than the one of the checkpoint
         self._lane_pieces: tuple[LanePlan, list[lane_slices.Pieces]] | None = None  # of the newest plan
         self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
         self._lock = threading.Lock()  # held by what changes or copies the state

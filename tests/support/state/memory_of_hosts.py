@@ -147,6 +147,7 @@ class Live:
         self._rank = rank
         self.state = state(0)
         self.right = True
+        self.changes: tuple[object, ...] = ()
         self.read = 0  # checkpoints
 
     def load(self, manifest: ShardManifest, packed: Bytes) -> None:
