@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import socket
+import stat
 import threading
 import time
 from collections import deque
@@ -77,6 +78,38 @@ def here() -> dict[str, str]:
     except OSError:
         boot = ""
     return {"host": socket.gethostname(), "boot": boot}
+
+
+def set_aside(path: Path, *ends: str) -> Path:
+    """Rename what stands at `path` and cannot be used to `NAME.damaged-TIME`: the caller makes it anew.
+
+    Args:
+        path: of the file.
+        *ends: further files that belong to it have its name with one of these at the end.
+
+    Returns:
+        Where it is now.
+
+    Raises:
+        OSError: it cannot be renamed; it stands where it stood.
+    """
+    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    aside = path.with_name(f"{path.name}.damaged-{stamp}")
+    tries = (path.with_name(f"{aside.name}-{n}") for n in range(2, 10_000))
+    aside = aside if not os.path.lexists(aside) else next(p for p in tries if not os.path.lexists(p))
+    path.rename(aside)
+    for end in ends:
+        with contextlib.suppress(FileNotFoundError):
+            path.with_name(path.name + end).rename(aside.with_name(aside.name + end))
+    return aside
+
+
+def clear_way(path: Path) -> None:
+    """Set aside a folder, a named pipe or a socket that stands where a file belongs. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+            _log.warning("%s is no file and is set aside: %s", path, set_aside(path).name)
 
 
 class LineWriter:
@@ -156,6 +189,7 @@ class LineWriter:
         """Return the descriptor. Raise OSError if the file cannot be opened."""
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            clear_way(self.path)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             size = os.fstat(self._descriptor).st_size
             # The process before this one may have been killed within a line.
@@ -194,6 +228,7 @@ def replace_json(path: Path, value: object) -> None:
     part = _part(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        clear_way(path)
         _overwrite(part, data, os.O_CREAT)
         part.replace(path)
     except OSError as error:

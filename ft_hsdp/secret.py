@@ -31,7 +31,7 @@ def read(file: Path, variable: str) -> tuple[str, ...]:
     try:
         lines = tuple(file.read_text(encoding="ascii").split())
     except FileNotFoundError:
-        return tuple(os.environ.get(variable, "").split()[:2])
+        return given(variable)
     except UnicodeError:
         raise ConfigError(file.name, str(file), f"{_ALLOWED} (it is not ASCII text)") from None
     except OSError as error:
@@ -41,6 +41,18 @@ def read(file: Path, variable: str) -> tuple[str, ...]:
     if len(lines) > 2 or not all(map(_TOKEN.fullmatch, lines)):
         raise ConfigError(file.name, str(file), f"{_ALLOWED}, each of 8 to 256 visible characters")
     return lines
+
+
+def given(variable: str) -> tuple[str, ...]:
+    """Return the tokens in the environment's `variable`, the current one first; none if it is not set.
+
+    Raises:
+        ConfigError: it is set and blank: a secret is missing where one is meant to be.
+    """
+    tokens = tuple(os.environ.get(variable, "").split()[:2])
+    if not tokens and variable in os.environ:
+        raise ConfigError(variable, os.environ[variable], "a token, or no such variable (it is set and blank)")
+    return tokens
 
 
 def current(file: Path) -> str:
@@ -72,29 +84,47 @@ def write_private(path: Path, text: str) -> None:
         raise
 
 
-def checkpoint_key(file: str | None) -> bytes:
-    """Return the key that signs checkpoints.
+def make_checkpoint_key(file: str | None, folder: Path | None = None) -> bytes:
+    """Return the key that signs checkpoints, as `checkpoint_key`; a file that is missing is made.
 
-    From the environment, else from `file`, else from the user's state folder.
-
-    A file that is missing is made.
+    Args:
+        file: `checkpoint.key`.
+        folder: Where the job's checkpoints are. If there are any, a key that is missing is lost, and none is made.
 
     Raises:
-        ConfigError: it cannot be made, or has no key.
+        ConfigError: it cannot be made, was lost, or has no key.
     """
-    given = os.environ.get(KEY_VARIABLE, "").strip()
-    if given:
-        if not _TOKEN.fullmatch(given):
-            raise ConfigError(KEY_VARIABLE, "...", "8 to 256 visible characters")
-        return given.encode()
     path = Path(file) if file is not None else key_file()
-    try:
-        if not path.exists():
+    signed = None if folder is None else next(folder.glob("step-*-epoch-*/manifest.json"), None)
+    if KEY_VARIABLE not in os.environ and not os.path.lexists(path):
+        if signed is not None:
+            allowed = f"the key that signed {signed.parent} (it is missing): put it back, or set {KEY_VARIABLE}"
+            raise ConfigError(_KEY, str(path), f"{allowed}; a new key only with --checkpoint.trust=true, for once")
+        try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             part = _fresh(path, secrets.token_hex(32) + "\n")
             with contextlib.suppress(FileExistsError):  # another run made it at this moment
                 os.link(part, path)
             part.unlink()
+        except OSError as error:
+            allowed = f"a file that can be read or made ({error.strerror}); {KEY_VARIABLE} replaces it"
+            raise ConfigError(_KEY, str(path), allowed) from None
+    return checkpoint_key(file)
+
+
+def checkpoint_key(file: str | None) -> bytes:
+    """Return the key that signs checkpoints: from the environment, else from `file`, else the user's state folder.
+
+    Raises:
+        ConfigError: there is none, or what is there is no key.
+    """
+    tokens = given(KEY_VARIABLE)
+    if tokens:
+        if len(tokens) > 1 or not _TOKEN.fullmatch(tokens[0]):
+            raise ConfigError(KEY_VARIABLE, "...", "8 to 256 visible characters")
+        return tokens[0].encode()
+    path = Path(file) if file is not None else key_file()
+    try:
         if stat.S_IMODE(path.stat().st_mode) & 0o007:
             raise ConfigError(_KEY, str(path), "a file that others cannot read (chmod 600)")
         text = path.read_text(encoding="ascii", errors="replace").strip()
@@ -107,9 +137,10 @@ def checkpoint_key(file: str | None) -> bytes:
 
 
 def run_key(run: Path, file: str | None) -> bytes:
-    """Return the key that signs the checkpoints of the job in `run`.
+    """Return the key that signs the checkpoints of the job in `run`: the copy there, else the user's.
 
-    The copy there, else that of `checkpoint_key`.
+    Raises:
+        ConfigError: there is none.
     """
     try:
         return current(run / RUN_KEY).encode()

@@ -171,6 +171,8 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "LighthouseExited": lambda e: "the lighthouse is gone",
     "StoreFailed": lambda e: "the lighthouse's disk takes no writes, it decides nothing new",
     "StoreRecovered": lambda e: "the lighthouse's disk takes writes again",
+    "DamagedFileSetAside": lambda e: "the lighthouse has set aside a file that is damaged",
+    "JobFilePutBack": lambda e: "a file that the job needs is put back",
     "LighthouseFailed": lambda e: "the lighthouse did not start",
     "LighthouseRestarted": lambda e: "the lighthouse is back",
     "Waiting": lambda e: "the lighthouse waits",

@@ -7,6 +7,7 @@ which sends that signal when it moves a pod to another node, then starts it ther
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import ipaddress
 import logging
@@ -24,6 +25,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ft_hsdp import address, tls
+from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal, here
@@ -41,6 +43,7 @@ from lighthouse.store import SqliteStore, Store, StoreFailed
 if TYPE_CHECKING:
     from lighthouse.ha.candidate import Candidate
 
+LOOK_S = 1.0  # between two looks at lighthouse.json
 SAY_S = 10.0  # between two lines about a disk that is full
 
 Made = TypeVar("Made")
@@ -73,28 +76,52 @@ class Server(uvicorn.Server):
 class Alone:
     """The role of a lighthouse that is the only one of its job: it leads as long as it runs."""
 
-    def __init__(self, run: Path, url: str, service: Service, journal: JobJournal, app: ASGIApp) -> None:
+    def __init__(
+        self, run: Path, url: str, claim: Claim, service: Service, journal: JobJournal, app: ASGIApp
+    ) -> None:
         self.app = app
+        self._claim = claim
         self._journal = journal
         self._run = run
         self._url = url
         self._service = service
+        self._said: dict[str, object] = {}
+        self._keeping: asyncio.Task[None] | None = None
 
     def begin(self, end: Callable[[], None]) -> None:
-        """Write where it listens to lighthouse.json, now that the port is open. ``end`` is never called."""
-        said = {"pid": os.getpid(), "url": self._url, "urls": [self._url], **here()}
-        try:
-            instance.write(self._run / "lighthouse.json", said)
-        except OSError as error:
-            _log.error("lighthouse.json is not written: %s", error.strerror)
+        """Write where it listens to lighthouse.json, now that the port is open.
+
+        Args:
+            end: Called when the run is of another job.
+        """
+        self._said = {"pid": os.getpid(), "url": self._url, "urls": [self._url], **here()}
+        self._write()
+        self._keeping = asyncio.create_task(self._keep(end))
         self._journal.begin()
         state = self._service.state
         _log.info("listens on %s; term %d, epoch %d", self._url, state.term, state.epoch)
 
     def close(self) -> None:
         """Answer the open requests, and close the journal."""
+        if self._keeping is not None:
+            self._keeping.cancel()
         self._service.close()
         self._journal.close()
+
+    def _write(self) -> None:
+        try:
+            instance.write(self._run / "lighthouse.json", self._said)
+        except OSError as error:
+            _log.error("lighthouse.json is not written: %s", error.strerror)
+
+    async def _keep(self, end: Callable[[], None]) -> None:
+        """Write lighthouse.json again whenever it is gone or names no lighthouse, while the run is this job's."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if self._claim.lost:
+                return end()
+            if not instance.read(self._run / "lighthouse.json").get("url"):
+                self._write()
 
 
 def url(sock: socket.socket, scheme: str = "http") -> str:
@@ -146,9 +173,16 @@ def serve(
     scheme = "http" if context is None else "https"
     known = bool(keys.worker) or config.network.tls_ca is not None
     events = Journal(run / "lighthouse" / "events.jsonl")
+    told: list[dict[str, object]] = []  # before there is a journal
+
+    def note(event: str, reason: str) -> None:
+        told.append({"t": time.time(), "event": event, "source": "lighthouse", "reason": reason})
+        events(told[-1])
 
     def lead(store: Store, database: SqliteDatabase, gap: int) -> LeaderRuntime:
-        return begin(config, run, keys, store, database, gap, events)
+        leading = begin(config, run, keys, store, database, gap, events)
+        leading.journal.note(told)
+        return leading
 
     def listening() -> socket.socket:
         if held is not None:
@@ -159,18 +193,22 @@ def serve(
         return address.listen(config.network.host, config.network.port if port is None else port, known=known)
 
     if not config.lighthouse.etcd:
-        store = _patiently(lambda: SqliteStore(run / "lighthouse" / "store.sqlite"))
+        allowed = "a run that no other job has"
+        claim = Claim(run, FolderOwner.of(run.resolve().name, keys.worker)).take("--run", str(run), allowed)
+        store = _patiently(lambda: SqliteStore(run / "lighthouse" / "store.sqlite", note))
         try:
             keep = config.lighthouse.keep_rows
-            database = _patiently(lambda: SqliteDatabase(run / "lighthouse" / "journal.sqlite", keep))
+            database = _patiently(lambda: SqliteDatabase(run / "lighthouse" / "journal.sqlite", keep, note))
             try:
                 sock = listening()
                 leading = _patiently(lambda: lead(store, database, 0))
-                _run(Alone(run, said or url(sock, scheme), *leading), sock, keys, context)
+                _run(Alone(run, said or url(sock, scheme), claim, *leading), sock, keys, context)
             finally:
                 database.close()
         finally:
             store.close()
+            claim.release()
+        claim.check()
         return None
     from lighthouse.ha.candidate import Candidate  # a lighthouse that is alone starts sooner without its libraries
 

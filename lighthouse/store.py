@@ -28,7 +28,8 @@ from pydantic import TypeAdapter, ValidationError
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
+from ft_hsdp.jsonl import clear_way, set_aside
 from ft_hsdp.mounts import LOCKLESS, mount_of
 from lighthouse.quorum.rules import AdmittedIncarnation, Edges, Epoch, Incarnation, Lease, remembered
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
@@ -41,7 +42,12 @@ LOG_PAGES = 48  # the write-ahead log begins anew after this many; `RESERVED` ha
 HEAD_LAG_S = 0.1  # the durable head may lag by this much; a grant always takes it along
 # An answer to a member that goes on depends on neither: replicas know the head.
 MAY_LAG = frozenset({"head", "edges"})
-FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # errors that may be over later
+BESIDE = ("-wal", "-shm")  # ends of the names of SQLite's further files
+# Errors that may be over later: the disk is full or fails, a reader holds a lock, no descriptors, no memory.
+FULL = (
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY),
+    *(sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_NOMEM),
+)
 
 _log = logging.getLogger(__name__)
 
@@ -78,6 +84,10 @@ _DURABLE = {
 
 Rows = dict[str, str]
 """JSON of each durable field of `LighthouseState`, by the field's name."""
+
+
+class StoreDamaged(ConfigError):
+    """The store is not as a lighthouse wrote it."""
 
 
 class StoreFailed(Retryable):
@@ -156,7 +166,8 @@ class Store(ABC):
     def _decode(self, found: int, rows: Mapping[str, str]) -> dict[str, Any]:
         """Return the values in ``rows`` of format ``found``; ConfigError if any is missing or not valid."""
         if not 1 <= found <= FORMAT:
-            raise self._unusable(f"format {found}, this version reads 1 to {FORMAT}")
+            allowed = f"a store of this version (format {found}, this version reads 1 to {FORMAT})"
+            raise ConfigError("lighthouse store", self._name, allowed)
         wanted = {name: field.adapter for name, field in _DURABLE.items() if field.since <= found}
         if rows.keys() != wanted.keys():
             raise self._unusable(f"not as it was written: {', '.join(sorted(wanted.keys() ^ rows.keys()))}")
@@ -165,8 +176,8 @@ class Store(ABC):
         except ValidationError as error:
             raise self._unusable(str(error).splitlines()[0]) from None
 
-    def _unusable(self, why: str) -> ConfigError:
-        return ConfigError("lighthouse store", self._name, f"a store that is whole ({why})")
+    def _unusable(self, why: str) -> StoreDamaged:
+        return StoreDamaged("lighthouse store", self._name, f"a store that is whole ({why})")
 
     @property
     def _least_term(self) -> int:
@@ -183,16 +194,22 @@ class SqliteStore(Store):
     """A store in the file ``path``, for one lighthouse at a time; power loss does not undo a write.
 
     It reserves space, so that it still takes writes when the disk becomes full later: they go where the file and
-    its log have been written before.
+    its log have been written before. A damaged file is set aside: the store is as one that was lost, or, if it
+    was in use, has all that was saved.
+
+    Args:
+        path: Of the file.
+        note: Takes an event and its reason, when a damaged file was set aside.
 
     Raises:
         ConfigError: another lighthouse has it, or it cannot be opened; one line, exit code 64.
         StoreFailed: the disk is full or fails.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, note: Callable[[str, str], None] | None = None) -> None:
         super().__init__()
         self.path = path
+        self._note = note
         self._db: sqlite3.Connection | None = None
         self._lock: int | None = None
         self._format = 0
@@ -203,21 +220,58 @@ class SqliteStore(Store):
                 allowed = f"a local disk ({mount.place} is {mount.kind}, where locks may fail), or lighthouse.etcd"
                 raise ConfigError("lighthouse store", str(path), allowed)
             self._lock = _lock(path)
-            self._db = sqlite3.connect(path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
-            self._prepare(self._db)
+            clear_way(path)
+            try:
+                self._open()
+            except StoreDamaged as error:
+                self._renew(error)
         except OSError as error:
             self.close()
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
                 raise StoreFailed(f"lighthouse store {path}: {error.strerror}") from None
             raise ConfigError("lighthouse store", str(path), f"a file to write ({error.strerror})") from None
-        except sqlite3.Error as error:
-            self.close()
-            if full(error):
-                raise StoreFailed(f"lighthouse store {path}: {error}") from None
-            raise self._unusable(str(error)) from None
-        except ConfigError:
+        except FtHsdpError:
             self.close()
             raise
+
+    def load(self, policy: Policy) -> LighthouseState:
+        """Load the state as `Store.load` does; a store that is damaged counts as one that was lost."""
+        try:
+            return super().load(policy)
+        except StoreDamaged as error:
+            self._renew(error)
+            return super().load(policy)
+
+    def _open(self) -> None:
+        """Open the file. Raises StoreDamaged, StoreFailed or ConfigError."""
+        try:
+            self._db = sqlite3.connect(
+                self.path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False
+            )
+            self._prepare(self._db)
+        except sqlite3.Error as error:
+            raise self._failed(error) from None
+
+    def _failed(self, error: sqlite3.Error) -> FtHsdpError:
+        """Return the error that opening or reading the file raises."""
+        if full(error) and not damaged(self.path, error):
+            return StoreFailed(f"lighthouse store {self.path}: {error}")
+        return self._unusable(str(error))
+
+    def _renew(self, why: StoreDamaged) -> None:
+        """Set the damaged file aside, and open an empty one. Raises as `_open` does, or `why`."""
+        if self._db is not None:
+            self._db.close()
+        try:
+            aside = set_aside(self.path, *BESIDE)
+        except OSError:
+            raise why from None
+        self._saved = {}
+        reason = f"{why.allowed.removeprefix('a store that is whole ')}; it is in {aside.name}"
+        _log.error("%s is damaged and set aside: %s", self.path, reason)
+        if self._note is not None:
+            self._note("DamagedFileSetAside", f"{self.path.name}: {reason}, and a new one is begun")
+        self._open()
 
     def close(self) -> None:
         """Close the database and release the lock."""
@@ -249,7 +303,7 @@ class SqliteStore(Store):
         try:
             found = self._db.execute("SELECT name, value, digest FROM durable").fetchall()
         except sqlite3.Error as error:
-            raise self._unusable(str(error)) from None
+            raise self._failed(error) from None
         for name, value, digest in found:
             if digest != state_id.digest(name, value):
                 raise self._unusable(f"{name} is damaged")
@@ -270,6 +324,14 @@ class SqliteStore(Store):
         except sqlite3.Error as error:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
+            if self._saved and damaged(self.path, error):
+                known = {name: _encode(name, value) for name, value in self._saved.items()}
+                try:
+                    self._renew(self._unusable(str(error)))
+                except ConfigError as failed:
+                    raise StoreFailed(str(failed)) from error
+                self._write({**known, **rows})
+                return
             raise StoreFailed(f"lighthouse store {self.path}: {error}") from error
 
     @property
@@ -328,8 +390,10 @@ class StateSaver:
             _log.error("%s", error)
 
 
-def finished(path: Path) -> bool:
-    """Return whether the store in the file ``path`` says that every replica had the final state.
+def finished(path: Path) -> bool | None:
+    """Return whether the store at ``path`` says that every replica had the final state; None: it says nothing.
+
+    A store that is empty or damaged says nothing; a damaged one is set aside.
 
     Raises:
         ConfigError: it cannot be read, or a lighthouse has it.
@@ -337,9 +401,11 @@ def finished(path: Path) -> bool:
     store = SqliteStore(path)
     try:
         _, rows = store._read()
+    except StoreDamaged:
+        return None
     finally:
         store.close()
-    return rows.get("finished") == _encode("finished", True)
+    return rows["finished"] == _encode("finished", True) if "finished" in rows else None
 
 
 def _encode(name: str, value: Any) -> str:
@@ -349,13 +415,30 @@ def _encode(name: str, value: Any) -> str:
 
 
 def full(error: sqlite3.Error) -> bool:
-    """Return whether the disk did not do what SQLite asked of it; that may be over later."""
+    """Return whether the disk, or this machine, did not do what SQLite asked of it; that may be over later."""
     return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in FULL
+
+
+def damaged(path: Path, error: sqlite3.Error) -> bool:
+    """Return whether a database cannot be used because of what stands at ``path`` or beside it."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code not in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM):
+        return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+    for file in (path, *(path.with_name(path.name + end) for end in BESIDE)):
+        try:
+            os.close(os.open(file, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC))
+        except (PermissionError, IsADirectoryError):
+            return True
+        except OSError:  # it is not there, or this process lacks something: that is no damage
+            if file.is_symlink() and not file.exists():
+                return True
+    return False
 
 
 def _lock(path: Path) -> int:
     """Hold the sidecar file of the store at ``path`` until the returned descriptor is closed."""
     sidecar = path.with_name(path.name + ".lock")
+    clear_way(sidecar)
     descriptor = os.open(sidecar, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

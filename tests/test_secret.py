@@ -33,13 +33,13 @@ def test_a_secret_replaces_what_stood_there_and_is_never_written_through_it(tmp_
 
 def test_the_checkpoint_key_is_made_once_and_private(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    first = secret.checkpoint_key(None)
+    first = secret.make_checkpoint_key(None)
     assert len(first) == 64
-    assert secret.checkpoint_key(None) == first
+    assert secret.make_checkpoint_key(None) == secret.checkpoint_key(None) == first
     assert mode(secret.key_file()) == 0o600
     assert mode(secret.key_file().parent) == 0o700
     own = tmp_path / "own"
-    assert secret.checkpoint_key(str(own)) not in (first, b"")
+    assert secret.make_checkpoint_key(str(own)) not in (first, b"")
     monkeypatch.setenv(secret.KEY_VARIABLE, "of the environment".replace(" ", "_"))
     assert secret.checkpoint_key(str(own)) == b"of_the_environment"
 
@@ -49,7 +49,28 @@ def test_the_copy_in_the_run_comes_before_this_hosts_own(tmp_path, monkeypatch) 
     (tmp_path / secret.RUN_KEY).write_text("the_operators\n")
     assert secret.run_key(tmp_path, None) == b"the_operators"
     assert not secret.key_file().exists()
-    assert secret.run_key(tmp_path / "none", None) == secret.checkpoint_key(None)
+    with pytest.raises(ConfigError, match=r"checkpoint\.key"):
+        secret.run_key(tmp_path / "none", None)
+    assert not secret.key_file().exists(), "who reads makes none"
+    assert secret.make_checkpoint_key(None) == secret.run_key(tmp_path / "none", None)
+
+
+def test_a_key_that_is_lost_is_not_replaced_where_it_has_signed(tmp_path, monkeypatch) -> None:
+    key, folder = tmp_path / "key", tmp_path / "checkpoints"
+    first = secret.make_checkpoint_key(str(key), folder)
+    (folder / "step-4-epoch-1-0-a-0").mkdir(parents=True)
+    (folder / "step-4-epoch-1-0-a-0" / "manifest.json").touch()
+    assert secret.make_checkpoint_key(str(key), folder) == first
+    key.unlink()
+    with pytest.raises(ConfigError, match=r"checkpoint\.key: .*the key that signed .*put it back"):
+        secret.make_checkpoint_key(str(key), folder)
+    assert not key.exists()
+    monkeypatch.setenv(secret.KEY_VARIABLE, " ")
+    with pytest.raises(ConfigError, match=r"CHECKPOINT_KEY: .*set and blank"):
+        secret.make_checkpoint_key(str(tmp_path / "new"))
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setenv(secret.KEY_VARIABLE, first.decode())
+    assert secret.make_checkpoint_key(str(key), folder) == first
 
 
 @pytest.mark.parametrize("text", ["", "short", "two words here\n", "x" * 300, "ä" * 20])
@@ -68,7 +89,7 @@ def test_a_key_that_others_can_read_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="others cannot read"):
         secret.checkpoint_key(str(path))
     with pytest.raises(ConfigError, match="can be read or made"):
-        secret.checkpoint_key(str(path / "below"))
+        secret.make_checkpoint_key(str(path / "below"))
     assert os.environ.get(secret.KEY_VARIABLE) is None
 
 

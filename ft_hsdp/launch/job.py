@@ -23,7 +23,7 @@ from ft_hsdp.launch.failures import JobFailures
 from ft_hsdp.launch.injection import SIGNALS, Inflicted, inflict, injection_event
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.run.directory import Row, RunDir, claim, identity, run_of, write_job_files, write_json
+from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, identity, make_run, run_of
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
@@ -71,9 +71,7 @@ def start_run(config: Config) -> RunDir:
         ConfigError: A job runs there, or the directory or checkpoint.key cannot be made.
     """
     run = run_of(config)
-    claim(run)
-    write_job_files(run, config)
-    write_json(run.supervisor, identity())
+    run.claim = make_run(run, config, said=identity())
     return run
 
 
@@ -114,8 +112,10 @@ class JobRun:
             terminal: Shows the progress.
             resources: Makes the backend and the lighthouses.
         """
+        assert run.claim is not None, "start_run made the run"
         self._config = config
         self._run = run
+        self._claim = run.claim
         self._terminal = terminal
         self._make_resources = resources
         self._where = os.path.relpath(run.path)
@@ -151,15 +151,20 @@ class JobRun:
                 self._link = link
                 for replica in range(config.slots):
                     self._supervisors[replica] = self._supervisor(replica, link)
-                self._run_in_background(link.run(), lighthouse.keep(), self._tick())
+                keeping = JobFiles(run).keep(self._claim, self._recorder.emit)
+                self._run_in_background(link.run(), lighthouse.keep(), self._tick(), keeping)
                 replicas = [asyncio.create_task(self._replica(s)) for s in self._supervisors.values()]
                 await self._over.wait()
         finally:
             try:
                 await self._end(replicas, lighthouse)
-                summary = self._recorder.finish(given_up(self._outcomes, self._progress.halted))
+                lost = self._claim.lost  # then the folder is of another job, whose files must stay
+                summary = None if lost else self._recorder.finish(given_up(self._outcomes, self._progress.halted))
             finally:
                 self._recorder.close()
+                self._claim.release()
+        self._claim.check()
+        assert summary is not None, "the run is ours"
         unsaved = self._unsaved()
         code = EXIT_RETRYABLE if unsaved else self._code()
         for line in self._planner.idle(self._hit):
@@ -270,7 +275,7 @@ class JobRun:
             running = [n for n, s in self._supervisors.items() if s.running]
             for injection in self._planner.due(self._progress.step, time.monotonic(), running):
                 self._inject(injection)
-            if self._all_ended or self._failures.halted:
+            if self._all_ended or self._failures.halted or self._claim.lost:
                 self._over.set()
             await asyncio.sleep(TICK_S)
 

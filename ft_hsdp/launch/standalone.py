@@ -10,13 +10,15 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 import httpx
 
 from ft_hsdp import secret, tls
-from ft_hsdp.config import Config, agreed, dump, load
+from ft_hsdp.claim import Claim, FolderOwner
+from ft_hsdp.config import Config, agreed, load
 from ft_hsdp.config.entry import stamped
-from ft_hsdp.control.lighthouse_client import get_proved, parse_urls, urls_of_run
+from ft_hsdp.control.lighthouse_client import Unproved, get_proved, parse_urls, urls_of_run
 from ft_hsdp.core.replica_state import difference
 from ft_hsdp.errors import (
     EXIT_CONFIG,
@@ -25,6 +27,7 @@ from ft_hsdp.errors import (
     EXIT_RETRYABLE,
     ConfigError,
     LighthouseUnreachable,
+    Retryable,
 )
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.launch.backend.forkserver import PRELOAD
@@ -39,14 +42,15 @@ from ft_hsdp.launch.local import prepare_data
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run import follow
 from ft_hsdp.launch.run.directory import (
+    JobFiles,
     Row,
     RunDir,
     Tailer,
     another,
-    claim,
+    make_run,
     read_json,
     run_of,
-    write_job_files,
+    write_config,
     write_json,
 )
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
@@ -55,6 +59,7 @@ from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.sentences import tell
 from lighthouse.store import finished
 
+REFUSED_S = 5.0  # for which a lighthouse may refuse the token: that of an earlier job ends soon
 INJECTIONS_S = 0.2  # between two reads of the log of injected failures
 
 
@@ -77,12 +82,18 @@ def lighthouse(config: Config, url: str | None = None) -> int:
     if another(recorded) and not config.lighthouse.etcd:
         raise ConfigError("job.name", run.name, f"a name without a lighthouse (pid {recorded['pid']} is one)")
     check_port(config)
-    if _has_ended(run) or not run.config.exists():
-        claim(run, ended=not run.supervisor.exists())
-        write_job_files(run, config, os.environ.get(TOKEN_VARIABLE))
+    tokens = secret.given(TOKEN_VARIABLE)
+    if (ended := _has_ended(run)) or not (run.config.exists() or run.token.exists() or _store(run).exists()):
+        token = tokens[0] if tokens else None
+        make_run(run, config, token, ended=ended and not run.supervisor.exists())
     else:
+        if tokens and not run.token.exists():
+            secret.write_private(run.token, tokens[0])
+        if not run.token.exists():
+            how = f"put it back, or set {TOKEN_VARIABLE}; another job.name is another run"
+            raise Retryable(f"{run.token} is missing, and the run was made with a token: {how}")
         _check_agreed(run, config)
-        run.config.write_text(dump(config))
+        write_config(run.config, config)
     follow.start(run)
     where = () if url is None else ("--url", parse_urls(url, "--url")[0])
     command = [sys.executable, "-m", "lighthouse", "--run", str(run.path), *where]
@@ -97,11 +108,15 @@ def _has_ended(run: RunDir) -> bool:
     """
     if run.supervisor.exists():
         return True
-    store = run.path / "lighthouse" / "store.sqlite"
-    if store.exists():
-        return finished(store)
+    said = finished(_store(run)) if _store(run).exists() else None
+    if said is not None:
+        return said
     replicas = run.replicas()
     return bool(replicas) and all(run.final(n).exists() for n in replicas)
+
+
+def _store(run: RunDir) -> Path:
+    return run.path / "lighthouse" / "store.sqlite"
 
 
 def replica(config: Config, replica_id: int, url: str | None = None) -> int:
@@ -126,10 +141,15 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
         )
     config = stamped(config)
     run = run_of(config)
-    if url is not None:
-        _join_elsewhere(run, config, url)
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun's restart: the job has begun
-    urls = wait_for_lighthouse(run, tls.trusted(config.network), math.inf if again else config.timeouts.reach_s)
+    trusted, reach_s = tls.trusted(config.network), math.inf if again else config.timeouts.reach_s
+    claim = None
+    if url is not None:
+        claim = _join_elsewhere(run, config, url, trusted, reach_s)
+        urls = urls_of_run(read_json(run.lighthouse))
+    else:
+        urls = wait_for_lighthouse(run, trusted, reach_s)
+        _check_agreed(run, config)
     prepare_data(config)
     if "RANK" in os.environ:
         from ft_hsdp.launch.backend import entry  # torch is only needed here
@@ -137,7 +157,13 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
         code = int(entry.main(config, replica_id, run.path))
         note_end(run, replica_id, code)
         return code
-    return asyncio.run(_supervise(config, run, replica_id, urls))
+    if claim is None:
+        claim = Claim(run.path, FolderOwner.of(run.name, secret.current(run.token)))
+        claim.take("job.name", run.name, "a run that no other job has")
+    try:
+        return asyncio.run(_supervise(config, run, replica_id, urls, claim))
+    finally:
+        claim.release()
 
 
 def note_end(run: RunDir, replica_id: int, code: int) -> None:
@@ -168,26 +194,50 @@ def wait_for_lighthouse(run: RunDir, trusted: tls.Trusted, timeout_s: float) -> 
         LighthouseUnreachable: None answers in time.
     """
     deadline = time.monotonic() + timeout_s
-    problem = f"there is no {run.lighthouse}; start `ft-hsdp lighthouse` first, or give --lighthouse"
     while True:
-        urls = urls_of_run(read_json(run.lighthouse)) if run.token.exists() else ()
-        for url in urls:
-            try:
-                get_proved(f"{url}/healthz", secret.current(run.token), 1.0, trusted).raise_for_status()
-                return urls
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                problem = f"{url}: {error or type(error).__name__}"
+        problem = f"there is no {run.lighthouse}; start `ft-hsdp lighthouse` first, or give --lighthouse"
+        urls = urls_of_run(read_json(run.lighthouse))
+        try:
+            token = secret.current(run.token)
+            for url in urls:
+                if not (problem := problem_of(url, token, trusted)):
+                    return urls
+        except OSError as error:
+            problem = f"{run.token}: {error.strerror}; put it back" if urls else problem
+        except ConfigError as error:  # of the token, or of what listens there
+            problem = str(error)
         if time.monotonic() > deadline:
             raise LighthouseUnreachable(f"the lighthouse does not answer within {timeout_s:g} s: {problem}")
         time.sleep(0.1)
 
 
-async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[str, ...]) -> int:
+def problem_of(url: str, token: str, trusted: tls.Trusted) -> str:
+    """Return why the lighthouse at `url` does not answer; "" if it does, and both sides know `token`.
+
+    Raises:
+        Unknown: What listens there does not know the token.
+    """
+    try:
+        get_proved(f"{url}/healthz", token, 1.0, trusted).raise_for_status()
+    except Unproved:
+        raise Unknown(url) from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return f"{url}: {error or type(error).__name__}"
+    return ""
+
+
+class Unknown(ConfigError):
+    """What listens at an address does not know the token."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(TOKEN_VARIABLE, "...", f"the token of the job whose lighthouse is at {url}")
+
+
+async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[str, ...], claim: Claim) -> int:
     """Supervise one replica, with its own fork server, and return the exit code."""
     folder = run.replica(replica_id)
     folder.mkdir(parents=True, exist_ok=True)
     config_file = folder / "config.yaml"  # the lighthouse decides whether it fits the job's configuration
-    config_file.write_text(dump(config))
     events = Journal(run.supervision(replica_id))
     print(what_is_kept(config), file=sys.stderr)  # noqa: T201 - one line for the user
 
@@ -244,6 +294,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     reporting = asyncio.create_task(link.run())
     injections = asyncio.create_task(_note_injections(run, replica_id, link))
+    keeping = asyncio.create_task(JobFiles(run).keep(claim, emit))
     try:
         await progress.wait_for(lambda: progress.heard or bool(stopped), config.timeouts.reach_s)
         outcome = await supervisor.run()
@@ -253,7 +304,8 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
     finally:
         reporting.cancel()
         injections.cancel()
-        await asyncio.gather(reporting, injections, *stopping, return_exceptions=True)
+        keeping.cancel()
+        await asyncio.gather(reporting, injections, keeping, *stopping, return_exceptions=True)
         await backend.close()
         events.close()
     first = supervisor.current.first if supervisor.current is not None else None
@@ -288,23 +340,65 @@ def exit_code(outcome: Outcome, stopped: list[int], rank: int | None) -> int:
     return {"done": EXIT_OK, "drained": EXIT_OK, "config": EXIT_CONFIG}.get(outcome.kind, EXIT_RETRYABLE)
 
 
-def _join_elsewhere(run: RunDir, config: Config, url: str) -> None:
-    """Make or update the run directory of a job whose lighthouse runs elsewhere, at `url`."""
-    token = os.environ.get(TOKEN_VARIABLE, "")
-    if not token and not run.token.exists():
-        raise ConfigError(TOKEN_VARIABLE, "", "the job's token, where --lighthouse is given")
-    if not run.config.exists():
-        write_job_files(run, config, token)
-    elif token and not (run.token.exists() and secret.current(run.token) == token):
-        secret.write_private(run.token, token)  # only if it changed: other processes may read it at this moment
+def _join_elsewhere(run: RunDir, config: Config, url: str, trusted: tls.Trusted, timeout_s: float) -> Claim:
+    """Make or update the run directory of a job whose lighthouse runs elsewhere, at `url`. Blocks.
+
+    Nothing is written before the lighthouse has taken the token.
+
+    Args:
+        run: The run's directory.
+        config: The job's configuration.
+        url: As given.
+        trusted: Whose certificates are accepted.
+        timeout_s: Longest wait for an answer, in seconds.
+
+    Returns:
+        The job's claim on the directory.
+
+    Raises:
+        ConfigError: The token is missing or not the job's, or another job runs there.
+        LighthouseUnreachable: No lighthouse answers in time.
+    """
     urls = parse_urls(url)
+    known = secret.read(run.token, "") if run.token.exists() else ()
+    given = secret.given(TOKEN_VARIABLE) or known
+    if not given:
+        raise ConfigError(TOKEN_VARIABLE, "", "the job's token, where --lighthouse is given")
+    token, deadline, refused = given[0], time.monotonic() + timeout_s, math.inf
+    while True:
+        try:
+            problems = [problem_of(each, token, trusted) for each in urls]
+            if "" in problems:
+                break
+        except Unknown:  # the lighthouse of an earlier job may still be there
+            refused = min(refused, time.monotonic() + REFUSED_S)
+            if time.monotonic() > min(refused, deadline):
+                raise
+        else:
+            if time.monotonic() > deadline:
+                why = problems[0]
+                raise LighthouseUnreachable(f"the lighthouse does not answer within {timeout_s:g} s: {why}")
+        time.sleep(0.1)
+    if run.config.exists() and (token in known or not known):
+        if not known:
+            secret.write_private(run.token, token)
+        claim = Claim(run.path, FolderOwner.of(run.name, secret.current(run.token)))
+        claim.take("job.name", run.name, "a name that no running job has")
+    else:
+        claim = make_run(run, config, token)
     if set(urls_of_run(read_json(run.lighthouse))) != set(urls):
         write_json(run.lighthouse, {"pid": 0, "url": urls[0], "urls": list(urls)})
+    return claim
 
 
 def _check_agreed(run: RunDir, config: Config) -> None:
     """Raise ConfigError if the directory is of a job with another value of a key on which all replicas agree."""
-    found = difference(agreed(config), agreed(load(run.config)))
+    try:
+        recorded = load(run.config)
+    except ConfigError as error:  # the lighthouse's store has the rules, too
+        print(f"{run.config} cannot be used: {error}", file=sys.stderr)  # noqa: T201 - one line for the user
+        return
+    found = difference(agreed(config), agreed(recorded))
     if found is not None:
         raise ConfigError(
             found[0], found[1], f"{found[2]}, as in the run {run.name}; another job.name is another run"

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.config import Config
+from ft_hsdp.config import Config, dump
 from ft_hsdp.core import restart
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, EXIT_USAGE, Retryable
 from ft_hsdp.launch.backend.base import (
@@ -278,6 +278,8 @@ class ReplicaSupervisor:
         began = self._progress.step
         self._link.started(self.replica, current.name)
         try:
+            if self._config_file != self._run.config:  # only now: another supervisor may have had the lease
+                self._config_file.write_text(dump(self._config))
             how = await self._unless_stopped(current.start(self._backend))
         except (Retryable, OSError) as error:  # OSError: this machine has no descriptor or port left, for now
             current.kill()

@@ -521,7 +521,14 @@ class Job(DataSources, UserLoop, BlockHost):
         settings = {f"lr.{key}": value for key, value in config.lr.model_dump().items()}
         self._groups.note_given(config.train.steps, {**settings, "optim.clip": driver.clip})
         checkpoints, checkpointer = open_checkpoints(
-            config, place.run, identity.incarnation, live_state, runtime.ranks, self._shards, runtime.facts.data
+            config,
+            place.run,
+            identity.incarnation,
+            live_state,
+            runtime.ranks,
+            self._shards,
+            runtime.facts.data,
+            place.token,
         )
         self._saver = CheckpointSaver(checkpointer, runtime.snapshots, self.rank, runtime.report)
         state = restored(config, place, identity, runtime, live_state, checkpoints)

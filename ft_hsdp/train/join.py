@@ -10,6 +10,7 @@ it hears of its incarnation, and `join` needs no arguments. Elsewhere they may b
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import math
@@ -159,7 +160,7 @@ def join(
     run = given.run.absolute()
     file = run / "lighthouse.json"
     urls = parse_urls(lighthouse) if lighthouse else _find_lighthouse(file, config.timeouts.reach_s)
-    token = os.environ.get(TOKEN_VARIABLE) or _token(run)
+    token = next(iter(secret.given(TOKEN_VARIABLE)), "") or _token(run)
     rank, ranks = _own_rank(config)
     record_layer.use(config.network.tls)
     caller_gate.use(config.timeouts.hello_s)
@@ -244,8 +245,9 @@ def _find_lighthouse(file: Path, reach_s: float) -> tuple[str, ...]:
             urls = urls_of_run(json.loads(file.read_text()))
         except (OSError, ValueError):
             urls = ()
-        if urls and (file.parent / "token").exists():
-            return urls
+        with contextlib.suppress(OSError, ConfigError):  # a token that is missing or blank may be put back
+            if urls and (os.environ.get(TOKEN_VARIABLE) or secret.current(file.parent / "token")):
+                return urls
         if time.monotonic() > until:
             how = "start `ft-hsdp lighthouse` with the same configuration first"
             raise LighthouseUnreachable(f"the run has no lighthouse within {reach_s:g} s: no {file}; {how}")

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -62,7 +63,9 @@ class Candidate:
         self._prefix = f"{options.etcd_prefix.rstrip('/')}/{config.job.name}/{run}"
         self._etcd = Etcd.with_secrets(options.etcd, options.etcd_lease_s / 2)
         self._election = Election(self._etcd, f"{self._prefix}/leader", url, options.etcd_lease_s)
-        self._database = SqliteDatabase(instance.database_path, options.keep_rows)
+        self._database = SqliteDatabase(
+            instance.database_path, options.keep_rows, partial(events.event, source="lighthouse")
+        )
         self._token = keys.worker
         self._trusted = tls.client(config.network)
         self._instance = instance

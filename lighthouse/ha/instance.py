@@ -6,10 +6,11 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from pathlib import Path
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import here, replace_json
+from ft_hsdp.jsonl import clear_way, here, replace_json, set_aside
 
 MAX_INSTANCES = 5
 
@@ -48,12 +49,17 @@ class InstanceLock:
     def run_id(self, first: str) -> str:
         """Return what tells this run from others of the same job name: ``first`` at the first call."""
         file = self._folder / "run_id"
+        clear_way(file)
         try:
             with file.open("x") as made:
                 made.write(first)
             return first
         except FileExistsError:
-            return file.read_text() or first
+            said = file.read_text(errors="replace")
+        if re.fullmatch(r"[0-9a-f]{16}", said):
+            return said
+        set_aside(file)
+        return self.run_id(first)
 
     def named(self, url: str) -> None:
         """Write down where this lighthouse listens."""

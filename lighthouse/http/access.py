@@ -28,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ft_hsdp import protocol, secret
-from ft_hsdp.errors import ConfigError
+from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.http_proof import SCHEME, STALE
 from lighthouse.http.proofs import Proof, SignedCalls
 from lighthouse.http.rate_limits import STREAMS, OpenSlots, Rates, TooMany, rule, source
@@ -73,14 +73,15 @@ class Keys:
     def read(cls, worker: Path, admin: Path) -> Self:
         """Return the keys from two files, or else from the environment; a changed file counts within a second.
 
-        A change that cannot be used changes nothing and is logged.
+        A change that cannot be used changes nothing and is logged. An admin's token that cannot be used at the
+        start counts as none.
 
         Raises:
-            ConfigError: what is there at the start cannot be used.
+            Retryable: there is no worker's token, or it cannot be used. Without one all doors would be open.
         """
         files = _Files(worker, admin)
         keys = cls()
-        keys._set(*files.read())
+        keys._set(*files.first())
         keys._look = files.changed
         return keys
 
@@ -143,7 +144,7 @@ class Keys:
         except ConfigError as error:
             _log.error("the tokens stay as they are: %s", error)
             return
-        if found is not None and (found[0] or self._open):  # a job with a token never becomes open to all
+        if found is not None and found[0]:  # a job with a token never becomes open to all
             self._set(*found)
             _log.info("the tokens were read again")
 
@@ -154,6 +155,25 @@ class _Files:
     def __init__(self, worker: Path, admin: Path) -> None:
         self._files = (worker, admin)
         self._seen: object = None
+
+    def first(self) -> tuple[Tokens, Tokens]:
+        """Return the tokens at the start; the admin's may be none. Raises Retryable."""
+        self._seen = self._marks()
+        file, admin = self._files
+        why = f"{file} is missing and {secret.TOKEN_VARIABLE} is not set"
+        try:
+            worker = secret.read(file, secret.TOKEN_VARIABLE)
+        except ConfigError as error:
+            worker, why = (), str(error)
+        if not worker:
+            raise Retryable(
+                f"no lighthouse without the job's token: {why}; put the token back, then start it again"
+            )
+        try:
+            return worker, secret.read(admin, ADMIN_VARIABLE)
+        except ConfigError as error:
+            _log.error("nobody is an admin: %s", error)
+            return worker, ()
 
     def read(self) -> tuple[Tokens, Tokens]:
         """Return the tokens in the files. Raises ConfigError."""

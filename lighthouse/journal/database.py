@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import sqlite3
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 from pydantic_core import from_json
 
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
+from ft_hsdp.jsonl import clear_way, set_aside
 from lighthouse.overview.overview import JournalEntry
-from lighthouse.store import full
+from lighthouse.store import BESIDE, damaged, full
 
 FORMAT = 1
 APPLICATION = 0x66746864  # "fthd": tells this file from any other SQLite database
@@ -23,14 +25,22 @@ MAX_READ = 1000  # rows that one call returns at most
 EVENTS = 200  # events that a call returns at most, unless it says how many
 PRUNED = 1000  # old rows that one append removes at most
 
-_Way = tuple[sqlite3.Connection, threading.Lock]
+_Way = tuple[sqlite3.Connection, contextlib.AbstractContextManager[Any]]
 
+_KINDS: dict[bytes, Literal["event", "commit", "logged"]] = {
+    b"event": "event",
+    b"commit": "commit",
+    b"logged": "logged",
+}
 _SCHEMA = (
     "CREATE TABLE rows (seq INTEGER PRIMARY KEY, t REAL, kind TEXT, event TEXT, replica INTEGER, step INTEGER,"
     " body TEXT)",
     "CREATE INDEX events ON rows (seq) WHERE kind = 'event'",
     "CREATE INDEX commits ON rows (seq) WHERE kind = 'commit'",
 )
+
+
+_log = logging.getLogger(__name__)
 
 
 class DatabaseFailed(Retryable):
@@ -49,29 +59,36 @@ class EventQuery(TypedDict, total=False):
 
 
 class SqliteDatabase:
-    """Rows under their numbers, in a file. Any thread may read; all calls block on the disk."""
+    """Rows under their numbers, in a file. Any thread may read; all calls block on the disk.
 
-    def __init__(self, path: Path | str, keep: int = 1_000_000) -> None:
+    No decision needs a row: a file that cannot be used, at the start or later, is set aside, and a new one begun.
+    """
+
+    def __init__(
+        self, path: Path | str, keep: int = 1_000_000, note: Callable[[str, str], None] | None = None
+    ) -> None:
         """Open the file, or create it.
 
         Args:
             path: of the file.
             keep: about so many of the newest rows are kept.
+            note: takes an event and its reason, when a file was set aside; on any thread.
 
         Raises:
-            ConfigError: the file is damaged, belongs to another program or cannot be written (exit code 64).
+            ConfigError: the file cannot be written (exit code 64).
             DatabaseFailed: the disk is full.
         """
         self._path = path
         self._keep = keep
+        self._note = note
         self._full: bool | None = None  # what "synchronous" is set to
         self._first = self._last = 0
-        self._writer = self._open()
-        self._writing = threading.Lock()
-        self._reader = self._searcher = (self._writer, self._writing)
-        if path != ":memory:":  # a long search must not delay other readers and writers
-            self._reader = (self._connect(), threading.Lock())
-            self._searcher = (self._connect(), threading.Lock())
+        self._writing = threading.RLock()
+        try:
+            self._begin()
+        except ConfigError as error:
+            self._set_aside(error.allowed.removeprefix("a journal that is whole "), error)
+            self._begin()
 
     @property
     def first(self) -> int:
@@ -97,21 +114,27 @@ class SqliteDatabase:
         """
         if not entries:
             return
-        values = [_columns(entry) for entry in entries]
         with self._writing:
             try:
-                if self._full is not durable:
-                    self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-                    self._full = durable
-                self._writer.execute("BEGIN IMMEDIATE")
-                self._writer.executemany("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-                first = self._prune(min(e.seq for e in entries), max(e.seq for e in entries))
-                self._writer.execute("COMMIT")
+                self._append(entries, durable)
             except sqlite3.Error as error:
                 with contextlib.suppress(sqlite3.Error):
                     self._writer.execute("ROLLBACK")
-                raise DatabaseFailed(f"lighthouse journal {self._path}: {error}") from error
-            self._first, self._last = first, max(self._last, entries[-1].seq)
+                if not self._renewed(error, self._writer):
+                    raise DatabaseFailed(f"lighthouse journal {self._path}: {error}") from error
+                self.append(entries, durable=durable)
+
+    def _append(self, entries: Sequence[JournalEntry], durable: bool) -> None:
+        """Store these rows. Raises sqlite3.Error."""
+        values = [_columns(entry) for entry in entries]
+        if self._full is not durable:
+            self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            self._full = durable
+        self._writer.execute("BEGIN IMMEDIATE")
+        self._writer.executemany("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+        first = self._prune(min(e.seq for e in entries), max(e.seq for e in entries))
+        self._writer.execute("COMMIT")
+        self._first, self._last = first, max(self._last, entries[-1].seq)
 
     def read(
         self, after: int, limit: int, *, since: float | None = None, until: float | None = None
@@ -164,18 +187,78 @@ class SqliteDatabase:
 
     def _select(self, wanted: str, values: Sequence[object], way: _Way) -> list[JournalEntry]:
         """Return the rows that match the condition ``wanted``, read over one connection."""
-        query = f"SELECT seq, kind, body FROM rows WHERE {wanted}"  # noqa: S608 - parts of this file alone
+        # As bytes: a row that is no text must not hide the others.
+        query = f"SELECT seq, CAST(kind AS BLOB), CAST(body AS BLOB) FROM rows WHERE {wanted}"  # noqa: S608 - parts of this file alone
         db, lock = way
         with lock:
             try:
                 found = db.execute(query, values).fetchall()
+                failed = None
             except (sqlite3.Error, OverflowError) as error:
-                raise DatabaseFailed(f"lighthouse journal {self._path}: {error}") from error
+                failed = error
+        if failed is not None:
+            if isinstance(failed, sqlite3.Error) and self._renewed(failed, db):
+                return []
+            raise DatabaseFailed(f"lighthouse journal {self._path}: {failed}") from failed
         try:  # one document is parsed faster than many
-            rows = from_json(f"[{','.join([body for _, _, body in found])}]")
-            return [JournalEntry(seq, kind, row) for (seq, kind, _), row in zip(found, rows, strict=True)]
-        except (ValueError, TypeError) as error:
-            raise DatabaseFailed(f"lighthouse journal {self._path}: a row is damaged ({error})") from error
+            rows = from_json(b"[" + b",".join([body for _, _, body in found]) + b"]")
+            return [JournalEntry(seq, _KINDS[kind], row) for (seq, kind, _), row in zip(found, rows, strict=True)]
+        except (ValueError, TypeError, KeyError) as error:
+            self._drop([seq for seq, kind, body in found if not _readable(kind, body)], error)
+            return self._select(wanted, values, way)
+
+    def _drop(self, damaged_rows: Sequence[int], why: Exception) -> None:
+        """Remove rows that cannot be read, so that the others can. Raises DatabaseFailed."""
+        if not damaged_rows:
+            raise DatabaseFailed(f"lighthouse journal {self._path}: {why}") from why
+        _log.error("%s: %d damaged rows are removed (%s)", self._path, len(damaged_rows), why)
+        with self._writing:
+            try:
+                self._writer.executemany("DELETE FROM rows WHERE seq = ?", [(seq,) for seq in damaged_rows])
+            except sqlite3.Error as error:
+                raise DatabaseFailed(f"lighthouse journal {self._path}: {error}") from error
+
+    def _renewed(self, error: sqlite3.Error, met: sqlite3.Connection) -> bool:
+        """Return whether a new file was begun because ``error``, which a connection met, says that it is damaged.
+
+        Raises:
+            ConfigError: it cannot be set aside.
+        """
+        with self._writing:
+            if met not in (self._writer, self._reader[0], self._searcher[0]):
+                return True  # another thread has done it
+            if not isinstance(self._path, Path) or not damaged(self._path, error):
+                return False
+            self.close()
+            last = self._last
+            self._set_aside(f"({error})", DatabaseFailed(f"lighthouse journal {self._path}: {error}"))
+            self._begin()
+            self._last = last  # numbers are never given twice
+            return True
+
+    def _set_aside(self, why: str, error: FtHsdpError) -> None:
+        """Set the file aside, and say so. Raises ``error`` if it stays where it is."""
+        if not isinstance(self._path, Path):
+            raise error
+        try:
+            aside = set_aside(self._path, *BESIDE)
+        except OSError:
+            raise error from None
+        self._full = None
+        self._first = self._last = 0
+        _log.error("%s is damaged and set aside: %s; it is in %s", self._path, why, aside.name)
+        if self._note is not None:
+            reason = f"{self._path.name}: {why}; it is in {aside.name}, and a new one is begun"
+            self._note("DamagedFileSetAside", reason)
+
+    def _begin(self) -> None:
+        """Open all connections. Raises as `_open`."""
+        self._writer = self._open()
+        self._reader: _Way = (self._writer, self._writing)
+        self._searcher: _Way = self._reader
+        if self._path != ":memory:":  # a long search must not delay other readers and writers
+            self._reader = (self._connect(), threading.Lock())
+            self._searcher = (self._connect(), threading.Lock())
 
     def _prune(self, lowest: int, highest: int) -> int:
         """Remove some of the rows beyond ``keep``, inside a transaction; return the lowest number that is left."""
@@ -192,6 +275,7 @@ class SqliteDatabase:
         try:
             if isinstance(self._path, Path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
+                clear_way(self._path)
             db = self._connect()
         except OSError as error:
             raise ConfigError(
@@ -202,16 +286,11 @@ class SqliteDatabase:
         try:
             self._prepare(db)
             self._first, self._last = db.execute(
-                "SELECT ifnull(min(seq), 0), ifnull(max(seq), 0) FROM rows"
+                "SELECT ifnull((SELECT min(seq) FROM rows), 0), ifnull((SELECT max(seq) FROM rows), 0)"
             ).fetchone()
-            for (body,) in db.execute("SELECT body FROM rows WHERE seq IN (?, ?)", (self._first, self._last)):
-                json.loads(body)
         except sqlite3.Error as error:
             db.close()
             raise self._failed(error) from None
-        except (ValueError, TypeError) as error:
-            db.close()
-            raise self._unusable(str(error)) from None
         except ConfigError:
             db.close()
             raise
@@ -239,7 +318,7 @@ class SqliteDatabase:
 
     def _failed(self, error: sqlite3.Error) -> FtHsdpError:
         """Return the error that opening the file raises."""
-        if full(error):
+        if full(error) and not (isinstance(self._path, Path) and damaged(self._path, error)):
             return DatabaseFailed(f"lighthouse journal {self._path}: {error}")
         return self._unusable(str(error))
 
@@ -258,6 +337,16 @@ def _columns(entry: JournalEntry) -> tuple[object, ...]:
     row: Mapping[str, Any] = entry.row
     body = json.dumps(row, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return entry.seq, row["t"], entry.kind, row.get("event"), row.get("replica"), row.get("step"), body
+
+
+def _readable(kind: bytes, body: bytes) -> bool:
+    """Return whether a stored row is as `append` stored it, as far as its readers depend on it."""
+    try:
+        row = json.loads(body)
+    except ValueError:
+        return False
+    needed = {"t", "step", "lineage"} if kind == b"commit" else {"t"}
+    return kind in _KINDS and isinstance(row, dict) and needed <= row.keys()
 
 
 def _pattern(text: str) -> str:

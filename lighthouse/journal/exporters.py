@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import clear_way, set_aside
 from lighthouse.journal.database import SqliteDatabase
 
 SAVE_S = 5.0  # between two writes
@@ -186,12 +187,21 @@ class CurveSink(ABC):
             part.replace(self._folder / WRITTEN)
 
     def _written(self) -> dict[str, Any]:
+        """Return what `WRITTEN` says; a file that says nothing that can be used is set aside."""
+        file = self._folder / WRITTEN
         self._folder.mkdir(parents=True, exist_ok=True)
+        clear_way(file)
         try:
-            written = json.loads((self._folder / WRITTEN).read_text())
-        except (FileNotFoundError, ValueError):
+            written = json.loads(file.read_bytes())
+            figures = [written.get(name, 0) for name in ("seq", "number", "bytes", "step")]
+            if all(isinstance(each, int) and 0 <= each < 1 << 53 for each in figures):
+                return dict(written)
+        except FileNotFoundError:
             return {}
-        return written if isinstance(written, dict) else {}
+        except (ValueError, AttributeError):
+            pass
+        _log.warning("%s is damaged and set aside: %s", file, set_aside(file).name)
+        return {}
 
     def _let_go(self) -> None:
         with contextlib.suppress(Exception):

@@ -33,6 +33,7 @@ _NUMBERS = ("loss", "lr", "lr_scale", "norm", "ftar_bytes", "ftar_s", "tokens")
 _DECISIONS = frozenset(
     {
         "BatchReduced",
+        "DamagedFileSetAside",
         "EdgeBroken",
         "EpochGranted",
         "ExitReported",

@@ -75,7 +75,9 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
         buffer = torch.empty(place.nbytes, dtype=torch.uint8)
         packing.pack(place, list(params.values()), buffer)
         about = CheckpointOrigin("0-a-0", 3, "hash", CONFIG.model_dump(mode="json"), 1, *named)
-        checkpointer = Checkpointer(top / folder, 2, secret.checkpoint_key(None), about, place, params, {}, ranks)
+        checkpointer = Checkpointer(
+            top / folder, 2, secret.make_checkpoint_key(None), about, place, params, {}, ranks
+        )
         header = Header(StateId(1, step, "ab" * 16), Ledger((1, 2, 3)), ({"lr": 0.1},))
         assert isinstance(checkpointer.write(buffer, header).result(60), Published)
         checkpointer.close()
@@ -244,7 +246,7 @@ def test_the_built_in_model_is_a_file_with_its_own_names_too(checkpoints, tmp_pa
 @pytest.mark.parametrize("named", ["run", "runs/run"])
 def test_a_run_stands_for_its_checkpoints_and_its_key(checkpoints, tmp_path, monkeypatch, named) -> None:
     """The key of the one who exports is another one."""
-    run, key = tmp_path / "runs" / "run", secret.checkpoint_key(None)
+    run, key = tmp_path / "runs" / "run", secret.make_checkpoint_key(None)
     run.mkdir(parents=True)
     (run / "config.yaml").write_text("job: {name: run}\n")
     secret.write_private(run / secret.RUN_KEY, key.decode())

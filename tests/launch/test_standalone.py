@@ -2,41 +2,158 @@
 
 from __future__ import annotations
 
-import os
+import re
+from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
 import pytest
 
-from ft_hsdp.config import parse
-from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.config import Config, load, parse
+from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
+from ft_hsdp.http_proof import HEADER, keys_of
 from ft_hsdp.launch import backend, standalone
-from ft_hsdp.launch.run.directory import RunDir, claim, read_json, write_job_files, write_json
+from ft_hsdp.launch.run.directory import RunDir, make_run, read_json, write_job_files, write_json
 from ft_hsdp.launch.supervisor import Outcome
 from lighthouse.quorum.state import Policy
 from lighthouse.store import SqliteStore
 
 NOBODY = "http://127.0.0.1:1"
+GOOD = "a" * 64
 
 
-def test_a_token_that_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pods of a job may have one folder: a file that is written anew is empty for a moment."""
-    config = parse({"job": {"name": "job", "runs_dir": str(tmp_path)}, "timeouts": {"reach_s": 0.01}})
-    token = tmp_path / "job/token"
+class Strict(BaseHTTPRequestHandler):
+    """A lighthouse that knows the token `GOOD`."""
 
-    def start(secret: str) -> None:
+    def do_GET(self) -> None:
+        _, name, *_, asked = self.headers.get("Authorization", "- - -").split()
+        proof = keys_of(GOOD).answer(asked.encode(), b"challenge", 200, b"").decode()
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        if name == keys_of(GOOD).key_id:
+            self.send_header(HEADER, f"challenge {proof}")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Strict) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Of a job; what would run is replaced."""
+
+    async def supervise(*_: object) -> int:
+        return 7
+
+    monkeypatch.setattr(standalone, "REFUSED_S", 0.2)
+    monkeypatch.setattr(standalone, "prepare_data", lambda _: None)
+    monkeypatch.setattr(standalone, "_supervise", supervise)
+    monkeypatch.setattr(standalone.follow, "start", lambda _: None)
+    monkeypatch.setattr("os.execve", lambda *_: None)
+    return parse({"job": {"name": "job", "runs_dir": str(tmp_path)}, "timeouts": {"reach_s": 0.3}})
+
+
+def content(folder: Path) -> dict[str, tuple[bytes, int]]:
+    """Each file with its time, but not the claim, which lives, and the store, which a lock protects."""
+    files = [p for p in folder.rglob("*") if p.is_file() and not re.search("owner|store", p.name)]
+    return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in files}
+
+
+def test_nothing_is_written_before_the_lighthouse_has_taken_the_token(
+    config: Config, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(secret: str, where: str, error: type[Exception], line: str) -> None:
         monkeypatch.setenv("FT_HSDP_TOKEN", secret)
-        with pytest.raises(LighthouseUnreachable):
-            standalone.replica(config, 0, NOBODY)
+        before = content(tmp_path)
+        with pytest.raises(error, match=line):
+            standalone.replica(config, 0, where)
+        assert content(tmp_path) == before
 
-    start("a" * 64)
-    assert (token.read_text(), read_json(tmp_path / "job/lighthouse.json")["urls"]) == ("a" * 64, [NOBODY])
-    os.utime(token, (0, 0))
-    start("a" * 64)
-    assert token.stat().st_mtime == 0
-    start("b" * 64)
-    assert token.read_text() == "b" * 64
+    refused(GOOD, NOBODY, LighthouseUnreachable, "does not answer within")
+    refused("b" * 64, url, ConfigError, f"FT_HSDP_TOKEN: .*whose lighthouse is at {url}")
+    refused(" ", url, ConfigError, "FT_HSDP_TOKEN: .*set and blank")
+    assert not (tmp_path / "job").exists()
+    monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
+    assert standalone.replica(config, 0, url) == 7
+    run = RunDir(tmp_path / "job")
+    assert (run.token.read_text(), read_json(run.lighthouse)["urls"]) == (GOOD, [url])
+    made = content(tmp_path)
+    assert standalone.replica(config, 0, url) == 7
+    assert content(tmp_path) == made, "all pods of a job may have one folder: it is not written again"
+    refused(GOOD, NOBODY, LighthouseUnreachable, "does not answer within")
+    refused("b" * 64, url, ConfigError, "FT_HSDP_TOKEN")
+    run.token.unlink()
+    monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
+    assert standalone.replica(config, 0, url) == 7
+    assert run.token.read_text() == GOOD
+
+
+def test_a_replica_of_another_job_leaves_a_run_that_lives_alone(
+    config: Config, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "job")
+    claim = make_run(run, config, "c" * 64)
+    before = content(tmp_path)
+    monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
+    with pytest.raises(ConfigError, match=r"job\.name: .*job job has it since"):
+        standalone.replica(config, 0, url)
+    assert content(tmp_path) == before
+    claim.release()
+    assert standalone.replica(config, 0, url) == 7, "its owner has ended"
+    assert len(list(tmp_path.glob("job.*Z"))) == 1
+
+
+def test_an_edited_file_is_refused_and_does_not_replace_the_configuration(
+    config: Config, url: str, tmp_path: Path
+) -> None:
+    run = RunDir(tmp_path / "job")
+    make_run(run, config, GOOD).release()
+    write_json(run.lighthouse, {"url": url})
+    SqliteStore(run.path / "lighthouse/store.sqlite").close()
+    before, train = content(tmp_path), config.train.model_copy(update={"seed": 9})
+    edited = config.model_copy(update={"train": train})
+    for begin in (lambda: standalone.replica(edited, 0), lambda: standalone.lighthouse(edited)):
+        with pytest.raises(ConfigError, match=r"train\.seed: got .*another job\.name is another run"):
+            begin()
+        assert content(tmp_path) == before
+    assert standalone.replica(config, 0) == 7
+    assert content(tmp_path) == before, "nothing but what it starts is written"
+
+
+def test_a_lighthouse_that_is_started_again_goes_on_with_the_run_and_its_token_or_not_at_all(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir(tmp_path / "job")
+    make_run(run, config, GOOD).release()
+    SqliteStore(run.path / "lighthouse/store.sqlite").close()
+    for spoil in (run.config.unlink, lambda: run.config.write_bytes(b"\xff["), lambda: None):
+        spoil()
+        standalone.lighthouse(config)
+        assert (load(run.config), run.token.read_text()) == (config, GOOD)
+    run.token.unlink()
+    with pytest.raises(Retryable, match="token is missing, and the run was made with a token"):
+        standalone.lighthouse(config)
+    monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
+    standalone.lighthouse(config)
+    assert run.token.read_text() == GOOD
+    assert not list(tmp_path.glob("job.*Z")), "no new run was begun"
+    monkeypatch.setenv("FT_HSDP_TOKEN", "")
+    with pytest.raises(ConfigError, match=r"FT_HSDP_TOKEN: .*blank"):
+        standalone.lighthouse(parse({"job": {"name": "new", "runs_dir": str(tmp_path)}}))
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +179,6 @@ def test_a_lighthouse_goes_on_with_a_run_until_its_store_says_that_it_has_ended(
     """The first replica that is done writes its final state while the others still train."""
     config = parse({"job": {"name": "job", "runs_dir": str(tmp_path)}})
     run = RunDir(tmp_path / "job")
-    claim(run)
     write_job_files(run, config)
     token = run.token.read_text()
     run.final(0).parent.mkdir(parents=True)

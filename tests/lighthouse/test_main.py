@@ -65,7 +65,7 @@ def listening(run, process):
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         file = run / "lighthouse.json"
-        if file.exists() and (said := json.loads(file.read_text()))["pid"] == process.pid:
+        if file.is_file() and (said := json.loads(file.read_text()))["pid"] == process.pid:
             assert said.keys() == {"pid", "url", "urls", "host", "boot"}
             assert said["urls"] == [said["url"]]
             return said["url"]
@@ -236,10 +236,26 @@ def test_a_second_lighthouse_on_one_run_is_one_line(run):
         assert str(process.pid) in one_line(spawn(run), "lighthouse store")
 
 
-def test_a_corrupt_store_is_one_line(run):
-    (run / "lighthouse").mkdir()
-    (run / "lighthouse" / "store.sqlite").write_bytes(b"no database" * 500)
-    one_line(spawn(run), "lighthouse store")
+def test_what_is_damaged_is_set_aside_and_the_lighthouse_serves(run):
+    """Store, journal, log of events and lighthouse.json can all be made anew."""
+    folder = run / "lighthouse"
+    folder.mkdir()
+    for file in ("store.sqlite", "journal.sqlite"):
+        (folder / file).write_bytes(b"no database" * 500)
+    for path in (folder / "events.jsonl", run / "lighthouse.json"):
+        path.mkdir()
+    with lighthouse(run) as (process, url):
+        assert first_epoch(url).epoch == 1
+        (run / "lighthouse.json").write_bytes(b"\xff{")
+        until(lambda: (run / "lighthouse.json").read_bytes().startswith(b'{"pid": %d' % process.pid))
+        with client(url) as http:
+            shown = http.get("/v1/events?event=DamagedFileSetAside").json()["events"]
+    asides = sorted(
+        p.name.partition(".damaged-")[0] for p in [*folder.iterdir(), *run.iterdir()] if "damaged" in p.name
+    )
+    assert asides == ["events.jsonl", "journal.sqlite", "lighthouse.json", "store.sqlite"]
+    assert [e["reason"].partition(":")[0] for e in shown] == ["store.sqlite", "journal.sqlite"]
+    assert "DamagedFileSetAside" in (folder / "events.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

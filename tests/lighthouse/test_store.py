@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import sqlite3
 import subprocess
 import sys
@@ -312,23 +313,45 @@ def test_what_is_written_outlives_a_sudden_end(lasting):
     ],
     ids=["json", "type", "shape", "row"],
 )
-def test_damaged_content_is_one_clear_line(kind, damage):
+def test_damaged_content_counts_as_a_lost_store_or_is_one_clear_line(kind, damage):
     store = kind.open()
     store.load(POLICY)
     store.close()
     damage(kind)
-    refused(kind)
+    (lost if isinstance(kind, Sqlite) else refused)(kind)
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda kind: kind.spoil("epoch"), lambda kind: kind.format(99)], ids=["bits", "format"]
-)
-def test_damage_below_the_content_is_one_clear_line(lasting, damage):
+def test_a_damaged_value_counts_as_a_lost_store_or_is_one_clear_line(lasting):
+    store = lasting.open()
+    store.save(replace(store.load(POLICY), epoch=4))
+    store.close()
+    lasting.spoil("epoch")
+    (lost if isinstance(lasting, Sqlite) else refused)(lasting)
+
+
+def test_a_store_of_a_later_version_is_one_clear_line_and_stays(lasting):
     store = lasting.open()
     store.load(POLICY)
     store.close()
-    damage(lasting)
+    lasting.format(99)
     refused(lasting)
+    lasting.format(FORMAT)
+    assert not reopened(lasting).fresh or reopened(lasting).term
+
+
+def lost(kind):
+    """The file is set aside, and the next lighthouse begins as without a store, in a term never used before."""
+    before, told = int(time.time()), []
+    store = SqliteStore(kind.path, lambda *event: told.append(event))
+    state = store.load(POLICY)
+    store.close()
+    assert (state.fresh, state.epoch, state.head) == (True, 0, None)
+    assert state.term >= before
+    (aside,) = kind.path.parent.glob("store.sqlite.damaged-*Z")
+    ((event, reason),) = told
+    assert event == "DamagedFileSetAside"
+    assert aside.name in reason
+    assert reopened(kind).term == state.term + 1, "the new one is kept"
 
 
 def refused(kind):
@@ -463,13 +486,71 @@ def test_the_death_of_its_holder_frees_the_store(tmp_path):
     SqliteStore(tmp_path / "s.sqlite").close()
 
 
-def test_a_file_that_is_no_store_is_one_clear_line(tmp_path):
-    path = tmp_path / "s.sqlite"
+def text_in_its_place(path):
     path.write_bytes(b"this is no database, and never was" * 100)
-    with pytest.raises(ConfigError, match="lighthouse store") as caught:
-        SqliteStore(path)
-    assert (caught.value.exit_code, len(str(caught.value).splitlines())) == (64, 1)
-    assert str(path) in str(caught.value)
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def folders_beside(path):
+    path.with_name(path.name + "-wal").mkdir()
+    path.with_name(path.name + ".lock").unlink()
+    path.with_name(path.name + ".lock").mkdir()
+
+
+def pipe_in_its_place(path):
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("damage", [text_in_its_place, cut_short, folders_beside, pipe_in_its_place])
+def test_what_is_no_store_is_set_aside(tmp_path, damage):
+    path = tmp_path / "store.sqlite"
+    store = SqliteStore(path)
+    store.save(replace(store.load(POLICY), epoch=4))
+    store.close()
+    damage(path)
+    store = SqliteStore(path)
+    assert store.load(POLICY).epoch == 0
+    store.close()
+    assert list(tmp_path.glob("store.sqlite.damaged-*"))
+
+
+def test_a_store_that_is_damaged_while_it_is_in_use_loses_nothing(tmp_path):
+    kind = Sqlite.__new__(Sqlite)
+    kind.path = tmp_path / "store.sqlite"
+    told = []
+    store = SqliteStore(kind.path, lambda *event: told.append(event[0]))
+    state = replace(busy(), term=store.load(POLICY).term)
+    store.save(state)
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with kind.path.open("r+b") as file:
+        file.write(b"\xee" * 65536)
+    store._db.execute("PRAGMA shrink_memory")
+    for step in range(2, 200):  # SQLite has some pages in memory, and meets the damage when it reads others
+        state = replace(state, head=at(1, step), epoch=step)
+        store.save(state)
+    assert told in ([], ["DamagedFileSetAside"])
+    store.close()
+    again = reopened(kind)
+    assert (again.epoch, again.head) == (state.epoch, state.head) or (again.fresh and told == [])
+
+
+def test_a_shortage_of_descriptors_is_no_damage(tmp_path):
+    """SQLite cannot open the file, and the file is well."""
+    path = tmp_path / "store.sqlite"
+    store = SqliteStore(path)
+    store.save(replace(store.load(POLICY), epoch=4))
+    store.close()
+    failed = sqlite3.OperationalError("unable to open database file")
+    failed.sqlite_errorcode = sqlite3.SQLITE_CANTOPEN
+    assert not stores.damaged(path, failed)
+    assert stores.full(failed)
+    path.rename(tmp_path / "other")
+    path.mkdir()
+    assert stores.damaged(path, failed)
 
 
 def test_a_place_that_cannot_be_written_is_one_clear_line(tmp_path):

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
 import secrets
+import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
 
 from ft_hsdp import secret
-from ft_hsdp.config import Config, dump
+from ft_hsdp.claim import Claim, FolderOwner, rival
+from ft_hsdp.config import Config, dump, load
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
-from ft_hsdp.jsonl import here, replace_json
+from ft_hsdp.jsonl import clear_way, here, replace_json, set_aside
 
 MAX_POLL = 1 << 20  # bytes of a log that are read at once
-QUIET_S = 300.0  # a job of another host has ended if its files have not changed for so long
+KEEP_S = 1.0  # between two looks at the files that a job needs
 
 Row = dict[str, Any]
 """One line of a JSONL file."""
@@ -34,6 +38,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.name = path.name  # the job's name
+        self.claim: Claim | None = None  # of the process that made the run
         self.config = path / "config.yaml"  # the resolved configuration
         self.token = path / "token"  # the secret that the job's processes share; mode 0600
         # The operator's secret, for evict, drain and checkpoint; mode 0600.
@@ -143,32 +148,74 @@ def another(recorded: object) -> bool:
     return isinstance(recorded, Mapping) and recorded.get("pid") != os.getpid() and alive(recorded)
 
 
-def claim(run: RunDir, ended: bool = False) -> None:
-    """Make `run` an empty folder. An earlier run there is moved to NAME.<time at which it was made>.
+def make_run(
+    run: RunDir, config: Config, token: str | None = None, said: object = None, *, ended: bool = False
+) -> Claim:
+    """Make the run directory of a job beside `run`, whole, and rename it into place.
+
+    An earlier run there is moved to NAME.<time at which it was made>. If another process of this job has made the
+    run meanwhile, it is taken as it is.
 
     Args:
         run: The directory.
-        ended: The store of the earlier run says that its job has ended, so another host cannot run it.
+        config: The job's configuration.
+        token: The secret that the job's processes share; None: a new one.
+        said: For supervisor.json; None: there is none.
+        ended: The store of the earlier run says that its job has ended.
+
+    Returns:
+        The claim of the job on its run.
 
     Raises:
-        ConfigError: A job runs there, or the folder cannot be made.
+        ConfigError: A job runs there, the folder cannot be made, or checkpoint.key cannot be read or made.
     """
+    token = token or secrets.token_hex(32)
+    owner = FolderOwner.of(run.name, token)
+    part = RunDir(run.path.with_name(f".{run.name}.{secrets.token_hex(6)}"))
+    claim = Claim(part.path, owner)
+    try:
+        _check_vacant(run, owner, ended)
+        part.path.mkdir(parents=True)
+        write_job_files(part, config, token)
+        if said is not None:
+            write_json(part.supervisor, said)
+        claim.made()
+        while True:
+            if not ended and run.config.exists() and owner.has(run.path):
+                claim.drop()
+                claim.folder = run.path
+                break
+            if run.path.exists():
+                _check_vacant(run, owner, ended)
+                stamped = run.supervisor if run.supervisor.exists() else run.path
+                made = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(stamped.stat().st_mtime))
+                run.path.rename(_unused(run.path.with_name(f"{run.name}.{made}")))
+            try:
+                part.path.rename(run.path)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+                continue  # another process was quicker
+            claim.folder = run.path
+            break
+        claim.begin()
+    except OSError as error:
+        allowed = f"a folder that can be written ({error.strerror})"
+        raise ConfigError("job.runs_dir", str(run.path.parent), allowed) from None
+    finally:
+        shutil.rmtree(part.path, ignore_errors=True)
+    return claim
+
+
+def _check_vacant(run: RunDir, owner: FolderOwner, ended: bool) -> None:
+    """Raise ConfigError if a job runs in `run`."""
+    who = "" if ended else rival(run.path, owner)
     for file in (run.supervisor, run.lighthouse):
         recorded = read_json(file)
-        if not ended and isinstance(recorded, dict) and recorded.get("host", here()["host"]) != here()["host"]:
-            _check_quiet(run, file, recorded)
-        elif another(recorded):
-            raise ConfigError("job.name", run.name, f"a name that no running job has (pid {recorded['pid']})")
-    try:
-        if run.path.exists():
-            stamped = run.supervisor if run.supervisor.exists() else run.path
-            made = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(stamped.stat().st_mtime))
-            run.path.rename(_unused(run.path.with_name(f"{run.name}.{made}")))
-        run.path.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(
-            "job.runs_dir", str(run.path.parent), f"a folder that can be written ({error.strerror})"
-        ) from None
+        if another(recorded):  # also one that has lost its claim, and does not know it yet
+            who = who or f"pid {recorded['pid']}"
+    if who:
+        raise ConfigError("job.name", run.name, f"a name that no running job has ({who})")
 
 
 def write_job_files(run: RunDir, config: Config, token: str | None = None) -> None:
@@ -180,9 +227,10 @@ def write_job_files(run: RunDir, config: Config, token: str | None = None) -> No
         token: The secret that the job's processes share; None: a new one.
 
     Raises:
-        ConfigError: The file checkpoint.key cannot be read or made.
+        ConfigError: The file checkpoint.key cannot be read or made, or is missing where there are checkpoints.
     """
-    key = secret.checkpoint_key(config.checkpoint.key)
+    options = config.checkpoint
+    key = secret.make_checkpoint_key(options.key, Path(options.dir) if options.dir and not options.trust else None)
     run.path.mkdir(parents=True, exist_ok=True)
     run.config.write_text(dump(config))
     secret.write_private(run.token, token or secrets.token_hex(32))
@@ -190,21 +238,70 @@ def write_job_files(run: RunDir, config: Config, token: str | None = None) -> No
     secret.write_private(run.checkpoint_key, key.decode())
 
 
-def _check_quiet(run: RunDir, file: Path, recorded: Row) -> None:
-    """Raise ConfigError if a process of another host may still run this job, because its files change."""
-    if run.summary.exists():
-        return
-    quiet = QUIET_S
-    for each in (file, run.metrics, run.events, run.lighthouse_events, *run.path.glob("lighthouse/store.sqlite*")):
-        with contextlib.suppress(OSError):
-            quiet = min(quiet, abs(time.time() - each.stat().st_mtime))
-    if quiet < QUIET_S:
-        raise ConfigError(
-            "job.name",
-            run.name,
-            f"a name that no running job has (pid {recorded['pid']} on {recorded['host']}; its files changed "
-            f"{quiet:.0f} s ago; if it has ended, wait {QUIET_S:g} s or remove {file})",
-        )
+def write_config(file: Path, config: Config) -> None:
+    """Replace a run's configuration; a reader sees the old one or the new one, whole. Raises OSError."""
+    text = dump(config)
+    with contextlib.suppress(OSError, ValueError):
+        if file.read_text() == text:
+            return
+    clear_way(file)
+    part = file.with_name(f".{file.name}.{secrets.token_hex(6)}")
+    part.write_text(text)
+    part.replace(file)
+
+
+class JobFiles:
+    """The files without which the processes of a job cannot start again; its supervisor puts lost ones back."""
+
+    def __init__(self, run: RunDir) -> None:
+        """Remember what the files have now."""
+        files = (run.config, run.token, run.admin_token, run.checkpoint_key)
+        self._config = run.config
+        self._kept = {file: (_mark(file), file.read_text()) for file in files if file.exists()}
+
+    async def keep(self, claim: Claim, emit: Callable[[Row], None]) -> None:
+        """Put back each file that is gone or cannot be used, until cancelled or the run is of another job."""
+        while not claim.lost:
+            for file, (mark, text) in list(self._kept.items()):
+                now = _mark(file)
+                if now == mark or not file.parent.is_dir():
+                    continue
+                if good := self._good(file):
+                    self._kept[file] = (now, good)
+                else:
+                    self._put_back(file, text, emit)
+            await asyncio.sleep(KEEP_S)
+
+    def _good(self, file: Path) -> str:
+        """Return what the file has; "" if it is not what belongs there."""
+        try:
+            if file == self._config:
+                load(file)
+            elif not (file.is_file() and secret.read(file, "")):
+                return ""
+            return file.read_text()
+        except (OSError, ValueError, ConfigError):
+            return ""
+
+    def _put_back(self, file: Path, text: str, emit: Callable[[Row], None]) -> None:
+        try:
+            aside = set_aside(file).name if os.path.lexists(file) else ""
+            secret.write_private(file, text)
+        except OSError as error:
+            _log.warning("%s is not put back: %s", file, error.strerror)
+            return
+        self._kept[file] = (_mark(file), text)
+        how = f"could not be used, and is in {aside}" if aside else "was gone"
+        reason = f"{file.name} {how}: it is written again as it was"
+        emit({"t": time.time(), "event": "JobFilePutBack", "source": "supervisor", "reason": reason})
+
+
+def _mark(file: Path) -> tuple[int, int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def _unused(path: Path) -> Path:

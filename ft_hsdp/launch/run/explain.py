@@ -68,6 +68,8 @@ NOTABLE = frozenset(
         "LighthouseFailed",
         "StoreFailed",
         "StoreRecovered",
+        "DamagedFileSetAside",
+        "JobFilePutBack",
         "LighthouseRestarted",
         "LeaseUsed",
         "BatchBlamed",

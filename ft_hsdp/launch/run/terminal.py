@@ -205,7 +205,7 @@ class Terminal:
 WITH_REASON = frozenset(  # the first clause is shown
     {
         *("ReplicaUnplaced", "EvictionOrdered", "Waiting", "FetchRejected", "EpochGranted"),
-        *("LeftBehind", "BatchReduced"),
+        *("LeftBehind", "BatchReduced", "DamagedFileSetAside", "JobFilePutBack"),
     }
 )
 QUOTING = frozenset(

@@ -92,7 +92,8 @@ class Draft:
         self.path.rename(self.final)
         _sync(self._folder)
         try:
-            return {"removed": retire(self._folder, keep, self.final.name), "trouble": ""}
+            removed = retire(self._folder, keep, self.final.name, manifest.config_hash)
+            return {"removed": removed, "trouble": ""}
         except (OSError, ConfigError) as error:
             return {"removed": [], "trouble": str(error)}
 
@@ -117,16 +118,17 @@ def unfinished(folder: Path, name: str) -> Path:
     return folder / f"{_WRITING}{name}"
 
 
-def retire(folder: Path, keep: int, own: str) -> list[str]:
+def retire(folder: Path, keep: int, own: str, config_hash: str = "") -> list[str]:
     """Remove all but the newest ``keep`` checkpoints in ``folder``, and return the names of those removed.
 
     The writer of ``own`` calls it after publishing. Only checkpoints older than ``own`` are removed, so a late
-    writer removes nothing new; a torn checkpoint does not count as kept.
+    writer removes nothing new; a torn checkpoint does not count as kept. Those of another ``config_hash``, which
+    this job cannot resume from, are of another job: they stay, and do not count.
 
     Raises:
         OSError: One could not be removed.
     """
-    names = [path.name for path in published(folder)]
+    names = [path.name for path in published(folder) if not _of_another(path, config_hash)]
     if own not in names:
         return []
     newer, older = names[: names.index(own)], names[names.index(own) + 1 :]
@@ -141,6 +143,13 @@ def retire(folder: Path, keep: int, own: str) -> list[str]:
         shutil.rmtree(rubbish)
         gone.append(name)
     return gone
+
+
+def _of_another(path: Path, config_hash: str) -> bool:
+    try:
+        return bool(config_hash) and manifest_of(path).config_hash != config_hash
+    except Unusable:  # it is torn
+        return False
 
 
 def _seems_whole(path: Path) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ft_hsdp import fault_injection
+from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
@@ -57,6 +58,7 @@ class CheckpointOrigin:
     data_ranks: int = 1  # of a batch: those of a replica with all its ranks
     data: Mapping[str, str] = field(default_factory=dict)  # facts about the data
     given: Mapping[str, Any] = field(default_factory=dict)  # what optimizers and schedule were made with
+    owner: FolderOwner | None = None  # the job, which must have the folder alone; None: no other job can use it
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ class Checkpointer:
         swept: The names of the drafts of dead writers that were removed (rank 0).
 
     Raises:
-        ConfigError: The folder cannot be made or read.
+        ConfigError: The folder cannot be made or read, or another job has it.
     """
 
     def __init__(
@@ -151,9 +153,13 @@ class Checkpointer:
         self._closing = False
         self._lost = ""  # why the ranks lost each other: every later checkpoint fails
         self.swept: tuple[str, ...] = ()
+        self._claim: Claim | None = None
         if ranks.rank == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                if about.owner is not None:
+                    claim = Claim(folder, about.owner)
+                    self._claim = claim.take(catalog.KEY, str(folder), "a folder that no other running job has")
             except OSError as error:
                 allowed = f"a folder that can be written ({error.strerror})"
                 raise ConfigError(catalog.KEY, str(folder), allowed) from error
@@ -199,6 +205,8 @@ class Checkpointer:
             for request in [*filter(None, [self._current]), *self._waiting]:
                 self._resolve(request, CheckpointNotPublished(request.header.state, "the job ended meanwhile"))
             self._waiting.clear()
+        if self._claim is not None:
+            self._claim.release()
 
     def _resolve(self, request: _Request, outcome: Outcome) -> None:
         """Set the outcome of a request, unless it has one, and release its snapshot."""
@@ -271,6 +279,7 @@ class Checkpointer:
             if buffer is None:
                 raise MemoryError("no memory for a copy of the state")
             if ranks.rank == 0:
+                self._check_claim()
                 draft.begin()
             return asdict(header.state)
 
@@ -289,7 +298,7 @@ class Checkpointer:
             }
             fault_injection.reach("checkpoint-write", header.state.step)
             manifest = self._manifest(header, files, pieces)
-            published = ranks.on_rank_zero(lambda: draft.publish(manifest, self._keep, self._key))
+            published = ranks.on_rank_zero(lambda: self._publish(draft, manifest))
         except Failed as failed:
             return CheckpointNotPublished(header.state, one_line(failed))
         finally:
@@ -297,6 +306,15 @@ class Checkpointer:
         removed, trouble = tuple(published["removed"]), str(published["trouble"])
         nbytes = sum(file.nbytes for file in files.values())
         return Published(header.state, draft.final, nbytes, time.monotonic() - began, removed, trouble)
+
+    def _publish(self, draft: Draft, manifest: CheckpointManifest) -> dict[str, Any]:
+        self._check_claim()
+        return draft.publish(manifest, self._keep, self._key)
+
+    def _check_claim(self) -> None:
+        """Raise Retryable if another job has the folder now: this process was frozen for too long."""
+        if self._claim is not None:
+            self._claim.check()
 
     def _manifest(
         self, header: Header, files: dict[str, File], pieces: tuple[TensorPiece, ...]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ft_hsdp import secret
+from ft_hsdp.claim import FolderOwner
 from ft_hsdp.config import Config, resume_hash
 from ft_hsdp.core import checkpoint
 from ft_hsdp.core.ledger import Ledger
@@ -64,6 +65,7 @@ def open_checkpoints(
     ranks: ReplicaGroup,
     shards: int,
     data: Mapping[str, str],
+    token: str = "",
 ) -> tuple[Checkpoints, Checkpointer]:
     """Return the job's checkpoints, and what writes them: any rank may be asked to write.
 
@@ -75,9 +77,10 @@ def open_checkpoints(
         ranks: Of this replica.
         shards: Data shards of the job.
         data: Facts about the data.
+        token: Of the job, which must have the folder alone; "": no other job can use it.
 
     Raises:
-        ConfigError: The folder or the key cannot be used.
+        ConfigError: The folder or the key cannot be used, or another job has the folder.
     """
     key = _key(config, run, ranks)
     checkpoints = checkpoints_of(config, run, ranks, shards, data)
@@ -92,6 +95,7 @@ def open_checkpoints(
         config.data_ranks,
         data,
         live_state.given,
+        FolderOwner.of(config.job.name, token) if token else None,
     )
     checkpointer = Checkpointer(
         checkpoints.folder,

@@ -1,29 +1,36 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import stat
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ft_hsdp.claim import Claim, FolderOwner
+from ft_hsdp.config import Config, load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.run.directory import (
+    JobFiles,
     RunDir,
     Tailer,
     alive,
-    claim,
     identity,
+    make_run,
     newest_live,
     read_json,
     read_jsonl,
+    write_job_files,
     write_json,
 )
+from tests.support.launch.launch_helpers import until
 
 
 def test_a_line_that_is_not_whole_waits_for_its_end(tmp_path: Path) -> None:
@@ -104,12 +111,14 @@ def test_a_process_is_known_by_pid_and_time_of_birth() -> None:
 def test_an_old_run_is_moved_away_under_the_time_of_its_start(run_dir: RunDir) -> None:
     write_json(run_dir.supervisor, {"pid": 2**22 + 1})
     os.utime(run_dir.supervisor, (0, 0))
-    claim(run_dir)
-    assert list(run_dir.path.iterdir()) == []
+    make_run(run_dir, Config()).release()
+    assert read_json(run_dir.supervisor) is None
     assert (run_dir.path.parent / "job.19700101T000000Z" / "config.yaml").exists()
     write_json(run_dir.supervisor, {"pid": 2**22 + 1})
     os.utime(run_dir.supervisor, (0, 0))
-    claim(run_dir)
+    make_run(run_dir, Config(), said={"pid": 1}).release()
+    assert read_json(run_dir.supervisor) == {"pid": 1}
+    assert sorted(p.name for p in run_dir.path.parent.glob(".job*")) == [], "nothing is left beside"
     assert (run_dir.path.parent / "job.19700101T000000Z-2").is_dir()
 
 
@@ -117,20 +126,21 @@ def test_an_old_run_is_moved_away_under_the_time_of_its_start(run_dir: RunDir) -
 def test_the_name_of_a_running_job_is_refused(run_dir: RunDir, file: str) -> None:
     write_json(getattr(run_dir, file), identity(os.getppid()))
     with pytest.raises(ConfigError, match=rf"job.name: got 'job'.*pid {os.getppid()}"):
-        claim(run_dir)
+        make_run(run_dir, Config())
     assert run_dir.config.exists()
+    assert not list(run_dir.path.parent.glob(".job*"))
 
 
 def test_the_pid_of_this_process_is_that_of_one_before_it(run_dir: RunDir) -> None:
     """In a container that was started again the new process has the pid of the old one."""
     write_json(run_dir.lighthouse, {"pid": os.getpid()})
-    claim(run_dir)
+    make_run(run_dir, Config()).release()
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"job\.runs_dir"):
-        claim(RunDir(tmp_path / "file" / "job"))
+        make_run(RunDir(tmp_path / "file" / "job"), Config())
 
 
 def test_the_newest_run_that_lives_is_found(tmp_path: Path) -> None:
@@ -144,24 +154,50 @@ def test_the_newest_run_that_lives_is_found(tmp_path: Path) -> None:
     assert newest.path == tmp_path / "b"
 
 
-def test_a_job_of_another_host_is_not_moved_aside_while_its_files_change(tmp_path: Path) -> None:
-    """Its pid says nothing here: the folder of runs is shared, the processes are not."""
+def test_of_two_that_make_one_run_at_a_time_one_has_it(tmp_path: Path) -> None:
+    """Processes of one job share it; another job is refused, and the run stays as it is."""
     run = RunDir(tmp_path / "job")
-    for file in (run.supervisor, run.lighthouse):
-        run.path.mkdir()
-        write_json(file, {**identity(), "pid": 1 << 22, "host": "elsewhere", "boot": "another"})
-        run.metrics.write_text("{}\n")
-        with pytest.raises(ConfigError, match=r"job\.name.*pid 4194304 on elsewhere; its files changed 0 s ago"):
-            claim(run)
-        for each in (file, run.metrics):
-            os.utime(each, (0, time.time() - 1000))
-        claim(run)
-        assert not list(run.path.iterdir())
-        run.path.rmdir()
-    run.path.mkdir()
-    write_json(run.supervisor, {**identity(), "host": "elsewhere"})
-    write_json(run.summary, {})
-    claim(run)  # it says itself that it has ended
+    with ThreadPoolExecutor(8) as pool:
+        claims = list(pool.map(lambda _: make_run(run, Config(), "a" * 64), range(8)))
+    assert run.token.read_text() == "a" * 64
+    assert {p.name for p in tmp_path.iterdir()} == {"job"}
+    before = run.config.stat().st_ino
+    with pytest.raises(
+        ConfigError, match=r"job\.name: .*a name that no running job has \(job job has it since 20"
+    ):
+        make_run(run, Config())
+    assert run.config.stat().st_ino == before
+    assert {p.name for p in tmp_path.iterdir()} == {"job"}
+    for claim in claims:
+        claim.release()
+    make_run(run, Config()).release()
+    assert len(list(tmp_path.glob("job.*Z"))) == 1
+
+
+async def test_what_a_job_needs_is_put_back(run_dir: RunDir) -> None:
+    write_job_files(run_dir, Config(), "a" * 64)
+    claim = Claim(run_dir.path, FolderOwner.of("job", "a" * 64)).take("job.name", "job", "")
+    told: list[str] = []
+    keeping = asyncio.create_task(JobFiles(run_dir).keep(claim, lambda row: told.append(row["reason"])))
+    await asyncio.sleep(0)
+    key, admin = run_dir.checkpoint_key.read_text(), run_dir.admin_token.read_text()
+    run_dir.token.unlink()
+    run_dir.admin_token.write_text("\n")
+    run_dir.config.write_bytes(b"\xff: [")
+    run_dir.checkpoint_key.unlink()
+    run_dir.checkpoint_key.mkdir()
+    await until(lambda: len(told) == 4, "all four")
+    assert (run_dir.token.read_text(), run_dir.admin_token.read_text()) == ("a" * 64, admin)
+    assert run_dir.checkpoint_key.read_text() == key
+    assert load(run_dir.config) == Config()
+    assert stat.S_IMODE(run_dir.token.stat().st_mode) == 0o600
+    assert len(list(run_dir.path.glob("*.damaged-*"))) == 3
+    run_dir.token.write_text("b" * 64)  # an operator may replace it
+    run_dir.admin_token.unlink()
+    await until(lambda: len(told) == 5, "another look")
+    keeping.cancel()
+    assert run_dir.token.read_text() == "b" * 64
+    claim.release()
 
 
 def test_who_ran_before_the_host_was_started_again_runs_no_more() -> None:

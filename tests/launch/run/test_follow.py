@@ -13,7 +13,7 @@ import pytest
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.run import follow
-from ft_hsdp.launch.run.directory import RunDir, claim, read_json, read_jsonl, write_job_files
+from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl, write_job_files
 from tests.support.launch.launch_rows import commit
 
 FINISHED = {"t": 9.0, "event": "JobFinished", "source": "lighthouse", "reason": "final state (1, 2, ab)"}
@@ -22,7 +22,6 @@ FINISHED = {"t": 9.0, "event": "JobFinished", "source": "lighthouse", "reason": 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
     run = RunDir(tmp_path / "job")
-    claim(run)
     write_job_files(run, parse({"job": {"name": "job", "runs_dir": str(tmp_path)}, "replicas": 2}))
     run.lighthouse_events.parent.mkdir()
     return run

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from uvicorn.server import ServerState
 
-from ft_hsdp.errors import ConfigError
+from ft_hsdp.errors import Retryable
 from ft_hsdp.http_proof import NONE, SignedRequest
 from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse.http import access, connections
@@ -181,10 +181,31 @@ def test_without_files_the_environment_counts(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", [b"", b"\n", b"a b c", b"\xff" * 64, b"short"])
 def test_a_file_that_cannot_be_used_is_one_line_that_does_not_show_it(files, content):
     (files / "token").write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(Retryable) as caught:
         Keys.read(files / "token", files / "admin_token")
-    assert str(caught.value).startswith("token: got ")
+    assert "the job's token: token: got " in str(caught.value)
     assert "short" not in str(caught.value).replace(str(files), "")
+
+
+@pytest.mark.parametrize("spoil", ["missing", "empty", "folder", "blank variable"])
+def test_a_missing_secret_closes_a_door(files, spoil, monkeypatch):
+    """Without the worker's token nothing is served; without the admin's nobody is an admin."""
+    for name in ("token", "admin_token"):
+        (files / name).rename(files / "kept")
+        if spoil == "blank variable":
+            monkeypatch.setenv({"token": "FT_HSDP_TOKEN"}.get(name, ADMIN_VARIABLE), " ")
+        elif spoil == "folder":
+            (files / name).mkdir()
+        elif spoil == "empty":
+            (files / name).touch()
+        if name == "token":
+            with pytest.raises(Retryable, match="no lighthouse without the job's token"):
+                Keys.read(files / "token", files / "admin_token")
+            if spoil == "folder":
+                (files / name).rmdir()
+            (files / "kept").replace(files / name)
+    keys = Keys.read(files / "token", files / "admin_token")
+    assert (role(keys, TOKEN), role(keys, ADMIN), role(keys, ""), keys.role(None)) == ("worker", None, None, None)
 
 
 def test_the_files_are_looked_at_once_a_second(files, monkeypatch):

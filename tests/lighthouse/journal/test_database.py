@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 
 import pytest
 
-from ft_hsdp.errors import ConfigError
 from lighthouse.journal.database import MAX_READ, DatabaseFailed, MemoryDatabase, SqliteDatabase
 from lighthouse.overview.overview import JournalEntry
 
@@ -181,16 +181,72 @@ def damaged(path):
         (foreign, "another program made it"),
         (future, "format 99"),
         (damaged, "malformed"),
-        (lambda p: p.mkdir(), "unable to open"),
+        (lambda p: os.symlink(p.parent / "none" / "journal", p), "unable to open"),
+        (lambda p: future(p) or p.with_name("journal.sqlite-wal").mkdir(), "unable to open"),
     ],
 )
-def test_a_file_that_is_none_of_ours_is_one_clear_line(tmp_path, make_file, why):
+def test_a_file_that_is_none_of_ours_is_set_aside(tmp_path, make_file, why):
+    file, told = tmp_path / "journal.sqlite", []
+    make_file(file)
+    database = SqliteDatabase(file, note=lambda *event: told.append(event))
+    database.append([event(1)])
+    assert database.read(0, 10) == [event(1)]
+    database.close()
+    ((name, reason),) = told
+    assert name == "DamagedFileSetAside"
+    assert why in reason
+    assert next(tmp_path.glob("journal.sqlite.damaged-*Z")).name in reason
+
+
+@pytest.mark.parametrize("make_file", [os.mkdir, os.mkfifo])
+def test_what_is_no_file_is_set_aside(tmp_path, make_file):
     file = tmp_path / "journal.sqlite"
     make_file(file)
-    with pytest.raises(ConfigError, match=why) as caught:
-        SqliteDatabase(file)
-    assert str(file) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    SqliteDatabase(file).close()
+    assert len(list(tmp_path.glob("journal.sqlite.damaged-*"))) == 1
+
+
+@pytest.mark.parametrize("first", ["read", "events"])
+def test_damage_that_is_met_later_costs_the_rows_and_no_lighthouse(tmp_path, first):
+    file, told = tmp_path / "journal.sqlite", []
+    database = SqliteDatabase(file)
+    for start in range(1, 4000, 1000):
+        database.append([event(n, reason="x" * 300) for n in range(start, start + 1000)])
+    database.close()
+    with file.open("r+b") as raw:
+        raw.seek(file.stat().st_size // 2)
+        raw.write(b"\xa5\x00\xff7" * 16384)
+    database = SqliteDatabase(file, note=lambda *event: told.append(event))
+    if first == "read":
+        seq = 0
+        while page := database.read(seq, MAX_READ):
+            seq = page[-1].seq
+    else:
+        database.events(text="nowhere", limit=10)
+    last = database.last
+    database.append([event(last + 1)])
+    assert database.read(last, 10) == [event(last + 1)]
+    assert [name for name, _ in told] == ["DamagedFileSetAside"]
+    assert last >= 4000, "a number is never given twice"
+    database.close()
+
+
+def test_a_row_that_is_damaged_does_not_hide_the_others(tmp_path):
+    file = tmp_path / "journal.sqlite"
+    database = SqliteDatabase(file)
+    rows = [event(n, reason=f"row {n} {'y' * 40}") if n % 2 else commit(n, n) for n in range(1, 21)]
+    database.append(rows)
+    database.close()
+    data = file.read_bytes()
+    for found in (b'{"t":6.0,', b'"reason":"row 9 '):
+        assert data.count(found) == 1
+        data = data.replace(found, b"\xff" * len(found))
+    file.write_bytes(data)
+    database = SqliteDatabase(file)
+    assert [e.seq for e in database.read(0, 100)] == [n for n in range(1, 21) if n not in (6, 9)]
+    assert [e.seq for e in database.commits(3)] == [16, 18, 20]
+    assert not list(tmp_path.glob("*.damaged-*"))
+    database.close()
 
 
 def test_a_disk_that_is_full_keeps_what_was_there(tmp_path):
