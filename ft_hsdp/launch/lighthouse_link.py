@@ -140,7 +140,7 @@ class LighthouseLink:
     def ended(self, replica: int) -> None:
         """Report that a replica is done. When all members of the job's epoch are, the job has ended."""
         self._ended.add(replica)
-        self.lost(replica)
+        self._changed.set()
 
     def claims(self, replica: int) -> None:
         """Ask for the lease of a replica: this supervisor alone will start it."""

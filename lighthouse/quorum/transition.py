@@ -271,7 +271,7 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
             ask=None if gone else view.ask,
             incarnation=running if running is not None else view.incarnation,
             down=running is None,
-            lost=replica in event.lost,
+            lost=replica in event.lost or replica in event.ended,
             ended=running is None and replica in event.ended,
             **({} if running in (None, view.incarnation) else {"claim": None, "doubted": None}),
         )
