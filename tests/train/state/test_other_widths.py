@@ -124,6 +124,7 @@ class Live:
         self._width, self._rank = width, rank
         self.layout: Any = layout(width, rank)
         self.state = state(0)
+        self.changes: tuple[object, ...] = ()
 
     def load(self, manifest: ShardManifest, packed: Bytes) -> None:
         made, data = shard(manifest.state.step, self._width, self._rank)
