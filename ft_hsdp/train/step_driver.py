@@ -103,12 +103,12 @@ class StepDriver:
         self.replica = 0  # set by `guess`
         self.clip: float | None = None  # the largest norm of the reduced gradient
         self._joined: Joined | None = None
-        self._ended = False  # the script has ended training
+        self._left = False  # the script has ended training
         # The step under way.
         self.plan: StepPlan | None = None
         self._last_bucket: torch.Tensor | None = None  # from backward until `end`, which may tell the loss
         self._step = 0
-        self._ended = False  # `end` has taken what was yielded last
+        self._taken = False  # `end` has taken what was yielded last
         self._awaited_s = 0.0  # that the main thread waited for the quota
         self._tokens = 0  # of the newest unit
         self._since = time.monotonic()  # the last commit
@@ -257,7 +257,7 @@ class StepDriver:
             number = at.index * self._config.data_shards + at.shard
             torch.manual_seed(stream(self._config.train.seed, "batch", number, at.rank, at.micro))
             runtime.moved()
-            self._ended = False
+            self._taken = False
             yield move(batch, self._device)
             self._check_trained(plan.trained[-1])
         self._hand_over(plan)  # a loop without optim.step holds nobody up
@@ -302,7 +302,7 @@ class StepDriver:
         Raises:
             ConfigError: There was no backward.
         """
-        if self._ended or trained.weight == 0 or self._model.trained():
+        if self._taken or trained.weight == 0 or self._model.trained():
             return
         at = trained.at
         which = f"no backward for batch {at.index} of data shard {at.shard} (unit {at.unit})"
@@ -355,7 +355,7 @@ class StepDriver:
         if self._fed == 1:
             self._look(self._step, every=True)
         self._model.finish(self.replica)
-        self._ended = True
+        self._taken = True
         self._hand_over(plan)
         return self._conclude(plan)
 
@@ -529,11 +529,11 @@ class StepDriver:
     def over(self) -> bool:
         """Whether this rank holds the last state of training."""
         state = self._live_state.state
-        return self._ended or (state is not None and state.step >= self._config.train.steps)
+        return self._left or (state is not None and state.step >= self._config.train.steps)
 
     def conclude(self) -> None:
         """Take the live state for the last one, because the script has ended training before. A collective."""
-        self._ended = True
+        self._left = True
         self._write_final()
 
 
