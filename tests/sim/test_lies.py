@@ -86,7 +86,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, str]] = {
     "one record is the base": ([(witnesses, "judge", _all_are_right)], bounds("record", breaks=1), "false head: "),
     "an old request contradicts": (
         [(witnesses.Peers, "of", _asked_is_left(witnesses.Peers.of))],
-        bounds("far"),
+        bounds("far", breaks=1),
         "",
     ),
     "one report halts the job": ([(transition, "agree", _says_so)], bounds("diverged"), "halted: "),
