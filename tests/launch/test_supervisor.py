@@ -159,7 +159,7 @@ async def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_togeth
         await until(lambda: current.current and current.current.first, "the first exit")
         (run_dir.path / "go").touch()
         assert (await world.task).kind == "done"
-        assert world.book.names == ["started", "exited"]
+        assert world.book.names == ["started", "exited", "ended"]
         assert [r["state"] for r in read_json(run_dir.processes(1))["ranks"]] == ["exited", "exited"]
 
 

@@ -124,7 +124,7 @@ async def test_the_others_need_not_wait_for_it_until_it_starts(run_dir: RunDir) 
         await until(lambda: scene.events, "the word that there is no place")
         (unplaced,) = scene.events
         assert (unplaced["event"], unplaced["reason"]) == ("ReplicaUnplaced", "replica 1 is too large")
-        assert scene.link.current_report == {"running": {}, "exited": [], "lost": [1]}
+        assert scene.link.current_report == {"running": {}, "exited": [], "lost": [1], "ended": []}
         await until(lambda: scene.backend.lenders == [1], "the others may have its hosts")
         scene.backend.startable.set()
         scene.backend.free.set()

@@ -408,7 +408,7 @@ def test_where_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert "is on a local disk, but replicas on other machines need a shared one" in storage.checkpoint(
         Subject(parse(here))
     )
-    assert storage.checkpoint(ALONE) == "checkpoint.every is 0: none are written"
+    assert storage.checkpoint(ALONE) == "checkpoint.every is 0, and there is no checkpoint.dir: none are written"
     assert "set checkpoint.dir to resume" in storage.checkpoint(Subject(parse({"checkpoint": {"every": 1}})))
     shared = parse({"job": {"runs_dir": f"{tmp_path}/net/runs"}})
     assert "SQLite needs a local disk" in storage.disk(Subject(shared))
