@@ -415,10 +415,10 @@ def test_a_newer_order_supersedes_an_older_fetch(holder: Holder, owners: Owners)
     [
         ({"layout": "1" * 32}, f"replica 0: manifest is of layout {LAYOUT}, wanted {'1' * 32}"),
         ({"nbytes": SMALL + 1}, f"replica 0: manifest is of nbytes {SMALL}, wanted {SMALL + 1}"),
-        ({"ranks": 3, "deadline_s": 0.2}, "no donor had it within 0.2 s"),
+        ({"ranks": 3, "deadline_s": 0.2}, "no donor had it within "),
         ({"address": "127.0.0.1:1"}, "replica 0: [Errno 111] Connection refused"),
         ({"address": "nowhere"}, "replica 0: "),
-        ({"state": state(9), "deadline_s": 0.2}, "no donor had it within 0.2 s"),
+        ({"state": state(9), "deadline_s": 0.2}, "no donor had it within "),
     ],
 )
 def test_what_is_not_as_ordered_is_not_kept(holder: Holder, owners: Owners, wrong: dict[str, Any], reason: str):
