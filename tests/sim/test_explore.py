@@ -349,7 +349,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
     ),
     "whoever is in no remembered epoch is newer": (
         [(transition, "admit", _in_no_epoch_is_newer(transition.admit))],
-        bounds(replicas=2, doubles=1, steps=4),
+        bounds(replicas=2, doubles=1, steps=3, breaks=1),
         True,
         "identity: ",
     ),
