@@ -264,8 +264,8 @@ def _uncertain(s: LighthouseState, report: Report) -> bool:
 def _contradicted(s: LighthouseState, report: Report, reports: Mapping[int, Report]) -> bool:
     """Return whether a member that has left the same ring does not confirm the reported state.
 
-    Not if its record builds on the head: a member that was behind has relayed that step, and does not know of it. Nor
-    if the reporter has the record of its state, and the others say something else that nobody confirms.
+    Not if its record builds on the head: a member that was behind has relayed that step, and does not know of it.
+    Nor if the reporter has the record of its state, and the others say something else that nobody confirms.
     """
     state = report.state
     if follows_head(s, report):
