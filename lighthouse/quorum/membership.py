@@ -172,13 +172,11 @@ def hold_round(s: LighthouseState, now: float) -> Step:
     if now < s.since + pause_s:
         return _wait(s, f"{s.fruitless} epochs in a row made no step: the next one {pause_s:g} s after the last")
     s, broken = _count_edge_failures(s, asks, now)
-    s, granted = _grant_or_wait(s, asks, silent, suspected, await_returns)
+    overdue = grant is not None and now >= s.since + s.policy.evict_s
+    given_up = frozenset(r for r, _ in silent) if overdue else frozenset()
+    s, granted = _grant_or_wait(s, asks, silent, suspected, given_up, await_returns)
     granted = (*broken, *granted)
-    late = (
-        [(r, i) for r, i in silent if i is not None]
-        if s.grant and s.since is not None and now >= s.since + s.policy.evict_s
-        else []
-    )
+    late = [(r, i) for r, i in silent if i is not None] if overdue and s.since is not None else []
     evictions = tuple(Evict(r, i, f"silent for {s.policy.evict_s} s while its ring is broken") for r, i in late)
     return s, (*granted, *evictions)
 
@@ -261,6 +259,7 @@ def _grant_or_wait(
     asks: Mapping[int, OpenRequest],
     silent: list[tuple[int, str | None]],
     suspected: frozenset[int],
+    given_up: frozenset[int],
     await_returns: bool,
 ) -> Step:
     """Grant a new epoch to all that ask, if no absent replica that may live could hold something newer.
@@ -273,12 +272,13 @@ def _grant_or_wait(
         asks: The open requests, by replica.
         silent: Who should have asked, and is waited for no longer.
         suspected: The replicas that members saw die or fall silent.
+        given_up: The silent ones that are to end.
         await_returns: Whether replicas that are started again are waited for: they may find the state that they
             had.
     """
     present = frozenset((r, a.report.incarnation) for r, a in asks.items())
     overruled = overruled_attempts(s, (a.report for a in asks.values()))
-    judged = witnesses.judge(s, {r: without_overruled(s, a.report) for r, a in asks.items()})
+    judged = witnesses.judge(s, {r: without_overruled(s, a.report) for r, a in asks.items()}, given_up)
     s, doubted = witnesses.doubt(s, judged.doubted)
     notes: list[Effect] = [*doubted]
     if judged.open or not judged.believed:

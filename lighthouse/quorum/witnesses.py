@@ -16,7 +16,7 @@ When the ring breaks, replicas 1 and 2 report (1, 8): two name it, so the next e
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from ft_hsdp.core import state_id
@@ -205,7 +205,7 @@ def _has_left(s: LighthouseState, report: Report, epoch: int) -> bool:
     return report.after >= epoch or report.epoch > epoch or report.state.step >= s.policy.steps
 
 
-def judge(s: LighthouseState, reports: Mapping[int, Report]) -> Judgement:
+def judge(s: LighthouseState, reports: Mapping[int, Report], given_up: Collection[int] = frozenset()) -> Judgement:
     """Judge the reports of all that ask in a round.
 
     A member that has left the ring votes in it no more, so it knows all that this ring can have committed. What it
@@ -214,10 +214,16 @@ def judge(s: LighthouseState, reports: Mapping[int, Report]) -> Judgement:
     Args:
         s: What the lighthouse knows.
         reports: By replica, without overruled records.
+        given_up: Replicas that were told to end because they were silent for too long. If no supervisor can be
+            reached, their end is never known, so nobody waits for their word.
 
     Returns:
         Who is believed, who is not, and whom the round waits for.
     """
+
+    def silent(ring: Peers) -> tuple[int, ...]:
+        return tuple(r for r in ring.silent if r not in given_up)
+
     doubted = {r: o.state for r, o in reports.items() if _another_head(s, o) or _contradicted(s, o, reports)}
     believed, waits = dict[int, Report](), list[str]()
     for r, report in reports.items():
@@ -226,7 +232,7 @@ def judge(s: LighthouseState, reports: Mapping[int, Report]) -> Judgement:
         waits_for: tuple[int, ...] = ()
         if _unconfirmed(s, report.state, r, reports):
             ring = Peers.of(s, report, reports, report.state.commit_epoch)
-            waits_for += ring.intact + (() if follows_head(s, report) else ring.silent)
+            waits_for += ring.intact + (() if follows_head(s, report) else silent(ring))
             waits_for += (r,) if ring.left and not _has_left(s, report, report.epoch) else ()
             waits_for += (r,) if _uncertain(s, report) else ()
         prepared = report.prepared
@@ -236,14 +242,14 @@ def judge(s: LighthouseState, reports: Mapping[int, Report]) -> Judgement:
             if any(o.replica not in doubted for o in ring.left):
                 report = replace(report, prepared=None)
             elif not _next(s, prepared):
-                waits_for += ring.silent
+                waits_for += silent(ring)
         if report.doubt is not None and _unconfirmed(s, report.doubt, r, reports):
             ring = Peers.of(s, report, reports, report.doubt.commit_epoch)
             if any(o.replica not in doubted for o in ring.left):
                 report = replace(report, doubt=None)
         if report.diverged:
             ring = Peers.of(s, report, reports, report.epoch)
-            waits_for += ring.intact + ring.silent
+            waits_for += ring.intact + silent(ring)
         believed[r] = report
         if waits_for:
             waits.append(f"only replica {r} reports {report.state}; replica {waits_for[0]} may confirm it")

@@ -170,6 +170,15 @@ def test_the_last_one_left_is_believed_many_steps_after_the_head(job: Script):
     assert job.s.head == far.state_id
 
 
+def test_others_that_are_silent_for_too_long_are_waited_for_no_longer(job: Script):
+    """Their supervisor is cut off, too, so nobody will ever know that they have ended."""
+    far = record(at(1, 70), 1)
+    commit(job, X, 0, 1, 2)
+    job.ask(0, far.state_id, epoch=1, after=1, committed=far)
+    assert not job.wait(9.0).answers
+    assert job.wait(2.0).grant(0).base == far.state_id
+
+
 def test_members_that_agree_are_believed_at_once_after_the_lighthouse_was_away(job: Script):
     commit(job, X, 0, 1, 2)
     assert job.ask(0, at(1, 70), epoch=1).answers == {0: Continue(1, 71)}
