@@ -173,8 +173,8 @@ def hold_round(s: LighthouseState, now: float) -> Step:
         return _wait(s, f"{s.fruitless} epochs in a row made no step: the next one {pause_s:g} s after the last")
     s, broken = _count_edge_failures(s, asks, now)
     overdue = grant is not None and now >= s.since + s.policy.evict_s
-    given_up = frozenset(r for r, _ in silent) if overdue else frozenset()
-    s, granted = _grant_or_wait(s, asks, silent, suspected, given_up, await_returns)
+    evicted = frozenset(r for r, _ in silent) if overdue else frozenset()
+    s, granted = _grant_or_wait(s, asks, silent, suspected, evicted, await_returns)
     granted = (*broken, *granted)
     late = [(r, i) for r, i in silent if i is not None] if overdue and s.since is not None else []
     evictions = tuple(Evict(r, i, f"silent for {s.policy.evict_s} s while its ring is broken") for r, i in late)
@@ -259,7 +259,7 @@ def _grant_or_wait(
     asks: Mapping[int, OpenRequest],
     silent: list[tuple[int, str | None]],
     suspected: frozenset[int],
-    given_up: frozenset[int],
+    evicted: frozenset[int],
     await_returns: bool,
 ) -> Step:
     """Grant a new epoch to all that ask, if no absent replica that may live could hold something newer.
@@ -272,13 +272,13 @@ def _grant_or_wait(
         asks: The open requests, by replica.
         silent: Who should have asked, and is waited for no longer.
         suspected: The replicas that members saw die or fall silent.
-        given_up: The silent ones that are to end.
+        evicted: The silent ones that are to end.
         await_returns: Whether replicas that are started again are waited for: they may find the state that they
             had.
     """
     present = frozenset((r, a.report.incarnation) for r, a in asks.items())
     overruled = overruled_attempts(s, (a.report for a in asks.values()))
-    judged = witnesses.judge(s, {r: without_overruled(s, a.report) for r, a in asks.items()}, given_up)
+    judged = witnesses.judge(s, {r: without_overruled(s, a.report) for r, a in asks.items()}, evicted)
     s, doubted = witnesses.doubt(s, judged.doubted)
     notes: list[Effect] = [*doubted]
     if judged.open or not judged.believed:

@@ -205,7 +205,7 @@ def _has_left(s: LighthouseState, report: Report, epoch: int) -> bool:
     return report.after >= epoch or report.epoch > epoch or report.state.step >= s.policy.steps
 
 
-def judge(s: LighthouseState, reports: Mapping[int, Report], given_up: Collection[int] = frozenset()) -> Judgement:
+def judge(s: LighthouseState, reports: Mapping[int, Report], evicted: Collection[int] = frozenset()) -> Judgement:
     """Judge the reports of all that ask in a round.
 
     A member that has left the ring votes in it no more, so it knows all that this ring can have committed. What it
@@ -214,7 +214,7 @@ def judge(s: LighthouseState, reports: Mapping[int, Report], given_up: Collectio
     Args:
         s: What the lighthouse knows.
         reports: By replica, without overruled records.
-        given_up: Replicas that were told to end because they were silent for too long. If no supervisor can be
+        evicted: Replicas that were told to end because they were silent for too long. If no supervisor can be
             reached, their end is never known, so nobody waits for their word.
 
     Returns:
@@ -222,7 +222,7 @@ def judge(s: LighthouseState, reports: Mapping[int, Report], given_up: Collectio
     """
 
     def silent(ring: Peers) -> tuple[int, ...]:
-        return tuple(r for r in ring.silent if r not in given_up)
+        return tuple(r for r in ring.silent if r not in evicted)
 
     doubted = {r: o.state for r, o in reports.items() if _another_head(s, o) or _contradicted(s, o, reports)}
     believed, waits = dict[int, Report](), list[str]()
