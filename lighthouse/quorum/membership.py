@@ -172,7 +172,7 @@ def hold_round(s: LighthouseState, now: float) -> Step:
     if now < s.since + pause_s:
         return _wait(s, f"{s.fruitless} epochs in a row made no step: the next one {pause_s:g} s after the last")
     s, broken = _count_edge_failures(s, asks, now)
-    overdue = grant is not None and now >= s.since + s.policy.evict_s
+    overdue = grant is not None and s.since is not None and now >= s.since + s.policy.evict_s
     evicted = frozenset(r for r, _ in silent) if overdue else frozenset()
     s, granted = _grant_or_wait(s, asks, silent, suspected, evicted, await_returns)
     granted = (*broken, *granted)
