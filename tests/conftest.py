@@ -30,8 +30,10 @@ if "XDG_STATE_HOME" not in os.environ:  # checkpoints of tests are signed with a
     os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ft_hsdp-state-")
     atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
-# Whoever runs the tests in the background has SIGINT ignored, and what they start would inherit that.
+# Whoever runs the tests in the background, or with nohup, has SIGINT or SIGHUP ignored, and what they start would
+# inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # In continuous integration everything but a GPU is there: a test that is skipped for want of something has failed.
 SKIP_NOTHING = os.environ.get("FT_HSDP_SKIP_NOTHING") == "1"

@@ -393,7 +393,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         [(where, "raise_head", lambda s, _: s) for where in (witnesses, membership)],
         bounds(replicas=2, deaths=1),
         True,
-        "stuck: ",
+        "identity: ",
     ),
     "an empty store begins with whoever asks": (
         [(membership, "_silent", lambda *_: []), (membership, "_unheard", lambda *_: [])],

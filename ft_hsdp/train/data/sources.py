@@ -73,7 +73,7 @@ class DataSources:
         facts = {"kind": type(source).__name__}
         if hasattr(type(source), "__len__"):
             facts["length"] = str(len(source))
-        if isinstance(reader, Prefetcher):
+        if isinstance(reader, Prefetcher) and self._place.rank == 0:  # the others may hold their own part alone
             read = partial(reader.read, MicroBatch(0, 0, 0, 0), PROBE_S)
             facts |= sample_facts(1, lambda _: read(), until)
         return facts
