@@ -400,6 +400,8 @@ def _check_agreed(run: RunDir, config: Config) -> None:
         return
     found = difference(agreed(config), agreed(recorded))
     if found is not None:
-        raise ConfigError(
-            found[0], found[1], f"{found[2]}, as in the run {run.name}; another job.name is another run"
+        same = "the same file: put it back" if found[0] == ENTRY else "the same"
+        allowed = (
+            f"{found[2]}, as in the run {run.name}: all replicas need {same}; another job.name is another run"
         )
+        raise ConfigError(found[0], found[1], allowed)

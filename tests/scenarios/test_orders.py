@@ -65,7 +65,7 @@ def test_ctrl_c_once_writes_the_state_and_the_same_command_goes_on_from_it(tmp_p
         assert (stopped["failures"], stopped.get("lost")) == ([], None)
         said = job.log.read_text()
         assert (
-            "stopping: the step is ended, a checkpoint is written, all leave within 10 s; once more stops" in said
+            "stopping: the step is ended, a checkpoint is written, all leave within 10 s; Ctrl-C once more" in said
         )
         assert f"the state of step {stopped['steps']} is in {tmp_path / 'checkpoints'}: the same command" in said
     steps = stopped["steps"] + 20
