@@ -19,7 +19,7 @@ from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import Config, agreed, load
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.lighthouse_client import Unproved, get_proved, parse_urls, urls_of_run
-from ft_hsdp.core.replica_state import difference
+from ft_hsdp.core.replica_state import ENTRY, difference
 from ft_hsdp.errors import (
     EXIT_CONFIG,
     EXIT_HARDWARE,
