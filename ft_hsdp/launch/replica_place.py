@@ -23,7 +23,7 @@ from ft_hsdp.launch.failures import IncarnationEnd
 from ft_hsdp.launch.incarnation_watch import LOOK_S, CommitWatch
 from ft_hsdp.launch.lighthouse_link import SupervisorLink
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.directory import RunDir, read_json
 
 
 class ReplicaPlace:
@@ -58,6 +58,7 @@ class ReplicaPlace:
             ""  # the incarnation since the last `find` that was told to leave, so that it can grow
         )
         self._all = config.ranks_per_replica
+        self._steps = config.train.steps
         self._replica = replica
         self._timeouts = config.timeouts
         self._run = run
@@ -154,12 +155,12 @@ class ReplicaPlace:
         """Return whether an incarnation that was told to leave because it can grow did so, or was killed for it.
 
         It is killed if it does not leave within timeouts.stop_s. That says nothing against its ranks or hosts.
+        A script that answers SIGTERM with `Job.leave` has not ended its part of the job.
         """
-        if (
-            self.told_to_leave != current.name
-            or current.evicted is not None
-            or self._run.final(self._replica).exists()
-        ):
+        if self.told_to_leave != current.name or current.evicted is not None or self._progress.finished:
+            return False
+        final = read_json(self._run.final(self._replica)) or {}
+        if final.get("step", 0) >= self._steps:
             return False
         return all(rank.killed or rank.code in LEAVING for rank in current.ranks.values())
 
