@@ -177,9 +177,9 @@ def _forget_the_yes(broken: Callable[..., Step]) -> Callable[..., Step]:
 def _silence_is_death(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
     """Whoever is silent beyond its grace counts as gone."""
 
-    def mutant(s: state.LighthouseState, asks: Any, silent: Any, accused: Any, patient: bool) -> state.Step:
+    def mutant(s: state.LighthouseState, asks: Any, silent: Any, *others: Any) -> state.Step:
         gone = {(r, incarnation) for r, incarnation in silent if incarnation is not None}
-        return form(replace(s, exited=s.exited | gone), asks, silent, accused, False)
+        return form(replace(s, exited=s.exited | gone), asks, silent, *others[:-1], False)
 
     return mutant
 
@@ -205,8 +205,8 @@ def _no_digest(reduced: Callable[..., Step]) -> Callable[..., Step]:
 def _impatient(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
     """Whoever has exited is taken to come back with nothing."""
 
-    def mutant(s: state.LighthouseState, asks: Any, silent: Any, accused: Any, patient: bool) -> state.Step:
-        return form(s, asks, silent, accused, False)
+    def mutant(s: state.LighthouseState, *round_: Any) -> state.Step:
+        return form(s, *round_[:-1], False)
 
     return mutant
 

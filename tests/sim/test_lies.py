@@ -54,7 +54,7 @@ def _believe(s: state.LighthouseState, report: Report) -> state.Step:
     return state.raise_head(s, report.state), ()
 
 
-def _all_are_right(_: state.LighthouseState, reports: Mapping[int, Report]) -> witnesses.Judgement:
+def _all_are_right(_: state.LighthouseState, reports: Mapping[int, Report], *__: Any) -> witnesses.Judgement:
     """Nothing that a round hears is judged."""
     return witnesses.Judgement(dict(reports), {})
 

@@ -259,7 +259,7 @@ def test_a_record_that_a_later_decision_passed_over_stays_dead() -> None:
     s = scenario(**faults).play(*lines)
     s.run_out()
     assert len(set(s.world.content)) == 1
-    everything = mock.patch.object(witnesses, "judge", lambda _, reports: witnesses.Judgement(dict(reports), {}))
+    everything = mock.patch.object(witnesses, "judge", lambda _, reports, *__: witnesses.Judgement(dict(reports), {}))
     with everything, mock.patch.object(membership, "overruled", return_value=False):
         s = scenario(**faults).play(*lines, "the grace of the silent ends")
         with pytest.raises(Violation, match="two histories"):
