@@ -223,7 +223,7 @@ def test_a_full_disk_costs_the_files_of_a_supervisor_and_of_a_leader_and_nobody_
     try_write_json(tmp_path / "processes.json", {"pid": 1})
     with open_log(tmp_path / "rank0.log") as nowhere:
         nowhere.write(b"lost")
-    log.final(StateId(1, 2, "ab" * 16), "cd" * 16, True, "ef" * 16)
+    log.final(StateId(1, 2, "ab" * 16), "cd" * 16, "ef" * 16, built_in=True, of_job=True)
     assert recorder.finish()["steps"] == 0
     log.close()
     recorder.close()

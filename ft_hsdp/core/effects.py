@@ -139,6 +139,7 @@ class Exit:
     code: int  # exit code of its processes (`ft_hsdp.errors`)
     reason: str  # one line for the journal
     done: bool = False  # its script has ended its part: the state that the ranks hold is the last one
+    for_all: bool = False  # `Job.stop` has ended the job: the same is true of the other replicas
 
 
 Effect = (

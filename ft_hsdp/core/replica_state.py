@@ -160,7 +160,7 @@ class Replica:
     # Departure.
     departing: bool = False  # told to leave by its own process
     quits: bool = False  # by its script, or by that of another replica, for good
-    stops: bool = False  # its script has stopped the job
+    stops: bool = False  # its script, or that of another replica, has stopped the job
     ended: bool = False  # its script trains no further step
     dismissed: bool = False  # the lighthouse wants it to leave when the others can spare it
 

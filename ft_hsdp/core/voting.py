@@ -276,7 +276,7 @@ def _decide(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> Step
     record, grant, s = s.record, s.grant, checkpoint.token_decided(s, token)
     assert grant is not None
     if token.stop:
-        token, s = replace(token, leaving=grant.ring), replace(s, departing=True, quits=True)
+        token, s = replace(token, leaving=grant.ring), replace(s, departing=True, quits=True, stops=True)
     applied: tuple[Effect, ...] = (Commit(record),)
     staying = tuple(r for r in token.equal if r not in token.leaving)
     # A replica that was told to leave after its vote stays for another step: the others must know before they
@@ -335,7 +335,7 @@ def leave_job(s: Replica) -> Step:
     if s.writing is not None and state_id.same(s.writing, s.state):
         return s, left
     done = s.quits and s.verified
-    return replace(s, phase=Phase.DONE), (*left, Exit(0, QUIT if done else LEFT, done))
+    return replace(s, phase=Phase.DONE), (*left, Exit(0, QUIT if done else LEFT, done, done and s.stops))
 
 
 def end_loop(s: Replica) -> Step:

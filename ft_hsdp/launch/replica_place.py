@@ -5,8 +5,7 @@ goes on with the ranks that have a host, down to `memory.shrink_to` of them (ADR
 once there is a place for all. If fewer ranks end before they contribute, their number may be the reason:
 `core.restart.NarrowEnds` decides with how few the replica is still started.
 
-`ReplicaSupervisor` calls `find` before an incarnation, `grow` while it runs, and `has_left_to_grow` and `too_few`
-after its end. All of it belongs to the supervisor's event loop.
+`ReplicaSupervisor` calls `find` before an incarnation, `grow` while it runs, and `too_few` after its end. All of it belongs to the supervisor's event loop.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from collections.abc import Callable, Collection
 from ft_hsdp.config import Config
 from ft_hsdp.core import restart
 from ft_hsdp.errors import EXIT_HARDWARE, EXIT_UNREACHABLE
-from ft_hsdp.launch.backend.base import DONE, LEAVING, LEFT, NOT_STARTED, STRAY, Backend, ReplicaProcess
+from ft_hsdp.launch.backend.base import DONE, LEFT, NOT_STARTED, STRAY, Backend, ReplicaProcess
 from ft_hsdp.launch.failures import IncarnationEnd
 from ft_hsdp.launch.incarnation_watch import LOOK_S, CommitWatch
 from ft_hsdp.launch.lighthouse_link import SupervisorLink
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.run.directory import RunDir, read_json
+from ft_hsdp.launch.run.directory import RunDir
 
 
 class ReplicaPlace:
@@ -54,11 +53,8 @@ class ReplicaPlace:
             event: Writes an event of the replica: takes its name, the reason, and its other fields by keyword.
         """
         self.ranks = config.ranks_per_replica  # of the next incarnation: fewer while hosts are missing
-        self.told_to_leave = (
-            ""  # the incarnation since the last `find` that was told to leave, so that it can grow
-        )
+        self.told_to_leave = ""  # the incarnation since the last `find` that was to leave, so that it can grow
         self._all = config.ranks_per_replica
-        self._steps = config.train.steps
         self._replica = replica
         self._timeouts = config.timeouts
         self._run = run
@@ -150,19 +146,6 @@ class ReplicaPlace:
         current.send(signal.SIGTERM)
         if not await current.wait_for(lambda: not current.living, self._timeouts.stop_s):
             current.kill()
-
-    def has_left_to_grow(self, current: ReplicaProcess) -> bool:
-        """Return whether an incarnation that was told to leave because it can grow did so, or was killed for it.
-
-        It is killed if it does not leave within timeouts.stop_s. That says nothing against its ranks or hosts.
-        A script that answers SIGTERM with `Job.leave` has not ended its part of the job.
-        """
-        if self.told_to_leave != current.name or current.evicted is not None or self._progress.finished:
-            return False
-        final = read_json(self._run.final(self._replica)) or {}
-        if final.get("step", 0) >= self._steps:
-            return False
-        return all(rank.killed or rank.code in LEAVING for rank in current.ranks.values())
 
     def too_few(
         self, current: ReplicaProcess, end: IncarnationEnd, lost_hosts: Collection[str], cause: str

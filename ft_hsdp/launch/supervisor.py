@@ -32,6 +32,7 @@ from ft_hsdp.launch.backend.base import (
     NOT_STARTED,
     STRAY,
     Backend,
+    RankProcess,
     ReplicaProcess,
     ReplicaSpec,
     kind_of,
@@ -296,7 +297,7 @@ class ReplicaSupervisor:
             self._backend.settled(spec)
             return Life(self._lose(f"pids {stuck} do not end after SIGKILL"))
         if not kind:
-            kind, rank = (LEFT, None) if self._place.has_left_to_grow(current) else current.verdict()
+            kind, rank = self._verdict(current)
             why = current.evicted or (current.explain(rank) if rank else f"all ranks ended: {kind}")
         lost_hosts = self._backend.lost_hosts(self.replica)  # at once: one may be back when the replica starts
         self._link.exited(self.replica, current.name)
@@ -341,6 +342,22 @@ class ReplicaSupervisor:
             else self._judge(end, why, lost_hosts, others_train)
         )
         return Life(outcome, cause, committed, error=essence)
+
+    def _verdict(self, current: ReplicaProcess) -> tuple[str, RankProcess | None]:
+        """Return why an incarnation ended, as `ReplicaProcess.verdict` does, and whether it only left.
+
+        One that was stopped, sent away, or told to leave so that it can grow, may be wanted again: it is not done
+        because its script has called `Job.leave` then. One that was killed because it did not leave in time to
+        grow has left, too: that says nothing against its ranks or hosts.
+        """
+        kind, rank = current.verdict()
+        grows = current.name == self._place.told_to_leave
+        told = grows or self._stopping or self._dismissed
+        if not told or current.evicted is not None or self._progress.finished:
+            return kind, rank
+        left = not (current.final or {}).get("of_job") if kind == DONE else grows
+        went = all(each.killed or each.code in LEAVING for each in current.ranks.values())
+        return (LEFT, None) if left and went else (kind, rank)
 
     def _blame(self, current: ReplicaProcess, end: IncarnationEnd, said: RankEnd | None, why: str) -> None:
         """Blame the units that were in flight, if they have ended processes again and again."""

@@ -517,13 +517,13 @@ class StepDriver:
         here, state = self.here, self._live_state.state
         assert state is not None
         here.runtime.snapshots.request(state, self._config.timeouts.final_wait_s)
-        self._write_final()
+        self._write_final(of_job=True)
         here.runtime.concluded()
 
-    def _write_final(self) -> None:
+    def _write_final(self, of_job: bool) -> None:
         here, state, digest = self.here, self._live_state.state, self._live_state.digest()
         if here.log is not None and state is not None:
-            here.log.final(state, digest, here.built_in, config_hash(self._config))
+            here.log.final(state, digest, config_hash(self._config), built_in=here.built_in, of_job=of_job)
 
     @property
     def over(self) -> bool:
@@ -531,10 +531,14 @@ class StepDriver:
         state = self._live_state.state
         return self._left or (state is not None and state.step >= self._config.train.steps)
 
-    def conclude(self) -> None:
-        """Take the live state for the last one, because the script has ended training before. A collective."""
+    def conclude(self, of_job: bool) -> None:
+        """Take the live state for the last one, because the script has ended training before. A collective.
+
+        Args:
+            of_job: Whether it is the last one of all replicas.
+        """
         self._left = True
-        self._write_final()
+        self._write_final(of_job)
 
 
 def _named(at: MicroBatch) -> str:

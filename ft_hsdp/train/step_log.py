@@ -166,17 +166,18 @@ class StepLog:
         if self._tee_logged is not None:
             self._tee_logged(row)
 
-    def final(self, state: StateId, digest: str, built_in: bool, config: str) -> None:
+    def final(self, state: StateId, digest: str, config: str, *, built_in: bool, of_job: bool) -> None:
         """Note the final state.
 
         Args:
             state: Its name.
             digest: Of its whole content.
-            built_in: Whether the trainer of this package has trained it.
             config: Hash of the configuration that it was trained by.
+            built_in: Whether the trainer of this package has trained it.
+            of_job: Whether it is that of all replicas, and not only the last one of this replica.
         """
         loop = "built-in" if built_in else "own"
-        who = {"incarnation": self._incarnation, "loop": loop, "config_hash": config}
+        who = {"incarnation": self._incarnation, "loop": loop, "config_hash": config, "of_job": of_job}
         body = {**asdict(state), "digest": digest, **who}
         try:
             replace_json(self._final, body)

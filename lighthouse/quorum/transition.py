@@ -51,6 +51,7 @@ from lighthouse.quorum.state import (
     begin_anew,
     continue_grant,
     store_behind,
+    wanted,
     with_view,
 )
 from lighthouse.quorum.witnesses import above, agree, hear, vouched
@@ -284,8 +285,10 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
             if not (s.diverged or s.rewinding) and agree(s, view.ask.report):
                 s, ended = _split(s, view.ask.report, event.now)
                 notes += ended
-    members = s.grant.members if s.grant is not None else ()
-    if members and not s.finished and all(s.views[m.replica].ended for m in members):
+    members = [m.replica for m in s.grant.members] if s.grant is not None else []
+    done = [r for r in members if s.views[r].ended]
+    gone = [r for r in members if s.views[r].down and not wanted(s, r)]  # sent away, and not back since
+    if done and not s.finished and {*done, *gone} == {*members}:
         s = replace(s, finished=True)  # no other replica trains: what still starts is told that it comes too late
         notes.append(Note("JobFinished", f"the scripts of all replicas have ended, at {s.head}"))
     return s, tuple(notes)

@@ -153,7 +153,7 @@ async def test_sigkill_of_one_rank_kills_the_stopped_other_one_and_restarts_both
 async def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_together(
     run_dir: RunDir, plan: Plan
 ) -> None:
-    plan({"1": {"0": {"0": ["final"], "1": ["exit-when", "go", 0]}}})
+    plan({"1": {"0": {"0": ["final", False], "1": ["exit-when", "go", 0]}}})
     async with World(run_dir).running() as world:
         current = world.supervisor
         await until(lambda: current.current and current.current.first, "the first exit")
@@ -370,6 +370,34 @@ async def test_a_drained_replica_that_has_left_stays_away_until_it_is_undrained_
         await world.waiting(2)
         assert [e["reason"] for e in world.named("ReplicaStarted")] == ["first start"] + ["it is wanted"] * 2
         assert world.named("RestartScheduled") == []
+
+
+@pytest.mark.parametrize("of_job", [False, True])
+@pytest.mark.parametrize("how", ["drain", "stop"])
+async def test_a_script_that_leaves_for_good_because_it_was_sent_away_is_not_done(
+    run_dir: RunDir, plan: Plan, how: str, of_job: bool
+) -> None:
+    """It answers SIGTERM with job.leave; only the end of the whole job counts then."""
+    rank = ["final", of_job, "go"]
+    plan({"1": {"0": {"0": rank, "1": rank}, "1": {"0": ["exit", 0], "1": ["exit", 0]}}})
+    async with World(run_dir, budget=0).running() as world:
+        ready = [run_dir.path / f"go-awaited-{n}" for n in (0, 1)]
+        await until(lambda: all(file.exists() for file in ready), "the start")
+        stopping = asyncio.create_task(world.supervisor.stop(grace_s=9) if how == "stop" else asyncio.sleep(0))
+        if how == "drain":
+            drain(world, 1)
+        await asyncio.sleep(0)
+        (run_dir.path / "go").touch()
+        if how == "stop" or of_job:
+            assert (await world.task).kind == ("done" if of_job else "stopped")
+            assert ("ended" in world.book.names) is of_job
+            await stopping
+            return
+        await until(lambda: world.supervisor.resting, "the rest")
+        assert world.named("ReplicaExited")[-1]["kind"] == "stopped"
+        drain(world, 0)
+        await until(lambda: len(world.named("ReplicaExited")) == 2, "the next life")
+        assert world.named("ReplicaExited")[-1]["kind"] == "exit 0 before the end", "the file is of the first"
 
 
 async def test_a_replica_may_hear_of_its_drain_before_its_supervisor_does(run_dir: RunDir, plan: Plan) -> None:

@@ -71,8 +71,8 @@ def test_a_new_life_appends(tmp_path: Path) -> None:
 
 def test_the_final_state_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     log = StepLog(tmp_path, "0-x-1")
-    log.final(RECORD.state_id, "ab" * 32, True, "e" * 64)
-    log.final(RECORD.state_id, "cd" * 32, False, "f" * 64)
+    log.final(RECORD.state_id, "ab" * 32, "e" * 64, built_in=True, of_job=True)
+    log.final(RECORD.state_id, "cd" * 32, "f" * 64, built_in=False, of_job=False)
     said = json.loads((tmp_path / "final.json").read_text())
     assert said == {
         "commit_epoch": 3,
@@ -82,6 +82,7 @@ def test_the_final_state_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> No
         "incarnation": "0-x-1",
         "loop": "own",
         "config_hash": "f" * 64,
+        "of_job": False,
     }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["commits.jsonl", "fed.jsonl", "final.json"]
 

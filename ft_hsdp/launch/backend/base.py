@@ -24,7 +24,7 @@ from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.processes import last_line
 from ft_hsdp.launch.backend.rank_end import Cause, RankEnd
 from ft_hsdp.launch.progress import Changes
-from ft_hsdp.launch.run.directory import RunDir, try_write_json
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json, try_write_json
 
 COLD = "cold"
 WARM = "from a spare"
@@ -343,6 +343,12 @@ class ReplicaProcess(Changes):
         self.first = self.first or gone
         self.wake()
 
+    @property
+    def final(self) -> Row | None:
+        """Return what this incarnation has said of its last state; None: it has not trained to its end."""
+        said = read_json(self._run.final(self.replica))
+        return said if said and said.get("incarnation") == self.name else None
+
     def send(self, number: int) -> None:
         """Send a signal to every rank that has not exited."""
         for rank in self.living:
@@ -364,7 +370,7 @@ class ReplicaProcess(Changes):
             return EVICTED, None
         own = [rank for rank in self.ranks.values() if not rank.killed and rank.code is not None]
         if len(own) == self.spec.size and all(rank.code in LEAVING for rank in own):
-            if self._run.final(self.replica).exists():
+            if self.final is not None:
                 return DONE, None
             return (LEFT if any(rank.code == EXIT_LEFT for rank in own) else STRAY), None
         own.sort(key=lambda rank: rank is not self.first)

@@ -117,6 +117,13 @@ def test_a_drained_member_is_told_to_leave_and_the_others_go_on_without_it_at_a_
     assert describe(job.s, 1, {}, "") == ("drained", "an operator drained it")
 
 
+def test_a_job_has_ended_if_all_have_but_a_drained_member_that_left_before(job: Script) -> None:
+    order(job, "drain", 1)
+    step(job, 2, 0, 1, 2)
+    assert not job.runs({0: None, 2: None}, [(0, 0), (2, 0)], ended=(0, 2)).notes.get("JobFinished"), "1 runs"
+    assert job.runs({1: None}, [(1, 0)], ended=(0, 2)).notes["JobFinished"]
+
+
 def test_a_drained_replica_that_asks_to_join_is_refused_and_disturbs_nobody(job: Script) -> None:
     job.runs({2: None}, [(2, 0)])
     assert step(job, 2, 0)[0].ring == (0, 1)

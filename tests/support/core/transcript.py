@@ -260,8 +260,8 @@ class Driver:
                 return "forget all snapshots"
             case effects.DropCopies(replicas):
                 return f"forget copies of {list(replicas)}"
-            case effects.Exit(code, reason, done):
-                return f"exit {code}{', done' if done else ''}: {reason}"
+            case effects.Exit(code, reason, done, for_all):
+                return f"exit {code}{', done' if done else ''}{' for all' if for_all else ''}: {reason}"
 
     def _state(self) -> str:
         s = self.me

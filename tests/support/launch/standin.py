@@ -48,8 +48,13 @@ def main(config: Config, calling: IncarnationSource, run: Path) -> int:
     match action:
         case ["exit", code]:
             return int(code)
-        case ["final"]:
-            write_json(RunDir(run).final(replica), {"step": 1})
+        case ["final", of_job, *when]:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            for name in when:
+                (run / f"{name}-awaited-{os.environ['RANK']}").touch()
+                wait_for(run / name)
+            said = {"step": 1, "incarnation": str(calling.poll()), "of_job": of_job}
+            write_json(RunDir(run).final(replica), said)
             return 0
         case ["exit-when", name, code]:
             wait_for(run / name)

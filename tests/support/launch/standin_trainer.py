@@ -76,6 +76,6 @@ def main(config: Config, calling: IncarnationSource, path: Path) -> int:
         row = commit(step, ranks=ranks, who=healthy, t=time.time(), step_s=STEP_S)
         row["contributions"] = row["contributions"][:1]
         commits.write(row)
-    final = {"step": step, "commit_epoch": 1, "lineage": f"L{step}", "digest": "d", "incarnation": "x"}
+    final = {"step": step, "commit_epoch": 1, "lineage": f"L{step}", "digest": "d", "incarnation": str(call)}
     write_json(run.final(replica), final)
     return 0
