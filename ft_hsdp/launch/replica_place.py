@@ -5,7 +5,8 @@ goes on with the ranks that have a host, down to `memory.shrink_to` of them (ADR
 once there is a place for all. If fewer ranks end before they contribute, their number may be the reason:
 `core.restart.NarrowEnds` decides with how few the replica is still started.
 
-`ReplicaSupervisor` calls `find` before an incarnation, `grow` while it runs, and `too_few` after its end. All of it belongs to the supervisor's event loop.
+`ReplicaSupervisor` calls `find` before an incarnation, `grow` while it runs, and `too_few` after its end. All of
+it belongs to the supervisor's event loop.
 """
 
 from __future__ import annotations

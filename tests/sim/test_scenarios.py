@@ -259,7 +259,8 @@ def test_a_record_that_a_later_decision_passed_over_stays_dead() -> None:
     s = scenario(**faults).play(*lines)
     s.run_out()
     assert len(set(s.world.content)) == 1
-    everything = mock.patch.object(witnesses, "judge", lambda _, reports, *__: witnesses.Judgement(dict(reports), {}))
+    believed = lambda _, reports, *__: witnesses.Judgement(dict(reports), {})  # noqa: E731
+    everything = mock.patch.object(witnesses, "judge", believed)
     with everything, mock.patch.object(membership, "overruled", return_value=False):
         s = scenario(**faults).play(*lines, "the grace of the silent ends")
         with pytest.raises(Violation, match="two histories"):

@@ -146,9 +146,7 @@ class Script:
         """A supervisor says which lives run, which have exited, and which replicas are done."""
         processes = {r: None if life is None else name(r, life) for r, life in running.items()}
         gone = frozenset((r, name(r, life)) for r, life in exited)
-        return self.feed(
-            ProcessesReported(processes, gone, frozenset(lost), self.now, ended=frozenset(ended))
-        )
+        return self.feed(ProcessesReported(processes, gone, frozenset(lost), self.now, ended=frozenset(ended)))
 
     def wait(self, seconds: float) -> Out:
         """Time passes."""
