@@ -287,8 +287,8 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
                 notes += ended
     members = [m.replica for m in s.grant.members] if s.grant is not None else []
     done = [r for r in members if s.views[r].ended]
-    gone = [r for r in members if s.views[r].down and not wanted(s, r)]  # sent away, and not back since
-    if done and not s.finished and {*done, *gone} == {*members}:
+    absent = [r for r in members if s.views[r].down and not wanted(s, r)]  # sent away, and not back since
+    if done and not s.finished and {*done, *absent} == {*members}:
         s = replace(s, finished=True)  # no other replica trains: what still starts is told that it comes too late
         notes.append(Note("JobFinished", f"the scripts of all replicas have ended, at {s.head}"))
     return s, tuple(notes)
