@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 WAIT_S = 0.1  # longest wait of a caller for the thread that writes its line
 CLOSE_S = 2.0  # the same at the end
@@ -274,15 +274,28 @@ def _filler(length: int) -> bytes:
     return row.ljust(length - 1) + b"\n"
 
 
+class Sink(Protocol):
+    """Takes lines, and waits as long as what is behind it does: a `LineWriter`, or a terminal."""
+
+    def append(self, line: bytes, /) -> bool:
+        """Append one line, which ends with a newline, and return whether it was taken."""
+
+    def missed(self, lines: int, why: str) -> None:
+        """Count lines that were lost before they came here."""
+
+    def close(self) -> None:
+        """Take no more lines."""
+
+
 class Queued:
-    """A `LineWriter` for a control loop: a thread writes the lines. Thread-safe.
+    """A file or another sink of lines for a control loop: a thread writes the lines. Thread-safe.
 
     A caller waits at most `WAIT_S` for its line, and not at all while lines before it are overdue. Lines that find
     no place in the queue are lost.
     """
 
-    def __init__(self, path: Path, lost: Callable[[Lost], None] | None = None) -> None:
-        self._lines = LineWriter(path, lost)
+    def __init__(self, to: Path | Sink, lost: Callable[[Lost], None] | None = None) -> None:
+        self._lines: Sink = LineWriter(to, lost) if isinstance(to, Path) else to
         self._queue: deque[bytes] = deque()
         self._taken = self._written = self._missed = 0
         self._late = False
@@ -291,8 +304,11 @@ class Queued:
         self._thread: threading.Thread | None = None
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append one row to the file."""
-        line = strict(row).encode() + b"\n"
+        """Append one row."""
+        self.append(strict(row).encode() + b"\n")
+
+    def append(self, line: bytes) -> None:
+        """Append one line, which ends with a newline."""
         with self._changed:
             if self._closed or len(self._queue) >= QUEUE:
                 self._missed += 1
@@ -313,6 +329,13 @@ class Queued:
         """Wait until all lines are written or lost, and return False after `wait_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._written >= self._taken, wait_s)
+
+    def drain(self) -> None:
+        """Wait until all lines are written or lost, for as long as one of them is within `CLOSE_S`."""
+        before = -1
+        while before < self._written and not self.flush(0.0):
+            before = self._written
+            self.flush()
 
     def close(self) -> None:
         """Write what waits, for at most `CLOSE_S`, and close the file."""

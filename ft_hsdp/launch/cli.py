@@ -20,7 +20,7 @@ from ft_hsdp import secret
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.arguments import ORDERS, build_parser
-from ft_hsdp.launch.backend.processes import forgiving
+from ft_hsdp.launch.backend.processes import drain, forgiving
 from ft_hsdp.launch.render import command as rendering
 from ft_hsdp.launch.run.directory import RunDir, find_run, find_running, read_json
 from ft_hsdp.lifetime import outlive_notices
@@ -69,20 +69,24 @@ def _hold_descriptors() -> None:
     sys.stdout, sys.stderr = sys.stdout or forgiving(1), sys.stderr or forgiving(2)
 
 
-def _outlive_output() -> None:
-    """Let no fault of stdout and stderr end the job that this process runs, nor a notice: see `lifetime`."""
+def _outlive_output(json: bool) -> None:
+    """Let no fault of stdout and stderr end or stop the job that this process runs, nor a notice (`lifetime`).
+
+    Args:
+        json: Whether stdout gets one document after the job: that one waits for its reader.
+    """
     outlive_notices()
     if sys.stdout is sys.__stdout__:
-        sys.stdout = forgiving(1)
+        sys.stdout = forgiving(1, patient=not json)
     if sys.stderr is sys.__stderr__:
-        sys.stderr = forgiving(2)
+        sys.stderr = forgiving(2, patient=True)
 
 
 def _main(argv: Sequence[str]) -> int:
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     if args.command in JOBS:
-        _outlive_output()
+        _outlive_output(getattr(args, "json", False))
     overrides = [word for word in rest if word.startswith("--") and "=" in word]
     unknown = [word for word in rest if word not in overrides]
     if missing := next((word for word in unknown if "config" in args and _OVERRIDE.match(word)), None):
@@ -350,6 +354,7 @@ def _finish_output() -> None:
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
             stream.flush()
+            drain(stream)
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
         except ValueError:  # it is closed

@@ -339,7 +339,7 @@ class ReplicaSupervisor:
         outcome = (
             Outcome("config", f"each replica ends with the same error before the first step: {why}")
             if wrong
-            else self._judge(end, why, lost_hosts, others_train)
+            else self._judge(end, why, essence, lost_hosts, others_train)
         )
         return Life(outcome, cause, committed, error=essence)
 
@@ -469,7 +469,7 @@ class ReplicaSupervisor:
         self._event("ProcessExited", why, rank=first.rank, pid=first.pid, kind=kind_of(first), **quiet)
 
     def _judge(
-        self, end: IncarnationEnd, why: str, lost_hosts: tuple[str, ...], others_train: bool
+        self, end: IncarnationEnd, why: str, error: str, lost_hosts: tuple[str, ...], others_train: bool
     ) -> Outcome | None:
         """Return the outcome of the replica after the end of an incarnation; None: it is started again.
 
@@ -481,8 +481,13 @@ class ReplicaSupervisor:
             return Outcome("done", why)
         if self._stopping:
             return Outcome("stopped", why)
-        if end.code in (EXIT_CONFIG, EXIT_USAGE) and not self._proven():
-            return Outcome("config", why)
+        if end.code in (EXIT_CONFIG, EXIT_USAGE):
+            if not self._proven():
+                return Outcome("config", why)
+            if error and error == self._restarts.error:  # it is wrong on another machine, too, or there is none
+                told = f"it is refused again, while others train: {why}"
+                if self._restarts.same > 1 or not self._backend.cordon(self.replica, end.host, told, False):
+                    return self._lose(told)
         decision = self._failures.judge(end, lost_hosts, others_train)
         if decision.action is Action.HALT:
             return self._halt(end, decision.reason, why)

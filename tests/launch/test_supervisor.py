@@ -228,6 +228,17 @@ async def test_a_configuration_that_has_trained_is_not_to_blame(run_dir: RunDir,
         assert (await world.task).kind == "stopped"
 
 
+async def test_a_replica_that_is_refused_again_while_others_train_is_given_up(run_dir: RunDir, plan: Plan) -> None:
+    """Its data or its script are wrong, and no other host is there to try: its budget says nothing about that."""
+    plan({"1": {str(n): {"0": ["bad-config"]} for n in range(3)}})
+    world = World(run_dir, budget=9)
+    world.proven = True
+    async with world.running():
+        outcome = await world.task
+        assert (outcome.kind, len(world.named("ReplicaStarted"))) == ("lost", 2)
+        assert "model.dim: got 3; allowed: another number" in outcome.reason
+
+
 async def test_the_line_of_a_bad_configuration_is_the_reason(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["bad-config"]}}})
     async with World(run_dir).running() as world:

@@ -24,6 +24,7 @@ import psutil
 
 import ft_hsdp
 from ft_hsdp import address
+from ft_hsdp.jsonl import Queued
 from ft_hsdp.lifetime import die_with
 from ft_hsdp.secret import KEY_VARIABLE, TOKEN_VARIABLE
 
@@ -68,10 +69,43 @@ class _Forgiving(io.FileIO):
         return memoryview(data).nbytes
 
 
-def forgiving(descriptor: int) -> TextIO:
-    """Return a line-buffered text file at ``descriptor`` that raises no error."""
-    raw = io.BufferedWriter(_Forgiving(descriptor, "wb", closefd=False))
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+class _Patient(_Forgiving):
+    """The same for a process that cannot wait for a reader: a thread does, and what finds no place is lost."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self.lines = Queued(self)
+
+    def write(self, data: Any, /) -> int:
+        """Have the thread write ``data``."""
+        self.lines.append(bytes(data))
+        return memoryview(data).nbytes
+
+    def append(self, line: bytes, /) -> bool:
+        """Write a line, for as long as its reader takes."""
+        return super().write(line) == len(line)
+
+    def missed(self, lines: int, why: str) -> None:
+        """Forget lines that found no place."""
+
+
+def forgiving(descriptor: int, *, patient: bool = False) -> TextIO:
+    """Return a line-buffered text file at ``descriptor`` that raises no error.
+
+    Args:
+        descriptor: Of the open file.
+        patient: Whether a write returns within a moment, also if nobody reads, as after Ctrl-S. `drain` it then.
+    """
+    file = _Patient(descriptor) if patient else _Forgiving(descriptor, "wb", closefd=False)
+    buffer = io.BufferedWriter(file)
+    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def drain(stream: TextIO) -> None:
+    """Wait for the reader of a file that `forgiving` made, for as long as it goes on reading."""
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    if isinstance(raw, _Patient):
+        raw.lines.drain()
 
 
 def free_port(host: str = "127.0.0.1") -> int:
