@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import select
 import subprocess
@@ -24,6 +25,7 @@ from pydantic import TypeAdapter
 from ft_hsdp import tls
 from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.protocol import ProcessReport
 
@@ -38,6 +40,7 @@ class Watched:
     pids: tuple[int, ...]  # of all its ranks
     lighthouses: tuple[str, ...]  # their URLs
     token: str  # the job's token
+    final: str  # path of its replica's final.json
     listed: str | None  # path of a run's lighthouse.json, which names newer URLs; None: there is none
     network: NetworkConfig  # for TLS
     patience_s: float  # how long a lighthouse that does not answer is tried, in seconds
@@ -110,7 +113,7 @@ async def report(watched: Watched) -> bool:
     try:
         while True:
             try:
-                await client.report(ProcessReport({}, (watched.incarnation,)))
+                await client.report(ProcessReport({}, (watched.incarnation,), ended=_ended(watched)))
                 return True
             except LighthouseUnreachable:
                 if time.monotonic() >= until or (listed is not None and not listed.exists()):
@@ -118,6 +121,16 @@ async def report(watched: Watched) -> bool:
             await asyncio.sleep(AGAIN_S)
     finally:
         await client.close()
+
+
+def _ended(watched: Watched) -> tuple[int, ...]:
+    """Return the replica, if the incarnation's script has stopped the job or trained to its end; () if not."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        said = json.loads(Path(watched.final).read_text())
+        if said["of_job"] and said["incarnation"] == watched.incarnation:
+            who = IncarnationId.parse(watched.incarnation)
+            return () if who is None else (who.replica,)
+    return ()
 
 
 def main() -> int:

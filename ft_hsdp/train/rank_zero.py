@@ -164,7 +164,7 @@ class RankZero:
 
         Under our own supervisor that is its task; another launcher does not do it.
         """
-        place = self._place
+        place, folder = self._place, self._place.run / "replicas" / str(self._identity.replica)
         if place.parent is None or not pids:
             return
         watched = exit_watch.Watched(
@@ -172,12 +172,12 @@ class RankZero:
             pids,
             place.lighthouses,
             place.token,
+            str(folder / "final.json"),
             None if place.listed is None else str(place.listed),
             self._config.network,
             self._config.timeouts.reach_s,
         )
-        log = place.run / "replicas" / str(self._identity.replica) / "exit-watch.log"
-        self._exit_watch = exit_watch.start(watched, log)
+        self._exit_watch = exit_watch.start(watched, folder / "exit-watch.log")
 
     async def _bury_predecessors(self) -> None:
         """Tell the lighthouse that the earlier incarnations have exited: a restart ends them first."""

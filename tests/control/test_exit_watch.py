@@ -74,7 +74,7 @@ def test_the_lighthouse_hears_of_the_end_of_the_last_rank(tmp_path: Path, lighth
     ranks = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
     pids = tuple(rank.pid for rank in ranks)
     url = f"http://127.0.0.1:{lighthouse.server_port}"
-    watch = start(Watched(NAME, pids, (url,), TOKEN, None, NetworkConfig(), 30.0), tmp_path / "log")
+    watch = start(Watched(NAME, pids, (url,), TOKEN, "", None, NetworkConfig(), 30.0), tmp_path / "log")
     ranks[0].communicate()
     assert lighthouse.told.empty()
     assert watch.poll() is None
@@ -89,7 +89,7 @@ def test_the_watch_ends_when_the_run_is_removed(tmp_path: Path) -> None:
     rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     listed, nobody = tmp_path / "lighthouse.json", f"http://127.0.0.1:{free_port('127.0.0.1')}"
     listed.write_text(json.dumps({"url": nobody}))
-    watched = Watched(NAME, (rank.pid,), (nobody,), TOKEN, str(listed), NetworkConfig(), 3600.0)
+    watched = Watched(NAME, (rank.pid,), (nobody,), TOKEN, "", str(listed), NetworkConfig(), 3600.0)
     watch = start(watched, tmp_path / "log")
     rank.communicate()
     with pytest.raises(subprocess.TimeoutExpired):

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from ft_hsdp.launch.run.directory import RunDir
 from tests.support.scenarios.scenario_job import DEADLINE_S, ROOT, Job
 from tests.support.torchrun_job import TorchrunJob
 
@@ -127,6 +128,31 @@ def ends_well(folder: Path, end: str) -> None:
         assert (len(states), states.pop()[0], summary["steps"]) == (1, 5, 5)
         assert {r["incarnations"] for r in summary["replicas"].values()} == {1}
         assert (summary["failures"], saved(folder)) == ([], [5])
+
+
+@pytest.mark.multiproc
+def test_an_announced_checkpoint_that_was_not_written_is_said_last_with_a_code_of_its_own(tmp_path: Path) -> None:
+    with Job(tmp_path, ENDLESS, **settings(tmp_path, 0)) as job:
+        job.until(lambda: job.step() >= 3, "step 3")
+        (tmp_path / "kept").rename(tmp_path / "gone")
+        (tmp_path / "kept").write_text("no folder")
+        job.process.send_signal(signal.SIGTERM)
+        step = job.end(75)["steps"]
+        said = job.log.read_text().splitlines()[-1]
+        assert said == f"the announced checkpoint of step {step} was not written: there is none of this run"
+
+
+@pytest.mark.multiproc
+def test_a_script_that_stops_the_job_ends_it_under_torchrun_too(tmp_path: Path) -> None:
+    sections = nested({**settings(tmp_path, 0, "stop"), "train__steps": ENDLESS})
+    with TorchrunJob(
+        tmp_path, "\n".join(f"{name}: {json.dumps(value)}" for name, value in sections.items())
+    ) as job:
+        finals = job.finals([start(job, "torchrun", replica) for replica in range(2)])
+        assert ({final["step"] for final in finals}, saved(tmp_path)) == ({5}, [5])
+        job.until(
+            lambda: "JobFinished" in RunDir(job.run).lighthouse_events.read_text(), "the lighthouse knows it"
+        )
 
 
 @pytest.mark.multiproc
