@@ -127,6 +127,7 @@ class World:
         finally:
             self.task.cancel()
             await self.backend.close()
+            await asyncio.gather(self.task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

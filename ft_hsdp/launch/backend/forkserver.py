@@ -169,7 +169,7 @@ class ForkServer:
         self._lost = lost
         self._starting = asyncio.Lock()
         self._server: _Server | None = None
-        self._sessions: set[int] = set()  # of all servers that there were
+        self._servers: dict[int, _Server] = {}  # all that there were, by their pids, which are their sessions
         self._running: dict[int, Child] = {}  # by pid
         self._fewer = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -255,15 +255,14 @@ class ForkServer:
                 while self._running:
                     self._fewer.clear()
                     await self._fewer.wait()
-        if server is not None:
-            await server.process.wait()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if server is not None:
-            server.sock.close()
+        for each in self._servers.values():  # also one that was given up and has not ended yet
+            await each.gone()
+            each.sock.close()
         for _ in range(round(GONE_S / GONE_LOOK_S)):
-            if children.end(self._sessions):  # also a rank whose pid never arrived
+            if children.end(self._servers):  # also a rank whose pid never arrived
                 break
             await asyncio.sleep(GONE_LOOK_S)
 
@@ -315,9 +314,9 @@ class ForkServer:
             if isinstance(error, OSError):
                 raise Retryable("the fork server died while it was loading") from None
             raise
-        self._sessions.add(server.pid)
+        self._servers[server.pid] = server
         self._keep(self._read(server))
-        if len(self._sessions) == 1:
+        if len(self._servers) == 1:
             self._keep(self._reap())
         return server
 
@@ -346,7 +345,7 @@ class ForkServer:
     async def _reap(self) -> None:
         while True:
             await asyncio.sleep(REAP_S)
-            children.reap(self._sessions, self._running)
+            children.reap(self._servers, self._running)
 
     def _born(self, start: _Start | None, pid: int) -> None:
         """Note that a rank runs. Its pid stays its own until this process, its parent, reaps it."""

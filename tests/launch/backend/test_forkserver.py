@@ -158,6 +158,30 @@ async def test_a_server_that_ends_by_itself_gets_no_signal(ranks: Ranks, monkeyp
     assert killed == [second]
 
 
+async def test_the_end_waits_for_a_server_that_was_given_up(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its transport is left open, of which Python warns on stderr."""
+    waited: list[int] = []
+    wait = asyncio.subprocess.Process.wait
+
+    async def ended(process: asyncio.subprocess.Process) -> int:
+        code = await wait(process)
+        waited.append(process.pid)
+        return code
+
+    monkeypatch.setattr(asyncio.subprocess.Process, "wait", ended)
+    ranks = Ranks(run_dir, spawn_s=0.1)
+    await ranks.server.start()
+    first = ranks.server.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    with pytest.raises(Retryable, match="did not fork within"):
+        await ranks.spawn()
+    await ranks.server.close()
+    assert first in waited
+
+
 async def test_a_frozen_server_costs_one_start_and_no_rank(run_dir: RunDir) -> None:
     ranks = Ranks(run_dir, spawn_s=0.5)
     uncalled = await ranks.spawn_uncalled()
