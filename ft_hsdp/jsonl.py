@@ -274,17 +274,12 @@ def _filler(length: int) -> bytes:
     return row.ljust(length - 1) + b"\n"
 
 
-class Sink(Protocol):
-    """Takes lines, and waits as long as what is behind it does: a `LineWriter`, or a terminal."""
+class _Lines(Protocol):
+    """Takes lines, and blocks as long as what is behind it does: a `LineWriter`, or a terminal."""
 
-    def append(self, line: bytes, /) -> bool:
-        """Append one line, which ends with a newline, and return whether it was taken."""
-
-    def missed(self, lines: int, why: str) -> None:
-        """Count lines that were lost before they came here."""
-
-    def close(self) -> None:
-        """Take no more lines."""
+    def append(self, line: bytes, /) -> bool: ...
+    def missed(self, lines: int, why: str) -> None: ...
+    def close(self) -> None: ...
 
 
 class Queued:
@@ -294,8 +289,8 @@ class Queued:
     no place in the queue are lost.
     """
 
-    def __init__(self, to: Path | Sink, lost: Callable[[Lost], None] | None = None) -> None:
-        self._lines: Sink = LineWriter(to, lost) if isinstance(to, Path) else to
+    def __init__(self, to: Path | _Lines, lost: Callable[[Lost], None] | None = None) -> None:
+        self._lines: _Lines = LineWriter(to, lost) if isinstance(to, Path) else to
         self._queue: deque[bytes] = deque()
         self._taken = self._written = self._missed = 0
         self._late = False
@@ -304,7 +299,7 @@ class Queued:
         self._thread: threading.Thread | None = None
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append one row."""
+        """Append one row, as a line of JSON."""
         self.append(strict(row).encode() + b"\n")
 
     def append(self, line: bytes) -> None:
