@@ -98,6 +98,10 @@ class StaleEpoch(RecoverableError):
     """A newer grant exists, or the members do not build on the same state."""
 
 
+class DeviceExpired(RecoverableError):
+    """The device has ended an all-reduce by itself, because this process was silent: it was stopped, for example."""
+
+
 class ConnectFailed(RecoverableError):
     """The ring of a new epoch could not be connected in time."""
 
@@ -124,13 +128,17 @@ class LocalSystemError(FatalError):
     exit_code = EXIT_HARDWARE
 
 
-class LocalResourceError(LocalSystemError):
+class LocalProcessError(LocalSystemError):
+    """This process cannot go on. Nothing says that its machine is broken, so a new process is started here."""
+
+    exit_code = EXIT_RETRYABLE
+
+
+class LocalResourceError(LocalProcessError):
     """This process, or its machine, has run out of descriptors, ports, threads or memory. `exhausted` makes it.
 
     A new process may get some, so it is retryable. No neighbour is at fault: only the rank that meets it ends.
     """
-
-    exit_code = EXIT_RETRYABLE
 
 
 class InvalidArgument(FatalError):

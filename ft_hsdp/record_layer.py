@@ -254,8 +254,13 @@ class Sealed(socket.socket):
         view = view[:nbytes] if nbytes else view
         filled = self._take(view)
         while filled < len(view) and (not filled or flags & socket.MSG_WAITALL):
-            if not self._fetch(flags & socket.MSG_DONTWAIT):
-                break
+            try:
+                if not self._fetch(flags & socket.MSG_DONTWAIT):
+                    break
+            except BlockingIOError:
+                if not filled:
+                    raise
+                break  # as a socket does: what has come before the deadline is returned
             head = bytes(self._body[:HEAD])
             size = length(head)
             whole = size <= len(view) - filled

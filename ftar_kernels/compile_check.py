@@ -70,7 +70,7 @@ def compile_kernel(fn: Any, dtype: torch.dtype, stages: int, **constants: Any) -
     types = {
         "words": "*i32",
         "commands": "*i64",
-        "timeout_ns": "i64",
+        "silence_ns": "i64",
         "count": "i32",
         "index": "i32",
         "size": "i32",

@@ -21,7 +21,8 @@ FIELDS = 8  # 8-byte words of a command: mode, base, shift, end, recv, send, two
 ABORT = 0  # the line of the abort word; the posts of all programs follow, then what they have done
 MOST = 2**31 - 1  # posted by an abort: a program that this value wakes finds the abort word set
 
-STATUS = 1  # word behind a program's count of finished commands: its `Status` when it ends
+BEAT = 1  # word behind the abort word: the engine advances it while an all-reduce runs
+STATUS = 1  # word behind a program's count of finished commands: its `Status`
 
 # What a command reads and what it writes: bits of its mode. persistent.py repeats them as compile-time constants.
 FROM_RECV = 1
@@ -60,10 +61,11 @@ class Command:
 class Status(IntEnum):
     """The state of a program of a kernel."""
 
-    RUNNING = 0
+    QUEUED = 0  # the device has not begun it: its stream still works on, or waits for, what was enqueued before
     DONE = 1
     ABORTED = 2
-    TIMED_OUT = 3
+    EXPIRED = 3  # it ended by itself, because the engine was silent
+    RUNNING = 4
 
 
 class FlagPage:
@@ -156,6 +158,10 @@ class FlagPage:
     def status(self, program: int) -> Status:
         """Return the state of `program`."""
         return Status(self._words[LINE * self.done_line(program) + STATUS])
+
+    def beat(self) -> None:
+        """Tell the programs that the engine lives. The engine's thread calls it again and again; does not wait."""
+        self._words[BEAT] = (self._words[BEAT] + 1) & MOST
 
     @property
     def aborted(self) -> bool:

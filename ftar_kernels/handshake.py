@@ -1,5 +1,9 @@
 """How a program of a kernel waits for the CPU and answers it.
 
+A wait ends when the CPU has posted, when the abort word is set, or when the engine has been silent: a program that
+has waited for long looks at the beat word, which the engine advances however long its peers take. Waiting for
+peers is not limited here, because only the CPU knows which waits are legitimate.
+
 A wait is one block of inline assembly. Only thread 0 polls, and the barrier itself (bar.red) carries its verdict
 to the other threads, so that all threads of a program take the same branch. If each thread read the word for
 itself, warps could differ, and some would leave a loop that contains a barrier before the others. The poll is
@@ -24,14 +28,19 @@ PAUSE_S = 2e-5
 _WAIT = tl.constexpr("""
 {
     .reg .pred p, q;
-    .reg .b32 t, v;
+    .reg .b32 t, v, beat, last;
     .reg .b64 now, end;
     mov.b32 $0, 0;
     mov.u32 t, %tid.x;
     setp.ne.u32 p, t, 0;
     @p bra SYNC;
-    mov.u64 end, %globaltimer;
-    add.u64 end, end, $5;
+BEGIN:
+    ld.relaxed.sys.global.s32 v, [$1];
+    setp.ge.s32 p, v, $4;
+    @p bra READY;
+    ld.relaxed.sys.global.s32 last, [$2+4];
+    mov.u64 now, %globaltimer;
+    add.u64 end, now, $5;
 POLL:
     ld.relaxed.sys.global.s32 v, [$1];
     setp.ge.s32 p, v, $4;
@@ -39,12 +48,17 @@ POLL:
     mov.u64 now, %globaltimer;
     setp.lt.u64 p, now, end;
     @p bra POLL;
+    ld.relaxed.sys.global.s32 beat, [$2+4];
+    setp.ne.s32 p, beat, last;
+    mov.b32 last, beat;
+    add.u64 end, now, $5;
+    @p bra POLL;
     mov.b32 $0, 3;
     bra SYNC;
 READY:
     ld.acquire.sys.global.s32 v, [$1];
     setp.lt.s32 p, v, $4;
-    @p bra POLL;
+    @p bra BEGIN;
     ld.relaxed.sys.global.s32 v, [$2];
     setp.ne.s32 p, v, 0;
     selp.b32 $0, 2, 0, p;
@@ -79,14 +93,20 @@ if INTERPRETED:
 
     @triton.jit
     def wait(
-        word: tl.tensor, abort: tl.tensor, status: tl.tensor, want: tl.tensor, timeout_ns: tl.tensor
+        word: tl.tensor, abort: tl.tensor, status: tl.tensor, want: tl.tensor, silence_ns: tl.tensor
     ) -> tl.tensor:
         """Wait as the compiled function of the same name does, with plain loads."""
-        end = _now_ns() + timeout_ns.to(tl.int64)
+        last = tl.load(abort + 1, volatile=True)
+        end = _now_ns() + silence_ns.to(tl.int64)
         stop = 0
         while (tl.load(word, volatile=True) < want) & (stop == 0):
-            if _now_ns() > end:
-                stop = 3
+            now = _now_ns()
+            if now > end:
+                beat = tl.load(abort + 1, volatile=True)
+                if beat == last:
+                    stop = 3
+                last = beat
+                end = now + silence_ns.to(tl.int64)
         if (stop == 0) & (tl.load(abort, volatile=True) != 0):
             stop = 2
         if stop != 0:
@@ -103,16 +123,17 @@ else:
 
     @triton.jit
     def wait(
-        word: tl.tensor, abort: tl.tensor, status: tl.tensor, want: tl.tensor, timeout_ns: tl.tensor
+        word: tl.tensor, abort: tl.tensor, status: tl.tensor, want: tl.tensor, silence_ns: tl.tensor
     ) -> tl.tensor:
         """Wait until `word` >= `want`. Return 0, or 1 if the program must end; the same in all threads.
 
-        The program must end after an abort or after `timeout_ns` of waiting; `status` (flags.Status) tells which.
+        The program must end after an abort, or if the word behind `abort` has not changed for `silence_ns`;
+        `status` (flags.Status) tells which.
         """
         return tl.inline_asm_elementwise(
             _WAIT,
             "=&r,l,l,l,r,l,~{memory}",
-            [word, abort, status, want, timeout_ns],
+            [word, abort, status, want, silence_ns],
             dtype=tl.int32,
             is_pure=False,
             pack=1,

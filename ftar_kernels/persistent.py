@@ -1,8 +1,8 @@
 """One kernel for a whole all-reduce (FT-HSDP §4.2): it executes the CPU's commands in turn until all are done.
 
-Two programs of 512 threads each take a part of every chunk. A wait ends with a command, with the abort word or
-after a time; then the program writes the reason into its status word. The CPU decides about failures, and the time
-is a backstop.
+Two programs of 512 threads each take a part of every chunk. A wait ends with a command, with the abort word, or
+because the engine has been silent; the program writes the reason into its status word. The CPU decides about
+failures. The silence is for an engine that cannot: its process is stopped, or a call of it waits for the device.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ftar_kernels.reduce_copy import chunk
 _LINE = tl.constexpr(32)
 _FIELDS = tl.constexpr(8)
 _DONE = tl.constexpr(1)
+_RUNNING = tl.constexpr(4)
 _RECV = tl.constexpr(1)
 _LOCAL = tl.constexpr(2)
 _SEND = tl.constexpr(4)
@@ -61,7 +62,7 @@ def execute(
             chunk(src, src, dst, dst, sources != 0, shift, end, False, False, VECTOR, BLOCK, EDGE, STAGES)
 
 
-@triton.jit(do_not_specialize=["count", "timeout_ns"])
+@triton.jit(do_not_specialize=["count", "silence_ns"])
 def persistent_kernel(
     local: tl.tensor,
     out: tl.tensor,
@@ -70,7 +71,7 @@ def persistent_kernel(
     words: tl.tensor,
     commands: tl.tensor,
     count: tl.int32,
-    timeout_ns: tl.int64,
+    silence_ns: tl.int64,
     DEPTH: tl.constexpr,
     VECTOR: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -81,10 +82,11 @@ def persistent_kernel(
     program = tl.program_id(0)
     posted = words + _LINE * (1 + program)
     done = words + _LINE * (1 + tl.num_programs(0) + program)
+    post(done + 1, _RUNNING)
     finished = 0
     stop = 0
     while (finished < count) & (stop == 0):
-        stop = wait(posted, words, done + 1, finished + 1, timeout_ns)
+        stop = wait(posted, words, done + 1, finished + 1, silence_ns)
         if stop == 0:
             execute(local, out, send, recv, commands + _FIELDS * (finished % DEPTH), VECTOR, BLOCK, EDGE, STAGES)
             finished += 1

@@ -1,5 +1,10 @@
 """What the ring's engine drives: it posts commands, asks which are finished, and never waits for the device.
 
+While a persistent kernel runs, the engine calls no function of CUDA: a thread that loads a kernel holds the driver
+until the device is idle, and the device is idle only when the engine has posted. The engine reads and writes words
+in pinned memory; another thread asks the driver whether the device has failed. A chain of stream operations cannot
+avoid calls, because each command is enqueued.
+
 The buffers, the flags and the stream live as long as the plane. The engine's thread owns a plane; only `abort` may
 come from other threads.
 """
@@ -22,6 +27,9 @@ from ftar_kernels.streamops import DeviceStream, HostStream
 
 POLL_S = 2e-5
 CHECK_S = 0.1  # how often a silent device is asked whether it has failed
+SILENCE_S = 30.0  # a program ends if the engine is silent for so long
+GRACE_S = 5.0  # a program that runs ends within this time after an abort
+HOLD_S = 60.0  # how long the end waits for a kernel that is queued behind other work
 
 Via = Literal["persistent", "streamops"]
 
@@ -34,8 +42,8 @@ class Aborted(PlaneError):
     """The abort word was set."""
 
 
-class TimedOut(PlaneError):
-    """A program waited longer than the plane's timeout for the CPU."""
+class Expired(PlaneError):
+    """A program has ended by itself, because this process was silent: it was stopped, or was kept from running."""
 
 
 class Stuck(PlaneError):
@@ -53,8 +61,10 @@ class StagedPlane:
         via: "persistent" for one kernel, "streamops" for a chain of kernels.
         programs: number of SMs that are used.
         depth: how many commands may be posted and not finished; a power of two.
-        timeout_s: how long a persistent kernel waits for the CPU; choose it above every timeout of the CPU.
-        grace_s: how long the device may take to end what was finished or aborted.
+        silence_s: a program of a persistent kernel ends by itself if the engine neither posts nor asks what is
+            finished for so long. However long peers take, a program waits.
+        grace_s: how long a kernel that runs may take to end what was finished or aborted.
+        hold_s: how long `StagedJob.close` waits for a kernel that is still queued behind other work of the device.
         stages: pipeline stages of the kernels' loads.
 
     Raises:
@@ -70,8 +80,9 @@ class StagedPlane:
         via: Via = "persistent",
         programs: int = PROGRAMS,
         depth: int = 64,
-        timeout_s: float = 65.0,
-        grace_s: float = 5.0,
+        silence_s: float = SILENCE_S,
+        grace_s: float = GRACE_S,
+        hold_s: float = HOLD_S,
         stages: int = 1,
     ) -> None:
         self.device = device
@@ -81,8 +92,9 @@ class StagedPlane:
         self.programs = programs
         self.depth = depth
         self.stages = stages
-        self.timeout_ns = int(timeout_s * 1e9)
+        self.silence_ns = int(silence_s * 1e9)
         self.grace_s = grace_s
+        self.hold_s = hold_s
         # The stream, not the programs, writes the words of a chain: one pair is enough.
         pairs = programs if via == "persistent" else 1
         self.page = FlagPage(host_buffer(FlagPage.nbytes(pairs, depth), device), pairs, depth)
@@ -206,16 +218,26 @@ class StagedJob:
         if self._plane.via == "streamops":
             self._enqueue(self._page.posted + self._plane.depth)
 
+    @property
+    def begun(self) -> bool:
+        """Whether the device has begun the all-reduce."""
+        if self._plane.via == "persistent":
+            return Status.QUEUED not in self._statuses()
+        return self._page.done() > 0
+
     def completed(self) -> list[Command]:
         """Return the commands that were finished since the last call, in the order of posting. Does not wait.
 
+        Each call tells the programs that the engine lives.
+
         Raises:
             Aborted: the plane was aborted.
-            TimedOut: a program has waited too long for the CPU.
+            Expired: a program has ended by itself.
             RuntimeError: the device has failed.
         """
         if self._page.aborted:
             raise Aborted("the data plane was aborted")
+        self._page.beat()
         done = self._page.done() - self._finished
         if done:
             self._finished += done
@@ -224,12 +246,14 @@ class StagedJob:
         if time.monotonic() - self._heard > CHECK_S:
             self._heard = time.monotonic()
             self._stream.check()
-            if Status.TIMED_OUT in self._statuses():
-                raise TimedOut("the device waited too long for the CPU")
+            if Status.EXPIRED in self._statuses():
+                raise Expired("the device ended by itself: this process was silent for too long")
         return []
 
     def close(self, *, failed: bool) -> None:
         """End the all-reduce; block until the device has ended it.
+
+        A kernel that is queued behind other work ends when its turn comes. Until then its memory is in use.
 
         Args:
             failed: abort what is not finished. False: all commands are finished.
@@ -241,17 +265,22 @@ class StagedJob:
         if failed:
             self._page.abort()
         assert failed or self._finished == self._count, "close before all is finished"
-        deadline = time.monotonic() + self._plane.grace_s
+        asked = begun = time.monotonic()
         while not self._ended():
             self._stream.check()
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            if not self.begun:
+                begun = now
+            if now > begun + self._plane.grace_s:
                 raise Stuck(f"the device has not ended {self._plane.grace_s} s after its last command")
+            if now > asked + self._plane.hold_s:
+                raise Stuck(f"the device has not begun for {self._plane.hold_s} s: other work is queued before it")
             time.sleep(POLL_S)
         self._plane.release(self)
 
     def _ended(self) -> bool:
         if self._plane.via == "persistent":
-            return Status.RUNNING not in self._statuses()
+            return not self._statuses() & {Status.QUEUED, Status.RUNNING}
         return self._page.done() >= self._enqueued
 
     def _statuses(self) -> set[Status]:
@@ -269,7 +298,7 @@ class StagedJob:
 
     def _launch_persistent(self) -> None:
         persistent_kernel[(self._plane.programs,)](
-            *self._pointers(), self._count, self._plane.timeout_ns, **self._shape()
+            *self._pointers(), self._count, self._plane.silence_ns, **self._shape()
         )
 
     def _launch_command(self, index: int) -> None:

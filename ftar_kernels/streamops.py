@@ -19,6 +19,7 @@ import torch
 from ftar_kernels.staging import host_buffer
 
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ, in cyclic comparison
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY: the stream has work
 PAUSE_S = 2e-5
 
 
@@ -42,7 +43,7 @@ class Stream(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise the error of the device, if it has failed.
+        """Raise the error of the device, if one is known; let it be asked for. Does not wait for the device.
 
         Raises:
             RuntimeError: a kernel or the device has failed.
@@ -60,6 +61,9 @@ class DeviceStream:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._driver = ctypes.CDLL("libcuda.so.1")
+        self._asked, self._closed = threading.Event(), False
+        self._error: str | None = None
+        threading.Thread(target=self._ask, name="ftar-device", daemon=True).start()
 
     def after(self, event: torch.cuda.Event | None) -> None:
         """Let all later work run after `event`; None: after the caller's current stream."""
@@ -108,16 +112,33 @@ class DeviceStream:
         if word.item() != 7:
             raise Unsupported("a stream's write did not reach pinned host memory")
 
+    def _ask(self) -> None:
+        """Ask the driver how the stream is, each time that `check` wants to know.
+
+        The driver may not answer while it loads a kernel, so this has a thread of its own; ctypes holds no GIL.
+        """
+        while self._asked.wait() and not self._closed:
+            self._asked.clear()
+            code = self._driver.cuStreamQuery(ctypes.c_void_p(self.stream.cuda_stream))
+            if code not in (0, _NOT_READY):
+                text = ctypes.c_char_p()
+                self._driver.cuGetErrorString(code, ctypes.byref(text))
+                self._error = f"CUDA driver error {code}: {(text.value or b'unknown').decode()}"
+
     def check(self) -> None:
-        """Raise the error of the device, if it has failed.
+        """Raise the error of the device, if one is known; let it be asked for. Does not wait for the device.
 
         Raises:
             RuntimeError: a kernel or the device has failed.
         """
-        self.stream.query()
+        self._asked.set()
+        if self._error is not None:
+            raise RuntimeError(self._error)
 
     def close(self) -> None:
         """Enqueue nothing more on this stream."""
+        self._closed = True
+        self._asked.set()
 
 
 class HostStream:

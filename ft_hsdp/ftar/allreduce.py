@@ -305,6 +305,7 @@ class Ring:
         except BaseException:
             self.fail(PeerDead("the engine failed"))
             self.dispose()
+            job.close(failed=True)
             raise
         job.close(failed=False)
         self._busy = False
@@ -340,12 +341,14 @@ class Ring:
         self._receiver.begin(exchange.transfer)
         exchange.start()
         while not exchange.finished:
-            chunk = self._receiver.next(block=not exchange.busy)
+            busy = exchange.busy
+            chunk = self._receiver.next(block=not busy)
             if chunk is not None:
                 exchange.arrived(chunk)
-            else:
+                continue
+            if busy:
                 time.sleep(POLL_S)
-                exchange.settle()
+            exchange.settle()
         self._receiver.end()
         return self._sender.flush()
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import socket
 import struct
@@ -140,16 +141,30 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOOPBACK_BUFFER)
 
 
+_TIMEVAL = struct.Struct("ll")  # seconds and microseconds
+
+
 def blocking(sock: socket.socket, timeout_s: float) -> socket.socket:
     """Make `sock` blocking, with `timeout_s` as the kernel's deadline for each receive and send; return it.
 
     Python's own timeout would make the socket non-blocking, and MSG_WAITALL would have no effect.
     """
     sock.setblocking(True)
-    deadline = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, deadline)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6)))
     return sock
+
+
+def shorten(sock: socket.socket, most_s: float) -> float:
+    """Let a receive on a blocking socket wait for at most `most_s`, and return the deadline that it had before.
+
+    The deadline is infinite if the socket had none.
+    """
+    seconds, micros = _TIMEVAL.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.size))
+    before_s: float = seconds + micros / 1e6 or math.inf
+    now_s = min(before_s, most_s)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(now_s), int(now_s % 1 * 1e6)))
+    return before_s
 
 
 Call = tuple[RingData, socket.socket]

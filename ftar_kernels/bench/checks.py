@@ -127,7 +127,7 @@ def commands(device: torch.device, via: Via, elements: int = 3000, repeat: int =
         nbytes = (elements + 64) * dtype.itemsize
         plane = StagedPlane(
             device, host_buffer(nbytes // 16 * 16, device), host_buffer(nbytes // 16 * 16, device), via=via,
-            programs=programs(), depth=4, timeout_s=20,
+            programs=programs(), depth=4, silence_s=20,
         )  # fmt: skip
         plane.warm_up((dtype,))
         for kind in list(OperationKind) * repeat:

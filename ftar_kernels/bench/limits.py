@@ -17,7 +17,7 @@ from ftar_kernels.staging import host_buffer
 
 def _plane(device: torch.device, via: Via) -> StagedPlane:
     buffers = [host_buffer(4096, device) for _ in range(2)]
-    plane = StagedPlane(device, *buffers, via=via, programs=programs(), depth=16, timeout_s=20)
+    plane = StagedPlane(device, *buffers, via=via, programs=programs(), depth=16, silence_s=20)
     plane.warm_up((torch.float32,))
     return plane
 
@@ -62,24 +62,24 @@ def abort(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
 
 
 def deadline(device: torch.device, timeout_s: float) -> dict[str, float]:
-    """Measure how long a persistent kernel waits for a command that never comes.
+    """Measure how long a persistent kernel waits while the engine neither posts nor asks.
 
     Raises:
         RuntimeError: the kernel ended for another reason.
     """
     plane = _plane(device, "persistent")
-    plane.timeout_ns = int(timeout_s * 1e9)
+    plane.silence_ns = int(timeout_s * 1e9)
     tensor = empty(16, torch.float32, device)
     begin = time.perf_counter()
     job = plane.open(tensor, tensor, 1)
     with watchdog(timeout_s + 10, plane):
-        while plane.page.status(0) is Status.RUNNING:
+        while plane.page.status(0) in (Status.QUEUED, Status.RUNNING):
             time.sleep(2e-5)
     waited = time.perf_counter() - begin
     status = plane.page.status(0)
     job.close(failed=True)
     plane.close()
-    if status is not Status.TIMED_OUT:
+    if status is not Status.EXPIRED:
         raise RuntimeError(f"the kernel ended as {status.name} instead of by its deadline")
     return {"asked_s": timeout_s, "waited_s": waited}
 

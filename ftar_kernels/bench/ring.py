@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ft_hsdp.core.ring import RingPlan, operations
 from ftar_kernels.flags import Command
-from ftar_kernels.plane import Aborted, StagedJob, StagedPlane, TimedOut, Via
+from ftar_kernels.plane import Aborted, StagedJob, StagedPlane, Expired, Via
 from ftar_kernels.reduce_copy import vector
 from ftar_kernels.staging import host_buffer
 
@@ -81,7 +81,7 @@ class KernelRingMember:
         self._send = host_buffer(message_bytes, device)
         self._left_sent = self._used = self._sent = 0
         self.plane = StagedPlane(
-            device, self._recv, self._send, via=via, programs=programs, depth=16, timeout_s=timeout_s + 5,
+            device, self._recv, self._send, via=via, programs=programs, depth=16, silence_s=timeout_s + 5,
             grace_s=timeout_s,
         )  # fmt: skip
 
@@ -98,7 +98,7 @@ class KernelRingMember:
         try:
             self._drive(job, plan, local is not None, out.dtype)
             failed = False
-        except (Aborted, TimedOut) as error:
+        except (Aborted, Expired) as error:
             raise Broken(str(error)) from error
         finally:
             job.close(failed=failed)

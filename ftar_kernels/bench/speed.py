@@ -87,7 +87,7 @@ class Load:
 
     def __init__(self, device: torch.device, via: Via, programs: int, busy: bool) -> None:
         buffers = [torch.empty(CHUNK + 64, dtype=torch.uint8, device=device) for _ in range(2)]
-        self.plane = StagedPlane(device, *buffers, via=via, programs=programs, timeout_s=60)
+        self.plane = StagedPlane(device, *buffers, via=via, programs=programs, silence_s=60)
         self.plane.warm_up((torch.float32,))
         self._local = torch.randn(CHUNK // 4, device=device)
         self._out = torch.empty_like(self._local)

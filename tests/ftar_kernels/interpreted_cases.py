@@ -2,6 +2,7 @@
 
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +13,21 @@ from ftar_kernels.bench import checks, limits
 from ftar_kernels.bench.ring import FREED, HEADS, SENT, Broken, KernelRingMember, RingMemoryLayout
 from ftar_kernels.flags import Command, FlagPage, Status
 from ftar_kernels.handshake import INTERPRETED
-from ftar_kernels.plane import Aborted, StagedPlane, TimedOut
+from ftar_kernels.plane import Aborted, Expired, StagedPlane, Stuck
 from ftar_kernels.staging import host_buffer
 from ftar_kernels.streamops import HostStream
 
 CPU = torch.device("cpu")
+DEADLINE_S = 30.0
 NOTHING = Command(OperationKind.STORE, 0, 0)
 assert INTERPRETED
+
+
+def until(ready):
+    end = time.monotonic() + DEADLINE_S
+    while not ready():
+        assert time.monotonic() < end, "not in time"
+        time.sleep(1e-4)
 
 
 @pytest.fixture(params=checks.PLANES)
@@ -33,7 +42,7 @@ def make(via):
     def plane(**options):
         buffers = [host_buffer(4096, CPU) for _ in range(2)]
         planes.append(
-            StagedPlane(CPU, *buffers, via=via, programs=1, **{"depth": 4, "timeout_s": 20.0, **options})
+            StagedPlane(CPU, *buffers, via=via, programs=1, **{"depth": 4, "silence_s": 20.0, **options})
         )
         return planes[-1]
 
@@ -139,15 +148,53 @@ def test_a_persistent_kernel_ends_by_its_deadline():
     assert waited >= 0.09
 
 
-def test_the_host_learns_of_a_deadline():
-    buffers = [host_buffer(64, CPU) for _ in range(2)]
-    plane = StagedPlane(CPU, *buffers, programs=1, timeout_s=0.05)
+def test_a_kernel_ends_by_itself_if_the_engine_is_silent_and_the_host_learns_of_it():
+    plane = StagedPlane(CPU, host_buffer(64, CPU), host_buffer(64, CPU), programs=1, silence_s=0.05)
     tensor = checks.empty(4, torch.float32, CPU)
     job = plane.open(tensor, tensor, 1)
-    with pytest.raises(TimedOut):
+    until(lambda: plane.page.status(0) is Status.EXPIRED)
+    with pytest.raises(Expired):
         checks.drain(job, 1)
-    assert plane.page.status(0) is Status.TIMED_OUT
     job.close(failed=True)
+    again = plane.open(tensor, tensor, 1)
+    again.post(NOTHING)
+    checks.drain(again, 1)
+    again.close(failed=False)
+    plane.close()
+
+
+def test_a_kernel_waits_however_long_while_the_engine_asks():
+    plane = StagedPlane(CPU, host_buffer(64, CPU), host_buffer(64, CPU), programs=1, silence_s=0.05)
+    tensor = checks.empty(4, torch.float32, CPU)
+    job = plane.open(tensor, tensor, 1)
+    until(lambda: plane.page.status(0) is Status.RUNNING)
+    end = time.monotonic() + 20 * 0.05
+    while time.monotonic() < end:
+        assert not job.completed()
+    job.post(NOTHING)
+    checks.drain(job, 1)
+    job.close(failed=False)
+    plane.close()
+
+
+def test_a_kernel_that_is_queued_is_waited_for_and_one_that_runs_is_stuck_after_a_shorter_time():
+    plane = StagedPlane(CPU, host_buffer(64, CPU), host_buffer(64, CPU), programs=1, grace_s=0.05, hold_s=0.4)
+    tensor = checks.empty(4, torch.float32, CPU)
+    gate = threading.Event()
+    plane.stream.launch(gate.wait)  # other work of the device
+    job = plane.open(tensor, tensor, 1)
+    assert not job.begun
+    begin = time.monotonic()
+    with pytest.raises(Stuck, match="not begun"):
+        job.close(failed=True)
+    assert time.monotonic() - begin >= 0.4
+    gate.set()
+    job.close(failed=True)  # the kernel runs at last, and finds the abort word set
+    with mock.patch.object(plane.page, "status", return_value=Status.RUNNING):
+        stuck = plane.open(tensor, tensor, 1)
+        with pytest.raises(Stuck, match="not ended"):
+            stuck.close(failed=True)
+    stuck.close(failed=True)
     plane.close()
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -111,6 +112,29 @@ def test_a_driver_without_them_is_unsupported(device_stream):
     device_stream._driver.cuStreamWaitValue32 = record([], 801)
     with pytest.raises(streamops.Unsupported, match="801"):
         device_stream.wait_value(0, 1)
+
+
+def test_the_engine_learns_of_an_error_and_never_waits_for_the_driver(device_stream):
+    """A thread that loads a kernel may hold the driver until the engine has posted."""
+    held, asked, code = threading.Event(), threading.Event(), [600]
+
+    def query(stream):
+        asked.set()
+        assert held.wait(30)
+        return code[0]
+
+    device_stream._driver.cuStreamQuery = query
+    device_stream._driver.cuGetErrorString = lambda code, text: None
+    for _ in range(3):
+        device_stream.check()
+    assert asked.wait(30)
+    held.set()
+    code[0] = 700
+    with pytest.raises(RuntimeError, match="CUDA driver error 700"):
+        for _ in range(3000):
+            device_stream.check()
+            time.sleep(0.01)
+    device_stream.close()
 
 
 def test_the_twin_keeps_the_order_and_waits():

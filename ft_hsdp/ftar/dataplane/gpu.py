@@ -18,7 +18,15 @@ import torch
 from torch import Tensor
 
 from ft_hsdp.core.ring import ProcessChunk, RingPlan, Span, operations
-from ft_hsdp.errors import InvalidArgument, LocalSystemError, ProtocolViolation
+from ft_hsdp.errors import (
+    DeviceExpired,
+    FTARError,
+    InvalidArgument,
+    LocalProcessError,
+    LocalResourceError,
+    LocalSystemError,
+    ProtocolViolation,
+)
 from ft_hsdp.ftar.dataplane.base import Processed
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.pieces import PiecedTensor, Values
@@ -29,7 +37,34 @@ from ftar_kernels.flags import Command
 from ftar_kernels.reduce_copy import PROGRAMS, vector
 
 ALIGN = 128  # bytes to which the parts of the buffer are aligned
-SPARE_S = 5.0  # a kernel waits this much longer than the CPU, which decides about failures
+
+# What the runtime and the driver say of hardware that is broken: CUDA errors 46, 214, 220, 226, 714, 802, 814.
+BROKEN = (
+    "ECC",
+    "NVLink",
+    "hardware stack error",
+    "device(s) is/are busy or unavailable",
+    "CUDA-capable device is detected",
+    "GPU is lost",
+    "contained",
+    "system not yet initialized",
+)
+
+
+def fault(error: Exception) -> FTARError:
+    """Return what an error of the kernels, the runtime or the driver means for this rank.
+
+    Only an error that names broken hardware condemns the host. An error that a script's own kernels may have
+    caused (an assertion on the device, an illegal access) ends the process.
+    """
+    text = f"GPU data plane: {error}"
+    if isinstance(error, kernels.Expired):
+        return DeviceExpired(text)
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+        return LocalResourceError(text)
+    if any(each.lower() in str(error).lower() for each in BROKEN):
+        return LocalSystemError(text)
+    return LocalProcessError(text)
 
 
 class GpuPlane:
@@ -38,17 +73,24 @@ class GpuPlane:
     Args:
         device: a CUDA device; a CPU device works where triton interprets its kernels.
         arena: the group's registered memory.
-        timeout_s: how long the device may finish nothing while it has work.
+        timeout_s: how long the device may finish nothing after it has begun and while it has work.
         via: how the device waits for chunks: in one persistent kernel, or by stream operations between kernels.
+        silence_s: a persistent kernel ends by itself if the engine stands still for so long.
     """
 
     def __init__(
-        self, device: torch.device, arena: Arena, timeout_s: float, via: kernels.Via = "persistent"
+        self,
+        device: torch.device,
+        arena: Arena,
+        timeout_s: float,
+        via: kernels.Via = "persistent",
+        silence_s: float = kernels.SILENCE_S,
     ) -> None:
         self._device = device
         self._arena = arena
         self._timeout_s = timeout_s
         self._via: kernels.Via = via
+        self._silence_s = silence_s
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._staged: kernels.StagedPlane | None = None
 
@@ -58,12 +100,12 @@ class GpuPlane:
         Blocks; done early so that training does not wait for it.
 
         Raises:
-            LocalSystemError: the device or its memory is at fault.
+            LocalSystemError: the device or its memory is at fault, or the kernels cannot be compiled here.
         """
         try:
             self._room(_Areas(plan, dtype).nbytes).warm_up((dtype,))
-        except RuntimeError as error:
-            raise LocalSystemError(f"GPU data plane: {error}") from error
+        except Exception as error:  # a compiler raises errors of its own
+            raise fault(error) from error
 
     def open(self, local: Values | None, out: Values, plan: RingPlan, after: Any = None) -> GpuJob:
         """Begin an all-reduce of `local` (None: relay) into `out`, flat tensors on the device.
@@ -82,7 +124,7 @@ class GpuPlane:
         except ValueError as error:
             raise InvalidArgument(f"GPU data plane: {error}") from error
         except RuntimeError as error:
-            raise LocalSystemError(f"GPU data plane: {error}") from error
+            raise fault(error) from error
         return GpuJob(job, self._buffer.view(out.dtype), plan, areas, staged.depth, self._timeout_s)
 
     def close(self) -> None:
@@ -96,7 +138,7 @@ class GpuPlane:
                 self._staged.close()
                 self._pin(self._buffer, False)
         except RuntimeError as error:
-            raise LocalSystemError(f"GPU data plane: {error}") from error
+            raise fault(error) from error
         self._staged, self._buffer = None, torch.empty(0, dtype=torch.uint8)
 
     def _room(self, nbytes: int) -> kernels.StagedPlane:
@@ -112,7 +154,7 @@ class GpuPlane:
             self._buffer,
             via=self._via,
             programs=PROGRAMS if self._device.type == "cuda" else 1,
-            timeout_s=self._timeout_s + SPARE_S,
+            silence_s=self._silence_s,
         )
         return self._staged
 
@@ -203,7 +245,7 @@ class GpuJob:
         try:
             self._job.post(Command(kind, span.start, span.stop, recv, send))
         except RuntimeError as error:
-            raise LocalSystemError(f"GPU data plane: {error}") from error
+            raise fault(error) from error
         self._posted.append((process, chunk))
 
     def _place(self, chunk: Chunk) -> int:
@@ -220,16 +262,20 @@ class GpuJob:
         """Return the chunks that the device has finished since the last call.
 
         Raises:
-            LocalSystemError: the device has failed, or has finished nothing for `timeout_s` although it has work.
+            DeviceExpired: the device has ended by itself, because this process was silent.
+            LocalSystemError: the device has failed, or has finished nothing for `timeout_s` although it has begun
+                and has work.
         """
         try:
             done = len(self._job.completed())
         except RuntimeError as error:
-            raise LocalSystemError(f"GPU data plane: {error}") from error
+            raise fault(error) from error
         if not done:
-            silent = time.monotonic() - self._heard
-            if self._posted and silent > self._timeout_s:
-                raise LocalSystemError(f"GPU data plane: nothing was finished for {silent:.1f} s")
+            now = time.monotonic()
+            if not self._job.begun:
+                self._heard = now
+            elif self._posted and now - self._heard > self._timeout_s:
+                raise LocalProcessError(f"GPU data plane: nothing was finished for {now - self._heard:.1f} s")
             return []
         self._heard = time.monotonic()
         finished, self._posted = self._posted[:done], self._posted[done:]
@@ -255,4 +301,4 @@ class GpuJob:
         try:
             self._job.close(failed=failed)
         except RuntimeError as error:
-            raise LocalSystemError(f"GPU data plane: {error}") from error
+            raise fault(error) from error

@@ -18,6 +18,9 @@ from ft_hsdp.errors import FTARError
 from ft_hsdp.ftar.frame import Entry, Frame, Framing
 
 
+WAIT_S = 1.0  # the longest wait of an engine for a chunk at once
+
+
 class BufferProvider(Protocol):
     """Tells a transport where to receive payloads; the data plane implements it. Called on receiving threads."""
 
@@ -67,7 +70,10 @@ class Receiver(Protocol):
         ...
 
     def next(self, block: bool) -> Chunk | None:
-        """Return the next chunk in the order of sending; None if there is none yet and `block` is False.
+        """Return the next chunk in the order of sending; None if there is none yet.
+
+        Args:
+            block: wait for it, but at most `WAIT_S`: the data plane wants to see that its engine lives.
 
         Raises:
             PeerDead: the connection broke.

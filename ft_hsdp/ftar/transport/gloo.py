@@ -294,20 +294,26 @@ class C10dLane(ReceiveLane):
         self._left = 0
         self._announced: deque[Chunk] = deque()
 
-    def receive(self, transfer: Transfer) -> Chunk:
-        """Block until the next frame and its payload are here, and return them."""
+    def receive(self, transfer: Transfer) -> Chunk | None:
+        """Block until the next frame and its payload are here, and return them; None after `WAIT_S` of nothing."""
         if not self._announced:
             self._left = self._left or transfer.frames
-            self._announce(transfer)
+            if not self._announce(transfer):
+                return None
         while self._left and len(self._announced) < self._most and super().ready():
             self._announce(transfer)
         if self._announced[0].frame.nbytes > INLINE:
             self._pair.finish()
         return self._announced.popleft()
 
-    def _announce(self, transfer: Transfer) -> None:
-        """Read one header, and post the receive of its payload or read the payload from the stream."""
-        _, frame, entries = self._header(transfer)
+    def _announce(self, transfer: Transfer) -> bool:
+        """Read one header, and post the receive of its payload or read the payload from the stream.
+
+        Return False if no header has come within `WAIT_S`.
+        """
+        if (header := self._header(transfer)) is None:
+            return False
+        _, frame, entries = header
         place = None if frame.empty else transfer.buffers.buffer_for(frame)
         if place is not None and frame.nbytes > INLINE:
             self._pair.receive(place)
@@ -315,6 +321,7 @@ class C10dLane(ReceiveLane):
             self._read(bytes_of(place))
         self._announced.append(Chunk(frame, entries, place, 0))
         self._left -= 1
+        return True
 
     def ready(self) -> bool:
         """Return whether a header is here; its payload is on the way."""
@@ -331,9 +338,11 @@ class C10dReceiver(StreamReceiver):
     """The receiving end of a c10d edge: headers on `sock`, payloads by `pair`."""
 
     def __init__(self, sock: socket.socket, pair: GlooPair, slots: int, member: int) -> None:
-        super().__init__([sock], slots, member, InlineCodec(), f"ftar-rx-{member}")
-        self._lanes = [C10dLane(sock, pair, slots, member)]
         self._pair = pair
+        super().__init__([sock], slots, member, InlineCodec(), f"ftar-rx-{member}")
+
+    def _lane(self, sock: socket.socket, number: int, slots: int, member: int) -> ReceiveLane:
+        return C10dLane(sock, self._pair, slots, member)
 
     def close(self) -> None:
         """Wake the receiving thread and the engine, and stop gloo."""

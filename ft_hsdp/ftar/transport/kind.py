@@ -23,7 +23,7 @@ from ft_hsdp.ftar.transport.base import BufferProvider, Receiver, Sender
 if TYPE_CHECKING:
     from ft_hsdp.ftar.transport.shm import Arena
 
-Read = Callable[[memoryview], None]
+Read = Callable[[memoryview], object]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,25 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation, exhausted
+from ft_hsdp.ftar import connections
 from ft_hsdp.ftar import frame as wire
-from ft_hsdp.ftar.transport.base import Chunk, Transfer
+from ft_hsdp.ftar.transport.base import WAIT_S, Chunk, Transfer
 from ft_hsdp.ftar.transport.kind import PayloadDecoder
 
 
 class ReceiveLane:
-    """One connection from the left neighbour. `sock` is blocking, with the kernel's deadlines set."""
+    """One connection from the left neighbour. `sock` is blocking, with the kernel's deadlines set.
+
+    The kernel's deadline for receives becomes this lane's patience: a receive waits in parts of `WAIT_S`.
+    """
 
     def __init__(self, sock: socket.socket, number: int, slots: int, member: int, codec: PayloadDecoder) -> None:
         self._sock = sock
         self._poll = select.poll()  # select knows descriptors below 1024 only
         self._poll.register(sock, select.POLLIN)
+        self._wait_s = WAIT_S
+        self._patience_s = connections.shorten(sock, WAIT_S)
+        self._quiet_s = 0.0  # how long nothing has come
         self._number = number
         self._member = member
         self._codec = codec
@@ -36,8 +43,8 @@ class ReceiveLane:
         self._due = 0  # free slots that the sender was not told about
         self._frame_order = wire.FrameOrder()
 
-    def receive(self, transfer: Transfer) -> Chunk:
-        """Block until the next frame is received, and return it.
+    def receive(self, transfer: Transfer) -> Chunk | None:
+        """Block until the next frame is received, and return it; None if it has not begun to come within `WAIT_S`.
 
         Raises:
             PeerDead: the connection broke.
@@ -45,7 +52,9 @@ class ReceiveLane:
             StaleEpoch: the frame belongs to another all-reduce.
             ProtocolViolation: the frame is not what the plan says.
         """
-        label, frame, entries = self._header(transfer)
+        if (header := self._header(transfer)) is None:
+            return None
+        label, frame, entries = header
         data: Tensor | None = None
         if not frame.empty:
             try:
@@ -58,9 +67,11 @@ class ReceiveLane:
                 raise PeerDead(f"left neighbour's memory: {error}", suspect=self._member) from error
         return Chunk(frame, entries, data, self._number)
 
-    def _header(self, transfer: Transfer) -> tuple[bytes, wire.Frame, tuple[wire.Entry, ...]]:
+    def _header(self, transfer: Transfer) -> tuple[bytes, wire.Frame, tuple[wire.Entry, ...]] | None:
+        """Read a frame's label, header and entries; return None if it has not begun to come within `WAIT_S`."""
         head = bytearray(self._codec.label + wire.HEADER.size)
-        self._read(memoryview(head))
+        if not self._read(memoryview(head), first=True):
+            return None
         frame = transfer.framing.check(bytes(head[self._codec.label :]))
         self._frame_order.check(frame)
         entries: tuple[wire.Entry, ...] = ()
@@ -94,18 +105,26 @@ class ReceiveLane:
                 raise PeerDead(f"left neighbour: {error}", suspect=self._member) from error
             self._due -= count
 
-    def _read(self, view: memoryview) -> None:
+    def _read(self, view: memoryview, first: bool = False) -> bool:
+        """Fill `view`. Return False if it is the `first` part of a frame and nothing has come within `WAIT_S`."""
         got = 0
         while got < len(view):
             try:
                 n = self._codec.receive(self._sock, view[got:])
             except BlockingIOError:
-                raise PeerTimeout("no byte from the left neighbour in time", suspect=self._member) from None
+                self._quiet_s += self._wait_s
+                if self._quiet_s >= self._patience_s:
+                    raise PeerTimeout("no byte from the left neighbour in time", suspect=self._member) from None
+                if first and not got:
+                    return False
+                continue
             except OSError as error:
                 raise PeerDead(f"left neighbour: {error}", suspect=self._member) from error
             if n == 0:
                 raise PeerDead("left neighbour closed its connection", suspect=self._member)
             got += n
+            self._quiet_s = 0.0
+        return True
 
     def shut(self) -> None:
         """Shut the connection down, which wakes a thread that waits in it. Any thread."""
@@ -139,8 +158,8 @@ class StreamReceiver:
         threaded: bool = True,
     ) -> None:
         each = max(1, slots // len(socks))
-        self._lanes = [ReceiveLane(s, i, each, member, codec) for i, s in enumerate(socks)]
         self._codec = codec
+        self._lanes = [self._lane(sock, number, each, member) for number, sock in enumerate(socks)]
         self._name = name
         self._threaded = threaded and not codec.by_reference
         self._jobs: list[queue.SimpleQueue[Transfer | None]] = []
@@ -150,6 +169,9 @@ class StreamReceiver:
         self._transfer: Transfer | None = None
         self._turn = 0  # index of the frame that `next` returns
         self.frames = 0
+
+    def _lane(self, sock: socket.socket, number: int, slots: int, member: int) -> ReceiveLane:
+        return ReceiveLane(sock, number, slots, member, self._codec)
 
     def begin(self, transfer: Transfer) -> None:
         """Begin an all-reduce; let the threads receive its frames unless the engine does it."""
@@ -181,23 +203,26 @@ class StreamReceiver:
         try:
             while (transfer := jobs.get()) is not None:
                 for index in range(number, transfer.frames, len(self._lanes)):
-                    self._inbox.put((index, lane.receive(transfer)))
+                    while (chunk := lane.receive(transfer)) is None:
+                        pass
+                    self._inbox.put((index, chunk))
         except Exception as error:  # the engine must learn of every error
             self._inbox.put(error)
 
     def next(self, block: bool) -> Chunk | None:
-        """Return the next chunk in the order of sending; None if there is none yet and `block` is False."""
+        """Return the next chunk in the order of sending; None if there is none yet. `block`: wait up to `WAIT_S`."""
         assert self._transfer is not None
         chunk: Chunk | None
         if self._direct(self._transfer):
             lane = self._lanes[self._turn % len(self._lanes)]
             if not block and not lane.ready():
                 return None
-            chunk = lane.receive(self._transfer)
+            if (chunk := lane.receive(self._transfer)) is None:
+                return None
         else:
             while (chunk := self._early.pop(self._turn, None)) is None:
                 try:
-                    item = self._inbox.get(block)
+                    item = self._inbox.get(block, WAIT_S)
                 except queue.Empty:
                     return None
                 if isinstance(item, Exception):
