@@ -99,7 +99,7 @@ class StaleEpoch(RecoverableError):
 
 
 class DeviceExpired(RecoverableError):
-    """The device has ended an all-reduce by itself, because this process was silent: it was stopped, for example."""
+    """The device has ended an all-reduce by itself, because this process stood still."""
 
 
 class ConnectFailed(RecoverableError):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ft_hsdp.core.ring import RingPlan, operations
 from ftar_kernels.flags import Command
-from ftar_kernels.plane import Aborted, StagedJob, StagedPlane, Expired, Via
+from ftar_kernels.plane import Aborted, Expired, StagedJob, StagedPlane, Via
 from ftar_kernels.reduce_copy import vector
 from ftar_kernels.staging import host_buffer
 

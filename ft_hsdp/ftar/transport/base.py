@@ -17,7 +17,6 @@ from torch import Tensor
 from ft_hsdp.errors import FTARError
 from ft_hsdp.ftar.frame import Entry, Frame, Framing
 
-
 WAIT_S = 1.0  # the longest wait of an engine for a chunk at once
 
 
