@@ -210,7 +210,7 @@ class StreamReceiver:
             self._inbox.put(error)
 
     def next(self, block: bool) -> Chunk | None:
-        """Return the next chunk in the order of sending; None if there is none yet, or within `WAIT_S` with `block`."""
+        """Return the next chunk in the order of sending, or None; `block`: wait for it, but at most `WAIT_S`."""
         assert self._transfer is not None
         chunk: Chunk | None
         if self._direct(self._transfer):
