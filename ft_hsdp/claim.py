@@ -28,7 +28,7 @@ from typing import Any
 
 from ft_hsdp import protocol
 from ft_hsdp.errors import ConfigError, Retryable
-from ft_hsdp.jsonl import clear_way, here
+from ft_hsdp.jsonl import clear_way, here, read_regular
 
 FILE, LOCK = "owner.json", ".owner.lock"
 RENEW_S = 2.0  # between two renewals
@@ -57,7 +57,7 @@ class FolderOwner:
 
     def has(self, folder: Path) -> bool:
         """Return whether this job has a folder."""
-        return self.wrote(_read(folder))
+        return self.wrote(read(folder))
 
 
 class Claim:
@@ -87,9 +87,9 @@ class Claim:
         """
         clear_way(self.folder / FILE)
         while True:
-            who, judged = _judge(self.folder, self._owner)
-            with _turn(self.folder):
-                found = {} if who else _read(self.folder)
+            who, judged = judge(self.folder, self._owner)
+            with turn(self.folder):
+                found = {} if who else read(self.folder)
                 if not who:
                     self._hold()  # before there is a record: who has it must not seem dead
                 if not who and found == judged and not self._owner.wrote(found) and _clear(self.folder, found):
@@ -127,7 +127,7 @@ class Claim:
 
     def check(self) -> None:
         """Raise Retryable if another job has the folder now."""
-        found = _read(self.folder)
+        found = read(self.folder)
         if found and not self._owner.wrote(found):
             self.lost = _who(found)
         if self.lost:
@@ -142,9 +142,9 @@ class Claim:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(RENEW_S)
         with contextlib.suppress(OSError):
-            found = _read(self.folder)
+            found = read(self.folder)
             if self._owner.wrote(found):
-                _put(self.folder, {**found, "count": found.get("count", 0) + 1, "given_up": True})
+                _put(self.folder, {**found, "count": self._record(found)["count"], "given_up": True})
         self.drop()
 
     def drop(self) -> None:
@@ -161,11 +161,12 @@ class Claim:
                 return
 
     def _renew(self) -> None:
-        found = _read(self.folder)
-        if found and not self._owner.wrote(found):
-            self.lost = _who(found)
-        elif self.folder.is_dir():
-            _put(self.folder, self._record(found))
+        with turn(self.folder):  # a process that is frozen here must not write over the next owner's record
+            found = read(self.folder)
+            if found and not self._owner.wrote(found):
+                self.lost = _who(found)
+            elif self.folder.is_dir():
+                _put(self.folder, self._record(found))
 
     def _record(self, before: Record) -> dict[str, Any]:
         """Return the next record of this job."""
@@ -188,14 +189,12 @@ def _drop_all() -> None:
 os.register_at_fork(after_in_child=_drop_all)  # a child that outlives its parent must not keep the lock
 
 
-def rival(folder: Path, owner: FolderOwner) -> str:
-    """Return which other job has a folder and lives; "" if none does. Blocks until that is clear: `LEASE_S`."""
-    return _judge(folder, owner)[0]
+def judge(folder: Path, owner: FolderOwner) -> tuple[str, Record]:
+    """Return which other job has a folder and lives, and the record that says so.
 
-
-def _judge(folder: Path, owner: FolderOwner) -> tuple[str, Record]:
-    """Return what `rival` does, and the record that was judged."""
-    found, lock, own_boot = _read(folder), None, here()["boot"]
+    It is "" if none does. Blocks until that is clear: `LEASE_S`.
+    """
+    found, lock, own_boot = read(folder), None, here()["boot"]
     if owner.wrote(found) or not folder.is_dir():
         return "", found
     lock = _open(folder) if (folder / LOCK).exists() else None
@@ -209,7 +208,7 @@ def _judge(folder: Path, owner: FolderOwner) -> tuple[str, Record]:
                 return "", found  # nobody has claimed it, or what stands there is no claim
             if free and _boots(found) == {own_boot}:
                 return "", found
-            now = _read(folder)
+            now = read(folder)
             if now != found:
                 if not now or owner.wrote(now):
                     return "", now
@@ -237,10 +236,10 @@ def _boots(record: Record) -> set[str]:
     return {str(each) for each in boots} if isinstance(boots, list) else set()
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def read(folder: Path, name: str = FILE) -> dict[str, Any]:
     """Return the record in a folder; an empty one if there is none that can be read."""
     try:
-        found = json.loads((folder / FILE).read_bytes())
+        found = json.loads(read_regular(folder / name))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -266,21 +265,22 @@ def _clear(folder: Path, judged: Record) -> bool:
         (folder / FILE).rename(aside)
     except FileNotFoundError:
         return True
-    try:
-        moved = json.loads(aside.read_bytes())
-    except (OSError, ValueError):
-        moved = {}
-    if moved != judged:
+    same = read(folder, aside.name) == judged
+    if not same:
         with contextlib.suppress(OSError):
             os.link(aside, folder / FILE)
     aside.unlink(missing_ok=True)
-    return bool(moved == judged)
+    return same
 
 
 @contextlib.contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Let one process at a time change owners, where the file system has locks."""
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def turn(folder: Path) -> Iterator[None]:
+    """Let one process at a time change the owner of a folder, or rename it, where the file system has locks."""
+    try:
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield
+        return
     try:
         for _ in range(int(LEASE_S / LOOK_S)):
             if _try(handle, fcntl.LOCK_EX) is not False:

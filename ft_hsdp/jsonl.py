@@ -112,6 +112,14 @@ def clear_way(path: Path) -> None:
             _log.warning("%s is no file and is set aside: %s", path, set_aside(path).name)
 
 
+def read_regular(path: Path) -> bytes:
+    """Return what a file has. Raises OSError, at once also for a named pipe or a device in its place."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        return file.read()
+
+
 class LineWriter:
     """A JSONL file to which several processes may append. Thread-safe; it blocks as long as the disk does.
 

@@ -13,6 +13,7 @@ import stat
 from pathlib import Path
 
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import read_regular
 
 _TOKEN = re.compile(r"[!-~]{8,256}")
 TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
@@ -29,7 +30,7 @@ def read(file: Path, variable: str) -> tuple[str, ...]:
         ConfigError: what is there cannot be used. The line names the file and never shows its content.
     """
     try:
-        lines = tuple(file.read_text(encoding="ascii").split())
+        lines = tuple(read_regular(file).decode("ascii").split())
     except FileNotFoundError:
         return given(variable)
     except UnicodeError:
@@ -62,7 +63,7 @@ def current(file: Path) -> str:
         OSError: the file cannot be read.
         ConfigError: it has no token.
     """
-    lines = file.read_text(encoding="ascii", errors="replace").split()
+    lines = read_regular(file).decode("ascii", "replace").split()
     if not lines:
         raise ConfigError(file.name, str(file), f"{_ALLOWED} (it is empty)")
     return lines[0]
@@ -127,7 +128,7 @@ def checkpoint_key(file: str | None) -> bytes:
     try:
         if stat.S_IMODE(path.stat().st_mode) & 0o007:
             raise ConfigError(_KEY, str(path), "a file that others cannot read (chmod 600)")
-        text = path.read_text(encoding="ascii", errors="replace").strip()
+        text = read_regular(path).decode("ascii", "replace").strip()
     except OSError as error:
         allowed = f"a file that can be read or made ({error.strerror}); {KEY_VARIABLE} replaces it"
         raise ConfigError(_KEY, str(path), allowed) from None

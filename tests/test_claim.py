@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -133,7 +134,8 @@ def test_an_owner_on_another_host_lives_while_it_renews(tmp_path: Path) -> None:
     thread.join()
     mine = take(tmp_path, MINE)  # its lease has ended: nobody had to remove anything
     assert record(tmp_path)["boots"] == [here()["boot"]]
-    (tmp_path / claim.FILE).write_text(json.dumps(made))  # the other one thaws
+    with claim.turn(tmp_path):
+        (tmp_path / claim.FILE).write_text(json.dumps(made))  # the other one thaws
     with pytest.raises(Retryable, match="of another job now: job other"):
         mine.check()
     mine.release()
@@ -157,3 +159,18 @@ def test_a_record_that_is_damaged_or_gone_is_written_again(tmp_path: Path) -> No
         with pytest.raises(ConfigError, match=r"job mine has it|another process has it"):
             take(tmp_path, OTHER)
     mine.release()
+
+
+@pytest.mark.parametrize("spoil", [lambda f: f.write_text("[]"), lambda f: f.write_text("{"), os.mkfifo, os.mkdir])
+def test_what_a_dead_owner_left_damaged_holds_up_nobody(tmp_path: Path, spoil: Callable[[Path], object]) -> None:
+    spoil(tmp_path / claim.FILE)
+    got: list[Claim] = []
+    assert claim.judge(tmp_path, MINE) == ("", {})
+    thread = threading.Thread(target=lambda: got.append(take(tmp_path, MINE)), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert got, "it tries for ever"
+    assert record(tmp_path)["job"] == "mine"
+    (tmp_path / claim.FILE).write_text(json.dumps({**record(tmp_path), "count": "many"}))
+    got[0].release()
+    assert record(tmp_path)["given_up"]

@@ -15,7 +15,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator, Mapping
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from pathlib import Path
 from typing import Any
@@ -93,17 +93,6 @@ class TokenProof(httpx.Auth):
         self._token = token
         self._challenges: dict[str, str] = {}  # by address
 
-    def sync_auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        """Send a request until its challenge is accepted. Raises Unproved."""
-        request.read()
-        for signed in self._signed(request):
-            response = yield request
-            response.stream = _Bounded(response)
-            response.read()
-            if self._accepted(request, signed, response):
-                return
-        raise self._unproved(request)
-
     async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
         """Send a request until its challenge is accepted. Raises Unproved."""
         await request.aread()
@@ -146,37 +135,26 @@ class TokenProof(httpx.Auth):
         return error
 
 
-class _Bounded(httpx.AsyncByteStream, httpx.SyncByteStream):
+class _Bounded(httpx.AsyncByteStream):
     """The body of an answer; httpx.DecodingError if it has more than `MAX_ANSWER` bytes, or is packed."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._stream: Any = response.stream
         self._left = MAX_ANSWER if "content-encoding" not in response.headers else -1
 
-    def __iter__(self) -> Iterator[bytes]:
-        for part in self._stream:
-            yield self._counted(part)
-
     async def __aiter__(self) -> AsyncIterator[bytes]:
         async for part in self._stream:
-            yield self._counted(part)
-
-    def _counted(self, part: bytes) -> bytes:
-        self._left -= len(part)
-        if self._left < 0:
-            raise httpx.DecodingError(f"an answer of more than {MAX_ANSWER} bytes, or a packed one")
-        return part
-
-    def close(self) -> None:
-        """Close the connection's part of it."""
-        self._stream.close()
+            self._left -= len(part)
+            if self._left < 0:
+                raise httpx.DecodingError(f"an answer of more than {MAX_ANSWER} bytes, or a packed one")
+            yield part
 
     async def aclose(self) -> None:
         """Close the connection's part of it."""
         await self._stream.aclose()
 
 
-def http_client(token: str, timeout_s: float, tls: ssl.SSLContext | None = None) -> httpx.AsyncClient:
+def http_client(token: str, timeout_s: float, tls: Trusted | None = None) -> httpx.AsyncClient:
     """Return the HTTP client with which every process talks to the lighthouse.
 
     It follows neither proxies nor redirects, and each answer that it returns is proved.
@@ -201,19 +179,27 @@ def http_client(token: str, timeout_s: float, tls: ssl.SSLContext | None = None)
 
 
 def get_proved(url: str, token: str, timeout_s: float, trusted: Trusted) -> httpx.Response:
-    """Return a lighthouse's proved answer to a GET, whatever its status. Blocks.
+    """Return a lighthouse's proved answer to a GET, whatever its status. Blocks; not inside of an event loop.
 
     Args:
         url: with the path.
         token: the job's token.
-        timeout_s: longest wait for a part of the answer, in seconds.
+        timeout_s: longest wait for the whole answer, in seconds: what listens there may send it byte by byte.
         trusted: whose certificates are accepted.
 
     Raises:
         httpx.HTTPError: there is no answer, or it is not proved.
         httpx.InvalidURL: `url` is none.
     """
-    return httpx.get(url, auth=TokenProof(token), timeout=timeout_s, trust_env=False, verify=trusted)
+
+    async def get() -> httpx.Response:
+        async with http_client(token, timeout_s, trusted) as client, asyncio.timeout(timeout_s):
+            return await client.get(url)
+
+    try:
+        return asyncio.run(get())
+    except TimeoutError:
+        raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s") from None
 
 
 def parse_urls(text: str, option: str = "--lighthouse") -> tuple[str, ...]:

@@ -69,6 +69,7 @@ class LighthouseProcess:
         self._run = run
         self._silent_s = silent_s
         self._tls = tls
+        self._token = ""  # of the job, once it is known: its file may be damaged later
         self._emit = emit
         self._listen_s = listen_s
         self._module = module
@@ -160,7 +161,8 @@ class LighthouseProcess:
         A time in which this process itself was stopped does not count as silence.
         """
         silent_s = 0.0
-        async with http_client(secret.current(self._run.token), LOOK_S, self._tls) as client:
+        self._token = self._token or secret.current(self._run.token)
+        async with http_client(self._token, LOOK_S, self._tls) as client:
             while silent_s <= self._silent_s:
                 began = time.monotonic()
                 await asyncio.sleep(LOOK_S)

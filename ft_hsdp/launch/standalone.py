@@ -360,8 +360,13 @@ def _join_elsewhere(run: RunDir, config: Config, url: str, trusted: tls.Trusted,
         LighthouseUnreachable: No lighthouse answers in time.
     """
     urls = parse_urls(url)
-    known = secret.read(run.token, "") if run.token.exists() else ()
-    given = secret.given(TOKEN_VARIABLE) or known
+    given, known = secret.given(TOKEN_VARIABLE), ()
+    try:
+        known = secret.read(run.token, "")
+    except ConfigError:
+        if not given:  # a file that cannot be used is written anew
+            raise
+    given = given or known
     if not given:
         raise ConfigError(TOKEN_VARIABLE, "", "the job's token, where --lighthouse is given")
     token, deadline, refused = given[0], time.monotonic() + timeout_s, math.inf

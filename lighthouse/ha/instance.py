@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import clear_way, here, replace_json, set_aside
+from ft_hsdp.jsonl import clear_way, here, read_regular, replace_json, set_aside
 
 MAX_INSTANCES = 5
 
@@ -81,7 +81,7 @@ class InstanceLock:
 def read(file: Path) -> dict[str, object]:
     """Return the object in a JSON file; an empty one if there is none."""
     try:
-        found = json.loads(file.read_text())
+        found = json.loads(read_regular(file))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
+import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +22,7 @@ from ft_hsdp.control.lighthouse_client import (
     Lighthouses,
     TokenProof,
     Unproved,
+    get_proved,
     http_client,
     own_address,
     parse_urls,
@@ -469,3 +473,21 @@ def test_a_name_without_an_address_is_one_line(host, lighthouse):
     ) as caught:
         own_address(host, lighthouse)
     assert "\n" not in str(caught.value)
+
+
+def test_an_answer_that_comes_byte_by_byte_has_one_deadline() -> None:
+    """What listens there need not know the token to hold a command up."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            with contextlib.suppress(OSError), server.accept()[0] as caller:
+                caller.sendall(b"HTTP/1.1 200 OK\r\n")
+                for _ in range(200):
+                    caller.sendall(b"x: y\r\n")
+                    time.sleep(0.05)
+
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        with pytest.raises(httpx.ReadTimeout, match="no whole answer"):
+            get_proved(f"http://127.0.0.1:{server.getsockname()[1]}/healthz", TOKEN, 0.3, True)
+        dripping.join()

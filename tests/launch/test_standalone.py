@@ -95,10 +95,11 @@ def test_nothing_is_written_before_the_lighthouse_has_taken_the_token(
     assert content(tmp_path) == made, "all pods of a job may have one folder: it is not written again"
     refused(GOOD, NOBODY, LighthouseUnreachable, "does not answer within")
     refused("b" * 64, url, ConfigError, "FT_HSDP_TOKEN")
-    run.token.unlink()
     monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
-    assert standalone.replica(config, 0, url) == 7
-    assert run.token.read_text() == GOOD
+    for spoil in (Path.unlink, lambda f: f.write_text(""), lambda f: f.write_bytes(b"\xff" * 9)):
+        spoil(run.token)
+        assert standalone.replica(config, 0, url) == 7
+        assert run.token.read_text() == GOOD
 
 
 def test_a_replica_of_another_job_leaves_a_run_that_lives_alone(

@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 import psutil
 
 from ft_hsdp import secret
-from ft_hsdp.claim import Claim, FolderOwner, rival
+from ft_hsdp.claim import Claim, FolderOwner, Record, judge, read, turn
 from ft_hsdp.config import Config, dump, load
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
-from ft_hsdp.jsonl import clear_way, here, replace_json, set_aside
+from ft_hsdp.jsonl import clear_way, here, read_regular, replace_json, set_aside
 
 MAX_POLL = 1 << 20  # bytes of a log that are read at once
 KEEP_S = 1.0  # between two looks at the files that a job needs
@@ -174,30 +174,19 @@ def make_run(
     part = RunDir(run.path.with_name(f".{run.name}.{secrets.token_hex(6)}"))
     claim = Claim(part.path, owner)
     try:
-        _check_vacant(run, owner, ended)
+        judged = _check_vacant(run, owner, ended)
         part.path.mkdir(parents=True)
         write_job_files(part, config, token)
         if said is not None:
             write_json(part.supervisor, said)
         claim.made()
-        while True:
-            if not ended and run.config.exists() and owner.has(run.path):
-                claim.drop()
-                claim.folder = run.path
+        while not (shared := not ended and run.config.exists() and owner.has(run.path)):
+            if _put_in_place(part, run, judged):
                 break
-            if run.path.exists():
-                _check_vacant(run, owner, ended)
-                stamped = run.supervisor if run.supervisor.exists() else run.path
-                made = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(stamped.stat().st_mtime))
-                run.path.rename(_unused(run.path.with_name(f"{run.name}.{made}")))
-            try:
-                part.path.rename(run.path)
-            except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                    raise
-                continue  # another process was quicker
-            claim.folder = run.path
-            break
+            judged = _check_vacant(run, owner, ended)
+        if shared:
+            claim.drop()
+        claim.folder = run.path
         claim.begin()
     except OSError as error:
         allowed = f"a folder that can be written ({error.strerror})"
@@ -207,15 +196,38 @@ def make_run(
     return claim
 
 
-def _check_vacant(run: RunDir, owner: FolderOwner, ended: bool) -> None:
-    """Raise ConfigError if a job runs in `run`."""
-    who = "" if ended else rival(run.path, owner)
+def _put_in_place(part: RunDir, run: RunDir, judged: Record) -> bool:
+    """Move what stands at `run` aside if its claim is the one that was `judged`, and `part` to its place.
+
+    Returns:
+        Whether it is there; False: another process was quicker.
+    """
+    with turn(run.path):
+        if read(run.path) != judged:
+            return False
+        if run.path.exists():
+            stamped = run.supervisor if run.supervisor.exists() else run.path
+            made = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(stamped.stat().st_mtime))
+            run.path.rename(_unused(run.path.with_name(f"{run.name}.{made}")))
+        try:
+            part.path.rename(run.path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return False
+    return True
+
+
+def _check_vacant(run: RunDir, owner: FolderOwner, ended: bool) -> Record:
+    """Return the record of the last owner of `run`. Raises ConfigError if a job runs there."""
+    who, judged = ("", read(run.path)) if ended else judge(run.path, owner)
     for file in (run.supervisor, run.lighthouse):
         recorded = read_json(file)
         if another(recorded):  # also one that has lost its claim, and does not know it yet
             who = who or f"pid {recorded['pid']}"
     if who:
         raise ConfigError("job.name", run.name, f"a name that no running job has ({who})")
+    return judged
 
 
 def write_job_files(run: RunDir, config: Config, token: str | None = None) -> None:
@@ -275,11 +287,12 @@ class JobFiles:
     def _good(self, file: Path) -> str:
         """Return what the file has; "" if it is not what belongs there."""
         try:
+            text = read_regular(file).decode()
             if file == self._config:
                 load(file)
-            elif not (file.is_file() and secret.read(file, "")):
+            elif not secret.read(file, ""):
                 return ""
-            return file.read_text()
+            return text
         except (OSError, ValueError, ConfigError):
             return ""
 
@@ -378,9 +391,9 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path) -> Any:
-    """Return the JSON in `path`; None if the file is missing or is not JSON."""
+    """Return the JSON in `path`; None if there is no file, or no JSON in it."""
     try:
-        return json.loads(path.read_text())
+        return json.loads(read_regular(path))
     except (OSError, ValueError):
         return None
 

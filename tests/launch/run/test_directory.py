@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import LineWriter
+from ft_hsdp.launch.run import directory
 from ft_hsdp.launch.run.directory import (
     JobFiles,
     RunDir,
@@ -194,7 +196,11 @@ async def test_what_a_job_needs_is_put_back(run_dir: RunDir) -> None:
     assert len(list(run_dir.path.glob("*.damaged-*"))) == 3
     run_dir.token.write_text("b" * 64)  # an operator may replace it
     run_dir.admin_token.unlink()
-    await until(lambda: len(told) == 5, "another look")
+    run_dir.config.unlink()
+    os.mkfifo(run_dir.config)
+    os.mkfifo(run_dir.supervisor)
+    assert read_json(run_dir.supervisor) is None
+    await until(lambda: len(told) == 6, "another look, which a pipe does not hold up")
     keeping.cancel()
     assert run_dir.token.read_text() == "b" * 64
     claim.release()
@@ -202,3 +208,26 @@ async def test_what_a_job_needs_is_put_back(run_dir: RunDir) -> None:
 
 def test_who_ran_before_the_host_was_started_again_runs_no_more() -> None:
     assert not alive({**identity(), "boot": "the one before"})
+
+
+def test_a_run_that_another_process_made_meanwhile_is_not_moved_aside(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of one name start at a time, where an ended run stands: each of them finds that no job runs."""
+    quicker: list[Claim] = []
+
+    def late(*asked: Any) -> Any:
+        judged = look(*asked)
+        if not quicker:
+            quicker.append(Claim(run_dir.path, FolderOwner.of("job", "")))
+            quicker[0] = make_run(run_dir, Config(), "a" * 64)
+        return judged
+
+    look = directory._check_vacant
+    monkeypatch.setattr(directory, "_check_vacant", late)
+    with pytest.raises(ConfigError, match=r"job\.name: .*job job has it since 20"):
+        make_run(run_dir, Config())
+    assert run_dir.token.read_text() == "a" * 64
+    assert len(list(run_dir.path.parent.glob("job.*Z"))) == 1, "the ended run alone was moved aside"
+    quicker[0].release()
+
