@@ -34,6 +34,7 @@ LIES: dict[str, Callable[[Report], Report]] = {
     "step": lambda r: _state(r, 1),
     "far": lambda r: _state(r, 3),
     "record": lambda r: replace(r, prepared=_record(r)),
+    "forged": lambda r: replace(r, state=_record(r).state_id, step=r.state.step + 2, committed=_record(r)),
     "doubt": lambda r: replace(r, doubt=StateId(max(1, r.epoch), r.state.step + 3, WRONG)),
     "term": lambda r: replace(r, max_term=r.max_term + 9),
     "epoch": lambda r: replace(r, epoch=r.epoch + 9),

@@ -146,7 +146,7 @@ def _left_out(s: LighthouseState, report: Report) -> bool:
 def _heard(s: LighthouseState, report: Report, now: float) -> Step:
     """Decide what follows from a report whose state was compared with the head."""
     me = report.replica
-    if s.checkpoint and report.saved >= s.checkpoint:
+    if s.checkpoint and s.checkpoint <= report.saved <= report.state.step:
         s = replace(s, checkpoint=0)
     if s.diverged or agree(s, report):
         return _split(s, report, now)
@@ -245,6 +245,9 @@ def _diverged(s: LighthouseState, report: Report) -> Step:
 def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
     """Take a supervisor's word on what runs: the only evidence that counts as death."""
     s, leased = renew_leases(s, event)
+    own = {who for who in event.exited if run_of(who[1])[0] == event.owner}
+    seen = own | {who for who in event.exited if entitled(s, event.owner, who[0], event.now)}
+    event = replace(event, exited=frozenset(seen))
     s, news = record_exits(s, event)
     notes: list[Effect] = [
         Note("ExitReported", "its supervisor saw it end", {"replica": replica, "incarnation": incarnation})
@@ -255,7 +258,7 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
         s = replace(s, last_exit=event.now)
     for replica, running in event.running.items():
         view = s.views[replica]
-        if not entitled(s, event.owner, replica):
+        if not entitled(s, event.owner, replica, event.now):
             continue
         if running is None:
             if _contradicts(s, event, replica):
@@ -440,16 +443,18 @@ def _leased_to(s: LighthouseState, replica: int, now: float) -> str:
     return known.owner if known is not None and reports else ""
 
 
-def entitled(s: LighthouseState, owner: str, replica: int) -> bool:
+def entitled(s: LighthouseState, owner: str, replica: int, now: float) -> bool:
     """Return whether a supervisor's word on what runs of a replica counts.
 
     Args:
         s: What the lighthouse knows.
-        owner: The supervisor's name; "" for a rank that reports of itself, whose word counts always.
+        owner: The supervisor's name; "" for a rank that reports of itself: its word counts where no supervisor
+            reports.
         replica: The replica.
+        now: Seconds on the lighthouse's clock.
     """
     lease = lease_of(s, replica)
-    return not owner or lease is None or lease.owner == owner
+    return not _leased_to(s, replica, now) if not owner else lease is None or lease.owner == owner
 
 
 def renew_leases(s: LighthouseState, event: ProcessesReported) -> Step:

@@ -2,9 +2,9 @@
 
 A committed step is known to every member of its ring, because each has voted on it. So a state above the head
 counts as soon as two replicas name it. The word of one replica counts alone only if no other member of the grant
-may live. A round also believes one replica while the others are silent: for the step right after the head, if its
-report has the record that leads there. The hash of the record is the name of the state, so no single wrong value
-fits.
+may live. A round also believes one replica for the step right after the head, if its report has the record that
+leads there: while the others are silent, and while no two of them say that they did not vote for it.
+The hash of the record is the name of the state, so no single wrong value fits.
 
 What a member reports is *doubted* if it is above the head, and a member that has left the same ring does not know
 of it. A doubted replica is left out of a new membership, and the others go on. It is believed again when it
@@ -24,6 +24,7 @@ from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.grant import Report
 from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum.events import Effect, Note
+from lighthouse.quorum.rules import cannot_commit
 from lighthouse.quorum.state import LighthouseState, Step, alive, raise_head, with_view
 
 FRUITLESS = 3  # after more epochs than these without a step, one replica is enough to say that states differ
@@ -232,7 +233,8 @@ def judge(s: LighthouseState, reports: Mapping[int, Report], evicted: Collection
         waits_for: tuple[int, ...] = ()
         if _unconfirmed(s, report.state, r, reports):
             ring = Peers.of(s, report, reports, report.state.commit_epoch)
-            waits_for += ring.intact + (() if follows_head(s, report) else silent(ring))
+            sure = follows_head(s, report) and not _denials(s, report.state, ring)
+            waits_for += ring.intact + (() if sure else silent(ring))
             waits_for += (r,) if ring.left and not _has_left(s, report, report.epoch) else ()
             waits_for += (r,) if _uncertain(s, report) else ()
         prepared = report.prepared
@@ -270,15 +272,15 @@ def _uncertain(s: LighthouseState, report: Report) -> bool:
 def _contradicted(s: LighthouseState, report: Report, reports: Mapping[int, Report]) -> bool:
     """Return whether a member that has left the same ring does not confirm the reported state.
 
-    Not if its record builds on the head: a member that was behind has relayed that step, and does not know of it.
-    Nor if the reporter has the record of its state, and the others say something else that nobody confirms.
+    If its record builds on the head, two members have to say that they did not vote for it: one that was behind has relayed that step, and does not know of it. If the reporter has the record of its state, the others
+    must not all say something else that nobody confirms.
     """
     state = report.state
-    if follows_head(s, report):
-        return False
     if not (_unconfirmed(s, state, report.replica, reports) and _has_left(s, report, report.epoch)):
         return False
     ring, key = Peers.of(s, report, reports, state.commit_epoch), (state.commit_epoch, state.step)
+    if follows_head(s, report):
+        return _denials(s, state, ring) > 1
     if ring.intact or not ring.left:
         return not ring.intact and not ring.silent and _uncertain(s, report)
     doubtful = [
@@ -287,6 +289,18 @@ def _contradicted(s: LighthouseState, report: Report, reports: Mapping[int, Repo
         if (above(o.state, s.head) and not certified(o)) or key in ((x.commit_epoch, x.step) for x in named(o))
     ]
     return not (certified(report) and len(doubtful) == len(ring.left))
+
+
+def _denials(s: LighthouseState, state: StateId, ring: Peers) -> int:
+    """Return how many members have left the ring and would name ``state``, which nobody else does, if it was true.
+
+    A member that was granted as one that holds the base keeps what it votes for, and one that leaves before a vote
+    says so. A later grant was made with a member that would have named the state, too.
+    """
+    members = s.grant.members if s.grant is not None else ()
+    later = s.grant is not None and s.grant.epoch > state.commit_epoch
+    voters = {m.replica for m in members if m.holds_base or later}
+    return sum(o.replica in voters or (o.void is not None and cannot_commit(state, (o.void,))) for o in ring.left)
 
 
 def _another_head(s: LighthouseState, report: Report) -> bool:

@@ -23,7 +23,7 @@ def bounds(lie: str, **allowed: Any) -> Bounds:
 
 
 QUICK = [
-    *(bounds(lie, replicas=1) for lie in LIES),
+    *(bounds(lie, replicas=1) for lie in LIES if lie != "forged"),  # nobody else can know
     *(bounds(lie) for lie in LIES),
     bounds("far", replicas=3, steps=1),
     bounds("step", restarts=1, lapses=1),
@@ -35,7 +35,7 @@ LONG = [
     *(bounds(lie, **more) for lie in ("step", "far") for more in ({"lies": 2}, {"breaks": 1}, {"deaths": 1})),
     *(bounds(lie, wipes=1) for lie in ("step", "far")),
     bounds("far", replicas=3, steps=1, deaths=1),
-    bounds("lineage", replicas=3, steps=1, breaks=1),
+    *(bounds(lie, replicas=3, steps=1, breaks=1) for lie in ("lineage", "forged")),
 ]
 
 
@@ -84,6 +84,11 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, str]] = {
     "one report is the head": ([(transition, "hear", _believe)], bounds("far"), "false head: "),
     "one report is the base": ([(witnesses, "judge", _all_are_right)], bounds("far", breaks=1), "false head: "),
     "one record is the base": ([(witnesses, "judge", _all_are_right)], bounds("record", breaks=1), "false head: "),
+    "a record on the head is denied by nobody": (
+        [(witnesses, "_denials", lambda *_: 0)],
+        bounds("forged", replicas=3, steps=1, breaks=1),
+        "false head: ",
+    ),
     "an old request contradicts": (
         [(witnesses.Peers, "of", _asked_is_left(witnesses.Peers.of))],
         bounds("far", breaks=1),

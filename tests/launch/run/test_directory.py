@@ -230,4 +230,3 @@ def test_a_run_that_another_process_made_meanwhile_is_not_moved_aside(
     assert run_dir.token.read_text() == "a" * 64
     assert len(list(run_dir.path.parent.glob("job.*Z"))) == 1, "the ended run alone was moved aside"
     quicker[0].release()
-

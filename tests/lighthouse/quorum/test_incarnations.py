@@ -526,6 +526,19 @@ def test_a_life_that_was_started_under_a_lease_that_ended_does_not_count() -> No
     assert job.s.views[1].incarnation == "1-torchrun-0"
 
 
+def test_only_the_supervisor_of_a_replica_is_believed_that_it_has_exited() -> None:
+    job = TwoSupervisors()
+    job.tells("aaaa", "1-aaaa-0")
+    gone = frozenset({(1, "1-aaaa-0")})
+    for stranger in ("bbbb", ""):  # the supervisor of another replica, and a rank
+        job.feed(ProcessesReported({1: None}, gone, frozenset(), job.now, stranger))
+        assert (job.s.exited, job.s.views[1].down) == (frozenset(), False)
+    job.now += 5.0  # it reports no more
+    job.tells("bbbb")
+    job.feed(ProcessesReported({}, gone, frozenset(), job.now, "aaaa"))
+    assert job.s.exited == gone, "it was started by that one"
+
+
 async def test_a_supervisor_is_told_whether_it_has_the_lease() -> None:
     service, _ = make_service()
     mine = service.processes(ProcessReport({}, owner="aaaa", leases={0: 0, 1: 0}))

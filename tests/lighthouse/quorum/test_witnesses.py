@@ -200,6 +200,24 @@ def test_a_record_that_a_member_of_its_ring_does_not_know_is_no_base(job: Script
     assert (out.grant(0).base, out.grant(0).ring) == (START, (0, 1, 2))
 
 
+def test_a_record_on_the_head_that_two_never_voted_for_is_no_base(job: Script):
+    job.ask(2, X, epoch=1, after=1, committed=ONE)
+    job.ask(0, epoch=1, after=1, void=ONE.fence)
+    out = job.wait(1.0)
+    assert not out.answers, "one says so: the third is waited for"
+    assert "only replica 2 reports" in out.notes["Waiting"]
+    out = job.ask(1, epoch=1, after=1, void=ONE.fence)
+    assert (out.grant(0).base, out.grant(0).ring) == (START, (0, 1))
+    assert "not believed" in out.notes["ReportDoubted"]
+
+
+def test_one_that_denies_its_vote_alone_takes_back_no_step():
+    """Of two replicas one is wrong: the record, whose hash is the name of the state, counts more."""
+    job = script(0, 1)
+    job.ask(0, X, epoch=1, after=1, committed=ONE)
+    assert job.ask(1, epoch=1, after=1, void=ONE.fence).grant(1).base == X
+
+
 def test_a_doubt_that_a_member_of_its_ring_does_not_share_delays_nobody(job: Script):
     job.ask(0, epoch=1, after=1)
     job.ask(2, epoch=1, after=1, doubt=FAR)
