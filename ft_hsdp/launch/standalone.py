@@ -360,7 +360,8 @@ def _join_elsewhere(run: RunDir, config: Config, url: str, trusted: tls.Trusted,
         LighthouseUnreachable: No lighthouse answers in time.
     """
     urls = parse_urls(url)
-    given, known = secret.given(TOKEN_VARIABLE), ()
+    given = secret.given(TOKEN_VARIABLE)
+    known: tuple[str, ...] = ()
     try:
         known = secret.read(run.token, "")
     except ConfigError:

@@ -11,6 +11,7 @@ import hmac
 import os
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 from starlette.types import Message, Receive, Scope, Send
@@ -54,25 +55,16 @@ class Challenges:
         self._due = self._clock() + CHALLENGE_S
 
 
+@dataclass(frozen=True, slots=True)
 class Proof:
-    """A request whose caller knows a token.
+    """A request whose caller knows a token."""
 
-    Attributes:
-        role: Of the token.
-        fresh: Whether the request is accepted: its challenge is valid, and it comes for the first time.
-    """
-
-    __slots__ = ("_asked", "_body", "_challenges", "_keys", "fresh", "role")
-
-    def __init__(
-        self, keys: ProofKeys, role: str, asked: bytes, body: bytes, challenges: Challenges, fresh: bool
-    ) -> None:
-        self._keys = keys
-        self._asked = asked
-        self._body = body
-        self._challenges = challenges
-        self.role = role
-        self.fresh = fresh
+    role: str  # of the token
+    fresh: bool  # whether it is accepted: its challenge is valid, and it comes for the first time
+    _keys: ProofKeys
+    _asked: bytes  # its MAC
+    _body: bytes  # the SHA-256 of its body
+    _challenges: Challenges
 
     def receive(self, receive: Receive) -> Receive:
         """Return a ``receive`` that raises HTTPException 400 at the end of a body that was not signed."""
@@ -155,4 +147,4 @@ class SignedCalls:
         said = authorization[len(_SCHEME) + len(key_id) + 2 : -len(mac) - 1]
         if not hmac.compare_digest(keys.request(scope["method"], target, said), mac):
             return None
-        return Proof(keys, role, mac, body, self._challenges, self._challenges.take(challenge, nonce))
+        return Proof(role, self._challenges.take(challenge, nonce), keys, mac, body, self._challenges)

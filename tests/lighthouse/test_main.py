@@ -18,14 +18,13 @@ import pytest
 
 from ft_hsdp import address, protocol
 from ft_hsdp.config import Config, config_hash, dump, parse
-from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse import __main__ as program
 from lighthouse import runtime
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, name
-from tests.support.lighthouse.signed import Signer
+from tests.support.lighthouse.signed import BlockingProof, Signer
 
 REPO = Path(__file__).resolve().parents[2]
 START_S = 30.0
@@ -82,7 +81,7 @@ def ends(process, seconds=10.0):
 
 
 def client(url):
-    return httpx.Client(base_url=url, auth=TokenProof(TOKEN), timeout=10.0, trust_env=False)
+    return httpx.Client(base_url=url, auth=BlockingProof(TOKEN), timeout=10.0, trust_env=False)
 
 
 def message(replica, *arguments, **fields):
@@ -210,7 +209,7 @@ def test_the_token_may_come_from_the_environment(run):
     (run / "token").unlink()
     with lighthouse(run, FT_HSDP_TOKEN="secret") as (_, url), httpx.Client(trust_env=False) as http:
         assert http.get(f"{url}/v1/status").status_code == 401
-        allowed = http.get(f"{url}/v1/status", auth=TokenProof("secret"))
+        allowed = http.get(f"{url}/v1/status", auth=BlockingProof("secret"))
         assert allowed.status_code == 200
 
 

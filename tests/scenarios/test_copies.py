@@ -14,10 +14,10 @@ import httpx
 import psutil
 import pytest
 
-from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.launch.injection import inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.state.transfer.holdings import ask_held
+from tests.support.lighthouse.signed import BlockingProof
 from tests.support.scenarios.scenario_job import DEADLINE_S, Job, check
 
 STEPS = 18
@@ -124,7 +124,7 @@ class Standing(Job):
     def reported(self) -> int:
         """The newest step that the lighthouse has heard of."""
         url = json.loads((self.run / "lighthouse.json").read_text())["url"]
-        auth = TokenProof((self.run / "token").read_text().strip())
+        auth = BlockingProof((self.run / "token").read_text().strip())
         answer = httpx.get(f"{url}/v1/holders", auth=auth, timeout=5, trust_env=False).raise_for_status()
         head = answer.json()["head"]
         return int(head["step"]) if head else 0

@@ -16,13 +16,13 @@ import psutil
 import pytest
 
 from ft_hsdp import secret
-from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.errors import EXIT_CONFIG, ConfigError, LighthouseUnreachable
 from ft_hsdp.launch import admin
 from ft_hsdp.launch.run.directory import RunDir, read_json
 from ft_hsdp.launch.run.status import status
 from ft_hsdp.state.checkpoint import catalog
 from tests.support.aborted import aborted
+from tests.support.lighthouse.signed import BlockingProof
 from tests.support.scenarios.scenario_job import Job, check
 from tests.support.torchrun_job import TorchrunJob
 
@@ -205,7 +205,7 @@ SMALLEST = {"ranks_per_replica": 1, "checkpoint__every": 0}
 def row(job: Job, replica: int) -> dict[str, Any]:
     """What the lighthouse says of a replica."""
     url = json.loads((job.run / "lighthouse.json").read_text())["url"]
-    auth = TokenProof((job.run / "token").read_text().strip())
+    auth = BlockingProof((job.run / "token").read_text().strip())
     found: dict[str, Any] = httpx.get(f"{url}/v1/status", auth=auth, trust_env=False).json()
     return next(r for r in found["replicas"] if r["replica"] == replica)
 

@@ -20,11 +20,11 @@ import pytest
 
 from ft_hsdp import protocol
 from ft_hsdp.config import config_hash, dump, parse
-from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.core.grant import Continue, Grant
 from lighthouse.ha.election import Election, boot_time
 from lighthouse.ha.etcd import Etcd, EtcdUnreachable
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at
+from tests.support.lighthouse.signed import BlockingProof
 
 pytestmark = pytest.mark.multiproc
 NAMES = itertools.count()
@@ -168,7 +168,7 @@ class Fleet:
         (run / "token").write_text(TOKEN)
         self.processes = [self.spawn(seat) for seat in range(count)]
         self.urls = [self.url(seat) for seat in range(count)]
-        self.http = httpx.Client(auth=TokenProof(TOKEN), timeout=10.0, trust_env=False)
+        self.http = httpx.Client(auth=BlockingProof(TOKEN), timeout=10.0, trust_env=False)
 
     def __enter__(self):
         return self

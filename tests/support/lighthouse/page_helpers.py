@@ -15,13 +15,13 @@ import httpx
 from playwright.sync_api import Browser, Page, expect
 
 from ft_hsdp import protocol
-from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.protocol import Telemetry
 from lighthouse.http.access import view_key
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.overview.overview import JournalEntry
 from tests.support.lighthouse.page_server import ADMIN as ADMIN
 from tests.support.lighthouse.page_server import REPLICAS, TOKEN
+from tests.support.lighthouse.signed import BlockingProof
 
 ROOT = Path(__file__).parents[3]
 KEY = view_key(TOKEN)
@@ -107,7 +107,7 @@ class Server:
     ) -> None:
         """What replica ``replica`` reports."""
         body = protocol.encode(Telemetry(f"{replica}-run-0", events, commits, logged=logged))
-        answer = httpx.post(f"{self.url}/v1/telemetry", content=body, auth=TokenProof(TOKEN), trust_env=False)
+        answer = httpx.post(f"{self.url}/v1/telemetry", content=body, auth=BlockingProof(TOKEN), trust_env=False)
         assert answer.status_code == 204, answer.text
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import httpx
 
+from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.http_proof import HEADER, NONE, SCHEME, SignedRequest, keys_of
 from lighthouse.http.access import Keys, RequestGate
 from lighthouse.http.proofs import CHALLENGE_S
@@ -46,6 +47,19 @@ def line_of(head: str, status: int, body: bytes, token: str) -> str:
     """The header line that proves an answer; ``head``: of the request, in raw text."""
     found = next(line for line in head.split("\r\n") if line.lower().startswith("authorization:"))
     return f"{HEADER}: {proof(found.partition(':')[2].strip(), status, body, token)}\r\n"
+
+
+class BlockingProof(TokenProof):
+    """The same for a client that blocks."""
+
+    def sync_auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Send a request until its challenge is accepted."""
+        request.read()
+        for signed in self._signed(request):
+            response = yield request
+            response.read()
+            if self._accepted(request, signed, response):
+                return
 
 
 class Signer:

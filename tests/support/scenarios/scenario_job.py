@@ -18,11 +18,11 @@ from typing import Any
 
 import httpx
 
-from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.launch import cli
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.verify import verify
 from ft_hsdp.sentences import tell
+from tests.support.lighthouse.signed import BlockingProof
 from tests.support.started_job import StartedJob
 
 ROOT = Path(__file__).parents[3]
@@ -101,7 +101,7 @@ class Job(StartedJob):
         """What the lighthouse shows; no replicas while it does not answer."""
         try:
             url = json.loads((self.run / "lighthouse.json").read_text())["url"]
-            auth = TokenProof((self.run / "token").read_text().strip())
+            auth = BlockingProof((self.run / "token").read_text().strip())
             answer = httpx.get(f"{url}/v1/overview?points=2", auth=auth, timeout=5, trust_env=False)
             return dict(answer.raise_for_status().json())
         except (OSError, httpx.HTTPError):
