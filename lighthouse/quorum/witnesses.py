@@ -273,8 +273,8 @@ def _contradicted(s: LighthouseState, report: Report, reports: Mapping[int, Repo
     """Return whether a member that has left the same ring does not confirm the reported state.
 
     If its record builds on the head, two members have to say that they did not vote for it: one that was behind
-    has relayed that step, and does not know of it. If the reporter has the record of its state, the others must not
-    all say something else that nobody confirms.
+    has relayed that step, and does not know of it. If the reporter has the record of its state, the others must
+    not all say something else that nobody confirms.
     """
     state = report.state
     if not (_unconfirmed(s, state, report.replica, reports) and _has_left(s, report, report.epoch)):
