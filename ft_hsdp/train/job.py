@@ -38,7 +38,7 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
 from ft_hsdp.train.check_in import check_in, open_log, restored
 from ft_hsdp.train.data.prefetch import Reader, Source
-from ft_hsdp.train.data.sources import DataSources
+from ft_hsdp.train.data.sources import DataSources, facts_of
 from ft_hsdp.train.data.step_plan import checked_weight
 from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, parts_of, shard
 from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin, leaving_on_signals
@@ -321,7 +321,7 @@ class Job(DataSources, UserLoop, BlockHost):
         reader = self._open_reader(source)
         driver.samples_of = getattr(source, "samples_of", None)
         with contextlib.closing(reader), leaving_on_signals(self._ask_to_leave) as told:
-            self._facts = self._data_facts(source, reader)
+            self._facts = facts_of(source, reader, self.config.data.check, self.rank)
             if self._identity is not None:
                 driver.guess(reader, self.replica)
             self._check_in(driver, reader)

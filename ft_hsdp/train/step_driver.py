@@ -33,7 +33,7 @@ from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
 from ft_hsdp.train.data.step_plan import MicroBatch, StepPlan, TrainedMicroBatch
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
 from ft_hsdp.train.fsdp.buffer_watch import ways
-from ft_hsdp.train.fsdp.moving_buffers import KEY, WHEN
+from ft_hsdp.train.fsdp.moving_buffers import AT_COMMIT, KEY, WHEN
 from ft_hsdp.train.gradients import Feeding
 from ft_hsdp.train.identity import fatal_units
 from ft_hsdp.train.loop.callbacks import CallbackFailed, Callbacks, CommittedStep
@@ -219,7 +219,8 @@ class StepDriver:
         log, runtime = self.here.log, self.here.runtime
         self._fed += 1
         if self._fed > 1:  # what this step begins with
-            self._look(order.step, every=self._fed <= LOOKS, between=True)
+            self._take_back(order.step, between=True)
+            self._look(order.step, every=self._fed <= LOOKS)
             self._refuses = False
         plan = self.plan = self._new_plan(order.places)
         self._step, self._awaited_s, self._last_bucket = order.step, 0.0, None
@@ -352,6 +353,7 @@ class StepDriver:
         if plan.left:
             return False
         self.groups.check()
+        self._take_back(self._step, between=False)
         if self._fed == 1:
             self._look(self._step, every=True)
         self._model.finish(self.replica)
@@ -383,26 +385,37 @@ class StepDriver:
             if isinstance(order, ApplyOrder) and order.record.step == step:
                 return self.replica in order.record.contributors
 
-    def _look(self, step: int, every: bool, between: bool = False) -> None:
+    def _take_back(self, step: int, between: bool) -> None:
+        """Look for changes of declared tensors that belong to no commit: refused at first, later told once each.
+
+        Args:
+            step: That is under way.
+            between: Whether no batch of the step was yielded yet.
+
+        Raises:
+            ConfigError: A first step has changed one.
+        """
+        moving, here = self._model.moving, self.here
+        for name in () if moving is None else moving.strayed(between):
+            at, ways = ("after", WHEN) if between else ("before", AT_COMMIT)
+            if self._refuses:
+                raise ConfigError(f"{KEY}[{name}]", f"a change {at} optim.step", f"a change {ways}")
+            if here.log is not None and name not in self._restored:
+                self._restored.add(name)
+                reason = f"a change {at} optim.step is taken back: change it {ways}"
+                here.runtime.journal.event("BufferRestored", reason, step=step, tensor=name)
+
+    def _look(self, step: int, every: bool) -> None:
         """Look for changes outside the committed state; what is found is refused or told, once for each tensor.
 
         Args:
             step: That is under way.
             every: Look at all that may change; else at a little, the next part in each step.
-            between: Whether no batch of the step was yielded yet.
 
         Raises:
             ConfigError: A first step has changed it.
         """
-        watch, moving = self._model.undeclared, self._model.moving
-        log, journal = self.here.log, self.here.runtime.journal
-        for name in moving.strayed() if between and moving is not None else ():
-            if self._refuses:
-                raise ConfigError(f"{KEY}[{name}]", "a change after optim.step", f"a change {WHEN}")
-            if log is not None and name not in self._restored:
-                self._restored.add(name)
-                reason = f"a change after optim.step is taken back: change it {WHEN}"
-                journal.event("BufferRestored", reason, step=step, tensor=name)
+        watch, log, journal = self._model.undeclared, self.here.log, self.here.runtime.journal
         found = watch.look() if every else watch.look_on()
         if self._refuses:
             watch.refuse(found)
@@ -410,10 +423,10 @@ class StepDriver:
             facts = {"step": step, "tensor": place.name}
             if place.kind == "scratch":
                 why = "it is not persistent, so no replica gets it from another"
-                journal.event("BufferChanged", f"{why}: {ways(place.name)}", **facts)
+                journal.event("BufferChanged", f"{why}: {ways(place)}", **facts)
             else:
                 why = "the state does not have it, so replicas may differ"
-                journal.event("JobDoubted", f"{why}: {ways(place.name)}", **facts)
+                journal.event("JobDoubted", f"{why}: {ways(place)}", **facts)
 
     def _hand_over(self, plan: StepPlan) -> None:
         """Take the last bucket to the reducer, if backward has made it: the loss is known now."""

@@ -129,6 +129,16 @@ def test_what_nobody_declared_is_refused_in_the_first_step(tmp_path: Path, kind:
         assert KINDS[kind][0].split("_?")[0].split("[")[0].split("*")[0] in " ".join(ended)
 
 
+@pytest.mark.proof
+@pytest.mark.multiproc
+def test_a_sharded_teacher_that_follows_before_the_commit_is_refused(tmp_path: Path) -> None:
+    """A replica that is behind would not move it: the replicas would differ after the first loss."""
+    with Job(tmp_path, 8, **moving(when="teacher")) as job:
+        assert job.end(EXIT_CONFIG)["steps"] == 0
+        assert "[teacher.bias]: got 'a change before optim.step'" in job.tail()
+        assert "job.on_commit" in job.tail()
+
+
 @pytest.mark.soak
 @pytest.mark.multiproc
 def test_what_changes_later_is_told_and_ends_no_job(tmp_path: Path) -> None:

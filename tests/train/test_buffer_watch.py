@@ -8,7 +8,7 @@ from torch import nn
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.fsdp import buffer_watch
-from ft_hsdp.train.fsdp.buffer_watch import BLOCK, BufferWatch
+from ft_hsdp.train.fsdp.buffer_watch import BLOCK, BufferWatch, ways
 from ft_hsdp.train.fsdp.moving_buffers import places
 
 
@@ -63,6 +63,13 @@ def test_any_write_into_a_buffer_is_found_once(change: object) -> None:
     ) as refused:
         watch.refuse([found])
     assert refused.value.exit_code == 64
+
+
+@pytest.mark.parametrize(("name", "modes"), [("code", '"state" or "mean"'), ("count", '"state"')])
+def test_only_modes_that_a_tensor_may_have_are_offered(name: str, modes: str) -> None:
+    model = Model()
+    model.register_buffer("count", torch.tensor(0))
+    assert f"with {modes} (the state has it)" in ways(places(model)[name])
 
 
 def test_a_buffer_that_forward_makes_is_found() -> None:

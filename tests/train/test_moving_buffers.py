@@ -247,26 +247,41 @@ def test_what_a_callback_on_a_commit_changes_is_committed_and_what_the_loop_does
     owner, model, _ = odd(mesh, {"*": "state"})
     moving = owner.moving
     assert moving is not None
-    assert moving.strayed() == []
+    assert moving.strayed(between=True) == []
     model.count += 1
     model.teacher.weight.data += 1
     owner.capture()
-    assert moving.strayed() == []
+    assert moving.strayed(between=True) == []
     committed = moving.state_dict()
     assert committed["count"] == 1
     teacher: Any = model.teacher.weight
     assert torch.equal(committed["teacher.weight"].to_local(), teacher.to_local())
     model.count += 1
     model.teacher.weight.data += 1
-    assert moving.strayed() == ["count", "teacher.weight"]
+    assert moving.strayed(between=True) == ["count", "teacher.weight"]
     owner.sync(True)
-    assert moving.strayed() == []
+    assert moving.strayed(between=True) == []
     assert model.count == 1
 
 
 def test_a_model_with_nothing_but_frozen_parameters_declared_has_no_bucket_more(mesh: DeviceMesh) -> None:
     owner, *_ = odd(mesh, {"teacher.*": "state"})
     assert len(owner.sizes) == owner.gradients
+
+
+@pytest.mark.parametrize("others", [{}, ALL], ids=["alone", "beside others"])
+def test_a_sharded_tensor_moves_with_a_commit_alone(mesh: DeviceMesh, others: dict[str, str]) -> None:
+    """A replica that is behind applies the commit without a batch, so what the loop does is not there."""
+    owner, model, seen = odd(mesh, {**others, "teacher.*": "state"})
+    assert owner.moving is not None
+    teacher: Any = model.teacher.weight
+    before = teacher.to_local().clone()
+    train(owner, model, 0, 1)
+    assert owner.moving.strayed(between=False) == []
+    teacher.data += 1
+    assert owner.moving.strayed(between=False) == ["teacher.weight"]
+    owner.assign([seen[b] for b in range(len(owner.sizes))], 0)
+    assert torch.equal(teacher.to_local(), before)
 
 
 def test_running_statistics_may_be_declared_like_every_other_buffer(mesh: DeviceMesh) -> None:

@@ -148,6 +148,16 @@ CHANGES: dict[str, tuple[Make, Make, str]] = {
         lambda o: torchs.CosineAnnealingWarmRestarts(o, 3, 1),
         "T_mult of CosineAnnealingWarmRestarts",
     ),
+    "CosineAnnealingWarmRestarts(T_0)": (
+        lambda o: torchs.CosineAnnealingWarmRestarts(o, 3),
+        lambda o: torchs.CosineAnnealingWarmRestarts(o, 4),
+        "T_0 of CosineAnnealingWarmRestarts",
+    ),
+    "CyclicLR(step_size_up)": (
+        lambda o: torchs.CyclicLR(o, 1e-3, 0.1, 3),
+        lambda o: torchs.CyclicLR(o, 1e-3, 0.1, 4),
+        "total_size of CyclicLR",
+    ),
     "CyclicLR": (
         lambda o: torchs.CyclicLR(o, 1e-3, 0.1, 3, scale_fn=lambda x: 1 / x),
         lambda o: torchs.CyclicLR(o, 1e-3, 0.1, 3, scale_fn=lambda x: 1 / x**2),
@@ -278,7 +288,7 @@ def test_a_plateau_keeps_what_it_has_learnt_from_losses() -> None:
     resumed = plateau(model(), patience=7, min_lr=1e-4)
     found = resumed.resume(then, STEPS)
     assert {each.setting for each in found} == {
-        f"{key} of ReduceLROnPlateau" for key in ("patience", "min_lrs", "default_min_lr")
+        f"{key} of ReduceLROnPlateau" for key in ("patience", "default_min_lr")
     }
     assert [g["lr"] for g in resumed.groups] == [rate]
     (_, was), (_, state) = then[-2]["schedulers"][0], resumed.hyper()[-1]["schedulers"][0]
@@ -375,6 +385,15 @@ def test_a_function_of_the_step_is_compared_by_its_values() -> None:
     assert found == ChangedSetting("schedule(2)", 0.5, 1.0)
     (found,) = job(sgd(m), schedule=lambda step: 1 / step, settings={"lr.warmup": 3}).resume(written(groups), AT)
     assert found == ChangedSetting("lr.warmup", None, 3)
+
+
+def test_a_function_where_there_was_none_is_named_and_not_spelled_out() -> None:
+    def one(**more: Any) -> Groups:
+        o = sgd(model())
+        return job(o, schedule=torchs.CyclicLR(o, 1e-3, 0.1, 3, **more))
+
+    (found,) = one(scale_fn=lambda x: 1 / x).resume(written(one()), 0)
+    assert found == ChangedSetting("scale_fn_custom of CyclicLR", None, "a function")
 
 
 def test_another_optimizer_is_refused_by_name() -> None:

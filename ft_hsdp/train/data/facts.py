@@ -152,14 +152,17 @@ def sample_facts(
             if time.monotonic() >= until:
                 return facts
             facts[f"sample {sample}"] = found = read_twice(partial(read, sample))
-            if found in (RANDOM, UNKNOWN):  # the others are so, too
+            if found == RANDOM:  # the others are so, too, and those before it were read alike by chance
+                return dict.fromkeys(facts, RANDOM)
+            if found == UNKNOWN:
                 return facts
         each_s = (time.monotonic() - began) / len(first)
         number, until = FIRST, min(until, time.monotonic() + quick_s)
         while time.monotonic() + each_s * number < until and (group := list(islice(rest, number))):
             told = [read_twice(partial(read, sample)) for sample in group]
-            doubtful = {RANDOM, UNKNOWN} & set(told)
-            facts[f"samples {group[0]} and {len(group) - 1} more"] = UNKNOWN if doubtful else digest(told)
+            if RANDOM in told:
+                return dict.fromkeys(facts, RANDOM)
+            facts[f"samples {group[0]} and {len(group) - 1} more"] = UNKNOWN if UNKNOWN in told else digest(told)
             number *= 2
     return facts
 

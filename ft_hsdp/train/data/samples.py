@@ -18,7 +18,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data import Dataset, default_collate, get_worker_info
 
 from ft_hsdp.core.randomness import Permutation, stream
-from ft_hsdp.core.replica_state import TOGETHER
+from ft_hsdp.core.replica_state import RANDOM, TOGETHER
 from ft_hsdp.train.data.facts import first_samples, generators_kept, read_twice, sample_facts, seed_generators
 
 
@@ -116,7 +116,7 @@ class SampleReader(Dataset[Any]):
             return facts
         facts |= sample_facts(self.samples, lambda sample: self._items([sample])[0], until)
         some = first_samples(self.samples)
-        if time.monotonic() < until:
+        if RANDOM not in facts.values() and time.monotonic() < until:
             with generators_kept():
                 facts[TOGETHER] = read_twice(lambda: self._collate(self._items(some)))
         return facts

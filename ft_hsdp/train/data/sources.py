@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
@@ -18,6 +18,29 @@ from ft_hsdp.train.data.step_plan import MicroBatch
 from ft_hsdp.train.data.stream import BatchStream
 from ft_hsdp.train.data.workers import ReadOptions
 from ft_hsdp.train.identity import RankPlace
+
+
+def facts_of(source: Any, reader: Reader[Any], check: bool | Literal["auto"], rank: int) -> dict[str, str]:
+    """Return what the batches of a source depend on. Blocks for about `PROBE_S` at most.
+
+    Args:
+        source: The data.
+        reader: Of ``source``. Its workers are started: they inherit nothing of what is opened here.
+        check: Whether samples are read: `data.check`.
+        rank: Of the replica; of a user's own source, others than rank 0 may hold their own part alone.
+    """
+    until = time.monotonic() + (PROBE_S if check else -1)
+    facts = {"kind": type(source).__name__}
+    if isinstance(source, BatchStream):
+        return {"kind": "stream", **(source.facts(until) if check is True and rank == 0 else {})}
+    if isinstance(source, Loader | Batches):
+        return {**facts, **source.facts(until)}
+    if rank == 0 and hasattr(type(source), "__len__"):
+        facts["length"] = str(len(source))
+    if rank == 0 and isinstance(reader, Prefetcher):
+        read = partial(reader.read, MicroBatch(0, 0, 0, 0), PROBE_S)
+        facts |= sample_facts(1, lambda _: read(), until)
+    return facts
 
 
 class DataSources:
@@ -56,27 +79,6 @@ class DataSources:
             )
             raise ConfigError("job.batches", type(source).__name__, allowed)
         return Prefetcher(source)
-
-    def _data_facts(self, source: Any, reader: Reader[Any]) -> dict[str, str]:
-        """Return what the batches of ``source`` depend on. Blocks for about `PROBE_S` at most.
-
-        Args:
-            source: The data.
-            reader: Of ``source``. Its workers are started: they inherit nothing of what is opened here.
-        """
-        check = self.config.data.check
-        until = time.monotonic() + (PROBE_S if check else -1)
-        if isinstance(source, BatchStream):
-            return {"kind": "stream", **(source.facts(until) if check is True and self._place.rank == 0 else {})}
-        if isinstance(source, Loader | Batches):
-            return {"kind": type(source).__name__, **source.facts(until)}
-        facts = {"kind": type(source).__name__}
-        if hasattr(type(source), "__len__"):
-            facts["length"] = str(len(source))
-        if isinstance(reader, Prefetcher) and self._place.rank == 0:  # the others may hold their own part alone
-            read = partial(reader.read, MicroBatch(0, 0, 0, 0), PROBE_S)
-            facts |= sample_facts(1, lambda _: read(), until)
-        return facts
 
     def batches(self, source: Any, accumulate: int | None = None) -> Iterator[Any]:
         """Yield the batches of ``source`` that this replica has to train, ``accumulate`` in a step: `Job` does."""

@@ -403,8 +403,8 @@ class AdoptedModel:
             for param, count in zip(params, counts.tolist(), strict=True):
                 if not count:
                     param.grad = None
-        if self.moving is not None and self._moves:
-            self.moving.apply(reduced[-1], contributor)
+        if self.moving is not None:
+            self.moving.apply(reduced[-1] if self._moves else None, contributor)
 
     def clear(self) -> None:
         """Drop all gradients and flat shards."""

@@ -62,10 +62,10 @@ class BufferWatch:
         Raises:
             ConfigError: One of them is persistent.
         """
-        first, *more = [place.name for place in found if place.kind != "scratch"] or [""]
-        if first:
-            others = f" and {len(more)} more" if more else ""
-            raise ConfigError("job.adopt", f"{first}{others}, which training changes", ways(first, *more))
+        wrong = [place for place in found if place.kind != "scratch"]
+        if wrong:
+            others = f" and {len(wrong) - 1} more" if wrong[1:] else ""
+            raise ConfigError("job.adopt", f"{wrong[0].name}{others}, which training changes", ways(*wrong))
 
     def _round(self, of_kind: Callable[[Place], bool]) -> Iterator[tuple[Place, int] | None]:
         while True:
@@ -86,10 +86,11 @@ class BufferWatch:
         return True
 
 
-def ways(*names: str) -> str:
+def ways(*found: Place) -> str:
     """Return how tensors that training changes are declared, in words."""
-    named = ", ".join([f'"{name}": MODE' for name in names[:NAMED]] + ["..."] * (len(names) > NAMED))
-    modes = '"state" or "mean" (the state has it), or "local" (it is of no consequence)'
+    named = ", ".join([f'"{each.name}": MODE' for each in found[:NAMED]] + ["..."] * (len(found) > NAMED))
+    mean = ' or "mean"' if all(each.averages for each in found) else ""
+    modes = f'"state"{mean} (the state has it), or "local" (it is of no consequence)'
     return f"job.adopt(model, buffers={{{named}}}) with {modes}"
 
 

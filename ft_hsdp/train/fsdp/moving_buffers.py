@@ -12,8 +12,9 @@ far one forward moved it, so the result does not depend on who trained which uni
 `optim.step`, bit for bit, whatever its type. The bucket has room for the values of all replicas, because it is not
 known before the commit who will be the lowest.
 
-Frozen parameters that FSDP2 has sharded are not in the bucket. They, and all others that are declared, may also be
-changed in `job.on_commit`, which every replica runs. A change at another time, between two steps, is taken back.
+All of them may also be changed in a hook of the optimizer's step and in `job.on_commit`, which every replica runs.
+Frozen parameters that FSDP2 has sharded are not in the bucket, so they may be changed there alone: a replica that
+is behind has no batch. A change at another time is taken back.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ STATE = "ft_hsdp.buffers"  # that of all others
 STATES = (STATISTICS_STATE, STATE)
 MODES = ("state", "mean", "local")
 KEY = "job.adopt(buffers)"
-WHEN = "between the batch and optim.step, or in job.on_commit"  # a declared tensor may be changed
+AT_COMMIT = "in a hook of the optimizer's step, or in job.on_commit"  # a declared tensor may be changed
+WHEN = "between the batch and optim.step, or in job.on_commit"  # the same, of one that is not sharded
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _MEANS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _BYTES = 3  # in one fp32 element, which holds integers below 2^24 exactly, and their differences
@@ -58,6 +60,12 @@ class Place:
         """The tensor that is there now; the shard of this rank if it is sharded."""
         found = self.module._buffers.get(self.attribute) if self.param is None else self.param
         return None if found is None else getattr(found, "_local_tensor", found).detach()
+
+    @property
+    def averages(self) -> bool:
+        """Whether ranks and replicas can take a mean of it: "mean" may be its mode."""
+        tensor = self.tensor
+        return tensor is not None and tensor.dtype in _MEANS and not isinstance(self.param, DTensor)
 
 
 def places(model: nn.Module) -> dict[str, Place]:
@@ -159,12 +167,9 @@ class MovingBuffers:
             raise ConfigError(
                 f"{KEY}[{name}]", "nothing" if tensor is None else "no dense tensor", "a dense tensor"
             )
-        if mode != "mean" or name in self._statistics:
-            return
-        if isinstance(place.param, DTensor):
-            raise ConfigError(f"{KEY}[{name}]", "mean", '"state" or "local" for a sharded parameter')
-        if tensor.dtype not in _MEANS:
-            raise ConfigError(f"{KEY}[{name}]", "mean", f'"state" or "local" for {tensor.dtype}')
+        if mode == "mean" and name not in self._statistics and not place.averages:
+            what = "a sharded parameter" if isinstance(place.param, DTensor) else tensor.dtype
+            raise ConfigError(f"{KEY}[{name}]", "mean", f'"state" or "local" for {what}')
 
     @property
     def names(self) -> Collection[str]:
@@ -258,15 +263,18 @@ class MovingBuffers:
                 if name in self._committed:
                     self._live(name).copy_(_local(self._committed[name]))
 
-    def apply(self, reduced: torch.Tensor, contributor: int = 0) -> None:
-        """Move the committed tensors as a step says. A collective of the replica.
+    def apply(self, reduced: torch.Tensor | None, contributor: int = 0) -> None:
+        """Move the committed tensors as a step says. A collective of the replica, if there is a bucket.
 
         The ranks' sums are added up in the order of the ranks, so all replicas get the same bits.
 
         Args:
-            reduced: Of this rank's contributions, the sum over the replicas; fp32 [numel].
+            reduced: Of this rank's contributions, the sum over the replicas; fp32 [numel]. None: no bucket.
             contributor: The lowest replica that contributes to the step.
         """
+        if reduced is None:
+            self.drop()
+            return
         begin = self._means + contributor * self._codes
         mine = torch.cat([reduced[: self._means], reduced[begin : begin + self._codes]])
         parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -292,12 +300,16 @@ class MovingBuffers:
         for name in self._places.keys() - self._statistics:
             _local(self._committed[name]).copy_(self._live(name))
 
-    def strayed(self) -> list[str]:
-        """Return which tensors were changed since the last commit; for use between two steps.
+    def strayed(self, between: bool) -> list[str]:
+        """Return which tensors were changed since the last commit although they must not be.
 
         It reads all of them, as each step does that takes such a change back.
+
+        Args:
+            between: It is the time between two steps; else a batch was trained, and sharded tensors count alone.
         """
         names = sorted(self._places.keys() - self._statistics)
+        names = [n for n in names if between or isinstance(self._places[n].param, DTensor)]
         return [n for n in names if not torch.equal(_bytes(self._live(n)), _bytes(_local(self._committed[n])))]
 
     # The registered state.

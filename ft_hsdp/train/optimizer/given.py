@@ -31,7 +31,9 @@ LONGEST = 120  # characters of a value that a change names
 _COUNTERS = ("last_epoch", "_step_count", "_is_initial", "_get_lr_called_within_step")
 _FUNCTIONS = ("lr_lambdas", "_scale_fn_custom")  # of LambdaLR, MultiplicativeLR and CyclicLR: number -> factor
 _QUIET = ("foreach", "fused", "capturable", "differentiable")  # how something is computed, not what
-_DERIVED = ("base_lrs", "initial_lr", "min_lr", "last_lr", "schedule_phases", "best", "mode_worse", "attributes")
+# Attributes that a constructor computes from its arguments, one of which stands beside them as a rule.
+_DERIVED = {"base_lrs", "initial_lr", "min_lr", "last_lr", "schedule_phases", "best", "mode_worse", "attributes"}
+_DERIVED |= {"T_i", "total_size", "base_momentums", "max_momentums", "min_lrs"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ def _of_groups(name: str, then: Sequence[Json], now: Sequence[Json]) -> list[Cha
 
 def _told(found: list[_Found], derived: bool) -> list[_Found]:
     """Return what does not follow from others; else, unless others are known (``derived``), the first one."""
-    told = [each for each in found if not {*_DERIVED} & {*each[0].split(".")}]
+    told = [each for each in found if not _DERIVED & {*each[0].split(".")}]
     return told if told or derived else found[:1]
 
 
@@ -187,7 +189,7 @@ def _nested(values: Sequence[Json]) -> bool:
 
 def _short(value: Json) -> Json:
     """Return a value as a message shows it: a function without its numbers, a long text cut."""
-    if isinstance(value, dict) and "values" in value:
+    if isinstance(value, dict) and ("values" in value or "of" in value):
         return "a function"
     text = json.dumps(value)
     return value if len(text) <= LONGEST else f"{text[:LONGEST]}..."

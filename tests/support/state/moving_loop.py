@@ -98,6 +98,8 @@ def main() -> None:
         if step_s:
             pause(step_s)
         model(batch).backward()
+        if when == "teacher":
+            follow(None)
         if when == "before":
             model.bias += batch.mean().bfloat16() + 0.01
         optim.step()

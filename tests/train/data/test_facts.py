@@ -24,7 +24,9 @@ from ft_hsdp.core.replica_state import RANDOM, UNKNOWN, other_data
 from ft_hsdp.train.data.batches import Batches
 from ft_hsdp.train.data.facts import array_facts, digest, sample_facts
 from ft_hsdp.train.data.loader import Loader
+from ft_hsdp.train.data.prefetch import Prefetcher
 from ft_hsdp.train.data.samples import JobShape, SampleReader
+from ft_hsdp.train.data.sources import facts_of
 from ft_hsdp.train.data.stream import BatchStream
 from ft_hsdp.train.data.workers import ReadOptions
 from ft_hsdp.train.tokens import Tokens
@@ -126,6 +128,15 @@ def test_what_the_seeded_generators_draw_is_compared_and_other_noise_is_not(draw
     assert sample_facts(9, lambda _: own.random(), math.inf) == {"sample 0": RANDOM}
 
 
+@pytest.mark.parametrize("noisy", [3, 7])
+def test_samples_that_noise_left_alike_by_chance_are_not_compared(noisy: int) -> None:
+    """As of a transform with a generator of its own that changes one sample in two, or in a hundred."""
+    own = np.random.default_rng()
+    facts = sample_facts(9, lambda at: own.random() if at == noisy else at, math.inf, 60.0)
+    assert set(facts.values()) == {RANDOM}
+    assert loader(Noise()).keys() & {"samples together"} == set()
+
+
 def test_a_sample_that_raises_is_unknown() -> None:
     assert sample_facts(9, lambda at: 1 // at, math.inf) == {"sample 0": UNKNOWN}
 
@@ -142,6 +153,16 @@ def rows(count: int, changed: int | None = None) -> TensorDataset:
     if changed is not None:
         x[changed] += 1
     return TensorDataset(x)
+
+
+class Noise(list[int]):
+    """Samples of which some are other ones each time."""
+
+    def __init__(self) -> None:
+        super().__init__(range(160))
+
+    def __getitem__(self, at: Any) -> Any:
+        return np.random.default_rng().random() if at == 159 else at
 
 
 class Fetched:
@@ -241,6 +262,24 @@ def test_a_large_text_is_read_in_part(tmp_path: Path) -> None:
         file.seek(-1, 2)
         file.write(b"x")
     assert array_facts(np.memmap(path, dtype="<u2", mode="r"), _Ticks(100)) != first
+
+
+def test_of_a_users_own_source_rank_0_alone_tells_the_length_and_a_batch() -> None:
+    source = Part()
+    reader = Prefetcher[int](source)
+    told = [facts_of(source, reader, True, rank) for rank in (0, 1)]
+    reader.close()
+    assert told == [{"kind": "Part", "length": "80", "sample 0": digest(7)}, {"kind": "Part"}]
+
+
+class Part:
+    """The part of one rank: the other has one more."""
+
+    def __len__(self) -> int:
+        return 80
+
+    def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> int:
+        return 7
 
 
 class _Ticks(float):
