@@ -28,7 +28,7 @@ from ft_hsdp import address, tls
 from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
-from ft_hsdp.jsonl import Journal, here
+from ft_hsdp.jsonl import Journal
 from ft_hsdp.lifetime import outlive_notices, stop_signals
 from lighthouse.ha import instance
 from lighthouse.http import connections
@@ -94,7 +94,7 @@ class Alone:
         Args:
             end: Called when the run is of another job.
         """
-        self._said = {"pid": os.getpid(), "url": self._url, "urls": [self._url], **here()}
+        self._said = {**instance.me(), "url": self._url, "urls": [self._url]}
         self._write()
         self._keeping = asyncio.create_task(self._keep(end))
         self._journal.begin()

@@ -9,6 +9,8 @@ import os
 import re
 from pathlib import Path
 
+import psutil
+
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import clear_way, here, read_regular, replace_json, set_aside
 
@@ -69,13 +71,18 @@ class InstanceLock:
         """Write to lighthouse.json that this lighthouse leads, and where all of them listen."""
         urls = [read(self._folder / f"seat-{n}.json").get("url") for n in range(MAX_INSTANCES)]
         every = list(dict.fromkeys(u for u in (url, *urls) if isinstance(u, str)))
-        said = {"pid": os.getpid(), "url": url, "urls": every, **here()}
+        said = {**me(), "url": url, "urls": every}
         if read(self._run / "lighthouse.json") != said:
             write(self._run / "lighthouse.json", said)
 
     def free(self) -> None:
         """Release the number for another lighthouse."""
         os.close(self._lock)
+
+
+def me() -> dict[str, object]:
+    """Return what tells this process from any other one, also where another pid namespace has its pid."""
+    return {"pid": os.getpid(), "created": psutil.Process().create_time(), **here()}
 
 
 def read(file: Path) -> dict[str, object]:

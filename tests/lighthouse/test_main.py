@@ -20,6 +20,7 @@ from ft_hsdp import address, protocol
 from ft_hsdp.config import Config, config_hash, dump, parse
 from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.run.directory import alive, read_json
 from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse import __main__ as program
 from lighthouse import runtime
@@ -123,6 +124,14 @@ def until(condition, seconds=5.0):
     while not condition():
         assert time.monotonic() < deadline, "it does not happen"
         time.sleep(0.02)
+
+
+def test_its_file_names_no_other_process_that_has_its_pid(run):
+    """Where a container ended, the pid in the file may be that of any process of the host."""
+    with lighthouse(run):
+        said = read_json(run / "lighthouse.json")
+        assert alive(said)
+        assert not alive({**said, "pid": os.getppid()})
 
 
 def test_after_sigkill_the_same_epoch_goes_on_in_a_higher_term(run):
