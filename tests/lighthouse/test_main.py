@@ -66,7 +66,7 @@ def listening(run, process):
     while time.monotonic() < deadline:
         file = run / "lighthouse.json"
         if file.is_file() and (said := json.loads(file.read_text()))["pid"] == process.pid:
-            assert said.keys() == {"pid", "url", "urls", "host", "boot"}
+            assert said.keys() == {"pid", "created", "url", "urls", "host", "boot"}
             assert said["urls"] == [said["url"]]
             return said["url"]
         if process.poll() is not None:
