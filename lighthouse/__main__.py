@@ -28,7 +28,7 @@ from ft_hsdp import address, tls
 from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
-from ft_hsdp.jsonl import Journal
+from ft_hsdp.jsonl import Journal, replace_json
 from ft_hsdp.lifetime import outlive_notices, stop_signals
 from lighthouse.ha import instance
 from lighthouse.http import connections
@@ -110,7 +110,7 @@ class Alone:
 
     def _write(self) -> None:
         try:
-            instance.write(self._run / "lighthouse.json", self._said)
+            replace_json(self._run / "lighthouse.json", self._said)
         except OSError as error:
             _log.error("lighthouse.json is not written: %s", error.strerror)
 

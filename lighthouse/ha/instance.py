@@ -65,7 +65,7 @@ class InstanceLock:
 
     def named(self, url: str) -> None:
         """Write down where this lighthouse listens."""
-        write(self._folder / f"seat-{self.number}.json", {"pid": os.getpid(), "url": url})
+        replace_json(self._folder / f"seat-{self.number}.json", {"pid": os.getpid(), "url": url})
 
     def leads(self, url: str) -> None:
         """Write to lighthouse.json that this lighthouse leads, and where all of them listen."""
@@ -73,7 +73,7 @@ class InstanceLock:
         every = list(dict.fromkeys(u for u in (url, *urls) if isinstance(u, str)))
         said = {**me(), "url": url, "urls": every}
         if read(self._run / "lighthouse.json") != said:
-            write(self._run / "lighthouse.json", said)
+            replace_json(self._run / "lighthouse.json", said)
 
     def free(self) -> None:
         """Release the number for another lighthouse."""
@@ -92,8 +92,3 @@ def read(file: Path) -> dict[str, object]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def write(file: Path, value: object) -> None:
-    """Replace a file by ``value`` as JSON: a reader sees the old one or the new one, whole. Raises OSError."""
-    replace_json(file, value)

@@ -58,6 +58,8 @@ class Keys:
 
     Without a worker's token every caller is a worker; without an admin's none is an admin.
 
+    `worker` and `admin` are the current tokens, or "".
+
     Args:
         worker: "" (none), one line or two: the current token, and one that is accepted beside it.
         admin: The same for the admin.
@@ -84,16 +86,6 @@ class Keys:
         keys._set(*files.first())
         keys._look = files.changed
         return keys
-
-    @property
-    def worker(self) -> str:
-        """The worker's current token, or ""."""
-        return self._worker
-
-    @property
-    def admin(self) -> str:
-        """The admin's current token, or ""."""
-        return self._admin
 
     def proof(self, header: bytes, scope: Scope) -> Proof | None:
         """Return what the Authorization header of a signed request proves; None: nothing, or it is not signed."""
@@ -126,7 +118,7 @@ class Keys:
 
     def _set(self, worker: Tokens, admin: Tokens) -> None:
         """Replace the tokens, and forget which headers were right."""
-        self._worker, self._admin = (worker or ("",))[0], (admin or ("",))[0]
+        self.worker, self.admin = (worker or ("",))[0], (admin or ("",))[0]
         self._open = not worker
         self._proved: dict[bytes | None, Role] = {}  # whole headers that were right; found by a keyed hash of them
         self._digests: list[tuple[bytes, Role]] = [
@@ -175,15 +167,13 @@ class _Files:
             _log.error("nobody is an admin: %s", error)
             return worker, ()
 
-    def read(self) -> tuple[Tokens, Tokens]:
-        """Return the tokens in the files. Raises ConfigError."""
-        self._seen = self._marks()
-        worker, admin = self._files
-        return secret.read(worker, secret.TOKEN_VARIABLE), secret.read(admin, ADMIN_VARIABLE)
-
     def changed(self) -> tuple[Tokens, Tokens] | None:
         """Return the tokens if a file has changed, else None. Raises ConfigError, once for each change."""
-        return self.read() if self._marks() != self._seen else None
+        before, self._seen = self._seen, self._marks()
+        if self._seen == before:
+            return None
+        worker, admin = self._files
+        return secret.read(worker, secret.TOKEN_VARIABLE), secret.read(admin, ADMIN_VARIABLE)
 
     def _marks(self) -> list[object]:
         marks: list[object] = []
