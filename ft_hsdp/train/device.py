@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import platform
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -94,6 +96,33 @@ def device_plane(device: torch.device, arena: Arena, settings: RingSettings, lar
 def written(tensor: torch.Tensor) -> torch.cuda.Event | None:
     """Return what to wait for before another stream reads ``tensor``: the current stream's work; None on a CPU."""
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def read_here(tensor: torch.Tensor) -> None:
+    """Keep the memory of ``tensor`` until this thread's current stream has read it; nothing on a CPU.
+
+    To be called before the last reference goes, if another stream has allocated it: the allocator knows that
+    stream alone, and would give the memory to its next tensor at once.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+@contextlib.contextmanager
+def reading(device: torch.device, after: torch.cuda.Event | None) -> Iterator[None]:
+    """Read tensors within a ``with`` block on a stream of its own, when ``after`` is done.
+
+    Blocks at the end of the block until they are read. Without it a thread reads on the stream that is current
+    there, which waits for no other one. Nothing if ``after`` is None.
+    """
+    if after is None:
+        yield
+        return
+    stream = _copies(device)
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()
 
 
 def finish(device: torch.device) -> None:

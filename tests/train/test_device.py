@@ -3,7 +3,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections import UserDict
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -48,6 +48,15 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(os, "environ", dict(os.environ))
     return chosen
+
+
+def test_the_allocator_learns_of_the_stream_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    fresh: Any = SimpleNamespace(is_cuda=True, device=META, record_stream=told.append)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("all-reduce", device))
+    device.read_here(fresh)
+    device.read_here(torch.ones(1))
+    assert told == [("all-reduce", META)]
 
 
 def test_the_cpu_is_the_default_and_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
+from ft_hsdp.train.fsdp import adopted_model
 from ft_hsdp.train.fsdp.adopted_model import FP32, AdoptedModel, shard, weighed
 from ft_hsdp.train.state.packing import state_digest
 from tests.support.state.odd_model import Odd, batch
@@ -54,6 +56,15 @@ def test_the_buckets_come_in_the_planned_order_and_sizes(mesh: DeviceMesh) -> No
     owners = [{n for n, p in sharded.params.items() if any(p is q for q in b.params)} for b in sharded.buckets]
     assert owners[0] == {f"parts.2.{n}" for n in ("wide", "bias", "seldom")}, "the last part is first"
     assert owners[3] == {"first", "last"}
+
+
+def test_what_fsdp_allocated_on_its_stream_is_kept_until_it_is_read(mesh: DeviceMesh) -> None:
+    """With another reduce type the shard is read once and dropped; its stream may write there next."""
+    dropped: list[torch.dtype] = []
+    with mock.patch.object(adopted_model, "read_here", lambda fresh: dropped.append(fresh.dtype)):
+        sharded, seen = adopted(mesh, MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+        sharded.model(batch(0)).backward()
+    assert dropped == [torch.bfloat16] * len(seen) == [torch.bfloat16] * 4
 
 
 def test_an_unused_parameter_sends_zeros_and_changes_no_size(mesh: DeviceMesh) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ft_hsdp.errors import ConfigError, InvalidArgument
 from ft_hsdp.state.pacing import SpanMeter
+from ft_hsdp.train.device import read_here
 from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.fsdp.buffer_watch import BufferWatch
 from ft_hsdp.train.fsdp.moving_buffers import MovingBuffers, chosen, places, statistics
@@ -121,6 +122,7 @@ class Bucket:
         assert fresh is not None
         self._reduced += 1
         self._flat = fresh.float() if self._flat is None else self._flat + fresh
+        read_here(fresh)  # FSDP's reduce-scatter stream has allocated it, and it goes here
         if self._expected > 1:  # or the next gradient would be added in place to what is kept here
             self.drop()
         if self._reduced >= self._expected:

@@ -34,6 +34,7 @@ from ft_hsdp.state.checkpoint.checkpoint_manifest import Frozen
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
+from ft_hsdp.train.device import reading, written
 from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Spans
@@ -136,6 +137,7 @@ class LiveState:
             ChangedSetting, ...
         ] = ()  # what the script gives otherwise than the one of the checkpoint
         self._lane_pieces: tuple[LanePlan, list[lane_slices.Pieces]] | None = None  # of the newest plan
+        self._written: torch.cuda.Event | None = None  # what a copy of the state waits for
         self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
         self._lock = threading.Lock()  # held by what changes or copies the state
 
@@ -281,10 +283,17 @@ class LiveState:
             self._become(state, ledger, user or {})
 
     def _renew(self) -> None:
-        """Take the tensors that the user's functions have returned last: they need not be the same objects."""
+        """Take the tensors that the user's functions have returned last: they need not be the same objects.
+
+        All changes of the state are before this in the current stream, which other threads' streams do not wait for.
+        """
         tensors = self._user.tensors
         if tensors:
             self._live[-len(tensors) :] = tensors.values()
+        self._written = written(local(self._live[0]))
+
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
+        return reading(self._live[0].device, self._written)
 
     def _become(self, state: StateId, ledger: Ledger, user: Values) -> None:
         self._user.load(user)
@@ -307,7 +316,8 @@ class LiveState:
         with self._lock:
             if state != self.state:
                 return None
-            sums = pack(self.layout, self._live, torch.from_numpy(into))
+            with self._reading():
+                sums = pack(self.layout, self._live, torch.from_numpy(into))
             self._recorded = state.lineage, self._slice(state)
             if fault_injection.hit("live-flip", state.step):
                 as_bytes(local(self._live[0]))[0] ^= 1
@@ -371,16 +381,18 @@ class LiveState:
         held = [as_bytes(shard) for shard in shards]
         more = [self._user.encoded if lane.ring.number == 0 else b"" for lane in plan.lanes]
         both = zip(self._lane_pieces[1], more, strict=True)
-        return [lane_slices.digest(self.state.step, mine, held, user) for mine, user in both]
+        with self._reading():
+            return [lane_slices.digest(self.state.step, mine, held, user) for mine, user in both]
 
     def _pieces(self, state: StateId) -> tuple[tuple[int, int, int], ...]:
         return within(self.layout, *state_id.slice_bounds(self.layout.nbytes, state.step))
 
     def _slice(self, state: StateId) -> str:
         hashed = xxhash.xxh3_128()
-        for index, start, stop in self._pieces(state):
-            piece: Any = as_bytes(local(self._live[index]))[start:stop].cpu().numpy()
-            hashed.update(piece.data)
+        with self._reading():
+            for index, start, stop in self._pieces(state):
+                piece: Any = as_bytes(local(self._live[index]))[start:stop].cpu().numpy()
+                hashed.update(piece.data)
         hashed.update(self._user.encoded)
         return hashed.hexdigest()
 

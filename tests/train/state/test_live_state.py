@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
+from ft_hsdp.train import device
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, shard
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
@@ -115,6 +119,41 @@ def test_apply_moves_weights_ledger_and_state_together(mesh: DeviceMesh) -> None
     assert live.ledger.cursors == (1, 1)
     assert all(torch.equal(w, plain.get_parameter(n)) for n, w in weights(sharded).items())
     assert all(p.grad is None for p in sharded.params.values())
+
+
+class Streams:
+    """Stands for a device: writes down what its streams are told. The tensors are in host memory."""
+
+    def __init__(self) -> None:
+        self.log: list[Any] = []
+        self.events = 0
+
+    def written(self, _: torch.Tensor) -> int:
+        self.events += 1
+        return self.events
+
+    def stream(self, _: torch.device) -> Any:
+        return SimpleNamespace(
+            wait_event=lambda event: self.log.append(("wait", event)), synchronize=lambda: self.log.append("read")
+        )
+
+
+def test_who_reads_the_state_on_another_stream_waits_for_the_update(mesh: DeviceMesh) -> None:
+    """Under a stream of the user's own, a copy would else be torn, and its checksums would be right."""
+    streams = Streams()
+    live, sharded = hold(mesh)
+    into = np.empty(live.layout.nbytes, dtype=np.uint8)
+    with (
+        mock.patch.object(live_state, "written", streams.written),
+        mock.patch.object(device, "_copies", streams.stream),
+        mock.patch.object(torch.cuda, "stream", lambda _: contextlib.nullcontext()),
+    ):
+        for step in (1, 2):
+            (state,) = steps(live, sharded, 1)
+            assert live.pack(state, into) is not None
+            assert live.slice_digest(state.lineage)
+            assert streams.log == [("wait", step), "read"] * 3, "the copy, the slice of it, the slice before a vote"
+            streams.log.clear()
 
 
 def test_a_step_of_which_nothing_counts_changes_no_tensor(mesh: DeviceMesh) -> None:
