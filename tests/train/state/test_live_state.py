@@ -146,13 +146,13 @@ def test_who_reads_the_state_on_another_stream_waits_for_the_update(mesh: Device
     with (
         mock.patch.object(live_state, "written", streams.written),
         mock.patch.object(device, "_copies", streams.stream),
-        mock.patch.object(torch.cuda, "stream", lambda _: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
     ):
         for step in (1, 2):
             (state,) = steps(live, sharded, 1)
             assert live.pack(state, into) is not None
             assert live.slice_digest(state.lineage)
-            assert streams.log == [("wait", step), "read"] * 3, "the copy, the slice of it, the slice before a vote"
+            assert streams.log == [("wait", step), "read"] * 3, "copy, its slice, the slice of the vote"
             streams.log.clear()
 
 
