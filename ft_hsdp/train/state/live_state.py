@@ -285,7 +285,8 @@ class LiveState:
     def _renew(self) -> None:
         """Take the tensors that the user's functions have returned last: they need not be the same objects.
 
-        All changes of the state are before this in the current stream. Streams of other threads wait for none of it.
+        All changes of the state are before this in the current stream. Streams of other threads wait for none of
+        it.
         """
         tensors = self._user.tensors
         if tensors:
