@@ -139,6 +139,8 @@ class Failures:
             for failure in self._replicas[replica].open:
                 failure.hopeless = True
             self._replicas[replica].open = []
+        elif name == "RestartScheduled" and row.get("prevented"):  # it had not begun: nothing was lost
+            self._drop(replica, row.get("incarnation"), evident=True)
         elif name in _LIVED:
             self._lived(name, replica, row)
 

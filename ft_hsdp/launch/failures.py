@@ -1,5 +1,6 @@
 """What a supervisor does about the end of an incarnation: the evidence for `memory.replacement.decide`.
 
+`Life` is an incarnation after its end. `Restarts` says when the next one starts, by the rules of `core.restart`.
 `ReplicaFailures` counts what happened to one replica: how often a rank failed on which host since the replica was
 healthy. A host that ends its ranks every few steps is counted, too: only as many steps as refill the budget of
 restarts make the replica healthy again.
@@ -8,19 +9,49 @@ restarts make the replica healthy again.
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+from ft_hsdp.config import Config
+from ft_hsdp.core import restart
 from ft_hsdp.core.ledger import Run
 from ft_hsdp.core.restart import REFILL_STEPS, FatalUnits, ends_all
 from ft_hsdp.errors import EXIT_UNREACHABLE
-from ft_hsdp.launch.backend.base import DONE, EVICTED, LEAVING, LEFT, STRAY, ReplicaProcess
+from ft_hsdp.launch.backend.base import DONE, EVICTED, LEAVING, LEFT, NOT_STARTED, STRAY, ReplicaProcess
+from ft_hsdp.launch.backend.processes import no_room
+from ft_hsdp.launch.backend.rank_end import Cause, RankEnd
+from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.memory.replacement import Decision, Evidence, decide
 
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - ranks and state agents keep their memory there
+TOLD_AGAIN_S = 60.0  # after so many seconds a changed script is named again
 # Signals with which a program ends by its own fault; the others come from outside, and say nothing about a step.
 OWN_FAULT = frozenset({-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL})
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a replica ended."""
+
+    kind: str  # done, stopped, drained, unplaced, lost or config
+    reason: str = ""  # one line
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One incarnation of a replica, after its end."""
+
+    outcome: Outcome | None  # of the replica, if it was the last; None: it is started again
+    cause: str = ""  # why it ended, in one clause
+    committed: int = 0  # steps
+    too_few: bool = False  # it may have ended because it had too few ranks
+    prevented: Cause | None = None  # it has not really begun: a shortage, or a changed script, prevented that
+    error: str = ""  # that ended it, as `restart.essence` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +84,79 @@ def end_of(current: ReplicaProcess, step: int | None, committed: int) -> Incarna
     if rank is None:
         return IncarnationEnd(kind, None, "", step, committed)
     return IncarnationEnd(kind, rank.code, rank.process.host, step, committed)
+
+
+def what_prevented(current: ReplicaProcess, kind: str, said: RankEnd | None, run: RunDir) -> Cause | None:
+    """Return what prevented the start of an incarnation that has not checked in; None: nothing did."""
+    if kind == NOT_STARTED or (said and said.cause is Cause.SHORTAGE):
+        return Cause.SHORTAGE
+    if said and said.cause is Cause.CHANGED and current.restarts:
+        return Cause.CHANGED  # a first start has the wrong script: that is an error of the operator
+    failed = any(rank.code and not rank.killed for rank in current.ranks.values())
+    full = no_room(run.path) or (os.access(SHARED_MEMORY, os.W_OK) and no_room(SHARED_MEMORY))
+    return Cause.SHORTAGE if failed and not current.evicted and full else None
+
+
+class Restarts:
+    """When one replica is started again, and what prevents its start now."""
+
+    def __init__(self, config: Config, event: Callable[..., None]) -> None:
+        """Begin without a restart.
+
+        Args:
+            config: The job's configuration.
+            event: Writes an event of the replica: takes its name, the reason, and its other fields by keyword.
+        """
+        chosen = config.restart
+        self._policy = restart.RestartPolicy(
+            chosen.budget, chosen.backoff_s, chosen.backoff_max_s, chosen.shortage_s
+        )
+        self._state = restart.RestartState()
+        self._event = event
+        self.prevented: Cause | None = None  # what prevents a start
+        self._told_at = 0.0  # when that was said
+
+    @property
+    def number(self) -> int:
+        """Return how often the replica was started again."""
+        return self._state.restarts
+
+    def ended_by(self, error: str) -> int:
+        """Return how many of the newest incarnations in a row an error has ended; "": it is none."""
+        return self._state.same if error == self._state.error else 0
+
+    def not_counted(self) -> None:
+        """Take note of a restart that costs no budget: the replica was sent away."""
+        self._state = replace(self._state, restarts=self.number + 1)
+
+    def begun(self) -> None:
+        """Take note that an incarnation has checked in: nothing prevents a start any more."""
+        self._state = restart.on_start(self._state)
+        if self.prevented is not None:
+            self.prevented = None
+            self._event("StartAllowed", "what prevented it is over")
+
+    def after(self, life: Life, unreached: bool) -> restart.Restart | restart.GiveUp:
+        """Return what is done after an incarnation that was not the last one, and remember that.
+
+        Args:
+            life: The incarnation.
+            unreached: It was a restart that no lighthouse answered.
+        """
+        decision: restart.Restart | restart.GiveUp
+        if life.too_few:
+            self._state, decision = restart.on_narrow_end(self._state, self._policy, life.cause)
+        elif life.prevented:
+            now, short = time.monotonic(), life.prevented is Cause.SHORTAGE
+            self._state, decision = restart.on_shortage(self._state, self._policy, life.cause, now, bounded=short)
+            if self.prevented is not life.prevented or (not short and now - self._told_at >= TOLD_AGAIN_S):
+                self.prevented, self._told_at = life.prevented, now
+                self._event("StartPrevented", life.cause, cause=life.prevented)
+        else:
+            self._state, decision = restart.on_loss(
+                self._state, self._policy, life.committed, life.cause, unreached, life.error
+            )
+        return decision
 
 
 class JobFailures:

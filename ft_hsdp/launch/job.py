@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import psutil
@@ -19,7 +20,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError
 from ft_hsdp.launch import chaos
 from ft_hsdp.launch.backend.base import Backend
-from ft_hsdp.launch.failures import JobFailures
+from ft_hsdp.launch.failures import JobFailures, Outcome
 from ft_hsdp.launch.injection import SIGNALS, Inflicted, inflict, injection_event
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
@@ -27,7 +28,7 @@ from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, identity, make_r
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
-from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from ft_hsdp.lifetime import stop_signals
 from lighthouse.http.access import page_link
 
@@ -165,8 +166,9 @@ class JobRun:
                 self._claim.release()
         self._claim.check()
         assert summary is not None, "the run is ours"
-        unsaved = self._unsaved()
-        code = EXIT_RETRYABLE if unsaved else self._code()
+        code = self._code()
+        unsaved = self._unsaved() if self._stopped_by is not None or code == EXIT_OK else ""
+        code = EXIT_RETRYABLE if unsaved else code
         for line in self._planner.idle(self._hit):
             self._terminal.say(line, "yellow")
         self._terminal.summary(summary, code)
@@ -177,12 +179,13 @@ class JobRun:
         return code, summary
 
     def _unsaved(self) -> str:
-        """Return in one line that the checkpoint which was announced at a signal is not written; "" if it is."""
-        newest = self._recorder.newest
-        if self._stopped_by is None or not self._config.keeps_last or newest is None:
+        """Return in one line that the last state, which is to be kept, is not written; "" if it is."""
+        newest, kept = self._recorder.newest, self._config.checkpoint.dir
+        if not self._config.keeps_last or newest is None:
             return ""
         step, written = newest["step"], self._written
-        if written is not None and written >= step:
+        folder = self._run.path / "checkpoints" if kept is None else Path(kept)
+        if (written is not None and written >= step) or any(folder.glob(f"step-{step}-*")):  # its line may be lost
             return ""
         older = "there is none of this run" if written is None else f"the newest one is of step {written}"
         return f"the announced checkpoint of step {step} was not written: {older}"

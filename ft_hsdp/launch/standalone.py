@@ -34,7 +34,7 @@ from ft_hsdp.launch.backend.forkserver import PRELOAD
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.backend.processes import environment
-from ft_hsdp.launch.failures import JobFailures
+from ft_hsdp.launch.failures import JobFailures, Outcome
 from ft_hsdp.launch.job import END_S, what_is_kept
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.lighthouse_process import check_port
@@ -53,7 +53,7 @@ from ft_hsdp.launch.run.directory import (
     write_config,
     write_json,
 )
-from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from ft_hsdp.lifetime import stop_signals
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.sentences import tell

@@ -13,17 +13,16 @@ time: a loss in the middle of one ends that incarnation, and the next one is pla
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ft_hsdp.config import Config, dump
-from ft_hsdp.core import restart
+from ft_hsdp.core.restart import GiveUp, essence
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, EXIT_USAGE, Retryable
 from ft_hsdp.launch.backend.base import (
     DONE,
@@ -37,9 +36,18 @@ from ft_hsdp.launch.backend.base import (
     ReplicaSpec,
     kind_of,
 )
-from ft_hsdp.launch.backend.processes import no_room
 from ft_hsdp.launch.backend.rank_end import Cause, RankEnd
-from ft_hsdp.launch.failures import OWN_FAULT, IncarnationEnd, JobFailures, ReplicaFailures, end_of
+from ft_hsdp.launch.failures import (
+    OWN_FAULT,
+    IncarnationEnd,
+    JobFailures,
+    Life,
+    Outcome,
+    ReplicaFailures,
+    Restarts,
+    end_of,
+    what_prevented,
+)
 from ft_hsdp.launch.incarnation_watch import LOOK_S, UNHEARD, CommitWatch, IncarnationGuard, in_flight
 from ft_hsdp.launch.lighthouse_link import SupervisorLink
 from ft_hsdp.launch.progress import Progress
@@ -47,29 +55,7 @@ from ft_hsdp.launch.replica_place import ReplicaPlace
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.memory.replacement import Action
 
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - ranks and state agents keep their memory there
-TOLD_AGAIN_S = 60.0  # after so many seconds a changed script is named again
 ANSWER_S = 2.0  # longest wait for a lease before an event says that there is none
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a replica ended."""
-
-    kind: str  # done, stopped, drained, unplaced, lost or config
-    reason: str = ""  # one line
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """One incarnation of a replica, after its end."""
-
-    outcome: Outcome | None  # of the replica, if it was the last; None: it is started again
-    cause: str = ""  # why it ended, in one clause
-    committed: int = 0  # steps
-    too_few: bool = False  # it may have ended because it had too few ranks
-    prevented: Cause | None = None  # it has not really begun: a shortage, or a changed script, prevented that
-    error: str = ""  # that ended it, as `restart.essence` has it
 
 
 class ReplicaSupervisor:
@@ -118,7 +104,7 @@ class ReplicaSupervisor:
         self._proven = proven
         self._config_file = config_file or run.config
         self._run_id = link.owner  # by this the lighthouse knows which supervisor started an incarnation
-        self._restarts = restart.RestartState()
+        self._restarts = Restarts(config, self._event)
         self._commits = CommitWatch(run, replica)
         self._failures = ReplicaFailures(replica, failures)
         self._stopping = False
@@ -126,7 +112,6 @@ class ReplicaSupervisor:
             replica, config, run, self._commits, backend=backend, link=link, progress=progress, event=self._event
         )
         self._away_until = 0  # step
-        self._prevented: tuple[str, float] | None = None  # what prevents a start, and when that was said
 
     @property
     def drained(self) -> bool:
@@ -214,12 +199,12 @@ class ReplicaSupervisor:
                 return life.outcome
             sent_away = (self._dismissed or self._place.told_to_leave) and life.cause.startswith((LEFT, STRAY))
             if self.drained or sent_away or self._link.rival(self.replica):
-                self._restarts = replace(self._restarts, restarts=self._restarts.restarts + 1)
+                self._restarts.not_counted()
                 continue
             if life.prevented and self._progress.finished:
                 return Outcome("unplaced", f"it could not be started until the end: {life.cause}")
-            decision = self._decide(life)
-            if isinstance(decision, restart.GiveUp):
+            decision = self._restarts.after(life, self._unreached)
+            if isinstance(decision, GiveUp):
                 return self._lose(decision.reason)
             reason = decision.reason
             quiet = {"prevented": True} if life.prevented else {}
@@ -229,38 +214,10 @@ class ReplicaSupervisor:
                 return self._lose(self._progress.halted)
         return Outcome("stopped", "on request")
 
-    def _decide(self, life: Life) -> restart.Restart | restart.GiveUp:
-        """Return what is done after an incarnation, and remember that."""
-        chosen = self._config.restart
-        policy = restart.RestartPolicy(chosen.budget, chosen.backoff_s, chosen.backoff_max_s, chosen.shortage_s)
-        decision: restart.Restart | restart.GiveUp
-        if life.too_few:
-            self._restarts, decision = restart.on_narrow_end(self._restarts, policy, life.cause)
-        elif life.prevented:
-            now, short = time.monotonic(), life.prevented is Cause.SHORTAGE
-            self._restarts, decision = restart.on_shortage(self._restarts, policy, life.cause, now, bounded=short)
-            self._tell_prevented(life, now)
-        else:
-            self._restarts, decision = restart.on_loss(
-                self._restarts, policy, life.committed, life.cause, self._unreached, life.error
-            )
-        return decision
-
-    def _tell_prevented(self, life: Life, now_s: float) -> None:
-        """Say what prevents the start: a shortage once, a changed script each minute until it is put back."""
-        what, since = self._prevented or ("", 0.0)
-        again = life.prevented is Cause.CHANGED and now_s - since >= TOLD_AGAIN_S
-        if what != life.prevented or again:
-            self._prevented = (life.prevented or "", now_s)
-            self._event("StartPrevented", life.cause, cause=life.prevented)
-
     async def _until_begun(self, guard: IncarnationGuard) -> None:
         """Wait until an incarnation has checked in: nothing prevents a start any more."""
         await guard.begun.wait()
-        self._restarts = restart.on_start(self._restarts)
-        if self._prevented is not None:
-            self._prevented = None
-            self._event("StartAllowed", "what prevented it is over")
+        self._restarts.begun()
 
     async def _live(self, reason: str) -> Life:
         """Run one incarnation from start to end."""
@@ -268,7 +225,7 @@ class ReplicaSupervisor:
             self.replica,
             self._place.ranks,
             self._run_id,
-            self._restarts.restarts,
+            self._restarts.number,
             self._config_file,
             self._failures.blamed,
         )
@@ -329,19 +286,19 @@ class ReplicaSupervisor:
         if not self._stopping and self._place.too_few(current, end, lost_hosts, cause):
             return Life(None, cause, committed, too_few=True)
         said = current.told(rank) if rank else None
-        prevented = None if self._stopping or guard.checked_in else self._what_prevented(current, kind, said)
+        prevented = None if self._stopping or guard.checked_in else what_prevented(current, kind, said, self._run)
         if prevented:
             return Life(None, cause, committed, prevented=prevented)
-        essence = restart.essence(said.error) if said else ""
+        fault = essence(said.error) if said else ""
         self._blame(current, end, said, why)
-        own = essence if said and said.cause is Cause.SCRIPT else ""
+        own = fault if said and said.cause is Cause.SCRIPT else ""
         wrong = self._failures.ends_all(own, committed) and not self._stopping
         outcome = (
             Outcome("config", f"each replica ends with the same error before the first step: {why}")
             if wrong
-            else self._judge(end, why, essence, lost_hosts, others_train)
+            else self._judge(end, why, own, lost_hosts, others_train)
         )
-        return Life(outcome, cause, committed, error=essence)
+        return Life(outcome, cause, committed, error=fault)
 
     def _verdict(self, current: ReplicaProcess) -> tuple[str, RankProcess | None]:
         """Return why an incarnation ended, as `ReplicaProcess.verdict` does, and whether it only left.
@@ -368,16 +325,6 @@ class ReplicaSupervisor:
         if self._failures.blame(units, end.step, contributed) and units is not None:
             shard, index, count = units
             self._event("BatchBlamed", f"it ended its process again: {why}", shard=shard, index=index, units=count)
-
-    def _what_prevented(self, current: ReplicaProcess, kind: str, said: RankEnd | None) -> Cause | None:
-        """Return what prevented the start of an incarnation that has not checked in; None: nothing did."""
-        if kind == NOT_STARTED or (said and said.cause is Cause.SHORTAGE):
-            return Cause.SHORTAGE
-        if said and said.cause is Cause.CHANGED and current.restarts:
-            return Cause.CHANGED  # a first start has the wrong script: that is an error of the operator
-        failed = any(rank.code and not rank.killed for rank in current.ranks.values())
-        full = no_room(self._run.path) or (os.access(SHARED_MEMORY, os.W_OK) and no_room(SHARED_MEMORY))
-        return Cause.SHORTAGE if failed and not current.evicted and full else None
 
     async def _stand_by(self) -> Outcome | None:
         """Wait until this supervisor has the replica's lease; return the outcome if the job ends first.
@@ -464,7 +411,7 @@ class ReplicaSupervisor:
             current.kill()
         why = current.evicted or current.explain(first)
         said = current.told(first)
-        known = self._prevented is not None and said is not None and said.cause == self._prevented[0]
+        known = said is not None and said.cause is self._restarts.prevented
         quiet = {"prevented": True} if known else {}  # the console has said it
         self._event("ProcessExited", why, rank=first.rank, pid=first.pid, kind=kind_of(first), **quiet)
 
@@ -484,9 +431,9 @@ class ReplicaSupervisor:
         if end.code in (EXIT_CONFIG, EXIT_USAGE):
             if not self._proven():
                 return Outcome("config", why)
-            if error and error == self._restarts.error:  # it is wrong on another machine, too, or there is none
+            if times := self._restarts.ended_by(error):  # it is wrong on another machine, too, or there is none
                 told = f"it is refused again, while others train: {why}"
-                if self._restarts.same > 1 or not self._backend.cordon(self.replica, end.host, told, False):
+                if times > 1 or not self._backend.cordon(self.replica, end.host, told, False):
                     return self._lose(told)
         decision = self._failures.judge(end, lost_hosts, others_train)
         if decision.action is Action.HALT:

@@ -18,12 +18,12 @@ from ft_hsdp.config import parse
 from ft_hsdp.launch.backend.base import EVICTED, LEFT, ReplicaProcess, ReplicaSpec, exit_in_words
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
-from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, ReplicaFailures, end_of
+from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, Outcome, ReplicaFailures, end_of
 from ft_hsdp.launch.job import given_up
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, write_json
-from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from ft_hsdp.memory.replacement import Action
 from tests.support.launch.launch_helpers import Plan, until
 

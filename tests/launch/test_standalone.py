@@ -16,8 +16,8 @@ from ft_hsdp.config import Config, load, parse
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.http_proof import HEADER, keys_of
 from ft_hsdp.launch import backend, standalone
+from ft_hsdp.launch.failures import Outcome
 from ft_hsdp.launch.run.directory import RunDir, make_run, read_json, write_job_files, write_json
-from ft_hsdp.launch.supervisor import Outcome
 from lighthouse.quorum.state import Policy
 from lighthouse.store import SqliteStore
 

@@ -13,6 +13,7 @@ from typing import Any, Self
 import psutil
 import pytest
 
+from ft_hsdp.analysis.failures import fold
 from ft_hsdp.config import parse
 from ft_hsdp.core import restart
 from ft_hsdp.launch.backend.local import LocalBackend
@@ -548,6 +549,7 @@ async def test_a_start_that_a_shortage_prevents_costs_no_budget_and_is_told_once
         (told,) = world.named("StartPrevented")
         assert (told["cause"], "Too many open files" in told["reason"]) == ("shortage", True)
         assert all("costs none of the budget" in e["reason"] for e in world.named("RestartScheduled"))
+        assert fold(3, world.events, []).losses() == [], "what had not begun was not lost"
 
 
 async def test_a_shortage_that_lasts_too_long_ends_the_replica_with_its_key(

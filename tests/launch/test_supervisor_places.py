@@ -11,10 +11,11 @@ import pytest
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.backend.base import COLD, ProcessWatch, ReplicaSpec
+from ft_hsdp.launch.failures import Outcome
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir
-from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from tests.support.launch.launch_helpers import until
 
 

@@ -17,10 +17,11 @@ from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_UNREACHAB
 from ft_hsdp.launch import replica_place
 from ft_hsdp.launch.backend.base import COLD, ProcessWatch, ReplicaSpec
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
+from ft_hsdp.launch.failures import Outcome
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir
-from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from ft_hsdp.memory.replacement import MOVE_AFTER
 from tests.support.launch.launch_helpers import until
 

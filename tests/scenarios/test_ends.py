@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from ft_hsdp.launch.run.directory import RunDir
-from tests.support.scenarios.scenario_job import DEADLINE_S, ROOT, Job
+from tests.support.scenarios.scenario_job import DEADLINE_S, ROOT, SMALL, Job
 from tests.support.torchrun_job import TorchrunJob
 
 SCRIPT = """
@@ -131,12 +131,17 @@ def ends_well(folder: Path, end: str) -> None:
 
 
 @pytest.mark.multiproc
-def test_an_announced_checkpoint_that_was_not_written_is_said_last_with_a_code_of_its_own(tmp_path: Path) -> None:
-    with Job(tmp_path, ENDLESS, **settings(tmp_path, 0)) as job:
+@pytest.mark.parametrize("steps", [ENDLESS, pytest.param(40, marks=pytest.mark.soak)])
+def test_an_announced_checkpoint_that_was_not_written_is_said_last_with_a_code_of_its_own(
+    tmp_path: Path, steps: int
+) -> None:
+    """At a signal, and at the end of training."""
+    with Job(tmp_path, steps, **settings(tmp_path, 0)) as job:
         job.until(lambda: job.step() >= 3, "step 3")
         (tmp_path / "kept").rename(tmp_path / "gone")
         (tmp_path / "kept").write_text("no folder")
-        job.process.send_signal(signal.SIGTERM)
+        if steps == ENDLESS:
+            job.process.send_signal(signal.SIGTERM)
         step = job.end(75)["steps"]
         said = job.log.read_text().splitlines()[-1]
         assert said == f"the announced checkpoint of step {step} was not written: there is none of this run"
@@ -176,7 +181,9 @@ def test_no_step_is_lost_however_a_job_is_told_to_end(
     tmp_path: Path, launcher: str, how: str, workers: int
 ) -> None:
     """A signal comes to its supervisors, or to all processes at once, as a control group's stop does it."""
-    sections = nested({**settings(tmp_path, workers), "train__steps": ENDLESS})
+    same = {key.replace(".", "__"): value for key, value in SMALL.items()}  # as the job that goes on from it
+    chosen = {**same, "data__path": "stdlib", "data__max_bytes": 1048576, **settings(tmp_path, workers)}
+    sections = nested({**chosen, "train__steps": ENDLESS})
     text = "\n".join(f"{name}: {json.dumps(value)}" for name, value in sections.items())
     with contextlib.ExitStack() as stack:
         if launcher == "up":
@@ -193,7 +200,8 @@ def test_no_step_is_lost_however_a_job_is_told_to_end(
         send(every if how.startswith("all") else processes, signal.Signals[f"SIG{how.split()[-1]}"])
         codes = [each.wait(DEADLINE_S) for each in started]
         assert 0 not in codes
-        rows = [json.loads(line) for file in run.glob("replicas/*/commits.jsonl") for line in file.open()]
+        logs = [file.read_text() for file in run.glob("replicas/*/commits.jsonl")]
+        rows = [json.loads(line) for log in logs for line in log.splitlines()]
     check_saved(tmp_path, max(row["step"] for row in rows))
 
 

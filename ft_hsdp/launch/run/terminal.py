@@ -268,7 +268,7 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
         steps: Number of steps of the whole job; None if it is not known.
     """
     units = summary["batches"]
-    ended = [r for r in summary["replicas"].values() if r["digest"]]
+    ended = [r for r in summary["replicas"].values() if r["digest"] and r["step"] >= summary["steps"]]
     states = {(r["step"], r["lineage"], r["digest"]) for r in ended}
     if not ended and steps is not None and summary["steps"] < steps:
         state = f"stopped after step {summary['steps']} of {steps}; only checkpoints are kept"
@@ -285,7 +285,9 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
         ("steps", str(summary["steps"])),
         (
             "loss",
-            f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}, means of the first and the last tenth",
+            f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}, means of the first and the last tenth"
+            if summary["steps"]
+            else "none: no step was committed",
         ),
         ("time", f"{summary['wall_s']:.1f} s, {summary['effective_training_ratio']:.1%} of it effective"),
         ("final state", state),

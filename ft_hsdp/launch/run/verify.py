@@ -421,6 +421,8 @@ class _Check:
         if self.found.lost:
             return
         end, last = newest_final(finals.values()), self._last
+        if end is not None and last is not None and end["step"] < last["step"] and not end.get("of_job", True):
+            end = None  # its replica has left before, for good
         if end is not None and last is not None and end["lineage"] != last["lineage"]:
             at = f"step {last['step']}, lineage {last['lineage']} at the end"
             self._breach("metrics.jsonl", at, f"step {end['step']}, lineage {end['lineage']}, as the replicas")

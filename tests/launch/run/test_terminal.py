@@ -188,6 +188,9 @@ def test_the_summary_says_how_it_ended() -> None:
     finals[1]["digest"] = "other"
     terminal.summary(summarize(CONFIG, rows, fed(rows), finals, [], [1]), 75)
     assert "2 different states" in out.getvalue()
+    finals[1] |= {"step": 2, "lineage": "L2"}
+    terminal.summary(summarize(CONFIG, rows, fed(rows), finals, []), 0)
+    assert "all 1 replicas equal, digest abc, 2 away" in out.getvalue(), "one had left before"
     assert "replicas 1" in out.getvalue()
     terminal.summary(summarize(CONFIG, rows[:3], fed(rows[:3]), {}, []), 130)
     assert "stopped after step 3 of 5; only checkpoints are kept" in out.getvalue()
@@ -209,6 +212,8 @@ def test_many_failures_show_their_spread() -> None:
     assert lines["seen after"] == "p50 0.055 s, p90 0.100 s, max 0.100 s (10)"
     summary["failures"] = summary["failures"][:2]
     assert "seen after" not in dict(summary_lines(summary))
+    summary["steps"] = 0
+    assert dict(summary_lines(summary))["loss"] == "none: no step was committed"
 
 
 def test_a_broken_edge_and_an_older_store_are_told_in_plain_words() -> None:

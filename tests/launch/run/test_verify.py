@@ -189,10 +189,18 @@ def order_of_its_own(run: RunDir) -> None:
             )
 
 
-def stopped(run: RunDir) -> None:
+def left_for_good(run: RunDir) -> None:
+    """The script of replica 0 had ended its part before."""
+    of = {"step": 5, "commit_epoch": 2, "lineage": "L5", "digest": "d", "incarnation": "x", "of_job": False}
+    stopped(run, {0: of})
+
+
+def stopped(run: RunDir, finals: dict[int, Row] | None = None) -> None:
     """It was told to stop: no replica holds the last step of the configuration."""
     for replica in range(3):
         run.final(replica).unlink()
+    for replica, final in (finals or {}).items():
+        write_json(run.final(replica), final)
     recorder = Recorder(
         run,
         CONFIG,
@@ -210,6 +218,7 @@ LEGAL: dict[str, Callable[[RunDir], None]] = {
     "a late line": late_line,
     "a ring that is not by number": order_of_its_own,
     "it was stopped": stopped,
+    "one had left before it was stopped": left_for_good,
 }
 
 
