@@ -274,6 +274,22 @@ def test_the_rate_of_the_optimizer_moves_the_whole_schedule() -> None:
     assert resumed.hyper() == right.hyper()
 
 
+def test_what_no_schedule_moves_stays_when_the_schedule_is_computed_again() -> None:
+    def one(cycle: int) -> Groups:
+        o = sgd(model(), weight_decay=0.1)
+        return job(o, schedule=torchs.OneCycleLR(o, 0.3, total_steps=cycle))
+
+    groups, right = one(STEPS), one(STEPS + 4)
+    trained(groups, model(), 1, AT)
+    trained(right, model(), 1, AT)
+    groups.groups[1]["weight_decay"] = 0.7  # by job.on_commit, once
+    resumed = one(STEPS + 4)
+    (found,) = resumed.resume(written(groups), AT)
+    assert found.setting == "total_steps of OneCycleLR"
+    assert [g["weight_decay"] for g in resumed.groups] == [0.1, 0.7]
+    assert [(g["lr"], g["momentum"]) for g in resumed.groups] == [(g["lr"], g["momentum"]) for g in right.groups]
+
+
 def plateau(m: nn.Linear, rate: float = 0.02, **more: Any) -> Groups:
     o = torch.optim.SGD(m.parameters(), lr=rate)
     return job(o, schedule=torchs.ReduceLROnPlateau(o, **{"factor": 0.5, "patience": 1, **more}))

@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 import xxhash
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.fsdp.moving_buffers import Place
+from ft_hsdp.train.state.packing import as_bytes
 
 BLOCK = 64 << 10  # bytes that have a digest of their own
 NAMED = 4  # tensors that a message names
@@ -104,6 +104,5 @@ def _digest(place: Place, block: int) -> int:
     tensor = place.tensor
     if tensor is None or tensor.is_meta:
         return 0
-    held = tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
-    array: Any = held[block * BLOCK : (block + 1) * BLOCK].cpu().numpy()
+    array: Any = as_bytes(tensor)[block * BLOCK : (block + 1) * BLOCK].cpu().numpy()
     return hash((tensor.dtype, tensor.shape, xxhash.xxh3_64_intdigest(memoryview(array))))

@@ -20,19 +20,14 @@ from ft_hsdp.core import state_id
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Frozen
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp import param_groups
+from ft_hsdp.train.fsdp.moving_buffers import places
 from ft_hsdp.train.state.packing import as_bytes
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the frozen parameters and the persistent buffers of ``model`` by name, each once."""
-    param_groups.reshard(model)
-    found: dict[str, torch.Tensor] = {n: p for n, p in model.named_parameters() if not p.requires_grad}
-    seen: set[int] = set()
-    for name, buffer in _buffers(model):
-        if id(buffer) not in seen:
-            seen.add(id(buffer))
-            found[name] = buffer
-    return {param_groups.plain_name(n): t for n, t in found.items()}
+    beside = {n: place.whole for n, place in places(model).items() if place.kind in ("frozen", "buffer")}
+    return {name: tensor for name, tensor in beside.items() if tensor is not None}
 
 
 def aliases(model: nn.Module, known: Mapping[str, torch.Tensor]) -> dict[str, str]:

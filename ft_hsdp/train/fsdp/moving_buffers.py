@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.fsdp.param_groups import plain_name
+from ft_hsdp.train.state.packing import as_bytes, local
 
 STATISTICS_STATE = "ft_hsdp.batch_norm"  # the registered state of a job that declares running statistics alone
 STATE = "ft_hsdp.buffers"  # that of all others
@@ -56,10 +57,14 @@ class Place:
     param: torch.Tensor | None = None
 
     @property
+    def whole(self) -> torch.Tensor | None:
+        """The tensor that is there now."""
+        return self.module._buffers.get(self.attribute) if self.param is None else self.param
+
+    @property
     def tensor(self) -> torch.Tensor | None:
-        """The tensor that is there now; the shard of this rank if it is sharded."""
-        found = self.module._buffers.get(self.attribute) if self.param is None else self.param
-        return None if found is None else getattr(found, "_local_tensor", found).detach()
+        """The same; the shard of this rank if it is sharded."""
+        return None if self.whole is None else local(self.whole)
 
     @property
     def averages(self) -> bool:
@@ -152,7 +157,7 @@ class MovingBuffers:
         tensors = {name: place.tensor for name, place in self._places.items()}
         self._forms = {name: (t.dtype, t.shape) for name, t in tensors.items() if t is not None}
         self._means = sum(self._live(name).numel() for name in self._mean) + 1  # with the number of units
-        self._codes = sum(-(-_bytes(self._live(name)).numel() // _BYTES) for name in self._value)
+        self._codes = sum(-(-as_bytes(self._live(name)).numel() // _BYTES) for name in self._value)
         self._committed: dict[str, torch.Tensor] = {}
         self._settled = False  # the job asks for batches: only committed steps and loads change them now
         self._moved: torch.Tensor | None = None  # how far the units since `take` moved them, in all
@@ -261,7 +266,7 @@ class MovingBuffers:
         with torch.no_grad():
             for name in names:
                 if name in self._committed:
-                    self._live(name).copy_(_local(self._committed[name]))
+                    self._live(name).copy_(local(self._committed[name]))
 
     def apply(self, reduced: torch.Tensor | None, contributor: int = 0) -> None:
         """Move the committed tensors as a step says. A collective of the replica, if there is a bucket.
@@ -289,7 +294,7 @@ class MovingBuffers:
             # The number of batches is an integer; a forward that did not run in each unit makes a fraction.
             before += step if before.is_floating_point() else step.round().to(before.dtype)
         place = self._means
-        for held in map(_bytes, map(self._committed.__getitem__, self._value)):
+        for held in map(as_bytes, map(self._committed.__getitem__, self._value)):
             codes = -(-held.numel() // _BYTES)
             held.copy_(_decoded(parts[0][place : place + codes])[: held.numel()])
             place += codes
@@ -298,7 +303,7 @@ class MovingBuffers:
     def capture(self) -> None:
         """Take what an update's hooks or the callbacks on a commit have changed into the committed tensors."""
         for name in self._places.keys() - self._statistics:
-            _local(self._committed[name]).copy_(self._live(name))
+            local(self._committed[name]).copy_(self._live(name))
 
     def strayed(self, between: bool) -> list[str]:
         """Return which tensors were changed since the last commit although they must not be.
@@ -310,7 +315,7 @@ class MovingBuffers:
         """
         names = sorted(self._places.keys() - self._statistics)
         names = [n for n in names if between or isinstance(self._places[n].param, DTensor)]
-        return [n for n in names if not torch.equal(_bytes(self._live(n)), _bytes(_local(self._committed[n])))]
+        return [n for n in names if not torch.equal(as_bytes(self._live(n)), as_bytes(local(self._committed[n])))]
 
     # The registered state.
 
@@ -325,30 +330,20 @@ class MovingBuffers:
             self.settle()
             for held in (held for held in self._committed.values() if not isinstance(held, DTensor)):
                 if held.numel():
-                    dist.broadcast(_bytes(held), 0)
+                    dist.broadcast(as_bytes(held), 0)
             self._restore(self._committed)
         return dict(self._committed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take the tensors of another state."""
         for name, tensor in self._committed.items():
-            _local(tensor).copy_(_local(state[name]))
+            local(tensor).copy_(local(state[name]))
         self.drop()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return shard
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's memory as uint8 [nbytes]; a copy if it is not contiguous."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _encoded(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor as fp32, which a sum with zeros leaves as they are, NaN in it or not."""
-    held = _bytes(tensor)
+    held = as_bytes(tensor)
     padded = torch.cat([held, held.new_zeros(-held.numel() % _BYTES)]).view(-1, _BYTES).int()
     return (padded[:, 0] + (padded[:, 1] << 8) + (padded[:, 2] << 16)).float()
 

@@ -293,14 +293,19 @@ class Groups:
         was, is_now = ([group for each in of["optimizers"] for group in each["groups"]] for of in (then, now))
         anew, others = self._anew(then, values)
         kept = {id(group) for each in self.optimizers if each not in anew for group in each.param_groups}
+        beside: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
         try:
             for group, value, a, b in zip(self.groups, values, was, is_now, strict=False):
+                same = {key for key in value if key in group and a.get(key) == b.get(key)}
                 if id(group) in kept:
-                    same = {key for key in value if key in group and a.get(key) == b.get(key)}
                     group.update({key: from_json(group[key], value[key]) for key in same})
+                elif set(a) == set(b) and not others and len(was) == len(is_now):
+                    beside.append((group, value, {key: group[key] for key in same - {"lr"}}))
             if self._schedulers is not None:
                 before = () if others else states[0]
                 self._schedulers.resume(before, then["schedulers"], now["schedulers"], anew, step)
+            for group, value, first in beside:  # what no schedule has set stays, too
+                group.update({k: from_json(v, value[k]) for k, v in first.items() if group[k] is v})
         except (ValueError, TypeError) as error:
             allowed = f"the optimizers of the checkpoint ({error})"
             raise ConfigError("job.optimizer", self.name, allowed) from error
