@@ -321,7 +321,7 @@ class Job(DataSources, UserLoop, BlockHost):
         reader = self._open_reader(source)
         driver.samples_of = getattr(source, "samples_of", None)
         with contextlib.closing(reader), leaving_on_signals(self._ask_to_leave) as told:
-            self._facts = facts_of(source, reader, self.config.data.check, self.rank)
+            self._facts = facts_of(source, reader, self.config.data.check, self.rank, self.data_ranks)
             if self._identity is not None:
                 driver.guess(reader, self.replica)
             self._check_in(driver, reader)

@@ -149,6 +149,7 @@ def test_a_lone_replica_survives_a_broken_node_and_a_lost_one(tmp_path: Path) ->
         cluster.add(1, 1, 1)
         with Job(cluster, tmp_path, 20, program=SLOW, restart__backoff_s=0.1, **settings) as job:
             job.until(lambda: job.events("Protected"), "copies")
+            job.until(lambda: job.newest()["step"], "a step")  # before it a state is made, not fetched
             kept, broken = job.ranks(0)
             agent = agent_of(cluster, 0, kept["host"])
             job.spoil(broken["host"])
@@ -157,6 +158,8 @@ def test_a_lone_replica_survives_a_broken_node_and_a_lost_one(tmp_path: Path) ->
             assert cordoned["host"] == replaced["before"] == broken["host"]
             assert "exit code 76" in cordoned["reason"]
             job.until(lambda: len(job.events("Protected")) == 2, "copies again")
+            step = job.newest()["step"]
+            job.until(lambda: job.newest()["step"] > step, "a step with them")
             assert [rank["host"] for rank in job.ranks(0)] == [kept["host"], replaced["host"]]
             assert agent_of(cluster, 0, kept["host"]) == agent
 

@@ -20,7 +20,9 @@ from ft_hsdp.train.data.workers import ReadOptions
 from ft_hsdp.train.identity import RankPlace
 
 
-def facts_of(source: Any, reader: Reader[Any], check: bool | Literal["auto"], rank: int) -> dict[str, str]:
+def facts_of(
+    source: Any, reader: Reader[Any], check: bool | Literal["auto"], rank: int, ranks: int
+) -> dict[str, str]:
     """Return what the batches of a source depend on. Blocks for about `PROBE_S` at most.
 
     Args:
@@ -28,6 +30,8 @@ def facts_of(source: Any, reader: Reader[Any], check: bool | Literal["auto"], ra
         reader: Of ``source``. Its workers are started: they inherit nothing of what is opened here.
         check: Whether samples are read: `data.check`.
         rank: Of the replica; of a user's own source, others than rank 0 may hold their own part alone.
+        ranks: Data ranks of the replica. A user's own source may be cut for them, so its facts are compared only
+            where they are as many.
     """
     until = time.monotonic() + (PROBE_S if check else -1)
     facts = {"kind": type(source).__name__}
@@ -35,12 +39,14 @@ def facts_of(source: Any, reader: Reader[Any], check: bool | Literal["auto"], ra
         return {"kind": "stream", **(source.facts(until) if check is True and rank == 0 else {})}
     if isinstance(source, Loader | Batches):
         return {**facts, **source.facts(until)}
+    own: dict[str, str] = {}
     if rank == 0 and hasattr(type(source), "__len__"):
-        facts["length"] = str(len(source))
+        own["length"] = str(len(source))
     if rank == 0 and isinstance(reader, Prefetcher):
         read = partial(reader.read, MicroBatch(0, 0, 0, 0), PROBE_S)
-        facts |= sample_facts(1, lambda _: read(), until)
-    return facts
+        found = sample_facts(1, lambda _: read(), until)
+        own |= {name.replace("sample", "batch"): value for name, value in found.items()}
+    return facts | {f"{name} with {ranks} data ranks": value for name, value in own.items()}
 
 
 class DataSources:

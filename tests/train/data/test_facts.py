@@ -267,9 +267,12 @@ def test_a_large_text_is_read_in_part(tmp_path: Path) -> None:
 def test_of_a_users_own_source_rank_0_alone_tells_the_length_and_a_batch() -> None:
     source = Part()
     reader = Prefetcher[int](source)
-    told = [facts_of(source, reader, True, rank) for rank in (0, 1)]
+    of_two, of_four, of_another = (facts_of(source, reader, True, *place) for place in ((0, 2), (0, 4), (1, 4)))
     reader.close()
-    assert told == [{"kind": "Part", "length": "80", "sample 0": digest(7)}, {"kind": "Part"}]
+    own = {"length with 4 data ranks": "80", "batch 0 with 4 data ranks": digest(7)}
+    assert of_four == {"kind": "Part", **own}
+    assert of_another == {"kind": "Part"}
+    assert not of_two.keys() & own.keys(), "a replica that has lost ranks cuts its part otherwise"
 
 
 class Part:
