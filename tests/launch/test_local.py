@@ -178,7 +178,7 @@ async def test_a_signal_stops_everything(tmp_path: Path, number: int, code: int)
     (job.run.path / "hang").touch()
     going = asyncio.create_task(job.go())
     await until(lambda: len(job.run.replicas()) == 3 and job.events("ReplicaStarted"), "the start")
-    picture = status(job.run)
+    picture = await asyncio.to_thread(status, job.run)
     assert len(picture["replicas"]) == 3
     os.kill(os.getpid(), number)
     assert (await going)[0] == code
