@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from ft_hsdp import protocol
@@ -35,7 +35,7 @@ from lighthouse.quorum.events import (
     Ticked,
 )
 from lighthouse.quorum.holders import StateAgents, holders
-from lighthouse.quorum.rules import Incarnation
+from lighthouse.quorum.rules import Incarnation, replace
 from lighthouse.quorum.state import Agreement, LighthouseState, wanted
 from lighthouse.quorum.transition import lease_of, transition
 from lighthouse.store import StateSaver, Store, StoreFailed

@@ -196,7 +196,8 @@ def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, a
     _within("after", r.after, epochs)
     _within("max_term", r.max_term, max(s.term, TERM_FRESH * (s.grant is None)) + TERMS_AHEAD)
     _within("saved", r.saved, steps)
-    _within("number", r.number, _numbers(s))
+    if not 0 <= r.number <= s.admissions:
+        _within("number", r.number, _numbers(s))
     _named("incarnation", r.incarnation, r.replica)
     if r.equal or r.leaving or r.lagging or r.diverged or r.suspects:
         _sets(r, replicas)

@@ -55,7 +55,7 @@ class Challenges:
         self._due = self._clock() + CHALLENGE_S
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Proof:
     """A request whose caller knows a token."""
 

@@ -10,7 +10,6 @@ state that it may hold.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, CommitRecord
@@ -19,7 +18,7 @@ from ft_hsdp.core.restart import doubled
 from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum import rules, witnesses
 from lighthouse.quorum.events import Effect, Evict, Note, OpenRequest
-from lighthouse.quorum.rules import Base, Incarnation, record_failures
+from lighthouse.quorum.rules import Base, Incarnation, record_failures, replace
 from lighthouse.quorum.state import (
     LighthouseState,
     Step,

@@ -8,7 +8,7 @@ lighthouse, so the names of those fields are keys of its rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from ft_hsdp.core import state_id
@@ -17,7 +17,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import EACH_ITS_BATCH, UnitPolicy
 from lighthouse.quorum import rules
 from lighthouse.quorum.events import Effect, Note, OpenRequest, Reply
-from lighthouse.quorum.rules import NO_EDGES, AdmittedIncarnation, Base, Edges, Epoch, Incarnation, Lease
+from lighthouse.quorum.rules import NO_EDGES, AdmittedIncarnation, Base, Edges, Epoch, Incarnation, Lease, replace
 from lighthouse.quorum.units import apportion
 
 
@@ -54,7 +54,7 @@ class Agreement:
     data: tuple[tuple[str, str], ...] = ()  # (fact about the data, value)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: see `rules.replace`
 class View:
     """What is known of one replica."""
 
@@ -69,7 +69,7 @@ class View:
     doubted: StateId | None = None  # what it reported and was not believed (`witnesses`)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LighthouseState:
     """All that the lighthouse knows; `lighthouse.store` says which fields are durable."""
 

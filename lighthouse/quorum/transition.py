@@ -23,7 +23,6 @@ supervisors of one replica one starts nothing, and they do not fence each other'
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Refused, Report
@@ -42,7 +41,7 @@ from lighthouse.quorum.events import (
     Ticked,
 )
 from lighthouse.quorum.membership import hold_round, settle
-from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Lease
+from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Lease, replace
 from lighthouse.quorum.state import (
     LighthouseState,
     Step,
@@ -121,10 +120,9 @@ def _asked(s: LighthouseState, request: OpenRequest, now: float) -> Step:
     epoch = max(s.epoch, report.epoch, report.after, report.state.commit_epoch)
     s = s if epoch == s.epoch else replace(s, epoch=epoch)
     request = replace(request, report=replace(report, number=number_of(s, who)))
-    s = with_view(s, me, incarnation=report.incarnation, ask=request, fetching=False)
-    s = with_view(s, me, down=False, lost=False, ended=False)
-    if unknown:
-        s = with_view(s, me, claim=None, doubted=None)
+    forget = {"claim": None, "doubted": None} if unknown else {}
+    here = {"incarnation": report.incarnation, "down": False, "lost": False, "ended": False}
+    s = with_view(s, me, ask=request, fetching=False, **here, **forget)
     if report.departs and _may_leave_now(s, report):
         return answer(s, {me: Refused(f"replica {me} leaves on request", 0)})
     if s.rewound[me:] and 0 < number_of(s, who) <= s.rewound[me]:

@@ -17,14 +17,14 @@ When the ring breaks, replicas 1 and 2 report (1, 8): two name it, so the next e
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.grant import Report
 from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum.events import Effect, Note
-from lighthouse.quorum.rules import cannot_commit
+from lighthouse.quorum.rules import cannot_commit, replace
 from lighthouse.quorum.state import LighthouseState, Step, alive, raise_head, with_view
 
 FRUITLESS = 3  # after more epochs than these without a step, one replica is enough to say that states differ

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
+
+import pytest
 
 from ft_hsdp.core.commit import AttemptId
 from ft_hsdp.core.grant import Member
 from lighthouse import quorum
 from lighthouse.quorum import rules
 from lighthouse.quorum.rules import Base, Epoch
+from lighthouse.quorum.state import LighthouseState, Policy
 from tests.support.lighthouse.lighthouse_helpers import START, at, name, record, report
 
 LIVES = [(r, name(r)) for r in range(3)]
@@ -94,3 +98,12 @@ def test_the_example_of_the_package_is_true() -> None:
     tried = doctest.testmod(quorum)
     assert tried.attempted > 0
     assert tried.failed == 0
+
+
+def test_a_copy_with_changes_is_as_that_of_dataclasses_and_knows_its_fields():
+    state = LighthouseState.empty(Policy(slots=2, steps=5), 1)
+    changed = rules.replace(state, term=2, head=None)
+    assert changed == dataclasses.replace(state, term=2, head=None) != state
+    assert rules.replace(state.policy, steps=9).steps == 9, "of a class with slots, too"
+    with pytest.raises(TypeError, match=r"no fields \['depth'\]"):
+        rules.replace(state, depth=3)
