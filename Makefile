@@ -126,14 +126,11 @@ bench: $(TOOLS)
 	$(PIP) install -q -e '.[bench]'
 	$(BIN)/python launcher.py bench ftar --measure all
 
-# The kernels, then two replicas on one GPU. torch's CUDA builds install triton, its CPU builds do not.
-gpu: $(STAMP)
-	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q -e '.[gpu]'
-	@mkdir -p runs
-	$(BIN)/python -m ftar_kernels.bench --json runs/kernels.json
-	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
-	  then $(BIN)/python launcher.py up configs/gpu.yaml; \
-	  else echo "no GPU here: what needs none was checked, configs/gpu.yaml was not trained"; fi
+# The kernels, and a job of two replicas on one GPU. Without .venv it runs with $(PYTHON) as it is, and fetches nothing.
+gpu: GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu:
+	@$(GPU_PYTHON) -c 'import torch, triton' || { echo "$(GPU_PYTHON) has no torch with triton"; exit 1; }
+	$(GPU_PYTHON) -m ftar_kernels.bench --out runs/kernels
 
 # The tools for developers.
 $(TOOLS): $(STAMP)

@@ -1,11 +1,14 @@
 """The bench of the kernels: `python -m ftar_kernels.bench` checks them first and measures them afterwards.
 
-Without a GPU it runs the compile check and the interpreter's checks only. Each section runs in a process of its
-own under a time limit, so that a kernel that hangs spoils no other section.
+Without a GPU it names the sections that need one, and runs the compile check and the interpreter's checks. Each
+section runs in a process of its own under a time limit, so that a kernel that hangs spoils no other section.
 
 Read the modules in this order:
 
-    sections    the parts of the bench by name
+    sections    the parts of the bench by name, in the order of their value
+    ladder      one mechanism after the other: the first that fails names the fault
+    blocking    which calls wait for a kernel that spins
+    rates       what the machine is, and how fast it moves and hashes a gradient
     checks      kernels, commands and rings against the reference, on fresh random data
     limits      latency of a command, of an abort and of a deadline
     speed       bandwidth of the kernels, alone and beside a matmul
@@ -15,5 +18,5 @@ Read the modules in this order:
 
 The package imports ftar_kernels and torch only.
 
-    python -m ftar_kernels.bench --only interpreted --json results.json
+    python -m ftar_kernels.bench --only interpreted --out results
 """

@@ -1,15 +1,22 @@
-"""The parts of the bench by name. Each runs in a process of its own, so that none disturbs another."""
+"""The parts of the bench by name, with their limits. Each runs in a process of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from ftar_kernels.bench import checks, limits, nccl, processes, speed
+from ftar_kernels.bench import blocking, checks, ladder, limits, nccl, processes, rates, speed
 from ftar_kernels.compile_check import figures
 
+ROOT = Path(__file__).parents[2]
 MIB = 2**20
 CPU = torch.device("cpu")
 
@@ -34,7 +41,7 @@ def interpreted() -> dict[str, Any]:
     """Check what can be checked without a GPU: small sizes, one program."""
     rows = [checks.kernels(CPU), *(checks.commands(CPU, via, repeat=1) for via in checks.PLANES)]
     rows.append(checks.ring(CPU, "streamops", 3, 5003, 1024, 2, relay=1))
-    return _all_ok([*rows, limits.run(CPU, 20)])
+    return _all_ok([*rows, ladder.Ladder(CPU).run(), limits.run(CPU, 20)])
 
 
 def interpreted_processes() -> dict[str, Any]:
@@ -72,6 +79,26 @@ def staged() -> dict[str, Any]:
     return _all_ok(rows)
 
 
+def climb() -> dict[str, Any]:
+    """Try one mechanism after the other; the first rung that fails names the fault."""
+    return ladder.Ladder(_device()).run()
+
+
+def blocked() -> dict[str, Any]:
+    """Find out which calls of another thread wait for a kernel that spins, and that the engine never does."""
+    return blocking.run(_device())
+
+
+def ordered() -> dict[str, Any]:
+    """Show what happens to sums that are cleared after the gradient's event was recorded."""
+    return ladder.order(_device())
+
+
+def rated() -> dict[str, Any]:
+    """Measure copies between device and host, and a host's norm and hash."""
+    return rates.run(_device())
+
+
 def flags() -> dict[str, Any]:
     """Measure round trip, abort and deadline on the GPU."""
     return limits.run(_device())
@@ -87,18 +114,67 @@ def matmul() -> dict[str, Any]:
     return speed.matmul(_device())
 
 
-ANYWHERE: dict[str, Callable[[], dict[str, Any]]] = {
-    "compiled": compiled,
-    "interpreted": interpreted,
-    "processes": interpreted_processes,
-}
-INTERPRETED = ("interpreted", "processes")
-ON_GPU: dict[str, Callable[[], dict[str, Any]]] = {
-    "correct": correct,
-    "flags": flags,
-    "bandwidth": bandwidth,
-    "threads": threads,
-    "staged": staged,
-    "matmul": matmul,
-    "nccl": nccl.run,
+def step() -> dict[str, Any]:
+    """Measure a training step of plain FSDP2 beside ours, at 0.54e9 parameters."""
+    command = [sys.executable, "-m", "ft_hsdp.bench.gpu_step"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"ok": False, "error": done.stderr[-800:]}
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def job() -> dict[str, Any]:
+    """Train configs/gpu.yaml with its kill: both replicas must end with the same digest."""
+    out = Path(os.environ["BENCH_OUT"])
+    command = [sys.executable, "launcher.py", "up", "configs/gpu.yaml", f"--job.runs_dir={out / 'runs'}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    (out / "job.txt").write_text(done.stdout + done.stderr)
+    run = out / "runs" / "gpu"
+    summary = json.loads((run / "summary.json").read_text()) if (run / "summary.json").exists() else {}
+    last = [line for line in done.stdout.splitlines() if line.startswith("step ")][-2:]
+    return {"ok": done.returncode == 0, "code": done.returncode, "last": last, "summary": summary}
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """A part of the bench, which runs in a process of its own."""
+
+    limit_s: float
+    work: Callable[[], dict[str, Any]]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    gpu: bool = True  # whether it needs one
+    goal: str = ""  # for its figures; a figure that misses it is no failure
+
+    @property
+    def what(self) -> str:
+        """The first line of what it does."""
+        return (self.work.__doc__ or "").splitlines()[0]
+
+
+# A kernel that is loaded on its first launch waits for those that spin; streams that share a queue do too.
+EAGER = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+LAZY = {**EAGER, "CUDA_MODULE_LOADING": "LAZY"}
+INTERPRET = {"TRITON_INTERPRET": "1"}
+
+# In the order of their value: a device may be at hand for minutes only.
+SECTIONS: dict[str, Section] = {
+    "facts": Section(100, rates.facts),
+    "ladder": Section(60, climb, EAGER, goal="every rung holds"),
+    "blocking": Section(60, blocked, EAGER, goal="the engine's slowest look below 10 ms, in every row"),
+    "order": Section(20, ordered, EAGER, goal="0 wrong with the event after the clearing"),
+    "correct": Section(90, correct, EAGER),
+    "job": Section(120, job),
+    "threads": Section(60, threads, EAGER),
+    "step": Section(150, step, goal="ours at most 1.02 of plain FSDP2"),
+    "rates": Section(60, rated, EAGER, goal="2 programs stage 30 GB/s"),
+    "flags": Section(40, flags, EAGER, goal="round trip p50 below 200 us, an abort below 1 ms"),
+    "blocking-lazy": Section(60, blocked, LAZY),
+    "matmul": Section(60, matmul, EAGER, goal="slow-down at most 1.03 with 2 programs"),
+    "staged": Section(90, staged, EAGER),
+    "bandwidth": Section(90, bandwidth, EAGER),
+    "nccl": Section(60, nccl.run, EAGER),
+    "compiled": Section(420, compiled, gpu=False),
+    "interpreted": Section(420, interpreted, INTERPRET, gpu=False),
+    "processes": Section(420, interpreted_processes, INTERPRET, gpu=False),
 }

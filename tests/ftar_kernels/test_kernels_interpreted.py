@@ -32,9 +32,28 @@ def test_interpreted_cases():
 @pytest.mark.proof
 @pytest.mark.multiproc
 def test_the_bench_without_a_gpu_checks_a_ring_of_processes_and_a_kill(tmp_path):
-    code, said = run("ftar_kernels.bench", "--only", "processes", "--json", str(tmp_path / "report.json"))
+    code, said = run("ftar_kernels.bench", "--only", "processes", "ladder", "--out", str(tmp_path))
     assert code == 0, said
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert [row["ok"] for row in report["processes"]["rows"]] == [True] * 2
+    report = json.loads((tmp_path / "results.json").read_text())
+    assert [row["ok"] for row in report["sections"]["processes"]["rows"]] == [True] * 2
     if report["device"] is None:
-        assert "no GPU" in report["skipped"]
+        assert "ladder: needs a GPU, 60 s at most. Try one mechanism" in said
+
+
+SITE = """
+from ftar_kernels.bench import sections
+sections.SECTIONS["compiled"] = sections.Section(6, lambda: __import__("time").sleep(600), gpu=False)
+sections.SECTIONS["interpreted"] = sections.Section(60, lambda: 1 / 0, gpu=False)
+"""
+
+
+def test_a_section_that_hangs_is_killed_and_one_that_fails_says_why(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SITE)
+    path = os.pathsep.join([str(tmp_path), str(HERE.parents[1])])
+    only = ("--only", "compiled", "interpreted", "--out", str(tmp_path))
+    code, said = run("ftar_kernels.bench", *only, PYTHONPATH=path)
+    assert code == 1, said
+    found = json.loads((tmp_path / "results.json").read_text())["sections"]
+    assert found["compiled"]["error"] == "not finished after 6 s"
+    assert "most recent call first" in (tmp_path / "compiled.log").read_text()
+    assert found["interpreted"]["error"] == "ZeroDivisionError: division by zero"
