@@ -1,0 +1,17 @@
+"""The bench of a step on a GPU, on a CPU: that it runs, not how fast."""
+
+from __future__ import annotations
+
+import pytest
+
+from ft_hsdp.bench import gpu_step
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+def test_both_train_and_each_part_is_timed() -> None:
+    found = gpu_step.run("cpu", width=32, layers=1, tokens=8)
+    assert found["ok"], found
+    for who in ("plain", "ours"):
+        assert {"forward", "backward", "optimizer", "waits"} <= found[who].keys()
+    assert found["step_s"] > 0
