@@ -137,7 +137,7 @@ def job() -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class BenchSection:
     """A part of the bench, which runs in a process of its own."""
 
     limit_s: float
@@ -158,23 +158,23 @@ LAZY = {**EAGER, "CUDA_MODULE_LOADING": "LAZY"}
 INTERPRET = {"TRITON_INTERPRET": "1"}
 
 # In the order of their value: a device may be at hand for minutes only.
-SECTIONS: dict[str, Section] = {
-    "facts": Section(100, rates.facts),
-    "ladder": Section(60, climb, EAGER, goal="every rung holds"),
-    "blocking": Section(60, blocked, EAGER, goal="the engine's slowest look below 10 ms, in every row"),
-    "order": Section(20, ordered, EAGER, goal="0 wrong with the event after the clearing"),
-    "correct": Section(90, correct, EAGER),
-    "job": Section(120, job),
-    "threads": Section(60, threads, EAGER),
-    "step": Section(150, step, goal="ours at most 1.02 of plain FSDP2"),
-    "rates": Section(60, rated, EAGER, goal="2 programs stage 30 GB/s"),
-    "flags": Section(40, flags, EAGER, goal="round trip p50 below 200 us, an abort below 1 ms"),
-    "blocking-lazy": Section(60, blocked, LAZY),
-    "matmul": Section(60, matmul, EAGER, goal="slow-down at most 1.03 with 2 programs"),
-    "staged": Section(90, staged, EAGER),
-    "bandwidth": Section(90, bandwidth, EAGER),
-    "nccl": Section(60, nccl.run, EAGER),
-    "compiled": Section(420, compiled, gpu=False),
-    "interpreted": Section(420, interpreted, INTERPRET, gpu=False),
-    "processes": Section(420, interpreted_processes, INTERPRET, gpu=False),
+SECTIONS: dict[str, BenchSection] = {
+    "facts": BenchSection(100, rates.facts),
+    "ladder": BenchSection(60, climb, EAGER, goal="every rung holds"),
+    "blocking": BenchSection(60, blocked, EAGER, goal="the engine's slowest look below 10 ms, in every row"),
+    "order": BenchSection(20, ordered, EAGER, goal="0 wrong with the event after the clearing"),
+    "correct": BenchSection(90, correct, EAGER),
+    "job": BenchSection(120, job),
+    "threads": BenchSection(60, threads, EAGER),
+    "step": BenchSection(150, step, goal="ours at most 1.02 of plain FSDP2"),
+    "rates": BenchSection(60, rated, EAGER, goal="2 programs stage 30 GB/s"),
+    "flags": BenchSection(40, flags, EAGER, goal="round trip p50 below 200 us, an abort below 1 ms"),
+    "blocking-lazy": BenchSection(60, blocked, LAZY),
+    "matmul": BenchSection(60, matmul, EAGER, goal="slow-down at most 1.03 with 2 programs"),
+    "staged": BenchSection(90, staged, EAGER),
+    "bandwidth": BenchSection(90, bandwidth, EAGER),
+    "nccl": BenchSection(60, nccl.run, EAGER),
+    "compiled": BenchSection(420, compiled, gpu=False),
+    "interpreted": BenchSection(420, interpreted, INTERPRET, gpu=False),
+    "processes": BenchSection(420, interpreted_processes, INTERPRET, gpu=False),
 }

@@ -42,8 +42,8 @@ def test_the_bench_without_a_gpu_checks_a_ring_of_processes_and_a_kill(tmp_path)
 
 SITE = """
 from ftar_kernels.bench import sections
-sections.SECTIONS["compiled"] = sections.Section(6, lambda: __import__("time").sleep(600), gpu=False)
-sections.SECTIONS["interpreted"] = sections.Section(60, lambda: 1 / 0, gpu=False)
+sections.SECTIONS["compiled"] = sections.BenchSection(6, lambda: __import__("time").sleep(600), gpu=False)
+sections.SECTIONS["interpreted"] = sections.BenchSection(60, lambda: 1 / 0, gpu=False)
 """
 
 
