@@ -2,11 +2,13 @@
 
 It allows at most 64 registers a thread and nothing in local memory: then 512 threads leave room on the SM for one
 more such program, beside which other kernels run. It also asks for accesses of 16 bytes, the acquire of a wait and
-the release of an answer.
+the release of an answer. `launch_problems` checks what a launch makes of its arguments: a second variant would be
+compiled and loaded in the middle of training, where the driver waits until the device is idle.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
@@ -20,12 +22,16 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
 from ftar_kernels import handshake
+from ftar_kernels.flags import FlagPage
 from ftar_kernels.persistent import command_kernel, persistent_kernel
 from ftar_kernels.reduce_copy import WARPS, kernel, shape
+from ftar_kernels.staging import host_buffer
 
 REGISTERS = 64
+DEPTH = 64  # commands at once, as a plane has them
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -133,11 +139,67 @@ def figures() -> list[Figures]:
     found = []
     for dtype in DTYPES:
         for stages in (1, 3):
-            found.append(compile_kernel(persistent_kernel, dtype, stages, DEPTH=64))
-        found.append(compile_kernel(command_kernel, dtype, 1, DEPTH=64))
+            found.append(compile_kernel(persistent_kernel, dtype, stages, DEPTH=DEPTH))
+        found.append(compile_kernel(command_kernel, dtype, 1, DEPTH=DEPTH))
         for reduces in (True, False):
             for two in (True, False):
                 found.append(compile_kernel(kernel, dtype, 1, REDUCES=reduces, TWO=two))
+    return found
+
+
+class _NoDevice:
+    """Stands for Triton's driver of an sm_90 device. Nothing is loaded or launched."""
+
+    def get_current_target(self) -> GPUTarget:
+        """The device whose code is made."""
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """Its number."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Its stream."""
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        """Where torch has its tensors."""
+        return torch.device("cpu")
+
+    def map_python_to_cpp_type(self, name: str) -> str:
+        """The type of an argument of the launcher."""
+        return name
+
+
+def launch_problems() -> list[str]:
+    """Launch the persistent kernel as a plane does, on a driver without a device, and return what is wrong.
+
+    Each type must have one variant, whatever the number of commands and the silence; the silence must be 64 bits
+    wide, and the compiler must know that all pointers are divisible by 16. This process can launch nothing on a
+    device afterwards.
+    """
+    cpu = torch.device("cpu")
+    page = FlagPage(host_buffer(FlagPage.nbytes(2, DEPTH), cpu), 2, DEPTH)
+    found: list[str] = []
+    driver.set_active(_NoDevice())
+    for dtype, name in DTYPES.items():
+        buffer = host_buffer(4096, cpu).view(dtype)
+        pointers = (buffer, buffer, buffer, buffer, page.words, page.commands)
+        variants = set()
+        for count, silence_s in itertools.product((1, 16, 10**9), (0.05, 30.0, 64.0)):
+            compiled = persistent_kernel.warmup(
+                *pointers, count, int(silence_s * 1e9), grid=(2,), DEPTH=DEPTH, STAGES=1, num_warps=WARPS,
+                **shape(dtype),
+            )  # fmt: skip
+            variants.add(compiled.hash)
+        aligned = {place[0] for place, marks in compiled.src.attrs.items() if ["tt.divisibility", 16] in marks}
+        wide = compiled.src.signature["silence_ns"]
+        problems = [
+            (len(variants) > 1, f"{len(variants)} variants instead of 1"),
+            (aligned != set(range(len(pointers))), f"only arguments {sorted(aligned)} are aligned"),
+            (wide != "i64", f"the silence is {wide} instead of i64"),
+        ]
+        found += [f"launch {name}: {text}" for wrong, text in problems if wrong]
     return found
 
 
@@ -156,7 +218,7 @@ def table(rows: list[Figures]) -> str:
 def main(arguments: list[str]) -> int:
     """Print the figures, as JSON with `--json`; return 1 if something is wrong."""
     rows = figures()
-    problems = [text for row in rows for text in row.problems()]
+    problems = [text for row in rows for text in row.problems()] + launch_problems()
     if "--json" in arguments:
         sys.stdout.write(json.dumps([asdict(row) for row in rows]) + "\n")
     else:

@@ -25,6 +25,10 @@ def test_a_storing_reduction_loads_twice_and_stores_twice(rows):
             assert row.wide_loads == row.wide_stores
 
 
+def test_a_launch_has_one_variant_of_each_type():
+    assert compile_check.launch_problems() == []
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
