@@ -151,23 +151,23 @@ class _NoDevice:
     """Stands for Triton's driver of an sm_90 device. Nothing is loaded or launched."""
 
     def get_current_target(self) -> GPUTarget:
-        """The device whose code is made."""
+        """Return the device for which code is made."""
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        """Its number."""
+        """Return the number of the only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Its stream."""
+        """Return the default stream of a device."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where torch has its tensors."""
+        """Return where torch has the tensors: on the host."""
         return torch.device("cpu")
 
     def map_python_to_cpp_type(self, name: str) -> str:
-        """The type of an argument of the launcher."""
+        """Return the type of an argument in the launcher's source."""
         return name
 
 
