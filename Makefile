@@ -129,7 +129,7 @@ bench: $(TOOLS)
 # The kernels, and a job of two replicas on one GPU. Without .venv it runs with $(PYTHON) as it is, and fetches nothing.
 gpu: GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
-	@$(GPU_PYTHON) -c 'import torch, triton' || { echo "$(GPU_PYTHON) has no torch with triton"; exit 1; }
+	@$(GPU_PYTHON) -c 'import torch, triton' || { echo "$(GPU_PYTHON) has no torch or no triton: pip install triton"; exit 1; }
 	$(GPU_PYTHON) -m ftar_kernels.bench --out runs/kernels
 
 # The tools for developers.

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ftar_kernels.bench import blocking, checks, ladder, limits, nccl, processes, rates, speed
-from ftar_kernels.compile_check import figures
+from ftar_kernels.compile_check import figures, launch_problems
 
 ROOT = Path(__file__).parents[2]
 MIB = 2**20
@@ -32,7 +32,7 @@ def _all_ok(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def compiled() -> dict[str, Any]:
     """Run the compile check."""
     rows = figures()
-    problems = [text for row in rows for text in row.problems()]
+    problems = [text for row in rows for text in row.problems()] + launch_problems()
     best = {row.dtype: row.registers for row in rows if row.name == "persistent_kernel" and row.stages == 1}
     return {"ok": not problems, "kernels": len(rows), "problems": problems, "persistent_registers": best}
 
