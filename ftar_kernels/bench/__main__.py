@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import faulthandler
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -29,7 +29,7 @@ from ftar_kernels.bench.sections import ROOT, SECTIONS
 
 LEAST_S = 10.0  # a section that has less is not begun
 FREE_S = 15.0  # how long a device may take to forget a killed process
-STACKS_S = 2.0  # before its limit a section writes its stacks
+STACKS_S = 2.0  # how long a section may take to write its stacks
 
 
 def run(name: str, limit_s: float, out: Path) -> dict[str, Any]:
@@ -37,10 +37,11 @@ def run(name: str, limit_s: float, out: Path) -> dict[str, Any]:
     begin, result = time.monotonic(), out / f".{name}.json"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"BENCH_OUT": str(out), "PYTHONUNBUFFERED": "1", **SECTIONS[name].environment}
+    environment["PYTHONFAULTHANDLER"] = "1"  # SIGABRT writes the stacks, before the first import, too
     command = [sys.executable, "-m", "ftar_kernels.bench", "--section", name, "--out", str(out)]
     with (out / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
-            [*command, "--budget", str(limit_s)], cwd=ROOT, env=environment, stdout=log, stderr=log,
+            command, cwd=ROOT, env=environment, stdout=log, stderr=log,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -48,6 +49,9 @@ def run(name: str, limit_s: float, out: Path) -> dict[str, Any]:
             failed = f"exit {process.returncode}: {(out / log.name).read_text(errors='replace')[-1000:]}"
         except subprocess.TimeoutExpired:
             failed = f"not finished after {limit_s:.0f} s"
+            process.send_signal(signal.SIGABRT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STACKS_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # its children too
@@ -57,9 +61,9 @@ def run(name: str, limit_s: float, out: Path) -> dict[str, Any]:
     return {**found, "seconds": round(time.monotonic() - begin, 1)}
 
 
-def section(name: str, limit_s: float, out: Path) -> None:
+def section(name: str, out: Path) -> None:
     """Do the work of one section in this process, and write its result."""
-    faulthandler.dump_traceback_later(max(1.0, limit_s - STACKS_S))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         found = SECTIONS[name].work()
     except Exception as error:
@@ -114,7 +118,7 @@ def main(arguments: list[str]) -> int:
     out = Path(options.out).resolve()
     out.mkdir(parents=True, exist_ok=True)
     if options.section:
-        section(options.section, options.budget, out)
+        section(options.section, out)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     report: dict[str, Any] = {"device": device, "torch": torch.__version__, "triton": triton.__version__}
     report["date"] = time.strftime("%Y-%m-%d")

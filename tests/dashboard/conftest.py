@@ -60,7 +60,7 @@ def shared(past: Path) -> Iterator[Server]:
     """A lighthouse that all tests look at."""
     server = Server(past)
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def own(past: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server
         shutil.copy(file, folder)
     server = Server(folder / "journal.sqlite")
     yield server
-    server.kill()
+    server.close()
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ def whole_day(browser, tmp_path):
     pages = open_page(browser, server.url, seen)
     yield next(pages), server
     next(pages, None)
-    server.kill()
+    server.close()
     assert not seen.console
     assert not seen.foreign
 

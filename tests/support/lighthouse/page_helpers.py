@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from typing import Any
 import httpx
 from playwright.sync_api import Browser, Page, expect
 
-from ft_hsdp import protocol
+from ft_hsdp import address, protocol
 from ft_hsdp.protocol import Telemetry
 from lighthouse.http.access import view_key
 from lighthouse.journal.database import SqliteDatabase
@@ -53,13 +52,15 @@ def until(what: Any, seconds: float = WAIT_S) -> Any:
 
 
 class Server:
-    """The process; `kill` and `start` may follow each other, on the same port and database."""
+    """The process; `kill` and `start` may follow each other, on the same port and database.
+
+    The port is held while there is no process: another worker's server, which answers alike, must not get it.
+    """
 
     def __init__(self, database: Path) -> None:
         self._database = database
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self._port = address.bound("127.0.0.1")
+        self.port = int(self._port.getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = KEY
         self._process: subprocess.Popen[bytes] | None = None
@@ -91,6 +92,11 @@ class Server:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def close(self) -> None:
+        """SIGKILL, and the port is free."""
+        self.kill()
+        self._port.close()
 
     def grow(self, rows: int, row: Any) -> None:
         """``rows`` events more in the database, while nobody serves it; ``row(n)`` makes one."""
