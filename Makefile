@@ -15,7 +15,7 @@ FRAMEWORKS := fabric accelerate transformers torchtitan ray_train
 # The environment with torchft's nightly.
 NIGHTLY := .venvs/torchft-nightly
 
-.PHONY: train test proof lint types venv integrations compatibility torchft-nightly soak fuzz faults bench gpu docs clean
+.PHONY: train test proof lint types venv integrations compatibility torchft-nightly twin soak fuzz faults bench gpu docs clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -29,6 +29,7 @@ help:
 	@echo "make gpu     check and measure the kernels; train configs/gpu.yaml if there is a GPU"
 	@echo "make integrations   test the examples of other trainers, each in an environment of its own: $(FRAMEWORKS)"
 	@echo "make torchft-nightly [NIGHTLY=FOLDER]   test ft_hsdp with torchft's nightly, in an environment of its own in FOLDER"
+	@echo "make twin [TORCH=2.15.0] PYTHON=python3.12   check what a GPU machine would run, without the GPU; fetches 5 GB"
 	@echo "make compatibility  train each kind of script of docs/compatibility.md in a job, and with torch alone"
 	@echo "make soak    kill a rank at each failpoint, lose nodes, 1000 ring failures, 300 random pairs of faults; some hours"
 	@echo "make fuzz    a million random inputs for each parser of bytes from outside; about half an hour"
@@ -72,6 +73,22 @@ $(NIGHTLY)/.installed: $(TOOLS)
 	$(call on-top,$(NIGHTLY))
 	$(NIGHTLY)/bin/python -m pip --disable-pip-version-check install -q -c $(NIGHTLY)/constraints.txt torchft-nightly
 	$(NIGHTLY)/bin/python -c 'import torchft.reconfigure_test'
+	@touch $@
+
+# What a GPU machine without a package registry has, without the GPU: its torch, its triton, and neither ray nor torchft.
+# It fetches some 5 GB once; `make twin TORCH=VERSION` takes another torch. It wants a python3.12: PYTHON names it.
+twin: TORCH = 2.11.0
+twin:
+	$(MAKE) --no-print-directory .venvs/twin-$(TORCH)/.installed
+	.venvs/twin-$(TORCH)/bin/python -m tests.twin
+
+.PRECIOUS: .venvs/twin-%/.installed
+.venvs/twin-%/.installed: tests/twin/requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 12))' || \
+	  { echo "$(PYTHON) is older than 3.12, which the twin has; name it: make twin PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv .venvs/twin-$*
+	.venvs/twin-$*/bin/python -m pip --disable-pip-version-check install -q torch==$* -r $<
+	.venvs/twin-$*/bin/python -m pip --disable-pip-version-check install -q --no-deps -e .
 	@touch $@
 
 # Make the environment $(1) on top of $(VENV), with a constraint that keeps its torch.
