@@ -95,23 +95,6 @@ def test_the_glossary_is_sorted_and_explains_each_word_once() -> None:
     assert len(terms) == len(set(terms))
 
 
-def test_renames_lead_to_names_that_exist() -> None:
-    page = (DOCS / "renames.md").read_text()
-    since = re.findall(r"^\| `[\w.]+` \| `((?:ft_hsdp|lighthouse|ftar_kernels)\.[\w.]+)` \|$", page, re.MULTILINE)
-    assert len(since) > 400
-    assert [name for name in since if not _exists(name.split("."))] == []
-
-
-def _exists(parts: list[str]) -> bool:
-    """Whether a dotted name is a package, a module, or a name that a module or package defines."""
-    for inner in (parts, parts[:-1]):
-        path = DOCS.parent.joinpath(*inner)
-        for file in (path.with_suffix(".py"), path / "__init__.py"):
-            if file.exists():
-                return inner is parts or re.search(rf"\b{parts[-1]}\b", file.read_text()) is not None
-    return False
-
-
 # docs/ways.md is true: its files and functions exist, and no list gets longer.
 
 
