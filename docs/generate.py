@@ -243,8 +243,8 @@ def _comments(source: str, name: str) -> dict[str, str]:
 def explored() -> Counter[tuple[Enum, str, Enum]]:
     """The phase changes of a replica that the model checker meets: (before, event, after) with how often."""
     from ft_hsdp.core import replica
-    from ft_hsdp.sim.explore import explore
-    from ft_hsdp.sim.world import Bounds
+    from tests.model.explore import explore
+    from tests.model.world import Bounds
 
     seen: Counter[tuple[Enum, str, Enum]] = Counter()
     transition = replica.transition
@@ -330,7 +330,7 @@ def states() -> str:
             """),
             table(("phase", "value", "meaning"), phases),
             prose("""
-                The changes below were met by the model checker (`ft_hsdp/sim`) on the production code, in
+                The changes below were met by the model checker (`tests/model`) on the production code, in
                 worlds of two replicas and two steps with a death, a restart of the lighthouse, a leave, a
                 late answer and a broken link. Larger worlds have the same phases and more orders of events.
             """),

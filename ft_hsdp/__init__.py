@@ -22,7 +22,6 @@ Read the packages in this order; each has an essay of its own:
     launch    the processes of a job, and the command line
     analysis  what a run's events say about failures and commits
     config    the configuration; errors: errors with their exit codes
-    sim       the model checker: all orders of events on the production code of `core`
     compat    torchft's interfaces on top of ours; bench: measurements
     integrations  the trainers of others
 

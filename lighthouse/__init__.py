@@ -28,7 +28,7 @@ Read in this order:
 - `__main__`: the process.
 
 `quorum` and `overview` must not do I/O or import a library. Of `ft_hsdp`, nothing here may import what runs
-beside or above a lighthouse: `ftar`, `state`, `control`, `train`, `sim`, `launch`, `bench` (import-linter
+beside or above a lighthouse: `ftar`, `state`, `control`, `train`, `launch`, `bench` (import-linter
 checks both).
 
 Example: ``python -m lighthouse --run runs/job`` serves the job whose configuration is runs/job/config.yaml.

@@ -41,7 +41,7 @@ SKIP_NOTHING = os.environ.get("FT_HSDP_SKIP_NOTHING") == "1"
 WITHOUT_A_GPU = ("CUDA is not available", "Not enough GPUs")  # torchft's own tests say so
 
 RANKS = {"scenarios"}  # folders of which every test trains with real ranks
-FIRST = ("sim", "ftar_kernels")  # folders with few and long tests: at the end they would keep one worker alone
+FIRST = ("model", "ftar_kernels")  # folders with few and long tests: at the end they would keep one worker alone
 LAST = ("scenarios",)  # with real ranks: what fails soon fails first
 
 

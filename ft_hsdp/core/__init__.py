@@ -3,7 +3,7 @@
 A replica is one whole model, sharded over its ranks; rank 0 leads it. The leader holds a frozen `Replica`. Each
 thing that happens to it is an event, and `replica.transition(replica, event)` returns the next `Replica` and
 a tuple of effects: what the leader has to do now. The same code runs in production (`ft_hsdp.control.leader`), in
-the model checker (`ft_hsdp.sim`), and in the transcripts of tests/core.
+the model checker (`tests.model`), and in the transcripts of tests/core.
 
 Read the modules in this order:
 

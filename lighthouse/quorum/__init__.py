@@ -18,7 +18,7 @@ attempts that can never commit (`voids`), so that no replica applies their recor
 supervisor that may start a replica, so that two supervisors do not fence each other's incarnations for ever.
 
 Read in this order. No module does I/O, reads a clock, draws a random number or imports a library (import-linter
-checks that), so the model checker `ft_hsdp.sim` explores this very code.
+checks that), so the model checker `tests.model` explores this very code.
 
 - `rules`: the decision on reports alone: the highest state, who contributes, which members cannot connect.
 - `units`: how many units each member trains, and which places it takes.

@@ -14,11 +14,11 @@ from ft_hsdp.memory.copies import MemberHosts, Plan, Refusal, missing_copies, mo
 from ft_hsdp.memory.hosts import Host, Level
 from ft_hsdp.memory.recovery import Holding, Recoverable
 from ft_hsdp.memory.replacement import Assignment, RankClaim
-from ft_hsdp.sim import copy_model, copy_world
-from ft_hsdp.sim.copies import LARGE, CopySpace
-from ft_hsdp.sim.copy_world import CopyBounds, CopyWorld, Move, has
-from ft_hsdp.sim.explore import Exploration, search
 from ft_hsdp.state.agent.slots import SlotPhase, SnapshotSlots
+from tests.model import copy_model, copy_world
+from tests.model.copies import LARGE, CopySpace
+from tests.model.copy_world import CopyBounds, CopyWorld, Move, has
+from tests.model.explore import Exploration, search
 
 
 def explored(limit_s: float = 60, **bounds: Any) -> Exploration:
@@ -87,7 +87,8 @@ def test_every_move_is_told_in_a_sentence() -> None:
     space = CopySpace(
         CopyBounds(2, spares=1, losses=1, partitions=1, crashes=1, strays=1, skips=1, hurries=1, refusals=1)
     )
-    seen, todo = set(), [space.initial()]
+    seen: set[CopyWorld] = set()
+    todo = [space.initial()]
     told = set()
     while todo and len(seen) < 3_000:
         world = todo.pop(0)

@@ -18,11 +18,11 @@ from ft_hsdp.core import units, voting
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.replica_state import Replica
 from ft_hsdp.core.units import Places, UnitPolicy
-from ft_hsdp.sim import moves
-from ft_hsdp.sim.explore import explore
-from ft_hsdp.sim.model import Model
-from ft_hsdp.sim.world import Bounds, World, ledger
-from tests.support.core.sim_helpers import FAULTS
+from tests.model import moves
+from tests.model.explore import explore
+from tests.model.model import Model
+from tests.model.scenario import FAULTS
+from tests.model.world import Bounds, World, ledger
 
 ADAPT, GLOBAL = UnitPolicy(), UnitPolicy(shared=True)
 NEXT_STEP = UnitPolicy(accumulate=2, batch="constant", max_accumulate=6)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from ft_hsdp.sim import moves
-from ft_hsdp.sim.invariants import Violation
-from ft_hsdp.sim.model import Model
-from ft_hsdp.sim.world import Bounds, World
+from tests.model import moves
+from tests.model.invariants import Violation
+from tests.model.model import Model
+from tests.model.world import Bounds, World
 
 Place = TypeVar("Place", bound=Hashable)
 

@@ -13,15 +13,15 @@ from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.grant import Grant, Member, Report
 from ft_hsdp.core.replica_state import Replica
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.sim import moves
-from ft_hsdp.sim.invariants import Violation
-from ft_hsdp.sim.world import Bounds
 from lighthouse.quorum import membership, rules, witnesses
 from lighthouse.quorum.events import Asked, Effect, Evict, Note, OpenRequest, ProcessesReported, Reply, Ticked
 from lighthouse.quorum.rules import highest
 from lighthouse.quorum.state import LighthouseState, Policy
 from lighthouse.quorum.transition import transition
-from tests.support.core.sim_helpers import Scenario
+from tests.model import moves
+from tests.model.invariants import Violation
+from tests.model.scenario import Scenario
+from tests.model.world import Bounds
 
 ZERO = state_id.initial("config", "weights")
 ADOPT = ("replica 0 gets epoch 1", "replica 1 gets epoch 1", "replica 2 gets epoch 1")

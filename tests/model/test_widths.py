@@ -15,12 +15,12 @@ from ft_hsdp.core import replica as core
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.replica_state import Replica, Step
 from ft_hsdp.core.units import UnitPolicy
-from ft_hsdp.sim.explore import explore
-from ft_hsdp.sim.model import Model
-from ft_hsdp.sim.world import Bounds, World
 from lighthouse.quorum import membership, rules, state
 from lighthouse.quorum import units as apportioning
 from lighthouse.quorum.events import OpenRequest
+from tests.model.explore import explore
+from tests.model.model import Model
+from tests.model.world import Bounds, World
 
 CONSTANT = UnitPolicy(accumulate=2, batch="constant", max_accumulate=6)
 SHARED = UnitPolicy(accumulate=1, batch="constant", max_accumulate=6, refill="same_step", shared=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ft_hsdp.sim import moves
-from ft_hsdp.sim.model import Model
-from ft_hsdp.sim.world import Bounds, World
+from tests.model import moves
+from tests.model.model import Model
+from tests.model.world import Bounds, World
 
 QUIET = Bounds(deaths=0, pauses=0, restarts=0)
 FAULTS = ("is killed", "a link of", "the lighthouse restarts", "the grace", "are evicted", "no answer in time")

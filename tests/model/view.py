@@ -13,8 +13,11 @@ from ft_hsdp.core import replica as core
 from ft_hsdp.core.commit import CommitRecord, CommitToken, Contribution
 from ft_hsdp.core.grant import Finish, Refused
 from ft_hsdp.core.replica_state import Phase, Replica
-from ft_hsdp.sim import invariants
-from ft_hsdp.sim.world import (
+from lighthouse.quorum import events as quorum_events
+from lighthouse.quorum import state as quorum
+from lighthouse.quorum import transition
+from tests.model import invariants
+from tests.model.world import (
     Bounds,
     Content,
     Cores,
@@ -26,9 +29,6 @@ from ft_hsdp.sim.world import (
     weight,
     width_of,
 )
-from lighthouse.quorum import events as quorum_events
-from lighthouse.quorum import state as quorum
-from lighthouse.quorum import transition
 
 
 class ModelView:

@@ -9,11 +9,11 @@ from ft_hsdp.core import events, state_id
 from ft_hsdp.core.commit import AttemptId
 from ft_hsdp.core.grant import Answer, CatchUp, Grant
 from ft_hsdp.core.replica_state import Phase, Replica
-from ft_hsdp.sim import invariants
-from ft_hsdp.sim.model import EVICT_S, GRACE_S, Model
-from ft_hsdp.sim.world import Running, World, edges, name_at, place_of, replica_at, severed
 from lighthouse.quorum import commands
 from lighthouse.quorum import events as quorum_events
+from tests.model import invariants
+from tests.model.model import EVICT_S, GRACE_S, Model
+from tests.model.world import Running, World, edges, name_at, place_of, replica_at, severed
 
 Move = tuple[str, Callable[[], World]]
 

@@ -15,7 +15,8 @@ from ft_hsdp.memory.copies import Copy, MemberHosts, Plan, Refusal, missing_copi
 from ft_hsdp.memory.recovery import Holding, newest
 from ft_hsdp.memory.replacement import RankClaim, assign, disagreement
 from ft_hsdp.memory.schedule import CopyInterval
-from ft_hsdp.sim.copy_world import (
+from ft_hsdp.state.agent.slots import SlotPhase
+from tests.model.copy_world import (
     INITIAL,
     CopyBounds,
     CopyWorld,
@@ -34,8 +35,7 @@ from ft_hsdp.sim.copy_world import (
     state_id,
     with_slots,
 )
-from ft_hsdp.sim.invariants import Violation
-from ft_hsdp.state.agent.slots import SlotPhase
+from tests.model.invariants import Violation
 
 
 class CopyModel:

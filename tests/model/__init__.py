@@ -20,11 +20,11 @@ Read the modules in this order:
 
 Gradients are replaced by their meaning: the content of a replica is the list of batches that it has applied, so
 equality is exact. The package imports `ft_hsdp.core`, `ft_hsdp.memory`, the slots of a state agent and
-`lighthouse.quorum`, the product's own code, and neither tensors nor sockets. Only tests and the command
-line use it.
+`lighthouse.quorum`, the product's own code, and neither tensors nor sockets. Its users are the tests beside it,
+the generator of the documentation and the command line.
 
 Example: run the default space, or one with a link that breaks:
 
-    python -m ft_hsdp.sim.explore
+    python -m tests.model.explore
     explore(Bounds(replicas=2, deaths=1, breaks=1))
 """

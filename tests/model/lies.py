@@ -11,9 +11,9 @@ from ft_hsdp.core.grant import Report
 from ft_hsdp.core.replica_state import Replica
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.voting import ask
-from ft_hsdp.sim.invariants import Violation
 from lighthouse.quorum.state import LighthouseState
 from lighthouse.quorum.witnesses import named
+from tests.model.invariants import Violation
 
 WRONG = "wrong"  # a lineage that no commit leads to
 

@@ -16,7 +16,7 @@ from ft_hsdp.core.replica_state import Phase, Replica
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import Places, UnitPolicy
 from ft_hsdp.memory.lanes import lanes
-from ft_hsdp.sim.world import Content, Flip, Kept, same_run, weight
+from tests.model.world import Content, Flip, Kept, same_run, weight
 
 EPOCHS_WITHOUT_A_STEP = 12
 TENSORS = {"a": ((10, 4), 4), "b": ((7,), 4), "c": ((4, 5), 4)}  # each can be cut for up to 4 ranks

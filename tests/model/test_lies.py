@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 
 from ft_hsdp.core.grant import Report
-from ft_hsdp.sim.explore import explore
-from ft_hsdp.sim.lies import LIES
-from ft_hsdp.sim.world import Bounds
 from lighthouse.quorum import rules, state, transition, witnesses
+from tests.model.explore import explore
+from tests.model.lies import LIES
+from tests.model.world import Bounds
 
 
 def bounds(lie: str, **allowed: Any) -> Bounds:

@@ -15,9 +15,12 @@ from ft_hsdp.core.ledger import Run
 from ft_hsdp.core.replica_state import Phase
 from ft_hsdp.core.units import Places, head, size
 from ft_hsdp.core.voting import LEFT
-from ft_hsdp.sim import invariants, lies
-from ft_hsdp.sim.view import ModelView
-from ft_hsdp.sim.world import (
+from lighthouse.quorum import events as quorum_events
+from lighthouse.quorum import state as quorum
+from lighthouse.quorum.rules import remembered
+from tests.model import invariants, lies
+from tests.model.view import ModelView
+from tests.model.world import (
     SECOND_RUN,
     CommitSeen,
     Content,
@@ -36,9 +39,6 @@ from ft_hsdp.sim.world import (
     same_run,
     width_of,
 )
-from lighthouse.quorum import events as quorum_events
-from lighthouse.quorum import state as quorum
-from lighthouse.quorum.rules import remembered
 
 GRACE_S, EVICT_S = 1.0, 10.0
 

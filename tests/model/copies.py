@@ -16,7 +16,7 @@ What must hold:
 - The ranks that train are one gang: one start, on the hosts on which it was placed, one rank for each shard, one
   state (DeadPool, I1, I2 and I4). No rank is placed on a lost host, and no two on one.
 
-Explore `LARGE` with `python -m ft_hsdp.sim.copies`: about 370,000 states, half a minute.
+Explore `LARGE` with `python -m tests.model.copies`: about 370,000 states, half a minute.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from collections.abc import Iterator
 from functools import partial
 
 from ft_hsdp.memory.copies import Plan
-from ft_hsdp.sim.copy_model import CopyModel
-from ft_hsdp.sim.copy_world import CopyBounds, CopyWorld, Move, Step, has
-from ft_hsdp.sim.explore import search
+from tests.model.copy_model import CopyModel
+from tests.model.copy_world import CopyBounds, CopyWorld, Move, Step, has
+from tests.model.explore import search
 
 LARGE = CopyBounds(hosts=3, spares=1, losses=2, steps=2)
 """Slots, placement and votes of one replica through two lost hosts, with a spare one."""

@@ -14,11 +14,11 @@ from ft_hsdp.core import replica as core
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.replica_state import Phase, Replica, Step
-from ft_hsdp.sim import moves
-from ft_hsdp.sim.explore import Exploration, explore
-from ft_hsdp.sim.world import Bounds
 from lighthouse.quorum import membership, rules, state, transition, witnesses
 from lighthouse.quorum.transition import outlived
+from tests.model import moves
+from tests.model.explore import Exploration, explore
+from tests.model.world import Bounds
 
 NOTHING = {"deaths": 0, "pauses": 0, "restarts": 0}
 SENTENCE = re.compile(r"(a link of |the )?(replica \d|lighthouse|grace|silent)( [^\s]+)+")
