@@ -9,6 +9,7 @@ import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, TextIO, TypeVar
 
 from ft_hsdp.bench.contenders.base import CONTENDERS
@@ -28,6 +29,7 @@ OVERHEAD_ROUNDS = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # rounds
 MEMORY_ROUNDS = {"step": 20, "none": 5, "gaps": 9}  # the same
 OVERHEAD_BY_DEFAULT = ("steady", "snapshot", "ray")
 FLIPS = 10_000  # bytes that `bench memory` flips
+DRIVER_STEPS = 1_000_000  # where the user does not say
 QUORUM_MEMBERS = (3, 12, 64)
 LARGEST = 4 * GIB
 MOST_MEMBERS = 16  # of a ring
@@ -105,6 +107,14 @@ class MemoryOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """What `bench tls` measures."""
+
+    rounds: int  # of what is interleaved
+    size: int  # of the fetched state, in bytes
+
+
+@dataclass(frozen=True, slots=True)
 class WidthOptions:
     """What `bench width` measures."""
 
@@ -113,67 +123,6 @@ class WidthOptions:
     rounds: int  # of what is interleaved
     sizes: tuple[int, ...]  # of states that go to another number of ranks, in bytes
     gradients: tuple[int, ...]  # of replicas that are not equally wide, in bytes
-
-
-def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
-    """Run one bench, as the words of the command line say; progress goes to ``stream``.
-
-    Returns:
-        The result, ready for JSON.
-
-    Raises:
-        ConfigError: The words, or this machine, do not allow it.
-        Retryable: A process fails.
-        DataCorruption: A sum or a state is wrong.
-    """
-    # A bench imports what it measures, so each is imported only when it runs.
-    if name == "ftar":
-        from ft_hsdp.bench import allreduce
-
-        return allreduce.run(ftar_options(args), stream)
-    if name == "quorum":
-        from ft_hsdp.bench import quorum
-
-        return quorum.run(quorum_options(args), stream)
-    if name == "fetch":
-        from ft_hsdp.bench import state_fetch
-
-        return state_fetch.run(fetch_options(args), stream)
-    if name == "recovery":
-        from ft_hsdp.bench.recovery import bench
-
-        return bench.run(recovery_options(args), stream)
-    if name == "units":
-        from ft_hsdp.bench.units import bench as units
-
-        return units.run(units_options(args), stream)
-    if name == "adopt":
-        from ft_hsdp.bench import adopt
-
-        return adopt.run(adopt_options(args), stream)
-    if name == "memory":
-        from ft_hsdp.bench.memory import bench as memory
-
-        return memory.run(memory_options(args), stream)
-    if name == "width":
-        from ft_hsdp.bench.width import bench as width
-
-        return width.run(width_options(args), stream)
-    if name == "overhead":
-        from ft_hsdp.bench import overhead
-
-        return overhead.run(overhead_rounds(args), stream)
-    if name == "strangers":
-        from ft_hsdp.bench import strangers
-
-        return strangers.run(rounds_of(args, 6), stream)
-    if name == "tls":
-        from ft_hsdp.bench import tls
-
-        return tls.run(rounds_of(args, 9), (sizes_of(args.sizes) or (GIB,))[0], stream)
-    from ft_hsdp.bench import driver
-
-    return driver.measure(driver.STEPS if args.rounds is None else args.rounds, stream)
 
 
 def ftar_options(args: Namespace) -> AllReduceOptions:
@@ -235,6 +184,21 @@ def overhead_rounds(args: Namespace) -> Mapping[str, int]:
     """Return the rounds of each measure of `bench overhead` that is wanted."""
     wanted = measures_of(args.measure, tuple(OVERHEAD_ROUNDS)) if args.measure else OVERHEAD_BY_DEFAULT
     return {name: rounds_of(args, OVERHEAD_ROUNDS[name]) for name in wanted}
+
+
+def strangers_rounds(args: Namespace) -> int:
+    """Return how many windows `bench strangers` measures."""
+    return rounds_of(args, 6)
+
+
+def tls_options(args: Namespace) -> TlsOptions:
+    """Return what `bench tls` is to do."""
+    return TlsOptions(rounds_of(args, 9), (sizes_of(args.sizes) or (GIB,))[0])
+
+
+def driver_steps(args: Namespace) -> int:
+    """Return the steps of the job that `bench driver` makes up."""
+    return DRIVER_STEPS if args.rounds is None else int(args.rounds)
 
 
 def measures_of(word: str, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -299,3 +263,36 @@ def _clients(word: str) -> int | None:
 
 def _contender(word: str) -> str | None:
     return word if word in CONTENDERS else None
+
+
+BENCHES: Mapping[str, tuple[str, Callable[[Namespace], Any]]] = {
+    "ftar": ("allreduce", ftar_options),
+    "quorum": ("quorum", quorum_options),
+    "fetch": ("state_fetch", fetch_options),
+    "recovery": ("recovery.bench", recovery_options),
+    "overhead": ("overhead", overhead_rounds),
+    "units": ("units.bench", units_options),
+    "adopt": ("adopt", adopt_options),
+    "memory": ("memory.bench", memory_options),
+    "width": ("width.bench", width_options),
+    "strangers": ("strangers", strangers_rounds),
+    "tls": ("tls", tls_options),
+    "driver": ("driver", driver_steps),
+}
+"""The module of each bench, imported only when it runs because it imports what it measures, and its options."""
+
+
+def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
+    """Run one bench, as the words of the command line say; progress goes to ``stream``.
+
+    Returns:
+        The result, ready for JSON.
+
+    Raises:
+        ConfigError: The words, or this machine, do not allow it.
+        Retryable: A process fails.
+        DataCorruption: A sum or a state is wrong.
+    """
+    module, options = BENCHES[name]
+    result: dict[str, Any] = import_module(f"ft_hsdp.bench.{module}").run(options(args), stream)
+    return result

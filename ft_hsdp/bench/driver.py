@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +24,6 @@ from ft_hsdp.launch.run.directory import Row, RunDir, write_json
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import Summary
 
-STEPS = 1_000_000
 REPLICAS = 8
 BATCH = 100  # steps between two looks
 WARM = 10_000
@@ -65,7 +63,7 @@ class Logs:
                 file.close()
 
 
-def measure(steps: int = STEPS, log: TextIO = sys.stderr) -> dict[str, Any]:
+def run(steps: int, log: TextIO) -> dict[str, Any]:
     """Run a job of ``steps`` steps through the driver; return the figures."""
     folder = Path(tempfile.mkdtemp(prefix="ft_hsdp-driver-"))
     try:

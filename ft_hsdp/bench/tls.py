@@ -9,6 +9,7 @@ from typing import Any, TextIO
 
 from ft_hsdp import record_layer
 from ft_hsdp.bench.allreduce import BenchPlan, bandwidth
+from ft_hsdp.bench.command import TlsOptions
 from ft_hsdp.bench.contenders.base import Contender
 from ft_hsdp.bench.contenders.fetch import FetchSpec
 from ft_hsdp.bench.goals import begin_result, finish_result
@@ -29,14 +30,14 @@ FETCHES = {
 }
 
 
-def run(rounds: int, state: int, stream: TextIO) -> dict[str, Any]:
-    """Return the result, ready for JSON; ``state``: bytes of the fetched one. Raises Retryable, DataCorruption."""
-    log = ProgressLog(stream)
+def run(options: TlsOptions, stream: TextIO) -> dict[str, Any]:
+    """Return the result, ready for JSON. Raises Retryable, DataCorruption."""
+    log, rounds = ProgressLog(stream), options.rounds
     result, started = begin_result("tls", log)
     result["contenders"] = {name: ring.text for name, ring in RINGS.items()}
     result["cipher"] = _cipher(rounds, log)
     result["ring"] = bandwidth(RINGS, BenchPlan((MEMBERS,), (MESSAGE,), rounds), log)
-    result["fetch"] = [measure(FetchSpec(LARGE_TENSORS, state // LARGE_TENSORS), FETCHES, rounds, log)]
+    result["fetch"] = [measure(FetchSpec(LARGE_TENSORS, options.size // LARGE_TENSORS), FETCHES, rounds, log)]
     return finish_result(result, log, started)
 
 

@@ -11,8 +11,8 @@ Read the modules in this order:
 - `leader`: `Leader` drives the core of its replica. All of it runs on the control loop of rank 0, so it has no
   locks.
 - `grant_requests`: how the leader asks the lighthouse, and the lease while there is no answer.
-- `rank_channel`: one TCP connection from each other rank to rank 0 (`RankHub`, `RankLine`), for orders and
-  reports.
+- `rank_channel`: orders and reports (`RankBus`), over one TCP connection from each other rank to rank 0
+  (`RankHub`, `RankLine`).
 - `lighthouse_client`: which lighthouse is asked, over HTTP, and what becomes of one that does not answer.
 - `telemetry`: `Decisions` writes the core's decisions into the journal; `Reporter` sends rows to the lighthouse.
 - `watchdog`: what one rank watches so that no hang lasts: its siblings, itself, its parent process.
@@ -28,7 +28,7 @@ The main call path of one step:
 
     rank:   RankLine.send(Vote)                      each rank holds its reduced shard
     leader: Leader.received -> VoteTally.record      all votes are in
-            Leader.handle(Reduced) -> transition     SendToken, and later the verdict: Commit, RequestGrant,
-            RunBatch RankHub.broadcast(Commit)                every rank applies
+            Leader.handle(Reduced) -> transition     SendToken, and later the verdict
+            RankHub.broadcast(Commit, RunBatch)      every rank applies
             LighthouseClient.ask(QuorumRequest)      Answered: the next step
 """

@@ -9,22 +9,43 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Protocol
 
 from ft_hsdp import fault_injection, protocol
 from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.control.rank_channel import RankBus
 from ft_hsdp.core import effects, events
-from ft_hsdp.core.grant import Grant, Refused
-from ft_hsdp.core.replica_state import Phase
+from ft_hsdp.core.grant import Grant, Refused, Report
+from ft_hsdp.core.replica_state import Phase, Replica
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, LighthouseUnreachable, exhausted
 from ft_hsdp.jsonl import Journal
-
-if TYPE_CHECKING:
-    from ft_hsdp.control.leader import Leader, LeaderSettings, RankBus
 
 RETRY_S = 0.2  # between two attempts to reach the lighthouse
 PATIENCE_S = 0.02  # shortest wait for the answer of a lighthouse that has answered before
 LATE = "no answer in time"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseSettings:
+    """Times in seconds for which a replica waits for the lighthouse."""
+
+    lease_s: float  # how long the last grant may be repeated without an answer of the lighthouse
+    answer_wait_s: float  # longest wait for an answer before the step goes on without it
+    join_timeout_s: float | None  # a first start exits if it has not joined by then; None, for a restart: never
+    reach_s: float = 10.0  # how long the lighthouse is looked for before an event says so
+
+
+class Asker(Protocol):
+    """Who asks for grants: `Leader`."""
+
+    replica: Replica
+
+    def handle(self, event: events.Event) -> None:
+        """Take an answer, or that there is none."""
+
+    async def clear_to_ask(self, report: Report) -> None:
+        """Wait until the report may be sent."""
 
 
 class GrantRequests:
@@ -34,17 +55,17 @@ class GrantRequests:
         client: The line to the lighthouse.
         settings: From the configuration.
         bus: Where orders to the ranks go.
-        leader: Who asks; it gets the answers as events.
+        asker: Gets the answers as events.
         journal: Where it is written that the lighthouse does not answer.
     """
 
     def __init__(
-        self, client: LighthouseClient, settings: LeaderSettings, bus: RankBus, leader: Leader, journal: Journal
+        self, client: LighthouseClient, settings: LeaseSettings, bus: RankBus, asker: Asker, journal: Journal
     ) -> None:
         self._client = client
         self._settings = settings
         self._bus = bus
-        self._leader = leader
+        self._asker = asker
         self._journal = journal
         self._request: asyncio.Task[None] | None = None  # asks the lighthouse until it answers
         # The newest request that was sent, and when.
@@ -77,10 +98,10 @@ class GrantRequests:
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
         sent = self._newest[0] if self._newest is not None else 0.0
-        works = self._leader.replica.phase is Phase.ASKING and self._leader.replica.intact
+        works = self._asker.replica.phase is Phase.ASKING and self._asker.replica.intact
         if self._request is not None and works and self.overdue and now < sent + self._settings.answer_wait_s:
             self._queued = ask
-            loop.call_soon(self._lapse, LATE)
+            loop.call_soon(self._lapse, None)
             return
         if self._request is not None:
             self._request.cancel()
@@ -91,18 +112,10 @@ class GrantRequests:
         self._request = loop.create_task(self._asking(ask, pause))
 
     async def _asking(self, ask: protocol.QuorumRequest, pause: bool) -> None:
-        """Ask until there is an answer. Meanwhile the last grant is repeated as long as its lease runs.
-
-        First all ranks must have left the ring that the request calls broken, and the end of the job must be in
-        the logs.
-        """
-        report = ask.report
+        """Ask until there is an answer. Meanwhile the last grant is repeated as long as its lease runs."""
         if pause:
             await asyncio.sleep(RETRY_S)
-        if report.after:
-            await self._leader.ring_left(report.after)
-        if report.state.step >= self._leader.replica.steps:
-            await self._leader.concluded.wait()
+        await self._asker.clear_to_ask(ask.report)
         loop = asyncio.get_running_loop()
         patience_s = 0.0 if self.overdue else min(self._settings.answer_wait_s, max(self._pace_s, PATIENCE_S))
         lapse = loop.call_later(patience_s, self.late)
@@ -126,10 +139,10 @@ class GrantRequests:
         fault_injection.reach("quorum-reply", ask.report.step)
         held, self._queued = self._queued, None
         if held is None or isinstance(answer, Refused):
-            self._leader.handle(events.Answered(answer))
+            self._asker.handle(events.Answered(answer))
         elif isinstance(answer, Grant):
-            self._leader.handle(events.GrantShown(answer))
-        if held is not None and self._request is None and self._leader.replica.phase is Phase.ASKING:
+            self._asker.handle(events.GrantShown(answer))
+        if held is not None and self._request is None and self._asker.replica.phase is Phase.ASKING:
             self.send(held)
 
     def _unreachable(self, error: LighthouseUnreachable) -> None:
@@ -157,29 +170,33 @@ class GrantRequests:
         A step waits no longer than the last one took, and later ones do not wait at all.
         """
         self.overdue = True
-        self._lapse(LATE)
+        self._lapse(None)
 
-    def _lapse(self, why: str) -> None:
-        """Repeat the last grant as long as its lease runs. After that all members of the ring stop together."""
+    def _lapse(self, why: str | None) -> None:
+        """Repeat the last grant as long as its lease runs. After that all members of the ring stop together.
+
+        Args:
+            why: The lighthouse cannot be reached; None: it has not answered in time.
+        """
         silent = time.monotonic() - self._answered_at
         if not self._joined:
             return
         if silent > self._settings.lease_s:
             self._end_lease(why)
             return
-        replica = self._leader.replica
-        away = why is not LATE or silent > self._settings.answer_wait_s
+        replica = self._asker.replica
+        away = why is not None or silent > self._settings.answer_wait_s
         if away and not self._lease_noted and replica.phase is Phase.ASKING and replica.intact:
             self._lease_noted = True
-            self._journal.event("LeaseUsed", why, epoch=replica.fence.epoch, step=replica.fence.step)
-        self._leader.handle(events.Unanswered())
+            self._journal.event("LeaseUsed", why or LATE, epoch=replica.fence.epoch, step=replica.fence.step)
+        self._asker.handle(events.Unanswered())
 
-    def _end_lease(self, why: str) -> None:
+    def _end_lease(self, why: str | None) -> None:
         """Stop training until a lighthouse answers. The ring is told that this is no failure.
 
         A step may be longer than the lease: the first request after it has the usual time for its answer.
         """
-        replica, now = self._leader.replica, time.monotonic()
+        replica, now = self._asker.replica, time.monotonic()
         if replica.phase is not Phase.ASKING or not replica.intact:
             return
         due = (now if self._unanswered_since is None else self._unanswered_since) + self._settings.answer_wait_s
@@ -189,6 +206,6 @@ class GrantRequests:
         if not self._lease_end_noted:
             self._lease_end_noted = True
             fence, silent = replica.fence, now - self._answered_at
-            reason = f"no lighthouse has answered for {silent:.0f} s, quorum.lease_s is over: {why}"
+            reason = f"no lighthouse has answered for {silent:.0f} s, quorum.lease_s is over: {why or LATE}"
             self._journal.event("LeaseEnded", reason, epoch=fence.epoch, step=fence.step)
-        self._leader.handle(events.LeaseEnded())
+        self._asker.handle(events.LeaseEnded())

@@ -10,15 +10,16 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from ft_hsdp import fault_injection, protocol
-from ft_hsdp.control.grant_requests import GrantRequests
+from ft_hsdp.control.grant_requests import GrantRequests, LeaseSettings
 from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.control.rank_channel import RankBus
 from ft_hsdp.control.telemetry import Decisions
 from ft_hsdp.core import effects, events
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.commit import AttemptId, CommitToken, Intervention, Vote, VoteTally
+from ft_hsdp.core.grant import Report
 from ft_hsdp.core.replica_state import DEFAULT, Phase, Replica, ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_RETRYABLE
@@ -40,20 +41,16 @@ KEPT_EPOCHS = 16  # epochs for which it is remembered which ranks have left thei
 VOTES = 3  # x ftar.timeout_s between the first and the last vote of a replica; a ring that hangs ends within two
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderSettings:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaderSettings(LeaseSettings):
     """What the leader needs to know of the configuration; times in seconds."""
 
     ranks: int  # ranks of the replica
     intervention: Intervention  # how the learning rate depends on the number of contributors
     chunk_bytes: int  # size of a chunk of the all-reduce
-    lease_s: float  # how long the last grant may be repeated without an answer of the lighthouse
-    answer_wait_s: float  # longest wait for an answer before the step goes on without it
-    join_timeout_s: float | None  # a first start exits if it has not joined by then; None, for a restart: never
     token_timeout_s: float  # longest wait for the token, and for the ranks to leave a ring
     # How long a step may wait for this replica's fetch, so that it is equal from the next step.
     catchup_wait_s: float = 0.0
-    reach_s: float = 10.0  # how long the lighthouse is looked for before an event says so
     leave_s: float = 2.0  # how long a replica that leaves waits for the others to form a ring without it
     write_s: float = 1200.0  # longest time for a checkpoint
     # Pause after a failed checkpoint until it is tried again, if no replica has written one.
@@ -69,16 +66,6 @@ WHY: dict[events.Leaving, str] = {
     "stops": "its script has called job.stop(): all replicas leave",
     "ended": "its script has ended",
 }
-
-
-class RankBus(Protocol):
-    """What the leader needs of the rank it runs on: `train.runtime.RankRuntime` of rank 0."""
-
-    def broadcast(self, order: object) -> None:
-        """Give an order to all ranks of this replica, rank 0 included."""
-
-    def end(self, reason: str, code: int) -> None:
-        """End this process at once, whatever its ranks do, and with it the replica."""
 
 
 class Leader:
@@ -307,7 +294,14 @@ class Leader:
             self._waiting_vote = None
             self.handle(reduced)
 
-    async def ring_left(self, epoch: int) -> None:
+    async def clear_to_ask(self, report: Report) -> None:
+        """Wait until ``report`` may be sent: its broken ring is left, and the end of the job is in the logs."""
+        if report.after:
+            await self._ring_left(report.after)
+        if report.state.step >= self.replica.steps:
+            await self.concluded.wait()
+
+    async def _ring_left(self, epoch: int) -> None:
         """Wait until all ranks have left the ring of an epoch; a rank that does not ends the replica."""
         while len(self._stopped.get(epoch, ())) < self._settings.ranks:
             self._all_stopped.clear()

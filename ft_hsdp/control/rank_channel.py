@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from ft_hsdp import address, caller_gate, handshake, protocol
 from ft_hsdp.caller_gate import CallerGate
@@ -57,6 +58,16 @@ REPORTS = (
     *(RankCheckpointed, RankCheckpointFailed, Vote, Telemetry, RankAlive),
 )
 UNREAD = 64 << 10  # bytes that a leader may leave unread before it hears of no more telemetry
+
+
+class RankBus(Protocol):
+    """What the leader needs of the rank it runs on: `train.runtime.RankRuntime` of rank 0."""
+
+    def broadcast(self, order: object) -> None:
+        """Give an order to all ranks of this replica, rank 0 included."""
+
+    def end(self, reason: str, code: int) -> None:
+        """End this process at once, whatever its ranks do, and with it the replica."""
 
 
 async def read(reader: asyncio.StreamReader, *expected: type) -> object | None:

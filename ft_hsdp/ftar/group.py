@@ -31,7 +31,7 @@ from ft_hsdp.ftar.lane import LaneEvents, LaneMember
 from ft_hsdp.ftar.lifecycle import GroupState
 from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.transport.shm import Arena
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.protocol import RingAbort, RingHello
 
 

@@ -40,7 +40,8 @@ from ft_hsdp.ftar.heartbeat import Heartbeat, HostSentinel
 from ft_hsdp.ftar.lifecycle import GroupState
 from ft_hsdp.ftar.rendezvous import MemberContext, Rendezvous, SpareEdges
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.transport.shm import Arena, host_id
+from ft_hsdp.ftar.transport.arena import Arena
+from ft_hsdp.ftar.transport.shm import host_id
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
 
 BLAME_S = 0.05  # how long a lost data connection waits for the control connection to name the cause

@@ -23,9 +23,10 @@ from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.allreduce import Ring
 from ft_hsdp.ftar.connections import Heard, Listener, MemberIdentity, Peer, hello
 from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.ftar.transport.gloo import C10d
 from ft_hsdp.ftar.transport.kind import Edge, TransportKind
-from ft_hsdp.ftar.transport.shm import Arena, Shm
+from ft_hsdp.ftar.transport.shm import Shm
 from ft_hsdp.ftar.transport.tcp import Tcp
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingBarrier, RingHello, RingWelcome

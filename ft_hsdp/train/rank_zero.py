@@ -15,9 +15,9 @@ from ft_hsdp import protocol, tls
 from ft_hsdp.config import Config, agreed, config_hash
 from ft_hsdp.control import exit_watch
 from ft_hsdp.control import leader as control
-from ft_hsdp.control.leader import Leader, LeaderSettings, RankBus
+from ft_hsdp.control.leader import Leader, LeaderSettings
 from ft_hsdp.control.lighthouse_client import LighthouseClient
-from ft_hsdp.control.rank_channel import RankHub
+from ft_hsdp.control.rank_channel import RankBus, RankHub
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Report, ranges
 from ft_hsdp.core.replica_state import ReplicaPolicy, other_data

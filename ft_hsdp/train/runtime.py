@@ -49,7 +49,7 @@ from ft_hsdp.errors import (
 from ft_hsdp.ftar.connections import MemberIdentity
 from ft_hsdp.ftar.group import Group, GroupEvents
 from ft_hsdp.ftar.settings import Settings as RingSettings
-from ft_hsdp.ftar.transport.shm import Arena
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import (
     RankAlive,
@@ -82,7 +82,7 @@ SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more
 class RankRuntime:
     """The connections of one rank: made, started and closed by its main thread.
 
-    On rank 0 it is the `control.leader.RankBus` of the leader.
+    On rank 0 it is the `control.rank_channel.RankBus` of the leader.
     """
 
     def __init__(

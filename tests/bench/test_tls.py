@@ -6,6 +6,7 @@ import json
 import pytest
 
 from ft_hsdp.bench import goals, tls
+from ft_hsdp.bench.command import TlsOptions
 from ft_hsdp.bench.results import MIB
 from ft_hsdp.bench.tables import show
 
@@ -27,7 +28,7 @@ def test_the_goals_are_shares_of_the_plain_speed() -> None:
 @pytest.mark.proof
 def test_both_are_measured_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tls, "MESSAGE", MIB)
-    result = tls.run(1, 16 * MIB, io.StringIO())
+    result = tls.run(TlsOptions(1, 16 * MIB), io.StringIO())
     assert json.loads(json.dumps(result))["cipher"]["gb_per_s"].keys() == {"seal", "open"}
     for name in ("ring", "fetch"):
         assert result[name][0]["contenders"].keys() == {"plain", "encrypted"}

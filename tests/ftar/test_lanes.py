@@ -9,9 +9,9 @@ import pytest
 
 from ft_hsdp.errors import FTARError, LocalResourceError, PeerDead, StaleEpoch
 from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.sender import StreamSender
-from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.ftar.transport.tcp import Tcp
 from tests.support.ftar.lane_rig import WideRing, flat, values
 from tests.support.ftar.ring_helpers import Transport, error, until

@@ -8,9 +8,8 @@ import os
 import pytest
 import torch
 
-from ft_hsdp.ftar.transport import shm
+from ft_hsdp.ftar.transport.arena import ALIGN, SEALS, SEGMENT, Arena, MappedSegments
 from ft_hsdp.ftar.transport.kind import bytes_of
-from ft_hsdp.ftar.transport.shm import SEALS, SEGMENT, Arena, MappedSegments
 
 
 def segments() -> int:
@@ -34,7 +33,7 @@ def test_a_registered_tensor_is_found_with_its_place(dtype: torch.dtype) -> None
     assert found_a is not None
     assert found_b is not None
     assert found_a[0] is found_b[0], "two small tensors share a segment"
-    assert found_b[1] - found_a[1] == shm.ALIGN
+    assert found_b[1] - found_a[1] == ALIGN
     tail = arena.find(b[3:])
     assert tail == (found_b[0], found_b[1] + 3 * dtype.itemsize)
 

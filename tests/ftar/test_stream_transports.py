@@ -30,11 +30,12 @@ from ft_hsdp.ftar.allreduce import AllReduceOrder
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
+from ft_hsdp.ftar.transport.arena import SEALS, SEGMENT, Arena
 from ft_hsdp.ftar.transport.base import Transfer
 from ft_hsdp.ftar.transport.kind import EncodedPayload, InlineCodec
 from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
-from ft_hsdp.ftar.transport.shm import SEALS, SEGMENT, Arena, ReferenceDecoder, ReferenceEncoder
+from ft_hsdp.ftar.transport.shm import ReferenceDecoder, ReferenceEncoder
 from tests.support.descriptors import raised
 from tests.support.ftar.ring_rig import Shape, framing, rig
 from tests.support.ftar.ring_values import KEY, entry, same

@@ -32,7 +32,6 @@ SIZES: dict[str, tuple[int, int]] = {
     "lines with JavaScript": (89_400, 71_000),
     "test lines": (81_500, 66_000),  # the model checker among them
     "modules with code": (382, 310),
-    "import circles, all imports": (3, 0),
     "configuration keys": (150, 120),
     "timeouts among them": (37, 14),
     "event names": (124, 100),
@@ -83,7 +82,6 @@ def sizes(root: Path = ROOT) -> dict[str, int]:
         "lines with JavaScript": _count(product + pages),
         "test lines": _count(tests),
         "modules with code": sum(path.name != "__init__.py" for path in product),
-        "import circles, all imports": len(circles(_graph(root, late=True))),
         "configuration keys": len(keys),
         "timeouts among them": sum(key.startswith("timeouts.") for key in keys),
         "event names": len(json.loads((root / "tests" / "golden" / "events.json").read_text())),
@@ -154,7 +152,7 @@ def shape(root: Path = ROOT) -> Shape:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 classes[node.name].append(name)
     doubles = {name: where for name, where in classes.items() if len(where) > 1}
-    return Shape(lines, dict(folders), circles(_graph(root, late=False)), doubles)
+    return Shape(lines, dict(folders), circles(_graph(root)), doubles)
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
@@ -289,24 +287,16 @@ def _name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _graph(root: Path, late: bool) -> dict[str, set[str]]:
-    """Which module imports which; ``late``: also within functions and for types alone."""
+def _graph(root: Path) -> dict[str, set[str]]:
+    """Which module imports which, within functions and for types alone, too."""
     paths = {_name(path, root): path for path in _files(root)}
-    found = {name: _nodes(path) if late else _parsed(path).body for name, path in paths.items()}
-    return {name: set(_imported(nodes, paths.keys(), late)) - {name} for name, nodes in found.items()}
+    return {name: set(_imported(_nodes(path), paths.keys())) - {name} for name, path in paths.items()}
 
 
-def _imported(nodes: Iterable[ast.AST], known: Collection[str], late: bool) -> Iterator[str]:
+def _imported(nodes: Iterable[ast.AST], known: Collection[str]) -> Iterator[str]:
     """The modules among ``known`` that ``nodes`` import."""
-    todo = list(nodes)
-    while todo:
-        node = todo.pop()
-        if isinstance(node, ast.If) and not late:
-            only_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-            todo += node.orelse if only_types else [*node.body, *node.orelse]
-        elif isinstance(node, ast.Try) and not late:
-            todo += node.body
-        elif isinstance(node, ast.ImportFrom) and node.module:
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 if full in known:

@@ -13,7 +13,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.core.randomness import stream
 from ft_hsdp.errors import ConfigError, LocalSystemError
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.transport.shm import Arena
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.train import device
 from ft_hsdp.train.data import prefetch
 from ft_hsdp.train.device import device_plane

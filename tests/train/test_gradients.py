@@ -17,7 +17,7 @@ from ft_hsdp.core.units import Places
 from ft_hsdp.errors import PeerDead
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.frame import Entry, Key
-from ft_hsdp.ftar.transport.shm import Arena
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.train import gradients as reducing
 from ft_hsdp.train.gradients import Feeding, Reducer, checksum, contributions, sum_of_squares, usable
 from tests.support.train.meter import Meter

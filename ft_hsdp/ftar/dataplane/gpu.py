@@ -30,8 +30,8 @@ from ft_hsdp.errors import (
 from ft_hsdp.ftar.dataplane.base import Processed
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.pieces import PiecedTensor, Values
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.ftar.transport.base import Chunk
-from ft_hsdp.ftar.transport.shm import Arena
 from ftar_kernels import plane as kernels
 from ftar_kernels.flags import Command
 from ftar_kernels.reduce_copy import PROGRAMS, vector

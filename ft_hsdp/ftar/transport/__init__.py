@@ -7,11 +7,12 @@ it touches memory, so a peer never tells it a size.
 Read the modules in this order:
 
     base       `Sender` and `Receiver`, what the engine asks of an edge
+    arena      `Arena` registers memory, which a neighbour on the same host maps
     kind       `TransportKind` makes the edges of one transport; two codecs move payloads beside their headers
     sender     frames over stream sockets: a window and a sending thread for each connection
     receiver   the other end: receiving threads for large chunks, the engine's thread for small ones
     tcp        K connections between two hosts
-    shm        neighbours on one host: the receiver reads the sender's memory in place; `Arena` registers memory
+    shm        neighbours on one host: the receiver reads the sender's memory in place
     gloo       payloads by torch.distributed (c10d), where gloo reaches a network that plain sockets do not
 
 `rendezvous.choose` picks the transport of an edge from what both ends offer. The package imports the rest of ftar

@@ -31,11 +31,11 @@ from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation
 from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import Call, Listener
 from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.ftar.transport.base import Chunk, Transfer
 from ft_hsdp.ftar.transport.kind import Edge, EncodedPayload, InlineCodec, bytes_of
 from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
-from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingReady
 from ft_hsdp.record_layer import Sealed

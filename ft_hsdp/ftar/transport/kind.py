@@ -10,7 +10,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +18,8 @@ from torch import Tensor
 from ft_hsdp.ftar.connections import Call, Listener
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.ftar.transport.base import BufferProvider, Receiver, Sender
-
-if TYPE_CHECKING:
-    from ft_hsdp.ftar.transport.shm import Arena
 
 Read = Callable[[memoryview], object]
 

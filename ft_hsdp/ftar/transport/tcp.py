@@ -9,10 +9,10 @@ from ft_hsdp import handshake, record_layer
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import Call, Listener
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.ftar.transport.kind import Edge, InlineCodec
 from ft_hsdp.ftar.transport.receiver import StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
-from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingReady
 

@@ -30,9 +30,9 @@ from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.rendezvous import KINDS
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.ftar.transport.base import Receiver, Sender
 from ft_hsdp.ftar.transport.kind import Edge
-from ft_hsdp.ftar.transport.shm import Arena
 from tests.support.ftar.ring_values import KEY, entry
 from tests.support.ftar.sim_ring import World
 from tests.support.ftar.sim_transport import Nature

@@ -10,7 +10,7 @@ import torch
 from ft_hsdp.config import Config
 from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.transport.shm import Arena
+from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.train import runtime, trainer
 from ft_hsdp.train.identity import IncarnationSource
 
