@@ -15,13 +15,14 @@ FRAMEWORKS := fabric accelerate transformers torchtitan ray_train
 # The environment with torchft's nightly.
 NIGHTLY := .venvs/torchft-nightly
 
-.PHONY: train test proof lint types venv integrations compatibility torchft-nightly twin soak fuzz faults bench gpu docs clean
+.PHONY: train unit test proof lint types venv integrations compatibility torchft-nightly twin soak fuzz faults bench gpu docs clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
 .PHONY: help
 help:
 	@echo "make train   set up .venv and train the quickstart: 3 replicas x 2 ranks, one is killed and heals"
+	@echo "make unit [PKG=core]   the tests of one package without those that start ranks; seconds for core, memory, lighthouse/quorum"
 	@echo "make test    lint, types and all tests but the long ones"
 	@echo "make proof   the longer tests: launchers, spares, drains and kills, verified by replay; twenty minutes or more"
 	@echo "make docs    build the documentation into docs/_build"
@@ -38,6 +39,11 @@ help:
 
 train: $(STAMP)
 	$(BIN)/python launcher.py up configs/quickstart.yaml
+
+# For the loop of edit and test. The pure packages start no process: core, memory, analysis, lighthouse/quorum and others.
+PKG := core
+unit: $(TOOLS)
+	$(PYTEST) -q -m 'not proof and not soak and not integration and not multiproc' tests/$(PKG)
 
 # Tests that do not depend on time run four at a time, long files first (tests/conftest.py has the order). All other
 # tests run two at a time after them: they mostly wait.
