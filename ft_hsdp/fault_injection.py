@@ -4,28 +4,23 @@ Failpoints are named places at which a process can be made to fail. `debug.failp
 rank and which incarnation fail there, at which step. Each fires once in a process, when the place is first reached
 at that step or a later one. They are off unless they are configured.
 
-Faults are what a process does wrong while an order says so: its disk is full or slow, its wall clock is wrong, or
-no packet passes between it and a peer. One of them happens once: the connections to its neighbours are reset. An
-order is a file in the run's folder `faults`; removing the file lifts the fault. A process that `watch`es
-the folder carries out the orders for it. Disk and clock are faked below ft_hsdp's code, in the functions that it
-calls; code that sends messages asks for a partition, and code that connects to neighbours says so.
+Faults are what a rank does wrong while an order says so: no packet passes between it and a peer. One of them
+happens once: the connections to its neighbours are reset. An order is a file in the run's folder `faults`, and in
+force as long as it is there. A rank that `watch`es the folder carries out the orders for it. Code that sends
+messages asks for a partition, and code that connects to neighbours says so. A module that `preload` names can add
+kinds.
 """
 
 from __future__ import annotations
 
 import asyncio
-import builtins
 import contextlib
 import ctypes
 import errno
-import fcntl
-import io
 import json
 import os
 import signal
 import socket
-import stat
-import sys
 import threading
 import time
 import weakref
@@ -118,12 +113,11 @@ def reach(place: str, step: int) -> None:
 
 
 HOST = "host"  # the kind that takes a host away: only a backend heeds its orders, when it places a replica
-HOOKED = ("disk_full", "slow_disk", "partition", "reset", "clock")
-"""The kinds of faults that a process has to carry out itself."""
+HOOKED = ("partition", "reset")
+"""The kinds of faults that a rank has to carry out itself."""
 RESET_S = 5.0  # how long an order to reset connections is there for the ranks that it hits
 FOLDER = "faults"
 LIGHTHOUSE = "lighthouse"
-SUPERVISOR = "supervisor"
 LOOK_S = 0.05  # between two looks at the folder, and at a partition that holds a message back
 
 Peer = int | str
@@ -137,21 +131,21 @@ class FaultOrder:
     kind: str  # as in `chaos.kind`
     replica: int | None = None  # replica that is hit
     rank: int | None = None  # rank of it that is hit; None: each
-    supervisor: bool = False  # the supervisor is hit
     edge: tuple[Peer, Peer] | None = None  # with partition: between which two nothing passes
     reject: bool = False  # with partition: connections are refused, not left waiting
-    seconds: float = 0.0  # by how much the clock is wrong, or how long a write takes
+    seconds: float = 0.0  # of a kind that `fakes` has
     until: float | None = None  # monotonic seconds at which it ends if it is not lifted before; None: never
     host: str | None = None  # with host: its name
 
-    def hits(self, replica: int | None, rank: int | None) -> bool:
-        """Return whether it is for this rank, or, with None, for the supervisor."""
-        if replica is None:
-            return self.supervisor
+    def hits(self, replica: int, rank: int) -> bool:
+        """Return whether it is for this rank."""
         if self.edge is not None:
             return replica in self.edge
         return self.replica == replica and self.rank in (None, rank)
 
+
+fakes: dict[str, Callable[[FaultOrder, Path], contextlib.AbstractContextManager[None]]] = {}
+"""Carry out the kinds that a module of `preload` adds, for the job in a folder; the product itself has none."""
 
 _ring: weakref.WeakSet[socket.socket] = weakref.WeakSet()  # connections to neighbours
 _reset: set[FaultOrder] = set()  # orders to reset them that were carried out
@@ -212,8 +206,8 @@ def reset(sock: socket.socket) -> None:
         ctypes.CDLL(None, use_errno=True).connect(sock.fileno(), unspecified, len(unspecified))
 
 
-def watch(run: Path, replica: int | None, rank: int | None) -> None:
-    """Carry out from now on the orders for this rank of the job in `run`, or, with None, for its supervisor."""
+def watch(run: Path, replica: int, rank: int) -> None:
+    """Carry out from now on the orders for this rank of the job in `run`."""
     folder = run.resolve() / FOLDER
     if folder in _watched:
         return
@@ -222,7 +216,7 @@ def watch(run: Path, replica: int | None, rank: int | None) -> None:
     threading.Thread(target=_watch, args=(folder, replica, rank), name="faults", daemon=True).start()
 
 
-def _watch(folder: Path, replica: int | None, rank: int | None) -> None:
+def _watch(folder: Path, replica: int, rank: int) -> None:
     in_force: list[FaultOrder] = []
     with contextlib.ExitStack() as faked:
         while True:
@@ -241,7 +235,7 @@ def _orders(folder: Path) -> Iterator[FaultOrder]:
         for name in sorted(os.listdir(folder)):
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
                 if name.endswith(".json"):
-                    order = parse(_read(folder / name))
+                    order = parse((folder / name).read_bytes())
                     if order.until is None or now < order.until:
                         yield order
 
@@ -250,15 +244,6 @@ def hosts_down(run: Path, replica: int | None = None) -> list[str]:
     """Return the hosts that orders for the job in `run` have taken away: those of a replica, or with None all."""
     found = (o.host for o in _orders(run / FOLDER) if o.kind == HOST and replica in (None, o.replica))
     return sorted({host for host in found if host is not None})
-
-
-def _read(file: Path) -> bytes:
-    """Return the content of a file, by calls that no fault fakes."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return os.read(descriptor, 65536)
-    finally:
-        os.close(descriptor)
 
 
 def parse(text: bytes) -> FaultOrder:
@@ -273,124 +258,15 @@ def parse(text: bytes) -> FaultOrder:
     return FaultOrder(**said, edge=None if edge is None else (edge[0], edge[1]))
 
 
-def enforce(orders: Iterable[FaultOrder], run: Path, replica: int | None, faked: contextlib.ExitStack) -> None:
+def enforce(orders: Iterable[FaultOrder], run: Path, replica: int, faked: contextlib.ExitStack) -> None:
     """Put these faults into force, in place of all others, until `faked` is closed."""
     global _cut
     partitions = [(o.edge, o.reject) for o in orders if o.kind == "partition" and o.edge is not None]
     _cut = {peer: reject for edge, reject in partitions for peer in edge if peer != replica}
     for order in orders:
-        if order.kind == "disk_full":
-            faked.enter_context(_disk(run, None))
-        elif order.kind == "slow_disk":
-            faked.enter_context(_disk(run, order.seconds))
+        if order.kind in fakes:
+            faked.enter_context(fakes[order.kind](order, run))
         elif order.kind == "reset" and order not in _reset:
             _reset.add(order)
             for sock in list(_ring):
                 reset(sock)
-        elif order.kind == "clock":
-            faked.enter_context(_clock(order.seconds))
-
-
-def _late(seconds: float | None) -> None:
-    """Delay a write, or, with None, fail with ENOSPC instead."""
-    if seconds is None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    time.sleep(seconds)
-
-
-def _room(descriptor: int) -> int:
-    """Return how many bytes the next write finds in blocks that the file has: a full disk takes those."""
-    told = os.fstat(descriptor)
-    appends = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
-    at = told.st_size if appends else os.lseek(descriptor, 0, os.SEEK_CUR)
-    return max(0, told.st_blocks * 512 - at)
-
-
-@contextlib.contextmanager
-def _disk(run: Path, seconds: float | None) -> Iterator[None]:
-    """Make each write below `run` take `seconds`; with None, the disk has no free block and takes no new file."""
-    inside = f"{run}{os.sep}"
-    write, plain, system = os.write, io.open, os.open
-
-    def named(path: object) -> bool:
-        try:
-            return os.path.abspath(os.fsdecode(os.fspath(path))).startswith(inside)  # type: ignore[call-overload]
-        except TypeError:
-            return False
-
-    def ours(descriptor: int) -> bool:
-        with contextlib.suppress(OSError):
-            regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
-            return regular and os.readlink(f"/proc/self/fd/{descriptor}").startswith(inside)
-        return False
-
-    def written(descriptor: int, data: Any) -> int:
-        if not ours(descriptor):
-            return write(descriptor, data)
-        room = _room(descriptor) if seconds is None else 0
-        if room == 0:
-            _late(seconds)
-        return write(descriptor, memoryview(data)[:room] if room else data)
-
-    def opened(file: Any, mode: str = "r", *rest: Any, **named_rest: Any) -> Any:
-        if set(mode) & set("wax+") and named(file):
-            _late(seconds)
-        return plain(file, mode, *rest, **named_rest)
-
-    def made(path: Any, flags: int, *rest: Any, **named_rest: Any) -> int:
-        if flags & os.O_CREAT and named(path) and not os.path.exists(path):
-            _late(seconds)
-        return system(path, flags, *rest, **named_rest)
-
-    streams = [_Stream(s, seconds) for s in (sys.stdout, sys.stderr) if s is not None and ours(_descriptor(s))]
-    with contextlib.ExitStack() as faked:
-        for where, name, fake in (
-            (os, "write", written),
-            (os, "open", made),
-            (io, "open", opened),
-            (builtins, "open", opened),
-        ):
-            faked.enter_context(_replaced(where, name, fake))
-        for stream in streams:
-            faked.enter_context(_replaced(stream.below, "write", stream.write))
-        yield
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """stdout or stderr, where it is a file of the run."""
-
-    below: Any
-    seconds: float | None
-
-    def write(self, text: str) -> int:
-        """Print late, or fail, as any other write does."""
-        _late(self.seconds)
-        return int(type(self.below).write(self.below, text))
-
-
-def _descriptor(stream: Any) -> int:
-    try:
-        return int(stream.fileno())
-    except (OSError, ValueError, AttributeError):
-        return -1
-
-
-@contextlib.contextmanager
-def _clock(seconds: float) -> Iterator[None]:
-    """Make the wall clock of this process wrong by `seconds`."""
-    right, right_ns, ahead = time.time, time.time_ns, int(seconds * 1e9)
-    jumped, jumped_ns = lambda: right() + seconds, lambda: right_ns() + ahead
-    with _replaced(time, "time", jumped), _replaced(time, "time_ns", jumped_ns):
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(where: Any, name: str, fake: Any) -> Iterator[None]:
-    """Replace `where.name` by `fake` meanwhile."""
-    own = getattr(where, name)
-    setattr(where, name, fake)
-    try:
-        yield
-    finally:
-        setattr(where, name, own)

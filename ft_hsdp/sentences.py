@@ -51,15 +51,9 @@ def _standing_by(e: Row) -> str:
 
 
 _LIFTED = {
-    "disk_full": "the disk has room again",
     "host": "the host is back, without what its memory held",
-    "slow_disk": "the disk is as fast as before",
-    "descriptors": "files can be opened again",
-    "memory": "there is memory again",
     "helper": "it continues",
     "partition": "messages pass again",
-    "garbage": "the strangers are gone",
-    "clock": "the clock is right again",
 }
 """What is over, by the kind of an injected failure."""
 
@@ -257,16 +251,10 @@ _FAULTS = {
     "ring broken": "was suspected when a ring broke",
     "silent": "fell silent and was left out",
     "host": "lost a host",
-    "disk_full": "had a full disk",
-    "slow_disk": "had a slow disk",
-    "descriptors": "had no file descriptor left",
-    "memory": "had no memory left",
     "helper": "had a helper process that was killed or stopped",
     "partition": "was cut off by the network",
-    "garbage": "was called by strangers with garbage",
     "reset": "had its connections reset",
     "flip": "had a flipped byte in a copy of its state",
-    "clock": "had a wrong clock",
 }
 """What happened to a replica, by the kind of its failure."""
 

@@ -14,7 +14,8 @@ from ft_hsdp.config.running import MAX_RANKS, MAX_REPLICAS, ReplicaId
 from ft_hsdp.fault_injection import PLACES
 
 MOMENTS = ("at_step", "at_s", "rate_per_min")
-ON_RANKS = ("signal", "host", "disk_full", "slow_disk", "descriptors", "memory", "clock", "garbage", "reset")
+ON_RANKS = ("signal", "host", "reset")
+FOR_TESTS = ("disk_full", "slow_disk", "clock", "descriptors", "memory", "garbage")  # tests/support/os_faults.py
 Target = Literal["fork_server", "agent", "supervisor", "lighthouse"]
 
 
@@ -76,20 +77,9 @@ class ChaosConfig(Section):
         json_schema_extra={"oneOf": [_given(moment) for moment in MOMENTS], "allOf": [*_NEEDS]}
     )
 
-    kind: Literal[
-        "signal",
-        "host",
-        "disk_full",
-        "slow_disk",
-        "descriptors",
-        "memory",
-        "helper",
-        "partition",
-        "reset",
-        "garbage",
-        "flip",
-        "clock",
-    ] = Field("signal", description="what goes wrong")
+    kind: Literal["signal", "host", "helper", "partition", "reset", "flip"] = Field(
+        "signal", description="what goes wrong"
+    )
     at_step: Int | None = Field(None, ge=1, le=10**9, description="once, while this step is in flight")
     at_s: Number | None = Field(
         None, ge=0, le=30 * DAY_S, description="once, this many seconds after the first committed step"
@@ -102,15 +92,13 @@ class ChaosConfig(Section):
     )
     rank: Annotated[Int, Field(ge=0, lt=MAX_RANKS)] | None = Field(
         None,
-        description="rank that is hit, or with kind host the rank whose host is hit; null: all with disk_full, "
-        "slow_disk, clock and reset; else rank 0 with at_step or at_s, a random one with rate_per_min",
+        description="rank that is hit, or with kind host the rank whose host is hit; null: all with reset; else "
+        "rank 0 with at_step or at_s, a random one with rate_per_min",
     )
     host: str | None = Field(
         None, min_length=1, description="the host all of whose ranks are hit, with kind host also its state agents"
     )
-    target: Target | None = Field(
-        None, description="with helper: the process that is hit; supervisor also with disk_full, slow_disk, clock"
-    )
+    target: Target | None = Field(None, description="with helper: the process that is hit")
     edge: Annotated[tuple[Any, ...] | None, WithJsonSchema(_EDGE)] = Field(
         None, description="with partition: the two ends between which no packet passes, [a, b] or [a, lighthouse]"
     )
@@ -122,19 +110,21 @@ class ChaosConfig(Section):
         0.0,
         description="how long it lasts; 0: until the job ends; 0 with flip, reset and signals other than STOP",
     )
-    by_s: Number = Field(
-        3600.0,
-        ge=-30 * DAY_S,
-        le=30 * DAY_S,
-        description="with clock: how far it jumps, back if below 0",
-    )
-    delay_s: Number = Field(0.2, gt=0, le=60, description="with slow_disk: how long each write takes")
     reject: bool = Field(
         False,
         strict=True,
         description="with partition: connections are refused at once, not left waiting",
     )
     seed: Int = Field(0, ge=0, lt=2**63, description="seed of the random moments and victims")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_ours(cls, said: Any) -> Any:
+        kind = said.get("kind") if isinstance(said, dict) else None
+        if kind in FOR_TESTS:
+            allowed = ", ".join(get_args(cls.model_fields["kind"].annotation))
+            raise refuse("kind", kind, f"{allowed}; tests inject it, with preload: [tests.support.os_faults]")
+        return said
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -154,8 +144,7 @@ class ChaosConfig(Section):
         kind, one = self.kind, self.target not in (None, "agent")
         if kind == "helper" and self.target is None:
             yield "target", None, f"one of {', '.join(get_args(Target))} with kind helper"
-        own = kind in ("disk_full", "slow_disk", "clock")  # what any process of ours can carry out itself
-        if kind != "helper" and self.target is not None and not (own and self.target == "supervisor"):
+        if kind != "helper" and self.target is not None:
             yield "target", self.target, f"null with kind {kind}"
         if kind != "partition" and self.edge is not None:
             yield "edge", list(self.edge), f"null with kind {kind}: only a partition has an edge"

@@ -144,7 +144,7 @@ class Config(Section):
 
     @property
     def takes_faults(self) -> bool:
-        """Whether its processes listen for faults that they have to carry out themselves."""
+        """Whether its ranks listen for faults that they have to carry out themselves."""
         return self.debug.faults or any(rule.kind in fault_injection.HOOKED for rule in self.chaos)
 
     @property

@@ -131,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     render = add("render", "the same job as a file for Slurm or Kubernetes, on stdout")
     rendering.declare(render, with_config)
-    chaos = with_runs(with_json(add("chaos", "injure a running job: signals, disks, networks, ...")))
+    chaos = with_runs(with_json(add("chaos", "injure a running job: signals, hosts, networks, ...")))
     chaos.add_argument("run", metavar="RUN", help="a run's name or folder")
     chaos.add_argument("--kind", default="signal", help="what goes wrong (signal); docs/chaos.md has the kinds")
     chaos.add_argument("--replica", type=int, metavar="ID")
@@ -141,8 +141,6 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("--edge", metavar="A,B", help="with partition: two replicas, or one and lighthouse")
     chaos.add_argument("--signal", choices=["KILL", "STOP", "TERM"], default="KILL", help="KILL by default")
     chaos.add_argument("--for-s", type=float, default=0.0, metavar="S", help="lift it after S s (0: never)")
-    chaos.add_argument("--by-s", type=float, default=3600.0, metavar="S", help="with clock: how far it jumps")
-    chaos.add_argument("--delay-s", type=float, default=0.2, metavar="S", help="with slow_disk: of each write")
     chaos.add_argument("--reject", action="store_true", help="with partition: refuse connections")
     bench = with_json(add("bench", "the figures, beside their anchors"))
     kinds = [

@@ -24,15 +24,13 @@ class Injection:
     kind: str = "signal"
     target: str | None = None
     edge: tuple[int | str, ...] | None = None
-    by_s: float = 3600.0
-    delay_s: float = 0.2
     reject: bool = False
     host: str | None = None
     rule: int | None = field(default=None, compare=False)  # which rule of `chaos` asks for it; None: none does
 
     @property
     def event_kind(self) -> str:
-        """Return the kind in its event: SIGKILL, disk_full."""
+        """Return the kind in its event: SIGKILL, partition."""
         return f"SIG{self.signal}" if self.kind == "signal" else self.kind
 
     @property
@@ -58,15 +56,9 @@ def in_words(injection: Injection) -> str:
         "signal": f"{victim} gets SIG{i.signal}",
         "host": f"{victim}, its ranks and its state agent are lost",
         "helper": f"{victim} gets SIG{i.signal}",
-        "disk_full": f"the disk of {victim} is full",
-        "slow_disk": f"each write of {victim} takes {i.delay_s:g} s",
-        "descriptors": f"{victim} gets no more file descriptors",
-        "memory": f"{victim} gets no more memory",
         "partition": f"nothing passes between {victim}" + (", connections are refused" if i.reject else ""),
         "reset": f"the connections of {victim} to its neighbours are reset",
-        "garbage": f"strangers send garbage to {victim}",
         "flip": f"a byte of a snapshot of replica {i.replica} flips",
-        "clock": f"the wall clock of {victim} jumps by {i.by_s:g} s",
     }[i.kind]
     return clause + (f" for {i.for_s:g} s" if i.for_s > 0 else "")
 
@@ -81,10 +73,10 @@ def injection_of(config: ChaosConfig, replica: int | None, any_rank: int, reason
         reason: Of the event.
     """
     c, rank = config, config.rank
-    if rank is None and c.host is None and c.kind in ("signal", "host", "descriptors", "memory", "garbage"):
+    if rank is None and c.host is None and c.kind in ("signal", "host"):
         rank = any_rank
     made = Injection(replica, rank, c.signal, c.down_steps, c.for_s, reason, c.kind, c.target, c.edge)
-    return replace(made, by_s=c.by_s, delay_s=c.delay_s, reject=c.reject, host=c.host)
+    return replace(made, reject=c.reject, host=c.host)
 
 
 @dataclass(slots=True)

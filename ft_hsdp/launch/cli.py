@@ -180,7 +180,7 @@ def _chaos(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.injection import inject_by_hand, parse_options
     from ft_hsdp.sentences import tell
 
-    options = ("kind", "replica", "rank", "host", "target", "signal", "for_s", "by_s", "delay_s", "reject")
+    options = ("kind", "replica", "rank", "host", "target", "signal", "for_s", "reject")
     ends = None if args.edge is None else [int(e) if e.isdecimal() else e for e in args.edge.split(",")]
     injection = parse_options(edge=ends, **{name: getattr(args, name) for name in options})
     event = inject_by_hand(find_running(args.runs_dir, args.run), injection)

@@ -7,17 +7,13 @@ to belong to the run before it is touched.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import random
-import resource
 import secrets
 import signal
-import socket
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +30,6 @@ from ft_hsdp.launch.chaos import Injection, in_words, injection_of
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, write_json
 
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM, "CONT": signal.SIGCONT}
-ROOM = 16 << 20  # bytes of address space that kind memory leaves to a process
-STRANGERS_PER_S = 50  # connections that kind garbage opens in a second
-STRANGERS = 16  # and that are open at once
 MODULES = {"fork_server": "ft_hsdp.launch.backend.zygote", "agent": "ft_hsdp.state.agent.server"}
 
 Lift = Callable[[], None]
@@ -97,7 +90,7 @@ def inflict(run: RunDir, injection: Injection) -> Inflicted:
     lift: Lift | None = None
     now = time.time()
     if i.kind in fault_injection.HOOKED:
-        lift = _ordered(run, i)
+        lift = ordered(run, i)
     elif i.kind in ("helper", "flip"):
         pid = helper(run, "agent" if i.kind == "flip" else str(i.target), i.replica)
         if i.kind == "flip":
@@ -108,21 +101,18 @@ def inflict(run: RunDir, injection: Injection) -> Inflicted:
     elif i.kind == fault_injection.HOST:
         i = replace(i, host=host_of(run, i))
         pid, *others = _on_host(run, i)
-        lift = _ordered(run, i)  # first, so that no rank is started there meanwhile
+        lift = ordered(run, i)  # first, so that no rank is started there meanwhile
         for each in (pid, *others):
             send(each, "KILL")
     else:
         assert i.replica is not None
         pid, _ = rank_process(run, i.replica, i.rank or 0)
-        if i.kind == "signal":
-            send(pid, i.signal)
-            lift = (lambda: _continue(pid)) if i.signal == "STOP" else None
-        else:
-            lift = {"descriptors": _descriptors, "memory": _memory, "garbage": _garbage}[i.kind](pid)
-    return Inflicted(injection_event(i, pid, _incarnations(run, i), now), lift)
+        send(pid, i.signal)
+        lift = (lambda: _continue(pid)) if i.signal == "STOP" else None
+    return Inflicted(injection_event(i, pid, incarnations(run, i), now), lift)
 
 
-def _incarnations(run: RunDir, injection: Injection) -> list[str]:
+def incarnations(run: RunDir, injection: Injection) -> list[str]:
     """Return the incarnations that an injection hits, by the run's files."""
     hit = [injection.replica] if injection.edge is None else list(injection.edge)
     listed = [read_json(run.processes(replica)) for replica in hit if isinstance(replica, int)]
@@ -274,42 +264,16 @@ def _belongs(pid: int, run: RunDir) -> bool:
     return any(str(run.path.resolve()) in line for line in lines)
 
 
-def _ordered(run: RunDir, injection: Injection) -> Lift:
-    """Order the processes that are hit to inject the failure into themselves, by a file that they read."""
+def ordered(run: RunDir, injection: Injection, seconds: float = 0.0) -> Lift:
+    """Order the ranks that are hit to inject the failure into themselves, by a file that they read."""
     i = injection
     lasts = fault_injection.RESET_S if i.kind == "reset" else i.for_s
     until = time.monotonic() + lasts if lasts > 0 else None
-    supervisor = i.target == fault_injection.SUPERVISOR
     edge = (i.edge[0], i.edge[1]) if i.edge is not None else None
-    seconds = i.by_s if i.kind == "clock" else i.delay_s
-    order = fault_injection.FaultOrder(
-        i.kind, i.replica, i.rank, supervisor, edge, i.reject, seconds, until, i.host
-    )
+    order = fault_injection.FaultOrder(i.kind, i.replica, i.rank, edge, i.reject, seconds, until, i.host)
     file = run.path / fault_injection.FOLDER / f"{secrets.token_hex(8)}.json"
     write_json(file, asdict(order))
     return lambda: file.unlink(missing_ok=True)
-
-
-def _descriptors(pid: int) -> Lift:
-    """Leave `pid` without a free descriptor: its limit becomes its lowest free number."""
-    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
-    return _limited(pid, resource.RLIMIT_NOFILE, next(n for n in itertools.count() if n not in used))
-
-
-def _memory(pid: int) -> Lift:
-    """Leave `pid` with `ROOM` bytes of address space."""
-    return _limited(pid, resource.RLIMIT_AS, psutil.Process(pid).memory_info().vms + ROOM)
-
-
-def _limited(pid: int, what: int, soft: int) -> Lift:
-    before = resource.prlimit(pid, what)
-    resource.prlimit(pid, what, (soft, before[1]))
-
-    def lift() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(pid, what, before)
-
-    return lift
 
 
 def _flip(pid: int) -> None:
@@ -328,39 +292,6 @@ def _flip(pid: int) -> None:
         os.pwrite(descriptor, bytes([byte ^ (1 << random.randrange(8))]), at)
     finally:
         os.close(descriptor)
-
-
-def _garbage(pid: int) -> Lift:
-    """Connect to the listeners of `pid` and send random bytes, from a thread of its own, until lifted."""
-    over = threading.Event()
-    arguments = (pid, over)
-    threading.Thread(target=_strangers, args=arguments, name="chaos-garbage", daemon=True).start()
-    return over.set
-
-
-def _strangers(pid: int, over: threading.Event) -> None:
-    connections: list[socket.socket] = []
-    addresses: Iterator[tuple[str, int]] = iter(())
-    with contextlib.suppress(psutil.Error):
-        while not over.wait(1 / STRANGERS_PER_S):
-            address = next(addresses, None)
-            if address is None:
-                addresses = iter(listeners(pid))
-                continue
-            with contextlib.suppress(OSError):
-                stranger = socket.create_connection(address, 0.5)
-                connections.append(stranger)
-                stranger.send(random.randbytes(random.randrange(1, 4096)), socket.MSG_DONTWAIT)
-            if len(connections) > STRANGERS:
-                connections.pop(0).close()
-    for stranger in connections:
-        stranger.close()
-
-
-def listeners(pid: int) -> list[tuple[str, int]]:
-    """Return the addresses at which `pid` listens for TCP; raise psutil.Error if there is no such process."""
-    found = psutil.Process(pid).net_connections("tcp")
-    return [(str(c.laddr.ip), int(c.laddr.port)) for c in found if c.status == psutil.CONN_LISTEN]
 
 
 # The command `chaos`.
@@ -434,9 +365,6 @@ def inject_by_hand(run: RunDir, injection: Injection) -> Row:
                 time.sleep(injection.for_s)
             finally:  # after Ctrl-C too
                 log.write(made.lifted(f"{injection.for_s:g} s are over"))
-        elif injection.kind == "garbage":
-            with contextlib.suppress(psutil.Error):
-                psutil.Process(made.event["pid"]).wait()
     finally:
         log.close()
     return made.event

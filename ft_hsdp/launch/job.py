@@ -138,8 +138,6 @@ class JobRun:
         resources = self._make_resources(self._recorder.emit)
         self._backend, lighthouse = resources.backend, resources.lighthouse
         self._planner = chaos.Planner(config.chaos, config.ranks_per_replica, config.slots)
-        if config.takes_faults:
-            fault_injection.watch(run.path, None, None)
         loop = asyncio.get_running_loop()
         for number in stop_signals():
             loop.add_signal_handler(number, self._on_signal, number)

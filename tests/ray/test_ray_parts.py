@@ -122,7 +122,7 @@ def test_what_submit_does_not_do_is_refused() -> None:
     for document, key in (
         ({"train": {"device": "cuda"}}, "ray.gpus_per_rank"),
         ({"lighthouse": {"etcd": ["http://127.0.0.1:1"], "count": 3}}, "lighthouse.count"),
-        ({"chaos": [{"kind": "clock", "at_s": 1, "replicas": [0]}]}, r"chaos\.0\.kind"),
+        ({"chaos": [{"kind": "reset", "at_s": 1, "replicas": [0]}]}, r"chaos\.0\.kind"),
         (
             {"memory": {"copies": 8}, "ray": {"strategy": "PACK"}},
             r"memory\.copies: got 8; allowed: at most 6 here",

@@ -28,9 +28,9 @@ import psutil
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import LineWriter
-from ft_hsdp.launch.injection import inflict
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.verify import verify
+from tests.support import os_faults
 from tests.support.scenarios import pairs_report as report
 from tests.support.scenarios.pairs_plan import REPLICAS, Fault, Pair, pair
 from tests.support.scenarios.pairs_watch import Watch
@@ -66,7 +66,7 @@ class Injured:
         injection, end = fault.injection, time.monotonic() + HIT_S
         while True:
             try:
-                made = inflict(self.run, injection)
+                made = os_faults.inflict(self.run, injection, fault.seconds)
                 break
             except (ConfigError, OSError, psutil.Error) as error:
                 if time.monotonic() > end or self.job.process.poll() is not None:
@@ -208,7 +208,7 @@ def run(seed: int, pairs: list[Pair], rate: float, keep: Path) -> tuple[dict[str
     """One job; its row in the report, and the pairs for which there was no time in it."""
     steps = max(60, int(rate * PAIR_S * len(pairs)))
     with tempfile.TemporaryDirectory(prefix="pairs-") as folder:
-        with Job(Path(folder), steps, debug__faults=True) as job:
+        with Job(Path(folder), steps, debug__faults=True, preload=[os_faults.MODULE]) as job:
             injured = Injured(job, steps)
             job.until(lambda: injured.watch.step >= CALM_STEPS, "the first steps")
             left = list(pairs)

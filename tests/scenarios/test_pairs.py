@@ -13,8 +13,10 @@ import pytest
 
 from ft_hsdp.config import ChaosConfig
 from ft_hsdp.config.chaos import Target
+from ft_hsdp.launch.chaos import Injection
 from ft_hsdp.sentences import tell
 from tests.scenarios.pairs import Injured, jobs
+from tests.support import os_faults
 from tests.support.scenarios import pairs_report as report
 from tests.support.scenarios.pairs_plan import ENDING, KINDS, Fault, pair
 from tests.support.scenarios.pairs_watch import Seen
@@ -29,7 +31,8 @@ def drawn(count: int) -> list[Fault]:
 def test_every_kind_is_drawn_and_equal_seeds_draw_equal_pairs() -> None:
     faults = drawn(300)
     assert {fault.name for fault in faults} == set(KINDS)
-    assert {fault.injection.kind for fault in faults} == set(get_args(ChaosConfig.model_fields["kind"].annotation))
+    kinds = {*get_args(ChaosConfig.model_fields["kind"].annotation), *os_faults.KINDS}
+    assert {fault.injection.kind for fault in faults} == kinds
     assert faults == drawn(300)
     assert pair(4, 0) != pair(3, 0)
 
@@ -152,18 +155,12 @@ def test_a_standstill_is_counted_from_the_end_of_the_later_fault(tmp_path: Path)
 
 STEPS = 38
 RULES: list[dict[str, Any]] = [
-    {"kind": "slow_disk", "replicas": [0], "for_s": 0.3, "delay_s": 0.02},
-    {"kind": "clock", "replicas": [1], "for_s": 0.5, "by_s": -3600},
-    {"kind": "descriptors", "replicas": [1], "for_s": 0.3},
-    {"kind": "garbage", "replicas": [2], "for_s": 0.5},
     {"kind": "helper", "target": "agent", "replicas": [0], "signal": "STOP", "for_s": 0.3},
     {"kind": "partition", "edge": [0, "lighthouse"], "for_s": 0.3},
     {"kind": "helper", "target": "supervisor", "signal": "STOP", "for_s": 0.3},
     {"kind": "helper", "target": "lighthouse", "signal": "STOP", "for_s": 0.3},
     {"kind": "helper", "target": "fork_server", "signal": "STOP", "for_s": 0.3},
     {"kind": "signal", "replicas": [1], "signal": "STOP", "for_s": 0.3},
-    {"kind": "disk_full", "replicas": [2], "for_s": 0.3},
-    {"kind": "memory", "replicas": [0], "for_s": 0.3},
     {"kind": "partition", "edge": [0, 1], "for_s": 0.3, "reject": True},
     {"kind": "signal", "replicas": [2]},
     {"kind": "reset", "replicas": [0]},
@@ -171,22 +168,37 @@ RULES: list[dict[str, Any]] = [
 ]
 
 
+OWN = [
+    Fault("slow_disk", Injection(0, None, kind="slow_disk", for_s=0.3), 0.02),
+    Fault("clock", Injection(1, None, kind="clock", for_s=0.5), -3600.0),
+    Fault("descriptors", Injection(1, 0, kind="descriptors", for_s=0.3)),
+    Fault("garbage", Injection(2, 0, kind="garbage", for_s=0.5)),
+    Fault("disk_full", Injection(2, None, kind="disk_full", for_s=0.3)),
+    Fault("memory", Injection(0, 0, kind="memory", for_s=0.3)),
+]
+
+
 def test_a_slice_of_every_kind(tmp_path: Path) -> None:
     """Each begins and ends, is told in words, and the job has one state and every batch once."""
-    chaos = [{"at_step": 4 + 2 * n, **rule} for n, rule in enumerate(RULES)]
-    with Job(tmp_path, STEPS, chaos=chaos, ranks_per_replica=1) as job:
+    chaos = [{"at_step": 18 + 2 * n, **rule} for n, rule in enumerate(RULES)]
+    preload = [os_faults.MODULE]
+    with Job(tmp_path, STEPS, chaos=chaos, ranks_per_replica=1, debug__faults=True, preload=preload) as job:
+        injured = Injured(job, STEPS)
+        for n, fault in enumerate(OWN):
+            job.until(lambda n=n: injured.watch.step >= 4 + 2 * n, "the next step")
+            assert injured.hit(fault)[0] == ""
         check(job.end(), STEPS)
+        injured.watch.close()
         injected, lifted = job.events("FailureInjected"), job.events("FailureLifted")
     kinds = {"signal" if e["kind"].startswith("SIG") else e["kind"] for e in injected}
     # A host takes its memory along. So soon before the loss of another replica that would be the end of the job;
     # test_lost_hosts.py has it.
-    assert kinds == set(get_args(ChaosConfig.model_fields["kind"].annotation)) - {"host"}
-    assert len(injected) == len(RULES)
+    assert kinds == {*get_args(ChaosConfig.model_fields["kind"].annotation), *os_faults.KINDS} - {"host"}
+    assert len(injected) == len(RULES) + len(OWN)
     assert {e["kind"] for e in lifted} == kinds - {"signal", "flip", "reset"} | {"SIGSTOP"}
     helpers = {e["target"] for e in injected if e["kind"] == "helper"}
     assert len(helpers) == len(get_args(Target)), "each kind of helper"
     told = "\n".join(map(tell, injected))
-    assert "the disk of replica 2 is full for 0.3 s" in told
     assert "nothing passes between replica 0 and the lighthouse" in told
     assert "SIGKILL sent to replica 2 rank 0" in told
 

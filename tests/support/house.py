@@ -28,8 +28,8 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 # The size of the house: what is measured, its limit, and the goal. A limit only goes down: it lies at most `SLACK`
 # above the figure, so a change that makes the house smaller lowers the limit, too.
 SIZES: dict[str, tuple[int, int]] = {
-    "statements": (46_800, 39_000),
-    "lines with JavaScript": (89_400, 71_000),
+    "statements": (46_600, 39_000),
+    "lines with JavaScript": (89_000, 71_000),
     "test lines": (81_500, 66_000),  # the model checker among them
     "modules with code": (382, 310),
     "configuration keys": (150, 120),

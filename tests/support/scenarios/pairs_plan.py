@@ -8,6 +8,7 @@ from typing import Any
 
 from ft_hsdp.launch.chaos import Injection
 from ft_hsdp.launch.injection import parse_options
+from tests.support import os_faults
 
 REPLICAS, RANKS = 3, 2
 KINDS = (
@@ -30,7 +31,7 @@ KINDS = (
     "flip",
     "clock",
 )
-"""What is drawn from, each alike: the kinds of `chaos`, signals and helpers one by one."""
+"""What is drawn from, each alike: the kinds of `chaos` and of `os_faults`, signals and helpers one by one."""
 ENDING = ("kill", "term", "flip", "reset")  # they have no end
 SHORT = ("supervisor",)  # they must have one
 GOOD = 0.1  # how many of the others last for good
@@ -42,6 +43,7 @@ class Fault:
 
     name: str
     injection: Injection
+    seconds: float = 0.0  # by how much a clock is wrong, or how long each write takes
 
     @property
     def lasting(self) -> bool:
@@ -91,10 +93,12 @@ def _fault(rng: random.Random, name: str) -> Fault:
         said |= {"kind": "partition", "edge": [replica, other], "reject": rng.random() < 0.5}
     else:
         said |= {"replica": replica}
-    if name in ("descriptors", "memory", "garbage"):
-        said["rank"] = rank
+    if name not in os_faults.KINDS:
+        return Fault(name, parse_options(**said))
+    seconds = 0.0
     if name == "slow_disk":
-        said["delay_s"] = round(rng.uniform(0.05, 1.0), 2)
+        seconds = round(rng.uniform(0.05, 1.0), 2)
     if name == "clock":
-        said["by_s"] = float(rng.choice((-86400, -3600, -5, 5, 3600, 86400)))
-    return Fault(name, parse_options(**said))
+        seconds = float(rng.choice((-86400, -3600, -5, 5, 3600, 86400)))
+    one = None if name in os_faults.FAKED else rank
+    return Fault(name, Injection(replica, one, for_s=for_s, kind=name), seconds)

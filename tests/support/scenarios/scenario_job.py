@@ -64,7 +64,10 @@ class Job(StartedJob):
         seen = folder if holder is None else Path(f"/proc/{holder}/root{folder}")
         within = [] if holder is None else ["nsenter", "--mount", "--target", str(holder), "--"]
         command = [*within, sys.executable, str(ROOT / "launcher.py"), "up", str(config), *overrides]
-        super().__init__(command, folder, seen / "runs" / "job", folder / "up.log")
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for `preload`
+        super().__init__(
+            command, folder, seen / "runs" / "job", folder / "up.log", {**os.environ, "PYTHONPATH": path}
+        )
 
     # What can be seen from outside.
 
