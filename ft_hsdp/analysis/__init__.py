@@ -1,4 +1,4 @@
-"""What the events and commits of a run mean: the one analysis that all readers of a run share.
+"""Figures of runs: what events and commits mean, and what copies of the state are worth.
 
 Replicas, supervisors and the lighthouse write three kinds of rows. An event says that something happened, a commit
 that a step was decided; logged values come from a user's loop. Everything that is said about a run afterwards is
@@ -13,11 +13,17 @@ Read in this order:
 - `goodput`: how much of the time trained the model, and where the rest went;
 - `logged`: the values of a user's loop.
 
+Before a run, `launcher.py plan` asks what copies of the state will be worth:
+
+- `survival`: the exact probability that k lost hosts take no state with them (ReStore §IV-D);
+- `costs`: wasted time and effective training time by the papers' models;
+- `reliability`: both for the hosts of one job.
+
 All of it is pure: rows come in, figures go out. It imports no library, no file, no clock, and of this product only
-`ft_hsdp.core`. So the launcher can use it, and the lighthouse, which imports neither the launcher nor torch (the
-import contracts in pyproject.toml hold this). Rows may come late and out of order: each fold keeps facts as they
-come and computes a figure when it is asked for. Memory does not grow with the length of a run, except where a
-caller asks for all failures.
+`ft_hsdp.core` and `ft_hsdp.memory`. So the launcher can use it, and the lighthouse, which imports neither the
+launcher nor torch (the import contracts in pyproject.toml hold this). Rows may come late and out of order: each
+fold keeps facts as they come and computes a figure when it is asked for. Memory does not grow with the length of a
+run, except where a caller asks for all failures.
 
 Example:
     failures = Failures(slots=4)

@@ -1,4 +1,4 @@
-"""Copies of the state in host memory: who keeps one, how likely a loss is, and what a replica recovers from.
+"""Copies of the state in host memory: who keeps one, and what a replica recovers from.
 
 Every rank's shard of each committed state is in the memory of its host's state agent. N replicas hold N copies of
 a shard. These modules decide what to do with them; they move no byte. The words: a *host* is what is lost at once,
@@ -8,7 +8,6 @@ Read the modules in this order:
 
 - `hosts`: where a host stands (zone, rack), and the failure domains that hosts share.
 - `placement`: which hosts form a group that keeps copies for each other (GEMINI §4, Algorithm 1).
-- `survival`: the exact probability that k lost hosts take no state with them (ReStore §IV-D).
 - `probing`: who takes the place of a lost holder while all others stay (ReStore §IV-E).
 - `copies`: which copies a membership lacks, and who makes them. Healthy replicas count as copies.
 - `recovery`: the newest state that can be put together from all agents (GEMINI §6, DeadPool §VI-D).
@@ -17,11 +16,9 @@ Read the modules in this order:
   states copies are made.
 - `shape`: how FSDP2 cuts a state, and what a rank of another number of ranks takes from whom.
 - `lanes`: which rows of the gradient replicas of unequal width sum together, and which of their ranks have them.
-- `estimates`: wasted time, effective training time and expected losses by the papers' models.
-- `reliability`: all of that for the hosts of one job.
 
-`hosts`, `copies`, `schedule`, `recovery` and `replacement` act in each job, and `launcher.py plan` calls
-`reliability`. The model checker calls `copies` (ADR 34).
+All of them act in jobs, and the model checker calls `copies` (ADR 34). What copies are worth is computed in
+`ft_hsdp.analysis`.
 
 This package imports `ft_hsdp.core` and the standard library, and of that no clock, no randomness and no I/O. All
 ranks that see the same grant decide the same.

@@ -1,4 +1,4 @@
-"""Which hosts keep copies for each other, and what a loss of k hosts costs.
+"""Which hosts keep copies for each other.
 
 GEMINI §4 (Algorithm 1) divides the hosts into groups of `copies` hosts that keep each other's shards. If the
 number of hosts is no multiple of `copies`, the remaining hosts join the last group, which is a ring: each host
@@ -10,12 +10,9 @@ there keeps the shards of the `copies` - 1 hosts before it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
-from math import ceil, comb
 from typing import Literal, TypeVar
 
 from ft_hsdp.memory.hosts import Host, Level, interleave
-from ft_hsdp.memory.survival import probability, survivable
 
 Member = TypeVar("Member")
 Strategy = Literal["group", "mixed"]
@@ -89,52 +86,3 @@ def holders(group: Sequence[Member], owner: Member, copies: int) -> list[Member]
 def _shared(divided: list[list[Host]], level: Level) -> int:
     """Return how many hosts share a domain with another member of their group."""
     return sum(len(group) - len({host.domain(level) for host in group}) for group in divided)
-
-
-def survives(hosts: int, copies: int, lost: int) -> Fraction:
-    """Return the exact probability that no shard is lost with `lost` hosts, which are lost at once and at random.
-
-    Raises:
-        ValueError: `place` has no groups for these numbers, or `lost` is negative or above `hosts`.
-    """
-    ways = survivable(holder_sets(hosts, copies))
-    assert ways is not None  # groups are small
-    return probability(ways, lost)
-
-
-def holder_sets(hosts: int, copies: int) -> list[frozenset[int]]:
-    """Return the hosts that hold the shards of each host, itself included.
-
-    Raises:
-        ValueError: `place` has no groups for these numbers.
-    """
-    divided, _ = place(hosts, copies)
-    return [frozenset((owner, *holders(group, owner, copies))) for group in divided for owner in group]
-
-
-def union_bound(hosts: int, copies: int, lost: int) -> Fraction:
-    """Return GEMINI's lower bound of `survives` (Corollary 1), exact for fewer than 2 * `copies` lost hosts."""
-    if lost < copies:
-        return Fraction(1)
-    return max(Fraction(0), 1 - Fraction(hosts * comb(hosts - copies, lost - copies), copies * comb(hosts, lost)))
-
-
-def best_possible(hosts: int, copies: int) -> Fraction:
-    """Return the largest probability of any placement to survive `copies` lost hosts (GEMINI, Theorem 1)."""
-    return 1 - Fraction(ceil(hosts / copies), comb(hosts, copies))
-
-
-def loss_rate(groups: int, copies: int, failures: float, repair: float) -> float:
-    """Return how often a shard is lost, per unit of time, if failures are independent and rare.
-
-    Each of `groups` sets of `copies` members loses its last member while all others are being replaced.
-
-    Args:
-        groups: number of sets. A shard of N replicas of H hosts: H sets of N hosts.
-        copies: members of a set.
-        failures: losses of one member per unit of time.
-        repair: units of time until a lost member is replaced and has its copies again. Where failures are not rare
-            beside that, each of the others counts as being replaced always.
-    """
-    replaced = min(1.0, failures * repair)  # the probability that another member is being replaced
-    return groups * copies * failures * replaced ** (copies - 1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from itertools import count, islice
+from itertools import count
 from math import gcd
 
 
@@ -60,11 +60,6 @@ def probing(shard: int, hosts: int, first: Iterable[int] = ()) -> Iterator[int]:
     steps = (1 + _hash("step", shard, seed) % max(1, hosts - 1) for seed in count())
     yield from named
     yield from (host for host in double_hashing(start, steps, hosts) if host not in named)
-
-
-def alive_holders(sequence: Iterable[int], alive: frozenset[int], copies: int) -> tuple[int, ...]:
-    """Return the first `copies` hosts of a probing sequence that live; fewer if there are no more."""
-    return tuple(islice((host for host in sequence if host in alive), copies))
 
 
 def _hash(*parts: object) -> int:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.memory.probing import alive_holders, double_hashing, first_holders, probing
+from ft_hsdp.memory.probing import double_hashing, first_holders, probing
+
+
+def alive_holders(sequence: Iterable[int], alive: frozenset[int], copies: int) -> tuple[int, ...]:
+    return tuple(islice((host for host in sequence if host in alive), copies))
 
 
 def test_figure_1_of_restore() -> None:

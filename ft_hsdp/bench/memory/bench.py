@@ -23,6 +23,7 @@ from math import comb
 from pathlib import Path
 from typing import Any, TextIO
 
+from ft_hsdp.analysis import survival
 from ft_hsdp.bench.command import MemoryOptions
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.hsdp.processes import LOOPBACK, PRODUCT, HsdpSetup, TrainingProcesses, job_config
@@ -35,7 +36,6 @@ from ft_hsdp.config import parse
 from ft_hsdp.launch.arguments import Assumptions
 from ft_hsdp.launch.plan.estimate import plan
 from ft_hsdp.launch.run.directory import RunDir, read_jsonl
-from ft_hsdp.memory import survival
 
 COPIES: Mapping[str, int] = {"without": 1, "without again": 1, "with": 2}
 STEP_SETUPS: Mapping[str, HsdpSetup] = {

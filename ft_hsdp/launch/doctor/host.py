@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from ft_hsdp.analysis.reliability import SLOTS
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import title
 from ft_hsdp.errors import ConfigError
@@ -23,7 +24,6 @@ from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
 from ft_hsdp.launch.plan.estimate import parameters, plan
 from ft_hsdp.launch.plan.table import size_of
 from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, known, locate
-from ft_hsdp.memory.reliability import SLOTS
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.state.shared_memory import SEALS
 from ft_hsdp.train.identity import host_name

@@ -8,8 +8,8 @@ say, which is assumed. Each assumption is an option, and is printed beside the f
     table     the same document as text for people
 
 The figures are those of the papers, computed by pure functions: placement of copies by GEMINI's Algorithm 1
-(`memory.copies`), survival of lost hosts and expected losses (`memory.reliability`), wasted time by GEMINI's
-equation 1 and the cost of a failure by DeadPool's model (`memory.estimates`). Both sides of the table are of the
+(`memory.copies`), survival of lost hosts and expected losses (`analysis.reliability`), wasted time by GEMINI's
+equation 1 and the cost of a failure by DeadPool's model (`analysis.costs`). Both sides of the table are of the
 same job: one with the copies that the configuration asks for, one with the replicas alone.
 
 `doctor` uses the document to compare the memory of a host with what copies need there. Hosts are named as `up`

@@ -8,17 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from math import prod
 
-from ft_hsdp.config import Config
-from ft_hsdp.config.entry import title
-from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.arguments import Assumptions, option
-from ft_hsdp.launch.plan.table import Document, size_of
-from ft_hsdp.launch.plan.width import fewer_ranks
-from ft_hsdp.memory.copies import MemberHosts, Plan, default_copies, unmet
-from ft_hsdp.memory.estimates import replicated_ratio, wasted_time
-from ft_hsdp.memory.hosts import Host, Level, known, locate
-from ft_hsdp.memory.reliability import (
+from ft_hsdp.analysis.costs import replicated_ratio, wasted_time
+from ft_hsdp.analysis.reliability import (
     DAY_S,
     MONTH_DAYS,
     SLOTS,
@@ -27,6 +20,14 @@ from ft_hsdp.memory.reliability import (
     Reliability,
     reliability,
 )
+from ft_hsdp.config import Config
+from ft_hsdp.config.entry import title
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.arguments import Assumptions, option
+from ft_hsdp.launch.plan.table import Document, size_of
+from ft_hsdp.launch.plan.width import fewer_ranks, tensors
+from ft_hsdp.memory.copies import MemberHosts, Plan, default_copies, unmet
+from ft_hsdp.memory.hosts import Host, Level, known, locate
 from ft_hsdp.state.agent.messages import MAX_COPIES
 
 STATE_BYTES = 12  # of a parameter: fp32 weight and AdamW's two moments
@@ -249,9 +250,6 @@ def _with_stalls(assumptions: Assumptions, replicas: Sequence[Sequence[Host]]) -
 
 def parameters(config: Config) -> int:
     """Return the number of parameters of the model, embedding and head included."""
-    from ft_hsdp.train.tokens import VOCABULARY  # numpy is not needed for --help
-
-    model = config.model
-    kv = model.dim // model.heads * model.key_value_heads
-    block = 2 * model.dim**2 + 2 * model.dim * kv + 3 * model.dim * model.hidden_dim + 2 * model.dim
-    return model.layers * block + 2 * VOCABULARY[config.data.tokenizer] * model.dim + model.dim
+    layers = config.model.layers
+    shapes = {name: shape for name, (shape, _) in tensors(config).items()}
+    return sum(prod(shape) * (layers if name.startswith("layers.") else 1) for name, shape in shapes.items())

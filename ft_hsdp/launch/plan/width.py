@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ft_hsdp.analysis.costs import HostAway
+from ft_hsdp.analysis.reliability import SLOTS
 from ft_hsdp.config import Config
 from ft_hsdp.core.units import UnitPolicy
 from ft_hsdp.launch.arguments import Assumptions
 from ft_hsdp.memory.copies import MemberHosts, coverage, default_copies, missing_copies
-from ft_hsdp.memory.estimates import HostAway
 from ft_hsdp.memory.hosts import Host, known
 from ft_hsdp.memory.lanes import Tensors, without_rows
-from ft_hsdp.memory.reliability import SLOTS
 from ft_hsdp.state.agent.messages import MAX_COPIES
 
 AWAY_S = (60.0, 600.0, 3_600.0, 86_400.0)  # for which the units lost are given, besides the break-even time

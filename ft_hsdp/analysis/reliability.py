@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import inf
 
+from ft_hsdp.analysis.costs import Reading, effective_ratio, restart_cost, swap_cost
+from ft_hsdp.analysis.survival import expected_losses, probability, survivable
 from ft_hsdp.memory.copies import MemberHosts, Plan, missing_copies
-from ft_hsdp.memory.estimates import Reading, effective_ratio, restart_cost, swap_cost
 from ft_hsdp.memory.hosts import LEVELS, Host, Level
-from ft_hsdp.memory.placement import loss_rate
-from ft_hsdp.memory.survival import expected_losses, probability, survivable
 
 SLOTS = 2  # of a shard in the steady state: one is written while the other is kept
 DAY_S = 86_400.0
@@ -101,6 +100,22 @@ def reliability(
         with_copies=_kept(holders, len(replicas), failures, every if plan.copies else 1, most_lost),
         without_copies=_kept(natural, len(replicas), failures, 1, most_lost),
     )
+
+
+def loss_rate(groups: int, copies: int, failures: float, repair: float) -> float:
+    """Return how often a shard is lost, per unit of time, if failures are independent and rare.
+
+    Each of `groups` sets of `copies` members loses its last member while all others are being replaced.
+
+    Args:
+        groups: number of sets. A shard of N replicas of H hosts: H sets of N hosts.
+        copies: members of a set.
+        failures: losses of one member per unit of time.
+        repair: units of time until a lost member is replaced and has its copies again. Where failures are not rare
+            beside that, each of the others counts as being replaced always.
+    """
+    replaced = min(1.0, failures * repair)  # the probability that another member is being replaced
+    return groups * copies * failures * replaced ** (copies - 1)
 
 
 def _host_bytes(replicas: Sequence[Sequence[Host]], plan: Plan, shard_bytes: Sequence[int]) -> dict[str, int]:

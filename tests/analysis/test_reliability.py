@@ -6,8 +6,8 @@ from math import comb, inf
 
 import pytest
 
+from ft_hsdp.analysis.reliability import HostFailures, reliability
 from ft_hsdp.memory.hosts import Host
-from ft_hsdp.memory.reliability import HostFailures, reliability
 
 # 6.4 failures per 1,000 hosts and day, 10 minutes to replace one.
 FAILURES = HostFailures(6.4e-3, replace_s=600, swap_s=30, restart_s=300, step_s=20, checkpoint_every=100)

@@ -61,9 +61,10 @@ def effective_ratio(between: float, cost: float, reading: Reading = "renewal") -
     """Return the part of the time in which a job makes progress.
 
     Args:
-        between: mean time between failures. cost: mean time that a failure costs. reading: "renewal": `between`
-        counts from the end of a recovery. "wall_clock": recoveries are inside of it; 0
-            if failures come faster than recoveries end.
+        between: mean time between failures.
+        cost: mean time that a failure costs.
+        reading: "renewal": `between` counts from the end of a recovery. "wall_clock": recoveries are inside of it;
+            0 if failures come faster than recoveries end.
     """
     if reading == "renewal":
         return between / (between + cost)
@@ -74,22 +75,12 @@ def replicated_ratio(between: float, down: float, stall: float, replicas: int) -
     """Return the effective ratio of a job whose other replicas go on (FT-HSDP §6.1), by the wall clock.
 
     Args:
-        between: mean time between failures. down: time for which the failed replica is away. stall: time for which
-        all replicas stand still: until the failure is known, and when the replica joins again. replicas: number of
-        replicas.
+        between: mean time between failures.
+        down: time for which the failed replica is away.
+        stall: time for which all replicas stand still: until the failure is known, and when it joins again.
+        replicas: number of replicas.
     """
     return (between - down + (down - stall) * (replicas - 1) / replicas) / between
-
-
-def loss_probability(shards: int, failure: float, copies: int) -> float:
-    """Return the bound on the probability that all copies of a shard are lost in one step (DeadPool §V-C).
-
-    Args:
-        shards: number of shards.
-        failure: probability that one host is lost in a step.
-        copies: of each shard, the owner's own one included; on hosts that fail independently.
-    """
-    return float(min(1.0, shards * failure**copies))
 
 
 @dataclass(frozen=True, slots=True)

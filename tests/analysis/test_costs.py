@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from ft_hsdp.memory.estimates import (
+from ft_hsdp.analysis.costs import (
     HostAway,
     effective_ratio,
-    loss_probability,
     replicated_ratio,
     restart_cost,
     swap_cost,
     wasted_time,
 )
-from ft_hsdp.memory.placement import loss_rate
+from ft_hsdp.analysis.reliability import loss_rate
+
+
+def loss_probability(shards: int, failure: float, copies: int) -> float:
+    """The bound on the probability that all copies of a shard are lost in one step (DeadPool §V-C)."""
+    return float(min(1.0, shards * failure**copies))
 
 
 def test_gemini_wasted_time() -> None:
