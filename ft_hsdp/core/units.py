@@ -56,12 +56,17 @@ class UnitPolicy:
     def shares(self, widths: Sequence[int]) -> tuple[int, ...]:
         """Return the units of each contributor: its micro-batches per data rank times its width.
 
-        If the batch adapts, each takes `accumulate` micro-batches. Otherwise two contributors differ by at most
-        one: what is missing to a constant batch goes in single micro-batches to those whose width it fits, the
-        widest first, so that whole replicas take over from those with fewer ranks. With equal widths the sum is
-        what is wanted, unless `max_accumulate` caps it or there are more contributors than micro-batches. With
-        unequal ones a step may have fewer units than that, by less than the widest trains at once, and it has
-        more only if each must take one. No rank stays idle in a micro-batch, so some sums cannot be had.
+        1. If the batch adapts, each contributor takes `accumulate` micro-batches.
+        2. Otherwise each takes the same number, at least one and at most `max_accumulate`.
+        3. What is missing to the constant batch goes in single micro-batches to those whose width it fits, the
+           widest first: whole replicas take over from those with fewer ranks.
+
+        No rank stays idle in a micro-batch, so some sums cannot be had. With equal widths the sum is what is
+        wanted, unless `max_accumulate` caps it or there are more contributors than micro-batches. With unequal
+        widths it may be less, by less than the widest trains at once; it is more only by rule 2's "at least one".
+
+        Example: 3 replicas of 2 data ranks, `accumulate` 4: 24 units are wanted. Of widths 2, 2 and 1 each takes 4
+        micro-batches, which are 20 units, and the wide ones take another: 10, 10 and 4.
 
         Args:
             widths: data ranks of each contributor, in ring order.

@@ -117,10 +117,13 @@ def assign(
 
     Args:
         replicas: the hosts of each replica, in the order of its ranks. Hosts in the same position hold the same
-        shards. lost: names of hosts that are lost or cordoned. spares: hosts without ranks that live. level: what
-        copies must not share. keepers: names of the hosts that keep copies of the shards of a replica's host, by
-        replica and position. shrunk: on how many hosts those replicas run that go on with fewer ranks. lenders:
-        replicas that do not run, and whose living hosts may be lent while others of theirs are lost.
+            shards.
+        lost: names of hosts that are lost or cordoned.
+        spares: hosts without ranks that live.
+        level: what copies must not share.
+        keepers: names of the hosts that keep copies of the shards of a replica's host, by replica and position.
+        shrunk: on how many hosts each replica runs that goes on with fewer ranks.
+        lenders: replicas that do not run, and whose living hosts may be lent while others of theirs are lost.
 
     Returns:
         The hosts of each replica. No host is given twice.

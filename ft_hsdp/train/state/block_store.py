@@ -62,9 +62,9 @@ class BlockStore:
         """Describe the data. Does not block.
 
         Args:
-            job: What `ft_hsdp.join` returned. name: 1 to 64 letters, digits and ``. _ -``. A store with the same
-            name and another description replaces
-                the one before.
+            job: What `ft_hsdp.join` returned.
+            name: 1 to 64 letters, digits and ``. _ -``. A store with the same name and another description
+                replaces the one before.
             blocks: The number of blocks.
             block_bytes: Bytes of each.
             copies: The number of hosts that each block is on; all of them if there are fewer.

@@ -345,7 +345,9 @@ class CopyKeeper:
         with self._lock:
             nbytes = sum(owed[shard].nbytes for shard in complete) if self._counted != state else 0
             self._counted = state
-            first, self._missing = why and not self._missing, bool(why) if kept or why else self._missing
+            first = bool(why) and not self._missing
+            if kept or why:
+                self._missing = bool(why)
         if first:
             short = sorted(owed.keys() - complete)
             self._journal.event("CopyMissing", why, step=state.step, shards=[list(shard) for shard in short])
