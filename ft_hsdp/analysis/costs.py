@@ -1,4 +1,4 @@
-"""What failures cost: the models of the four papers, for `launcher.py plan` and the documentation.
+"""What failures cost: the models of the four papers, and what `launcher.py plan` assumes.
 
 All times share one unit, which the caller chooses; rates are per that unit. A ratio is the part of the time in
 which a job makes progress. Two readings of it are in use, and `effective_ratio` has both: "renewal" counts the
@@ -8,10 +8,37 @@ recoveries included (FT-HSDP, GEMINI).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 Reading = Literal["renewal", "wall_clock"]
+
+
+def _assumed(default: float, text: str) -> float:
+    value: float = field(default=default, metadata={"help": text})
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What a configuration does not say. The defaults are of the papers where they say something."""
+
+    host_failures_per_month: float = _assumed(0.192, "losses of one host; FT-HSDP: 6.4 per 1,000 hosts and day")
+    replace_s: float = _assumed(600.0, "until a lost host is replaced, copies included; GEMINI: 600")
+    swap_s: float = _assumed(40.0, "until a replica goes on from memory on another host; DeadPool: 40")
+    stall_s: float = _assumed(180.0, "in which all replicas stand still when one is lost; FT-HSDP: 180")
+    restart_s: float = _assumed(150.0, "until a job goes on from a checkpoint; DeadPool: 150")
+    step_s: float = _assumed(20.0, "of a step; FT-HSDP: 20")
+    network_gbps: float = _assumed(100.0, "Gbit/s between two hosts")
+    storage_gbps: float = _assumed(20.0, "Gbit/s of all hosts together to the checkpoints; GEMINI: 20")
+
+
+ASSUMED = {each.name: each for each in fields(Assumptions)}
+
+
+def option(name: str) -> str:
+    """Return the option of an assumption."""
+    return "--" + name.replace("_", "-")
 
 
 def wasted_time(checkpoint: float, interval: float, retrieval: float, iteration: float = 0.0) -> float:

@@ -18,7 +18,6 @@ from ft_hsdp.bench.recovery.setup import FILE, RecoverySetup
 from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_LEFT, FtHsdpError
 from ft_hsdp.train.identity import IncarnationSource
-from ft_hsdp.train.tokens import VOCABULARY
 from ft_hsdp.train.trainer import build_optimizer
 
 FORWARD = 1 / 3  # of the time that a layer waits; backward takes the rest
@@ -87,7 +86,7 @@ def hugging_face_llama(config: Config) -> nn.Module:
     shape = config.model
     torch.manual_seed(config.train.seed)
     made = LlamaConfig(
-        vocab_size=VOCABULARY[config.data.tokenizer],
+        vocab_size=config.data.vocabulary,
         hidden_size=shape.dim,
         intermediate_size=shape.hidden_dim,
         num_hidden_layers=shape.layers,

@@ -83,6 +83,10 @@ class ModelConfig(Section):
         return -(-8 * self.dim // (3 * 32)) * 32 if self.ffn_dim is None else self.ffn_dim
 
 
+VOCABULARY = {"byte": 257}
+"""Number of tokens, by tokenizer."""
+
+
 class DataConfig(Section):
     """Where the text comes from."""
 
@@ -114,6 +118,11 @@ class DataConfig(Section):
         description="data of a job that resumes: same, those of the checkpoint; other, maybe others, which are "
         "read from the beginning",
     )
+
+    @property
+    def vocabulary(self) -> int:
+        """How many different tokens there are."""
+        return VOCABULARY[self.tokenizer]
 
 
 class OptimConfig(Section):

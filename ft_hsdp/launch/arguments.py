@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NoReturn
 
+from ft_hsdp.analysis.costs import ASSUMED, option
 from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError
 from ft_hsdp.launch.render import command as rendering
 
@@ -30,33 +30,6 @@ ORDERS = {
     "scale": "have the job go on with N replicas, from the next step on",
 }
 OVERRIDES = "--dotted.key=value sets any key of the configuration; the value is YAML, e.g. --train.steps=60"
-
-
-def _assumed(default: float, text: str) -> float:
-    value: float = field(default=default, metadata={"help": text})
-    return value
-
-
-@dataclass(frozen=True, slots=True)
-class Assumptions:
-    """What a configuration does not say. The defaults are of the papers where they say something."""
-
-    host_failures_per_month: float = _assumed(0.192, "losses of one host; FT-HSDP: 6.4 per 1,000 hosts and day")
-    replace_s: float = _assumed(600.0, "until a lost host is replaced, copies included; GEMINI: 600")
-    swap_s: float = _assumed(40.0, "until a replica goes on from memory on another host; DeadPool: 40")
-    stall_s: float = _assumed(180.0, "in which all replicas stand still when one is lost; FT-HSDP: 180")
-    restart_s: float = _assumed(150.0, "until a job goes on from a checkpoint; DeadPool: 150")
-    step_s: float = _assumed(20.0, "of a step; FT-HSDP: 20")
-    network_gbps: float = _assumed(100.0, "Gbit/s between two hosts")
-    storage_gbps: float = _assumed(20.0, "Gbit/s of all hosts together to the checkpoints; GEMINI: 20")
-
-
-ASSUMED = {each.name: each for each in fields(Assumptions)}
-
-
-def option(name: str) -> str:
-    """Return the option of an assumption."""
-    return "--" + name.replace("_", "-")
 
 
 class _Usage(FtHsdpError):

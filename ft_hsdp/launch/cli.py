@@ -221,9 +221,9 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.arguments import ASSUMED, Assumptions
-    from ft_hsdp.launch.plan.estimate import plan
-    from ft_hsdp.launch.plan.table import lines
+    from ft_hsdp.analysis.costs import ASSUMED, Assumptions
+    from ft_hsdp.analysis.plan import plan
+    from ft_hsdp.analysis.plan_table import lines
 
     assumptions = Assumptions(**{name: getattr(args, name) for name in ASSUMED})
     document = plan(_config(args), assumptions, args.hosts, args.parameters)

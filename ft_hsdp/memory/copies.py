@@ -20,6 +20,8 @@ from ft_hsdp.memory.hosts import Host, Level
 from ft_hsdp.memory.placement import groups, holders
 from ft_hsdp.memory.probing import probing
 
+MAX_COPIES = 128  # shards of other hosts that one agent keeps, at most
+
 Domain = tuple[str, ...]
 
 

@@ -17,10 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ft_hsdp.config.training import VOCABULARY
 from ft_hsdp.errors import ConfigError, Retryable
-
-VOCABULARY = {"byte": 257}
-"""Number of tokens, by tokenizer."""
 
 SEPARATOR = 256
 """The token between two documents."""

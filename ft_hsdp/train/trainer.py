@@ -18,7 +18,7 @@ from ft_hsdp.train.fsdp.adopted_model import FP32
 from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.join import join
 from ft_hsdp.train.model import ModelArgs, Transformer
-from ft_hsdp.train.tokens import VOCABULARY, Tokens, prepare
+from ft_hsdp.train.tokens import Tokens, prepare
 
 
 def dataset(config: Config) -> Batches:
@@ -46,7 +46,7 @@ def weight(config: Config, batch: tuple[Tensor, Tensor]) -> int:
 def build(config: Config) -> Transformer:
     """Return the model with its initial weights, a function of the configuration alone."""
     t = config.train
-    args = ModelArgs.of(config.model, VOCABULARY[config.data.tokenizer], t.seq_len, t.recompute)
+    args = ModelArgs.of(config.model, config.data.vocabulary, t.seq_len, t.recompute)
     return Transformer(args, t.seed)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ft_hsdp.analysis import reliability, survival
+from ft_hsdp.analysis.plan import parameters
 from ft_hsdp.bench import goals
 from ft_hsdp.bench.command import MEMORY, memory_options
 from ft_hsdp.bench.hsdp import network
@@ -24,7 +25,6 @@ from ft_hsdp.bench.memory.lost import loss
 from ft_hsdp.bench.results import ProgressLog, spread
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.plan.estimate import parameters
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent import store
 from ft_hsdp.state.transfer import shard_manifest

@@ -34,7 +34,6 @@ from ft_hsdp.state import pacing
 from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.fsdp.adopted_model import parts_of, shard
 from ft_hsdp.train.identity import HOST_VARIABLE
-from ft_hsdp.train.tokens import VOCABULARY
 from ft_hsdp.train.trainer import build, build_optimizer
 
 Counts = Mapping[str, int]
@@ -141,7 +140,7 @@ def _loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _data(config: Config) -> RandomTokens:
-    return RandomTokens(VOCABULARY[config.data.tokenizer], config.train.micro_batch, config.train.seq_len)
+    return RandomTokens(config.data.vocabulary, config.train.micro_batch, config.train.seq_len)
 
 
 def set_up() -> tuple[Answer, Obey]:

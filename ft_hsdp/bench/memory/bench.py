@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ft_hsdp.analysis import survival
+from ft_hsdp.analysis.costs import Assumptions
+from ft_hsdp.analysis.plan import plan
 from ft_hsdp.bench.command import MemoryOptions
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.hsdp.processes import LOOPBACK, PRODUCT, HsdpSetup, TrainingProcesses, job_config
@@ -33,8 +35,6 @@ from ft_hsdp.bench.memory.lost import lost, union
 from ft_hsdp.bench.overhead import SETUP, Trained, in_turns
 from ft_hsdp.bench.results import ProgressLog, ResultRow, ratio, ratio_interval, spread
 from ft_hsdp.config import parse
-from ft_hsdp.launch.arguments import Assumptions
-from ft_hsdp.launch.plan.estimate import plan
 from ft_hsdp.launch.run.directory import RunDir, read_jsonl
 
 COPIES: Mapping[str, int] = {"without": 1, "without again": 1, "with": 2}

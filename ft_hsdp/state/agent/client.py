@@ -229,7 +229,7 @@ class StateAgent:
         """Tell the agent which shards of other hosts this rank has it keep from now on.
 
         Args:
-            shards: (replica, rank) of each; `messages.MAX_COPIES` at most. They are still to be ordered by `keep`.
+            shards: (replica, rank) of each; `copies.MAX_COPIES` at most. They are still to be ordered by `keep`.
             since: The state that the new plan begins with. The copies of other shards are freed once it, or a
                 newer state, is settled everywhere.
         """

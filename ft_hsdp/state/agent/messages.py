@@ -18,12 +18,12 @@ from pydantic import Field
 
 from ft_hsdp import bounded, protocol
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.memory.copies import MAX_COPIES
 from ft_hsdp.state.transfer.blocks import MAX_NBYTES, MAX_SLICES, SliceName
 
 MAX_MESSAGE = 1 << 16  # bytes
 MAX_HEADER = 16 << 20  # bytes
 MAX_RANKS = 1 << 20
-MAX_COPIES = 128  # shards of other hosts that one agent keeps, at most
 MAX_REASON = 120  # characters
 MAX_HELD_SLICES = 256  # slices of a store of blocks in one message, at most
 GENERATIONS = 4  # agents of one replica on one host, at most: all but the newest are frozen

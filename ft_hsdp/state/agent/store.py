@@ -21,8 +21,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
+from ft_hsdp.memory.copies import MAX_COPIES
 from ft_hsdp.state import shared_memory
-from ft_hsdp.state.agent.messages import MAX_COPIES, CompleteSnapshot, Damage, ShardIndex
+from ft_hsdp.state.agent.messages import CompleteSnapshot, Damage, ShardIndex
 from ft_hsdp.state.agent.shard import INITIAL_SLOTS, Owner, Shard, check_memory, compare
 from ft_hsdp.state.shared_memory import Bytes, ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest

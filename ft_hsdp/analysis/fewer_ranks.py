@@ -7,21 +7,20 @@ shares out units (`core.units`), so `quorum.batch: constant` counts with its who
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
-from ft_hsdp.analysis.costs import HostAway
-from ft_hsdp.analysis.reliability import SLOTS
-from ft_hsdp.config import Config
+from ft_hsdp.analysis.costs import Assumptions, HostAway
+from ft_hsdp.analysis.plan_table import Document
+from ft_hsdp.analysis.reliability import SLOTS, room
 from ft_hsdp.core.units import UnitPolicy
-from ft_hsdp.launch.arguments import Assumptions
 from ft_hsdp.memory.copies import MemberHosts, coverage, default_copies, missing_copies
 from ft_hsdp.memory.hosts import Host, known
 from ft_hsdp.memory.lanes import Tensors, without_rows
-from ft_hsdp.state.agent.messages import MAX_COPIES
+
+if TYPE_CHECKING:
+    from ft_hsdp.config import Config
 
 AWAY_S = (60.0, 600.0, 3_600.0, 86_400.0)  # for which the units lost are given, besides the break-even time
-
-Document = dict[str, Any]
 
 
 def fewer_ranks(
@@ -72,10 +71,8 @@ def fewer_ranks(
 
 def tensors(config: Config) -> Tensors:
     """Return the parameters of the built-in model that differ in shape, by name: one block, the first."""
-    from ft_hsdp.train.tokens import VOCABULARY  # numpy is not needed for --help
-
     model = config.model
-    dim, ffn, vocabulary = model.dim, model.hidden_dim, VOCABULARY[config.data.tokenizer]
+    dim, ffn, vocabulary = model.dim, model.hidden_dim, config.data.vocabulary
     kv = dim // model.heads * model.key_value_heads
     shapes = {
         "embed.weight": (vocabulary, dim),
@@ -103,7 +100,7 @@ def _rows(
 ) -> Iterator[Document]:
     ranks = len(replicas[0])
     rest = [ranks] * (len(replicas) - 1)
-    level, budget = config.memory.apart, config.memory.budget_gb
+    level = config.memory.apart
     for width in widths:
         rate, units, step_s = _rate(config, assumptions, ranks, [width, *rest])
         narrow = replicas[0][:width]
@@ -112,8 +109,7 @@ def _rows(
         asked = config.memory.copies
         alive = [host for member in members for host in member.hosts]
         wanted = default_copies(alive, level) if asked is None else asked
-        room = MAX_COPIES if budget is None else min(MAX_COPIES, int(budget * 1e9 // (SLOTS * shard)))
-        made = missing_copies(members, wanted, level, (), room)
+        made = missing_copies(members, wanted, level, (), room(config.memory.budget_gb, shard))
         held = coverage(members, made, level)
         protected = held > 1 and not made.unprotected
         of_hosts = {host.name: SLOTS * -(-state_bytes // width) * narrow.count(host) for host in narrow}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ft_hsdp.analysis.costs import ASSUMED, option
 from ft_hsdp.analysis.reliability import SLOTS
-from ft_hsdp.launch.arguments import ASSUMED, option
 
 _PROTECTION = {True: "protected", False: "UNPROTECTED: ", None: "not known if protected: "}
 SHOWN = 8  # hosts and shards in the table; --json has all

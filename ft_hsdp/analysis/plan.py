@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from math import prod
+from typing import TYPE_CHECKING
 
-from ft_hsdp.analysis.costs import replicated_ratio, wasted_time
+from ft_hsdp.analysis.costs import Assumptions, option, replicated_ratio, wasted_time
+from ft_hsdp.analysis.fewer_ranks import fewer_ranks, tensors
+from ft_hsdp.analysis.plan_table import Document, size_of
 from ft_hsdp.analysis.reliability import (
     DAY_S,
     MONTH_DAYS,
@@ -19,16 +22,14 @@ from ft_hsdp.analysis.reliability import (
     HostFailures,
     Reliability,
     reliability,
+    room,
 )
-from ft_hsdp.config import Config
-from ft_hsdp.config.entry import title
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.arguments import Assumptions, option
-from ft_hsdp.launch.plan.table import Document, size_of
-from ft_hsdp.launch.plan.width import fewer_ranks, tensors
 from ft_hsdp.memory.copies import MemberHosts, Plan, default_copies, unmet
 from ft_hsdp.memory.hosts import Host, Level, known, locate
-from ft_hsdp.state.agent.messages import MAX_COPIES
+
+if TYPE_CHECKING:
+    from ft_hsdp.config import Config
 
 STATE_BYTES = 12  # of a parameter: fp32 weight and AdamW's two moments
 MAX_HOSTS = 16_384  # of all replicas; the exact figures of so many take some seconds
@@ -68,8 +69,8 @@ def plan(
     asked = config.memory.copies
     wanted = default_copies(everywhere, level) if asked is None else asked
     budget = config.memory.budget_gb
-    room = MAX_COPIES if budget is None else min(MAX_COPIES, int(budget * 1e9 // (SLOTS * shard)))
-    if room == 0:
+    most = room(budget, shard)
+    if most == 0:
         least = f"{SLOTS * shard / 1e9:.3g} or more: {SLOTS} of a shard of {size_of(shard)}; or null"
         raise ConfigError("memory.budget_gb", budget, least)
     failures = HostFailures(
@@ -78,16 +79,17 @@ def plan(
         swap_s=assumptions.swap_s,
         restart_s=assumptions.restart_s,
         step_s=assumptions.step_s,
-        checkpoint_every=_between_checkpoints(config),
+        # Without checkpoints, a lost state costs all steps.
+        checkpoint_every=config.checkpoint.every or config.train.steps,
     )
-    found = reliability(replicas, [shard] * ranks, wanted, level, failures, (), room, every, MOST_LOST)
+    found = reliability(replicas, [shard] * ranks, wanted, level, failures, (), most, every, MOST_LOST)
     network, storage = (gbps * GIGABIT for gbps in (assumptions.network_gbps, assumptions.storage_gbps))
     retrieval = shard * ranks / len(set(replicas[0])) / network
     writing = shard * ranks / storage
     stored = max(failures.checkpoint_every * assumptions.step_s, writing), writing
     if asked is not None and found.plan.unprotected:
         members = [MemberHosts(n, tuple(each), True) for n, each in enumerate(replicas)]
-        raise ConfigError("memory.copies", asked, unmet(members, asked, level, room))
+        raise ConfigError("memory.copies", asked, unmet(members, asked, level, most))
     protected, why = _protection(everywhere, level, wanted, found.plan)
     return {
         "job": config.job.name,
@@ -138,13 +140,8 @@ def _check(config: Config, assumptions: Assumptions, hosts: int | None, size: fl
     if size is not None and not 1 <= size <= 1e15:
         raise ConfigError("--parameters", size, "1 to 1e15")
     if size is None and config.entry is not None:
-        allowed = f"a number of parameters: {title(config.entry)} makes the model, whose size is not known here"
+        allowed = f"a number of parameters: {config.entry} makes the model, whose size is not known here"
         raise ConfigError("--parameters", "nothing", allowed)
-
-
-def _between_checkpoints(config: Config) -> int:
-    """Return after how many steps there is another checkpoint. Without any, a lost state costs all steps."""
-    return config.checkpoint.every or config.train.steps
 
 
 def _hosts(config: Config, hosts: int | None) -> tuple[list[list[Host]], list[Host]]:

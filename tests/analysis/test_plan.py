@@ -12,12 +12,12 @@ from typing import Any, Literal
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from ft_hsdp.analysis.costs import ASSUMED, Assumptions
+from ft_hsdp.analysis.fewer_ranks import tensors
+from ft_hsdp.analysis.plan import BOUNDS, plan
+from ft_hsdp.analysis.plan_table import lines
 from ft_hsdp.config import parse
-from ft_hsdp.launch.arguments import ASSUMED, Assumptions
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.plan.estimate import BOUNDS, plan
-from ft_hsdp.launch.plan.table import lines
-from ft_hsdp.launch.plan.width import tensors
 
 PAGE = Path(__file__).parents[2] / "docs/memory.md"
 ONE_REPLICA = {"replicas": 1, "ranks_per_replica": 4, "hosts": {"per_replica": 4}}
@@ -256,10 +256,9 @@ def test_the_last_host_has_no_second_copy() -> None:
 
 def test_the_built_in_model_has_these_shapes() -> None:
     from ft_hsdp.train.model import ModelArgs, Transformer
-    from ft_hsdp.train.tokens import VOCABULARY
 
     config = parse({"model": {"layers": 1}})
-    model = Transformer(ModelArgs.of(config.model, VOCABULARY[config.data.tokenizer], 8))
+    model = Transformer(ModelArgs.of(config.model, config.data.vocabulary, 8))
     assert {name: (tuple(p.shape), 4) for name, p in model.named_parameters()} == tensors(config)
 
 
