@@ -227,9 +227,9 @@ def wire() -> str:
                 page](../security.md) how connections are protected.
             """),
             "## Between processes and hosts",
-            table(head, rows(protocol._MESSAGES)),
+            table(head, rows(protocol.MESSAGES)),
             "## Between a rank and its state agent",
-            table(head, rows(agent._TYPES)),
+            table(head, rows(agent.MESSAGES)),
         ]
     )
 

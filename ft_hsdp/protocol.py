@@ -4,7 +4,7 @@ Four channels use it: a replica and the lighthouse (HTTP), a leader and its rank
 one JSON document per frame), and neighbours in a ring (TCP). Gradients and states never pass here. Nothing is
 unpickled.
 
-Field names and tags are the wire format. `_MESSAGES` maps each tag to its class.
+Field names and tags are the wire format. `MESSAGES` maps each tag to its class.
 """
 
 from __future__ import annotations
@@ -338,7 +338,7 @@ class RingAbort:
 
 
 # The tag of each message on the wire. A class may get another name; a tag may not: peers and stored files use it.
-_MESSAGES: dict[str, type] = {
+MESSAGES: dict[str, type] = {
     "Ask": QuorumRequest,
     "Wait": Wait,
     "Processes": ProcessReport,
@@ -387,7 +387,7 @@ _MESSAGES: dict[str, type] = {
     "DropCopies": effects.DropCopies,
     "Exit": effects.Exit,
 }
-_CODEC = bounded.MessageCodec(_MESSAGES, MAX_MESSAGE)
+_CODEC = bounded.MessageCodec(MESSAGES, MAX_MESSAGE)
 tag_of, prepare, encode, decode = _CODEC.tag_of, _CODEC.prepare, _CODEC.encode, _CODEC.decode
 
 

@@ -21,7 +21,7 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.state.agent import messages
 
 TOKEN = "0" * 64
-EVERYTHING = tuple(protocol._MESSAGES.values())
+EVERYTHING = tuple(protocol.MESSAGES.values())
 
 words = st.text(st.sampled_from(string.ascii_letters + string.digits + 'é"\\\n'), max_size=8)
 counts = st.integers(0, 2**40)
@@ -348,11 +348,11 @@ def _hostile(size: int) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["items", "names", "deep"])
-@pytest.mark.parametrize("name", sorted(protocol._MESSAGES))
+@pytest.mark.parametrize("name", sorted(protocol.MESSAGES))
 def test_a_wrong_document_has_few_errors_however_long_it_is(name: str, kind: str) -> None:
     """Pydantic would collect one for each item: 1 MiB of them took more than a second and half a GB."""
     wrong = _hostile(1 << 16)[kind]
-    fields = [field.name for field in dataclasses.fields(protocol._MESSAGES[name])]
+    fields = [field.name for field in dataclasses.fields(protocol.MESSAGES[name])]
     body = b"{" + b",".join(b'"%s":%s' % (field.encode(), wrong) for field in fields) + b"}"
     for document in (body, body.replace(wrong, b'{"members":' + wrong + b"}")):
         data = b'{"type":"%s","body":%s}' % (name.encode(), document)
@@ -364,4 +364,4 @@ def test_a_wrong_document_has_few_errors_however_long_it_is(name: str, kind: str
         assert errors < 50
         if len(data) <= protocol.MAX_MESSAGE:
             with contextlib.suppress(ProtocolViolation):
-                protocol.decode(data, protocol._MESSAGES[name])
+                protocol.decode(data, protocol.MESSAGES[name])

@@ -77,9 +77,8 @@ def successor(equal: Collection[int], known: Collection[int], unwritable: Collec
     return min((r for r in equal if r not in unwritable), default=None)
 
 
-MAX_RETRIES = (
-    3  # attempts in place of one that was lost or failed everywhere; then the next one that is due counts
-)
+# Attempts in place of one that was lost or failed everywhere; then the next one that is due counts.
+MAX_RETRIES = 3
 
 
 def write(

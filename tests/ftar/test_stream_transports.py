@@ -242,7 +242,7 @@ def test_a_segment_that_is_not_sealed_is_refused(pair: tuple[socket.socket, sock
         os.ftruncate(fd, 8)
 
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    kind, text = referred(pair, shm._REFERENCE.pack(shm.GIVEN, 1, 0), [fd])
+    kind, text = referred(pair, shm.REFERENCE.pack(shm.GIVEN, 1, 0), [fd])
     assert kind is ProtocolViolation
     assert ("no 16 bytes at 0 of segment 1" if sealed else "not sealed") in text
     os.close(fd)
@@ -252,12 +252,12 @@ def test_a_segment_that_is_not_sealed_is_refused(pair: tuple[socket.socket, sock
 
 @pytest.mark.parametrize("way", [shm.MAPPED, shm.GIVEN, shm.NOTHING, 77])
 def test_a_reference_to_nothing_is_refused(pair: tuple[socket.socket, socket.socket], way: int) -> None:
-    kind, _ = referred(pair, shm._REFERENCE.pack(way, 9, 0), [])
+    kind, _ = referred(pair, shm.REFERENCE.pack(way, 9, 0), [])
     assert kind is ProtocolViolation
 
 
 def test_a_reference_to_memory_that_is_not_there(pair: tuple[socket.socket, socket.socket]) -> None:
-    kind, text = referred(pair, shm._REFERENCE.pack(shm.REMOTE, 0, 8), [])
+    kind, text = referred(pair, shm.REFERENCE.pack(shm.REMOTE, 0, 8), [])
     assert kind is PeerDead
     assert "left neighbour" in text
 
@@ -278,6 +278,6 @@ def no_descriptor() -> Iterator[None]:
 def test_no_descriptor_left_for_a_segment(pair: tuple[socket.socket, socket.socket]) -> None:
     """That is this machine's fault, not the neighbour's."""
     fd = os.memfd_create("ftar-test", os.MFD_ALLOW_SEALING)
-    kind, _ = referred(pair, shm._REFERENCE.pack(shm.GIVEN, 1, 0), [fd], no_descriptor())
+    kind, _ = referred(pair, shm.REFERENCE.pack(shm.GIVEN, 1, 0), [fd], no_descriptor())
     os.close(fd)
     assert kind is LocalResourceError

@@ -139,8 +139,8 @@ def everything(*, train: bool) -> dict[str, Any]:
     from ft_hsdp.sentences import SENTENCES
 
     found = {
-        "messages.json": messages("ft_hsdp.protocol", "_MESSAGES", "encode"),
-        "agent_messages.json": messages("ft_hsdp.state.agent.messages", "_TYPES", "frame"),
+        "messages.json": messages("ft_hsdp.protocol", "MESSAGES", "encode"),
+        "agent_messages.json": messages("ft_hsdp.state.agent.messages", "MESSAGES", "frame"),
         "events.json": sorted(SENTENCES),
         "help.json": {name: text.splitlines() for name, text in helps(build_parser()).items()},
         "schema.json": json.loads((ROOT / "configs/schema.json").read_text()),

@@ -34,7 +34,8 @@ from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingReady
 
-_REFERENCE = struct.Struct("!BIQ")
+# A label: the way to a payload, the number of its segment, and its offset or address there.
+REFERENCE = struct.Struct("!BIQ")
 NOTHING, MAPPED, GIVEN, REMOTE, INLINE = range(5)
 _NUMBER = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("iII")
@@ -80,7 +81,7 @@ class ReferenceEncoder:
         direct: whether the receiver may read this process's memory with process_vm_readv.
     """
 
-    label = _REFERENCE.size
+    label = REFERENCE.size
     by_reference = True
 
     def __init__(self, arena: Arena, direct: bool) -> None:
@@ -94,17 +95,17 @@ class ReferenceEncoder:
         The descriptor of its segment goes with it if the receiver does not have it yet.
         """
         if payload is None or not payload.numel():
-            return EncodedPayload(_REFERENCE.pack(NOTHING, 0, 0))
+            return EncodedPayload(REFERENCE.pack(NOTHING, 0, 0))
         found = self._arena.find(payload)
         if found is not None:
             segment, offset = found
             if segment.number in self._given:
-                return EncodedPayload(_REFERENCE.pack(MAPPED, segment.number, offset))
-            reference = _REFERENCE.pack(GIVEN, segment.number, offset)
+                return EncodedPayload(REFERENCE.pack(MAPPED, segment.number, offset))
+            reference = REFERENCE.pack(GIVEN, segment.number, offset)
             return EncodedPayload(reference, (self._segment_changes(segment.number),), (segment.fd,))
         if self._direct:
-            return EncodedPayload(_REFERENCE.pack(REMOTE, 0, payload.data_ptr()))
-        return EncodedPayload(_REFERENCE.pack(INLINE, 0, 0), (bytes_of(payload),))
+            return EncodedPayload(REFERENCE.pack(REMOTE, 0, payload.data_ptr()))
+        return EncodedPayload(REFERENCE.pack(INLINE, 0, 0), (bytes_of(payload),))
 
     def _segment_changes(self, number: int) -> bytes:
         """Return which segment is new, and which ones are gone, so that the receiver unmaps them."""
@@ -123,7 +124,7 @@ class ReferenceDecoder:
         pid: the sender's process, as the kernel reports it.
     """
 
-    label = _REFERENCE.size
+    label = REFERENCE.size
     by_reference = True
 
     def __init__(self, pid: int) -> None:
@@ -136,7 +137,7 @@ class ReferenceDecoder:
 
         `PayloadDecoder.unpack` explains the arguments and errors.
         """
-        way, number, offset = _REFERENCE.unpack(label)
+        way, number, offset = REFERENCE.unpack(label)
         if way == GIVEN:
             self._learn(number, read)
         if way in (MAPPED, GIVEN) and frame.nbytes:

@@ -351,7 +351,7 @@ ORDERS = (
 BLOCK_ORDERS = (ListSlices, WriteSlice, SliceWritten, CopySlice, DropSlices)
 
 # The tag of each message on the socket. Tags never change: an agent may be older than the ranks that call it.
-_TYPES: dict[str, type] = {
+MESSAGES: dict[str, type] = {
     "Stage": Stage,
     "Staged": Staged,
     "Settle": Settle,
@@ -388,7 +388,7 @@ _TYPES: dict[str, type] = {
     "Done": Done,
     "Refused": OrderRefused,
 }
-_CODEC = bounded.MessageCodec(_TYPES, MAX_MESSAGE)
+_CODEC = bounded.MessageCodec(MESSAGES, MAX_MESSAGE)
 decode = _CODEC.decode
 
 

@@ -70,7 +70,7 @@ SAID: list[object] = [
     protocol.RingAbort(3, "why", 1, GRANT),
     Vote(1, AttemptId(1, 2, 3), "d", 0.5, ()),
 ]
-TYPES: list[type] = [protocol._MESSAGES[name] for name in sorted(protocol._MESSAGES)]
+TYPES: list[type] = [protocol.MESSAGES[name] for name in sorted(protocol.MESSAGES)]
 
 
 def _said() -> list[bytes]:
@@ -197,7 +197,7 @@ def _agent(data: bytes) -> None:
     """Orders to the agent, and its answers."""
     if len(data) >= protocol.LENGTH.size:
         protocol.frame_length(data[: protocol.LENGTH.size], messages.MAX_MESSAGE)
-        messages.decode(data[protocol.LENGTH.size :], *messages._TYPES.values())
+        messages.decode(data[protocol.LENGTH.size :], *messages.MESSAGES.values())
 
 
 class _Sink:
