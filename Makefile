@@ -51,10 +51,11 @@ test: lint types
 	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'not proof and not soak and not integration and not multiproc'; one=$$?; \
 	$(PYTEST) -n 2 --dist worksteal -m 'not proof and not soak and not integration and multiproc'; two=$$?; exit $$((one ? one : two))
 
-# Long runs with real launchers and processes, two at a time; twenty minutes or more. Then two of the other trainers.
+# Long runs with real launchers and processes, two at a time; twenty minutes or more. Then two of the other trainers,
+# and the kernels with an older triton.
 proof: $(TOOLS)
 	$(PYTEST) -n 2 --dist worksteal -m 'proof and not soak' --durations=15; one=$$?; \
-	$(MAKE) --no-print-directory integration-fabric integration-transformers; two=$$?; exit $$((one ? one : two))
+	$(MAKE) --no-print-directory integration-fabric integration-transformers old-triton; two=$$?; exit $$((one ? one : two))
 
 integrations: $(FRAMEWORKS:%=integration-%)
 
@@ -86,7 +87,8 @@ $(NIGHTLY)/.installed: $(TOOLS)
 twin: TORCH = 2.11.0
 twin:
 	$(MAKE) --no-print-directory .venvs/twin-$(TORCH)/.installed
-	.venvs/twin-$(TORCH)/bin/python -m tests.twin
+	PYTHONDONTWRITEBYTECODE= .venvs/twin-$(TORCH)/bin/python -m pytest -m 'integration or not integration' tests/twin \
+	  tests/ftar_kernels tests/ftar/test_gpu_plane.py $(patsubst %,tests/train/test_%.py,unused fsdp gradients adopt)
 
 .PRECIOUS: .venvs/twin-%/.installed
 .venvs/twin-%/.installed: tests/twin/requirements.txt pyproject.toml
@@ -95,6 +97,15 @@ twin:
 	$(PYTHON) -m venv .venvs/twin-$*
 	.venvs/twin-$*/bin/python -m pip --disable-pip-version-check install -q torch==$* -r $<
 	.venvs/twin-$*/bin/python -m pip --disable-pip-version-check install -q --no-deps -e .
+	@touch $@
+
+# The kernels as the oldest triton compiles and launches them, beside this environment's torch.
+.PHONY: old-triton
+old-triton: .venvs/triton-3.6.0/.installed
+	PYTHONPATH=.venvs/triton-3.6.0 $(BIN)/python -m ftar_kernels.compile_check
+
+.venvs/triton-%/.installed: $(TOOLS)
+	$(PIP) install -q --no-deps --target .venvs/triton-$* triton==$*
 	@touch $@
 
 # Make the environment $(1) on top of $(VENV), with a constraint that keeps its torch.

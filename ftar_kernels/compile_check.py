@@ -1,9 +1,9 @@
 """Checks what the kernels compile to on sm_90, without a GPU. Run it as `python -m ftar_kernels.compile_check`.
 
 It allows at most 64 registers a thread and nothing in local memory: then 512 threads leave room on the SM for one
-more such program, beside which other kernels run. It also asks for accesses of 16 bytes, the acquire of a wait and
-the release of an answer. `launch_problems` checks what a launch makes of its arguments: a second variant would be
-compiled and loaded in the middle of training, where the driver waits until the device is idle.
+more such program, beside which other kernels run. All accesses to a block must be of 16 bytes; a wait must have
+its acquire, an answer its release. `launch_problems` checks what a launch makes of its arguments: a second variant
+would be compiled and loaded in the middle of training, where the driver waits until the device is idle.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from triton.runtime import driver
 from ftar_kernels import handshake
 from ftar_kernels.flags import FlagPage
 from ftar_kernels.persistent import command_kernel, persistent_kernel
-from ftar_kernels.reduce_copy import WARPS, kernel, shape
+from ftar_kernels.reduce_copy import BLOCK_BYTES, OPTIONS, WARPS, kernel, shape
 from ftar_kernels.staging import host_buffer
 
 REGISTERS = 64
+UNROLLED = BLOCK_BYTES // (16 * 32 * WARPS)  # accesses of 16 bytes of each thread to a block
 DEPTH = 64  # commands at once, as a plane has them
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -48,6 +49,8 @@ class Figures:
     wide_loads: int
     wide_stores: int
     async_loads: int
+    edge_loads: int
+    edge_stores: int
     acquires: int
     releases: int
     invalidates: int
@@ -60,8 +63,15 @@ class Figures:
         found = [
             (self.registers > REGISTERS, f"{self.registers} registers, {REGISTERS} are allowed"),
             (self.stack + self.local > 0, f"{self.stack} bytes of stack, {self.local} accesses to local memory"),
-            (not self.wide_loads + self.async_loads, "no 16-byte loads"),
-            (not self.wide_stores, "no 16-byte stores"),
+            # A block has UNROLLED accesses of a thread where its edge has one; a narrow block has many more.
+            (
+                not UNROLLED * self.edge_loads <= self.wide_loads + self.async_loads > 0,
+                f"{self.wide_loads + self.async_loads} loads of 16 bytes beside {self.edge_loads} narrow ones",
+            ),
+            (
+                not UNROLLED * self.edge_stores <= self.wide_stores > 0,
+                f"{self.wide_stores} stores of 16 bytes beside {self.edge_stores} narrow ones",
+            ),
             (waits and self.acquires != 1, f"{self.acquires} acquires in a wait instead of 1"),
             (waits and not self.invalidates, "the acquire was optimized away"),
             (waits and not (self.releases and self.fences), "no release"),
@@ -72,7 +82,7 @@ class Figures:
 
 def compile_kernel(fn: Any, dtype: torch.dtype, stages: int, **constants: Any) -> Figures:
     """Compile `fn` for buffers of `dtype` on sm_90, and count what it consists of."""
-    constants |= {"STAGES": stages, **shape(dtype)}
+    constants = {"STAGES": stages, **shape(dtype), **constants}
     types = {
         "words": "*i32",
         "commands": "*i64",
@@ -90,7 +100,7 @@ def compile_kernel(fn: Any, dtype: torch.dtype, stages: int, **constants: Any) -
     compiled = triton.compile(
         ASTSource(fn, signature, constants, aligned),
         target=GPUTarget("cuda", 90, 32),
-        options={"num_warps": WARPS},
+        options=OPTIONS,
     )
     usage, code = (_cuobjdump(compiled.asm["cubin"], option) for option in ("-res-usage", "-sass"))
     ops = Counter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+ )?([A-Z][A-Z0-9_.]*)", code, re.MULTILINE))
@@ -111,6 +121,8 @@ def compile_kernel(fn: Any, dtype: torch.dtype, stages: int, **constants: Any) -
         wide_loads=count(r"LDG\.E\.128.*"),
         wide_stores=count(r"STG\.E\.128.*"),
         async_loads=count(r"LDGSTS\..*128.*"),
+        edge_loads=count(r"LDG\.E(?!.*\.(128|SYS)).*"),  # what is read for the whole system are commands and flags
+        edge_stores=count(r"STG\.E(?!.*\.(128|SYS)).*"),
         acquires=len(re.findall(r"ld\.acquire\.sys", ptx)),
         releases=len(re.findall(r"st\.release\.sys", ptx)),
         invalidates=count(r"CCTL\.IVALL"),
@@ -188,7 +200,7 @@ def launch_problems() -> list[str]:
         variants = set()
         for count, silence_s in itertools.product((1, 16, 10**9), (0.05, 30.0, 64.0)):
             compiled = persistent_kernel.warmup(
-                *pointers, count, int(silence_s * 1e9), grid=(2,), DEPTH=DEPTH, STAGES=1, num_warps=WARPS,
+                *pointers, count, int(silence_s * 1e9), grid=(2,), DEPTH=DEPTH, STAGES=1, **OPTIONS,
                 **shape(dtype),
             )  # fmt: skip
             variants.add(compiled.hash)

@@ -18,12 +18,21 @@ from __future__ import annotations
 
 import time
 
+import numpy as np
 import triton
 import triton.language as tl
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 PAUSE_S = 2e-5
+
+
+def uninterpretable() -> str:
+    """Return why this environment's triton cannot interpret kernels; "" if it can."""
+    if triton.__version__ < "3.7" and np.lib.NumpyVersion(np.__version__) >= "2.4.0":
+        return f"the interpreter of triton {triton.__version__} does not know numpy {np.__version__}"
+    return ""
+
 
 _WAIT = tl.constexpr("""
 {

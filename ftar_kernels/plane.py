@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels.flags import Command, FlagPage, Status
 from ftar_kernels.persistent import command_kernel, persistent_kernel
-from ftar_kernels.reduce_copy import PROGRAMS, WARPS, check, shape, vector
+from ftar_kernels.reduce_copy import OPTIONS, PROGRAMS, check, shape, vector
 from ftar_kernels.staging import host_buffer
 from ftar_kernels.streamops import DeviceStream, HostStream
 
@@ -308,10 +308,10 @@ class StagedJob:
         local = self._out if self._local is None else self._local
         return local, self._out, self._send, self._recv, self._page.words, self._page.commands
 
-    def _shape(self) -> dict[str, int]:
+    def _shape(self) -> dict[str, Any]:
         return {
             "DEPTH": self._plane.depth,
             "STAGES": self._plane.stages,
-            "num_warps": WARPS,
+            **OPTIONS,
             **shape(self._out.dtype),
         }

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 WARPS = 16  # 512 threads a program (FT-HSDP §4.2)
+# Of each launch. Sums have no products to be fused with; triton wants to hear it before its default changes.
+OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False}
 PROGRAMS = 2
 EDGE = 512
 BLOCK_BYTES = 32768  # of each source at once: 4 loads of 16 bytes for each thread
@@ -59,16 +61,18 @@ def chunk(
     """Process this program's part of elements [shift, end): write a (+ b) to dst1 (and dst2).
 
     Without `some`, zeros take the place of a. All pointers are aligned to 16 bytes. The host or another device may
-    write `a` while the kernel runs, so it is read past the L1 cache.
+    write `a` while the kernel runs, so it is read past the L1 cache. Each mask compares indices, because the
+    interpreter of triton 3.9 takes no scalar for one.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     head = tl.minimum((shift + VECTOR - 1) // VECTOR * VECTOR, end)
     blocks = (end - head) // BLOCK
     lanes = tl.arange(0, BLOCK)
+    whole = lanes < tl.where(some, BLOCK, 0)
     for block in tl.range(program, blocks, programs, num_stages=STAGES):
         at = (head + VECTOR - 1) // VECTOR * VECTOR + block * BLOCK + lanes
-        x = tl.load(a + at, mask=some, other=0, cache_modifier=".cg")
+        x = tl.load(a + at, mask=whole, other=0, cache_modifier=".cg")
         if REDUCES:
             x = add(x, tl.load(b + at))
         tl.store(dst1 + at, x)
@@ -77,12 +81,13 @@ def chunk(
     before = head - shift
     behind = head + blocks * BLOCK
     count = before + end - behind
+    loaded = tl.where(some, count, 0)
     lane = tl.arange(0, EDGE)
     for first in tl.range(program * EDGE, count, programs * EDGE, num_stages=1):
         index = first + lane
         at = index + tl.where(index < before, shift, behind - before)
         inside = index < count
-        x = tl.load(a + at, mask=inside & some, other=0, cache_modifier=".cg")
+        x = tl.load(a + at, mask=index < loaded, other=0, cache_modifier=".cg")
         if REDUCES:
             x = add(x, tl.load(b + at, mask=inside, other=0))
         tl.store(dst1 + at, x, mask=inside)
@@ -154,7 +159,7 @@ def _launch(
         if tensor.numel() != a.numel():
             raise ValueError(f"buffers of {a.numel()} and {tensor.numel()} elements")
     kernel[(programs,)](
-        a, b, dst1, second, a.numel(), REDUCES=reduces, TWO=dst2 is not None, STAGES=stages, num_warps=WARPS,
+        a, b, dst1, second, a.numel(), REDUCES=reduces, TWO=dst2 is not None, STAGES=stages, **OPTIONS,
         **shape(a.dtype),
     )  # fmt: skip
 

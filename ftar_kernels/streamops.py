@@ -19,6 +19,7 @@ import torch
 from ftar_kernels.staging import host_buffer
 
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ, in cyclic comparison
+_NON_BLOCKING = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING: not in order with the default stream
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY: the stream has work
 PAUSE_S = 2e-5
 
@@ -56,11 +57,21 @@ class Stream(Protocol):
 
 
 class DeviceStream:
-    """A CUDA stream of high priority, so that its kernels do not queue behind others."""
+    """A CUDA stream of the highest priority, so that its kernels do not queue behind others.
+
+    The driver makes it: torch hands out 32 in turn, and other work could share one with a kernel that waits.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=-1)
         self._driver = ctypes.CDLL("libcuda.so.1")
+        self._context, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # binds the device's context to this thread
+            self._made("cuCtxGetCurrent", ctypes.byref(self._context))
+            lowest, highest = ctypes.c_int(), ctypes.c_int()
+            self._made("cuCtxGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest))
+            self._made("cuStreamCreateWithPriority", ctypes.byref(self._handle), _NON_BLOCKING, highest)
+        self.stream = torch.cuda.ExternalStream(self._handle.value, device)
         self._asked, self._closed = threading.Event(), False
         self._error: str | None = None
         threading.Thread(target=self._ask, name="ftar-device", daemon=True).start()
@@ -91,7 +102,7 @@ class DeviceStream:
             raise Unsupported(f"the driver has no {name}")
         with torch.cuda.device(self.stream.device):
             error = function(
-                ctypes.c_void_p(self.stream.cuda_stream),
+                self._handle,
                 ctypes.c_uint64(address),
                 ctypes.c_uint32(value),
                 ctypes.c_uint(flags),
@@ -117,13 +128,27 @@ class DeviceStream:
 
         The driver may not answer while it loads a kernel, so this has a thread of its own; ctypes holds no GIL.
         """
+        self._driver.cuCtxSetCurrent(self._context)
         while self._asked.wait() and not self._closed:
             self._asked.clear()
-            code = self._driver.cuStreamQuery(ctypes.c_void_p(self.stream.cuda_stream))
+            code = self._driver.cuStreamQuery(self._handle)
             if code not in (0, _NOT_READY):
-                text = ctypes.c_char_p()
-                self._driver.cuGetErrorString(code, ctypes.byref(text))
-                self._error = f"CUDA driver error {code}: {(text.value or b'unknown').decode()}"
+                self._error = self._told(code)
+        self._driver.cuStreamDestroy_v2(self._handle)  # as soon as its work is done
+
+    def _made(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver.
+
+        Raises:
+            RuntimeError: it has failed.
+        """
+        if code := getattr(self._driver, name)(*arguments):
+            raise RuntimeError(f"{name}: {self._told(code)}")
+
+    def _told(self, code: int) -> str:
+        text = ctypes.c_char_p()
+        self._driver.cuGetErrorString(code, ctypes.byref(text))
+        return f"CUDA driver error {code}: {(text.value or b'unknown').decode()}"
 
     def check(self) -> None:
         """Raise the error of the device, if one is known; let it be asked for. Does not wait for the device.
@@ -136,7 +161,7 @@ class DeviceStream:
             raise RuntimeError(self._error)
 
     def close(self) -> None:
-        """Enqueue nothing more on this stream."""
+        """Enqueue nothing more on this stream; its own thread destroys it."""
         self._closed = True
         self._asked.set()
 

@@ -13,6 +13,7 @@ from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import DISK
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
+from ft_hsdp.launch.backend.gpus import visible
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.backend.spare_agents import SpareAgents
@@ -79,6 +80,7 @@ def local_resources(
             hosts=emulated_hosts(config),
             agents=SpareAgents(config, run, emit) if config.hosts.spare else None,
             shrink_to=config.memory.shrink_to,
+            gpus=gpus_here(config),
         )
         return JobResources(backend, LighthouseFleet(run, config, emit, module=lighthouse))
 
@@ -123,6 +125,20 @@ def check_device(config: Config) -> str:
     from ft_hsdp.train.device import describe  # a job on CPUs starts without torch in this process
 
     return describe(config.train.device, config.ranks_per_replica)
+
+
+def gpus_here(config: Config) -> tuple[str, ...]:
+    """Return the GPUs of this machine that the job may use; () if ranks compute on the CPU.
+
+    Raises:
+        ConfigError: This machine lacks the devices that train.device names.
+    """
+    if config.train.device == "cpu":
+        return ()
+    check_device(config)
+    import torch  # `check_device` has loaded it
+
+    return visible(torch.cuda.device_count(), os.environ)
 
 
 def check_copies(config: Config) -> None:

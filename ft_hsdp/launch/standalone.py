@@ -38,7 +38,7 @@ from ft_hsdp.launch.failures import JobFailures, Outcome
 from ft_hsdp.launch.job import END_S, what_is_kept
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.lighthouse_process import check_port
-from ft_hsdp.launch.local import prepare_data
+from ft_hsdp.launch.local import check_device, gpus_here, prepare_data
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run import follow
 from ft_hsdp.launch.run.directory import (
@@ -140,6 +140,7 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
             "--replica", replica_id, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
         )
     config = stamped(config)
+    check_device(config)
     run = run_of(config)
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun's restart: the job has begun
     trusted, reach_s = tls.trusted(config.network), math.inf if again else config.timeouts.reach_s
@@ -258,6 +259,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         quiet_s=config.restart.hold_s,
         hosts=EmulatedHosts(config.hosts.per_replica, config.ranks_per_replica),
         shrink_to=config.memory.shrink_to,
+        gpus=gpus_here(config),
     )
     if config.hosts.spare:
         note = f"hosts.spare: {config.hosts.spare} is not used here: `replica` starts no spare host, `up` does"

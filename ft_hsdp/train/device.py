@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import logging
 import os
 import platform
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 # A kernel that is loaded on its first launch waits for those that spin; streams that share a queue do too.
 _CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+# A rank that dies takes its replica along, so nobody is there to read a dump.
+_NCCL = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_ENABLE_MONITORING": "1"}
+_BEAT_S = 480  # torch's own: how long NCCL's watchdog may stand still before the monitor ends the process
+_log = logging.getLogger(__name__)
 
 
 def describe(name: str, ranks: int) -> str:
@@ -43,6 +48,29 @@ def describe(name: str, ranks: int) -> str:
     return "1 GPU" if count == 1 else f"{count} GPUs"
 
 
+def prepare(name: str, longest_s: float) -> None:
+    """Set what CUDA and NCCL read from the environment once, and warn of what is otherwise or too late.
+
+    Args:
+        name: `train.device`.
+        longest_s: How long a step may last, in seconds; NCCL's monitor must not end a rank before.
+    """
+    if name == "cpu":
+        return
+    late = torch.cuda.is_initialized()
+    for key, value in _CUDA.items():
+        given = os.environ.get(key)
+        if given is None and late:
+            _log.warning("%s=%s comes too late: CUDA was initialized before ft_hsdp.join", key, value)
+        elif given not in (None, value):
+            _log.warning("%s is %s in the environment; FTAR's kernels want %s", key, given, value)
+        os.environ.setdefault(key, value)
+    for key, value in _NCCL.items():
+        os.environ.setdefault(key, value)
+    beat_s = max(int(os.environ.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", _BEAT_S)), int(longest_s) + 60)
+    os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = str(beat_s)
+
+
 def choose(name: str, local_rank: int) -> torch.device:
     """Return the device of the rank that is ``local_rank`` on its machine; it becomes this thread's current one.
 
@@ -51,8 +79,6 @@ def choose(name: str, local_rank: int) -> torch.device:
     """
     if name == "cpu":
         return torch.device("cpu")
-    for key, value in _CUDA.items():
-        os.environ.setdefault(key, value)
     describe(name, 1)
     device = torch.device(name, local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -33,7 +33,7 @@ from ft_hsdp.control.lighthouse_client import parse_urls, urls_of_run
 from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.secret import TOKEN_VARIABLE
-from ft_hsdp.train.device import backend, choose
+from ft_hsdp.train.device import backend, choose, prepare
 from ft_hsdp.train.identity import HOST_RANK_VARIABLE, FromEnvironment, IncarnationSource, RankPlace, begin
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.replay.job import Recorded, ReplayJob
@@ -164,6 +164,7 @@ def join(
     rank, ranks = _own_rank(config)
     record_layer.use(config.network.tls)
     caller_gate.use(config.timeouts.hello_s)
+    prepare(config.train.device, max(config.timeouts.step_s, config.timeouts.pause_s))
     device = choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
     torch.set_num_threads(config.train.threads)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
@@ -176,7 +177,7 @@ def join(
         group = RankGroup(None, made=False)
     else:
         incarnation = "" if identity is None else identity.incarnation
-        store = _connect_ranks(rank, ranks, incarnation, backend(device), config, token)
+        store = _connect_ranks(rank, ranks, incarnation, backend(device), config, token, device)
         group = RankGroup(store, made=True)
     _process.asked = _process.joined = True
     _process.job = Job(config, place, source, identity, device, group.close)
@@ -186,11 +187,12 @@ def join(
 def _repeat(config: Config, run: Path, recorded: Recorded) -> ReplayJob:
     """Return the job of a rank that repeats recorded steps: it has no lighthouse, and the other ranks alone."""
     rank, ranks = _own_rank(config)
+    prepare(config.train.device, config.timeouts.step_s)
     device = choose(config.train.device, rank)
     torch.set_num_threads(config.train.threads)
     token = os.environ[TOKEN_VARIABLE]
     place = RankPlace(rank, ranks, run, (), token, os.environ["MASTER_ADDR"], starts_agent=False)
-    group = RankGroup(_connect_ranks(rank, ranks, "replay", backend(device), config, token), made=True)
+    group = RankGroup(_connect_ranks(rank, ranks, "replay", backend(device), config, token, device), made=True)
     _process.asked = _process.joined = True
     _process.job = ReplayJob(config, place, device, recorded, group.close)
     return _process.job
@@ -289,7 +291,7 @@ def _own_rank(config: Config) -> tuple[int, int]:
 
 
 def _connect_ranks(
-    rank: int, ranks: int, incarnation: str, backend: str, config: Config, token: str
+    rank: int, ranks: int, incarnation: str, backend: str, config: Config, token: str, device: torch.device
 ) -> RankStore | None:
     """Form the process group of a replica; return its store, if `Job.close` has to close that.
 
@@ -318,7 +320,9 @@ def _connect_ranks(
     else:
         store = ours = connect(rank, token, host, port, config.timeouts.ranks_s)
     prefixed = dist.PrefixStore(incarnation, store)
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=meeting)
+    # NCCL connects here, within the time for ranks to meet, and not in the first step.
+    named = {"device_id": device} if device.type == "cuda" else {}
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=meeting, **named)
     later_s = max(2 * config.ftar.timeout_s, config.timeouts.ranks_s, config.timeouts.pause_s)
     _set_pg_timeout(timedelta(seconds=later_s), dist.group.WORLD)
     return ours

@@ -91,7 +91,8 @@ def still_used() -> str:
 def lines(name: str, result: dict[str, Any]) -> str:
     """Format the result of a section for the terminal."""
     goal = f"  goal: {SECTIONS[name].goal}" if SECTIONS[name].goal else ""
-    text = f"{name}: {'ok' if result['ok'] else 'FAILED'}{goal}"
+    state = "skipped" if "skipped" in result else "ok" if result["ok"] else "FAILED"
+    text = f"{name}: {state}{goal}"
     rows = result.get("rows", [])
     text += "".join(f"  {k} {_short(v)}" for k, v in result.items() if k not in ("ok", "rows", "machine")) + "\n"
     return text + "".join("    " + "  ".join(f"{k} {_short(v)}" for k, v in row.items()) + "\n" for row in rows)

@@ -18,7 +18,7 @@ from ftar_kernels.bench.checks import drain, empty, fresh, programs
 from ftar_kernels.flags import Command, Status
 from ftar_kernels.persistent import command_kernel
 from ftar_kernels.plane import StagedPlane
-from ftar_kernels.reduce_copy import WARPS, shape, vector
+from ftar_kernels.reduce_copy import OPTIONS, shape, vector
 from ftar_kernels.staging import PinnedSegment, host_buffer
 
 N = 1 << 16  # elements of fp32
@@ -88,7 +88,7 @@ class Ladder:
         send, recv = plane.send.view(torch.float32), plane.recv.view(torch.float32)
         command_kernel[(plane.programs,)](
             self._x, self._out, send, recv, plane.page.words, plane.page.commands, 0, DEPTH=plane.depth, STAGES=1,
-            num_warps=WARPS, **shape(torch.float32),
+            **OPTIONS, **shape(torch.float32),
         )  # fmt: skip
         return self._compare(self._out, plane)
 

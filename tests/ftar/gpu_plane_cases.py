@@ -340,6 +340,17 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
         assert isinstance(work.exception(DEADLINE_S), InvalidArgument)
 
 
+def test_memory_that_the_device_cannot_reach_ends_the_process_and_not_the_job() -> None:
+    """Triton's launcher says so with a ValueError, as if an argument were wrong."""
+    plane, out = chain(Arena()), Arena().empty(8)
+    plane.reserve(plan(8, 4, 1), torch.float32)
+    wrong = ValueError("Pointer argument (at 2) cannot be accessed from Triton (cpu tensor?)")
+    with mock.patch.object(plane._staged, "open", side_effect=wrong), pytest.raises(LocalProcessError) as failed:
+        plane.open(None, out, plan(8, 4, 1))
+    assert failed.value.exit_code == 75
+    plane.close()
+
+
 def test_more_chunks_than_slots_are_refused() -> None:
     plane, out, cut = chain(Arena()), Arena().empty(N), plan(N, 4, 3)
     job = plane.open(None, out, cut)

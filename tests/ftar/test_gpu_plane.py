@@ -16,6 +16,10 @@ HERE = Path(__file__).parent
 
 def test_interpreted_cases() -> None:
     pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
+    from ftar_kernels.handshake import uninterpretable
+
+    if uninterpretable():
+        pytest.skip(uninterpretable())
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:schemathesis")
     command = [sys.executable, "-m", "pytest", *options, str(HERE / "gpu_plane_cases.py")]
     environment = os.environ | {"TRITON_INTERPRET": "1"}

@@ -76,12 +76,47 @@ def test_a_command_says_what_is_read_and_written(kind, recv, contributes, mode):
 @pytest.fixture
 def device_stream(monkeypatch):
     """A DeviceStream whose driver writes down what it is asked, on a machine without one."""
-    monkeypatch.setattr(
-        torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=77, device=device)
-    )
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda at, device: SimpleNamespace(at=at, device=device))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
     return streamops.DeviceStream(torch.device("cuda", 0))
+
+
+class Driver(SimpleNamespace):
+    """A driver with a context 5 and priorities from 0 to -5."""
+
+    def __init__(self):
+        super().__init__(made=[], bound=threading.Event(), destroyed=threading.Event())
+
+    def cuCtxGetCurrent(self, context):
+        context._obj.value = 5
+        return 0
+
+    def cuCtxGetStreamPriorityRange(self, lowest, highest):
+        lowest._obj.value, highest._obj.value = 0, -5
+        return 0
+
+    def cuStreamCreateWithPriority(self, stream, flags, priority):
+        stream._obj.value = 77
+        self.made.append((flags.value, priority.value))
+        return 0
+
+    def cuCtxSetCurrent(self, context):
+        assert context.value == 5
+        self.bound.set()
+
+    def cuStreamDestroy_v2(self, stream):
+        assert stream.value == 77
+        self.destroyed.set()
+
+
+def test_the_stream_is_nobody_elses_and_goes_with_the_plane(device_stream):
+    driver = device_stream._driver
+    assert (driver.made, device_stream.stream.at) == ([(1, -5)], 77)
+    device_stream.close()
+    assert driver.destroyed.wait(30)
+    assert driver.bound.is_set()
 
 
 def record(into, code=0):

@@ -3,10 +3,12 @@
 import dataclasses
 
 import pytest
+import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
 
 from ftar_kernels import compile_check, handshake
+from ftar_kernels.reduce_copy import kernel
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +27,14 @@ def test_a_storing_reduction_loads_twice_and_stores_twice(rows):
             assert row.wide_loads == row.wide_stores
 
 
+def test_a_kernel_that_does_not_know_where_a_block_begins_is_found():
+    row = compile_check.compile_kernel(kernel, torch.float32, 1, REDUCES=True, TWO=True, VECTOR=1)
+    assert [text.partition(": ")[2] for text in row.problems()] == [
+        "0 loads of 16 bytes beside 34 narrow ones",
+        "0 stores of 16 bytes beside 34 narrow ones",
+    ]
+
+
 def test_a_launch_has_one_variant_of_each_type():
     assert compile_check.launch_problems() == []
 
@@ -35,8 +45,10 @@ def test_a_launch_has_one_variant_of_each_type():
         ({"registers": 65}, "65 registers"),
         ({"stack": 8}, "8 bytes of stack"),
         ({"local": 2}, "local memory"),
-        ({"wide_loads": 0, "async_loads": 0}, "no 16-byte loads"),
-        ({"wide_stores": 0}, "no 16-byte stores"),
+        ({"wide_loads": 0, "async_loads": 0}, "0 loads of 16 bytes beside 6 narrow ones"),
+        ({"wide_stores": 0}, "0 stores of 16 bytes beside 6 narrow ones"),
+        ({"edge_loads": 18, "wide_loads": 20}, "beside 18 narrow ones"),  # 4 loads of 24 are of 4 bytes each
+        ({"edge_stores": 22, "wide_stores": 20}, "beside 22 narrow ones"),
         ({"acquires": 2}, "2 acquires"),
         ({"invalidates": 0}, "optimized away"),
         ({"releases": 0}, "no release"),

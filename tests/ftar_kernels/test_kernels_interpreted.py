@@ -11,6 +11,11 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
 
+from ftar_kernels.handshake import uninterpretable
+
+if uninterpretable():
+    pytest.skip(uninterpretable(), allow_module_level=True)
+
 HERE = Path(__file__).parent
 
 

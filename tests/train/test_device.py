@@ -70,9 +70,34 @@ def test_the_cpu_is_the_default_and_asks_for_nothing(monkeypatch: pytest.MonkeyP
 def test_ranks_get_the_gpu_of_their_number_on_the_machine(gpus: list[Any]) -> None:
     assert [device.choose("cuda", n) for n in range(3)] == [torch.device("cuda", n % 2) for n in range(3)]
     assert gpus == [torch.device("cuda", n % 2) for n in range(3)]
-    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
     assert device.describe("cuda", 2) == "2 GPUs"
     assert device.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    "given", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "9"}]
+)
+def test_cuda_and_nccl_get_their_environment_or_a_warning(
+    gpus: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any, late: bool, given: dict[str, str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: late)
+    for key in [key for key in os.environ if key.startswith(("CUDA_", "TORCH_NCCL"))]:
+        del os.environ[key]
+    os.environ.update(given)
+    device.prepare("cuda", 600.0)
+    warned = [record.getMessage() for record in caplog.records]
+    assert sum("too late" in line for line in warned) == late * (2 - bool(given))
+    assert sum("CUDA_DEVICE_MAX_CONNECTIONS is 1" in line for line in warned) == bool(given)
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "660"
+
+
+def test_nothing_is_prepared_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(os.environ)
+    device.prepare("cpu", 600.0)
+    assert dict(os.environ) == before
 
 
 def test_a_machine_that_cannot_is_refused_in_one_line(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

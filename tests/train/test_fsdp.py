@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from ft_hsdp.train.fsdp import adopted_model
@@ -67,6 +67,9 @@ def test_what_fsdp_allocated_on_its_stream_is_kept_until_it_is_read(mesh: Device
     assert dropped == [torch.bfloat16] * len(seen) == [torch.bfloat16] * 4
 
 
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="FSDP2 of torch 2.11 has no such zeros"
+)
 def test_an_unused_parameter_sends_zeros_and_changes_no_size(mesh: DeviceMesh) -> None:
     sharded, seen = adopted(mesh)
     sharded.model(batch(0), seldom=False).backward()

@@ -13,6 +13,7 @@ from unittest import mock
 
 import psutil
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,10 +24,11 @@ from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.train import join
 from ft_hsdp.train.identity import leaving_on_signals
 
+CPU = torch.device("cpu")
 BACKENDS = ("gloo", "cpu:gloo")  # the second stands for all that have torch's own store, such as a GPU's
 RANKS = 2
 LISTENS = """
-import json, os, sys, psutil, torch.distributed as dist
+import json, os, sys, psutil, torch, torch.distributed as dist
 from ft_hsdp.config import parse
 from ft_hsdp.train import join
 os.environ.pop("GLOO_SOCKET_IFNAME", None)
@@ -36,7 +38,8 @@ for backend, port, rank in parts:
     pid = os.fork()
     if pid == 0:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        store = join._connect_ranks(rank, int(sys.argv[2]), "0-a-0", backend, parse({}), "ab" * 32)
+        place = (rank, int(sys.argv[2]), "0-a-0", backend)
+        store = join._connect_ranks(*place, parse({}), "ab" * 32, torch.device("cpu"))
         dist.barrier()
         at = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
         told, ips = os.environ.get("GLOO_SOCKET_IFNAME"), sorted({a.ip for a in at})
@@ -104,11 +107,13 @@ def test_ranks_that_do_not_meet_in_time_say_so(monkeypatch: pytest.MonkeyPatch) 
     for ftar_s, pause_s, at_most_s in ((5, 1, 30), (20, 1, 40), (20, 90, 90)):
         waits = {"ranks_s": 30, "pause_s": pause_s}
         config = parse({"timeouts": waits, "ftar": {"timeout_s": ftar_s}, "ranks_per_replica": 2})
-        join._connect_ranks(1, 2, "0-a-0", "gloo", config, "token")
-        join._connect_ranks(0, 1, "0-a-0", "gloo", config, "token")
-        join._connect_ranks(1, 2, "0-a-0", "nccl", config, "token")
+        join._connect_ranks(1, 2, "0-a-0", "gloo", config, "token", CPU)
+        join._connect_ranks(0, 1, "0-a-0", "gloo", config, "token", CPU)
+        join._connect_ranks(1, 2, "0-a-0", "nccl", config, "token", torch.device("cuda", 1))
         assert named["connect"].call_args.args[-1] == named["serve"].call_args.args[-1] == 30.0
         assert torchs["TCPStore"].call_args.args[-1] == timedelta(seconds=30)
+        named_device = [call.kwargs.get("device_id") for call in torchs["init_process_group"].call_args_list[-3:]]
+        assert named_device == [None, None, torch.device("cuda", 1)]
         assert torchs["init_process_group"].call_args.kwargs["timeout"] == timedelta(seconds=30)
         assert named["_set_pg_timeout"].call_args.args[0] == timedelta(seconds=at_most_s)
 

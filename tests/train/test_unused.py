@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
+from ft_hsdp.train.fsdp.param_groups import ParamGroup
+
+with_zeros = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="FSDP2 of torch 2.11 has no such zeros"
+)
 
 
 class Choosing(nn.Module):
@@ -39,6 +44,7 @@ def train(owner: AdoptedModel, model: Choosing, *batches: tuple[int, ...]) -> No
     owner.finish()
 
 
+@with_zeros
 @pytest.mark.parametrize("parts", [True, False], ids=["a group each", "one group"])
 def test_a_batch_that_leaves_parameters_unused_is_refused_by_name(mesh: DeviceMesh, parts: bool) -> None:
     owner, model, _ = adopted(mesh, parts, find_unused=False)
@@ -53,6 +59,7 @@ def test_a_batch_that_leaves_parameters_unused_is_refused_by_name(mesh: DeviceMe
         train(owner, model, (1,), (0,))
 
 
+@with_zeros
 @pytest.mark.parametrize("parts", [True, False], ids=["a group each", "one group"])
 def test_a_parameter_that_nobody_used_gets_no_gradient(mesh: DeviceMesh, parts: bool) -> None:
     owner, model, seen = adopted(mesh, parts, find_unused=True)
@@ -67,6 +74,20 @@ def test_a_parameter_that_nobody_used_gets_no_gradient(mesh: DeviceMesh, parts: 
         owner.clear()
 
 
+def test_a_torch_without_zeros_for_unused_parameters_is_named(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ParamGroup, "reduces_unused", False)
+    owner, model, _ = adopted(mesh, parts=False, find_unused=False)
+    train(owner, model, (0, 1))
+    owner.clear()
+    with pytest.raises(ConfigError, match=r"backward: got .no gradient of some.*torch 2\.\d+"):
+        train(owner, model, (0,))
+    with pytest.raises(ConfigError, match=r"find_unused_parameters\): got True; .*2\.12 has it"):
+        adopted(mesh, parts=True, find_unused=True)
+
+
+@with_zeros
 def test_what_one_contributor_used_is_updated(mesh: DeviceMesh) -> None:
     """The numbers of ranks that used a parameter are summed with the gradients."""
     owner, model, seen = adopted(mesh, True, find_unused=True)

@@ -122,6 +122,8 @@ class GpuPlane:
             staged = self._room(areas.nbytes)
             job = staged.open(local, out, count, after)
         except ValueError as error:
+            if "cannot be accessed" in str(error):  # by Triton's launcher, of our own memory
+                raise fault(error) from error
             raise InvalidArgument(f"GPU data plane: {error}") from error
         except RuntimeError as error:
             raise fault(error) from error

@@ -36,6 +36,7 @@ from ft_hsdp.errors import EXIT_CONFIG, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, FtHs
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.rank_end import Cause
 from ft_hsdp.train import trainer
+from ft_hsdp.train.device import prepare
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.join import Launch, has_joined, joined_job, launched
@@ -82,6 +83,7 @@ def main(config: Config, replica: int | IncarnationSource, run: Path, recorded: 
     launched(Launch(config, source, run, recorded))
     if isinstance(source, FromEnvironment):  # elsewhere the supervisor watches
         _watch(title(entry), config.timeouts.start_s)
+    prepare(config.train.device, max(config.timeouts.step_s, config.timeouts.pause_s))  # before a script uses CUDA
     code = _run(entry, config.args, tell)
     under_torchrun = isinstance(source, FromEnvironment) and recorded is None
     if not under_torchrun and code != EXIT_RETRYABLE:

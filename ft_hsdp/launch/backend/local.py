@@ -18,8 +18,10 @@ from typing import Any
 
 from ft_hsdp import fault_injection
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.backend import gpus as gpu_shares
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ProcessWatch, ReplicaSpec, WorkerGroup, assignment
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD, SPAWN_S, ForkServer
+from ft_hsdp.launch.backend.gpus import GpuShares
 from ft_hsdp.launch.backend.hosts import EmulatedHosts, HostSwap
 from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port
 from ft_hsdp.launch.backend.spare_agents import SpareAgents
@@ -59,6 +61,7 @@ class LocalBackend:
         hosts: EmulatedHosts | None = None,
         agents: SpareAgents | None = None,
         shrink_to: int | None = None,
+        gpus: Sequence[str] = (),
     ) -> None:
         """Make the backend; nothing is started before `open`.
 
@@ -75,6 +78,7 @@ class LocalBackend:
             hosts: For which hosts this machine stands; None: for itself.
             agents: The state agents of spare hosts; None: none is started before its host is needed.
             shrink_to: `memory.shrink_to`.
+            gpus: What ranks compute on, by the names that CUDA_VISIBLE_DEVICES takes; (): on the CPU.
         """
         self._run = run
         self._emit = emit
@@ -89,6 +93,7 @@ class LocalBackend:
         self._uncalled: dict[str, int] = {}  # spare hosts that a replica has got, and the replica
         self._listed: list[dict[str, object]] = []  # the content of hosts.json
         self._keeping: asyncio.Task[None] | None = None
+        self._gpus = GpuShares(gpus)
         self._pool = SparePool(spares, folder or run.spares, self._fork, emit, quiet_s)
 
     @property
@@ -261,21 +266,31 @@ class LocalBackend:
             "MASTER_PORT": str(free_port()),
         }
         spec = group.spec
-        for rank in range(group.size):
-            if group.gone:
-                break
+        chosen = list(self._gpus.take(group.size))
+        shared |= gpu_shares.environment(chosen)
+        left = dict(enumerate(chosen))  # of ranks that were not started
+        try:
+            for rank in range(group.size):
+                if group.gone:
+                    break
 
-            hosted = self._hosts.environment(rank)
+                hosted = self._hosts.environment(rank)
 
-            def gone(pid: int, code: int, rank: int = rank) -> None:
-                group.exited(rank, self._forked(group, rank, pid), code)
+                def gone(pid: int, code: int, rank: int = rank) -> None:
+                    if chosen:
+                        self._gpus.leave(chosen[rank])
+                    group.exited(rank, self._forked(group, rank, pid), code)
 
-            pid = await self._forks.spawn(
-                env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **hosted},
-                config=group.config,
-                log=self._pool.log(group, rank) if spec is None else self._run.rank_log(spec.replica, rank),
-                on_exit=gone,
-                assignment=None if spec is None else self._assignment(spec, rank),
-                on_warm=lambda _, rank=rank: group.warm(rank),  # type: ignore[misc]
-            )
-            group.started(rank, self._forked(group, rank, pid))
+                pid = await self._forks.spawn(
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **hosted},
+                    config=group.config,
+                    log=self._pool.log(group, rank) if spec is None else self._run.rank_log(spec.replica, rank),
+                    on_exit=gone,
+                    assignment=None if spec is None else self._assignment(spec, rank),
+                    on_warm=lambda _, rank=rank: group.warm(rank),  # type: ignore[misc]
+                )
+                left.pop(rank, None)
+                group.started(rank, self._forked(group, rank, pid))
+        finally:
+            for gpu in left.values():
+                self._gpus.leave(gpu)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ft_hsdp.config import Config
 from ft_hsdp.launch.doctor.host import gib, weights
 from ft_hsdp.launch.doctor.result import Bad, Subject, ask
 
@@ -17,7 +18,10 @@ OFFLOADED = 2  # of these are in host memory with optim.offload
 
 
 def device(subject: Subject) -> str:
-    """Check that each rank of a replica has a GPU here. With train.device cpu, only report what there is."""
+    """Check that each rank of a replica has a GPU here, with memory for all that use it.
+
+    With train.device cpu, only report what there is.
+    """
     config = subject.config
     if config.train.device == "cpu":
         found = f"this machine has a GPU, driver {driver()}" if driver() else "no GPU is needed, and there is none"
@@ -25,14 +29,17 @@ def device(subject: Subject) -> str:
     answer = ask("ft_hsdp.launch.doctor.gpu_probe", config.train.device, str(config.ranks_per_replica))
     if "error" in answer:
         raise Bad(str(answer["error"]))
-    gpus = answer["gpus"][: config.ranks_per_replica]
+    ranks = subject.replicas * config.ranks_per_replica
+    gpus = answer["gpus"][:ranks]
+    each = -(-ranks // len(gpus))
     for number, gpu in enumerate(gpus):
-        _fits(number, gpu, answer["built_for"], subject)
+        _fits(number, gpu, answer["built_for"], config, each)
     kinds = ", ".join(dict.fromkeys(f"{g['name']} (capability {g['capability']})" for g in gpus))
     versions = (
         f"driver {driver() or 'unknown'}, CUDA {answer['cuda']}, NCCL {answer['nccl']}, triton {answer['triton']}"
     )
-    return f"{answer['found']}: {kinds}; {versions}"
+    shared = f", each for {each} of {ranks} ranks" if each > 1 else ""
+    return f"{answer['found']}{shared}: {kinds}; {versions}"
 
 
 def driver(file: Path = DRIVER) -> str:
@@ -44,13 +51,12 @@ def driver(file: Path = DRIVER) -> str:
     return next((word for word in words if word[:1].isdigit() and "." in word), "unknown")
 
 
-def _fits(number: int, gpu: dict[str, Any], built_for: list[str], subject: Subject) -> None:
-    """Check one GPU.
+def _fits(number: int, gpu: dict[str, Any], built_for: list[str], config: Config, ranks: int) -> None:
+    """Check one GPU, which so many ranks use.
 
     Raises:
-        Bad: torch has no kernels for it, or its free memory is too small for a rank's part of the model.
+        Bad: torch has no kernels for it, or its free memory is too small for the ranks' parts of the model.
     """
-    config = subject.config
     oldest = min((int(arch.rpartition("_")[2].rstrip("abf")) for arch in built_for), default=0)
     major, minor = map(int, str(gpu["capability"]).split("."))
     if 10 * major + minor < oldest:
@@ -59,9 +65,13 @@ def _fits(number: int, gpu: dict[str, Any], built_for: list[str], subject: Subje
             f"{built_for[0]} and newer; install another build of torch"
         )
     copies = GPU_COPIES - (OFFLOADED if config.optim.offload else 0)
-    need = copies * weights(config) // config.ranks_per_replica
+    need = ranks * copies * weights(config) // config.ranks_per_replica
     if need > gpu["free"]:
         raise Bad(
-            f"GPU {number} ({gpu['name']}) has {gib(gpu['free'])} free, a rank needs more than {gib(need)}; end "
-            "the processes that use it, raise ranks_per_replica, or set optim.offload"
+            f"GPU {number} ({gpu['name']}) has {gib(gpu['free'])} free, {_ranks(ranks)} more than {gib(need)}; "
+            "end the processes that use it, use more GPUs, raise ranks_per_replica, or set optim.offload"
         )
+
+
+def _ranks(number: int) -> str:
+    return "a rank needs" if number == 1 else f"its {number} ranks need"

@@ -109,6 +109,9 @@ class Bucket:
             raise ConfigError(
                 "gradients", again, "one backward for each batch of job.batches; add losses up before"
             )
+        if flat.numel() < self.numel and not self._group.reduces_unused:
+            allowed = "a loss that uses all of them; find_unused_parameters needs torch 2.12"
+            raise ConfigError("backward", f"no gradient of some parameters of {self.name}", allowed)
         if flat.numel() != self.numel:
             raise ConfigError(
                 "gradients",
@@ -269,6 +272,10 @@ class AdoptedModel:
         norms = [name for name in norms if name not in modes]
         modes = dict.fromkeys(norms, "mean") | modes
         groups = param_groups.find(model, ranks, ranks_per_unit, modes)
+        if find_unused and not all(group.reduces_unused for group in groups):
+            raise ConfigError(
+                "job.adopt(find_unused_parameters)", True, f"False with torch {torch.__version__}; 2.12 has it"
+            )
         moving = {name: mode for name, mode in modes.items() if mode != "local"}
         self.moving = MovingBuffers(model, moving, norms, slots) if moving else None
         self.declared = frozenset(modes)

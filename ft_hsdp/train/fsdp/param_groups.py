@@ -78,10 +78,16 @@ class ParamGroup:
         """Return whether gradients were accumulated that FSDP2 has not reduced yet."""
         return any(getattr(p, "unsharded_accumulated_grad", None) is not None for p in self.raw.fsdp_params)
 
+    @property
+    def reduces_unused(self) -> bool:
+        """Return whether FSDP2 can send zeros for a parameter that backward has left out: torch 2.12 and newer."""
+        return hasattr(self.raw, "reduce_scatter_unused_params")
+
     def on_reduced(self, reduced: Callable[[torch.Tensor], None]) -> None:
         """Have ``reduced`` called with each flat gradient shard, before the parameters get their gradients."""
         self.raw._all_reduce_hook = reduced
-        self.raw.reduce_scatter_unused_params = True  # or the shard would have another size whenever one is unused
+        if self.reduces_unused:  # or the shard would have another size whenever one is unused
+            self.raw.reduce_scatter_unused_params = True
 
     def _watch(self, used: Callable[[int], None]) -> None:
         """Have ``used`` called with the index of each parameter to which backward gives a gradient.

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from typing import Self
@@ -17,6 +17,7 @@ from ft_hsdp import fault_injection
 from ft_hsdp.config import parse
 from ft_hsdp.launch.backend import spares
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, WorkerProcess
+from ft_hsdp.launch.backend.gpus import visible
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
@@ -48,7 +49,7 @@ class Watched:
 class World:
     """An backend with one or more spares of two ranks."""
 
-    def __init__(self, run: RunDir, spares: int = 1, hosts: int | None = None) -> None:
+    def __init__(self, run: RunDir, spares: int = 1, hosts: int | None = None, gpus: Sequence[str] = ()) -> None:
         self.run = run
         self.events: list[Row] = []
         self.backend = LocalBackend(
@@ -58,6 +59,7 @@ class World:
             spares=spares,
             emit=self.events.append,
             hosts=EmulatedHosts(hosts, ranks=2),
+            gpus=gpus,
         )
 
     def spec(self, replica: int, restarts: int = 0) -> ReplicaSpec:
@@ -287,3 +289,46 @@ async def test_a_replica_has_no_place_while_a_host_of_it_is_down(run_dir: RunDir
     assert not done
     order.unlink()
     await asyncio.wait_for(placing, 5)
+
+
+def gpus_of(run: RunDir, replica: int) -> list[str]:
+    """What each rank of the newest incarnation has told of its GPU."""
+    logs = [run.rank_log(replica, rank).read_text() for rank in (0, 1)]
+    return [[line for line in log.splitlines() if line.startswith("on GPU")][-1] for log in logs]
+
+
+async def test_replicas_have_gpus_of_their_own_while_they_suffice(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    async with World(run_dir, spares=0, gpus=tuple("01234567")).running() as world:
+        started = [(await world.start(replica))[1] for replica in range(4)]
+        wanted = [[f"on GPU {rank} of {a},{a + 1}" for rank in (0, 1)] for a in (0, 2, 4, 6)]
+        assert [gpus_of(run_dir, replica) for replica in range(4)] == wanted
+        for process in started[2].running.values():
+            process.signal(signal.SIGKILL)
+        await until(lambda: len(started[2].gone) == 2, "the exits")
+        await world.start(2, restarts=1)
+        assert gpus_of(run_dir, 2) == wanted[2]
+        await world.start(4)
+        assert gpus_of(run_dir, 4) == wanted[0]  # there are no more: it shares those of the first
+
+
+async def test_a_spare_has_gpus_before_it_is_assigned(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    async with World(run_dir, gpus=("3", "GPU-5a", "MIG-7")).running() as world:
+        await world.start(0)
+        await world.ready()
+        how, _ = await world.start(1)
+        assert how == WARM
+        assert gpus_of(run_dir, 0) == ["on GPU 0 of 3,GPU-5a", "on GPU 1 of 3,GPU-5a"]
+        assert gpus_of(run_dir, 1) == ["on GPU 0 of 3,MIG-7", "on GPU 1 of 3,MIG-7"]
+
+
+@pytest.mark.parametrize(
+    ("count", "named", "wanted"),
+    [(2, None, ("0", "1")), (2, " 4, GPU-1", ("4", "GPU-1")), (1, "4,9", ("4",)), (0, "", ())],
+)
+def test_gpus_have_the_names_that_cuda_takes(count: int, named: str | None, wanted: tuple[str, ...]) -> None:
+    """CUDA ends the list at the first name that it does not know; the driver's count is of those before it."""
+    assert visible(count, {} if named is None else {"CUDA_VISIBLE_DEVICES": named}) == wanted

@@ -511,16 +511,20 @@ def test_no_gpu_is_a_fact_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 H200 = {"name": "H200", "capability": "9.0", "free": 140 * GIB}
-SAID = {"found": "1 GPU", "built_for": ["sm_75", "sm_90a"], "cuda": "12.8", "nccl": "2.27.5", "triton": "3.7.1"}
+SAID = {"found": "2 GPUs", "built_for": ["sm_75", "sm_90a"], "cuda": "12.8", "nccl": "2.27.5", "triton": "3.7.1"}
+SHARED = {"dim": 4096, "layers": 20, "heads": 32}  # 4.2e9 parameters: one rank fits a GPU, two do not
 
 
 @pytest.mark.parametrize(
     ("gpus", "model", "wrong"),
     [
-        ([H200], {}, ""),
+        ([H200, H200], {}, ""),
         ([{**H200, "capability": "7.0"}], {}, "capability 7.0, this torch is built for sm_75 and newer"),
         ([{**H200, "free": GIB // 64}], {"dim": 1024, "heads": 16}, "end the processes that use it"),
-        ([H200, {**H200, "free": 0}], {}, ""),  # the one that no rank gets
+        ([H200], SHARED, "its 2 ranks need more than"),
+        ([H200, H200], SHARED, ""),
+        ([H200, {**H200, "free": 0}], {}, r"GPU 1 \(H200\) has 0.0 GiB free, a rank needs more"),
+        ([H200, H200, {**H200, "free": 0}], {}, ""),  # the one that no rank gets
     ],
 )
 def test_a_gpu_that_will_do(
@@ -528,13 +532,13 @@ def test_a_gpu_that_will_do(
 ) -> None:
     monkeypatch.setattr(gpu, "ask", lambda *_: {**SAID, "gpus": gpus})
     monkeypatch.setattr(gpu, "driver", lambda: "570.86.15")
-    subject = Subject(parse({"train": {"device": "cuda"}, "ranks_per_replica": 1, "model": model}))
+    subject = Subject(parse({"train": {"device": "cuda"}, "replicas": 2, "ranks_per_replica": 1, "model": model}))
     if wrong:
         with pytest.raises(Bad, match=wrong):
             gpu.device(subject)
     else:
         versions = "driver 570.86.15, CUDA 12.8, NCCL 2.27.5, triton 3.7.1"
-        assert gpu.device(subject) == f"1 GPU: H200 (capability 9.0); {versions}"
+        assert gpu.device(subject) == f"2 GPUs: H200 (capability 9.0); {versions}"
 
 
 def test_a_child_that_says_nothing_or_hangs_is_undecided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,8 @@ def main(config: Config, calling: IncarnationSource, run: Path) -> int:
     replica, restart = calling.wait().replica, os.environ["TORCHELASTIC_RESTART_COUNT"]
     action = plan.get(str(replica), {}).get(restart, {}).get(os.environ["RANK"], ["wait"])
     print(f"rank {os.environ['RANK']} of {config.replicas} replicas: {action}")
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        print(f"on GPU {os.environ['LOCAL_RANK']} of {os.environ['CUDA_VISIBLE_DEVICES']}")
     match action:
         case ["exit", code]:
             return int(code)

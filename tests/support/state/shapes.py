@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -207,7 +206,9 @@ def shard_by_columns(model: Net, mesh: DeviceMesh) -> None:
 
 
 def shard_in_two_groups(model: Net, mesh: DeviceMesh) -> None:
-    """Experts on a mesh of their own, in the same module: two groups."""
+    """Experts on a mesh of their own, in the same module: two groups, as torch 2.12 and newer have them."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
     same_ranks = dist.new_group(list(range(mesh.size())))
     assert same_ranks is not None
     other = FSDPMeshInfo(DeviceMesh.from_group(same_ranks, "cpu"), shard_mesh_dim=0)
@@ -305,3 +306,5 @@ KINDS: dict[str, Kind] = {
     "checkpoint, nested": Kind(make=lambda: Net(Routed), plain=wrap_checkpoints, shard=shard_nested, buckets=6),
     "compiled": Kind(plain=compile_layers),
 }
+if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):  # torch 2.11
+    del KINDS["two groups"], KINDS["unused"], KINDS["chunks"]

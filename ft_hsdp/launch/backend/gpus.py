@@ -1,0 +1,55 @@
+"""Which GPUs of this machine the ranks of each replica use."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the GPUs that this process may use, as CUDA_VISIBLE_DEVICES has them.
+
+    Args:
+        count: How many there are, by the driver, with that variable considered.
+        environment: Of this process.
+    """
+    named = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
+    return tuple(named[:count]) if named else tuple(map(str, range(count)))
+
+
+class GpuShares:
+    """Gives the ranks of a replica one GPU each, and those first that the fewest ranks of others use.
+
+    Each rank of each replica has a GPU of its own while they suffice. A replica that is started again gets those
+    that its last incarnation has left. A spare has GPUs like a replica, because it initializes CUDA before it is
+    assigned.
+    """
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._gpus = gpus
+        self._ranks: Counter[str] = Counter()  # that use each
+
+    def take(self, ranks: int) -> tuple[str, ...]:
+        """Return a GPU for each of ``ranks`` ranks, which use them from now on; () if the job uses no GPUs.
+
+        They are different ones, because NCCL refuses two ranks of a replica on one GPU.
+        """
+        freest = sorted(self._gpus, key=lambda gpu: (self._ranks[gpu], self._gpus.index(gpu)))[:ranks]
+        chosen = tuple(sorted(freest, key=self._gpus.index))
+        self._ranks.update(chosen)
+        return chosen
+
+    def leave(self, gpu: str) -> None:
+        """Let others have the GPU of a rank that has exited."""
+        self._ranks[gpu] -= 1
+
+
+def environment(chosen: Sequence[str]) -> dict[str, str]:
+    """Return the variables that make a rank of a replica see its replica's GPUs alone.
+
+    The rank takes the one whose index is its LOCAL_RANK. NVML counted them in the order of their bus addresses, so
+    CUDA has to, too.
+    """
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", VISIBLE: ",".join(chosen)} if chosen else {}
