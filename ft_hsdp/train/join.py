@@ -321,8 +321,8 @@ def _connect_ranks(
         store = ours = connect(rank, token, host, port, config.timeouts.ranks_s)
     prefixed = dist.PrefixStore(incarnation, store)
     # NCCL connects here, within the time for ranks to meet, and not in the first step.
-    named = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=meeting, **named)
+    named = device if device.type == "cuda" else None
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=meeting, device_id=named)
     later_s = max(2 * config.ftar.timeout_s, config.timeouts.ranks_s, config.timeouts.pause_s)
     _set_pg_timeout(timedelta(seconds=later_s), dist.group.WORLD)
     return ours
