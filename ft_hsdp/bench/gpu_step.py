@@ -5,7 +5,10 @@ It starts a job of one replica with one rank; `train` is the job's entry. It pri
 
 from __future__ import annotations
 
+import argparse
+import itertools
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -119,8 +122,12 @@ def train() -> None:
     optim = job.optimizer(torch.optim.AdamW(model.parameters(), lr=1e-5))
     job.warm_up(lambda: model(noise.batch(0, 0, 0)).backward())
     ours = PartTimer(job.device)
-    steps(ours, model, optim, job.batches(noise, 1))
+    batches = job.batches(noise, 1)
+    steps(ours, model, optim, itertools.islice(batches, WARM + STEPS))
     report["ours"] = ours.result()
+    with torch.profiler.profile() as profiler:  # of one step more
+        steps(PartTimer(job.device), model, optim, batches)
+    profiler.export_chrome_trace(str(folder / "trace.json.gz"))
     (folder / "report.json").write_text(json.dumps(report))
 
 
@@ -136,12 +143,17 @@ def plain(device: torch.device, model: Mlp, noise: Noise) -> dict[str, Any]:
     return meter.result()
 
 
-def run(device: str = "cuda", width: int = WIDTH, layers: int = LAYERS, tokens: int = TOKENS) -> dict[str, Any]:
-    """Return the parts of a step, in ms: until they were queued, and until the device had done them."""
+def run(
+    device: str = "cuda", width: int = WIDTH, layers: int = LAYERS, tokens: int = TOKENS, trace: Path | None = None
+) -> dict[str, Any]:
+    """Return the parts of a step, in ms: until they were queued, and until the device had done them.
+
+    A file `trace` gets the profile of one step, for chrome://tracing.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = {
             "job": {"name": "step", "runs_dir": folder}, "entry": "ft_hsdp.bench.gpu_step:train", "replicas": 1,
-            "ranks_per_replica": 1, "train": {"device": device, "steps": WARM + STEPS},
+            "ranks_per_replica": 1, "train": {"device": device, "steps": WARM + STEPS + 1},
         }  # fmt: skip
         (Path(folder) / "sizes.json").write_text(json.dumps([width, layers, tokens]))
         (Path(folder) / "step.yaml").write_text(yaml.safe_dump(config))
@@ -152,13 +164,19 @@ def run(device: str = "cuda", width: int = WIDTH, layers: int = LAYERS, tokens: 
         report = Path(folder) / "report.json"
         if done.returncode or not report.exists():
             return {"ok": False, "error": (done.stdout + done.stderr)[-2000:]}
+        if trace is not None:
+            shutil.copy(Path(folder) / "trace.json.gz", trace)
         rows = [json.loads(line) for line in (Path(folder) / "step" / "metrics.jsonl").read_text().splitlines()]
         found: dict[str, Any] = {"ok": True, **json.loads(report.read_text())}
-        found["step_s"] = statistics.median(row["step_s"] for row in rows[WARM:])
-        found["waits_s"] = {k: statistics.median(r["waits"][k] for r in rows[WARM:]) for k in rows[-1]["waits"]}
-        found["ftar_s"] = statistics.median(row["ftar_s"] for row in rows[WARM:])
+        found["step_s"] = statistics.median(row["step_s"] for row in rows[WARM:-1])
+        found["waits_s"] = {k: statistics.median(r["waits"][k] for r in rows[WARM:-1]) for k in rows[-1]["waits"]}
+        found["ftar_s"] = statistics.median(row["ftar_s"] for row in rows[WARM:-1])
         return found
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(run(), indent=1) + "\n")
+    parser = argparse.ArgumentParser("python -m ft_hsdp.bench.gpu_step", description="Measure a step on a GPU.")
+    parser.add_argument("--layers", type=int, default=LAYERS, help=f"{LAYERS} are 0.54e9 parameters, 7 are 0.94e9")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="for the profile of one step (.json.gz)")
+    options = parser.parse_args()
+    sys.stdout.write(json.dumps(run(layers=options.layers, trace=options.trace), indent=1) + "\n")

@@ -85,15 +85,17 @@ class KernelRingMember:
             grace_s=timeout_s,
         )  # fmt: skip
 
-    def all_reduce(self, local: Tensor | None, out: Tensor) -> None:
+    def all_reduce(self, local: Tensor | None, out: Tensor, after: torch.cuda.Event | None = None) -> None:
         """Sum the `local` of all members that have one into every `out` (FT-HSDP §4.2). Blocks.
+
+        `after` completes `local`; None: what the caller's current stream holds.
 
         Raises:
             Broken: a member is marked dead, or nothing has moved for `timeout_s`.
         """
         chunk = self.layout.chunk_bytes // out.itemsize
         plan = RingPlan(out.numel(), self.layout.members, chunk, self.layout.slots)
-        job = self.plane.open(local, out, plan.rounds * len(operations(self.position, plan.members)))
+        job = self.plane.open(local, out, plan.rounds * len(operations(self.position, plan.members)), after)
         failed = True
         try:
             self._drive(job, plan, local is not None, out.dtype)

@@ -44,7 +44,9 @@ def interpreted() -> dict[str, Any]:
         return {"ok": True, "skipped": why}
     rows = [checks.kernels(CPU), *(checks.commands(CPU, via, repeat=1) for via in checks.PLANES)]
     rows.append(checks.ring(CPU, "streamops", 3, 5003, 1024, 2, relay=1))
-    return _all_ok([*rows, ladder.Ladder(CPU).run(), limits.run(CPU, 20)])
+    return _all_ok(
+        [*rows, ladder.Ladder(CPU).run(), limits.run(CPU, 20), speed.overlap(CPU, "streamops", 2, 3000)]
+    )
 
 
 def interpreted_processes() -> dict[str, Any]:
@@ -119,9 +121,24 @@ def matmul() -> dict[str, Any]:
     return speed.matmul(_device())
 
 
+def overlapped() -> dict[str, Any]:
+    """Measure what of a ring of two threads is left after the last bucket, and how much a backward slows down."""
+    return speed.overlap(_device())
+
+
 def step() -> dict[str, Any]:
-    """Measure a training step of plain FSDP2 beside ours, at 0.54e9 parameters."""
-    command = [sys.executable, "-m", "ft_hsdp.bench.gpu_step"]
+    """Measure a training step of plain FSDP2 beside ours, at 0.54e9 parameters; profile one."""
+    return _step(4)
+
+
+def large_step() -> dict[str, Any]:
+    """Measure the same at 0.94e9 parameters."""
+    return _step(7)
+
+
+def _step(layers: int) -> dict[str, Any]:
+    trace = Path(os.environ["BENCH_OUT"]) / f"step-{layers}.trace.json.gz"
+    command = [sys.executable, "-m", "ft_hsdp.bench.gpu_step", "--layers", str(layers), "--trace", str(trace)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"ok": False, "error": done.stderr[-800:]}
@@ -172,10 +189,12 @@ SECTIONS: dict[str, BenchSection] = {
     "job": BenchSection(120, job),
     "threads": BenchSection(60, threads, EAGER),
     "step": BenchSection(150, step, goal="ours at most 1.02 of plain FSDP2"),
+    "overlap": BenchSection(60, overlapped, EAGER, goal="exposed at most 5 % of the backward, slow-down 1.03"),
     "rates": BenchSection(60, rated, EAGER, goal="2 programs stage 30 GB/s"),
     "flags": BenchSection(40, flags, EAGER, goal="round trip p50 below 200 us, an abort below 1 ms"),
     "blocking-lazy": BenchSection(60, blocked, LAZY),
     "matmul": BenchSection(60, matmul, EAGER, goal="slow-down at most 1.03 with 2 programs"),
+    "step-large": BenchSection(150, large_step, goal="ours at most 1.02 of plain FSDP2"),
     "staged": BenchSection(90, staged, EAGER),
     "bandwidth": BenchSection(90, bandwidth, EAGER),
     "nccl": BenchSection(60, nccl.run, EAGER),

@@ -1,11 +1,12 @@
-"""Measures the kernels' bandwidth, alone and beside a matmul on the same device. GPU only."""
+"""Measures the kernels' bandwidth, alone and beside matmuls on the same device."""
 
 from __future__ import annotations
 
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels import reduce_copy
 from ftar_kernels.bench.checks import watchdog
+from ftar_kernels.bench.ring import KernelRingMember, RingMemoryLayout
 from ftar_kernels.flags import Command
 from ftar_kernels.plane import StagedPlane, Via
 from ftar_kernels.staging import host_buffer
@@ -122,6 +124,65 @@ class Load:
         self.plane.close()
 
 
+def overlap(
+    device: torch.device, via: Via = "persistent", buckets: int = 8, elements: int = 8 * MIB
+) -> dict[str, Any]:
+    """Measure a backward of `buckets` matmuls, each of which hands a bucket to a ring of two threads.
+
+    Exposed is what of the all-reduces is left when the last matmul is done.
+    """
+    counts = (2, 4) if device.type == "cuda" else (1,)
+    rows = [_overlap(device, via, buckets, elements, programs) for programs in counts]
+    return {"ok": all(row["ok"] for row in rows), "buckets": buckets, "mib": 4 * elements / MIB, "rows": rows}
+
+
+def _overlap(device: torch.device, via: Via, buckets: int, elements: int, programs: int) -> dict[str, Any]:
+    cuda = device.type == "cuda"
+    a = torch.randn(8192 if cuda else 64, 8192 if cuda else 64, device=device)
+    layout = RingMemoryLayout(2, min(CHUNK, 4 * elements), 4)
+    memory = host_buffer(layout.nbytes, device)
+    team = [
+        KernelRingMember(memory, layout, i, device, 4 * elements, via, programs=programs if cuda else 1)
+        for i in (0, 1)
+    ]
+    for member in team:
+        member.plane.warm_up((torch.float32,))
+    gradients = [torch.randn(elements, device=device) for _ in team]
+    sums = [torch.empty(elements, device=device) for _ in team]
+    works: list[Future[None]] = []
+
+    def backward(threads: Sequence[ThreadPoolExecutor]) -> float:
+        begin = time.perf_counter()
+        for _ in range(buckets):
+            torch.matmul(a, a)
+            after = torch.cuda.current_stream().record_event() if cuda else None
+            for thread, member, own, out in zip(threads, team, gradients, sums, strict=False):
+                works.append(thread.submit(member.all_reduce, own, out, after))
+        if cuda:
+            torch.cuda.current_stream().synchronize()  # not the device: a kernel may wait there
+        return time.perf_counter() - begin
+
+    alone, beside, exposed = [], [], []
+    planes = [member.plane for member in team]
+    with watchdog(60, *planes), ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as two:
+        for _ in range(5):
+            alone.append(backward(()))
+            beside.append(backward((one, two)))
+            begin = time.perf_counter()
+            for work in works:
+                work.result()
+            works.clear()
+            exposed.append(time.perf_counter() - begin)
+    ok = torch.equal(sums[0], sums[1]) and torch.equal(sums[0], gradients[0] + gradients[1])
+    for member in team:
+        member.close()
+    return {
+        "ok": ok, "programs": programs, "backward_ms": 1e3 * statistics.median(alone),
+        "slow_down": statistics.median(beside) / statistics.median(alone),
+        "exposed_ms": 1e3 * statistics.median(exposed),
+    }  # fmt: skip
+
+
 def matmul(device: torch.device, n: int = 8192, inner: int = 10) -> dict[str, Any]:
     """Measure how much a bf16 matmul slows down beside a plane that waits or works.
 
@@ -136,7 +197,7 @@ def matmul(device: torch.device, n: int = 8192, inner: int = 10) -> dict[str, An
 
     rows = []
     cases: list[tuple[Via, int, bool]] = [
-        ("persistent", 2, False), ("persistent", 2, True), ("persistent", 16, True), ("streamops", 2, False),
+        ("persistent", 2, False), ("persistent", 2, True), ("persistent", 4, True), ("streamops", 2, False),
         ("streamops", 2, True),
     ]  # fmt: skip
     for via, programs, busy in cases:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
+
 import pytest
 
 from ft_hsdp.bench import gpu_step
@@ -9,8 +13,10 @@ from ft_hsdp.bench import gpu_step
 
 @pytest.mark.proof
 @pytest.mark.multiproc
-def test_both_train_and_each_part_is_timed() -> None:
-    found = gpu_step.run("cpu", width=32, layers=1, tokens=8)
+def test_both_train_and_each_part_is_timed_and_a_step_profiled(tmp_path: Path) -> None:
+    found = gpu_step.run("cpu", width=32, layers=1, tokens=8, trace=tmp_path / "trace.json.gz")
+    with gzip.open(tmp_path / "trace.json.gz") as trace:
+        assert any("backward" in str(event.get("name")) for event in json.load(trace)["traceEvents"])
     assert found["ok"], found
     for who in ("plain", "ours"):
         assert {"forward", "backward", "optimizer", "waits"} <= found[who].keys()
