@@ -13,6 +13,7 @@ from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.replay import replay
 from tests.support.launch.faulty_trainer import POISON, VICTIM
 from tests.support.launch.launch_helpers import train
+from tests.support.launch.staged_trainer import PAUSE_S
 
 
 def summary_of(run: RunDir) -> dict[str, Any]:
@@ -182,6 +183,29 @@ def test_a_staged_job_loses_a_replica_and_heals(tmp_path: Path) -> None:
     logs = [(run.path / "replicas" / str(n) / "rank0.log").read_text() for n in (0, 1)]
     assert [log.count("staged\n") for log in logs] == [1, 2]
     assert any(e["event"] == "FetchCompleted" for e in read_jsonl(run.replica_events(1)))
+    verdict = replay(run)
+    assert verdict.equal, str(verdict)
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+def test_a_pause_that_is_longer_than_every_limit_ends_nobody(tmp_path: Path) -> None:
+    """The kernel of the other replica waits for as long as its engine lives."""
+    pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
+    run = train(
+        tmp_path,
+        "tests.support.launch.staged_trainer:pausing",
+        replicas=2,
+        ranks_per_replica=1,
+        train={"steps": 10, "seq_len": 32, "micro_batch": 2},
+        model={"dim": 32, "layers": 2, "heads": 2},
+        ftar={"timeout_s": 1.0},
+        timeouts={"connect_s": 1.0},
+    )
+    assert lives(run) == {0: 1, 1: 1}
+    assert one_state(run)
+    assert max(row["step_s"] for row in commits_of(run)) > PAUSE_S
+    assert not [e for e in read_jsonl(run.replica_events(0)) if e["event"] in ("RingBroken", "StepRetried")]
     verdict = replay(run)
     assert verdict.equal, str(verdict)
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,14 +16,31 @@ from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.train import runtime, trainer
 from ft_hsdp.train.identity import IncarnationSource
+from ft_hsdp.train.job import Job
+
+PAUSED, PAUSE_S, SILENCE_S = 5, 12.0, 4.0  # the step before which replica 1 pauses, seconds, seconds
 
 
-def main(config: Config, replica: IncarnationSource, run: Path) -> int:
+def pausing(config: Config, replica: IncarnationSource, run: Path) -> int:
+    """Pause replica 1 for longer than any limit of the rings and of the kernels."""
+
+    def batches(self: Job, *arguments: Any) -> Iterator[Any]:
+        for number, batch in enumerate(taken(self, *arguments)):
+            if number == PAUSED and self.replica == 1:
+                with self.pause("evaluation"):
+                    time.sleep(PAUSE_S)
+            yield batch
+
+    taken, Job.batches = Job.batches, batches  # type: ignore[method-assign]
+    return main(config, replica, run, SILENCE_S)
+
+
+def main(config: Config, replica: IncarnationSource, run: Path, silence_s: float = 30.0) -> int:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane
 
     def plane(device: torch.device, arena: Arena, settings: Settings, largest: int) -> GpuPlane:
-        made = GpuPlane(device, arena, settings.timeout_s)
+        made = GpuPlane(device, arena, settings.timeout_s, silence_s=silence_s)
         made.reserve(RingPlan.cut(largest, 4, 1, settings.slots, settings.chunk_bytes), torch.float32)
         print("staged")
         return made
