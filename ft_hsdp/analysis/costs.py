@@ -23,8 +23,10 @@ def _assumed(default: float, text: str) -> float:
 class Assumptions:
     """What a configuration does not say. The defaults are of the papers where they say something."""
 
-    host_failures_per_month: float = _assumed(0.192, "losses of one host; FT-HSDP: 6.4 per 1,000 hosts and day")
-    replace_s: float = _assumed(600.0, "until a lost host is replaced, copies included; GEMINI: 600")
+    host_failures_per_month: float = _assumed(
+        0.192, "losses of one host; 6.4 per 1,000 hosts and day (see docs/memory.md)"
+    )
+    replace_s: float = _assumed(600.0, "until a lost host is replaced, copies included; FT-HSDP: 600")
     swap_s: float = _assumed(40.0, "until a replica goes on from memory on another host; DeadPool: 40")
     stall_s: float = _assumed(180.0, "in which all replicas stand still when one is lost; FT-HSDP: 180")
     restart_s: float = _assumed(150.0, "until a job goes on from a checkpoint; DeadPool: 150")

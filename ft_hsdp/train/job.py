@@ -154,8 +154,7 @@ class Job(DataSources, UserLoop, BlockHost):
         if self.config.ranks_per_unit > 1:
             allowed = "1 with job.shard: parallelize_module, fully_shard over the data ranks, then job.adopt"
             raise ConfigError("ranks_per_unit", self.config.ranks_per_unit, allowed)
-        if self.device.type != "cpu":
-            model.to(self.device)
+        # FSDP2 moves each part to the device and shards it there: the whole model never is on it.
         mesh = init_device_mesh(self.device.type, (self.ranks,))
         shard(model, parts_of(model) if parts is None else parts, mesh, policy)
         return self.adopt(model, buffers=buffers)

@@ -32,7 +32,7 @@ def check(dataset: Any, batch_size: int, options: ReadOptions, others: Mapping[s
     for name, value in others.items():
         if name in ("persistent_workers", "in_order"):  # both are so, whatever is said
             continue
-        allowed = _REFUSED.get(name, "an argument that docs/library.md names")
+        allowed = _REFUSED.get(name, "an argument that docs/data.md names")
         raise ConfigError(f"job.loader({name})", value, allowed)
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):

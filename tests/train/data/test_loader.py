@@ -233,7 +233,7 @@ class Endless(IterableDataset[int]):
             {"generator": 3},
             "job.loader(generator): got 3; allowed: seed: no generator",
         ),
-        (Noisy(9), {"color": 1}, "job.loader(color): got 1; allowed: an argument that docs/library.md names"),
+        (Noisy(9), {"color": 1}, "job.loader(color): got 1; allowed: an argument that docs/data.md names"),
         (Endless(), {}, "job.loader(dataset): got 'Endless'; allowed: a dataset with __len__ and __getitem__, or"),
         (
             iter([1]),
