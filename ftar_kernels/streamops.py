@@ -67,10 +67,10 @@ class DeviceStream:
         self._context, self._handle = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # binds the device's context to this thread
-            self._made("cuCtxGetCurrent", ctypes.byref(self._context))
+            self._made("cuCtxGetCurrent", ctypes.pointer(self._context))
             lowest, highest = ctypes.c_int(), ctypes.c_int()
-            self._made("cuCtxGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest))
-            self._made("cuStreamCreateWithPriority", ctypes.byref(self._handle), _NON_BLOCKING, highest)
+            self._made("cuCtxGetStreamPriorityRange", ctypes.pointer(lowest), ctypes.pointer(highest))
+            self._made("cuStreamCreateWithPriority", ctypes.pointer(self._handle), _NON_BLOCKING, highest)
         self.stream = torch.cuda.ExternalStream(self._handle.value, device)
         self._asked, self._closed = threading.Event(), False
         self._error: str | None = None

@@ -13,7 +13,7 @@ from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import DISK
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
-from ft_hsdp.launch.backend.gpus import visible
+from ft_hsdp.launch.backend.gpus import check_device, gpus_here
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.backend.spare_agents import SpareAgents
@@ -110,35 +110,6 @@ def hosts_of_a_replica(config: Config, environment: Mapping[str, str]) -> int | 
     """
     said = any(environment.get(name) for name in (HOST_VARIABLE, DOMAINS_VARIABLE, SLURM_VARIABLE))
     return config.hosts.per_replica or (None if said else 1)
-
-
-def check_device(config: Config) -> str:
-    """Return in words the device on which ranks compute.
-
-    Raises:
-        ConfigError: This machine lacks the devices that train.device names.
-    """
-    if config.train.device == "cpu":
-        return config.train.device
-    # Counting GPUs must not initialize CUDA, here or in the fork server, which inherits the variable.
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    from ft_hsdp.train.device import describe  # a job on CPUs starts without torch in this process
-
-    return describe(config.train.device, config.ranks_per_replica)
-
-
-def gpus_here(config: Config) -> tuple[str, ...]:
-    """Return the GPUs of this machine that the job may use; () if ranks compute on the CPU.
-
-    Raises:
-        ConfigError: This machine lacks the devices that train.device names.
-    """
-    if config.train.device == "cpu":
-        return ()
-    check_device(config)
-    import torch  # `check_device` has loaded it
-
-    return visible(torch.cuda.device_count(), os.environ)
 
 
 def check_copies(config: Config) -> None:

@@ -31,6 +31,7 @@ from ft_hsdp.errors import (
 )
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.launch.backend.forkserver import PRELOAD
+from ft_hsdp.launch.backend.gpus import check_device, gpus_here
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.backend.processes import environment
@@ -38,7 +39,7 @@ from ft_hsdp.launch.failures import JobFailures, Outcome
 from ft_hsdp.launch.job import END_S, what_is_kept
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.lighthouse_process import check_port
-from ft_hsdp.launch.local import check_device, gpus_here, prepare_data
+from ft_hsdp.launch.local import prepare_data
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run import follow
 from ft_hsdp.launch.run.directory import (

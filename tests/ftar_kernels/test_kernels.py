@@ -74,12 +74,19 @@ def test_a_command_says_what_is_read_and_written(kind, recv, contributes, mode):
 
 
 @pytest.fixture
-def device_stream(monkeypatch):
-    """A DeviceStream whose driver writes down what it is asked, on a machine without one."""
+def driver(monkeypatch):
+    """A driver that writes down what it is asked, on a machine without one."""
+    made = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: made)
+    return made
+
+
+@pytest.fixture
+def device_stream(monkeypatch, driver):
+    """A DeviceStream of that driver."""
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda at, device: SimpleNamespace(at=at, device=device))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
     return streamops.DeviceStream(torch.device("cuda", 0))
 
 
@@ -90,15 +97,15 @@ class Driver(SimpleNamespace):
         super().__init__(made=[], bound=threading.Event(), destroyed=threading.Event())
 
     def cuCtxGetCurrent(self, context):
-        context._obj.value = 5
+        context.contents.value = 5
         return 0
 
     def cuCtxGetStreamPriorityRange(self, lowest, highest):
-        lowest._obj.value, highest._obj.value = 0, -5
+        lowest.contents.value, highest.contents.value = 0, -5
         return 0
 
     def cuStreamCreateWithPriority(self, stream, flags, priority):
-        stream._obj.value = 77
+        stream.contents.value = 77
         self.made.append((flags.value, priority.value))
         return 0
 
@@ -111,8 +118,7 @@ class Driver(SimpleNamespace):
         self.destroyed.set()
 
 
-def test_the_stream_is_nobody_elses_and_goes_with_the_plane(device_stream):
-    driver = device_stream._driver
+def test_the_stream_is_nobody_elses_and_goes_with_the_plane(device_stream, driver):
     assert (driver.made, device_stream.stream.at) == ([(1, -5)], 77)
     device_stream.close()
     assert driver.destroyed.wait(30)
@@ -127,29 +133,29 @@ def record(into, code=0):
     return call
 
 
-def test_waits_for_at_least_the_value(device_stream):
+def test_waits_for_at_least_the_value(device_stream, driver):
     calls = []
-    device_stream._driver.cuStreamWaitValue32_v2 = record(calls)
+    driver.cuStreamWaitValue32_v2 = record(calls)
     device_stream.wait_value(0x1000, 5)
     assert calls == [(77, 0x1000, 5, 0)]
 
 
-def test_the_older_entry_serves_where_the_newer_is_missing(device_stream):
+def test_the_older_entry_serves_where_the_newer_is_missing(device_stream, driver):
     calls = []
-    device_stream._driver.cuStreamWriteValue32 = record(calls)
+    driver.cuStreamWriteValue32 = record(calls)
     device_stream.write_value(0x2000, 6)
     assert calls == [(77, 0x2000, 6, 0)]
 
 
-def test_a_driver_without_them_is_unsupported(device_stream):
+def test_a_driver_without_them_is_unsupported(device_stream, driver):
     with pytest.raises(streamops.Unsupported, match="no cuStreamWaitValue32"):
         device_stream.wait_value(0, 1)
-    device_stream._driver.cuStreamWaitValue32 = record([], 801)
+    driver.cuStreamWaitValue32 = record([], 801)
     with pytest.raises(streamops.Unsupported, match="801"):
         device_stream.wait_value(0, 1)
 
 
-def test_the_engine_learns_of_an_error_and_never_waits_for_the_driver(device_stream):
+def test_the_engine_learns_of_an_error_and_never_waits_for_the_driver(device_stream, driver):
     """A thread that loads a kernel may hold the driver until the engine has posted."""
     held, asked, code = threading.Event(), threading.Event(), [600]
 
@@ -158,8 +164,8 @@ def test_the_engine_learns_of_an_error_and_never_waits_for_the_driver(device_str
         assert held.wait(30)
         return code[0]
 
-    device_stream._driver.cuStreamQuery = query
-    device_stream._driver.cuGetErrorString = lambda code, text: None
+    driver.cuStreamQuery = query
+    driver.cuGetErrorString = lambda code, text: None
     for _ in range(3):
         device_stream.check()
     assert asked.wait(30)

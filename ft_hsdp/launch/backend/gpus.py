@@ -1,11 +1,46 @@
-"""Which GPUs of this machine the ranks of each replica use."""
+"""The GPUs of this machine: whether they suffice, and which of them the ranks of each replica use.
+
+torch is imported only if the job computes on GPUs.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from ft_hsdp.config import Config
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def check_device(config: Config) -> str:
+    """Return in words the device on which ranks compute.
+
+    Raises:
+        ConfigError: This machine lacks the devices that train.device names.
+    """
+    if config.train.device == "cpu":
+        return config.train.device
+    # Counting GPUs must not initialize CUDA, here or in the fork server, which inherits the variable.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    from ft_hsdp.train.device import describe  # a job on CPUs starts without torch in this process
+
+    return describe(config.train.device, config.ranks_per_replica)
+
+
+def gpus_here(config: Config) -> tuple[str, ...]:
+    """Return the GPUs of this machine that the job may use; () if ranks compute on the CPU.
+
+    Raises:
+        ConfigError: This machine lacks the devices that train.device names.
+    """
+    if config.train.device == "cpu":
+        return ()
+    check_device(config)
+    import torch  # `check_device` has loaded it
+
+    return visible(torch.cuda.device_count(), os.environ)
 
 
 def visible(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
