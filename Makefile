@@ -164,7 +164,7 @@ bench: $(TOOLS)
 gpu: GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 gpu:
 	@$(GPU_PYTHON) -c 'import torch, triton' || { echo "$(GPU_PYTHON) has no torch or no triton: pip install triton"; exit 1; }
-	$(GPU_PYTHON) -m ftar_kernels.bench --out runs/kernels
+	$(GPU_PYTHON) -m benchmarks.kernels --out runs/kernels
 
 # The tools for developers.
 $(TOOLS): $(STAMP)

@@ -31,6 +31,7 @@ def test_what_the_size_of_a_house_counts(tmp_path: Path) -> None:
     texts = {
         "ft_hsdp/one.py": '"""A module."""\n\nimport ast\n\n\ndef two():\n    """Two."""\n    return ast\n',
         "lighthouse/dashboard/page.js": "a;\nb;\n",
+        "benchmarks/one.py": "a\nb\n",
         "configs/schema.json": '{"$defs": {"T": {"properties": {"a_s": {}}}}, "properties": '
         '{"timeouts": {"$ref": "#/$defs/T"}, "job": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/T"}]}}}',
         "tests/golden/events.json": '["A", "B"]',
@@ -44,6 +45,7 @@ def test_what_the_size_of_a_house_counts(tmp_path: Path) -> None:
     assert house.sizes(tmp_path) == {
         "statements": 3,
         "lines with JavaScript": 10,
+        "benchmarks outside the package": 2,
         "test lines": 3,
         "modules with code": 1,
         "configuration keys": 2,

@@ -7,10 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
+from benchmarks.kernels import checks, limits
+from benchmarks.kernels.ring import FREED, HEADS, SENT, Broken, KernelRingMember, RingMemoryLayout
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels import reduce_copy
-from ftar_kernels.bench import checks, limits
-from ftar_kernels.bench.ring import FREED, HEADS, SENT, Broken, KernelRingMember, RingMemoryLayout
 from ftar_kernels.flags import Command, FlagPage, Status
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import Aborted, Expired, StagedPlane, Stuck

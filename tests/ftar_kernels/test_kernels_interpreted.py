@@ -37,7 +37,7 @@ def test_interpreted_cases():
 @pytest.mark.proof
 @pytest.mark.multiproc
 def test_the_bench_without_a_gpu_checks_a_ring_of_processes_and_a_kill(tmp_path):
-    code, said = run("ftar_kernels.bench", "--only", "processes", "ladder", "--out", str(tmp_path))
+    code, said = run("benchmarks.kernels", "--only", "processes", "ladder", "--out", str(tmp_path))
     assert code == 0, said
     report = json.loads((tmp_path / "results.json").read_text())
     assert [row["ok"] for row in report["sections"]["processes"]["rows"]] == [True] * 2
@@ -46,7 +46,7 @@ def test_the_bench_without_a_gpu_checks_a_ring_of_processes_and_a_kill(tmp_path)
 
 
 SITE = """
-from ftar_kernels.bench import sections
+from benchmarks.kernels import sections
 sections.SECTIONS["compiled"] = sections.BenchSection(3, lambda: __import__("time").sleep(600), gpu=False)
 sections.SECTIONS["interpreted"] = sections.BenchSection(60, lambda: 1 / 0, gpu=False)
 """
@@ -56,7 +56,7 @@ def test_a_section_that_hangs_is_killed_and_one_that_fails_says_why(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITE)
     path = os.pathsep.join([str(tmp_path), str(HERE.parents[1])])
     only = ("--only", "compiled", "interpreted", "--out", str(tmp_path))
-    code, said = run("ftar_kernels.bench", *only, PYTHONPATH=path)
+    code, said = run("benchmarks.kernels", *only, PYTHONPATH=path)
     assert code == 1, said
     found = json.loads((tmp_path / "results.json").read_text())["sections"]
     assert found["compiled"]["error"] == "not finished after 3 s"

@@ -28,10 +28,11 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 # The size of the house: what is measured, its limit, and the goal. A limit only goes down: it lies at most `SLACK`
 # above the figure, so a change that makes the house smaller lowers the limit, too.
 SIZES: dict[str, tuple[int, int]] = {
-    "statements": (46_600, 39_000),
-    "lines with JavaScript": (89_000, 71_000),
+    "statements": (45_250, 39_000),
+    "lines with JavaScript": (86_800, 71_000),
+    "benchmarks outside the package": (1_350, 4_000),  # statements
     "test lines": (81_500, 66_000),  # the model checker among them
-    "modules with code": (382, 310),
+    "modules with code": (369, 310),
     "configuration keys": (150, 120),
     "timeouts among them": (37, 14),
     "event names": (124, 100),
@@ -80,6 +81,7 @@ def sizes(root: Path = ROOT) -> dict[str, int]:
     return {
         "statements": sum(map(statements, map(_nodes, product))),
         "lines with JavaScript": _count(product + pages),
+        "benchmarks outside the package": sum(map(statements, map(_nodes, (root / "benchmarks").rglob("*.py")))),
         "test lines": _count(tests),
         "modules with code": sum(path.name != "__init__.py" for path in product),
         "configuration keys": len(keys),

@@ -61,7 +61,7 @@ def test_the_kernels_compile_and_launch_as_they_should() -> None:
 
 
 def test_the_bench_runs_what_needs_no_gpu(tmp_path: Path) -> None:
-    said = run("-m", "ftar_kernels.bench", "--out", str(tmp_path))
+    said = run("-m", "benchmarks.kernels", "--out", str(tmp_path))
     found = json.loads((tmp_path / "results.json").read_text())["sections"]
     assert all(each["ok"] for each in found.values()), said
     assert ("skipped" in found["interpreted"]) == (version("triton") < "3.7")

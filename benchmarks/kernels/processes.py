@@ -15,7 +15,7 @@ import threading
 import time
 from typing import Any
 
-from ftar_kernels.bench.ring import DEAD, WORDS, RingMemoryLayout
+from benchmarks.kernels.ring import DEAD, WORDS, RingMemoryLayout
 from ftar_kernels.plane import Via
 from ftar_kernels.staging import PinnedSegment
 
@@ -44,7 +44,7 @@ class SegmentTeam:
 
     def _start(self, task: dict[str, Any]) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "ftar_kernels.bench.worker", json.dumps(task)],
+            [sys.executable, "-m", "benchmarks.kernels.worker", json.dumps(task)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(self.segment.fd,),
         )  # fmt: skip
 

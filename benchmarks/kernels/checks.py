@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.ring import KernelRingMember, RingMemoryLayout
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels import reduce_copy, reference
-from ftar_kernels.bench.ring import KernelRingMember, RingMemoryLayout
 from ftar_kernels.flags import Command
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import StagedPlane, Via

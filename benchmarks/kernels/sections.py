@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ftar_kernels.bench import blocking, checks, ladder, limits, nccl, processes, rates, speed
+from benchmarks.kernels import blocking, checks, ladder, limits, nccl, processes, rates, speed
 from ftar_kernels.compile_check import figures, launch_problems
 from ftar_kernels.handshake import uninterpretable
 
@@ -138,7 +138,7 @@ def large_step() -> dict[str, Any]:
 
 def _step(layers: int) -> dict[str, Any]:
     trace = Path(os.environ["BENCH_OUT"]) / f"step-{layers}.trace.json.gz"
-    command = [sys.executable, "-m", "ft_hsdp.bench.gpu_step", "--layers", str(layers), "--trace", str(trace)]
+    command = [sys.executable, "-m", "benchmarks.kernels.gpu_step", "--layers", str(layers), "--trace", str(trace)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"ok": False, "error": done.stderr[-800:]}

@@ -29,7 +29,7 @@ def run() -> dict[str, Any]:
     environment = os.environ | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "ftar_kernels.bench.nccl", str(rank), str(port)],
+            [sys.executable, "-m", "benchmarks.kernels.nccl", str(rank), str(port)],
             stdout=subprocess.PIPE, text=True, env=environment,
         )
         for rank in range(2)

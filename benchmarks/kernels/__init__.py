@@ -1,4 +1,4 @@
-"""The bench of the kernels: `python -m ftar_kernels.bench` checks them first and measures them afterwards.
+"""The bench of the kernels: `python -m benchmarks.kernels` checks them first and measures them afterwards.
 
 Without a GPU it names the sections that need one, and runs the compile check and the interpreter's checks. Each
 section runs in a process of its own under a time limit, so that a kernel that hangs spoils no other section.
@@ -15,8 +15,9 @@ Read the modules in this order:
     ring        a ring of members through host memory, driven by threads or processes
     processes   rings of processes, one of which may be killed; worker: one such process
     nccl        NCCL's own all-reduce on the same device, for comparison
+    gpu_step    a training step beside plain FSDP2, in a process of its own
 
-The package imports ftar_kernels and torch only.
+All modules but gpu_step import ftar_kernels and torch only.
 
-    python -m ftar_kernels.bench --only interpreted --out results
+    python -m benchmarks.kernels --only interpreted --out results
 """

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.checks import watchdog
+from benchmarks.kernels.ring import KernelRingMember, RingMemoryLayout
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels import reduce_copy
-from ftar_kernels.bench.checks import watchdog
-from ftar_kernels.bench.ring import KernelRingMember, RingMemoryLayout
 from ftar_kernels.flags import Command
 from ftar_kernels.plane import StagedPlane, Via
 from ftar_kernels.staging import host_buffer

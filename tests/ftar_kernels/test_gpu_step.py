@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.bench import gpu_step
+from benchmarks.kernels import gpu_step
 
 
 @pytest.mark.proof

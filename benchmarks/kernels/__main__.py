@@ -1,4 +1,4 @@
-"""`python -m ftar_kernels.bench [--out FOLDER] [--budget S] [--only SECTION ...]`: checks and measures kernels.
+"""`python -m benchmarks.kernels [--out FOLDER] [--budget S] [--only SECTION ...]`: checks and measures kernels.
 
 It needs no package registry: any Python with torch, triton and what ft_hsdp imports will do. Each section runs in
 a process of its own under a limit; one that hangs is killed with all its children, and its stacks are in its log.
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import triton
 
-from ftar_kernels.bench.sections import ROOT, SECTIONS
+from benchmarks.kernels.sections import ROOT, SECTIONS
 
 LEAST_S = 10.0  # a section that has less is not begun
 FREE_S = 15.0  # how long a device may take to forget a killed process
@@ -38,7 +38,7 @@ def run(name: str, limit_s: float, out: Path) -> dict[str, Any]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"BENCH_OUT": str(out), "PYTHONUNBUFFERED": "1", **SECTIONS[name].environment}
     environment["PYTHONFAULTHANDLER"] = "1"  # SIGABRT writes the stacks, before the first import, too
-    command = [sys.executable, "-m", "ftar_kernels.bench", "--section", name, "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.kernels", "--section", name, "--out", str(out)]
     with (out / f"{name}.log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=log,
@@ -110,7 +110,7 @@ def _short(value: Any) -> str:
 
 def main(arguments: list[str]) -> int:
     """Run all sections, or those of `--only`, and print their results; return 1 if one failed."""
-    parser = argparse.ArgumentParser("python -m ftar_kernels.bench", description="Check and measure the kernels.")
+    parser = argparse.ArgumentParser("python -m benchmarks.kernels", description="Check and measure the kernels.")
     parser.add_argument("--out", metavar="FOLDER", default="runs/kernels", help="for results and logs")
     parser.add_argument("--budget", metavar="S", type=float, default=3600.0, help="seconds for all sections")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help=f"of {', '.join(SECTIONS)}")

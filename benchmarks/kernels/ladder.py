@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.checks import drain, empty, fresh, programs
 from ft_hsdp.core.ring import OperationKind
-from ftar_kernels.bench.checks import drain, empty, fresh, programs
 from ftar_kernels.flags import Command, Status
 from ftar_kernels.persistent import command_kernel
 from ftar_kernels.plane import StagedPlane

@@ -1,4 +1,4 @@
-"""`python -m ft_hsdp.bench.gpu_step`: a training step on a GPU, of plain FSDP2 and of ft_hsdp, in one process.
+"""`python -m benchmarks.kernels.gpu_step`: a training step on a GPU, plain FSDP2 and ft_hsdp, in one process.
 
 It starts a job of one replica with one rank; `train` is the job's entry. It prints JSON.
 """
@@ -152,8 +152,8 @@ def run(
     """
     with tempfile.TemporaryDirectory() as folder:
         config = {
-            "job": {"name": "step", "runs_dir": folder}, "entry": "ft_hsdp.bench.gpu_step:train", "replicas": 1,
-            "ranks_per_replica": 1, "train": {"device": device, "steps": WARM + STEPS + 1},
+            "job": {"name": "step", "runs_dir": folder}, "entry": "benchmarks.kernels.gpu_step:train",
+            "replicas": 1, "ranks_per_replica": 1, "train": {"device": device, "steps": WARM + STEPS + 1},
         }  # fmt: skip
         (Path(folder) / "sizes.json").write_text(json.dumps([width, layers, tokens]))
         (Path(folder) / "step.yaml").write_text(yaml.safe_dump(config))
@@ -175,7 +175,9 @@ def run(
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser("python -m ft_hsdp.bench.gpu_step", description="Measure a step on a GPU.")
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.kernels.gpu_step", description="Measure a step on a GPU."
+    )
     parser.add_argument("--layers", type=int, default=LAYERS, help=f"{LAYERS} are 0.54e9 parameters, 7 are 0.94e9")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="for the profile of one step (.json.gz)")
     options = parser.parse_args()

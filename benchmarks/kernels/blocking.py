@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.ladder import plane_of
 from ft_hsdp.core.ring import OperationKind
-from ftar_kernels.bench.ladder import plane_of
 from ftar_kernels.flags import Command
 
 N = 1 << 20

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels.checks import PLANES, drain, empty, programs, watchdog
 from ft_hsdp.core.ring import OperationKind
-from ftar_kernels.bench.checks import PLANES, drain, empty, programs, watchdog
 from ftar_kernels.flags import Command, Status
 from ftar_kernels.plane import StagedPlane, Via
 from ftar_kernels.staging import host_buffer
