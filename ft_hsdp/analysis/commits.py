@@ -5,8 +5,12 @@ A replica may log a step that is rolled back later. So a step is canonical only 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
+
+VALUE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_./-]{0,63}")  # of a value that a training loop logs by `Job.log`
+MAX_VALUES = 64  # names of such values in a job
 
 Row = dict[str, Any]
 """A commit as a replica logged it."""
@@ -212,3 +216,13 @@ def canonical(logs: Iterable[Iterable[Row]], finals: Iterable[Row]) -> list[Row]
 def newest_final(finals: Iterable[Row]) -> Row | None:
     """Return the final.json with the newest state; None if there is none."""
     return max(finals, key=lambda final: (final["commit_epoch"], final["step"]), default=None)
+
+
+def is_logged(row: Row) -> bool:
+    """Return whether a row has values of a step."""
+    return isinstance(row.get("values"), dict) and all(isinstance(row.get(key), int) for key in ("step", "epoch"))
+
+
+def logged_row(row: Row) -> Row:
+    """Return the line of metrics.jsonl for values of a step."""
+    return {"t": row.get("t"), "step": row["step"], "logged": row["values"]}

@@ -24,7 +24,7 @@ class Assumptions:
     """What a configuration does not say. The defaults are of the papers where they say something."""
 
     host_failures_per_month: float = _assumed(
-        0.192, "losses of one host; 6.4 per 1,000 hosts and day (see docs/memory.md)"
+        0.192, "losses of one host: 6.4 per 1,000 hosts and day (docs/memory.md)"
     )
     replace_s: float = _assumed(600.0, "until a lost host is replaced, copies included; FT-HSDP: 600")
     swap_s: float = _assumed(40.0, "until a replica goes on from memory on another host; DeadPool: 40")

@@ -7,8 +7,8 @@ a *shard* is what one rank of a replica holds, a *copy* is one complete shard of
 Read the modules in this order:
 
 - `hosts`: where a host stands (zone, rack), and the failure domains that hosts share.
-- `placement`: which hosts form a group that keeps copies for each other (GEMINI §4, Algorithm 1).
-- `probing`: who takes the place of a lost holder while all others stay (ReStore §IV-E).
+- `placement`: which hosts form a group that keeps copies for each other (GEMINI §4, Algorithm 1), and who takes
+  the place of a lost holder while all others stay (ReStore §IV-E).
 - `copies`: which copies a membership lacks, and who makes them. Healthy replicas count as copies.
 - `recovery`: the newest state that can be put together from all agents (GEMINI §6, DeadPool §VI-D).
 - `replacement`: what is done about a failure, and which spare host takes the place of a lost one (DeadPool §V-C).

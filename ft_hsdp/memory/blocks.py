@@ -24,7 +24,7 @@ from math import ceil
 
 from ft_hsdp.core.randomness import Permutation
 from ft_hsdp.memory import placement
-from ft_hsdp.memory.probing import first_holders, probing
+from ft_hsdp.memory.placement import first_holders, probing
 
 Span = tuple[int, int]
 

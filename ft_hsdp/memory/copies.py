@@ -17,8 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from ft_hsdp.memory.hosts import Host, Level
-from ft_hsdp.memory.placement import groups, holders
-from ft_hsdp.memory.probing import probing
+from ft_hsdp.memory.placement import groups, holders, probing
 
 MAX_COPIES = 128  # shards of other hosts that one agent keeps, at most
 

@@ -5,11 +5,20 @@ number of hosts is no multiple of `copies`, the remaining hosts join the last gr
 there keeps the shards of the `copies` - 1 hosts before it.
 
 `copies` counts the owner's own copy.
+
+ReStore §IV-A and §IV-E say who takes over from a lost holder, while all other holders stay. Each shard has a
+probing sequence: an order of all hosts that anybody can compute. Its holders are the first hosts of the sequence
+that live. If one is lost, the next one takes its place, and no other copy moves. The sequence begins with the
+holders of the first placement and goes on by double hashing, without the hosts that it has named before; ReStore's
+own sequence may name a holder again, and may leave hosts out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
+from math import gcd
 from typing import Literal, TypeVar
 
 from ft_hsdp.memory.hosts import Host, Level, interleave
@@ -86,3 +95,55 @@ def holders(group: Sequence[Member], owner: Member, copies: int) -> list[Member]
 def _shared(divided: list[list[Host]], level: Level) -> int:
     """Return how many hosts share a domain with another member of their group."""
     return sum(len(group) - len({host.domain(level) for host in group}) for group in divided)
+
+
+def first_holders(shard: int, shards: int, hosts: int, copies: int) -> tuple[int, ...]:
+    """Return the holders of a shard when no host is lost: L(x, k) = floor(x p / n) + k p / r, modulo p.
+
+    Args:
+        shard: x, the number of the shard.
+        shards: n.
+        hosts: p.
+        copies: r, a divisor of p.
+
+    Raises:
+        ValueError: `copies` does not divide `hosts`: then holders overlap less than groups do. `place` has
+            groups for any numbers.
+    """
+    if copies < 1 or hosts % copies:
+        raise ValueError(f"{copies} copies on {hosts} hosts: a divisor of {hosts} is needed")
+    return tuple((shard * hosts // shards + k * (hosts // copies)) % hosts for k in range(copies))
+
+
+def double_hashing(start: int, steps: Iterable[int], hosts: int) -> Iterator[int]:
+    """Return all hosts once: `start`, then always a step further, modulo `hosts`.
+
+    Args:
+        start: the first host.
+        steps: candidates for the length of a step; the first that has no divisor in common with `hosts` is taken.
+        hosts: number of hosts.
+
+    Raises:
+        StopIteration: none of `steps` can be taken.
+    """
+    step = next(step for step in steps if gcd(step, hosts) == 1)
+    return ((start + k * step) % hosts for k in range(hosts))
+
+
+def probing(shard: int, hosts: int, first: Iterable[int] = ()) -> Iterator[int]:
+    """Return all hosts once, in the order in which they are asked to keep a copy of a shard.
+
+    Args:
+        shard: the number of the shard.
+        hosts: number of hosts; at least 1.
+        first: the holders of the first placement, which come before all others.
+    """
+    named = list(dict.fromkeys(first))
+    start = _hash("start", shard) % hosts
+    steps = (1 + _hash("step", shard, seed) % max(1, hosts - 1) for seed in count())
+    yield from named
+    yield from (host for host in double_hashing(start, steps, hosts) if host not in named)
+
+
+def _hash(*parts: object) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())

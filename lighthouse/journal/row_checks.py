@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ft_hsdp.analysis.logged import MAX_VALUES, VALUE_NAME
+from ft_hsdp.analysis.commits import MAX_VALUES, VALUE_NAME
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import RankBeat

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ft_hsdp.analysis.logged import MAX_VALUES
+from ft_hsdp.analysis.commits import MAX_VALUES
 
 KEPT = 4096  # points of a curve, at least; of twice as many every second one is dropped
 

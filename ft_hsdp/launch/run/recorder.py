@@ -19,10 +19,11 @@ from ft_hsdp.analysis.commits import (
     CommitMerger,
     canonical,
     counted,
+    is_logged,
+    logged_row,
     metrics_row,
     newest_final,
 )
-from ft_hsdp.analysis.logged import is_logged, logged_row
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Lost, Queued

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ft_hsdp.analysis.logged import MAX_VALUES, VALUE_NAME
+from ft_hsdp.analysis.commits import MAX_VALUES, VALUE_NAME
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.loop.callbacks import CommittedStep
 

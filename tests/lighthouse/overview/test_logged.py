@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ft_hsdp.analysis.logged import MAX_VALUES
+from ft_hsdp.analysis.commits import MAX_VALUES
 from lighthouse.overview import logged
 from lighthouse.overview.logged import LoggedCurves
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ft_hsdp.analysis.logged import MAX_VALUES
+from ft_hsdp.analysis.commits import MAX_VALUES
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.loop.callbacks import CommittedStep
