@@ -16,7 +16,7 @@ import torch
 from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.settings import Settings as RingSettings
-from ft_hsdp.ftar.transport.shm import Arena
+from ft_hsdp.ftar.transport.arena import Arena
 
 if TYPE_CHECKING:
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane

@@ -40,7 +40,7 @@ from ft_hsdp.ftar.frame import Frame, Key
 from ft_hsdp.ftar.group import Group, GroupEvents
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import receiver
-from ft_hsdp.ftar.transport.shm import Arena
+from ft_hsdp.ftar.transport.arena import Arena
 from ftar_kernels import plane as kernels
 from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, grant, until
 from tests.support.ftar.ring_rig import DEADLINE_S, DyingPlane, edges

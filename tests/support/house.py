@@ -36,7 +36,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "configuration keys": (150, 120),
     "timeouts among them": (37, 14),
     "event names": (124, 100),
-    "private reads in tests": (488, 120),
+    "private reads in tests": (482, 120),
     "monkeypatch.setattr": (330, 150),
     "asserts on prose": (350, 100),
     "words of docs and ADRs": (64_500, 60_000),
