@@ -141,7 +141,8 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
             "--replica", replica_id, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
         )
     config = stamped(config)
-    check_device(config)
+    if "RANK" not in os.environ:  # torchrun may have the other ranks of the replica on other machines
+        check_device(config)
     run = run_of(config)
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun's restart: the job has begun
     trusted, reach_s = tls.trusted(config.network), math.inf if again else config.timeouts.reach_s

@@ -18,10 +18,11 @@ def _no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
-def test_up_on_a_gpu_that_is_not_there_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("command", [["up", GPU], ["replica", GPU, "--replica", "0"]])
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
 ) -> None:
-    assert main(["up", GPU]) == 64
+    assert main(command) == 64
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert "train.device: got 'cuda'; allowed: cpu: this machine has no GPU" in lines[0]

@@ -201,7 +201,8 @@ def test_a_lighthouse_goes_on_with_a_run_until_its_store_says_that_it_has_ended(
 def test_a_rank_of_torchrun_leaves_a_code_that_no_start_mends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, left: str
 ) -> None:
-    config = parse({"job": {"name": "job", "runs_dir": str(tmp_path)}})
+    there = {"train": {"device": "cuda"}, "ranks_per_replica": 16}  # the other ranks and GPUs are elsewhere
+    config = parse({"job": {"name": "job", "runs_dir": str(tmp_path)}, **there})
     folder = RunDir(tmp_path / "job").replica(1)
     folder.mkdir(parents=True)
     monkeypatch.setenv("RANK", "3")
