@@ -177,11 +177,11 @@ def configuration() -> str:
 
 
 def events() -> str:
-    """Every event with its sentence, and every kind of failure, from ft_hsdp/sentences.py."""
-    from ft_hsdp import sentences
+    """Every event with its sentence, and every kind of failure, from ft_hsdp/event_table.py."""
+    from ft_hsdp.event_table import EVENTS, FAULTS, said
 
-    told = [(f"`{name}`", tell(Example())) for name, tell in sorted(sentences.SENTENCES.items())]
-    faults = [(f"`{kind}`", f"replica N {text}") for kind, text in sentences._FAULTS.items()]
+    told = [(f"`{name}`", said(kind.sentence, Example())) for name, kind in sorted(EVENTS.items())]
+    faults = [(f"`{kind}`", f"replica N {text}") for kind, text in FAULTS.items()]
     return "\n\n".join(
         [
             "# Events",

@@ -11,8 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from ft_hsdp.config import ChaosConfig
-from ft_hsdp.launch.run.explain import NOTABLE
-from ft_hsdp.sentences import SENTENCES, fault, tell
+from ft_hsdp.event_table import EVENTS, fault, grave, tell
 
 ROOT = Path(__file__).parents[1]
 NAME = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
@@ -85,21 +84,30 @@ def written(tree: ast.Module) -> Iterator[set[str]]:
 
 def test_every_event_that_is_written_has_a_sentence_and_no_other() -> None:
     files = [*ROOT.glob("ft_hsdp/**/*.py"), *ROOT.glob("lighthouse/**/*.py")]
-    other = {"bench", "render", "sentences.py"}
+    other = {"bench", "render", "event_table.py"}
     sources = {f: f.read_text() for f in files if not other & {*f.relative_to(ROOT).parts}}
     found: set[str] = set().union(*(names for text in sources.values() for names in written(ast.parse(text))))
     assert len(found) > 70
-    assert sorted(found - SENTENCES.keys()) == []
-    assert sorted(SENTENCES.keys() - found) == []
+    assert sorted(found - EVENTS.keys()) == []
+    assert sorted(EVENTS.keys() - found) == []
 
 
-def test_what_is_marked_on_the_page_and_shown_live_are_events() -> None:
-    marked = (ROOT / "lighthouse/dashboard/log_rows.js").read_text().partition("new Set([")[2].partition("]")[0]
-    assert {name.strip(' "') for name in marked.replace("\n", "").split(",")} - {""} <= SENTENCES.keys()
-    assert SENTENCES.keys() >= NOTABLE
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"event": "ProcessExited", "kind": "exit 0"}, False),
+        ({"event": "ProcessExited", "kind": "SIGKILL"}, True),
+        ({"event": "ReplicaExited", "kind": "done"}, False),
+        ({"event": "RingBroken"}, True),
+        ({"event": "CheckedIn"}, False),
+        ({"event": "NewInALaterVersion"}, False),
+    ],
+)
+def test_the_orderly_end_of_a_process_is_no_failure(row: dict[str, Any], expected: bool) -> None:
+    assert grave(row) is expected
 
 
-@pytest.mark.parametrize("name", SENTENCES)
+@pytest.mark.parametrize("name", EVENTS)
 def test_a_sentence_is_plain_and_needs_no_more_than_the_facts_of_its_event(name: str) -> None:
     said = tell({"event": name, **FACTS}, reason=False)
     assert name not in said
@@ -116,7 +124,7 @@ def test_an_event_that_is_not_known_or_lacks_its_facts_is_named(row: dict[str, A
 
 @pytest.mark.parametrize("wrong", [None, "x", [1], {"a": 1}, 10**400, float("nan")])
 def test_whatever_a_row_holds_there_is_a_sentence(wrong: object) -> None:
-    for name in SENTENCES:
+    for name in EVENTS:
         row: dict[str, Any] = dict.fromkeys(FACTS, wrong)
         assert tell({**row, "event": name, "reason": "because"})
 

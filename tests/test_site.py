@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from ft_hsdp import protocol, sentences
+from ft_hsdp import event_table, protocol
 from ft_hsdp.core.replica_state import Phase
 from ft_hsdp.launch import cli
 
@@ -42,7 +42,7 @@ def test_references_name_everything_that_the_code_has(generate: ModuleType) -> N
     commands = generate.commands()
     assert [name for name in cli.COMMANDS if f"\n## {name}\n" not in commands] == []
     events = generate.events()
-    assert [name for name in sentences.SENTENCES if f"| `{name}` |" not in events] == []
+    assert [name for name in event_table.EVENTS if f"| `{name}` |" not in events] == []
     wire = generate.wire()
     assert [tag for tag in protocol.MESSAGES if f"| `{tag}` |" not in wire] == []
     keys = generate.configuration()

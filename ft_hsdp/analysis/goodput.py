@@ -14,6 +14,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ft_hsdp.event_table import EVENTS
+
 CAUSES = ("startup", "detect", "quorum", "reconnect", "fetch", "missing", "replay", "ftar", "commit", "other")
 WAITS = ("quorum", "commit", "ftar")  # the surest cause first
 MEANT = ("done", "stopped", "left")  # planned ends of an incarnation
@@ -144,8 +146,8 @@ class Goodput:
     def event(self, row: Mapping[str, Any]) -> None:
         """Take one event of the job."""
         name, t = row["event"], row["t"]
-        mark = _MARKS.get(name)
-        if mark is not None:
+        mark = EVENTS[name].mark if name in EVENTS else ""
+        if mark:
             if mark == "connected":
                 self._marks[mark] = max(t, self._marks.get(mark, t))
             else:
@@ -238,18 +240,6 @@ class Goodput:
             put = min(max(excess, 0.0), max(longer, 0.0))
             self._lost["fetch" if cause == "commit" and "fetching" in self._marks else cause] += put
             excess -= put
-
-
-_MARKS = {
-    "FailureInjected": "failed",
-    "RingBroken": "seen",
-    "ProcessExited": "seen",
-    "ExitReported": "seen",
-    "ReplicaExcluded": "seen",
-    "EpochGranted": "granted",
-    "RingConnected": "connected",
-    "FetchStarted": "fetching",
-}
 
 
 def _phases(marks: Mapping[str, float], t: float) -> list[tuple[str, float]]:

@@ -177,8 +177,8 @@ def _needs_ray(command: str) -> Iterator[None]:
 
 
 def _chaos(args: argparse.Namespace) -> int:
+    from ft_hsdp.event_table import tell
     from ft_hsdp.launch.injection import inject_by_hand, parse_options
-    from ft_hsdp.sentences import tell
 
     options = ("kind", "replica", "rank", "host", "target", "signal", "for_s", "reject")
     ends = None if args.edge is None else [int(e) if e.isdecimal() else e for e in args.edge.split(",")]

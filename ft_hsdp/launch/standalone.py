@@ -29,6 +29,7 @@ from ft_hsdp.errors import (
     LighthouseUnreachable,
     Retryable,
 )
+from ft_hsdp.event_table import tell
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.launch.backend.forkserver import PRELOAD
 from ft_hsdp.launch.backend.gpus import check_device, gpus_here
@@ -57,7 +58,6 @@ from ft_hsdp.launch.run.directory import (
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from ft_hsdp.lifetime import stop_signals
 from ft_hsdp.secret import TOKEN_VARIABLE
-from ft_hsdp.sentences import tell
 from lighthouse.store import finished
 
 REFUSED_S = 5.0  # for which a lighthouse may refuse the token: that of an earlier job ends soon

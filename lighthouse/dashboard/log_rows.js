@@ -12,14 +12,14 @@ export const EMPTY = { rows: [], older: false, newer: false };
 export function passes(row, { replica, event, text }) {
   if (replica !== "" && row.replica !== Number(replica)) return false;
   if (event !== "" && row.event !== event) return false;
-  return text === "" || JSON.stringify({ ...row, said: undefined }).toLowerCase().includes(text.toLowerCase());
+  return text === "" || JSON.stringify({ ...row, said: undefined, grave: undefined }).toLowerCase().includes(text.toLowerCase());
 }
 
 /** A live row as `/v1/events` would give it: what is not named is a fact. */
 export function shaped(row) {
   if (row.facts) return row;
-  const { seq, t, event, source, replica = null, rank = null, incarnation = null, reason = "", said = event, ...facts } = row;
-  return { seq, t, event, source, replica, rank, incarnation, reason, said, facts };
+  const { seq, t, event, source, replica = null, rank = null, incarnation = null, reason = "", said = event, grave = false, ...facts } = row;
+  return { seq, t, event, source, replica, rank, incarnation, reason, said, grave, facts };
 }
 
 /** `held` and `more` as one ascending list without doubles. */
@@ -41,19 +41,6 @@ export function withNewer(held, page, full) {
   return { rows: rows.slice(-HELD), older: held.older || rows.length > HELD, newer: full };
 }
 
-const GRAVE = new Set([
-  "FailureInjected", "ProcessExited", "ReplicaExited", "RingBroken", "ReplicaLost", "ReplicaStalled", "RankEnded",
-  "FetchRejected", "SnapshotCorrupt", "SnapshotsNotForgotten", "StateCorrupt", "StateDiverged", "JobDoubted", "BufferRestored", "StateAgentLost",
-  "ForkServerLost", "LogLinesLost", "CheckpointFailed", "CheckpointWriterLost", "CheckpointMissing", "StepSkipped",
-  "BatchGivenUp", "JobHalted", "HeadRolledBack", "RewindOrdered", "ReplicaExcluded", "EdgeBroken", "LeaseEnded", "StoreBehind", "ReportDoubted", "StoreFailed", "LighthouseExited",
-  "LighthouseSilent", "LighthouseFailed", "LighthouseDeposed",
-]);
-
-const ORDERLY = new Set(["exit 0", "done", "stopped", "drained"]); // how processes end that were meant to end
-
-/** Whether an event is a failure: the orderly end of a process is none. */
-export const grave = (row) => GRAVE.has(row.event) && !ORDERLY.has(row.facts?.kind);
-
 function worded(name, value) {
   if (name === "bytes" && Number.isFinite(value)) return `${short(value)}B`;
   if (typeof value === "number" && !Number.isInteger(value)) return String(Number(value.toPrecision(4)));
@@ -62,7 +49,7 @@ function worded(name, value) {
 
 export function Row({ row, named }) {
   const facts = Object.entries(row.facts ?? {}).map(([name, value]) => `${name} ${worded(name, value)}`).join("  ");
-  const kind = grave(row) ? "grave" : row.source === "admin" ? "ordered" : "";
+  const kind = row.grave ? "grave" : row.source === "admin" ? "ordered" : "";
   const rank = row.rank === null || row.rank === undefined ? "" : `.${row.rank}`;
   return html`
     <li class=${["row", kind, named && "named"].filter(Boolean).join(" ")} data-seq=${row.seq} aria-current=${named ? "true" : null}>

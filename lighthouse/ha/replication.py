@@ -11,6 +11,7 @@ import httpx
 
 from ft_hsdp.http_proof import HEADER, MARK, NONE, STALE, SignedRequest
 from lighthouse.journal.database import DatabaseFailed, SqliteDatabase
+from lighthouse.journal.journal import WORDED
 from lighthouse.overview.overview import JournalEntry
 
 POLL_S = 0.25  # between two looks at who leads
@@ -118,7 +119,7 @@ def _entries(blocks: list[bytes]) -> Iterator[JournalEntry]:
         try:
             row = json.loads(fields[b"data"])
             kind = fields[b"event"].decode()
-            shown = {k: v for k, v in row.items() if k not in ("seq", "said")}
+            shown = {k: v for k, v in row.items() if k not in ("seq", *WORDED)}
             entry = JournalEntry(int(fields[b"id"]), kind, shown)  # type: ignore[arg-type]
             float(entry.row["t"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:

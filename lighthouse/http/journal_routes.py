@@ -23,7 +23,7 @@ from lighthouse.http.quorum_route import read
 from lighthouse.http.rate_limits import TooMany
 from lighthouse.http.schemas import Events, OverviewView
 from lighthouse.journal.database import MAX_READ, DatabaseFailed
-from lighthouse.journal.journal import JobJournal, said
+from lighthouse.journal.journal import JobJournal, worded
 from lighthouse.journal.row_checks import LIMIT
 from lighthouse.quorum.state import LighthouseState as Decisions
 from lighthouse.service import Service
@@ -207,7 +207,7 @@ async def _messages(rows: Rows) -> AsyncIterator[str]:
             if row is None:
                 return
             seq, kind, body = row
-            told = {"said": said(body)} if kind == "event" else {}
+            told = worded(body) if kind == "event" else {}
             data = json.dumps({"seq": seq, **body, **told}, separators=(",", ":"), allow_nan=False)
             yield f"id: {seq}\nevent: {kind}\ndata: {data}\n\n"
             task = asyncio.ensure_future(anext(rows, None))

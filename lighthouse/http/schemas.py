@@ -282,7 +282,7 @@ class OverviewView(BaseModel):
 
 
 class Event(BaseModel):
-    """A row of the log; ``said`` is one plain sentence about it."""
+    """A row of the log; ``said`` is one plain sentence about it, ``grave`` whether it is a failure."""
 
     seq: int
     t: float
@@ -293,6 +293,7 @@ class Event(BaseModel):
     incarnation: str | None
     reason: str | None
     said: str
+    grave: bool
     facts: dict[str, Any]
 
 

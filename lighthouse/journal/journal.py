@@ -16,8 +16,8 @@ from dataclasses import asdict
 from typing import Any, Protocol, Unpack
 
 from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.event_table import grave, tell
 from ft_hsdp.protocol import RankBeat, Telemetry
-from ft_hsdp.sentences import tell
 from lighthouse.journal import row_checks
 from lighthouse.journal.database import MAX_READ, DatabaseFailed, EventQuery, SqliteDatabase
 from lighthouse.journal.subscribers import Subscribers
@@ -405,9 +405,12 @@ def _told(entry: JournalEntry) -> Json:
     """Return an event as GET /v1/events shows it."""
     row = entry.row
     facts = {key: value for key, value in row.items() if key not in _HEAD}
-    return {"seq": entry.seq, **{key: row.get(key) for key in _HEAD}, "said": said(row), "facts": facts}
+    return {"seq": entry.seq, **{key: row.get(key) for key in _HEAD}, **worded(row), "facts": facts}
 
 
-def said(row: Row) -> str:
-    """Return an event as one plain sentence of bounded length, without its reason."""
-    return tell(row, reason=False)[:MAX_SAID]
+WORDED = ("said", "grave")
+
+
+def worded(row: Row) -> Row:
+    """Return what a reader gets beside an event: a sentence of bounded length, and whether it is a failure."""
+    return {"said": tell(row, reason=False)[:MAX_SAID], "grave": grave(row)}

@@ -12,6 +12,7 @@ from typing import Any
 from ft_hsdp.analysis.commits import MAX_VALUES, VALUE_NAME
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.event_table import EVENTS
 from ft_hsdp.protocol import RankBeat
 from lighthouse.overview.overview import JobInfo, Row
 
@@ -29,35 +30,6 @@ _LINEAGE = re.compile(r"[0-9a-f]{1,64}")
 _OWN = frozenset({"lighthouse", "admin"})  # sources that a worker never is
 _SUPERVISED = frozenset({"supervisor", "chaos"})
 _NUMBERS = ("loss", "lr", "lr_scale", "norm", "ftar_bytes", "ftar_s", "tokens")
-# Only the lighthouse may send these events: the overview believes them.
-_DECISIONS = frozenset(
-    {
-        "BatchReduced",
-        "DamagedFileSetAside",
-        "EdgeBroken",
-        "EpochGranted",
-        "ExitReported",
-        "HeadRolledBack",
-        "JobFinished",
-        "JobHalted",
-        "JobScaled",
-        "LighthouseStarted",
-        "ReplicaDrained",
-        "ReplicaEvicted",
-        "ReplicaExcluded",
-        "ReplicaResumed",
-        "StoreFailed",
-        "StoreRecovered",
-        "ReplicaStalled",
-        "ReplicaUndrained",
-        "RewindOrdered",
-        "StoreBehind",
-        "ReportDoubted",
-        "StragglerGone",
-        "StragglerSeen",
-        "Waiting",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +70,7 @@ def event(raw: Mapping[str, Any], who: RowSender, about: JobInfo, now: float) ->
     source = raw.get("source")
     if not isinstance(source, str):
         source = ""
-    if source in _OWN or name in _DECISIONS or name.startswith("Admin"):
+    if source in _OWN or name.startswith("Admin") or (name in EVENTS and EVENTS[name].decision):
         raise ProtocolViolation(f"event {name} from {source[:20]!r}: only the lighthouse says that")
     row = plain(raw)
     if who.replica is not None:

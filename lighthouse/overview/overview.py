@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from ft_hsdp.analysis.failures import EpochSpan, Failure, Failures
 from ft_hsdp.analysis.goodput import Goodput
-from ft_hsdp.sentences import fault
+from ft_hsdp.event_table import fault
 from lighthouse.overview.logged import LoggedCurves
 from lighthouse.overview.protection import Protection
 from lighthouse.overview.replicas import Lane, Lanes

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ft_hsdp.core.grant import ranks_of
+from ft_hsdp.event_table import EVENTS
 
 MAX_SEGMENTS = 4096  # of one lane; the oldest are dropped, their events stay in the database
 # States of a replica that has a place in a ring.
@@ -14,21 +15,6 @@ RUN = frozenset({"training", "standby", "retrying", "behind", "fetching", "stall
 Segment = tuple[float, float | None, str]
 """From, to (None: still) in Unix seconds, and the state."""
 
-# The state that an event puts its replica into. A later contribution disproves it.
-_CLAIMS = {
-    "ReplicaWarmed": "warming",
-    "StateRestored": "warming",
-    "CheckedIn": "warming",
-    "RingBroken": "retrying",
-    "StepRetried": "retrying",
-    "LeftBehind": "behind",
-    "FetchStarted": "fetching",
-    "FetchCompleted": "behind",
-    "ReplicaExcluded": "stalled",
-    "ReplicaStalled": "stalled",
-    "ReplicaResumed": "training",
-    "Rejoined": "training",
-}
 RUNGS = frozenset({"agent", "copy", "replica", "checkpoint", "initial"})
 MAX_WIDTHS = 256  # changes of the number of ranks that a lane keeps
 MAX_HOSTS = 64  # that a recovery or a plan of copies names
@@ -78,7 +64,7 @@ class Lane:
             return
         elif name in _ENDS:
             self._ended(name, t, row, reason)
-        elif name in _CLAIMS and t > self._proof and self.state not in ("dead", "final"):
+        elif name in EVENTS and EVENTS[name].lane and t > self._proof and self.state not in ("dead", "final"):
             self._claims(name, t, row, reason)
         elif name == "GrantAdopted" and t > self._proof:
             self._adopted(t, row.get("role"), reason)
@@ -170,7 +156,7 @@ class Lane:
             self._enter(self._absent, t, reason)
 
     def _claims(self, name: str, t: float, row: Mapping[str, Any], reason: str) -> None:
-        state, rank = _CLAIMS[name], row.get("rank") or 0
+        state, rank = EVENTS[name].lane, row.get("rank") or 0
         if state == "fetching":
             self._done.discard(rank)  # only this one: rows of another rank that is done may have come before
         if name in _RANKS:

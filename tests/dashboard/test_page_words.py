@@ -81,10 +81,3 @@ def test_no_two_states_share_a_colour_and_a_pattern(page):
 def test_a_rate_of_bytes_is_in_the_unit_that_suits_it(page):
     said = ask(page, "charts.js", "[0.00838, 6.4, 1e-7, 0, null].map(m.CHARTS.find(c => c.name === 'gbps').value)")
     assert said == ["8.38 MB/s", "6.4 GB/s", "100 B/s", "0", "\u2013"]
-
-
-def test_the_orderly_end_of_a_process_is_no_failure(page):
-    rows = [("ProcessExited", "exit 0"), ("ProcessExited", "SIGKILL"), ("ReplicaExited", "done")]
-    rows += [("RingBroken", "")]
-    given = [{"event": event, "facts": {"kind": kind}} for event, kind in rows]
-    assert ask(page, "log_rows.js", f"{given}.map(m.grave)") == [False, True, False, True]

@@ -135,13 +135,13 @@ def trained(folder: Path, *overrides: str) -> Path:
 
 def everything(*, train: bool) -> dict[str, Any]:
     """All golden documents by the names of their files."""
+    from ft_hsdp.event_table import EVENTS
     from ft_hsdp.launch.arguments import build_parser
-    from ft_hsdp.sentences import SENTENCES
 
     found = {
         "messages.json": messages("ft_hsdp.protocol", "MESSAGES", "encode"),
         "agent_messages.json": messages("ft_hsdp.state.agent.messages", "MESSAGES", "frame"),
-        "events.json": sorted(SENTENCES),
+        "events.json": sorted(EVENTS),
         "help.json": {name: text.splitlines() for name, text in helps(build_parser()).items()},
         "schema.json": json.loads((ROOT / "configs/schema.json").read_text()),
     }

@@ -20,11 +20,11 @@ from ft_hsdp import fault_injection
 from ft_hsdp.analysis.failures import AFTERMATH_S
 from ft_hsdp.config import ChaosConfig, parse
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.event_table import tell
 from ft_hsdp.launch.chaos import Injection, Planner, in_words
 from ft_hsdp.launch.injection import inflict, inject_by_hand, parse_options
 from ft_hsdp.launch.job import JobRun
 from ft_hsdp.launch.run.directory import RunDir, read_jsonl, write_json
-from ft_hsdp.sentences import tell
 from tests.support.launch.launch_rows import failures
 
 ALL = (0, 1, 2)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ft_hsdp.core.state_id import SLICES
+from ft_hsdp.event_table import tell
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.status import status
-from ft_hsdp.sentences import tell
 from ft_hsdp.state.checkpoint import catalog
 from tests.support.scenarios.scenario_job import Job, check
 

@@ -13,8 +13,8 @@ import pytest
 
 from ft_hsdp.config import ChaosConfig
 from ft_hsdp.config.chaos import Target
+from ft_hsdp.event_table import tell
 from ft_hsdp.launch.chaos import Injection
-from ft_hsdp.sentences import tell
 from tests.scenarios.pairs import Injured, jobs
 from tests.support import os_faults
 from tests.support.scenarios import pairs_report as report

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from ft_hsdp.analysis.incarnations import PARTS, IncarnationStart, starts
+from ft_hsdp.event_table import fault, tell
 from ft_hsdp.launch.run.directory import Row
-from ft_hsdp.sentences import fault, tell
 
 
 def start_table(found: Sequence[IncarnationStart]) -> list[str]:
@@ -21,91 +21,6 @@ def start_table(found: Sequence[IncarnationStart]) -> list[str]:
         named = f"{start.incarnation:{wide}}  {start.how[:12]:12}"
         lines.append(f"{named}  " + "  ".join(map(str.rjust, cells, widths)))
     return lines
-
-
-NOTABLE = frozenset(
-    {
-        "FailureInjected",
-        "FailureLifted",
-        "RingBroken",
-        "ProcessExited",
-        "EvictionOrdered",
-        "JobScaled",
-        "LeaveRequested",
-        "ReplicaDrained",
-        "ReplicaUndrained",
-        "RestartScheduled",
-        "StartPrevented",
-        "StartAllowed",
-        "ReplicaUnplaced",
-        "JobGivenUp",
-        "HostReplaced",
-        "HostLent",
-        "SpareAgentLost",
-        "HostCordoned",
-        "Shrunk",
-        "Grown",
-        "TooFewRanks",
-        "SupervisorStandsBy",
-        "SupervisorLeased",
-        "LogCut",
-        "LogLinesLost",
-        "ReplicaLost",
-        "LeftBehind",
-        "FetchCompleted",
-        "FetchRejected",
-        "ForkServerLost",
-        "SnapshotCorrupt",
-        "StateCorrupt",
-        "EpochGranted",
-        "ReplicaExcluded",
-        "HeadRolledBack",
-        "RewindOrdered",
-        "EdgeBroken",
-        "StoreBehind",
-        "ReportDoubted",
-        "LighthouseExited",
-        "LighthouseFailed",
-        "StoreFailed",
-        "StoreRecovered",
-        "DamagedFileSetAside",
-        "JobFilePutBack",
-        "LighthouseRestarted",
-        "LeaseUsed",
-        "BatchBlamed",
-        "BatchLeftOut",
-        "BatchGivenUp",
-        "BatchReduced",
-        "LighthouseAwaited",
-        "LeaseEnded",
-        "JobHalted",
-        "StateDiverged",
-        "JobDoubted",
-        "BufferChanged",
-        "BufferRestored",
-        "StateAgentLost",
-        "Protected",
-        "Unprotected",
-        "CopyMissing",
-        "CopyMoved",
-        "CopiesSlowed",
-        "BlocksUnprotected",
-        "BlocksRejected",
-        "BlocksRead",
-        "SnapshotsNotForgotten",
-        "StepSkipped",
-        "CheckpointFailed",
-        "CheckpointMissing",
-        "CheckpointWriterLost",
-        "CheckpointPassedOver",
-        "SettingChanged",
-        "SettingsUnknown",
-        "LighthouseSilent",
-        "LighthouseDeposed",
-        "LighthouseElected",
-    }
-)
-"""The events that the terminal shows of a running job."""
 
 
 def explain(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[int] = ()) -> list[str]:

@@ -18,24 +18,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from ft_hsdp.config import Config
+from ft_hsdp.event_table import EVENTS, fault, tell
 from ft_hsdp.launch.run.directory import Row
-from ft_hsdp.launch.run.explain import NOTABLE
 from ft_hsdp.launch.run.summary import Summary
-from ft_hsdp.sentences import fault, tell
 
 SHOWN_STEPS = 10  # rows of the table
 LONG_S = 3.0  # a wait of the lighthouse that is longer than this is shown
 HELD_S = 2.0  # longest time for which an event about a later step waits for the lines of the steps before it
-_BAD = {
-    "FailureInjected",
-    "ProcessExited",
-    "RingBroken",
-    "EvictionOrdered",
-    "ReplicaLost",
-    "LighthouseExited",
-}
-_ONCE = ("SettingChanged", "SettingsUnknown")
-_GOOD = {"FetchCompleted", "LighthouseRestarted"}
 
 
 class _Forgiving:
@@ -83,7 +72,7 @@ class Terminal:
         self._waiting: Row | None = None  # the lighthouse's newest Waiting, until it is over or was shown
         self._held: list[Row] = []  # events about a later step than the next one that is shown
         self._contributed: set[int] = set()  # replicas that have contributed
-        self._once: set[str] = set()  # sentences of `_ONCE`
+        self._once: set[str] = set()  # sentences that every replica says
         self._leaving: set[object] = set()  # replicas that were told to leave
         self._live = Live(self._table(), console=self._console, transient=True, auto_refresh=False)
         self._on_terminal = self._console.is_terminal if live is None else live
@@ -146,7 +135,8 @@ class Terminal:
         elif name == "ReplicaStarted":
             self._leaving.discard(replica)
         left = event.get("kind") == "exit 0" or (event.get("kind") == "exit 143" and replica in self._leaving)
-        if name not in NOTABLE or (name == "ProcessExited" and left) or event.get("prevented"):
+        kind = EVENTS.get(name)
+        if kind is None or not kind.told or (name == "ProcessExited" and left) or event.get("prevented"):
             return
         if name == "RingBroken":
             if event.get("epoch") in self._broken:
@@ -157,9 +147,9 @@ class Terminal:
             if isinstance(replica, int) and event["t"] - known > 1.0:
                 self._failed_at[replica] = event["t"]
         about = event.get("suspect") if name == "RingBroken" else replica
-        style = "red" if name in _BAD else "green" if name in _GOOD else "dim"
+        style = "red" if kind.grave else "green" if kind.good else "dim"
         text = tell({**event, "reason": _told_reason(event)})
-        if name in _ONCE:  # every replica says it
+        if kind.once:
             if text in self._once:
                 return
             self._once.add(text)

@@ -17,9 +17,9 @@ from typing import Any
 from ft_hsdp.analysis.commits import canonical
 from ft_hsdp.analysis.incarnations import incarnations
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.event_table import tell
 from ft_hsdp.launch.run.directory import Row, RunDir, read_jsonl
 from ft_hsdp.launch.run.recorder import events_of, finals_of
-from ft_hsdp.sentences import tell
 
 JOB = 1  # pid of the job's process; to Perfetto pid 0 is the idle process
 ALL, OTHERS = 1, 2  # threads of the job: marks across all processes, and events of no replica

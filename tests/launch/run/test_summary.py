@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from ft_hsdp.analysis.commits import CommitMerger
 from ft_hsdp.bench.driver import REPLICAS, Logs
 from ft_hsdp.config import parse
+from ft_hsdp.event_table import tell
 from ft_hsdp.launch.run.audit import UnitAudit
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import RunTally
 from ft_hsdp.launch.run.terminal import summary_lines
-from ft_hsdp.sentences import tell
 from tests.support.launch.launch_rows import batches, commit, event, fed, summarize
 
 CONFIG = parse({"replicas": 3, "ranks_per_replica": 1})

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ft_hsdp.config import parse
+from ft_hsdp.event_table import tell
 from ft_hsdp.launch.run.terminal import Terminal, step_line, summary_lines
-from ft_hsdp.sentences import tell
 from tests.support.launch.launch_rows import commit, event, fed, summarize
 
 CONFIG = parse({"ranks_per_replica": 1, "train": {"steps": 5}})

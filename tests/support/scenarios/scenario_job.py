@@ -18,10 +18,10 @@ from typing import Any
 
 import httpx
 
+from ft_hsdp.event_table import tell
 from ft_hsdp.launch import cli
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.verify import verify
-from ft_hsdp.sentences import tell
 from tests.support.lighthouse.signed import BlockingProof
 from tests.support.started_job import StartedJob
 
