@@ -135,7 +135,7 @@ class WideRing:
         given = self.grant(epoch)
         for rank in self.ranks:
             rank.group.configure(given)
-        await until(lambda: all(epoch in r.connected for r in self.ranks), f"the lanes of epoch {epoch}", 30.0)
+        await until(lambda: all(epoch in r.connected for r in self.ranks), f"the lanes of epoch {epoch}", 90.0)
         return given
 
     async def check(self, given: Grant, step: int = 1) -> None:

@@ -223,7 +223,7 @@ def test_a_rank_that_starts_beside_a_stopped_agent_replaces_it(mesh: DeviceMesh,
     os.kill(pid, signal.SIGSTOP)
     fresh, _ = hold(mesh)
     home = AgentHome(place.token, 0, 0, 1, place.starter)
-    again = SnapshotWriter(fresh, home, True, DEADLINE_S / 4, place.journal, place.failures.append)
+    again = SnapshotWriter(fresh, home, True, DEADLINE_S / 2, place.journal, place.failures.append)
     place.snapshots.append(again)
     assert again.list() == ()
     assert place.agent_pid() != pid
