@@ -448,6 +448,7 @@ def test_events_are_told_with_facts_apart(journal):
         "incarnation": "1-a-0",
         "reason": "why",
         "said": "replica 1 saw its ring break, and suspects replica 2",
+        "grave": True,
         "facts": {"suspect": 2},
     }
     assert journal.events(limit=10, replica=2) == {"events": [], "first": 0, "last": 0}
