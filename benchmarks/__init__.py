@@ -1,7 +1,12 @@
 """Measurements that stand beside the product: a checkout has them, a wheel does not.
 
-`launcher.py bench NAME` runs the five benches of the product (`ft_hsdp.bench`) and, in a checkout, those of this
-folder. Nothing in the product imports this package. What a bench finds stands in docs/measurements.md.
+In a checkout `launcher.py bench NAME` runs these, too (`ft_hsdp.bench.command` has the table). Each module has
+`options`, from the words of a command line, `goals` and `run`, as a bench of `ft_hsdp.bench`, of whose parts it is
+made. Nothing in the product imports this package. What a bench finds stands in docs/measurements.md.
 
+- `units` with `unit_figures` and `token_mean`: work that is counted in units, while replicas are lost;
+- `memory`, `flips`: copies of states in host memory, and bytes that flip in them;
+- `lone`, `losses`: a replica that goes on with fewer ranks, once and at random;
+- `adopt`: models and trainers of others;
 - `kernels`: the kernels and the GPU data plane; `python -m benchmarks.kernels`, or `make gpu`, runs them.
 """

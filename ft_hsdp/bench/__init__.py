@@ -6,20 +6,21 @@ JSON.
 
 Read in this order:
 
-- `command`: the benches by name, and what the user asks of each;
-- `results`, `goals`, `tables`, `table_parts`: figures and the machine, how they stand to the goals, output;
+- `command`, `options`: the benches by name, and what the user asks of each;
+- `results`, `goals`, `tables`: figures and the machine, how they stand to the goals, output;
 - `scope`: how a bench starts its processes, waits for them, and ends them;
 - `workers`, `contenders`: processes that do one thing on command, and what each of them measures;
 - one module or package for each bench: `allreduce` (bench ftar), `quorum`, `state_fetch` (bench fetch),
-  `recovery`, `overhead` with `hsdp`, `adopt`, `units`, `strangers`, `tls`, `driver`;
-- `trainee`: the models that recovery, overhead and adopt train.
+  `recovery`, `overhead` with `hsdp`; each has `options`, from the words of a command line, and `run`;
+- `trainee`: the models that recovery and overhead train.
+
+Benches that back other figures stand in `benchmarks/` of the repository, and are built of these modules.
 
 Only `contenders` may import torchft (an import contract holds this), and no part of the product imports this
 package except `ft_hsdp.launch.cli`, which runs it.
 
 Example:
-    from ft_hsdp.bench.command import RecoveryOptions
-    from ft_hsdp.bench.recovery.bench import run
+    from ft_hsdp.bench.recovery.bench import RecoveryOptions, run
     from ft_hsdp.bench.tables import show
-    show("recovery", run(RecoveryOptions(("kill",), kills=20, rounds=5, sizes=()), sys.stderr), sys.stdout)
+    show(run(RecoveryOptions(("kill",), kills=20, rounds=5, sizes=()), sys.stderr), sys.stdout)
 """

@@ -11,8 +11,10 @@
 from __future__ import annotations
 
 import random
+import re
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,11 +22,12 @@ from typing import Any, TextIO
 
 import psutil
 
-from ft_hsdp.bench.command import AllReduceOptions
+from ft_hsdp.bench import goals
 from ft_hsdp.bench.contenders.base import CONTENDERS, Contender, absent
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.hsdp.measure import measure as link
 from ft_hsdp.bench.hsdp.processes import HsdpSetup
+from ft_hsdp.bench.options import listed, measures_of, rounds_of, sizes_of
 from ft_hsdp.bench.results import (
     KIB,
     MIB,
@@ -46,7 +49,39 @@ IDLE_S = 0.5  # how long workers are watched while they have nothing to do
 RESTLESS = 0.05  # of a core: more is noted
 MODES = ("idle", "thread", "process")  # who spins: nothing, a thread in a rank, another process
 MIDDLE = (0.2, 0.8)  # when the kill comes, as shares of an undisturbed all-reduce
+MOST_MEMBERS = 16
+FTAR = ("bandwidth", "spin", "kill", "reconfigure", "link")
 TRIES = 3  # for each kill that counts: some come after the end
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceOptions:
+    """What `bench ftar` measures; None where each measure has its own."""
+
+    measures: tuple[str, ...]
+    sizes: tuple[int, ...] | None  # of messages, in bytes
+    members: tuple[int, ...] | None
+    contenders: tuple[str, ...] | None
+    rounds: int
+
+
+def options(args: Namespace) -> AllReduceOptions:
+    """Return what `bench ftar` is to do."""
+    return AllReduceOptions(
+        measures_of(args, FTAR, "bandwidth"),
+        sizes_of(args),
+        listed("--members", args.members, _members, f"2 to {MOST_MEMBERS}, e.g. 2,4"),
+        listed("--contenders", args.contenders, _contender, f"some of {','.join(CONTENDERS)}"),
+        rounds_of(args, 20),
+    )
+
+
+def _members(word: str) -> int | None:
+    return int(word) if re.fullmatch(r"\d{1,3}", word) and 2 <= int(word) <= MOST_MEMBERS else None
+
+
+def _contender(word: str) -> str | None:
+    return word if word in CONTENDERS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +334,7 @@ def run(options: AllReduceOptions, stream: TextIO) -> dict[str, Any]:
             result["contenders"] |= {who: contender.text for who, contender in contenders.items()}
             result[name] = measure.run(contenders, plan, log)
     result["link"] = link(HsdpSetup(rounds=options.rounds), log) if "link" in options.measures else []
-    return finish_result(result, log, started)
+    return finish_result(result, goals.ftar(result), log, started)
 
 
 def _prepare(

@@ -1,13 +1,12 @@
-"""The goals of every bench, and how what was seen stands to them; a result's head and its end.
+"""The goals of the benches, and how what was seen stands to them; a result's head and its end.
 
 The functions that are named for a bench take a result of it and yield every goal for which there is a figure.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,26 +45,6 @@ READERS_TIMES, LOCAL_TIMES = 1.0, 5.0
 
 STEADY, RAY = 1.02, 1.02
 SNAPSHOT = {"computing": 1.10, "waiting": 1.02}
-
-ADOPTED_STEP = 1.05
-
-UNIT_TIMES, REFILL_STEPS, TOKEN_MEAN = 1.03, 0.15, 1e-6
-
-COPIES = {"waiting": 1.02, "computing": 1.10}
-EXPOSED, OF_PLAN, IDLE_SHARE, PLANNED, APART = 0.01, 1.05, 0.95, 1.02, 0.001
-PLAN_S = 1.0
-RESHAPE_TIMES, RESHAPE_BYTES = 2.0, 1.05
-BLOCKS_TIMES = 1.15
-# Of the ratio of bytes that the busiest links carry: a scattered load has more connections and manifests.
-SCATTERED_SHARE = 0.5
-LANES_TIMES = 1.25  # an all-reduce of replicas of 4 and 3 ranks, beside 4 and 4
-WIDTH_RATE, WIDTH_WAIT = 0.97, 0.1  # of the share of the ranks; steps that the other replica waits
-WIDTH_CHANGES = 1  # among random losses, of each kind: else they say nothing about them
-LONE_MS, LONE_STEPS = 2000.0, 1
-LOST_MS, LOST_TIMES, LOST_STEPS = 1500.0, 3.7, 1
-
-STRANGERS_TIMES, STRANGERS_BROKEN, STRANGERS_MIB = 1.10, 0, 32.0
-TLS_RING, TLS_FETCH = 0.35, 0.5  # of the plain one's speed
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,155 +195,6 @@ def overhead(result: Row) -> Verdicts:
     yield from ftar({"link": result.get("link", ())})
 
 
-def units(result: Row) -> Verdicts:
-    """Yield the verdicts on a result of `bench units`."""
-    for row in result["constant"]:
-        short = len(row["others"]) + (row["refill"] == "same_step" and row["at_loss"] != row["wanted"])
-        text = f"{row['refill']}, {row['assignment']}: short steps"
-        yield most(text, row, 0, short)
-    for row in result["rate"]:
-        yield most("time of a unit, constant / adapt", row, UNIT_TIMES, row["times"]["constant"]["ratio"])
-    for row in result["refill"]:
-        yield most("refill: beyond its units, p50, of a step", row, REFILL_STEPS, row["steps"]["p50"])
-    for row in result["loss"]:
-        seen = row["with_failures"]["constant"]["outside_last"]
-        yield most("loss with failures, outside the seeds", row, 0, seen)
-    for row in result["tokens"]:
-        seen = max(row["gradient"], row["loss"]) if row["alike"] else math.inf
-        yield most("token mean beside one big batch", row, TOKEN_MEAN, seen)
-    for row in result["kills"]:
-        wrong = row["twice"] + row["skipped"] + (not row["replayed"]) + len(row["breaches"])
-        yield most(f"{row['batch']}, {row['kills']} kills: what is wrong", row, 0, wrong)
-
-
-def adopt(result: Row) -> Verdicts:
-    """Yield the verdicts on a result of `bench adopt`."""
-    for row in result["step"]:
-        for name, times in row["times"].items():
-            if name.startswith("ft_hsdp"):
-                text = f"{row['step']}, {name}: a step, times HSDP's"
-                yield most(text, row, ADOPTED_STEP, times["ratio"])
-    for row in result["kill"]:
-        text = f"{row['trainer']}: SIGKILL to next commit - 1 step, p50 ms"
-        yield most(text, row, NEXT_P50_MS, row["less_one"]["p50_ms"])
-        wrong = row["twice"] + row["skipped"] + row["differ"]
-        yield most(f"{row['trainer']}: units twice or skipped, other states", row, 0, wrong)
-
-
-def memory(result: Row) -> Verdicts:
-    """Yield the verdicts on a result of `bench memory`."""
-    for row in result["step"]:
-        text = f"copies, {row['step']}: a step, times"
-        yield most(text, row, COPIES[row["step"]], row["times"]["with"]["ratio"])
-        if row["step"] == "waiting":
-            yield most("votes wait for copies, part of a step", row, EXPOSED, row["exposed"])
-        yield most(f"memory of a host, {row['step']}, times the plan", row, OF_PLAN, row["of_plan"])
-    for row in result["none"]:
-        for what in ("bytes", "threads", "orders"):
-            yield most(f"no copies needed: {what}", {**row, "bytes": None}, 0, row[what])
-    for row in result["plan"]:
-        there = f"plan of {row['hosts']} hosts, {row['copies']} copies"
-        yield most(f"{there}: p50 s", row, PLAN_S, row["took"]["p50_ms"] / 1e3)
-        yield most(f"{there}: figures that are not exact", row, 0, row["not_exact"])
-    for row in result["gaps"]:
-        yield from _gaps(row)
-    for row in result["lost"]:
-        found = row["places"]["memory"]
-        yield most("host killed to new step - 1 step, p50 ms", row, LOST_MS, found["beyond"]["p50_ms"])
-        yield least("from memory, times as fast as checkpoints", row, LOST_TIMES, row["times_as_fast"])
-        yield most("steps lost with a host", row, LOST_STEPS, found["lost_steps"]["max"])
-    for row in result["union"]:
-        yield most("two hosts at once: steps lost", row, LOST_STEPS, row["lost_steps"])
-        outside = sum(count for rung, count in row["rungs"].items() if rung in ("checkpoint", "initial"))
-        yield most("two hosts at once: not from memory", row, 0, outside)
-    for row in result["flips"]:
-        yield most("flipped bytes that were not found", {**row, "bytes": None}, 0, row["missed"])
-
-
-def _gaps(row: Row) -> Verdicts:
-    times = row["times"]
-    yield most("planned on a link: a step, times", row, PLANNED, times["planned"]["ratio"])
-    for slower, faster in (("blocking", "greedy"), ("greedy", "planned")):
-        yield least(f"{slower} - {faster}, apart by", row, APART, times[slower]["low"] - times[faster]["high"])
-    yield least("planned: blocks by a plan, of all", row, 1.0, row["planned_share"]["planned"])
-    if "planned" in row["idle_share"]:
-        yield least("planned: bytes in idle spans", row, IDLE_SHARE, row["idle_share"]["planned"])
-
-
-def width(result: Row) -> Verdicts:
-    """Yield the verdicts on a result of `bench width`."""
-    for row in result["reshape"]:
-        there = f"{row['from']} ranks to {row['to']}"
-        yield least(f"{there}, times as fast as DCP", row, RESHAPE_TIMES, row["times_as_fast"])
-        yield most(f"{there}: bytes, times the least", row, RESHAPE_BYTES, row["times_least"])
-    for row in result["blocks"]:
-        name = f"{row['hosts']} hosts: bytes of the busiest sender, times ReStore's formula"
-        yield most(name, row, BLOCKS_TIMES, row["scattered"]["times"])
-        senders, limit = row["scattered"]["senders"], row["scattered"]["senders_most"]
-        if limit < row["hosts"] - 1:  # else no plan could miss it
-            name = f"{row['hosts']} hosts: hosts that a rank reads from, ReStore's formula and one"
-            yield most(name, row, limit, senders)
-    for row in result["loads"]:
-        if row["bytes_per_s"] is not None:
-            text = f"scattered through slow links, times as fast as one source (95 %), of {row['expected']:.2f}"
-            yield least(text, row, SCATTERED_SHARE, ratio(row["times"]["low"], row["expected"]))
-    for row in result["rate"]:
-        text = f"{row['left']} of {row['ranks']} ranks: units/s, of {row['share']:g} of the rate"
-        yield least(text, row, WIDTH_RATE, row["of_share"])
-    for row in result["shrink"]:
-        yield most("a shrink: the other waits, p50, steps", row, WIDTH_WAIT, row["steps"]["shrink"])
-        yield most("a grow: steps repeated", row, 0, row["repeated"])
-    for row in result["lone"]:
-        there = f"{row['ranks']} ranks to {row['left']}"
-        yield most(f"{there}: host lost to new step - 1 step, p50 ms", row, LONE_MS, row["beyond"]["p50_ms"])
-        yield most(f"{there}: steps lost", row, LONE_STEPS, row["lost_steps"]["max"])
-        yield most(f"{row['left']} ranks to {row['ranks']}: steps repeated", row, 0, row["grow"]["repeated"])
-    for row in result["losses"]:
-        wrong = row["twice"] + row["skipped"] + (not row["replayed"]) + len(row["breaches"])
-        yield most(f"{row['job']}, {row['losses']} hosts lost: twice, skipped, not replayed", row, 0, wrong)
-        yield least(f"{row['job']}: hosts lost, of those asked for", row, row["asked"], row["losses"])
-        yield least(f"{row['job']}: times that a replica shrank", row, WIDTH_CHANGES, row["shrunk"])
-        yield least(f"{row['job']}: times that a replica grew", row, WIDTH_CHANGES, row["grown"])
-    for row in result["allreduce"]:
-        yield most("all-reduce of 4 with 3 ranks, times 4 with 4", row, LANES_TIMES, row["times"])
-
-
-def strangers(result: Row) -> Verdicts:
-    """Yield the verdicts on a result of `bench strangers`."""
-    for row in result["strangers"]:
-        text = "strangers at every listener: a step, times"
-        yield most(text, row, STRANGERS_TIMES, row["times"]["ratio"])
-        lost = row["rings_broken"] + row["processes_gone"]
-        yield most("rings broken and processes lost meanwhile", row, STRANGERS_BROKEN, lost)
-        yield most("memory that a process grows by, MiB", row, STRANGERS_MIB, row["growth_mib"])
-
-
-def tls(result: Row) -> Verdicts:
-    """Yield the verdicts on a result of `bench tls`."""
-    for name, text, limit in (
-        ("ring", "an encrypted ring over TCP", TLS_RING),
-        ("fetch", "an encrypted fetch", TLS_FETCH),
-    ):
-        for row in result[name]:
-            seen = times_as_fast(row, "encrypted", "plain")
-            yield least(f"{text}, times the speed of plain", row, limit, seen)
-
-
-JUDGES: Mapping[str, Callable[[Row], Verdicts]] = {
-    "ftar": ftar,
-    "quorum": quorum,
-    "fetch": fetch,
-    "recovery": recovery,
-    "overhead": overhead,
-    "units": units,
-    "adopt": adopt,
-    "memory": memory,
-    "width": width,
-    "strangers": strangers,
-    "tls": tls,
-}
-
-
 def begin_result(bench: str, log: ProgressLog) -> tuple[dict[str, Any], float]:
     """Return a result without figures, and when it was begun; notes if the machine has other work."""
     where = machine()
@@ -373,9 +203,9 @@ def begin_result(bench: str, log: ProgressLog) -> tuple[dict[str, Any], float]:
     return {"bench": bench, "date": now(), "machine": where, "versions": versions()}, time.monotonic()
 
 
-def finish_result(result: dict[str, Any], log: ProgressLog, started: float) -> dict[str, Any]:
+def finish_result(result: dict[str, Any], goals: Verdicts, log: ProgressLog, started: float) -> dict[str, Any]:
     """Return the result with its goals, notes and duration: ready for JSON."""
-    result["goals"] = [asdict(verdict) for verdict in JUDGES[result["bench"]](result)]
+    result["goals"] = [asdict(verdict) for verdict in goals]
     result["notes"] = log.notes
     result["seconds"] = round(time.monotonic() - started, 1)
     return result

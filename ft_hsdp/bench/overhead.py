@@ -13,6 +13,7 @@ import secrets
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from typing import Any, TextIO
 import psutil
 
 from ft_hsdp.analysis.goodput import fault_free_step
+from ft_hsdp.bench import goals
 from ft_hsdp.bench.contenders.base import version
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.hsdp.measure import measure as link
@@ -34,6 +36,7 @@ from ft_hsdp.bench.hsdp.processes import (
     start,
     start_lighthouse,
 )
+from ft_hsdp.bench.options import measures_of, rounds_of
 from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, ResultRow, interleave, ratio_interval, spread
@@ -43,6 +46,8 @@ from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import free_port, last_line, tied
 from ft_hsdp.launch.run.directory import RunDir
 
+ROUNDS = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # where the user does not say
+BY_DEFAULT = ("steady", "snapshot", "ray")
 TRANSPORTS = ("tcp", "shm")
 SETUP = HsdpSetup(
     sections={"train": {"micro_batch": 2, "seq_len": 128}, "model": {"dim": 192, "layers": 6, "heads": 6}}
@@ -58,6 +63,12 @@ RAY_STORE_BYTES = 80 << 20  # of its object store, the least: no rank uses it
 RAY_STARTED = "Ray runtime started"
 
 
+def options(args: Namespace) -> Mapping[str, int]:
+    """Return the rounds of each measure that is wanted."""
+    wanted = measures_of(args, tuple(ROUNDS)) if args.measure else BY_DEFAULT
+    return {name: rounds_of(args, ROUNDS[name]) for name in wanted}
+
+
 def run(rounds: Mapping[str, int], stream: TextIO) -> dict[str, Any]:
     """Return the result of the measures in ``rounds``, ready for JSON. Raises Retryable where a process fails."""
     log = ProgressLog(stream)
@@ -66,7 +77,7 @@ def run(rounds: Mapping[str, int], stream: TextIO) -> dict[str, Any]:
     result["snapshot"] = snapshot(rounds["snapshot"], log) if "snapshot" in rounds else []
     result["ray"] = ray(rounds["ray"], log) if "ray" in rounds else []
     result["link"] = link(HsdpSetup(rounds=rounds["link"]), log) if "link" in rounds else []
-    return finish_result(result, log, started)
+    return finish_result(result, goals.overhead(result), log, started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +92,9 @@ def in_turns(
     contenders: Mapping[str, Trained],
     rounds: int,
     python: str = sys.executable,
-    look: Callable[[str, RunDir, TrainingProcesses], None] = lambda *_: None,
+    look: Callable[[str, RunDir], None] = lambda *_: None,
     settle_s: float = 0.0,
     lead: int = 0,
-    started: Callable[[str, RunDir], None] = lambda *_: None,
 ) -> dict[str, list[float]]:
     """Train all contenders on this machine, all alive, one block of one of them at a time (ABAB).
 
@@ -92,10 +102,9 @@ def in_turns(
         contenders: by name.
         rounds: how many blocks of each count.
         python: the interpreter of all processes.
-        look: called for each contender of ft_hsdp after its last block, with its name, its run and its processes.
+        look: called for each contender of ft_hsdp after its last block, with its name and its run.
         settle_s: how long to wait after each block, for what it leaves to be done.
         lead: steps of each block before those that are timed, as in `TrainingProcesses.train`.
-        started: called for each contender of ft_hsdp before its first block, with its name and its run.
 
     Returns:
         Seconds of a step, of each of so many blocks, by contender.
@@ -107,17 +116,15 @@ def in_turns(
         hosts = max(each.setup.replicas * each.setup.hosts for each in contenders.values())
         place = Loopback(hosts, python)
         samples: dict[str, Callable[[], float]] = {}
-        seen: list[tuple[str, RunDir, TrainingProcesses]] = []
+        seen: list[tuple[str, RunDir]] = []
         for number, (name, each) in enumerate(contenders.items()):
             own = folder / str(number)
             own.mkdir()
             run = start_lighthouse(place, each.setup, own, stack) if each.kind == PRODUCT else None
             processes = start(name, each.kind, number, place, each.setup, own, stack)
             if run is not None:
-                seen.append((name, run, processes))
+                seen.append((name, run))
             greet(processes.links)  # one after the other: two dozen imports at once take too long
-            if run is not None:
-                started(name, run)
             samples[name] = partial(_block, processes, each.setup.steps, settle_s, lead)
         took = interleave(samples, rounds)
         for one in seen:

@@ -14,8 +14,10 @@ import socket
 import struct
 import time
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
@@ -24,12 +26,14 @@ import httpx
 import psutil
 
 from ft_hsdp import protocol
-from ft_hsdp.bench.command import QuorumOptions
+from ft_hsdp.bench import goals
 from ft_hsdp.bench.contenders.base import version
 from ft_hsdp.bench.goals import begin_result, finish_result
+from ft_hsdp.bench.options import listed, rounds_of
 from ft_hsdp.bench.results import ProgressLog, ResultRow, interleave, milliseconds, spread
 from ft_hsdp.bench.scope import listening, scratch, spawn
 from ft_hsdp.config import config_hash, parse
+from ft_hsdp.config.running import MAX_REPLICAS
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Continue, Grant, Report
 from ft_hsdp.core.state_id import StateId
@@ -38,6 +42,7 @@ from ft_hsdp.http_proof import HEADER, NONE, SignedRequest
 from ft_hsdp.launch.backend.processes import tied
 from ft_hsdp.launch.run.directory import RunDir, write_job_files
 
+MEMBERS = (3, 12, 64)
 STEPS = 10**9
 TIMES_MS = (5000, 60_000)  # torchft's own: of a heartbeat, to join
 KINDS = {
@@ -62,6 +67,25 @@ FIRST_WINDOW = 65535
 _END = b"\r\n\r\n"
 _LENGTH = b"\r\ncontent-length:"
 _PROOF = f"\r\n{HEADER}:".encode()
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumOptions:
+    """What `bench quorum` measures."""
+
+    members: tuple[int, ...]  # how many clients ask at once
+    rounds: int  # of each kind
+
+
+def options(args: Namespace) -> QuorumOptions:
+    """Return what `bench quorum` is to do."""
+    allowed = f"numbers from 1 to {MAX_REPLICAS}, e.g. 12,64"
+    members = listed("--members", args.members or None, _clients, allowed, doubles=True)
+    return QuorumOptions(members or MEMBERS, rounds_of(args, 300))
+
+
+def _clients(word: str) -> int | None:
+    return int(word) if word.isdecimal() and 1 <= int(word) <= MAX_REPLICAS else None
 
 
 class LighthouseContender(ABC):
@@ -187,7 +211,7 @@ def run(options: QuorumOptions, stream: TextIO) -> dict[str, Any]:
     result, started = begin_result("quorum", log)
     result["kinds"] = KINDS
     result["rounds"] = [_measure(members, options.rounds, log) for members in options.members]
-    return finish_result(result, log, started)
+    return finish_result(result, goals.quorum(result), log, started)
 
 
 def _measure(members: int, rounds: int, log: ProgressLog) -> ResultRow:

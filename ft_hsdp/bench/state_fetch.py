@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -12,10 +13,11 @@ from typing import Any, TextIO
 
 import psutil
 
-from ft_hsdp.bench.command import FetchOptions
+from ft_hsdp.bench import goals
 from ft_hsdp.bench.contenders.base import version
 from ft_hsdp.bench.contenders.fetch import FetchSpec
 from ft_hsdp.bench.goals import begin_result, finish_result
+from ft_hsdp.bench.options import measures_of, rounds_of, sizes_of
 from ft_hsdp.bench.results import GIB, KIB, ProgressLog, ResultRow, interleave, size_name, spread
 from ft_hsdp.bench.scope import scratch
 from ft_hsdp.bench.workers.link import WorkerLink, ask, greet, spawn_worker
@@ -25,6 +27,20 @@ LARGE_TENSORS = 16
 SMALL = FetchSpec(2000, 4 * KIB)
 WORKER = "ft_hsdp.bench.contenders.fetch"
 CHUNKED = 4  # of torchft's transport, beside one piece
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOptions:
+    """What `bench fetch` measures."""
+
+    measures: tuple[str, ...]
+    sizes: tuple[int, ...]  # of states in large tensors, in bytes
+    rounds: int  # fetches of each contender
+
+
+def options(args: Namespace) -> FetchOptions:
+    """Return what `bench fetch` is to do."""
+    return FetchOptions(measures_of(args, ("large", "small")), sizes_of(args) or (GIB,), rounds_of(args, 7))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +95,7 @@ def run(options: FetchOptions, stream: TextIO) -> dict[str, Any]:
     specs = [FetchSpec(LARGE_TENSORS, -(-size // LARGE_TENSORS // 4) * 4) for size in options.sizes]
     result["large"] = [measure(s, there, options.rounds, log) for s in specs if "large" in options.measures]
     result["small"] = [measure(SMALL, there, options.rounds, log)] if "small" in options.measures else []
-    return finish_result(result, log, started)
+    return finish_result(result, goals.fetch(result), log, started)
 
 
 def measure(spec: FetchSpec, contenders: Mapping[str, FetchContender], rounds: int, log: ProgressLog) -> ResultRow:

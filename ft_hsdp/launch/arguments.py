@@ -7,20 +7,20 @@ from pathlib import Path
 from typing import NoReturn
 
 from ft_hsdp.analysis.costs import ASSUMED, option
+from ft_hsdp.bench.command import BENCHES
 from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError
 from ft_hsdp.launch.render import command as rendering
 
 MEASURES = (
     "of ftar: bandwidth (default), spin, kill, reconfigure, link; of fetch: large, small; "
-    "of recovery: kill, torchft, rejoin, return, stop, readers, local; "
-    "of overhead: steady, snapshot, ray, link; of units: constant, rate, refill, loss, tokens, kills; "
-    "of adopt: step, kill; of memory: step, none, plan, gaps, lost, union, flips; "
-    "of width: reshape, allreduce, blocks, rate, shrink, lone, losses; or all"
+    "of recovery: kill, torchft, rejoin, return, stop, readers, local; of overhead: steady, snapshot, ray, link; "
+    "of units: constant, rate, refill, loss, tokens, kills; of adopt: step, kill; "
+    "of memory: step, lost, union; or all"
 )
 BENCH_TIME = (
-    "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); "
-    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20; units 13; adopt 10; memory 40; strangers 2; tls 1; "
-    "width 10"
+    "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); fetch 2, and "
+    "10 GiB; quorum 1; recovery 12; overhead 20. The others are in the repository alone: units 13; adopt 10; "
+    "memory 30; flips 1; lone 2; losses 20"
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",
@@ -116,21 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("--for-s", type=float, default=0.0, metavar="S", help="lift it after S s (0: never)")
     chaos.add_argument("--reject", action="store_true", help="with partition: refuse connections")
     bench = with_json(add("bench", "the figures, beside their anchors"))
-    kinds = [
-        "ftar",
-        "quorum",
-        "fetch",
-        "recovery",
-        "overhead",
-        "units",
-        "adopt",
-        "memory",
-        "width",
-        "strangers",
-        "tls",
-        "driver",
-    ]
-    bench.add_argument("what", nargs="+", choices=kinds)
+    bench.add_argument("what", nargs="+", choices=[*BENCHES])
     bench.add_argument("--measure", metavar="WHAT", help=MEASURES)
     bench.add_argument("--sizes", metavar="LIST", help="of messages or states, e.g. 64KiB,1MiB")
     bench.add_argument("--members", metavar="LIST", help="ring sizes, e.g. 2,4")
@@ -140,10 +126,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="of what is interleaved: 20; recovery 5; quorum 300; overhead 70 (steady), 30 (snapshot), 6 (ray); "
-        "units 4; adopt 20; memory 20 (step), 5 (none), 9 (gaps); width 9; strangers 6; tls 9; "
-        "driver 1000000 (steps)",
+        "units 4; adopt and memory 20; flips 10000 (bytes)",
     )
-    kills = "how many: recovery 200; units 50 of each kind; adopt 7 of each trainer; memory and width 20"
+    kills = "how many: recovery 200; units 50 of each kind; adopt 7 of each trainer; memory and lone 20; losses 50"
     bench.add_argument("--kills", type=int, metavar="N", help=kills)
     bench.epilog = BENCH_TIME
     doctor = with_json(with_config(add("doctor", "preflight: what would stop the job, and what to do")))

@@ -198,7 +198,7 @@ def _bench(args: argparse.Namespace) -> int:
     results = {}
     for what in dict.fromkeys(args.what):
         results[what] = run_bench(what, args, sys.stderr)
-        show(what, results[what], sys.stderr if args.json else sys.stdout)
+        show(results[what], sys.stderr if args.json else sys.stdout)
     if args.json:
         _print_json(results if len(results) > 1 else next(iter(results.values())))
     return EXIT_OK

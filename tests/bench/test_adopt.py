@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from ft_hsdp.bench import adopt, goals
-from ft_hsdp.bench.adopt import ExampleUnderTest, KilledJob, example, interpreter, kill_row
-from ft_hsdp.bench.command import AdoptOptions, adopt_options
+from benchmarks import adopt
+from benchmarks.adopt import AdoptOptions, ExampleUnderTest, KilledJob, example, interpreter, kill_row
 from ft_hsdp.bench.hsdp.processes import HsdpSetup
 from ft_hsdp.bench.overhead import BenchCluster
 from ft_hsdp.bench.recovery.analysis import Stall
@@ -33,10 +32,10 @@ from tests.support.bench.tables import shown
 
 def test_options() -> None:
     nothing = dict.fromkeys(("measure", "kills", "rounds"))
-    assert adopt_options(Namespace(**nothing)) == AdoptOptions(("step", "kill"), 7, 20)
-    assert adopt_options(Namespace(measure="kill", kills=3, rounds=2)) == AdoptOptions(("kill",), 3, 2)
+    assert adopt.options(Namespace(**nothing)) == AdoptOptions(("step", "kill"), 7, 20)
+    assert adopt.options(Namespace(measure="kill", kills=3, rounds=2)) == AdoptOptions(("kill",), 3, 2)
     with pytest.raises(ConfigError, match="--measure"):
-        adopt_options(Namespace(measure="steady", kills=3, rounds=2))
+        adopt.options(Namespace(measure="steady", kills=3, rounds=2))
 
 
 def environment(root: Path, name: str) -> Path:
@@ -204,7 +203,7 @@ def test_goals_and_tables() -> None:
     ratios = {"hsdp again": 1.01, "ft_hsdp, tcp": 1.06, "ft_hsdp, shm": 1.04}
     killed = [row("fabric", job(10)), row("transformers", job(150, twice=1, skipped=1, digests="ab"))]
     result = {"step": [steps("computing", ratios), steps("waiting", ratios)], "kill": killed}
-    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in goals.adopt(result)]
+    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in adopt.goals(result)]
     assert seen == [
         ("computing, ft_hsdp, tcp: a step, times HSDP's", 1.06, False),
         ("computing, ft_hsdp, shm: a step, times HSDP's", 1.04, True),
@@ -215,9 +214,9 @@ def test_goals_and_tables() -> None:
         ("transformers: SIGKILL to next commit - 1 step, p50 ms", 150.0, False),
         ("transformers: units twice or skipped, other states", 3, False),
     ]
-    text = shown("adopt", result)
-    assert "A step of an adopted Llama (transformers), waiting" in text
-    assert "transformers" in text.partition("SIGKILL to the others")[2]
+    text = shown(result, adopt.goals(result))
+    assert "step: step waiting, model transformers" in text
+    assert "kill: trainer transformers" in text
 
 
 def test_layers_wait_in_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.bench.allreduce import run
-from ft_hsdp.bench.command import AllReduceOptions
+from ft_hsdp.bench.allreduce import AllReduceOptions, run
 from ft_hsdp.bench.contenders.base import CONTENDERS, Contender
 from ft_hsdp.bench.results import KIB
 from ft_hsdp.launch.cli import main
@@ -57,7 +56,7 @@ def test_contenders_sum_right_and_one_json_document_has_their_ratios(
     ]
     assert result["versions"]["torch"]
     assert result["machine"]["tcp_congestion_default"]
-    assert "Times as fast as gloo, 2 members" in err
+    assert "bandwidth: members 2, bytes 4 KiB" in err
 
 
 @pytest.mark.proof

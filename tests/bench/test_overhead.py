@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from ft_hsdp.bench import goals, overhead
-from ft_hsdp.bench.command import overhead_rounds
 from ft_hsdp.bench.hsdp.processes import HsdpSetup
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, ratio_interval, spread
@@ -32,8 +31,8 @@ def test_a_ratio_has_an_interval_around_it() -> None:
 
 
 def test_link_is_measured_on_request() -> None:
-    assert overhead_rounds(Namespace(measure=None, rounds=None)) == {"steady": 70, "snapshot": 30, "ray": 6}
-    assert overhead_rounds(Namespace(measure="all", rounds=1)) == dict.fromkeys(
+    assert overhead.options(Namespace(measure=None, rounds=None)) == {"steady": 70, "snapshot": 30, "ray": 6}
+    assert overhead.options(Namespace(measure="all", rounds=1)) == dict.fromkeys(
         ("steady", "snapshot", "ray", "link"), 1
     )
 
@@ -66,7 +65,7 @@ def test_goals_and_tables() -> None:
         "snapshot each step, waiting: times as long": (1.05, False),
         "under Ray: a step, times that under up": (1.02, True),
     }
-    assert "ft_hsdp, tcp" in shown("overhead", result)
+    assert "ft_hsdp, tcp" in shown(result, goals.overhead(result))
 
 
 def test_overhead_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:

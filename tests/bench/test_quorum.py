@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from ft_hsdp.bench import goals, quorum
-from ft_hsdp.bench.command import quorum_options
 from ft_hsdp.bench.quorum import Clients, Grpc, Http1, encoded, frame
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.cli import main
@@ -35,14 +34,14 @@ def test_both_lighthouses_in_one_run(
     figures = {kind: each["p50_ms"] for kind, each in result["rounds"][1]["rounds"].items()}
     assert same["seen"] == pytest.approx(figures["same"] / figures["torchft"], abs=0.001)
     assert new["seen"] == pytest.approx(figures["new"] / figures["torchft"], abs=0.001)
-    assert "12 members ask at once: 2 rounds of each" in err
+    assert "rounds: members 12" in err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("members", ["0", "65", "2,x", ","])
 def test_numbers_of_members_that_no_job_has(members: str) -> None:
     with pytest.raises(ConfigError, match=r"--members: got .* allowed: numbers from 1 to 64"):
-        quorum_options(Namespace(members=members, rounds=1))
+        quorum.options(Namespace(members=members, rounds=1))
 
 
 def test_the_goal_is_a_ratio_of_medians() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.bench import goals, strangers
-from ft_hsdp.bench.command import RecoveryOptions
+from ft_hsdp.bench import goals
+from ft_hsdp.bench.recovery import readers as bad_readers
 from ft_hsdp.bench.recovery.analysis import Kill, came_back, failures_of, phases, quantile, repeated, stall
-from ft_hsdp.bench.recovery.bench import kill_row, run, stops
+from ft_hsdp.bench.recovery.bench import RecoveryOptions, kill_row, run, stops
+from ft_hsdp.bench.recovery.readers import READERS, BadReaders
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.recovery.torchft_under_test import Setting, torchft
 from ft_hsdp.bench.results import MIB, ProgressLog
-from ft_hsdp.bench.strangers import READERS, BadReaders
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.launch.cli import main
 from tests.support.bench.tables import shown
@@ -148,9 +148,8 @@ def test_a_row_and_its_goals_and_tables() -> None:
     assert seen["a step beside bad readers, times, at least"] == (0.99, True)
     assert seen["from the agent vs save + load, times as fast"] == (4.9, False)
     assert len(seen) == 10
-    text = shown("recovery", result)
-    assert "torchft, tuned" in text
-    assert "SIGSTOP to the next commit" in text
+    text = shown(result, goals.recovery(result))
+    assert "torchft: setting tuned" in text
     assert "reconnect" in text
 
 
@@ -162,7 +161,7 @@ def test_quantiles_are_values_that_were_seen() -> None:
 
 def test_bad_readers_do_what_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a server that lets in who knows the token, and then never stops sending."""
-    monkeypatch.setattr(strangers, "BEAT_S", 0.02)
+    monkeypatch.setattr(bad_readers, "BEAT_S", 0.02)
     asked: list[bytes] = []
     server = socket.create_server(("127.0.0.1", 0), backlog=64)
 

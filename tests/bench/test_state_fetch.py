@@ -44,7 +44,7 @@ def test_all_contenders_in_one_run(
     assert result["goals"][0]["seen"] == pytest.approx(raw / fetch, abs=0.001)
     for memory in row["memory"].values():
         assert memory["peak_bytes"] - memory["base_bytes"] >= row["bytes"]
-    assert "5 MiB in 16 tensors: median of 2" in err
+    assert "large: bytes 5 MiB, tensors 16" in err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from ft_hsdp.bench import token_mean
-from ft_hsdp.bench.token_mean import EMPTY, Ragged
+from benchmarks import token_mean
+from benchmarks.token_mean import EMPTY, Ragged
 from ft_hsdp.train.data.batches import IGNORED
 
 

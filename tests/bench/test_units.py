@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.bench import goals
-from ft_hsdp.bench.command import UNITS, UnitsOptions, units_options
+from benchmarks import units as bench
+from benchmarks.unit_figures import beyond, constancy, curve, micro_batch_s, outside, unit_seconds
 from ft_hsdp.bench.recovery.analysis import Kill
 from ft_hsdp.bench.results import ProgressLog
-from ft_hsdp.bench.units import bench
-from ft_hsdp.bench.units.analysis import beyond, constancy, curve, micro_batch_s, outside, unit_seconds
 from ft_hsdp.errors import ConfigError
 from tests.support.bench.tables import shown
 
@@ -107,7 +105,7 @@ RESULT: dict[str, Any] = {
 
 
 def test_every_goal_is_set_beside_its_figure() -> None:
-    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in goals.units(RESULT)]
+    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in bench.goals(RESULT)]
     assert seen == [
         ("next_step, per_replica: short steps", 0, True),
         ("same_step, per_replica: short steps", 1, False),
@@ -122,20 +120,20 @@ def test_every_goal_is_set_beside_its_figure() -> None:
 
 
 def test_tables_fit_80_columns_and_show_misses() -> None:
-    text = shown("units", RESULT)
+    text = shown(RESULT, bench.goals(RESULT))
     lines = text.partition("Goals")[2].splitlines()
     assert len([line for line in lines if line.rstrip().endswith(("met", "missed"))]) == 9
     assert len(lines) == 9 + 5, "a line is broken"
-    assert "DIFFERS" in text
-    assert "constant, seed 3" in text
+    assert "replayed False" in text
+    assert "with_failures" in text
 
 
 def test_options() -> None:
     nothing = dict.fromkeys(("measure", "kills", "rounds"))
-    assert units_options(Namespace(**nothing)) == UnitsOptions(UNITS, 50, 4)
-    assert units_options(Namespace(measure="kills", kills=3, rounds=2)) == UnitsOptions(("kills",), 3, 2)
+    assert bench.options(Namespace(**nothing)) == bench.UnitsOptions(bench.MEASURES, 50, 4)
+    assert bench.options(Namespace(measure="kills", kills=3, rounds=2)) == bench.UnitsOptions(("kills",), 3, 2)
     with pytest.raises(ConfigError, match="--measure"):
-        units_options(Namespace(measure="steady", kills=3, rounds=2))
+        bench.options(Namespace(measure="steady", kills=3, rounds=2))
 
 
 @pytest.mark.proof

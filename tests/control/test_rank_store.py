@@ -15,7 +15,6 @@ import pytest
 import torch.distributed as dist
 
 from ft_hsdp import address, caller_gate, handshake, protocol, record_layer
-from ft_hsdp.bench.strangers import Flood
 from ft_hsdp.control import key_table
 from ft_hsdp.control.key_table import CallRefused, KeyTable, TableServer, checked, packed, unpacked
 from ft_hsdp.control.rank_channel import RankLine
@@ -23,6 +22,7 @@ from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ProtocolViolation, Retryable
 from ft_hsdp.handshake import HungUp, Purpose
 from ft_hsdp.protocol import RankHello, StoreAnswer, StoreCall
+from tests.support.flood import Flood
 from tests.support.known import known, streams
 
 TOKEN = "ab" * 32

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ft_hsdp.bench.width.links import ThrottledLinks
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import HungUp, Purpose, call_blocking
 from ft_hsdp.state.agent import messages
@@ -32,6 +31,7 @@ from ft_hsdp.state.transfer.donor_connection import Answer, DonorBusy, DonorConn
 from ft_hsdp.state.transfer.http import StateServer
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import DEADLINE_S, TOKEN
+from tests.support.state.slow_links import ThrottledLinks
 
 STORE = "5" * 32
 PIECE = 1000

@@ -28,17 +28,17 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 # The size of the house: what is measured, its limit, and the goal. A limit only goes down: it lies at most `SLACK`
 # above the figure, so a change that makes the house smaller lowers the limit, too.
 SIZES: dict[str, tuple[int, int]] = {
-    "statements": (45_250, 39_000),
-    "lines with JavaScript": (86_800, 71_000),
-    "benchmarks outside the package": (1_350, 4_000),  # statements
+    "statements": (42_650, 39_000),
+    "lines with JavaScript": (82_400, 71_000),
+    "benchmarks outside the package": (2_500, 4_000),  # statements
     "test lines": (81_500, 66_000),  # the model checker among them
-    "modules with code": (369, 310),
+    "modules with code": (350, 310),
     "configuration keys": (150, 120),
     "timeouts among them": (37, 14),
     "event names": (124, 100),
     "private reads in tests": (482, 120),
-    "monkeypatch.setattr": (330, 150),
-    "asserts on prose": (350, 100),
+    "monkeypatch.setattr": (323, 150),
+    "asserts on prose": (331, 100),
     "words of docs and ADRs": (64_500, 60_000),
 }
 SLACK = 0.1  # of the limit, or 2

@@ -39,7 +39,6 @@ class HsdpSetup:
     replicas: int = 3
     ranks: int = 2
     hosts: int = 1  # of each replica; its ranks are spread over them
-    copying: str = ""  # how copies of states travel, where they do: one of `bench.memory.gaps.MODES`
     rate: str = "1gbit"  # of each replica's link, as tc says it
     bits_per_s: float = 1e9  # the same
     congestion: str = ""  # control of all TCP in the namespaces, "" for the machine's default
@@ -63,7 +62,6 @@ class RankSpec:
     first: str  # the address of replica 0
     name: str  # of its host, if there are several of a replica, else ""
     first_here: bool  # of its host
-    copying: str
     interface: str  # the way to the other replicas
     port: int  # of a store
     config: str  # its own YAML file
@@ -127,7 +125,6 @@ class TrainingProcesses:
     def __init__(self, name: str, links: Sequence[WorkerLink]) -> None:
         self.name = name
         self.links = list(links)  # replica by replica
-        self.said: Sequence[Mapping[str, Any]] = ()  # the ranks' answers after the newest block
 
     def train(self, steps: int, lead: int = 0) -> float:
         """Train so many steps.
@@ -141,7 +138,7 @@ class TrainingProcesses:
             could begin the next, over ``steps``.
         """
         start = time.monotonic() + LEAD_S
-        answers = self.said = ask(self.links, {"lead": lead, "steps": steps, "at": start})
+        answers = ask(self.links, {"lead": lead, "steps": steps, "at": start})
         began = max(answer["began"] for answer in answers) if lead else start
         return (max(answer["t"] for answer in answers) - began) / steps
 
@@ -187,7 +184,6 @@ def start(
             place.host(0),
             several,
             rank % each == 0,
-            setup.copying,
             place.interface,
             place.port(number, 0 if kind == "hsdp" else replica),
             str(file),

@@ -1,8 +1,6 @@
 """One rank: `python -m ft_hsdp.bench.hsdp.worker FD SPEC` trains so many steps as it is told.
 
-    -> {"lead": 1, "steps": 2, "at": 12.5}  <- {"began": 12.9, "t": 13.6, ...}, before the step that comes next
-
-The answer of ft_hsdp's ranks also has what they count about copies of states (`_counts`).
+    -> {"lead": 1, "steps": 2, "at": 12.5}  <- {"began": 12.9, "t": 13.6}, before the step that comes next
 
 The training loops are ordinary ones, but each is a generator that stops before each step.
 """
@@ -12,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -23,24 +20,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import ft_hsdp
 from ft_hsdp.bench.hsdp.processes import PATIENCE_S, PRODUCT, RankSpec
 from ft_hsdp.bench.trainee import RandomTokens, Waiting, add_waits, hugging_face_llama
 from ft_hsdp.bench.workers.link import Answer, Obey, run_worker
 from ft_hsdp.config import Config, load
-from ft_hsdp.state import pacing
-from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.fsdp.adopted_model import parts_of, shard
 from ft_hsdp.train.identity import HOST_VARIABLE
 from ft_hsdp.train.trainer import build, build_optimizer
 
-Counts = Mapping[str, int]
-ADAMW = 3  # times the parameters: two moments beside them
 
-
-def product(spec: RankSpec, config: Config) -> Iterator[Counts]:
+def product(spec: RankSpec, config: Config) -> Iterator[None]:
     """Train with the whole of ft_hsdp, by its public API."""
     os.environ |= {"RANK": str(spec.rank), "WORLD_SIZE": str(spec.ranks), "MASTER_PORT": str(spec.port)}
     if spec.name:
@@ -54,44 +45,13 @@ def product(spec: RankSpec, config: Config) -> Iterator[Counts]:
     job.adopt(model)
     optim = job.optimizer(build_optimizer(config, list(model.parameters())))
     optim.clip = config.optim.clip
-    shard_bytes = sum(p.to_local().nbytes for p in model.parameters() if isinstance(p, DTensor))
-    if spec.copying == "greedy":
-        param_groups.COMMUNICATIONS = ()  # nothing is watched
-    elif spec.copying == "reactive":
-        pacing.MAX_SPANS = 0  # no profile fits
     for batch in job.batches(_data(config)):
-        yield _counts(job)
+        yield
         _loss(model, batch).backward()
         optim.step()
-        if spec.copying == "blocking":
-            _exchange(ADAMW * shard_bytes)
 
 
-def _counts(job: ft_hsdp.Job) -> Counts:
-    """Return the copies that this rank has ordered, its threads, the bytes that left as copies, and by a plan."""
-    runtime = job._runtime
-    assert runtime is not None
-    sent, idle = runtime.spans.meter.sent()
-    return {
-        "ordered": runtime.copies.ordered,
-        "threads": threading.active_count(),
-        "sent": sent,
-        "idle": idle,
-        "planned": int(runtime.spans.planned),
-    }
-
-
-def _exchange(nbytes: int) -> None:
-    """Copy a state to the next rank and wait for it, as one writes it by hand after the update."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine, other = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
-    sending = dist.isend(mine, (rank + 1) % ranks)
-    dist.recv(other, (rank - 1) % ranks)
-    if sending is not None:
-        sending.wait()
-
-
-def torch_fsdp(spec: RankSpec, config: Config) -> Iterator[Counts]:
+def torch_fsdp(spec: RankSpec, config: Config) -> Iterator[None]:
     """Train with FSDP2.
 
     alone: over the ranks of a replica, which knows of no other. hsdp: PyTorch's HSDP, on a mesh of replicas and
@@ -111,7 +71,7 @@ def torch_fsdp(spec: RankSpec, config: Config) -> Iterator[Counts]:
     optimizer = build_optimizer(config, list(model.parameters()))
     data, index = _data(config), 0
     while True:
-        yield {}
+        yield
         _loss(model, data.batch(spec.replica, index, spec.rank)).backward()
         if config.optim.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
@@ -152,13 +112,12 @@ def set_up() -> tuple[Answer, Obey]:
 
     def train(command: Mapping[str, Any]) -> Answer:
         time.sleep(max(0.0, command["at"] - time.monotonic()))
-        counts: Counts = {}
         for _ in range(command["lead"]):
             next(steps)
         began = time.monotonic()
         for _ in range(command["steps"]):
-            counts = next(steps)
-        return {"t": time.monotonic(), "began": began, **counts}
+            next(steps)
+        return {"t": time.monotonic(), "began": began}
 
     return {"address": spec.host}, train
 

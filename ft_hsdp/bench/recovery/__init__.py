@@ -9,6 +9,7 @@ Read in this order:
 - `setup`, `job`: what is trained, and the process that runs the job (the ranks run `ft_hsdp.bench.trainee`);
 - `job_under_test`, `torchft_under_test`: a running job of each contender, and how its ranks are hit at random;
 - `analysis`: from logs to stalls and returns (pure);
+- `readers`: readers of state that do harm, beside steps;
 - `local`, `local_rank`: a state from the memory of its host beside one from a file.
 
 `setup` and this package import neither torch nor anything else that takes time to import.

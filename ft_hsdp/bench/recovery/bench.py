@@ -4,13 +4,14 @@
   the process and its connections stay, but it does nothing more;
 - torchft: its Manager in the same situation;
 - return: a killed replica's own next commit, from a warm spare, cold, and of torchft; in turns;
-- readers, local: see `ft_hsdp.bench.strangers`, `local`.
+- readers, local: see the modules of these names.
 """
 
 from __future__ import annotations
 
 import random
 import signal
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,8 +19,9 @@ from functools import partial
 from typing import Any, TextIO
 
 from ft_hsdp.analysis.goodput import fault_free_step
-from ft_hsdp.bench.command import RecoveryOptions
+from ft_hsdp.bench import goals
 from ft_hsdp.bench.goals import begin_result, finish_result
+from ft_hsdp.bench.options import kills_of, measures_of, rounds_of, sizes_of
 from ft_hsdp.bench.recovery.analysis import (
     PHASES,
     Back,
@@ -38,12 +40,13 @@ from ft_hsdp.bench.recovery.analysis import (
 )
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest, UnderTest, hit_at_random
 from ft_hsdp.bench.recovery.local import local
+from ft_hsdp.bench.recovery.readers import readers
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.recovery.torchft_under_test import KILLED, STOPPED, TorchftUnderTest, installed, torchft
-from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, ratio, ratio_interval
-from ft_hsdp.bench.strangers import readers
+from ft_hsdp.bench.results import MIB, ProgressLog, ResultRow, milliseconds, ratio, ratio_interval
 from ft_hsdp.errors import Retryable
 
+MEASURES = ("kill", "torchft", "rejoin", "return", "stop", "readers", "local")
 SAY_EVERY = 10
 MOST_STOPS = 50  # each costs a second of silence, and a restart
 LONG_KILLS = 10
@@ -55,6 +58,22 @@ SETUPS: Mapping[str, RecoverySetup] = {
     "2 M parameters": RecoverySetup(replicas=2, transformer=True),
 }
 MOST: Mapping[str, int] = {"waiting": 12, "2 M parameters": 6}  # kills of each contender
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryOptions:
+    """What `bench recovery` measures."""
+
+    measures: tuple[str, ...]
+    kills: int  # SIGKILLs; torchft, long steps, returns and stops get fewer
+    rounds: int  # of what is interleaved
+    sizes: tuple[int, ...]  # of a state that is recovered locally, in bytes
+
+
+def options(args: Namespace) -> RecoveryOptions:
+    """Return what `bench recovery` is to do."""
+    measures, kills = measures_of(args, MEASURES), kills_of(args, 200)
+    return RecoveryOptions(measures, kills, rounds_of(args, 5), sizes_of(args) or (256 * MIB,))
 
 
 def run(options: RecoveryOptions, stream: TextIO, setup: RecoverySetup | None = None) -> dict[str, Any]:
@@ -83,7 +102,7 @@ def run(options: RecoveryOptions, stream: TextIO, setup: RecoverySetup | None = 
     result["torchft_stop"] = torchft(setup, few, log, STOPPED, signal.SIGSTOP) if stopped else []
     result["readers"] = readers(options.rounds, log) if "readers" in wanted else []
     result["local"] = local(options.sizes, options.rounds, log) if "local" in wanted else []
-    return finish_result(result, log, started)
+    return finish_result(result, goals.recovery(result), log, started)
 
 
 def kills(setup: RecoverySetup, count: int, log: ProgressLog) -> list[ResultRow]:

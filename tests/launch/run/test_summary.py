@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.analysis.commits import CommitMerger
-from ft_hsdp.bench.driver import REPLICAS, Logs
 from ft_hsdp.config import parse
 from ft_hsdp.event_table import tell
 from ft_hsdp.launch.run.audit import UnitAudit
@@ -18,6 +17,7 @@ from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import RunTally
 from ft_hsdp.launch.run.terminal import summary_lines
+from tests.support.launch.driver_logs import REPLICAS, Logs
 from tests.support.launch.launch_rows import batches, commit, event, fed, summarize
 
 CONFIG = parse({"replicas": 3, "ranks_per_replica": 1})

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
+from ft_hsdp.bench.goals import Verdicts
 from ft_hsdp.bench.tables import show
 
 HEAD: Mapping[str, Any] = {
@@ -17,10 +19,10 @@ HEAD: Mapping[str, Any] = {
 }
 
 
-def shown(bench: str, figures: Mapping[str, Any]) -> str:
-    """Return what is printed of a result, without its first line; it fits 80 columns."""
+def shown(figures: Mapping[str, Any], goals: Verdicts) -> str:
+    """Return what is printed of a result with these goals, without its first line; it fits 80 columns."""
     stream = io.StringIO()
-    show(bench, {**HEAD, **figures}, stream)
+    show({**HEAD, **figures, "goals": [asdict(each) for each in goals]}, stream)
     head, _, text = stream.getvalue().partition("\n")
     assert "bbr by default" in head
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80, text

@@ -19,14 +19,17 @@ import secrets
 import socket
 import tempfile
 import threading
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TextIO
 
 from ft_hsdp import address
+from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
+from ft_hsdp.bench.options import rounds_of
 from ft_hsdp.bench.results import SEED, ProgressLog, ResultRow
 from ft_hsdp.core.grant import Holders
 from ft_hsdp.core.state_id import StateId
@@ -56,6 +59,25 @@ PLACES = {
     "copy on its way": "replica",
 }  # and the rung after the damage
 PARTS = ("data", "manifest")
+
+
+def options(args: Namespace) -> int:
+    """Return how many bytes `bench flips` flips."""
+    return rounds_of(args, 10_000)
+
+
+def goals(result: Mapping[str, Any]) -> Verdicts:
+    """Yield the verdicts on a result of `bench flips`."""
+    for row in result["flips"]:
+        yield most("flipped bytes that were not found", {**row, "bytes": None}, 0, row["missed"])
+
+
+def run(count: int, stream: TextIO) -> dict[str, Any]:
+    """Return the result, ready for JSON; progress goes to ``stream``."""
+    log = ProgressLog(stream)
+    result, started = begin_result("flips", log)
+    result["flips"] = flips(count, log)
+    return finish_result(result, goals(result), log, started)
 
 
 def flips(count: int, log: ProgressLog) -> list[ResultRow]:

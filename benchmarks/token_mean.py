@@ -49,7 +49,7 @@ SETTINGS: Mapping[str, Any] = {
     "data": {"weight": "tokens"},
     "optim": {"clip": None},
 }
-_ENTRY = "ft_hsdp.bench.token_mean:main"
+_ENTRY = "benchmarks.token_mean:main"
 _KEPT = "gradients"  # folder of the run
 _DEADLINE_S = 120.0
 

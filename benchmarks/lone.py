@@ -9,12 +9,15 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
-from ft_hsdp.bench.memory.lost import Loss, loss
+from benchmarks.memory import Loss, loss
+from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
+from ft_hsdp.bench.options import kills_of
 from ft_hsdp.bench.recovery.analysis import Kill, return_phases, stages_in
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
 from ft_hsdp.bench.recovery.setup import RecoverySetup
@@ -23,6 +26,7 @@ from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.injection import inflict, parse_options
 from ft_hsdp.launch.run.directory import Row, RunDir
 
+LONE_MS, LONE_STEPS = 2000.0, 1  # the goals
 STEP_S = 0.1
 PLACE_S = 0.1  # how long a lost host is awaited: it counts
 RANKS, HOSTS, LEFT = 4, 2, 2
@@ -32,6 +36,28 @@ SHRINKS: Mapping[str, Any] = {
     "quorum": {"on_lost_head": "rollback"},
     "debug": {"faults": True},
 }
+
+
+def options(args: Namespace) -> int:
+    """Return how many hosts `bench lone` loses."""
+    return kills_of(args, 20)
+
+
+def goals(result: Mapping[str, Any]) -> Verdicts:
+    """Yield the verdicts on a result of `bench lone`."""
+    for row in result["lone"]:
+        there = f"{row['ranks']} ranks to {row['left']}"
+        yield most(f"{there}: host lost to new step - 1 step, p50 ms", row, LONE_MS, row["beyond"]["p50_ms"])
+        yield most(f"{there}: steps lost", row, LONE_STEPS, row["lost_steps"]["max"])
+        yield most(f"{row['left']} ranks to {row['ranks']}: steps repeated", row, 0, row["grow"]["repeated"])
+
+
+def run(count: int, stream: TextIO) -> dict[str, Any]:
+    """Return the result, ready for JSON; progress goes to ``stream``. Raises Retryable where a process fails."""
+    log = ProgressLog(stream)
+    result, started = begin_result("lone", log)
+    result["lone"] = lone(count, log)
+    return finish_result(result, goals(result), log, started)
 
 
 class LostHost:

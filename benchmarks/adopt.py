@@ -16,6 +16,7 @@ import signal
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -24,9 +25,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import ft_hsdp
-from ft_hsdp.bench.command import AdoptOptions
-from ft_hsdp.bench.goals import begin_result, finish_result
+from ft_hsdp.bench.goals import NEXT_P50_MS, Verdicts, begin_result, finish_result, most
 from ft_hsdp.bench.hsdp.processes import HsdpSetup
+from ft_hsdp.bench.options import kills_of, measures_of, rounds_of
 from ft_hsdp.bench.overhead import SETUP, TRANSPORTS, BenchCluster, steady
 from ft_hsdp.bench.recovery.analysis import Kill, Stall, costs, stalls
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest, hit_at_random
@@ -45,8 +46,37 @@ ON_RAY = ("ray_train",)
 ROOT = Path(ft_hsdp.__file__).parents[1]
 SHAPE = replace(SETUP, replicas=2, sections={**SETUP.sections, "optim": {"clip": 1.0}})
 STEPS: Mapping[str, HsdpSetup] = {"computing": replace(SHAPE, steps=2), "waiting": replace(SHAPE, wait_s=0.5)}
+ADOPTED_STEP = 1.05  # the goal
 LAST_STEPS = 10  # of a job, in which nothing is killed: the others have to commit without the victim
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}  # nothing is downloaded
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptOptions:
+    """What `bench adopt` measures."""
+
+    measures: tuple[str, ...]
+    kills: int  # SIGKILLs in the example of each trainer
+    rounds: int  # of what is interleaved
+
+
+def options(args: Namespace) -> AdoptOptions:
+    """Return what `bench adopt` is to do."""
+    return AdoptOptions(measures_of(args, ("step", "kill")), kills_of(args, 7), rounds_of(args, 20))
+
+
+def goals(result: Mapping[str, Any]) -> Verdicts:
+    """Yield the verdicts on a result of `bench adopt`."""
+    for row in result["step"]:
+        for name, times in row["times"].items():
+            if name.startswith("ft_hsdp"):
+                text = f"{row['step']}, {name}: a step, times HSDP's"
+                yield most(text, row, ADOPTED_STEP, times["ratio"])
+    for row in result["kill"]:
+        text = f"{row['trainer']}: SIGKILL to next commit - 1 step, p50 ms"
+        yield most(text, row, NEXT_P50_MS, row["less_one"]["p50_ms"])
+        wrong = row["twice"] + row["skipped"] + row["differ"]
+        yield most(f"{row['trainer']}: units twice or skipped, other states", row, 0, wrong)
 
 
 def run(options: AdoptOptions, stream: TextIO) -> dict[str, Any]:
@@ -55,7 +85,7 @@ def run(options: AdoptOptions, stream: TextIO) -> dict[str, Any]:
     result, started = begin_result("adopt", log)
     result["step"] = step(options.rounds, log) if "step" in wanted else []
     result["kill"] = kills(options.kills, log) if "kill" in wanted else []
-    return finish_result(result, log, started)
+    return finish_result(result, goals(result), log, started)
 
 
 def interpreter(trainer: str, package: str = "") -> str:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import random
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
+from benchmarks.lone import CALM, SHRINKS, LostHost
+from benchmarks.units import GAP, built_in
+from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, least, most
+from ft_hsdp.bench.options import kills_of
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
 from ft_hsdp.bench.results import ProgressLog, ResultRow
-from ft_hsdp.bench.units.bench import GAP, built_in
-from ft_hsdp.bench.width.lone import CALM, SHRINKS, LostHost
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.verify import verify
 
@@ -30,6 +33,29 @@ APART_S, AWAY_S = (0.1, 3.0), (0.2, 4.0)  # from one loss to the next; how long 
 CALM_SHARE = 0.5  # of the losses come after some steps
 STEPS_A_LOSS = 30  # steps of a job for each loss
 CHECKPOINT_EVERY = 20  # steps: all copies of a state may be lost at once
+
+
+def options(args: Namespace) -> int:
+    """Return how many hosts `bench losses` loses in each job."""
+    return kills_of(args, 50)
+
+
+def goals(result: Mapping[str, Any]) -> Verdicts:
+    """Yield the verdicts on a result of `bench losses`; a job in which nothing shrank says nothing."""
+    for row in result["losses"]:
+        wrong = row["twice"] + row["skipped"] + (not row["replayed"]) + len(row["breaches"])
+        yield most(f"{row['job']}, {row['losses']} hosts lost: twice, skipped, not replayed", row, 0, wrong)
+        yield least(f"{row['job']}: hosts lost, of those asked for", row, row["asked"], row["losses"])
+        yield least(f"{row['job']}: times that a replica shrank", row, 1, row["shrunk"])
+        yield least(f"{row['job']}: times that a replica grew", row, 1, row["grown"])
+
+
+def run(count: int, stream: TextIO) -> dict[str, Any]:
+    """Return the result, ready for JSON; progress goes to ``stream``. Raises Retryable where a process fails."""
+    log = ProgressLog(stream)
+    result, started = begin_result("losses", log)
+    result["losses"] = losses(count, log)
+    return finish_result(result, goals(result), log, started)
 
 
 class _Hosts:

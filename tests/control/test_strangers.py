@@ -1,20 +1,15 @@
-"""The strangers of `bench strangers`, against a gate; and how a result is shown."""
+"""Many strangers at the gates of listeners."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 from typing import Any
 
 from ft_hsdp import address
-from ft_hsdp.bench import goals
-from ft_hsdp.bench.goals import begin_result, finish_result
-from ft_hsdp.bench.results import ProgressLog
-from ft_hsdp.bench.strangers import Flood, frames
-from ft_hsdp.bench.tables import show
 from ft_hsdp.caller_gate import CallerGate
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import MAX_MESSAGE
+from tests.support.flood import Flood, frames
 
 
 async def test_strangers_call_each_listener_with_each_frame_and_nobody_is_let_in() -> None:
@@ -42,27 +37,3 @@ def test_the_frames_are_what_they_are_said_to_be() -> None:
     assert MAX_MESSAGE - 400 < len(big) <= MAX_MESSAGE + 4
     assert (len(proof), len(noise), silence) == (69, 4096, b"")
     assert request.endswith(b"\r\n\r\n")
-
-
-def test_a_result_is_shown_beside_its_goals() -> None:
-    result, started = begin_result("strangers", ProgressLog(io.StringIO()))
-    steps = {"p50_ms": 100.0, "min_ms": 90.0, "max_ms": 140.0, "count": 40}
-    row = {
-        "replicas": 3,
-        "ranks": 2,
-        "per_s": 1000,
-        "listeners": {"ring doors": 6, "agents": 3},
-        "calls": {"sink": 900, "job": 1000},
-        "refused": 0,
-        "steps": {"sink": steps, "job": steps},
-        "times": {"ratio": 1.2, "low": 1.0, "high": 1.3},
-        "rings_broken": 0,
-        "processes": 15,
-        "processes_gone": 0,
-        "growth_mib": 4.7,
-    }
-    result["strangers"] = [row]
-    assert [verdict.met for verdict in goals.strangers(result)] == [False, True, True]
-    stream = io.StringIO()
-    show("strangers", finish_result(result, ProgressLog(io.StringIO()), started), stream)
-    assert "6 ring doors, 3 agents" in stream.getvalue()

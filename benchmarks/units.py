@@ -1,4 +1,4 @@
-"""The measures of `bench units`.
+"""`bench units`: what a step that is counted in units keeps when replicas are lost.
 
 - constant: one of 4 replicas is away for 100 steps: does each step have the wanted units?
 - rate: the time of a unit of three survivors, with a constant batch beside one that adapts; in turns;
@@ -12,26 +12,30 @@ Steps of constant, rate and refill wait instead of computing; the others train t
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TextIO
 
+from benchmarks.unit_figures import beyond, constancy, curve, micro_batch_s, outside, unit_seconds
 from ft_hsdp.analysis.commits import canonical
-from ft_hsdp.bench.command import UnitsOptions
-from ft_hsdp.bench.goals import begin_result, finish_result
+from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
+from ft_hsdp.bench.options import kills_of, measures_of, rounds_of
 from ft_hsdp.bench.recovery.analysis import Kill, gone
 from ft_hsdp.bench.recovery.job_under_test import RECENT, SEED, JobUnderTest, hit_at_random
 from ft_hsdp.bench.recovery.setup import ENDLESS, RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, ratio, ratio_interval, spread
-from ft_hsdp.bench.units.analysis import beyond, constancy, curve, micro_batch_s, outside, unit_seconds
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.run.directory import Row, read_jsonl
 from ft_hsdp.launch.run.verify import verify
 
+MEASURES = ("constant", "rate", "refill", "loss", "tokens", "kills")
+UNIT_TIMES, REFILL_STEPS, TOKEN_MEAN = 1.03, 0.15, 1e-6  # the goals
 ACCUMULATE = 3  # micro-batches of a rank in a step, of the jobs that wait
 VICTIM = 1
 LOST_AT, AWAY, AFTER = 10, 100, 60  # steps before the loss, without the victim, and after its return
@@ -64,6 +68,41 @@ KILLS: Mapping[str, tuple[int, int, Mapping[str, Any]]] = {  # replicas, ranks, 
 }
 
 
+@dataclass(frozen=True, slots=True)
+class UnitsOptions:
+    """What `bench units` measures."""
+
+    measures: tuple[str, ...]
+    kills: int  # SIGKILLs of each kind of batch; refill gets fewer
+    rounds: int  # of what is interleaved
+
+
+def options(args: Namespace) -> UnitsOptions:
+    """Return what `bench units` is to do."""
+    return UnitsOptions(measures_of(args, MEASURES), kills_of(args, 50), rounds_of(args, 4))
+
+
+def goals(result: Mapping[str, Any]) -> Verdicts:
+    """Yield the verdicts on a result of `bench units`."""
+    for row in result["constant"]:
+        short = len(row["others"]) + (row["refill"] == "same_step" and row["at_loss"] != row["wanted"])
+        text = f"{row['refill']}, {row['assignment']}: short steps"
+        yield most(text, row, 0, short)
+    for row in result["rate"]:
+        yield most("time of a unit, constant / adapt", row, UNIT_TIMES, row["times"]["constant"]["ratio"])
+    for row in result["refill"]:
+        yield most("refill: beyond its units, p50, of a step", row, REFILL_STEPS, row["steps"]["p50"])
+    for row in result["loss"]:
+        seen = row["with_failures"]["constant"]["outside_last"]
+        yield most("loss with failures, outside the seeds", row, 0, seen)
+    for row in result["tokens"]:
+        seen = max(row["gradient"], row["loss"]) if row["alike"] else math.inf
+        yield most("token mean beside one big batch", row, TOKEN_MEAN, seen)
+    for row in result["kills"]:
+        wrong = row["twice"] + row["skipped"] + (not row["replayed"]) + len(row["breaches"])
+        yield most(f"{row['batch']}, {row['kills']} kills: what is wrong", row, 0, wrong)
+
+
 def run(options: UnitsOptions, stream: TextIO) -> dict[str, Any]:
     """Return the result, ready for JSON; progress goes to ``stream``.
 
@@ -79,7 +118,7 @@ def run(options: UnitsOptions, stream: TextIO) -> dict[str, Any]:
     result["loss"] = loss(log) if "loss" in wanted else []
     result["tokens"] = tokens(log) if "tokens" in wanted else []
     result["kills"] = kills(options.kills, log) if "kills" in wanted else []
-    return finish_result(result, log, started)
+    return finish_result(result, goals(result), log, started)
 
 
 def waiting(wait_s: float, quorum: Mapping[str, Any], **more: Any) -> RecoverySetup:
@@ -237,7 +276,7 @@ def _curve(steps: int, seed: int, sections: Mapping[str, Any], log: ProgressLog,
 
 def tokens(log: ProgressLog) -> list[ResultRow]:
     """Return a row: how far means over tokens are from those of one big batch. Raises Retryable."""
-    from ft_hsdp.bench import token_mean  # imports torch
+    from benchmarks import token_mean  # imports torch
 
     found = token_mean.measure()
     log.say(f"tokens: the gradient differs by {found.gradient:.2g} from that of one big batch in fp64")

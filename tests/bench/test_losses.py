@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import io
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks import lone, losses
+from benchmarks.memory import Loss
+from ft_hsdp.bench.recovery.analysis import Kill
+from ft_hsdp.bench.results import ProgressLog, spread
+from tests.support.bench.tables import shown
+
+
+def commit(t: float, step: int, incarnation: str) -> dict[str, Any]:
+    return {"t": t, "step": step, "incarnation": incarnation}
+
+
+def test_a_replica_that_grows_repeats_no_step() -> None:
+    rows = [commit(1.0, 7, "0-a-1"), commit(2.0, 8, "0-a-1")]
+    assert lone.growth(rows) is None
+    assert lone.growth(rows[:1]) is None
+    assert lone.growth([*rows, commit(2.5, 9, "0-a-2")]) == lone.Growth(0.5, 0)
+    assert lone.growth([*rows, commit(2.5, 8, "0-a-2")]) == lone.Growth(0.5, 1)
+    assert lone.calm(rows, 2)
+    assert not lone.calm(rows, 3)
+    assert not lone.calm([*rows, commit(2.5, 9, "0-a-2")], 2)
+
+
+def test_the_wait_for_a_host_is_a_phase_of_its_own() -> None:
+    head = {"replica": 0, "incarnation": "0-a-1"}
+    events: list[dict[str, Any]] = [
+        {**head, "event": "ReplicaExited", "t": 10.1, "incarnation": "0-a-0", "kind": "SIGKILL"},
+        {**head, "event": "Shrunk", "t": 10.3, "incarnation": "0-a-0"},
+        {**head, "event": "ReplicaStarted", "t": 10.4},
+        {**head, "event": "ReplicaWarmed", "t": 10.7},
+        {**head, "event": "CheckedIn", "t": 10.8},
+        {**head, "event": "GrantAdopted", "t": 10.9},
+    ]
+    found = lone.phases([Kill(10.0, 0, 3, "0-a-0")], ["0-a-1"], [Loss(10.0, 5, 1.2, 5)], events)
+    wanted = {"exit": 100, "place": 200, "start": 100, "warm-up": 300, "check-in": 100, "grant": 100, "fetch": 0}
+    assert found == pytest.approx({**wanted, "step": 300})
+
+
+def test_a_lone_replica_that_shrinks_beside_the_goals() -> None:
+    row: dict[str, Any] = {"replicas": 1, "ranks": 4, "hosts": 2, "left": 2, "kills": 2, "place_ms": 100.0}
+    row |= {"step_ms": 110.0, "new": spread([1.0, 1.2]), "beyond": spread([0.9, 1.1])}
+    row |= {"lost_steps": {"p50": 0.5, "max": 1}, "phases": {"exit": 60.0, "place": 100.0}}
+    row["grow"] = {"pause": spread([1.5, 1.6]), "repeated": 0}
+    assert [v.met for v in lone.goals({"lone": [row]})] == [True, True, True]
+    assert "place_ms 100" in shown({"lone": [row]}, lone.goals({"lone": [row]}))
+    worse = {**row, "beyond": spread([2.1]), "lost_steps": {"p50": 2, "max": 2}}
+    worse["grow"] = {"pause": spread([1.5]), "repeated": 1}
+    assert [v.met for v in lone.goals({"lone": [worse]})] == [False, False, False]
+
+
+def test_random_losses_beside_the_goal() -> None:
+    row: dict[str, Any] = {"job": "one, adapt", "replicas": 1, "ranks": 4, "losses": 50, "shrunk": 30, "grown": 20}
+    row |= {"steps": 1500, "narrow_steps": 200, "trained": 5000, "twice": 0, "skipped": 0}
+    row |= {"replayed": True, "breaches": [], "asked": 50}
+    assert [v.met for v in losses.goals({"losses": [row]})] == [True] * 4
+    for worse in ({"twice": 1}, {"skipped": 1}, {"replayed": False}, {"breaches": ["a line"]}):
+        assert [v.met for v in losses.goals({"losses": [{**row, **worse}]})] == [False, True, True, True]
+    short = {**row, "losses": 49, "shrunk": 0, "grown": 0}
+    assert [v.met for v in losses.goals({"losses": [short]})] == [True, False, False, False]
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", losses.JOBS)
+def test_50_random_losses_with_shrink_and_grow(name: str) -> None:
+    (row,) = losses.losses(50, ProgressLog(sys.stdout), [name])
+    assert (row["losses"], row["twice"], row["skipped"], row["breaches"]) == (50, 0, 0, [])
+    assert row["replayed"]
+    assert row["shrunk"] >= 10
+    assert row["grown"] >= 5
+    assert row["narrow_steps"] >= 20
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_lone_replica_loses_a_host_and_gets_it_back() -> None:
+    (row,) = lone.lone(1, ProgressLog(io.StringIO()))
+    assert row["lost_steps"]["max"] <= 1
+    assert row["grow"]["repeated"] == 0
+    assert row["beyond"]["p50_ms"] + row["step_ms"] == pytest.approx(row["new"]["p50_ms"])
+    assert sum(row["phases"].values()) == pytest.approx(row["new"]["p50_ms"], rel=0.01)
