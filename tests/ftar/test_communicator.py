@@ -147,7 +147,7 @@ def test_a_ring_that_is_not_formed_in_time() -> None:
         with pytest.raises(ConnectFailed, match=r"not formed within 0.1 s"):
             comms[0].reconfigure(1, members(comms), timeout_s=0.1)
         form(comms, 2)
-    with ring(2, connect_timeout_s=0.1) as comms:
+    with ring(2, connect_timeout_s=1.0) as comms:
         with pytest.raises(RecoverableError) as late:
             comms[0].reconfigure(1, members(comms))
         assert late.value.suspect == 11
