@@ -167,6 +167,11 @@ def test_units_that_are_never_finite_are_given_up_under_a_constant_batch(tmp_pat
 # A whole job on the GPU data plane: a replica is killed and heals, and a replay on the CPU has the same bits.
 
 
+def staged(steps: int) -> dict[str, Any]:
+    train = {"steps": steps, "seq_len": 32, "micro_batch": 2}
+    return {"replicas": 2, "ranks_per_replica": 1, "train": train, "model": {"dim": 32, "layers": 2, "heads": 2}}
+
+
 @pytest.mark.proof
 @pytest.mark.multiproc
 def test_a_staged_job_loses_a_replica_and_heals(tmp_path: Path) -> None:
@@ -174,10 +179,7 @@ def test_a_staged_job_loses_a_replica_and_heals(tmp_path: Path) -> None:
     run = train(
         tmp_path,
         "tests.support.launch.staged_trainer:main",
-        replicas=2,
-        ranks_per_replica=1,
-        train={"steps": 14, "seq_len": 32, "micro_batch": 2},
-        model={"dim": 32, "layers": 2, "heads": 2},
+        **staged(steps=14),
         chaos=[{"at_step": 5, "replicas": [1]}],
     )
     logs = [(run.path / "replicas" / str(n) / "rank0.log").read_text() for n in (0, 1)]
@@ -195,10 +197,7 @@ def test_a_pause_that_is_longer_than_every_limit_ends_nobody(tmp_path: Path) -> 
     run = train(
         tmp_path,
         "tests.support.launch.staged_trainer:pausing",
-        replicas=2,
-        ranks_per_replica=1,
-        train={"steps": 10, "seq_len": 32, "micro_batch": 2},
-        model={"dim": 32, "layers": 2, "heads": 2},
+        **staged(steps=10),
         ftar={"timeout_s": 1.0},
         timeouts={"connect_s": 1.0},
     )

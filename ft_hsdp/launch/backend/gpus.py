@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from ft_hsdp.config import Config
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
 def check_device(config: Config) -> str:
@@ -84,7 +84,10 @@ class GpuShares:
 def environment(chosen: Sequence[str]) -> dict[str, str]:
     """Return the variables that make a rank of a replica see its replica's GPUs alone.
 
-    The rank takes the one whose index is its LOCAL_RANK. NVML counted them in the order of their bus addresses, so
-    CUDA has to, too.
+    The rank takes the one whose index is its LOCAL_RANK. NVML counts GPUs in the order of their bus addresses, so
+    CUDA has to, too, unless the user has named GPUs or an order: then the names keep their meaning.
     """
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", VISIBLE: ",".join(chosen)} if chosen else {}
+    if not chosen:
+        return {}
+    ordered = {} if {VISIBLE, ORDER} & os.environ.keys() else {ORDER: "PCI_BUS_ID"}
+    return {**ordered, VISIBLE: ",".join(chosen)}

@@ -15,7 +15,7 @@ import pytest
 
 from ft_hsdp import fault_injection
 from ft_hsdp.config import parse
-from ft_hsdp.launch.backend import spares
+from ft_hsdp.launch.backend import gpus, spares
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, WorkerProcess
 from ft_hsdp.launch.backend.gpus import visible
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
@@ -332,3 +332,20 @@ async def test_a_spare_has_gpus_before_it_is_assigned(run_dir: RunDir, monkeypat
 def test_gpus_have_the_names_that_cuda_takes(count: int, named: str | None, wanted: tuple[str, ...]) -> None:
     """CUDA ends the list at the first name that it does not know; the driver's count is of those before it."""
     assert visible(count, {} if named is None else {"CUDA_VISIBLE_DEVICES": named}) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "ordered"),
+    [({}, True), ({"CUDA_VISIBLE_DEVICES": "0,1"}, False), ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, False)],
+)
+def test_names_of_gpus_keep_the_meaning_that_the_user_gave_them(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], ordered: bool
+) -> None:
+    for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    made = gpus.environment(["1"])
+    assert made["CUDA_VISIBLE_DEVICES"] == "1"
+    assert ("CUDA_DEVICE_ORDER" in made) == ordered
+    assert gpus.environment([]) == {}
