@@ -78,7 +78,10 @@ def test_the_wheel_installs_and_its_command_runs(tmp_path: Path) -> None:
             "LICENSE",
         ):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((ROOT / name).read_bytes())
+            if (ROOT / name).is_dir():  # a link to a folder
+                (source / name).symlink_to((ROOT / name).resolve())
+            else:
+                (source / name).write_bytes((ROOT / name).read_bytes())
     build = [
         sys.executable,
         "-m",
@@ -125,7 +128,8 @@ def test_the_wheel_installs_and_its_command_runs(tmp_path: Path) -> None:
     where = "import ft_hsdp, lighthouse, ftar_kernels; print(ft_hsdp.__file__)"
     found = subprocess.run([python, "-c", where], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert found.stdout.startswith(str(home)), found.stdout + found.stderr
-    schema = subprocess.run(
-        [home / "bin" / "ft-hsdp", "schema"], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert schema.stdout == (ROOT / "configs" / "schema.json").read_text()
+    for command, file in ((["schema"], "schema.json"), (["example", "quickstart"], "quickstart.yaml")):
+        said = subprocess.run(
+            [home / "bin" / "ft-hsdp", *command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert said.stdout == (ROOT / "configs" / file).read_text()

@@ -144,6 +144,8 @@ def build_parser() -> argparse.ArgumentParser:
         text = f"{each.metadata['help']} (%(default)g)"
         plan.add_argument(option(name), type=float, metavar="X", default=each.default, help=text)
     add("schema", "the JSON Schema of a configuration, for editors")
+    example = add("example", "an example configuration; without NAME, what there is")
+    example.add_argument("name", metavar="NAME", nargs="?", help="e.g. quickstart; write it into a file for `up`")
     replay = with_runs(with_json(add("replay", "a recorded run: train it again and compare; its page")))
     replay.add_argument("run", metavar="RUN", help="a run's name or folder")
     replay.add_argument(

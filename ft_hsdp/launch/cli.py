@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from ft_hsdp import secret
@@ -28,6 +30,7 @@ from ft_hsdp.lifetime import outlive_notices
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # an override without its two dashes
 INTERRUPTED = 130  # exit code after Ctrl-C
 JOBS = ("up", "lighthouse", "replica", "submit")  # commands that run a job, or a part of one
+EXAMPLES = Path(__file__).parents[1] / "configs"
 BREACH = 1  # exit code of `verify` for a run that breaks the protocol
 
 
@@ -242,6 +245,24 @@ def _schema(_: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _example(args: argparse.Namespace) -> int:
+    examples = {path.stem: path.read_text() for path in sorted(EXAMPLES.glob("*.yaml"))}
+    if args.name is None:
+        width = max(map(len, examples))
+        _print([f"{name:<{width}}  {_first_sentence(text)}" for name, text in examples.items()])
+    elif args.name in examples:
+        _print([examples[args.name].rstrip("\n")])
+    else:
+        raise ConfigError("NAME", args.name, ", ".join(examples))
+    return EXIT_OK
+
+
+def _first_sentence(text: str) -> str:
+    """What an example's opening comment says first; the line before it names the schema, for editors."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines()[1:])
+    return " ".join(line.lstrip("# ") for line in comment).partition(". ")[0].removesuffix(".")
+
+
 def _replay(args: argparse.Namespace) -> int:
 
     run = find_run(args.runs_dir, args.run)
@@ -373,6 +394,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": _doctor,
     "plan": _plan,
     "schema": _schema,
+    "example": _example,
     "replay": _replay,
     "explain": _explain,
     "verify": _verify,

@@ -32,6 +32,7 @@ COMMANDS = [
     "doctor",
     "plan",
     "schema",
+    "example",
     "replay",
     "explain",
     "export",
@@ -233,6 +234,17 @@ def test_no_garbage_is_looked_for_when_a_command_has_ended(
     assert cli.main(["schema"]) == 0
     assert frozen == [True]
     assert capsys.readouterr().out
+
+
+def test_examples_are_the_files_of_configs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["example"]) == 0
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert listed == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+    for name in listed:
+        assert cli.main(["example", name]) == 0
+        assert capsys.readouterr().out == (ROOT / "configs" / f"{name}.yaml").read_text()
+    assert cli.main(["example", "none"]) == 64
+    assert "NAME: got 'none'; allowed: constant, gpu" in capsys.readouterr().err
 
 
 def test_an_error_of_the_disk_is_one_line(
