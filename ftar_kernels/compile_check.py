@@ -163,7 +163,6 @@ class _NoDevice:
     """Stands for Triton's driver of an sm_90 device. Nothing is loaded or launched."""
 
     def get_current_target(self) -> GPUTarget:
-        """Return the device for which code is made."""
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
@@ -171,7 +170,6 @@ class _NoDevice:
         return 0
 
     def get_current_stream(self, device: int) -> int:
-        """Return the default stream of a device."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
@@ -216,7 +214,6 @@ def launch_problems() -> list[str]:
 
 
 def table(rows: list[Figures]) -> str:
-    """Return the figures as a Markdown table."""
     head = ["kernel", "type", "stages", "registers", "stack", "loads", "async", "stores", "acquires", "releases"]
     lines = [head, ["---"] * len(head)]
     lines += [

@@ -98,7 +98,6 @@ class FlagPage:
 
     @staticmethod
     def nbytes(programs: int, depth: int) -> int:
-        """Return the size of a page in bytes."""
         return 4 * LINE * (1 + 2 * programs) + 8 * FIELDS * depth
 
     @staticmethod
@@ -165,7 +164,6 @@ class FlagPage:
 
     @property
     def aborted(self) -> bool:
-        """Whether the abort word is set."""
         return self._words[ABORT] != 0
 
     def abort(self) -> None:

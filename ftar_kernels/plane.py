@@ -220,7 +220,6 @@ class StagedJob:
 
     @property
     def begun(self) -> bool:
-        """Whether the device has begun the all-reduce."""
         if self._plane.via == "persistent":
             return Status.QUEUED not in self._statuses()
         return self._page.done() > 0

@@ -219,7 +219,6 @@ def newest_final(finals: Iterable[Row]) -> Row | None:
 
 
 def is_logged(row: Row) -> bool:
-    """Return whether a row has values of a step."""
     return isinstance(row.get("values"), dict) and all(isinstance(row.get(key), int) for key in ("step", "epoch"))
 
 

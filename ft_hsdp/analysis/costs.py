@@ -39,7 +39,6 @@ ASSUMED = {each.name: each for each in fields(Assumptions)}
 
 
 def option(name: str) -> str:
-    """Return the option of an assumption."""
     return "--" + name.replace("_", "-")
 
 

@@ -145,7 +145,6 @@ class Failures:
             self._lived(name, replica, row)
 
     def commit(self, t: float, epoch: int, contributors: Collection[int]) -> None:
-        """Take a canonical commit."""
         if epoch != self._epoch:
             self._epoch = epoch
             first = self._resumed[epoch] = min(t, self._resumed.get(epoch, t))

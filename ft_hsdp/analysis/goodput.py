@@ -35,7 +35,6 @@ class Median:
         self._value = 0.0
 
     def add(self, value: float) -> None:
-        """Add one value to the counts."""
         key = int(math.log2(value if value > 1e-6 else 1e-6) * BINS_PER_OCTAVE)
         count, total = self._bins.get(key, (0, 0.0))
         self._bins[key] = (count + 1, total + value)
@@ -144,7 +143,6 @@ class Goodput:
         self._marks: dict[str, float] = {}  # what happened since the last commit, and when first
 
     def event(self, row: Mapping[str, Any]) -> None:
-        """Take one event of the job."""
         name, t = row["event"], row["t"]
         mark = EVENTS[name].mark if name in EVENTS else ""
         if mark:

@@ -52,8 +52,6 @@ class CopyFigures:
 
 @dataclass(frozen=True, slots=True)
 class Reliability:
-    """The figures of a job."""
-
     holders: tuple[Holders, ...]  # of each rank's shard: the hosts of all replicas, then those that copy it
     plan: Plan  # of the copies
     copied_bytes: int  # of each state of which copies are made, by all hosts together

@@ -206,8 +206,6 @@ POLL_S = 2e-5  # how often a data plane that works is asked what it has finished
 
 @dataclass(frozen=True, slots=True)
 class AllReduceResult:
-    """The outcome of an all-reduce."""
-
     out: Values  # the sum, in what was given for it
     entries: tuple[Entry, ...]  # of each member, in ring order
     bytes_sent: int  # with headers
@@ -258,7 +256,6 @@ class Ring:
 
     @property
     def busy(self) -> bool:
-        """Whether an all-reduce is running."""
         return self._busy
 
     @property

@@ -205,8 +205,6 @@ LanesOf = Callable[[Grant], tuple[LaneRing, ...]]
 
 @dataclass(frozen=True, slots=True)
 class MemberIdentity:
-    """Identifies this member to its peers."""
-
     replica: int
     rank: int  # number of the lane; with replicas of equal width the number of the rank
     layout: str  # digest of what is summed and of the sizes; must be the same at both ends of an edge

@@ -195,7 +195,6 @@ class Heartbeat:
             self._broken(error)
 
     def _send(self) -> None:
-        """Send one heartbeat to each neighbour."""
         ring = self._ring
         entered, sent = (ring.entered, ring.sent) if ring is not None else (0, 0)
         stall_ms = round(1000 * self._sentinel.stall_s(time.monotonic()))

@@ -30,7 +30,6 @@ class PiecedTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the elements."""
         return self.pieces[0].dtype
 
     @property
@@ -39,7 +38,6 @@ class PiecedTensor:
         return torch.Size((self.numel(),))
 
     def numel(self) -> int:
-        """Return the number of elements in all pieces."""
         return self._starts[-1]
 
     def element_size(self) -> int:

@@ -96,7 +96,6 @@ class Rendezvous:
 
     @property
     def edges(self) -> tuple[Peer, ...]:
-        """The edges that exist now."""
         return tuple(n for n in (self.left, self.right) if n is not None)
 
     async def form(self, spare: Peer | None) -> None:
@@ -332,6 +331,5 @@ class SpareEdges:
         return True
 
     def drain(self) -> list[Peer]:
-        """Take and return all edges that are left."""
         spares, self._edges = self._edges, []
         return spares

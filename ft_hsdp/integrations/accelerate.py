@@ -250,8 +250,6 @@ class FtHsdpAccelerator(Accelerator):
 
 
 class CommittingOptimizer(AcceleratedOptimizer):
-    """Accelerate's optimizer whose step is a committed one."""
-
     def __init__(self, optimizer: torch.optim.Optimizer, updates: Updates) -> None:
         """Wrap ``optimizer``, of which ``updates`` knows."""
         super().__init__(optimizer, device_placement=False)

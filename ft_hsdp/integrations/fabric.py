@@ -249,7 +249,6 @@ class JobLogger(Logger):
 
     @property
     def name(self) -> str:
-        """The name of the run."""
         return self._job.config.job.name
 
     @property

@@ -160,7 +160,6 @@ class FtHsdpTorchTrainer(TorchTrainer):
         raise SystemExit(0)
 
     def _run_loop(self) -> None:
-        """Run the train loop of a rank."""
         loop: Any = self.train_loop_per_worker
         needed = [p for p in inspect.signature(loop).parameters.values() if p.default is p.empty]
         loop(self.train_loop_config or {}) if needed else loop()
@@ -227,7 +226,6 @@ class RankContext(LocalTrainContext):
     """What ``ray.train.get_context()`` returns in a rank: its place in its replica."""
 
     def __init__(self, config: Config) -> None:
-        """Take the place from the environment of the rank."""
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
         super().__init__(

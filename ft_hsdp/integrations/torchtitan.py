@@ -236,7 +236,6 @@ class _JobLogger(BaseLogger):
         self._job = job
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        """Log the numbers of a committed step."""
         own = {k: v for k, v in metrics.items() if k != "grad_norm" and not k.startswith("loss_metrics/")}
         self._job.log({_name(key): value for key, value in own.items()}, step)
 

@@ -39,16 +39,12 @@ class _Usage(FtHsdpError):
 
 
 class _Help(argparse.HelpFormatter):
-    """Keeps a command and its help on one line."""
-
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26)
         self._action_max_length = 14  # the measure forgets how far commands are indented
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong arguments in one line."""
-
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and exiting with 2."""
         raise _Usage(f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)")

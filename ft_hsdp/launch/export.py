@@ -60,7 +60,6 @@ class Exported:
     known: bool = True  # whether the checkpoint says what training does not change
 
     def lines(self) -> list[str]:
-        """What a person is told."""
         told = [f"passed over {each.name}: {each.reason}" for each in self.skipped]
         told.append(f"step {self.step}: {self.parameters} parameters in {self.out}")
         if self.missing:
@@ -247,7 +246,6 @@ def _count(weights: Mapping[str, torch.Tensor]) -> int:
 
 
 def _nothing(source: Path, step: int | None, skipped: tuple[SkippedCheckpoint, ...]) -> ConfigError:
-    """Return the error that tells why there is nothing to export."""
     reasons = "; ".join(f"{each.name}: {each.reason}" for each in skipped)
     steps = sorted({int(path.name.split("-")[1]) for path in catalog.published(source)})
     if step is not None and step not in steps and steps:

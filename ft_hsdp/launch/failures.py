@@ -36,8 +36,6 @@ OWN_FAULT = frozenset({-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a replica ended."""
-
     kind: str  # done, stopped, drained, unplaced, lost or config
     reason: str = ""  # one line
 
@@ -56,8 +54,6 @@ class Life:
 
 @dataclass(frozen=True, slots=True)
 class IncarnationEnd:
-    """How an incarnation ended."""
-
     kind: str  # as `ReplicaProcess.verdict` says
     code: int | None  # exit code of the rank that shows why; negative: the signal; None: no rank does
     host: str  # of that rank; "" if there is none

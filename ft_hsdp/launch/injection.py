@@ -38,8 +38,6 @@ Lift = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class Inflicted:
-    """A failure that was injected."""
-
     event: Row
     lift: Lift | None  # None: the failure cannot be ended
 

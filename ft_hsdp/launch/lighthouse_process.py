@@ -214,7 +214,6 @@ class LighthouseProcess:
                 self._listening = None
 
     async def _end(self) -> None:
-        """End the process and its spare."""
         if self._spare is not None and self._spare.returncode is None:
             self._spare.kill()
             await self._spare.wait()
@@ -306,7 +305,6 @@ class LighthouseFleet:
                 group.create_task(each.keep())
 
     async def stop(self) -> None:
-        """End all of them."""
         await asyncio.gather(*(each.stop() for each in self._all))
 
 

@@ -120,7 +120,6 @@ class ReplicaPlace:
         return self._backend.shrink(self._replica, self._narrow.least)
 
     def _has_all_ranks(self) -> None:
-        """Note that there is a place for all ranks."""
         before, self.ranks = self.ranks, self._all
         if before < self.ranks:
             reason = f"there is a host for all {self.ranks} ranks again"

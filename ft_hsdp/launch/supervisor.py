@@ -141,7 +141,6 @@ class ReplicaSupervisor:
 
     @property
     def running(self) -> bool:
-        """Return whether all ranks run."""
         return self.current is not None and self.current.complete
 
     def stay_away(self, until_step: int) -> None:

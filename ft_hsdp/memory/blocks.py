@@ -66,7 +66,6 @@ class BlockLayout:
 
     @property
     def ranges(self) -> int:
-        """The number of permutation ranges."""
         return -(-self.blocks // self.range_blocks)
 
     def position(self, number: int) -> int:
@@ -108,7 +107,6 @@ class BlockLayout:
         return len(self.positions(number)) * self.range_blocks
 
     def count(self, number: int) -> int:
-        """Return the blocks that are in a slice."""
         short = self.ranges * self.range_blocks - self.blocks  # what the last range lacks
         return self.slice_blocks(number) - short * (self.position(self.ranges - 1) in self.positions(number))
 
@@ -175,8 +173,6 @@ def first_hosts(number: int, slices: int, hosts: int, copies: int) -> tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class SliceCopy:
-    """A slice that a host is to copy from others."""
-
     slice: int
     host: int
     sources: tuple[int, ...]  # hosts that have it, the first one is to be asked first
@@ -238,8 +234,6 @@ def plan_submission(
 
 @dataclass(frozen=True, slots=True)
 class BlockRead:
-    """Blocks that one rank reads from one host."""
-
     reader: int
     holder: int
     run: SliceRun

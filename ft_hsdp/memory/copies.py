@@ -44,8 +44,6 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The copies of one epoch."""
-
     copies: tuple[Copy, ...]  # to make, by rank
     unprotected: tuple[int, ...]  # ranks whose shards have fewer copies than wanted, also with those
     reason: str  # why; "" if there are none
@@ -202,8 +200,6 @@ def _covered(healthy: Sequence[MemberHosts], level: Level) -> list[set[Domain]]:
 
 
 class _Candidates:
-    """The hosts that may keep a copy."""
-
     def __init__(
         self,
         first: MemberHosts,
@@ -225,7 +221,6 @@ class _Candidates:
 
     @property
     def all(self) -> list[Host]:
-        """All hosts that can keep a copy."""
         found = (*self._own, *self._spares, *self._foreign)
         return [host for host in found if host.name not in self._unavailable]
 

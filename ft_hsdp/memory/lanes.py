@@ -37,7 +37,6 @@ class RowLane:
 
     @property
     def elements(self) -> int:
-        """The number of elements in the lane."""
         return sum(rows.elements for rows in self.rows)
 
     def owner(self, width: int) -> int:

@@ -85,7 +85,6 @@ class Assignment:
         return () if least is None or not left or len(left) * ranks_per_host < least else left
 
     def with_hosts(self, chosen: Mapping[int, Host]) -> Assignment:
-        """Return this with hosts in all missing positions."""
         return Assignment(tuple(chosen.get(i, host) for i, host in enumerate(self.hosts)), ())
 
     def without(self, position: int, lost: Host) -> Assignment:
@@ -191,8 +190,6 @@ def assign(
 
 @dataclass(frozen=True, slots=True)
 class RankClaim:
-    """What a rank is and holds when it checks in."""
-
     rank: int
     ranks: int
     incarnation: str

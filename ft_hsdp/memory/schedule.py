@@ -108,7 +108,6 @@ class CopyInterval:
 
     @staticmethod
     def of(every: int) -> CopyInterval:
-        """Return the configured interval."""
         return CopyInterval(every, every)
 
     def due(self, step: int) -> bool:

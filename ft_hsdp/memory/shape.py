@@ -33,8 +33,6 @@ class Extent(NamedTuple):
 
 
 class RowRun(NamedTuple):
-    """What a part has of one tensor."""
-
     tensor: int  # its number
     rows: int  # of it, of the whole tensor where that is not cut
     extent: Extent
@@ -42,8 +40,6 @@ class RowRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A tensor of the whole state."""
-
     shape: tuple[int, ...]  # of the whole tensor
     itemsize: int  # bytes of one element
     cut: Cut = "rows"

@@ -90,7 +90,6 @@ class SpanMeter:
 
     @property
     def attached(self) -> bool:
-        """Whether there is a page."""
         return self._words is not None
 
     def attach(self, page: Bytes) -> None:
@@ -114,7 +113,6 @@ class SpanMeter:
             return (0, 0) if self._words is None else (int(self._words[_SENT]), int(self._words[_IDLE]))
 
     def begin(self) -> None:
-        """Note that a communication begins."""
         with self._lock:
             self._busy += 1
             if self._words is None:
@@ -126,7 +124,6 @@ class SpanMeter:
                 self._spans.append((time.monotonic_ns() - self._since) / 1e9)
 
     def end(self) -> None:
-        """Note that a communication has ended."""
         with self._lock:
             self._busy = max(0, self._busy - 1)
             if self._words is None:
@@ -313,7 +310,6 @@ class Pacer:
     # For streams.
 
     def enter(self, stream: CopyStream) -> None:
-        """Take a stream that begins."""
         with self._lock:
             self._streams.append(stream)
 
@@ -385,12 +381,10 @@ class Pacer:
 
     @property
     def _busy(self) -> bool:
-        """Whether a rank of the host communicates."""
         return any(bool(gate.words[_BUSY]) for gate in self._gates.values())
 
     @property
     def _sending(self) -> bool:
-        """Whether a slice is under way."""
         latest = time.monotonic() - STUCK_S
         return any(stream.slice_since > latest for stream in self._streams)
 

@@ -161,7 +161,6 @@ class SnapshotBuffer:
 
     @property
     def memory(self) -> memoryview:
-        """The bytes as a memoryview."""
         array: Any = self.bytes
         return memoryview(array)
 

@@ -90,7 +90,6 @@ class TorchftMember:
         return self.number, self._communicator.address
 
     def broken(self) -> bool:
-        """Return whether the ring is over."""
         return self.communicator.state not in (GroupState.READY, GroupState.RUNNING)
 
     def abort(self, reason: str) -> None:

@@ -308,7 +308,6 @@ def _parsed(metadata: str) -> _Metadata:
 
 
 def _places(tensors: list[Tensor]) -> tuple[shard_manifest.PackedTensor, ...]:
-    """Return where each tensor lies in the packed bytes."""
     places, offset = [], 0
     for index, tensor in enumerate(tensors):
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")

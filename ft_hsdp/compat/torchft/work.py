@@ -124,7 +124,6 @@ class SumWork(Work):
         return self._future.done()
 
     def get_future(self) -> Future[Any]:
-        """Return the future of the tensors."""
         return self._future
 
     def synchronize(self) -> None:
@@ -187,8 +186,6 @@ class GlooWork(Work):
 
 
 class DoneWork(Work):
-    """Something that was already done when it was returned."""
-
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True without blocking: there is nothing to wait for."""
         return True
@@ -198,7 +195,6 @@ class DoneWork(Work):
         return True
 
     def get_future(self) -> Future[Any]:
-        """Return a future that is done."""
         future: Future[Any] = Future()
         future.set_result(None)
         return future

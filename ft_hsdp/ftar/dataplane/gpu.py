@@ -194,8 +194,6 @@ class _Areas:
 
 
 class GpuJob:
-    """One all-reduce on a device."""
-
     def __init__(
         self, job: kernels.StagedJob, buffer: Tensor, plan: RingPlan, areas: _Areas, depth: int, timeout_s: float
     ) -> None:
@@ -213,7 +211,6 @@ class GpuJob:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of the elements."""
         return self._buffer.dtype
 
     def buffer_for(self, frame: Frame) -> Tensor:

@@ -162,5 +162,4 @@ class MappedSegments:
         return whole[offset : offset + nbytes].view(dtype)
 
     def close(self) -> None:
-        """Unmap all segments of the neighbour."""
         self._maps.clear()

@@ -45,8 +45,6 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk that was received."""
-
     frame: Frame
     entries: tuple[Entry, ...]
     data: Tensor | None  # flat tensor of the frame's span; None: an empty chunk

@@ -132,7 +132,6 @@ class ReceiveLane:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection and its descriptor."""
         self._sock.close()
 
 

@@ -53,7 +53,6 @@ class ReplicaSpec:
 
     @property
     def name(self) -> str:
-        """Return the name of the incarnation."""
         return str(IncarnationId(self.replica, self.run_id, self.restarts))
 
 
@@ -205,7 +204,6 @@ class WorkerGroup:
 
     @property
     def complete(self) -> bool:
-        """Return whether all ranks run."""
         return len(self.processes) == self.size and not self.gone
 
     @property
@@ -214,7 +212,6 @@ class WorkerGroup:
         return self.complete and len(self.waiting) == self.size
 
     def started(self, rank: int, process: WorkerProcess) -> None:
-        """Note that a rank runs."""
         if rank in self.processes:
             return
         self.processes[rank] = process
@@ -230,7 +227,6 @@ class WorkerGroup:
         self._note_change()
 
     def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
-        """Note that a rank is gone."""
         self.started(rank, process)
         self.gone[rank] = code
         if self._watch is not None:
@@ -273,8 +269,6 @@ def spare_log(folder: Path, number: int, rank: int) -> Path:
 
 @dataclass(slots=True)
 class RankProcess:
-    """The process of one rank."""
-
     rank: int
     process: WorkerProcess
     state: str = "running"  # or "exited"
@@ -300,12 +294,10 @@ class ReplicaProcess(Changes):
 
     @property
     def name(self) -> str:
-        """Return the name of the incarnation."""
         return self.spec.name
 
     @property
     def replica(self) -> int:
-        """Return the id of its replica."""
         return self.spec.replica
 
     @property
@@ -315,7 +307,6 @@ class ReplicaProcess(Changes):
 
     @property
     def complete(self) -> bool:
-        """Return whether all ranks run."""
         return len(self.living) == self.spec.size
 
     @property
@@ -330,12 +321,10 @@ class ReplicaProcess(Changes):
         return how
 
     def started(self, rank: int, process: WorkerProcess) -> None:
-        """Note that a rank runs."""
         self.ranks[rank] = RankProcess(rank, process)
         self.wake()
 
     def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
-        """Note that a rank is gone."""
         gone = self.ranks[rank]
         gone.state, gone.code = "exited", code
         # With another code it had ended by itself, and is only heard of now.
@@ -413,7 +402,6 @@ class ReplicaProcess(Changes):
 
 
 def kind_of(rank: RankProcess) -> str:
-    """Return in words how a rank ended."""
     return exit_in_words(rank.code or 0)
 
 

@@ -139,7 +139,6 @@ def _children() -> list[int]:
 
 
 def _standing(pid: int) -> tuple[str, int]:
-    """Return the state and the session of a process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

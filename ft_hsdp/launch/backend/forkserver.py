@@ -44,8 +44,6 @@ Assignment = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _Start:
-    """A request for one rank."""
-
     spawned: asyncio.Future[int]  # its pid
     line: socket.socket  # this process's end of the socket on which it gets its incarnation
     exited: OnExit
@@ -70,7 +68,6 @@ class _Server:
 
     @property
     def pid(self) -> int:
-        """Return the server's pid."""
         return self.process.pid
 
     async def fork(self, request: Mapping[str, Any], line: socket.socket, start: _Start, within_s: float) -> int:

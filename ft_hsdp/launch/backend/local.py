@@ -103,7 +103,6 @@ class LocalBackend:
 
     @property
     def warm(self) -> bool:
-        """Return whether a spare is ready."""
         return self._pool.ready
 
     async def open(self) -> None:

@@ -77,7 +77,6 @@ class _Patient(_Forgiving):
         self.lines = Queued(self)
 
     def write(self, data: Any, /) -> int:
-        """Have the thread write ``data``."""
         self.lines.append(bytes(data))
         return memoryview(data).nbytes
 

@@ -34,8 +34,6 @@ _spare_descriptors: list[int] = []
 
 
 class Cause(StrEnum):
-    """What is to blame for the end of a rank."""
-
     SHORTAGE = "shortage"  # this machine had too little of something
     CHANGED = "changed"  # the script is not the one with which the job began
     DEVICE = (
@@ -47,14 +45,11 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RankEnd:
-    """Why a rank ended."""
-
     cause: Cause
     error: str  # its type and text, on one line
 
 
 def cause_of(error: BaseException) -> Cause:
-    """Return what is to blame for an exception that ends a rank."""
     causes = list(raised_from(error))
     if exhausted(error) is not None or any(
         isinstance(each, LocalResourceError)

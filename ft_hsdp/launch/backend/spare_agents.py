@@ -34,8 +34,6 @@ HEALTHY_S = 60.0  # an agent that ran for so long did not end because of its sta
 
 @dataclass(slots=True)
 class _Starts:
-    """How the agents of one host have fared."""
-
     at: float  # the newest start, monotonic
     failed: int = 0  # agents in a row that ended soon
 
@@ -124,7 +122,6 @@ class SpareAgents:
         self._called.clear()
 
     def _ended(self, name: str, process: Process) -> None:
-        """Note that an agent that nobody called has ended."""
         starts = self._starts[name]
         starts.failed = 1 if time.monotonic() - starts.at > HEALTHY_S else starts.failed + 1
         if starts.failed == 1:

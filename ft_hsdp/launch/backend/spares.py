@@ -72,7 +72,6 @@ class SparePool(Changes):
 
     @property
     def quiet(self) -> bool:
-        """Return whether a spare may be made."""
         return not self._busy
 
     @contextlib.contextmanager

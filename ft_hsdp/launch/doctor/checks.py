@@ -21,8 +21,6 @@ DEADLINE_S = 20.0  # for all checks; usually they take a few seconds, Ray on a b
 
 
 class Check(NamedTuple):
-    """One check of the doctor."""
-
     name: str
     look: Callable[[Subject], str]  # returns what it found; raises Bad or Undecided. It may block.
     wanted: Callable[[Subject], bool] = lambda _: True  # whether the check applies

@@ -23,8 +23,6 @@ _NO_TOKEN = {"RAY_AUTH_MODE": "disabled", TOKEN: None, "RAY_AUTH_TOKEN_PATH": No
 
 @dataclass(slots=True)
 class Node:
-    """A node of a cluster."""
-
     resources: dict[str, float]  # that no replica has taken yet
     labels: Mapping[str, str]
 

@@ -16,8 +16,6 @@ from ft_hsdp.launch.backend.processes import environment, tied
 
 
 class CheckState(StrEnum):
-    """How a check ended."""
-
     OK = "ok"
     FAIL = "fail"  # the job would not start, or would not run as configured
     SKIP = "skip"  # this machine cannot decide it
@@ -25,8 +23,6 @@ class CheckState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check."""
-
     name: str  # of the check
     state: CheckState
     text: str  # one line: what was found, what to do, or why it is undecided

@@ -41,8 +41,6 @@ CHECKPOINTS = "checkpoints"  # where they are without checkpoint.dir
 
 @dataclass(frozen=True, slots=True)
 class ActorSetup:
-    """How an actor sets itself up."""
-
     job: str  # name of the job
     ray: RayConfig
     cwd: str  # working directory of the driver; "" if Ray gives the actor a copy of one
@@ -132,7 +130,6 @@ class RankActor:
         return ActorLocation(machine, self._host[HOST_VARIABLE], address, node, gpus)
 
     async def port(self, host: str) -> int:
-        """Return a port that is free on this node."""
         return free_port(host)
 
     async def start(self, start: StartOrder) -> int:

@@ -84,7 +84,6 @@ class RayBackend:
 
     @property
     def warm(self) -> bool:
-        """Return whether a spare is ready."""
         return self._pool.ready
 
     async def open(self) -> None:

@@ -38,15 +38,12 @@ class ClusterUnreachable(FtHsdpError):
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster that this process is connected to."""
-
     node: str  # Ray's id of this process's node
     address: str  # of this process's node
     cwd: str  # this process's working directory, which actors use too; "" if Ray gives each actor a copy of one
 
     @property
     def addresses(self) -> set[str]:
-        """Return the addresses of all nodes that are alive."""
         return {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 
     @property

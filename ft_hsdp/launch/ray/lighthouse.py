@@ -33,7 +33,6 @@ STOP_S = 5.0
 
 
 def actor_name(job: str) -> str:
-    """Return the name of the lighthouse's actor."""
     return f"{prefix(job)}-lighthouse"
 
 
@@ -145,7 +144,6 @@ class RayLighthouse:
                 self._event("LighthouseRestarted", f"it listens at {self._urls[0]} again")
 
     async def stop(self) -> None:
-        """End the lighthouse and its actor."""
         if self._actor is None:
             return
         stopping = asyncio.ensure_future(self._actor.stop.remote())

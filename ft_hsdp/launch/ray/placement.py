@@ -45,7 +45,6 @@ class PlacementRequest:
 
 
 def request(config: Config, replica: int) -> PlacementRequest:
-    """Return what a replica asks for."""
     c = config.ray
     labels = dict(c.labels)
     if c.zones:
@@ -88,8 +87,6 @@ def has_room(config: Config, resources: Mapping[str, float]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FreeNode:
-    """A node that is alive."""
-
     node: str  # Ray's id
     labels: Mapping[str, str]
     free: Mapping[str, float]  # resources that nothing has set aside, by Ray's names

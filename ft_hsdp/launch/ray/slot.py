@@ -153,7 +153,6 @@ class ReplicaSlot:
 
     @property
     def complete(self) -> bool:
-        """Return whether each bundle has an actor."""
         return len(self.bundles) == self.request.size
 
     @property
@@ -198,7 +197,6 @@ class ReplicaSlot:
                 await asyncio.sleep(POLL_S)
 
     def _ask(self, ranks: Sequence[int]) -> None:
-        """Ask for a placement group with bundles for these ranks."""
         r, self._asked = self.request, self._asked + 1
         name = r.name if self._asked == 1 else f"{r.name}+{self._asked - 1}"
         others = {node for each in self._reservations.values() for node in each.nodes}
@@ -319,7 +317,6 @@ class ReplicaSlot:
         await asyncio.gather(*self._retiring)
 
     async def _close(self, actors: Sequence[Any]) -> None:
-        """End actors and their ranks."""
         closing = [asyncio.ensure_future(actor.close.remote()) for actor in actors]
         if closing:
             await asyncio.wait(closing, timeout=CLOSE_S)
@@ -358,7 +355,6 @@ class ReplicaSlot:
             raise cause(error) from None
 
     def _actor(self, group: PlacementGroup, number: int, setup: ActorSetup) -> Any:
-        """Create an actor in the bundle with this number."""
         r = self.request
         resources = {name: amount for name, amount in r.bundle.items() if name not in ("CPU", "GPU")}
         options = {

@@ -114,7 +114,6 @@ class ReplicaSlots:
             self._remove(slot)
 
     def give_free_ones_back(self) -> None:
-        """Remove the slots that have no owner."""
         for slot in self._idle:
             self._remove(slot)
         self._idle.clear()

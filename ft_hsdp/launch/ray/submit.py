@@ -72,7 +72,6 @@ def status(address: str, job: str | None) -> tuple[Status, list[str]]:
 
 
 def _ask(job: str | None) -> tuple[Status, list[str]]:
-    """Ask the actor of a job's lighthouse."""
     if job is None:
         job = _only(_jobs())
     try:
@@ -88,7 +87,6 @@ def _ask(job: str | None) -> tuple[Status, list[str]]:
 
 
 def _jobs() -> list[str]:
-    """Return the names of the jobs that run."""
     head, tail = actor_name("\0").split("\0")
     named: Any = ray.util.list_named_actors(all_namespaces=True)
     ours = [each["name"] for each in named if each["namespace"] == NAMESPACE]

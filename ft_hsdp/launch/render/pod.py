@@ -134,10 +134,8 @@ def quantity(amount: float) -> str:
 
 
 def field(variable: str, path: str) -> Tree:
-    """Return an environment variable with a field of the pod."""
     return {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
 def secret(variable: str, name: str, key: str) -> Tree:
-    """Return an environment variable whose value is in a Secret."""
     return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}

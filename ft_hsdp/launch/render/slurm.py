@@ -192,7 +192,6 @@ def slurm(config: Config, site: Site) -> str:
 
 
 def _directives(config: Config, site: Site, layout: Shape) -> list[str]:
-    """Return the sbatch options of the array."""
     notice = max(NOTICE_S, math.ceil(config.timeouts.stop_s) + 30)
     folder = config.job.runs_dir.replace("%", "%%")
     asked = {

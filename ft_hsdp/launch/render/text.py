@@ -14,8 +14,6 @@ _WORDS = frozenset(["y", "n", "yes", "no", "true", "false", "on", "off", "null",
 
 @dataclass(frozen=True, slots=True)
 class CommentedValue:
-    """A value with a comment above it."""
-
     text: str  # the comment; it may have several lines
     value: Any
 

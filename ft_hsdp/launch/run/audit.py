@@ -120,7 +120,6 @@ class UnitAudit:
         self._first = self._last = None
 
     def event(self, event: Row) -> None:
-        """Add an event of any process."""
         if event["event"] == "LogCut" and event["rank"] == 0:
             self._cut.append(event["incarnation"])  # rank 0 writes fed.jsonl
         elif event["event"] == "LogLinesLost":

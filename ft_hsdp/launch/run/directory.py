@@ -60,7 +60,6 @@ class RunDir:
         return self.path / "lighthouse" / f"seat-{number}.json"
 
     def replica(self, replica: int) -> Path:
-        """Return the folder of a replica."""
         return self.path / "replicas" / str(replica)
 
     def commits(self, replica: int) -> Path:
@@ -88,7 +87,6 @@ class RunDir:
         return self.replica(replica) / "supervisor.jsonl"
 
     def final(self, replica: int) -> Path:
-        """Return the path of the state with which the replica ended."""
         return self.replica(replica) / "final.json"
 
     def processes(self, replica: int) -> Path:
@@ -114,7 +112,6 @@ class RunDir:
 
 
 def run_of(config: Config) -> RunDir:
-    """Return the run directory of a job."""
     return RunDir(Path(config.job.runs_dir).resolve() / config.job.name)
 
 
@@ -266,7 +263,6 @@ class JobFiles:
     """The files without which the processes of a job cannot start again; its supervisor puts lost ones back."""
 
     def __init__(self, run: RunDir) -> None:
-        """Remember what the files have now."""
         files = (run.config, run.token, run.admin_token, run.checkpoint_key)
         self._config = run.config
         self._kept = {file: (_mark(file), file.read_text()) for file in files if file.exists()}

@@ -37,7 +37,6 @@ Sink = Callable[[Row], None]
 
 
 def events_of(run: RunDir) -> list[Row]:
-    """Return all events of a run by time."""
     return sorted(chain.from_iterable(event_streams(run)), key=lambda event: event["t"])
 
 
@@ -183,7 +182,6 @@ class Recorder:
         return summary
 
     def close(self) -> None:
-        """Close the merged files."""
         for file in self._files():
             file.close()
 

@@ -45,8 +45,6 @@ from ft_hsdp.train.state.packing import state_digest
 
 @dataclass(frozen=True, slots=True)
 class ReplayVerdict:
-    """What a replay found."""
-
     run: str  # its name
     steps: int  # number of recorded steps
     equal: bool  # every step, and the final digest
@@ -249,7 +247,6 @@ class _Unsharded:
         return [[torch.cat(parts) for parts in bucket] for bucket in pieces]
 
     def _unit(self, shard: int, unit: int) -> Any:
-        """Return a unit of a data shard."""
         index, within = divmod(unit, self._config.train.accumulate * self._ranks)
         return self._data.batch(shard, index, within % self._ranks, within // self._ranks)
 
@@ -285,7 +282,6 @@ class _Unsharded:
             place += size
 
     def digest(self) -> str:
-        """Return the digest of the current state."""
         params = dict(self._model.named_parameters())
         return state_digest(params, self._groups.tensors(self._names), self._groups.hyper())
 

@@ -26,8 +26,6 @@ Rows = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 
 @dataclass(frozen=True, slots=True)
 class StepSums:
-    """The sums of one step."""
-
     reduced: list[list[Tensor]]  # for each rank of the widest member, the flat shard of each bucket
     digest: str  # of what all ranks, or lanes, have voted on
     square: float  # the sum of squares, added in the order of ranks, or lanes

@@ -43,7 +43,6 @@ class RunTally:
         self._begin()
 
     def _begin(self) -> None:
-        """Reset all that comes from commits."""
         self._losses = TenthMeans()
         self._steps = StepTimes()
         self._tokens = 0
@@ -81,7 +80,6 @@ class RunTally:
             self.audit.fed(replica, line)
 
     def event(self, event: Row) -> None:
-        """Add an event of any process."""
         name, replica = event["event"], event.get("replica")
         self.audit.event(event)
         self._events += 1

@@ -89,7 +89,6 @@ class Terminal:
             self._live.stop()
 
     def say(self, text: str, style: str = "") -> None:
-        """Print one line of text."""
         self._console.print(escape(text), style=style)
 
     def commit(self, row: Row) -> None:

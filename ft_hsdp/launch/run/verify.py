@@ -48,8 +48,6 @@ SUMMED = ("steps", "tokens", "batches", "replicas", "loss_first", "loss_last", "
 
 @dataclass(slots=True)
 class Findings:
-    """The result of a check."""
-
     steps: int = 0  # canonical commits
     grants: int = 0
     lost: int = 0  # smallest number of lines that the run itself reports as missing
@@ -57,7 +55,6 @@ class Findings:
 
     @property
     def lines(self) -> list[str]:
-        """Return the result as lines of text."""
         unsure = (
             [f"the run reports lost lines, at least {self.lost}: chains and sums are not checked"]
             if self.lost
@@ -146,7 +143,6 @@ class _Check:
         self._undone = False  # the run undid some steps
 
     def all(self) -> Findings:
-        """Check everything and return the result."""
         run = self._run
         merged = run.events.exists()
         self._strict(run.events, count=True)
@@ -265,7 +261,6 @@ class _Check:
         return merger.rewinds
 
     def _canonical(self, row: Row) -> None:
-        """Add the next canonical row."""
         self._last = row
         if self._first_step is None:
             self._first_step = row["step"]

@@ -51,8 +51,6 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class CompleteSnapshot:
-    """A complete snapshot of one rank."""
-
     state: StateId
     settled: bool  # all ranks of the replica have a snapshot of this state
 
@@ -74,8 +72,6 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class SlotGranted:
-    """The slot to write into."""
-
     number: int
     new: bool  # this connection has not had the slot yet: its file descriptor comes along
     slots: tuple[int, ...]  # all slots that the rank has; it unmaps the others
@@ -332,8 +328,6 @@ class DropSlices:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The order was carried out."""
-
     damaged: tuple[Damage, ...] = ()  # this rank's snapshots that were found damaged since the last answer
 
 
@@ -393,7 +387,6 @@ decode = _CODEC.decode
 
 
 def frame(message: object) -> bytes:
-    """Return a message with its length in front."""
     return protocol.framed(_CODEC.encode(message))
 
 

@@ -59,7 +59,6 @@ class Shard:
 
     @property
     def held_bytes(self) -> int:
-        """The memory of all its slots."""
         return (len(self.fds) + self.growing) * self.owner.nbytes
 
     @property

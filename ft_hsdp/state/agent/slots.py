@@ -19,8 +19,6 @@ SPARE_STAGES = 8  # after so many calls of `stage` in a row that had a slot to s
 
 
 class SlotPhase(Enum):
-    """What a slot contains."""
-
     FREE = "free"
     WRITING = "writing"
     COMPLETE = "complete"
@@ -58,7 +56,6 @@ class SnapshotSlots:
 
     @property
     def full(self) -> bool:
-        """Whether MAX_SLOTS slots exist."""
         return len(self._slots) >= MAX_SLOTS
 
     def add(self) -> int:
@@ -173,7 +170,6 @@ class SnapshotSlots:
         slot.readers += 1
 
     def give_back(self, number: int) -> None:
-        """Remove a reader from a slot."""
         slot = self._slots[number]
         assert slot.readers > 0, slot
         slot.readers -= 1

@@ -123,7 +123,6 @@ class SnapshotStore:
         return entry
 
     def _drop_other_widths(self, entry: Shard) -> None:
-        """Drop what its replica has left in other widths."""
         for each in self._all:
             if each.replica == entry.replica and each.owner.ranks != entry.owner.ranks and not each.connected:
                 each.slots.forget()
@@ -432,7 +431,6 @@ class SnapshotStore:
             entry.damage(number, state, error)
 
     def _borrowed(self, served: ServedSnapshot) -> tuple[Shard, int]:
-        """Return the shard and the slot of what is borrowed."""
         slots = {fd: (entry, number) for entry in self._all for number, fd in entry.fds.items()}
         return slots[served.fd]
 

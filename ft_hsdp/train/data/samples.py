@@ -24,8 +24,6 @@ from ft_hsdp.train.data.facts import first_samples, generators_kept, read_twice,
 
 @dataclass(frozen=True, slots=True)
 class JobShape:
-    """How the batches of a job are numbered."""
-
     replicas: int  # that the job wants
     shards: int  # data shards
     ranks: int  # data ranks of a replica
@@ -47,8 +45,6 @@ class JobShape:
 
 @dataclass(frozen=True, slots=True)
 class FailedRead:
-    """What reading a batch has raised."""
-
     error: Exception | ExceptionWrapper  # torch's wrapper brings the traceback from a worker
 
     def reraise(self) -> None:

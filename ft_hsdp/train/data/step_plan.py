@@ -49,8 +49,6 @@ def checked_weight(weight: object) -> int:
 
 @dataclass(slots=True)
 class TrainedMicroBatch:
-    """A micro-batch whose forward has begun in this step."""
-
     at: MicroBatch
     part: int  # how often the step's gradients were reduced inside the replica before (`Contribution.part`)
     weight: int | None = 1  # of this rank's unit; None: it is not known yet

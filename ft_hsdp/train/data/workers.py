@@ -193,8 +193,6 @@ class _Forks:
 
 
 class _NumberedReader(Generic[Batch]):
-    """Takes micro-batches for numbers."""
-
     def __init__(self, shape: JobShape, depth: int) -> None:
         self._shape = shape
         self._depth = depth

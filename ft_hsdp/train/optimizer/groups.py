@@ -95,7 +95,6 @@ class Groups:
 
     @property
     def name(self) -> str:
-        """The classes of the optimizers."""
         return ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
 
     def check_parameters(self, params: Mapping[str, torch.Tensor]) -> None:

@@ -85,7 +85,6 @@ class BlockHolders:
         self.holders = dict(holders)
 
     def held(self) -> int:
-        """Return the copies of blocks that there are."""
         return sum(len(each) * self.layout.count(number) for number, each in self.holders.items())
 
 

@@ -59,8 +59,6 @@ class CopyAgent(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CopyCost:
-    """What copies have cost a step."""
-
     waited_s: float = 0.0  # by the vote that waited longest
     nbytes: int = 0  # that the replica's hosts have copied
     step_s: float = 0.0  # from the votes before to these; 0: not known
@@ -374,7 +372,6 @@ class CopyKeeper:
     # Any thread.
 
     def _due(self, plan: CopyPlan, state: StateId) -> bool:
-        """Whether copies of a state are made."""
         return self._interval.due(state.step) or state == plan.base
 
     def _order(self, plan: CopyPlan, state: StateId) -> None:

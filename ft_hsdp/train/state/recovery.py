@@ -59,8 +59,6 @@ class _Taken:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """How a rank fared with its sources."""
-
     used: tuple[int, ...] = ()  # the sources that gave something, most first; (): the shard is not there
     failed: tuple[int, ...] = ()  # sources that must not be used again
     fetched: int = 0  # bytes from other agents than its own, also in earlier attempts
@@ -134,14 +132,12 @@ class _Restoration:
 
     @property
     def _now(self) -> StateId:
-        """The state that is held now."""
         assert self._live.state is not None
         return self._live.state
 
     # What is kept, and where.
 
     def _gather(self) -> tuple[RankAgent, ...]:
-        """Return what each rank's agent keeps."""
         layout = self._live.layout
         kept = tuple((snapshot.state, snapshot.settled) for snapshot in self._snapshots.list())
         mine = RankAgent(self._about.host, self._snapshots.address, layout.fingerprint, layout.nbytes, kept)
@@ -180,7 +176,6 @@ class _Restoration:
         return tuple(each for found in of_replica.values() for each in [*found.values()][:MAX_DONORS])
 
     def _is_own(self, holding: Holding) -> bool:
-        """Return whether a shard is in the slots of its own rank."""
         if holding.replica != self._about.replica or holding.ranks != len(self._peers):
             return False
         return holding.address == self._peers[holding.rank].address

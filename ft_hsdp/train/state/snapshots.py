@@ -282,8 +282,6 @@ class SnapshotWriter:
         return future
 
     def _submit_alone(self, job: Callable[[], None]) -> None:
-        """Submit an order that needs no agent."""
-
         def run() -> None:
             try:
                 job()
