@@ -158,7 +158,7 @@ docs: $(TOOLS)
 # FTAR beside gloo, torchft and OpenMPI. Use a machine on which nothing else runs.
 bench: $(TOOLS)
 	$(PIP) install -q -e '.[bench]'
-	$(BIN)/python launcher.py bench ftar --measure all
+	$(BIN)/python launcher.py bench ftar rings
 
 # The kernels, and a job of two replicas on one GPU. Without .venv it runs with $(PYTHON) as it is, and fetches nothing.
 gpu: GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

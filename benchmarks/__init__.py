@@ -4,6 +4,10 @@ In a checkout `launcher.py bench NAME` runs these, too (`ft_hsdp.bench.command` 
 `options`, from the words of a command line, `goals` and `run`, as a bench of `ft_hsdp.bench`, of whose parts it is
 made. Nothing in the product imports this package. What a bench finds stands in docs/measurements.md.
 
+- `rings`, `link`: the all-reduce beside a busy thread and when a member dies; on slow links, with `namespaces`;
+- `returns` (bench return), `local`, `readers`: a killed replica's way back, its state from the memory of its host,
+  and readers of state that are slow or malicious;
+- `under_ray` (bench ray): a step under Ray;
 - `units` with `unit_figures` and `token_mean`: work that is counted in units, while replicas are lost;
 - `memory`, `flips`: copies of states in host memory, and bytes that flip in them;
 - `lone`, `losses`: a replica that goes on with fewer ranks, once and at random;

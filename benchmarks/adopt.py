@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import ft_hsdp
+from benchmarks.under_ray import BenchCluster
 from ft_hsdp.bench.goals import NEXT_P50_MS, Verdicts, begin_result, finish_result, most
 from ft_hsdp.bench.hsdp.processes import HsdpSetup
 from ft_hsdp.bench.options import kills_of, measures_of, rounds_of
-from ft_hsdp.bench.overhead import SETUP, TRANSPORTS, BenchCluster, steady
+from ft_hsdp.bench.overhead import SETUP, TRANSPORTS, steady
 from ft_hsdp.bench.recovery.analysis import Kill, Stall, costs, stalls
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest, hit_at_random
 from ft_hsdp.bench.recovery.setup import RecoverySetup

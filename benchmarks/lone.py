@@ -16,9 +16,10 @@ from functools import partial
 from typing import Any, TextIO
 
 from benchmarks.memory import Loss, loss
+from benchmarks.returns import return_phases, stages_in
 from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
 from ft_hsdp.bench.options import kills_of
-from ft_hsdp.bench.recovery.analysis import Kill, return_phases, stages_in
+from ft_hsdp.bench.recovery.analysis import Kill
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, spread

@@ -22,5 +22,5 @@ package except `ft_hsdp.launch.cli`, which runs it.
 Example:
     from ft_hsdp.bench.recovery.bench import RecoveryOptions, run
     from ft_hsdp.bench.tables import show
-    show(run(RecoveryOptions(("kill",), kills=20, rounds=5, sizes=()), sys.stderr), sys.stdout)
+    show(run(RecoveryOptions(("kill",), kills=20), sys.stderr), sys.stdout)
 """

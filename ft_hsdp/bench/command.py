@@ -16,6 +16,12 @@ BENCHES: Mapping[str, str] = {
     "recovery": "ft_hsdp.bench.recovery.bench",
     "overhead": "ft_hsdp.bench.overhead",
     # A checkout has these, beside the package.
+    "rings": "benchmarks.rings",
+    "link": "benchmarks.link",
+    "return": "benchmarks.returns",
+    "readers": "benchmarks.readers",
+    "local": "benchmarks.local",
+    "ray": "benchmarks.under_ray",
     "units": "benchmarks.units",
     "adopt": "benchmarks.adopt",
     "memory": "benchmarks.memory",

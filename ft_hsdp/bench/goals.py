@@ -24,11 +24,6 @@ SPEED: tuple[tuple[str, str, Mapping[int, float]], ...] = (  # contender, anchor
     ("c10d", "gloo", {2: 1.0, 4: 1.0}),
 )
 LATENCY = 2.0
-SPIN_SHARE = 0.5
-RAISE_P50_MS, RAISE_MAX_MS = 50.0, 150.0
-NEXT_SUM_MS = 150.0
-RECONFIGURE_MS = 10.0
-LINK_COST = 0.6
 
 QUORUM_TIMES, QUORUM_AT = 1.25, (12, 64)
 QUORUM_KINDS = {"same": "a round", "new": "a round that makes an epoch durable"}
@@ -40,10 +35,8 @@ NEXT_COMMIT = {"less_one": "SIGKILL to next commit - 1 step", "stall": "all of t
 NEXT_P50_MS, NEXT_P99_MS = 100.0, 300.0
 STOP_P50_MS, STOP_P99_MS = 1200.0, 2000.0
 REPEAT_SHARE, REJOIN_STEPS = 0.3, 0.1
-WARM_MS, COLD_TIMES = 500.0, 1.0
-READERS_TIMES, LOCAL_TIMES = 1.0, 5.0
 
-STEADY, RAY = 1.02, 1.02
+STEADY = 1.02
 SNAPSHOT = {"computing": 1.10, "waiting": 1.02}
 
 
@@ -87,24 +80,6 @@ def ftar(result: Row) -> Verdicts:
     """Yield the verdicts on a result of `bench ftar`."""
     for row in result.get("bandwidth", ()):
         yield from _bandwidth(row)
-    for row in result.get("spin", ()):
-        if row["contender"] in ("tcp", "shm"):
-            text = f"{row['contender']} beside a spinning thread"
-            yield least(text, row, SPIN_SHARE, row["share_of_idle"]["thread"])
-    for row in result.get("kill", ()):
-        text = f"{row['contender']}: kill to"
-        if row["members"] == 8:
-            yield most(f"{text} raise, p50 ms", row, RAISE_P50_MS, row["raise"]["p50_ms"])
-            yield most(f"{text} raise, max ms", row, RAISE_MAX_MS, row["raise"]["max_ms"])
-        if row["members"] == 4:
-            yield most(f"{text} next sum - 1, max ms", row, NEXT_SUM_MS, row["next_less_one"]["max_ms"])
-    for row in result.get("reconfigure", ()):
-        if row["members"] == 4 and row["contender"] != "torchft":
-            text = f"{row['contender']} reconfigures, {row['change']} order, ms"
-            yield most(text, row, RECONFIGURE_MS, row["p50_ms"])
-    for row in result.get("link", ()):
-        if row["times_cost"] is not None:
-            yield most("exchange on a link, times HSDP's cost", row, LINK_COST, row["times_cost"])
 
 
 def _bandwidth(row: Row) -> Verdicts:
@@ -164,16 +139,6 @@ def recovery(result: Row) -> Verdicts:
             yield most(text, row, REJOIN_STEPS, row["rejoin_wait"]["steps"])
     for row in result.get("stop", ()):
         yield from _quantiles("SIGSTOP to next commit - 1 step", row, row["less_one"], STOP_P50_MS, STOP_P99_MS)
-    for row in result.get("return", ()):
-        text = "SIGKILL to own commit - 1 step"
-        warm_ms = row["contenders"]["warm"]["less_one"]["p50_ms"]
-        yield most(f"{text}, warm, p50 ms", row, WARM_MS, warm_ms)
-        if "cold" in row["times"]:
-            yield most(f"{text}, cold / torchft's", row, COLD_TIMES, row["times"]["cold"]["ratio"])
-    for row in result.get("readers", ()):
-        yield most("a step beside bad readers, times, at least", row, READERS_TIMES, row["times"]["low"])
-    for row in result.get("local", ()):
-        yield least("from the agent vs save + load, times as fast", row, LOCAL_TIMES, row["times_as_fast"])
 
 
 def _quantiles(text: str, row: Row, span: Mapping[str, float], p50_ms: float, p99_ms: float) -> Verdicts:
@@ -190,9 +155,6 @@ def overhead(result: Row) -> Verdicts:
     for row in result.get("snapshot", ()):
         text = f"snapshot each step, {row['step']}: times as long"
         yield most(text, row, SNAPSHOT[row["step"]], row["times"]["with"]["ratio"])
-    for row in result.get("ray", ()):
-        yield most("under Ray: a step, times that under up", row, RAY, row["times"]["ray"]["ratio"])
-    yield from ftar({"link": result.get("link", ())})
 
 
 def begin_result(bench: str, log: ProgressLog) -> tuple[dict[str, Any], float]:

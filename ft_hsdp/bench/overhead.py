@@ -1,33 +1,21 @@
 """`bench overhead`: what fault tolerance costs while nothing fails.
 
 - steady: a step of ft_hsdp beside the same step of PyTorch's HSDP, which survives nothing;
-- snapshot: a snapshot of each step beside none: of steps that compute, and that wait as beside an accelerator;
-- ray: a step of a job under `submit` on a Ray cluster beside the same job's under `up`;
-- link: what the exchange between replicas costs on a slow link (`bench.hsdp`).
+- snapshot: a snapshot of each step beside none: of steps that compute, and that wait as beside an accelerator.
 """
 
 from __future__ import annotations
 
-import contextlib
-import secrets
-import subprocess
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TextIO
 
-import psutil
-
-from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench import goals
-from ft_hsdp.bench.contenders.base import version
 from ft_hsdp.bench.goals import begin_result, finish_result
-from ft_hsdp.bench.hsdp.measure import measure as link
 from ft_hsdp.bench.hsdp.processes import (
     PRODUCT,
     HsdpSetup,
@@ -37,36 +25,23 @@ from ft_hsdp.bench.hsdp.processes import (
     start_lighthouse,
 )
 from ft_hsdp.bench.options import measures_of, rounds_of
-from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
-from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, ResultRow, interleave, ratio_interval, spread
-from ft_hsdp.bench.scope import Process, Scope, scratch, spawn
+from ft_hsdp.bench.scope import scratch
 from ft_hsdp.bench.workers.link import greet
-from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.backend.processes import free_port, last_line, tied
 from ft_hsdp.launch.run.directory import RunDir
 
-ROUNDS = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # where the user does not say
-BY_DEFAULT = ("steady", "snapshot", "ray")
+ROUNDS = {"steady": 70, "snapshot": 30}  # where the user does not say
 TRANSPORTS = ("tcp", "shm")
 SETUP = HsdpSetup(
     sections={"train": {"micro_batch": 2, "seq_len": 128}, "model": {"dim": 192, "layers": 6, "heads": 6}}
 )
 SNAPSHOTS: Mapping[str, str] = {"without": "on_demand", "without again": "on_demand", "with": "every_step"}
 SNAPSHOT_SETUPS: Mapping[str, HsdpSetup] = {"computing": SETUP, "waiting": replace(SETUP, waiting=(1 << 18, 0.5))}
-RAY_SETUP = RecoverySetup(replicas=3, ranks=2, wait_s=0.5)
-RAY_STEPS = 30  # of each turn
-RAY_START_S = 60.0  # longest time until a cluster runs
-RAY_STOP_S = 30.0  # longest time for it to end
-RAY_LEAVE_S = 2.0  # and for the processes below it to follow
-RAY_STORE_BYTES = 80 << 20  # of its object store, the least: no rank uses it
-RAY_STARTED = "Ray runtime started"
 
 
 def options(args: Namespace) -> Mapping[str, int]:
     """Return the rounds of each measure that is wanted."""
-    wanted = measures_of(args, tuple(ROUNDS)) if args.measure else BY_DEFAULT
-    return {name: rounds_of(args, ROUNDS[name]) for name in wanted}
+    return {name: rounds_of(args, ROUNDS[name]) for name in measures_of(args, tuple(ROUNDS))}
 
 
 def run(rounds: Mapping[str, int], stream: TextIO) -> dict[str, Any]:
@@ -75,8 +50,6 @@ def run(rounds: Mapping[str, int], stream: TextIO) -> dict[str, Any]:
     result, started = begin_result("overhead", log)
     result["steady"] = steady(rounds["steady"], log) if "steady" in rounds else []
     result["snapshot"] = snapshot(rounds["snapshot"], log) if "snapshot" in rounds else []
-    result["ray"] = ray(rounds["ray"], log) if "ray" in rounds else []
-    result["link"] = link(HsdpSetup(rounds=rounds["link"]), log) if "link" in rounds else []
     return finish_result(result, goals.overhead(result), log, started)
 
 
@@ -191,113 +164,3 @@ def snapshot(rounds: int, log: ProgressLog, setups: Mapping[str, HsdpSetup] = SN
         rows.append(row)
         log.say(f"{kind}: a snapshot each step makes it {row['times']['with']['ratio']:.3f} times as long")
     return rows
-
-
-def ray(turns: int, log: ProgressLog, setup: RecoverySetup = RAY_SETUP, steps: int = RAY_STEPS) -> list[ResultRow]:
-    """Return a row; none, and a note, where Ray is not installed. Raises Retryable where a process fails.
-
-    One job runs at a time, in the order ABBA, and the cluster beside its own job alone: its processes are a part
-    of what Ray costs. A step waits most of its time, so that ranks leave the CPUs to whatever else there is.
-    """
-    if version("ray") is None:
-        log.note("ray is left out: not installed")
-        return []
-    took: dict[str, list[float]] = {name: [] for name in LAUNCHERS}
-    for number in range(turns):
-        for name in took if number % 2 == 0 else reversed(took):
-            took[name].append(LAUNCHERS[name](setup, steps))
-            log.say(f"turn {number + 1} of {turns}, {name}: a step of {1e3 * took[name][-1]:.4g} ms")
-    found = ratio_interval(took["ray"], took["up"])
-    log.say(
-        f"a step under Ray takes {found['ratio']:.4g} times as long ({found['low']:.3f} to {found['high']:.3f})"
-    )
-    return [
-        {
-            "replicas": setup.replicas,
-            "ranks": setup.ranks,
-            "rounds": turns,
-            "steps": steps,
-            "launchers": {name: spread(seconds) for name, seconds in took.items()},
-            "times": {"ray": found},
-        }
-    ]
-
-
-def under_up(setup: RecoverySetup, steps: int) -> float:
-    """Run a job as `launcher.py up` does; return the median seconds of a step, over so many."""
-    with JobUnderTest(setup) as job:
-        return _step_s(job, steps)
-
-
-def under_ray(setup: RecoverySetup, steps: int) -> float:
-    """Run a job as `launcher.py submit` does; return the median seconds of a step, over so many."""
-    with ExitStack() as stack:
-        cluster = stack.enter_context(BenchCluster())
-        return _step_s(stack.enter_context(JobUnderTest(setup, (cluster.address,), cluster.env)), steps)
-
-
-def _step_s(job: JobUnderTest, steps: int) -> float:
-    job.wait_for_all()
-    begin = {replica: len(rows) for replica, rows in job.rows.items()}
-    job.wait(lambda: all(len(rows) >= begin[n] + steps for n, rows in job.rows.items()), f"{steps} steps")
-    return fault_free_step([row for n, rows in job.rows.items() for row in rows[begin[n] :]])
-
-
-LAUNCHERS: Mapping[str, Callable[[RecoverySetup, int], float]] = {"up": under_up, "ray": under_ray}
-
-
-class BenchCluster(Scope):
-    """A context: on entry a Ray head node of this machine alone, as `ray start` makes it, with a token.
-
-    On exit nothing is left of it.
-    """
-
-    prefix = "ray-"  # not longer: the path of a socket in the folder has at most 107 bytes
-
-    def __init__(self, python: str = sys.executable) -> None:
-        """Prepare a cluster; ``python``: the interpreter of all its processes."""
-        self._python = python
-        self.address = f"127.0.0.1:{free_port()}"  # for `submit`
-        # What a process that connects needs in its environment.
-        self.env: Mapping[str, str] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-
-    def _begin(self, folder: Path) -> None:
-        command = [
-            self._python,
-            *tied("ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats")[1:],
-            f"--port={self.address.rpartition(':')[2]}",
-            f"--ray-client-server-port={free_port()}",
-            f"--dashboard-port={free_port()}",
-            f"--dashboard-agent-listen-port={free_port()}",
-            f"--object-store-memory={RAY_STORE_BYTES}",
-            f"--temp-dir={folder}",
-        ]
-        log = folder / "start.log"
-        env = {**self.env, "TMPDIR": str(folder)}  # where its processes leave theirs
-        process = spawn(self.stack, command, log, env, end=_end_cluster)
-        deadline = time.monotonic() + RAY_START_S
-        while RAY_STARTED not in log.read_text(errors="replace"):
-            if process.poll() is not None:
-                raise Retryable(f"bench: the Ray cluster ended: {last_line(log)}")
-            if time.monotonic() > deadline:
-                raise Retryable(f"bench: the Ray cluster does not run after {RAY_START_S:g} s: {last_line(log)}")
-            time.sleep(0.05)
-
-
-def _end_cluster(process: Process) -> None:
-    """Have a cluster end its processes; kill those that it leaves behind."""
-    below = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        below = psutil.Process(process.pid).children(recursive=True)
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(RAY_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    process.wait()
-    _, left = psutil.wait_procs(below, RAY_LEAVE_S)
-    for each in left:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            each.kill()
-    psutil.wait_procs(left, RAY_LEAVE_S)

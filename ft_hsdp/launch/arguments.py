@@ -12,15 +12,14 @@ from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError
 from ft_hsdp.launch.render import command as rendering
 
 MEASURES = (
-    "of ftar: bandwidth (default), spin, kill, reconfigure, link; of fetch: large, small; "
-    "of recovery: kill, torchft, rejoin, return, stop, readers, local; of overhead: steady, snapshot, ray, link; "
-    "of units: constant, rate, refill, loss, tokens, kills; of adopt: step, kill; "
-    "of memory: step, lost, union; or all"
+    "of fetch: large, small; of recovery: kill, torchft, rejoin, stop; of overhead: steady, snapshot; "
+    "of rings: spin, kill, reconfigure; of units: constant, rate, refill, loss, tokens, kills; "
+    "of adopt: step, kill; of memory: step, lost, union; or all"
 )
 BENCH_TIME = (
-    "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); fetch 2, and "
-    "10 GiB; quorum 1; recovery 12; overhead 20. The others are in the repository alone: units 13; adopt 10; "
-    "memory 30; flips 1; lone 2; losses 20"
+    "On 2 quiet cores ftar takes about 5 minutes, and 15 GiB of memory; fetch 2, and 10 GiB; quorum 1; "
+    "recovery 8; overhead 12. The others are in the repository alone: rings 5; link 2; return 3; readers 1; "
+    "local 1; ray 8; units 13; adopt 10; memory 30; flips 1; lone 2; losses 20"
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",
@@ -121,10 +120,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--rounds",
         type=int,
         metavar="N",
-        help="of what is interleaved: 20; recovery 5; quorum 300; overhead 70 (steady), 30 (snapshot), 6 (ray); "
-        "units 4; adopt and memory 20; flips 10000 (bytes)",
+        help="of what is interleaved: 20; quorum 300; overhead 70 (steady), 30 (snapshot); readers and local 5; "
+        "ray 6; units 4; flips 10000 (bytes)",
     )
-    kills = "how many: recovery 200; units 50 of each kind; adopt 7 of each trainer; memory and lone 20; losses 50"
+    kills = (
+        "how many: recovery 200; return 12; units 50 of each kind; adopt 7 of each trainer; memory and lone 20; "
+        "losses 50"
+    )
     bench.add_argument("--kills", type=int, metavar="N", help=kills)
     bench.epilog = BENCH_TIME
     doctor = with_json(with_config(add("doctor", "preflight: what would stop the job, and what to do")))

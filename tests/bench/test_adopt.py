@@ -16,8 +16,8 @@ from torch import nn
 
 from benchmarks import adopt
 from benchmarks.adopt import AdoptOptions, ExampleUnderTest, KilledJob, example, interpreter, kill_row
+from benchmarks.under_ray import BenchCluster
 from ft_hsdp.bench.hsdp.processes import HsdpSetup
-from ft_hsdp.bench.overhead import BenchCluster
 from ft_hsdp.bench.recovery.analysis import Stall
 from ft_hsdp.bench.recovery.job_under_test import UnderTest
 from ft_hsdp.bench.recovery.setup import RecoverySetup, job_config

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import rings
 from ft_hsdp.bench import goals
 from ft_hsdp.bench.allreduce import AllReduceOptions, options
 from ft_hsdp.bench.results import GIB, KIB, MIB, WARM_UP, batch, interleave, spread
@@ -35,6 +36,8 @@ RESULT: dict[str, Any] = {
         for n in (2, 4)
         for size in (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
     ],
+}
+RINGS: dict[str, Any] = {
     "spin": [
         {
             "contender": "tcp",
@@ -63,7 +66,7 @@ RESULT: dict[str, Any] = {
 
 
 def test_every_goal_is_set_beside_its_figure() -> None:
-    found = list(goals.ftar(RESULT))
+    found = [*goals.ftar(RESULT), *rings.goals(RINGS)]
     seen = {(v.text, v.members, v.bytes): (v.seen, v.met) for v in found}
     assert seen["tcp vs gloo, times as fast", 2, 64 * MIB] == (2.232, True)
     assert seen["tcp vs torchft, times as fast", 2, 256 * MIB] == (1.786, False)
@@ -94,17 +97,19 @@ def test_tables_fit_80_columns_and_show_misses_and_notes() -> None:
     assert len(lines) == len(found) + 6  # no line is broken
     assert "note: openmpi is left out of bandwidth: [not] installed" in text
     assert text.count("times_as_fast") == 2 * 6
+    assert "share_of_idle" in shown(RINGS, rings.goals(RINGS))
 
 
 def test_options() -> None:
     words = {"sizes": "4k,1 MiB,2gib,64,4KB", "members": "2,4", "contenders": "shm-any,gloo"}
     assert options(Namespace(measure="all", **words, rounds=3)) == AllReduceOptions(
-        ("bandwidth", "spin", "kill", "reconfigure", "link"),
+        ("bandwidth",),
         (4 * KIB, MIB, 2 * GIB, 64),
         (2, 4),
         ("shm-any", "gloo"),
         3,
     )
+    assert rings.options(Namespace(measure="all", **words, rounds=3)).measures == ("spin", "kill", "reconfigure")
     nothing = dict.fromkeys(("measure", "sizes", "members", "contenders", "rounds"))
     assert options(Namespace(**nothing)) == AllReduceOptions(("bandwidth",), None, None, None, 20)
 

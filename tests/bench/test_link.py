@@ -12,18 +12,15 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.bench import goals
-from ft_hsdp.bench.hsdp import measure as measuring
-from ft_hsdp.bench.hsdp import network
-from ft_hsdp.bench.hsdp.measure import StepBlock, report
-from ft_hsdp.bench.hsdp.network import BRIDGE, INTERFACE, Network
-from ft_hsdp.bench.hsdp.processes import HsdpSetup
+from benchmarks import link, namespaces
+from benchmarks.link import LinkSetup, StepBlock, report
+from benchmarks.namespaces import BRIDGE, INTERFACE, Network
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import environment
 from tests.support.bench.tables import shown
 
-needs_root = pytest.mark.skipif(bool(network.unfit()), reason=network.unfit() or "it can be made")
+needs_root = pytest.mark.skipif(bool(namespaces.unfit()), reason=namespaces.unfit() or "it can be made")
 SPACES = Path("/run/netns")
 SEND = """
 import socket, sys
@@ -71,7 +68,7 @@ def test_costs_are_medians_beyond_those_of_replicas_that_train_alone() -> None:
         "ft_hsdp": blocks(1.3, 1.2, 1.1, sent=8.5e6),
     }
     commits = [[commit(0.1, 0.0, 0.01), commit(0.2, 0.02, 0.02)], [commit(0.3, 0.04, 0.03)]]
-    row = report(HsdpSetup(rounds=3, bits_per_s=1e9), crews, commits)
+    row = report(LinkSetup(rounds=3, bits_per_s=1e9), crews, commits)
     assert row["crews"]["alone"]["step"] == {"p50_ms": 1100.0, "min_ms": 1000.0, "max_ms": 9000.0, "count": 3}
     assert row["crews"]["ft_hsdp"]["cpu_ms_per_step"] == 2400.0
     assert row["crews"]["ft_hsdp"]["link_bytes_per_step"] == 8_500_000
@@ -84,33 +81,32 @@ def test_costs_are_medians_beyond_those_of_replicas_that_train_alone() -> None:
 
 def test_the_figures_are_shown_beside_the_goal() -> None:
     crews = {"alone": blocks(1.0), "hsdp": blocks(1.5), "ft_hsdp": blocks(1.3, sent=8e6)}
-    row = report(HsdpSetup(rounds=1), crews, [[commit(0.2, 0.02, 0.01)]])
-    (verdict,) = goals.ftar({"link": [row]})
+    row = report(LinkSetup(rounds=1), crews, [[commit(0.2, 0.02, 0.01)]])
+    (verdict,) = link.goals({"link": [row]})
     assert (verdict.seen, verdict.limit, verdict.met) == (0.6, 0.6, True)
-    empty = dict.fromkeys(("bandwidth", "spin", "kill", "reconfigure"), ())
-    text = shown({"link": [row], **empty}, iter([verdict]))
+    text = shown({"link": [row]}, iter([verdict]))
     assert "least_exchange_ms 64" in text
 
 
 def test_there_is_no_ratio_where_hsdp_costs_nothing() -> None:
     crews = {"alone": blocks(1.0), "hsdp": blocks(1.0), "ft_hsdp": blocks(1.1)}
-    row = report(HsdpSetup(rounds=1), crews, [[commit(0.1, 0.0, 0.0)]])
+    row = report(LinkSetup(rounds=1), crews, [[commit(0.1, 0.0, 0.0)]])
     assert row["times_cost"] is None
-    assert list(goals.ftar({"link": [row]})) == []
+    assert list(link.goals({"link": [row]})) == []
 
 
 def test_without_root_the_measure_is_left_out_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "RIGHTS", {"CAP_THAT_NOBODY_HAS": 63})
+    monkeypatch.setattr(namespaces, "RIGHTS", {"CAP_THAT_NOBODY_HAS": 63})
     stream = io.StringIO()
     log = ProgressLog(stream)
-    assert measuring.measure(HsdpSetup(), log) == []
+    assert link.measure(LinkSetup(), log) == []
     (line,) = stream.getvalue().splitlines()
     assert line == (
         "note: link is left out: it makes network namespaces, which needs root (missing: CAP_THAT_NOBODY_HAS)"
     )
     assert log.notes == [line.removeprefix("note: ")]
-    monkeypatch.setattr(network, "COMMANDS", ("ip", "no-such-command"))
-    assert network.unfit() == "not installed: no-such-command"
+    monkeypatch.setattr(namespaces, "COMMANDS", ("ip", "no-such-command"))
+    assert namespaces.unfit() == "not installed: no-such-command"
 
 
 @needs_root
@@ -163,9 +159,8 @@ def test_nothing_is_left_where_it_cannot_be_made() -> None:
 )
 def test_nothing_is_left_after_a_signal(number: int, code: int, tmp_path: Path) -> None:
     program = (
-        "import sys; from ft_hsdp.bench.hsdp.measure import measure;"
-        "from ft_hsdp.bench.hsdp.processes import HsdpSetup;"
-        "from ft_hsdp.bench.results import ProgressLog; measure(HsdpSetup(), ProgressLog(sys.stderr))"
+        "import sys; from benchmarks.link import LinkSetup, measure;"
+        "from ft_hsdp.bench.results import ProgressLog; measure(LinkSetup(), ProgressLog(sys.stderr))"
     )
     command = [sys.executable, "-c", program]
     env = {**environment(), "TMPDIR": str(tmp_path)}

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.bench.hsdp import network
-from ft_hsdp.bench.hsdp.network import BRIDGE, SUBNET, Network
+from benchmarks import namespaces
+from benchmarks.namespaces import BRIDGE, SUBNET, Network
 from ft_hsdp.launch.run.directory import RunDir, read_jsonl
 from ft_hsdp.launch.run.replay import replay
 from ft_hsdp.launch.run.verify import verify
@@ -85,7 +85,7 @@ class Apart(TorchrunJob):
 
 
 @pytest.mark.proof
-@pytest.mark.skipif(bool(network.unfit()), reason=f"a partition: {network.unfit()}")
+@pytest.mark.skipif(bool(namespaces.unfit()), reason=f"a partition: {namespaces.unfit()}")
 def test_a_host_that_is_cut_off_beyond_its_lease_comes_back_with_old_copies(tmp_path: Path) -> None:
     """M60: the others go on, and copy among themselves. What it has kept has another name, and nobody takes it."""
     write_slow_script(tmp_path / "slow.py", tmp_path / "hurry", STEP_S)

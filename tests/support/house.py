@@ -30,7 +30,7 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 SIZES: dict[str, tuple[int, int]] = {
     "statements": (42_650, 39_000),
     "lines with JavaScript": (82_400, 71_000),
-    "benchmarks outside the package": (2_500, 4_000),  # statements
+    "benchmarks outside the package": (3_600, 4_000),  # statements
     "test lines": (81_500, 66_000),  # the model checker among them
     "modules with code": (350, 310),
     "configuration keys": (150, 120),

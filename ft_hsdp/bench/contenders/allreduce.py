@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ft_hsdp import record_layer
 from ft_hsdp.bench.contenders.base import LOOPBACK, TIMEOUT_S, AllReduceRank, WorkerSpec
 from ft_hsdp.ftar import Communicator, Settings
 
@@ -43,11 +42,10 @@ class Gloo(AllReduceRank):
 class FTAR(AllReduceRank):
     """`Communicator.all_reduce` out of place, as the trainer uses it.
 
-    Options: transport; registered: whether the tensors lie in memory of the communicator; tls: network.tls.
+    Options: transport; registered: whether the tensors lie in memory of the communicator.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        record_layer.use(spec.options.get("tls", "auto"))
         self._registered: bool = spec.options["registered"]
         settings = Settings(transport=spec.options["transport"], timeout_s=TIMEOUT_S)
         job = f"bench-{spec.name}"

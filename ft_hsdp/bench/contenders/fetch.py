@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ft_hsdp import address, record_layer
+from ft_hsdp import address
 from ft_hsdp.bench.workers.link import Answer, Obey, run_worker
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
@@ -54,7 +54,6 @@ class FetchSpec:
     tensors: int
     nbytes: int  # of each tensor
     chunks: int = 0  # of torchft's transport
-    tls: record_layer.Mode = "auto"  # network.tls of ft_hsdp
 
     @property
     def total(self) -> int:
@@ -163,7 +162,6 @@ class FetchDonor(DonorContender):
     """Serves the state with a state server, as the state agent does."""
 
     def __init__(self, spec: FetchSpec) -> None:
-        record_layer.use(spec.tls)
         buffer, snapshots = spec.buffer(), InMemorySnapshots()
         snapshots.put(shard_manifest.seal(spec.manifest(), buffer.memory), buffer)
         self._server = StateServer(HOST, 0, snapshots, TOKEN)
@@ -174,7 +172,6 @@ class FetchReceiver(BufferReceiver):
     """Receives with `state.transfer.fetch`, everything verified."""
 
     def __init__(self, spec: FetchSpec, where: str) -> None:
-        record_layer.use(spec.tls)
         super().__init__(spec)
         found = spec.manifest()
         self._expected = ExpectedShard(found.state, found.rank, found.ranks, found.layout, found.nbytes)

@@ -1,16 +1,16 @@
-"""What the exchange between replicas costs a training step, on a link like that between machines.
+"""One training loop, with ft_hsdp or with PyTorch's own FSDP2 and HSDP: contenders that train in turn.
 
-Three contenders train the same model in turn: replicas that exchange nothing, PyTorch's own HSDP, and ft_hsdp. The
-first one is the baseline; what the others take longer is the cost of their exchange.
+All contenders are alive at once, and each trains a block of steps while the others wait, so that what else runs on
+the machine slows all of them. Between two blocks each rank stands before its next step.
 
 Read the modules in this order:
 
-    network    namespaces with slow links between them, instead of machines
-    processes  what is trained, and the processes of one contender
-    worker     one rank: an ordinary training loop that stops before each step
-    measure    from blocks of steps to the cost of the exchange
+- `processes`: what is trained, and the processes of one contender, where a `Loopback` puts them;
+- `worker`: one rank, an ordinary training loop that stops before each step.
 
-`measure` runs in the bench's process and imports no torch; the ranks do.
+`processes` is imported by the bench's process and imports no torch; the ranks do.
 
-The call path: `bench overhead` -> `measure` -> `processes` -> a `worker` for each rank, on `network`.
+The call path: `bench overhead` -> `overhead.in_turns` -> `processes.start` -> a `worker` for each rank.
+
+`bench link` of the repository trains with the same processes on slow links.
 """

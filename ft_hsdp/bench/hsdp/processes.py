@@ -32,16 +32,12 @@ PRODUCT = "ft_hsdp"  # the kind that needs a lighthouse and state agents
 
 @dataclass(frozen=True, slots=True)
 class HsdpSetup:
-    """What one measurement trains, and how often."""
+    """What one measurement trains."""
 
-    rounds: int = 20  # blocks of steps of each contender
     steps: int = 1  # of a block
     replicas: int = 3
     ranks: int = 2
     hosts: int = 1  # of each replica; its ranks are spread over them
-    rate: str = "1gbit"  # of each replica's link, as tc says it
-    bits_per_s: float = 1e9  # the same
-    congestion: str = ""  # control of all TCP in the namespaces, "" for the machine's default
     sections: Sections = field(default_factory=dict)  # more of the configuration
     waiting: tuple[int, float] | None = None  # (elements of a layer, seconds) of a model that waits: `Waiting`
     hugging_face: bool = False  # the Llama of transformers instead of the built-in one; of the same shape
@@ -90,7 +86,7 @@ def job_config(setup: HsdpSetup, host: str, runs: Path) -> Config:
 
 
 class Loopback:
-    """Where replicas are: all on this machine. `bench.hsdp.network.Network` gives each a namespace of its own."""
+    """Where replicas are: all on this machine. `benchmarks.namespaces` gives each a network of its own."""
 
     hub = ""  # where the lighthouse is
     interface = "lo"  # between replicas

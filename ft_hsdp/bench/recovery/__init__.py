@@ -5,12 +5,10 @@ failures and starts by `ft_hsdp.analysis`, as for summary.json, and what each su
 
 Read in this order:
 
-- `bench`: which measures run; what a kill costs the survivors, and how the victim comes back;
+- `bench`: which measures run; what a kill costs the survivors, and when the victim is back;
 - `setup`, `job`: what is trained, and the process that runs the job (the ranks run `ft_hsdp.bench.trainee`);
 - `job_under_test`, `torchft_under_test`: a running job of each contender, and how its ranks are hit at random;
-- `analysis`: from logs to stalls and returns (pure);
-- `readers`: readers of state that do harm, beside steps;
-- `local`, `local_rank`: a state from the memory of its host beside one from a file.
+- `analysis`: from logs to stalls and returns (pure).
 
 `setup` and this package import neither torch nor anything else that takes time to import.
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ft_hsdp.analysis.commits import canonical
 from ft_hsdp.analysis.failures import Failure, fold
-from ft_hsdp.analysis.incarnations import incarnations
 from ft_hsdp.bench.results import milliseconds
 
 Row = Mapping[str, Any]
@@ -195,67 +194,3 @@ def came_back(
         ends.append(later[at]["t"])
         waits.append(sum(map(exposed, later[: at + 1])) - (at + 1) * usual_wait_s)
     return Return(min(ends) - kill.t, statistics.fmean(waits))
-
-
-STAGES: Mapping[str, str] = {
-    "start": "started",
-    "warm-up": "warmed",
-    "check-in": "checked_in",
-    "grant": "granted",
-    "fetch": "fetched",
-}
-"""The stage of an `IncarnationRecord` that ends each phase of a return.
-
-The first phase, before these, ends with the exit of the victim, the last one, LAST, with the commit.
-"""
-
-LAST = "step"
-
-Stages = Callable[[Kill, str], tuple[Mapping[str, float | None], str]]
-"""When each phase of a return was over, in their order, and how the incarnation of that name was started."""
-
-
-@dataclass(frozen=True, slots=True)
-class Back:
-    """How the victim of a kill came back, as it logged it itself."""
-
-    commit_s: float  # from the kill to its own next commit
-    less_one_s: float  # the same less one fault-free step
-    contribute_s: float  # from the kill to its next contribution
-    phases: Mapping[str, float]  # add up to commit_s
-    how: str = ""  # how its supervisor started it; "": not known
-
-
-def stages_in(events: Iterable[Row]) -> Stages:
-    """Return the stages of all returns that ``events`` tell of."""
-    records = incarnations(events)
-
-    def stages(kill: Kill, incarnation: str) -> tuple[Mapping[str, float | None], str]:
-        old, new = records[kill.replica, kill.incarnation], records[kill.replica, incarnation]
-        return {"exit": old.exited, **{phase: getattr(new, stage) for phase, stage in STAGES.items()}}, new.how
-
-    return stages
-
-
-def back(kill: Kill, rows: Sequence[Row], stages: Stages, step_s: float) -> Back | None:
-    """Return how the victim of ``kill`` came back; None where it did not. ``rows``: its own commits."""
-    after = [row for row in rows if row["t"] > kill.t and row["incarnation"] != kill.incarnation]
-    full = next((row for row in after if contributes(row)), None)
-    if full is None:
-        return None
-    first = after[0]
-    ends, how = stages(kill, first["incarnation"])
-    took = first["t"] - kill.t
-    return Back(took, took - step_s, full["t"] - kill.t, return_phases(kill.t, ends, first["t"]), how)
-
-
-def return_phases(start: float, ends: Mapping[str, float | None], end: float) -> dict[str, float]:
-    """Return how long each phase lasted: from the end of those before it to its own.
-
-    A phase that was over by then, or whose end is not known, took no time.
-    """
-    found, now = {}, start
-    for name, t in ends.items():
-        over = min(max(now, t or now), end)
-        found[name], now = over - now, over
-    return {**found, LAST: end - now}

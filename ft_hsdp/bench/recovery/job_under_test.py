@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-import psutil
-
 from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench.recovery.analysis import Kill, contributes, gone
 from ft_hsdp.bench.recovery.setup import FILE, RecoverySetup, job_config
@@ -32,7 +30,6 @@ RECENT = 20  # rows in which a commit is looked for
 SEED = 7  # of victims and moments
 PATIENCE_S = 120.0  # longest wait for anything
 STOP_S = 60.0  # longest time for the job to end when it is told to
-AFTER_CHANGE = 2  # steps at the begin of a window that do not count
 TICK_S = 0.005  # between two looks at the logs
 
 
@@ -207,18 +204,6 @@ class JobUnderTest(UnderTest):
             raise Retryable(f"bench: the job ended with {self._process.returncode}: {last_line(self._log)}")
         return Row(read_json(self.run.summary))
 
-    def window(self, steps: int) -> list[float]:
-        """Wait for some steps more; return the seconds that each of them took replica 0."""
-        self.read()
-        begin = len(self.rows[0]) + AFTER_CHANGE
-        self.wait(lambda: len(self.rows[0]) >= begin + steps, f"{steps} more steps")
-        return [row["step_s"] for row in self.rows[0][begin : begin + steps]]
-
-    def processes(self) -> list[psutil.Process]:
-        """Return all processes of the job but its supervisor: lighthouse, fork server, ranks, state agents."""
-        below = psutil.Process(read_json(self.run.supervisor)["pid"]).children(recursive=True)
-        return below + [process for process in psutil.process_iter() if _outlives(process, below)]
-
     def _processes(self) -> list[tuple[str, Process, Path]]:
         return [("the job", self._process, self._log)]
 
@@ -254,11 +239,3 @@ class JobUnderTest(UnderTest):
         process.wait()
         self.read()
         self.events = events_of(self.run)
-
-
-def _outlives(process: psutil.Process, job: Sequence[psutil.Process]) -> bool:
-    """Return whether its parent is gone and its command line names a process of the job: so does a state agent."""
-    try:
-        return process.ppid() == 1 and not {str(p.pid) for p in job}.isdisjoint(process.cmdline())
-    except psutil.Error:
-        return False

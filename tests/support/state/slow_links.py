@@ -4,7 +4,7 @@ Over loopback nothing limits a sender but the processor, which all hosts of a be
 reached through a forwarding port of its own, and what all connections of that port carry to the readers leaves one
 after the other, at the speed of one link. What readers send is not limited: it is a few requests.
 
-It needs no rights and works on every machine, unlike the kernel's traffic control (`ft_hsdp.bench.hsdp.network`).
+It needs no rights and works on every machine, unlike the kernel's traffic control (`benchmarks.namespaces`).
 """
 
 from __future__ import annotations

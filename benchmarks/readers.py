@@ -1,6 +1,7 @@
-"""What readers of state that are slow, talk garbage, or do not know the token cost the steps of a healthy job.
+"""`bench readers`: what bad readers of state cost the steps of a healthy job.
 
-All readers are on one thread of the bench, so that their own work stays small.
+They are slow, talk garbage, or do not know the token. All readers are on one thread of the bench, so that their
+own work stays small.
 """
 
 from __future__ import annotations
@@ -10,19 +11,23 @@ import random
 import socket
 import threading
 import time
+from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
-from typing import Self
+from typing import Any, Self, TextIO
 
 import psutil
 
 from ft_hsdp import address, handshake
+from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
+from ft_hsdp.bench.options import rounds_of
 from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, ratio_interval, spread
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.handshake import Purpose
+from ft_hsdp.launch.run.directory import read_json
 from ft_hsdp.launch.run.recorder import events_of
 
 SETUP = RecoverySetup(replicas=2, elements=1 << 20)  # a state of 25 MB, which no kernel's buffer swallows
@@ -34,6 +39,27 @@ WINDOW = 4096  # bytes that the kernel takes for a slow reader
 CONNECT_S = 0.5
 TEXT = 64  # bytes of garbage
 STATUS = len("HTTP/1.1 200")
+AFTER_CHANGE = 2  # steps at the begin of a window that do not count
+READERS_TIMES = 1.0  # the goal
+
+
+def options(args: Namespace) -> int:
+    """Return how many windows of each kind `bench readers` takes."""
+    return rounds_of(args, 5)
+
+
+def goals(result: Mapping[str, Any]) -> Verdicts:
+    """Yield the verdicts on a result of `bench readers`."""
+    for row in result["readers"]:
+        yield most("a step beside bad readers, times, at least", row, READERS_TIMES, row["times"]["low"])
+
+
+def run(rounds: int, stream: TextIO) -> dict[str, Any]:
+    """Return the result, ready for JSON; progress goes to ``stream``. Raises Retryable where the job fails."""
+    log = ProgressLog(stream)
+    result, started = begin_result("readers", log)
+    result["readers"] = readers(rounds, log)
+    return finish_result(result, goals(result), log, started)
 
 
 def readers(rounds: int, log: ProgressLog, setup: RecoverySetup = SETUP, steps: int = STEPS) -> list[ResultRow]:
@@ -56,10 +82,10 @@ def readers(rounds: int, log: ProgressLog, setup: RecoverySetup = SETUP, steps: 
         for number in range(rounds):
             for name in ("with", "without") if number % 2 else ("without", "with"):
                 if name == "without":
-                    took[name] += job.window(steps)
+                    took[name] += _window(job, steps)
                     continue
                 with BadReaders(servers, token, wanted) as crowd:
-                    took[name] += job.window(steps)
+                    took[name] += _window(job, steps)
                 seen += crowd.seen
     found = {name: spread(seconds) for name, seconds in took.items()}
     log.say(f"readers: a step takes {found['with']['p50_ms']:.4g} ms, {found['without']['p50_ms']:.4g} without")
@@ -76,6 +102,28 @@ def readers(rounds: int, log: ProgressLog, setup: RecoverySetup = SETUP, steps: 
             "times": ratio_interval(took["with"], took["without"]),
         }
     ]
+
+
+def _window(job: JobUnderTest, steps: int) -> list[float]:
+    """Wait for some steps more; return the seconds that each of them took replica 0."""
+    job.read()
+    begin = len(job.rows[0]) + AFTER_CHANGE
+    job.wait(lambda: len(job.rows[0]) >= begin + steps, f"{steps} more steps")
+    return [row["step_s"] for row in job.rows[0][begin : begin + steps]]
+
+
+def _processes(job: JobUnderTest) -> list[psutil.Process]:
+    """Return all processes of the job but its supervisor: lighthouse, fork server, ranks, state agents."""
+    below = psutil.Process(read_json(job.run.supervisor)["pid"]).children(recursive=True)
+    return below + [process for process in psutil.process_iter() if _outlives(process, below)]
+
+
+def _outlives(process: psutil.Process, job: Sequence[psutil.Process]) -> bool:
+    """Return whether its parent is gone and its command line names a process of the job: so does a state agent."""
+    try:
+        return process.ppid() == 1 and not {str(p.pid) for p in job}.isdisjoint(process.cmdline())
+    except psutil.Error:
+        return False
 
 
 def _worth_reading(job: JobUnderTest) -> Callable[[], str]:
@@ -99,7 +147,7 @@ def _listening(process: psutil.Process) -> list[str]:
 
 def _servers(job: JobUnderTest, token: str) -> list[str]:
     """Return where states are served: listeners that let in a reader that knows the token."""
-    listening = {where for process in job.processes() for where in _listening(process)}
+    listening = {where for process in _processes(job) for where in _listening(process)}
     return [where for where in sorted(listening) if _lets_in(where, token)]
 
 

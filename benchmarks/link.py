@@ -1,24 +1,63 @@
-"""What the exchange between replicas costs: three contenders train in turn on one network, block after block."""
+"""`bench link`: what the exchange between replicas costs a training step, on a link like that between machines.
+
+Three contenders train the same model in turn, block after block, on one network: replicas that exchange nothing,
+PyTorch's own HSDP, and ft_hsdp. The first one is the baseline; what the others take longer is the cost of their
+exchange.
+"""
 
 from __future__ import annotations
 
 import json
 import signal
 import statistics
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
-from ft_hsdp.bench.hsdp.network import Network, unfit
+from benchmarks.namespaces import Network, unfit
+from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
 from ft_hsdp.bench.hsdp.processes import HsdpSetup, TrainingProcesses, start, start_lighthouse
+from ft_hsdp.bench.options import rounds_of
 from ft_hsdp.bench.results import WARM_UP, ProgressLog, ResultRow, interleave, milliseconds, ratio, spread
 from ft_hsdp.bench.scope import scratch
 from ft_hsdp.bench.workers.link import greet
 from ft_hsdp.launch.run.directory import RunDir
 
 KINDS = ("alone", "hsdp", "ft_hsdp")
+LINK_COST = 0.6  # the goal, of the cost of HSDP's exchange
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSetup(HsdpSetup):
+    """What is trained, on which links, and how often."""
+
+    rounds: int = 20  # blocks of steps of each contender
+    rate: str = "1gbit"  # of each replica's link, as tc says it
+    bits_per_s: float = 1e9  # the same
+    congestion: str = ""  # control of all TCP in the namespaces, "" for the machine's default
+
+
+def options(args: Namespace) -> LinkSetup:
+    """Return what `bench link` is to do."""
+    return LinkSetup(rounds=rounds_of(args, LinkSetup().rounds))
+
+
+def goals(result: Mapping[str, Any]) -> Verdicts:
+    """Yield the verdicts on a result of `bench link`."""
+    for row in result["link"]:
+        if row["times_cost"] is not None:
+            yield most("exchange on a link, times HSDP's cost", row, LINK_COST, row["times_cost"])
+
+
+def run(setup: LinkSetup, stream: TextIO) -> dict[str, Any]:
+    """Return the result, ready for JSON; progress goes to ``stream``. Raises Retryable where a process fails."""
+    log = ProgressLog(stream)
+    result, started = begin_result("link", log)
+    result["link"] = measure(setup, log)
+    return finish_result(result, goals(result), log, started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +70,7 @@ class StepBlock:
 
 
 def report(
-    setup: HsdpSetup, blocks: Mapping[str, Sequence[StepBlock]], commits: Sequence[Sequence[Mapping[str, Any]]]
+    setup: LinkSetup, blocks: Mapping[str, Sequence[StepBlock]], commits: Sequence[Sequence[Mapping[str, Any]]]
 ) -> ResultRow:
     """Return the row: the cost is the median step beyond that of replicas that exchange nothing.
 
@@ -80,7 +119,7 @@ def _median(rows: Sequence[Mapping[str, Any]], value: Callable[[Mapping[str, Any
     return statistics.median(value(row) for row in rows)
 
 
-def measure(setup: HsdpSetup, log: ProgressLog) -> list[ResultRow]:
+def measure(setup: LinkSetup, log: ProgressLog) -> list[ResultRow]:
     """Return one row; none, and a note, where there can be no such network.
 
     Raises:

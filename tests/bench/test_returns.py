@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import random
-from argparse import Namespace
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,11 +10,22 @@ from typing import Any
 import pytest
 import torch
 
-from ft_hsdp.bench import goals, trainee
+from benchmarks.returns import (
+    SETUPS,
+    Back,
+    Turn,
+    back,
+    goals,
+    our_turn,
+    return_phases,
+    return_row,
+    returns,
+    stages_in,
+    torchft_turn,
+)
+from ft_hsdp.bench import trainee
 from ft_hsdp.bench.recovery import job_under_test, torchft_under_test
-from ft_hsdp.bench.recovery.analysis import Back, Kill, back, return_phases, stages_in
-from ft_hsdp.bench.recovery.bench import SETUPS, Turn, our_turn, return_row, returns, torchft_turn
-from ft_hsdp.bench.recovery.bench import options as recovery_options
+from ft_hsdp.bench.recovery.analysis import Kill
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.config import load
@@ -106,22 +116,14 @@ def test_returns_beside_their_goals() -> None:
     assert row["contenders"]["warm"]["starts"] == {"from a spare": 3, "cold": 3}
     assert row["contenders"]["cold"]["less_one"]["p50_ms"] == 2600
     whole: dict[str, Any] = {
-        **dict.fromkeys(("kill", "torchft", "stop", "torchft_stop", "rejoin", "readers", "local"), ()),
         "return": [row, return_row("2 M parameters", RecoverySetup(), turns)],
     }
-    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in goals.recovery(whole)]
+    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in goals(whole)]
     text = "SIGKILL to own commit - 1 step"
     warm = (f"{text}, warm, p50 ms", 450, True)
     assert seen == [warm, (f"{text}, cold / torchft's", 1.04, False), warm]  # the second without torchft
-    printed = shown(whole, goals.recovery(whole))
+    printed = shown(whole, goals(whole))
     assert "return, contenders" in printed or "return, warm" in printed
-
-
-def test_returns_are_part_of_all() -> None:
-    words = Namespace(measure=None, kills=1, rounds=1, sizes=None)
-    assert "return" in recovery_options(words).measures
-    words.measure = "return"
-    assert recovery_options(words).measures == ("return",)
 
 
 def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import io
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks import under_ray
+from ft_hsdp.bench.recovery.setup import RecoverySetup
+from ft_hsdp.bench.results import ProgressLog, spread
+from tests.support.bench.tables import shown
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_result_beside_its_goal() -> None:
+    figures = spread([0.5, 0.6])
+    times = {"ratio": 1.02, "low": 1.01, "high": 1.03}
+    result: dict[str, Any] = {
+        "ray": [{"replicas": 3, "launchers": {"up": figures, "ray": figures}, "times": {"ray": times}}]
+    }
+    (verdict,) = under_ray.goals(result)
+    assert (verdict.seen, verdict.met) == (1.02, True)
+    assert "launchers" in shown(result, iter([verdict]))
+
+
+def test_launchers_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn's figure is paired with the other's beside it."""
+    order: list[str] = []
+
+    def turn(name: str, setup: RecoverySetup, steps: int) -> float:
+        assert (setup.replicas, steps) == (3, 7)
+        order.append(name)
+        return len(order) / 100
+
+    monkeypatch.setattr(under_ray, "LAUNCHERS", {name: partial(turn, name) for name in ("up", "ray")})
+    (row,) = under_ray.ray(3, ProgressLog(io.StringIO()), steps=7)
+    assert order == ["up", "ray", "ray", "up", "up", "ray"]
+    assert row["launchers"]["up"] == spread([0.01, 0.04, 0.05])
+    assert row["times"]["ray"]["ratio"] == 0.75
+    assert (row["rounds"], row["steps"]) == (3, 7)
+
+
+def test_without_ray_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(under_ray, "version", lambda name: None)
+    log = ProgressLog(io.StringIO())
+    assert under_ray.ray(3, log) == []
+    assert log.notes == ["ray is left out: not installed"]
+
+
+@pytest.mark.soak
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_job_takes_a_turn_under_each_launcher() -> None:
+    pytest.importorskip("ray")
+    setup = RecoverySetup(replicas=2, layers=1, elements=256, wait_s=0.02)
+    (row,) = under_ray.ray(1, ProgressLog(io.StringIO()), setup, steps=3)
+    assert {name: found["count"] for name, found in row["launchers"].items()} == {"up": 1, "ray": 1}
+    assert min(found["min_ms"] for found in row["launchers"].values()) > 20  # each waits as long as it is told
+
+
+@pytest.mark.soak
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_cluster_ends_with_the_bench() -> None:
+    """Ctrl-C while the job trains on it."""
+    pytest.importorskip("ray")
+    command = [sys.executable, "launcher.py", "bench", "ray", "--rounds", "9"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if ", ray: a step of" in line:  # the next turn is Ray's as well
+                    break
+            below = psutil.Process(process.pid)
+            deadline = time.monotonic() + 60
+            while not any("RankActor" in " ".join(child.cmdline()) for child in below.children(recursive=True)):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(90) == 130
+            assert process.stderr.read().splitlines()[-1] == "stopped"
+        finally:
+            process.kill()
