@@ -21,9 +21,18 @@ Read the packages in this order; each has an essay of its own:
     train     what runs inside a rank: `Job`
     launch    the processes of a job, and the command line
     analysis  what a run's events say about failures and commits
+    memory    copies of the state in host memory, as pure functions
     config    the configuration; errors: errors with their exit codes
     compat    torchft's interfaces on top of ours; bench: measurements
     integrations  the trainers of others
+
+The modules beside them serve several packages: `event_table` (what each event says and means) and `jsonl` (the
+files of events); `handshake`, `http_proof`, `record_layer`, `tls`, `secret`, `caller_gate` and `bounded` (who may
+call, and what a stranger can cost); `address`, `claim`, `lifetime`, `mounts`; `fault_injection`.
+
+To add an event, begin in `event_table`; a key, in `config`; a message, in `protocol`; a rule of a replica, in
+`core`, of the membership, in `lighthouse.quorum`; a source of copies, in `train.state.recovery`; a scheduler whose
+jobs are files, in `launch.render`, a cluster with an API, beside `launch.ray`.
 
 The lighthouse, which decides who takes part in a step, is the package `lighthouse` beside this one.
 

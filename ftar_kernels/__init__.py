@@ -15,7 +15,8 @@ Read the modules in this order:
     staging        pinned host memory, private or shared between processes
     reference      what the kernels must compute, in torch
     compile_check  what the kernels compile to on sm_90; needs no GPU
-    bench          checks and measures all of it on a GPU
+
+`benchmarks.kernels`, in a checkout, checks and measures all of it on a GPU.
 
 The package imports torch, triton and ft_hsdp.core.ring, which needs the standard library only, and nothing else of
 the product: the kernels can be checked on a machine that has only these. `ft_hsdp.ftar.dataplane.gpu` alone

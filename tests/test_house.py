@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 from tests.support import house
@@ -103,6 +104,16 @@ def test_each_package_opens_with_an_essay() -> None:
     lengths = {path: len((ast.get_docstring(tree) or "").splitlines()) for path, tree in house.packages()}
     assert len(lengths) > 30
     assert {path: lines for path, lines in lengths.items() if not 15 <= lines <= 40} == {}
+
+
+def test_an_essay_names_each_module_of_its_package() -> None:
+    missing = {
+        f"{path}: {name}"
+        for path, tree in house.packages()
+        for name in house.modules_of(house.ROOT / path)
+        if not re.search(rf"\b{name}\b", ast.get_docstring(tree) or "")
+    }
+    assert missing == set()
 
 
 def test_reference_docstrings_name_parameters_and_results() -> None:

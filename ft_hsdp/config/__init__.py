@@ -5,11 +5,12 @@ Every mistake is reported as one `ConfigError` line that names the key, the valu
 
 Read the modules in this order:
 
-- `base`: `Section`, the base of all models, and the types of numbers.
+- `base`: `Section`, the base of all models, and the types of numbers, with their own bounds.
 - `config`: `Config`, one field per section, and the checks between sections (`BOUNDS`).
 - `training`, `running`, `network`, `timeouts`, `chaos`: the sections. The `description` of each key goes into
-  configs/schema.json, and from there into editors and the site.
+  configs/schema.json (``launcher.py schema > configs/schema.json``), and from there into editors and the site.
 - `loader`: `load` and `dump`; and `config_hash`, which all replicas of a job must have in common.
+- `entry`: the file behind the key `entry`, and its digest.
 - `explain`: turns a validation error into the one line.
 
 This package imports `ft_hsdp.core`, `ft_hsdp.errors` and `ft_hsdp.fault_injection` at most, and no torch, so that

@@ -10,7 +10,9 @@ Read the modules in this order:
 - `state_id`: the name of a committed state: commit epoch, step and a hash over its history.
 - `incarnation`: the name of one life of a replica.
 - `ledger`: which batches are inside a state, and which batch each replica takes next.
-- `commit`: the record of a step, the commit token that decides it, the votes of the ranks.
+- `commit`: the record of a step (who contributed how much), the commit token that decides it, the votes of the
+  ranks on their sums. A vote has no weight.
+- `units`: what one contributor trains in a step, and so the weight of its gradient; which data it takes.
 - `grant`: what the lighthouse grants, what a replica reports to it, and the other answers.
 - `events`, `effects`: the input and the output of `transition`.
 - `replica_state`: `Replica`, field by field, and its phases.
@@ -19,7 +21,8 @@ Read the modules in this order:
 - `checkpoint`: which replica writes a durable checkpoint, and which one retries.
 - `ring`: the schedule of the all-reduce: operations, chunks, counters (FT-HSDP §4.2).
 - `randomness`: seeds and permutations, each a function of a place.
-- `failure_detector`, `restart`: when a peer counts as lost, when a replica is started again.
+- `failure_detector`: when a silent neighbour counts as lost; `ftar.heartbeat` feeds it. `restart`: when a replica
+  is started again.
 
 This package imports nothing but itself and the standard library, and of that no clock, no randomness and no I/O:
 `pyproject.toml` enforces it. Time enters as an argument or as an event. Two leaders that see the same events

@@ -15,6 +15,7 @@ Read the modules in this order:
 
     epochs      a torch DataLoader as the data of the job, in passes of one epoch
     updates     optimizers and schedulers whose steps are committed steps
+    files       files that every replica writes alike
     fabric      Lightning Fabric: a strategy
     accelerate  Accelerate: an accelerator
     transformers  Hugging Face's Trainer: a mixin

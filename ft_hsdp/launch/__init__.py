@@ -11,6 +11,7 @@ Read the modules in this order:
     local               `up`: a job on this machine
     job                 one job from its first process to its last, on any backend
     supervisor          one replica: start, watch, restart
+    incarnation_watch   what it learns of a running incarnation, and when it ends one that does not get on
     replica_place       where its ranks may run, and how many there are
     backend             how ranks become processes: fork server, spares
     ray                 the same on a Ray cluster

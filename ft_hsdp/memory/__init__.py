@@ -14,6 +14,7 @@ Read the modules in this order:
 - `replacement`: what is done about a failure, and which spare host takes the place of a lost one (DeadPool §V-C).
 - `schedule`: which bytes of a copy go into which idle span of the network (GEMINI §5, Algorithm 2), and of which
   states copies are made.
+- `blocks`: which hosts hold which blocks of a user's static data, and who reads which (ReStore §IV, §V).
 - `shape`: how FSDP2 cuts a state, and what a rank of another number of ranks takes from whom.
 - `lanes`: which rows of the gradient replicas of unequal width sum together, and which of their ranks have them.
 

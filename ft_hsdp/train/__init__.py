@@ -11,12 +11,14 @@ Read the modules in this order:
     job            the public API, and the main thread: feed, step, apply
     loop           what the user's loop hears and tells: callbacks, its own state, logged values
     identity       where a rank runs, on which device, and of which incarnation it is
+    step_driver    the steps of one rank, and the orders that end each
     runtime        the control loop: ring, signs of life, what goes to the leader and to the lighthouse
     check_in       how a rank restores its state and joins the job
     replica_link   its connections to the leader, the other ranks and the lighthouse
     rank_zero      what rank 0 has beside that: the leader
     orders         the leader's orders: carried out at once, or put into the mailbox
     gradients      a rank's gradient through FTAR, attempt by attempt, and its vote
+    lanes          the parts of a gradient, if replicas have unequal numbers of ranks
     fsdp           (package) FSDP2 inside the replica, and its buckets
     state          a package: the committed state that the rank holds, and its copies in memory and on disk
     optimizer      a package: the user's optimizers inside that state, and torch's schedulers

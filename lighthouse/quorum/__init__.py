@@ -21,8 +21,8 @@ Read in this order. No module does I/O, reads a clock, draws a random number or 
 checks that), so the model checker `tests.model` explores this very code.
 
 - `rules`: the decision on reports alone: the highest state, who contributes, which members cannot connect.
-- `units`: how many units each member trains, and which places it takes.
-- `state`: what is known (`LighthouseState`), events, effects, and the changes that decisions share.
+- `units`: how many units each member trains, and where. `holders`: where the newest state may be found in memory.
+- `state`: what is known (`LighthouseState`), and the changes that decisions share. `events`: events and effects.
 - `witnesses`: whose word counts. `transition`: one event in, one decision out; which incarnation counts.
 - `membership`: the next membership, settled on a ring that works or by a round; the end of training.
 - `commands`: what an operator can order.
@@ -30,7 +30,7 @@ checks that), so the model checker `tests.model` explores this very code.
 Example:
     >>> from ft_hsdp.core.grant import Report
     >>> from ft_hsdp.core.state_id import initial
-    >>> from lighthouse.quorum import state, transition
+    >>> from lighthouse.quorum import events, state, transition
     >>> start, s = initial("config", "weights"), state.LighthouseState.empty(state.Policy(2, steps=100), term=1)
     >>> for r in 0, 1:
     ...     request = events.OpenRequest(Report(r, f"{r}-run-0", start, step=1), id=r)

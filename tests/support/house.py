@@ -194,6 +194,12 @@ def packages(root: Path = ROOT) -> Iterator[tuple[str, ast.Module]]:
             yield str(path.parent.relative_to(root)), _parsed(path)
 
 
+def modules_of(package: Path) -> list[str]:
+    """The names of the modules and packages that lie in ``package``."""
+    inside = (*package.glob("*.py"), *(path.parent for path in package.glob("*/__init__.py")))
+    return sorted(path.stem for path in inside if not path.stem.startswith("__"))
+
+
 def unclear_docstrings(root: Path = ROOT) -> Iterator[str]:
     """Yield what has a docstring of fewer than four words, or one that only refers to another."""
     for path in _files(root):

@@ -8,12 +8,12 @@ Read the modules in this order:
 
     base        the protocols; `WorkerGroup`: the processes of one replica, or of a spare; `ReplicaProcess`: an
                 incarnation as its supervisor sees it
-    local       the backend of this machine
-    spares      groups that are warm, and wait for a replica that needs them
+    local       the backend of this machine; gpus, hosts: which of its GPUs and emulated hosts the ranks use
+    spares      groups that are warm, and wait for a replica that needs them; spare_agents: of spare hosts
     forkserver  the supervisor's side of the fork server
     zygote      the fork server: the preloaded process from which ranks are forked
     entry       what runs in each rank: the trainer, or the user's script or function
-    children    ranks as children of the supervisor: signals, exits, adoption
+    children    ranks as children of the supervisor: signals, exits, adoption; rank_end: why a rank ended
     processes   how any process is started so that it does not outlive its parent
 
 The way of a start: `LocalBackend.start` -> `SparePool.take`, or `ForkServer.spawn` -> (socket) `zygote` -> fork ->

@@ -11,6 +11,7 @@ Read the modules in this order:
     slots       which replica or spare has which slot, and which are free
     slot        a slot: a placement group and its actors; it can be repaired in part
     placement   what a replica asks of a cluster, and what the cluster has; pure
+    start_orders  environment, files and secrets with which its ranks start
     actor       `RankActor`: one rank at a time, on its node
     logs        copies what ranks write on their nodes to the run directory of the driver
     lighthouse  the lighthouse as a named actor that Ray restarts

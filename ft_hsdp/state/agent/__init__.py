@@ -18,6 +18,7 @@ Read the modules in this order:
 - `shard`: memory and checksums of the snapshots of one shard.
 - `store`: `SnapshotStore`: the shards of all ranks of the host, and those that it keeps for other hosts.
 - `messages`: the orders and answers on the socket.
+- `blocks`: slices of a user's static data, and the orders for them.
 - `copies`: `CopyFetcher` fetches the shards of other hosts that a rank has ordered (GEMINI §4, ADR 34).
 - `starter`: `Starter` starts an agent, and replaces one that no longer answers.
 - `client`: `StateAgent`, a rank's end of the socket.

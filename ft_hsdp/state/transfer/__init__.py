@@ -14,7 +14,7 @@ Read the modules in this order:
 - `fetch`: `fetch`: asks the donors, receives from all at once, verifies.
 - `parts`: what one rank has for a rank of another width, as a stream of its own; `served_parts`: the donor's end.
 - `reshape`: `fetch_shard`: fetches a shard from replicas of any width, put together from parts if need be.
-- `holdings`: what the agents of other hosts have.
+- `holdings`: what the agents of other hosts have; `blocks`: slices of a user's static data from them.
 
 A fetch goes this way:
 

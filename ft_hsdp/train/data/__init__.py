@@ -15,6 +15,7 @@ Read the modules in this order:
     samples     which samples are in a batch, and their reading
     workers     torch's DataLoader, told what is expected next
     stream      `BatchStream`: batches that can only be read in order
+    facts       digests of samples and tokens, by which batches are compared
     state_json  the state of an iterator as JSON
 
 The way of a batch: the grant deals places to a replica; `StepPlan` turns them into micro-batches; `StepDriver`

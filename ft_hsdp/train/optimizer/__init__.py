@@ -6,6 +6,8 @@ moment ago, has to reach the same bits as the others from the state that it fetc
 
 Read the modules in this order:
 
+    given        what they were made with, and how a checkpoint differs
+    committing   what the user's loop gets for its optimizer
     groups       parameter groups: hyper-parameters, the learning rates of a step, the update
     clipping     groups that are clipped by a norm of their own
     creation     the optimizers' tensors, made before the first step as torch would make them in it

@@ -8,8 +8,11 @@ Read the modules in this order:
     idle_spans     when the rank's network is idle, for copies on other hosts
     checkpointing  a rank's part in writing and loading checkpoints
     known_shards   which shards of the replica's states the job's agents keep
+    copies         has copies made on other hosts; copy_plan: which
     recovery       with which state a replica begins: from the memory of hosts, or from a checkpoint
-    block_store    static data of the user in the memory of hosts, with `block_data` and `block_submission`
+    other_widths   shards that are cut for another number of ranks; lane_slices: what of them is compared
+    block_store    static data of the user in the memory of hosts; block_data, block_submission and block_host are
+                   parts of it
 
 The way of a state: ``job._apply`` changes the live state; `SnapshotWriter` copies it into the agent's memory; the
 vote on the next step says that the copy is complete. After a failure `recovery.restore` finds the newest state of
