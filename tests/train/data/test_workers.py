@@ -265,7 +265,9 @@ while True:
         until(lambda: 3 in Diary(tmp_path).reads() and (tmp_path / "pids").exists(), "a worker hangs")
         workers = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
         assert len(workers) == 2
-        until(lambda: all(catches(w.pid, signal.SIGQUIT) for w in workers), "both have begun")
+        # A shell may have SIGQUIT ignored from the start; nothing but the worker itself has SIGUSR2 ignored.
+        last = signal.SIGUSR2, signal.SIGQUIT
+        until(lambda: all(catches(w.pid, number) for w in workers for number in last), "both have begun")
         os.killpg(rank.pid, signal.SIGTERM)
         until((tmp_path / "told").exists, "the rank is told to leave")
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT):
