@@ -287,7 +287,7 @@ def _assignments(function: ast.AST, enum: str) -> list[str]:
 def states() -> str:
     """The three state machines: a replica's phases, a ring group's states, a snapshot slot's."""
     from ft_hsdp.core import replica_state
-    from ft_hsdp.ftar import lifecycle
+    from ft_hsdp.ftar import lane
     from ft_hsdp.state.agent import slots
 
     beside = _comments(inspect.getsource(replica_state), "Phase")
@@ -304,8 +304,8 @@ def states() -> str:
         for (a, b), names in merged.items()
     ]
     groups: list[tuple[object, ...]] = [
-        (f"`{s.name}`", s.value, ", ".join(sorted(n.name for n in lifecycle.TRANSITIONS[s])) or "none")
-        for s in lifecycle.GroupState
+        (f"`{s.name}`", s.value, ", ".join(sorted(n.name for n in lane.TRANSITIONS[s])) or "none")
+        for s in lane.GroupState
     ]
     tree = ast.parse(inspect.getsource(slots))
     methods = [
@@ -337,7 +337,7 @@ def states() -> str:
             table(("from", "to", "events"), ways),
             "## A ring group of one rank",
             prose("""
-                `GroupState` in `ft_hsdp/ftar/lifecycle.py`. `lifecycle.step` refuses each change that is not
+                `GroupState` in `ft_hsdp/ftar/lane.py`. `lane.changed` refuses each change that is not
                 in the table.
             """),
             table(("state", "meaning", "may become"), groups),

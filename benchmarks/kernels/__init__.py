@@ -9,6 +9,7 @@ Read the modules in this order:
     ladder      one mechanism after the other: the first that fails names the fault
     blocking    which calls wait for a kernel that spins
     rates       what the machine is, and how fast it moves and hashes a gradient
+    reference   what the kernels must compute, in torch
     checks      kernels, commands and rings against the reference, on fresh random data
     limits      latency of a command, of an abort and of a deadline
     speed       bandwidth of the kernels, alone and beside a matmul

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.kernels import reference
 from benchmarks.kernels.ring import KernelRingMember, RingMemoryLayout
 from ft_hsdp.core.ring import OperationKind
-from ftar_kernels import reduce_copy, reference
+from ftar_kernels import reduce_copy
 from ftar_kernels.flags import Command
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import StagedPlane, Via

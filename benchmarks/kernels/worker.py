@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.kernels import reference
 from benchmarks.kernels.checks import empty, fresh, programs
 from benchmarks.kernels.ring import Broken, KernelRingMember, RingMemoryLayout
-from ftar_kernels import reference
 from ftar_kernels.staging import PinnedSegment
 
 

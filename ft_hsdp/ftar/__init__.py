@@ -18,9 +18,8 @@ Read the modules in this order:
 
     communicator   the public API for callers without a control loop; the shortest complete use of the package
     settings       sizes, deadlines and transports of a group
-    lifecycle      the states of a group and the transitions between them
     group          one rank's membership in the rings of successive epochs; everything else hangs on it
-    lane           one of its rings: there are several if replicas have unequal numbers of ranks
+    lane           one of its rings, with the states that it passes through; several if replicas are unequally wide
     rendezvous     how the ring of one grant is formed, and which edges outlive their ring
     connections    accepts other members; the small control messages to them; one connected neighbour
     heartbeat      finds members that are dead or stuck

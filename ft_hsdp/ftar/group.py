@@ -27,8 +27,7 @@ from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.heartbeat import HostSentinel
-from ft_hsdp.ftar.lane import LaneEvents, LaneMember
-from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.lane import GroupState, LaneEvents, LaneMember
 from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.arena import Arena

@@ -15,6 +15,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -31,13 +32,11 @@ from ft_hsdp.errors import (
     StaleEpoch,
     exhausted,
 )
-from ft_hsdp.ftar import lifecycle
 from ft_hsdp.ftar.allreduce import AllReduceOrder, Ring
 from ft_hsdp.ftar.connections import LaneRing, Listener, MemberIdentity, Peer
 from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.executor import Executor, Work
 from ft_hsdp.ftar.heartbeat import Heartbeat, HostSentinel
-from ft_hsdp.ftar.lifecycle import GroupState
 from ft_hsdp.ftar.rendezvous import MemberContext, Rendezvous, SpareEdges
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.arena import Arena
@@ -45,6 +44,43 @@ from ft_hsdp.ftar.transport.shm import host_id
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
 
 BLAME_S = 0.05  # how long a lost data connection waits for the control connection to name the cause
+
+
+class GroupState(Enum):
+    """The state of a group. FATAL and CLOSED are final; only a larger epoch leads out of BROKEN."""
+
+    NEW = "no epoch yet"
+    CONFIGURING = "forming the ring of an epoch"
+    READY = "the ring stands, nothing to do"
+    RUNNING = "an all-reduce is under way"
+    ABORTING = "the ring is over, the others are being told"
+    BROKEN = "the ring is over"
+    FATAL = "this process must stop"
+    CLOSED = "closed"
+
+
+_END = {GroupState.FATAL, GroupState.CLOSED}
+TRANSITIONS: dict[GroupState, frozenset[GroupState]] = {
+    GroupState.NEW: frozenset({GroupState.CONFIGURING, GroupState.BROKEN, *_END}),
+    GroupState.CONFIGURING: frozenset({GroupState.READY, GroupState.ABORTING, GroupState.CONFIGURING, *_END}),
+    GroupState.READY: frozenset({GroupState.RUNNING, GroupState.ABORTING, GroupState.CONFIGURING, *_END}),
+    GroupState.RUNNING: frozenset({GroupState.READY, GroupState.ABORTING, GroupState.CONFIGURING, *_END}),
+    GroupState.ABORTING: frozenset({GroupState.BROKEN, GroupState.CONFIGURING, *_END}),
+    GroupState.BROKEN: frozenset({GroupState.CONFIGURING, GroupState.BROKEN, *_END}),
+    GroupState.FATAL: frozenset({GroupState.CLOSED}),
+    GroupState.CLOSED: frozenset(),
+}
+
+
+def changed(old: GroupState, new: GroupState) -> GroupState:
+    """Return `new` if a group may change to it from `old`.
+
+    Raises:
+        ValueError: there is no such transition.
+    """
+    if new not in TRANSITIONS[old]:
+        raise ValueError(f"a group cannot go from {old.name} to {new.name}")
+    return new
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +151,7 @@ class LaneMember:
 
     def _enter(self, state: GroupState) -> None:
         with self._changing:
-            self.state = lifecycle.step(self.state, state)
+            self.state = changed(self.state, state)
 
     # Forming and leaving rings, on the control loop.
 

@@ -37,7 +37,7 @@ from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.state.copies import CopyCost, CopyKeeper
 from ft_hsdp.train.state.idle_spans import SpanWatch
-from ft_hsdp.train.state.other_widths import donors_of
+from ft_hsdp.train.state.known_shards import donors_of
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 AGAIN_S = 0.5  # from the start of a fetch to the report that it failed, at least

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ft_hsdp
 from ft_hsdp.compat.torchft import ProcessGroupFTAR
 from ft_hsdp.compat.torchft.work import BUNDLE_BYTES
-from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.lane import GroupState
 from tests.support.ftar.torchft_ranks import Ranks
 
 WITHIN_S = 30.0

@@ -22,7 +22,7 @@ from ft_hsdp.errors import (
 )
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.allreduce import DTYPES
-from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.lane import GroupState
 from tests.support.ftar.member_process import TOKEN, MemberProcess
 from tests.support.ftar.ring_rig import nothing_left
 

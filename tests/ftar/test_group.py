@@ -18,10 +18,10 @@ from ft_hsdp import caller_gate, handshake, protocol
 from ft_hsdp.address import split
 from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
-from ft_hsdp.ftar import connections, lifecycle
+from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import MemberIdentity, Peer
 from ft_hsdp.ftar.frame import Entry, Key
-from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.lane import TRANSITIONS, GroupState, changed
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingHello
@@ -478,18 +478,16 @@ TABLE = {
 @pytest.mark.parametrize(("old", "new"), list(itertools.product(GroupState, GroupState)), ids=lambda s: s.name)
 def test_every_way(old: GroupState, new: GroupState) -> None:
     if new in TABLE[old]:
-        assert lifecycle.step(old, new) is new
+        assert changed(old, new) is new
     else:
         with pytest.raises(ValueError, match=f"from {old.name} to {new.name}"):
-            lifecycle.step(old, new)
+            changed(old, new)
 
 
 def test_what_is_never_left() -> None:
     """FATAL only ends, CLOSED stays; from a broken ring only an epoch leads on."""
-    assert lifecycle.TRANSITIONS[GroupState.CLOSED] == set()
-    assert lifecycle.TRANSITIONS[GroupState.FATAL] == {GroupState.CLOSED}
-    assert GroupState.READY not in lifecycle.TRANSITIONS[GroupState.BROKEN]
-    assert GroupState.RUNNING not in lifecycle.TRANSITIONS[GroupState.BROKEN]
-    assert all(
-        GroupState.CLOSED in ways for old, ways in lifecycle.TRANSITIONS.items() if old is not GroupState.CLOSED
-    )
+    assert TRANSITIONS[GroupState.CLOSED] == set()
+    assert TRANSITIONS[GroupState.FATAL] == {GroupState.CLOSED}
+    assert GroupState.READY not in TRANSITIONS[GroupState.BROKEN]
+    assert GroupState.RUNNING not in TRANSITIONS[GroupState.BROKEN]
+    assert all(GroupState.CLOSED in ways for old, ways in TRANSITIONS.items() if old is not GroupState.CLOSED)

@@ -23,7 +23,7 @@ from ft_hsdp.errors import PeerDead, PeerTimeout, RemoteAbort
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.connections import Peer
 from ft_hsdp.ftar.heartbeat import HostLoadReader, HostSentinel, is_stopped
-from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.lane import GroupState
 from ft_hsdp.protocol import RingBeat
 from tests.support.ftar.member_process import TOKEN, MemberProcess
 from tests.support.ftar.ring_helpers import Replica, Ring, Transport, error, only_lane, until

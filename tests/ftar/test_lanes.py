@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from ft_hsdp.errors import FTARError, LocalResourceError, PeerDead, StaleEpoch
-from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.lane import GroupState
 from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.sender import StreamSender

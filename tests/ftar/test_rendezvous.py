@@ -11,7 +11,7 @@ from ft_hsdp import protocol
 from ft_hsdp.errors import FTARError
 from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import MemberIdentity
-from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.lane import GroupState
 from ft_hsdp.ftar.rendezvous import Rendezvous, choose
 from ft_hsdp.handshake import Purpose
 from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Replica, Ring, Transport, error, grant, until

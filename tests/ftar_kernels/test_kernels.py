@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.kernels import reference
 from ft_hsdp.core.ring import OperationKind, RingPlan, fold_order
-from ftar_kernels import reference, streamops
+from ftar_kernels import streamops
 from ftar_kernels.flags import FROM_LOCAL, FROM_RECV, TO_OUT, TO_SEND, Command
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton)")

@@ -321,14 +321,14 @@ def test_what_a_trainer_gives_to_the_job(config: Any, monkeypatch: pytest.Monkey
 
 @pytest.mark.usefixtures("group")
 def test_the_state_of_a_stream_needs_no_pickle(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ft_hsdp.train.data import state_json
+    from ft_hsdp.train.data.stream import decode_state, encode_state
 
     trainer = built(config, monkeypatch, Stub())
     stream = trainer._stream(1, 4)
     batches = iter(stream)
     for _ in range(3):
         next(batches)
-    state = state_json.decode(state_json.encode(stream.state_dict()))
+    state = decode_state(encode_state(stream.state_dict()))
     assert not any(isinstance(value, bytes) for value in state.values())
     again = trainer._stream(1, 4)
     again.load_state_dict(state)

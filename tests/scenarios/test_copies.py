@@ -16,7 +16,7 @@ import pytest
 
 from ft_hsdp.launch.injection import inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir
-from ft_hsdp.state.transfer.holdings import ask_held
+from ft_hsdp.state.transfer.donor_connection import ask_held
 from tests.support.lighthouse.signed import BlockingProof
 from tests.support.scenarios.scenario_job import DEADLINE_S, Job, check
 

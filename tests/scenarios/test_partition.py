@@ -38,7 +38,7 @@ ftar: {{timeout_s: 3.0}}
 """
 HELD = """
 import json, sys
-from ft_hsdp.state.transfer.holdings import ask_held
+from ft_hsdp.state.transfer.donor_connection import ask_held
 answers = ask_held(set(sys.argv[2:]), open(sys.argv[1]).read().strip(), 5.0)
 print(json.dumps(sorted({(row.host, row.state.step) for rows in answers.values() for row in rows})))
 """

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.state.transfer.holdings import ask_held
+from ft_hsdp.state.transfer.donor_connection import ask_held
 from tests.support.scenarios.scenario_job import Job, check
 
 STEPS = 24

@@ -25,8 +25,8 @@ from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.pacing import NICE
 from ft_hsdp.state.shared_memory import InMemorySnapshots, ServedSnapshot, SnapshotBuffer
 from ft_hsdp.state.transfer import fetch, shard_manifest
+from ft_hsdp.state.transfer.donor_connection import ask_held
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest, NotFetched
-from ft_hsdp.state.transfer.holdings import ask_held
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
 from tests.support.state import agent_helpers

@@ -14,9 +14,8 @@ import pytest
 
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.state.transfer import holdings, shard_manifest
-from ft_hsdp.state.transfer.donor_connection import HELD
-from ft_hsdp.state.transfer.holdings import Held, ask_held
+from ft_hsdp.state.transfer import donor_connection, shard_manifest
+from ft_hsdp.state.transfer.donor_connection import HELD, Held, ask_held
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import MAX_HELD, HeldShard
 from tests.support.known import KnownConnection, admit
@@ -106,9 +105,9 @@ def many(count: int) -> list[str]:
 
 def test_at_the_deadline_answers_are_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(holdings, "_ask", lambda *_: (ROW,))
+    monkeypatch.setattr(donor_connection, "_ask", lambda *_: (ROW,))
     # A thread of an earlier test may still be about to try again.
-    monkeypatch.setattr(holdings, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
+    monkeypatch.setattr(donor_connection, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep))
     taken: list[str] = []
 
     def enough(address: str, held: Held) -> bool:
@@ -129,8 +128,8 @@ def test_few_threads_ask_many_agents(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.001)
         return (ROW,)
 
-    monkeypatch.setattr(holdings, "MAX_THREADS", 4)
-    monkeypatch.setattr(holdings, "_ask", ask)
+    monkeypatch.setattr(donor_connection, "MAX_THREADS", 4)
+    monkeypatch.setattr(donor_connection, "_ask", ask)
     assert set(ask_held(many(50), TOKEN, 60.0)) == set(many(50))
     assert len(threads) <= 4
 
@@ -145,7 +144,7 @@ def test_threads_that_cannot_start_are_done_without(monkeypatch: pytest.MonkeyPa
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(holdings, "_ask", lambda *_: (ROW,))
+    monkeypatch.setattr(donor_connection, "_ask", lambda *_: (ROW,))
     monkeypatch.setattr(threading.Thread, "start", refused)
     assert len(ask_held(many(5), TOKEN, 60.0)) == (5 if left else 0)
 

@@ -18,7 +18,7 @@ from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.ftar.dataplane.cpu import CpuJob
 from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.launch.run.replay_sums import equal_sums, lane_sums
+from ft_hsdp.launch.run.replay import equal_sums, lane_sums
 from ft_hsdp.train import lanes
 from ft_hsdp.train.gradients import Feeding, Reducer
 from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan

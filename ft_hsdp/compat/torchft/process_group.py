@@ -42,7 +42,7 @@ from ft_hsdp.compat.torchft.work import DoneWork
 from ft_hsdp.errors import FTARError, InvalidArgument
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.allreduce import DTYPES
-from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.lane import GroupState
 
 
 class TorchftMember:

@@ -6,16 +6,15 @@ in a thread that may block, within one deadline. They leave no process and no fi
 Read the modules in this order:
 
     result    what is examined, the result of a check, and how a check runs a probe in a child process
-    checks    all checks within one deadline
+    checks    all checks within one deadline; the user's script or function is compiled and not run
     host      processors, open files, threads and memory of this machine; limits of its control groups
     network   names, ports, the lighthouse and etcd on other machines, the clock
     storage   versions, the run's folder, the training data, room on disks, checkpoints
-    entry     the user's script or function, which is compiled and not run
-    gpu       GPUs, through `gpu_probe`
-    ray       the Ray cluster, through `ray_probe`
+    gpu       GPUs, through `probe`
+    ray       the Ray cluster, through `probe`
 
-The call path: `doctor CONFIG` -> `examine` -> one function for each check -> `Finding`. Only the probes import
-torch and Ray, each in a child process, so a library that hangs or crashes affects its own check only.
+The call path: `doctor CONFIG` -> `examine` -> one function for each check -> `Finding`. Only `probe` imports
+torch and Ray, in a child process, so a library that hangs or crashes affects its own check only.
 """
 
 from ft_hsdp.launch.doctor.checks import CHECKS, examine

@@ -1,6 +1,6 @@
 """The check of GPUs: their number, capability and memory, and the versions of driver, CUDA and NCCL.
 
-torch is imported in a child process (`gpu_probe`).
+torch is imported in a child process (`probe`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def device(subject: Subject) -> str:
     if config.train.device == "cpu":
         found = f"this machine has a GPU, driver {driver()}" if driver() else "no GPU is needed, and there is none"
         return f"ranks compute on the CPU; {found}"
-    answer = ask("ft_hsdp.launch.doctor.gpu_probe", config.train.device, str(config.ranks_per_replica))
+    answer = ask("gpu", config.train.device, str(config.ranks_per_replica))
     if "error" in answer:
         raise Bad(str(answer["error"]))
     ranks = subject.replicas * config.ranks_per_replica

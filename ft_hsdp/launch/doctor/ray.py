@@ -16,7 +16,6 @@ from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided, ask
 from ft_hsdp.launch.ray.placement import PlacementRequest, request
 
 CONNECT_S = 2.0
-PROBE = "ft_hsdp.launch.doctor.ray_probe"
 TOKEN = "RAY_AUTH_TOKEN"  # noqa: S105 - the name of a variable
 _NO_TOKEN = {"RAY_AUTH_MODE": "disabled", TOKEN: None, "RAY_AUTH_TOKEN_PATH": None}
 
@@ -53,12 +52,12 @@ def ray(subject: Subject) -> str:
     _connect(address)
     if "://" in address:
         raise Undecided(f"{address} listens; to examine the cluster, give the address of its GCS, HOST:PORT")
-    answer = ask(PROBE, address, env={TOKEN: os.environ.get(TOKEN)})  # children do not inherit it
+    answer = ask("ray", address, env={TOKEN: os.environ.get(TOKEN)})  # children do not inherit it
     if "error" in answer:
         raise Bad(f"{address}: {answer['error']}")
     _same("Ray", here, str(answer["ray"]))
     _same("Python", platform.python_version(), str(answer["python"]))
-    if "error" not in ask(PROBE, str(answer["address"]), env=_NO_TOKEN):
+    if "error" not in ask("ray", str(answer["address"]), env=_NO_TOKEN):
         raise Bad(
             f"{address} asks for no token: any client that reaches it can run programs there; start it with "
             "RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes a token)"

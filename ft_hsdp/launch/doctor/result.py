@@ -71,17 +71,17 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+PROBE = "ft_hsdp.launch.doctor.probe"
 CHILD_S = 18.0  # less than checks.DEADLINE_S
 
 
-def ask(module: str, *args: str, env: Mapping[str, str | None] | None = None) -> dict[str, Any]:
-    """Run a module in a child process, and return the JSON object that it prints as its last line.
+def ask(*args: str, env: Mapping[str, str | None] | None = None) -> dict[str, Any]:
+    """Run `probe` in a child process, and return the JSON object that it prints as its last line.
 
     Blocks. The child is killed after `CHILD_S` seconds, or when this process dies.
 
     Args:
-        module: Run with `python -m`.
-        args: Its arguments.
+        args: What is asked; see `probe`.
         env: Changes to the environment; None removes a variable.
 
     Raises:
@@ -90,7 +90,7 @@ def ask(module: str, *args: str, env: Mapping[str, str | None] | None = None) ->
     changed = {**environment(), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
     try:
         done = subprocess.run(
-            tied(module, *args),
+            tied(PROBE, *args),
             env={name: value for name, value in changed.items() if value is not None},
             stdin=subprocess.DEVNULL,
             capture_output=True,

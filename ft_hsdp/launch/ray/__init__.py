@@ -19,6 +19,6 @@ Read the modules in this order:
 
 A start: `RayBackend.start` -> `ReplicaSlots` -> `RankActor.start` -> `ForkServer.spawn` on the node.
 
-Only this package, and `doctor.ray_probe`, import Ray, and only the commands that need it import this package: Ray
+Only this package, and `doctor.probe`, import Ray, and only the commands that need it import this package: Ray
 is an optional dependency.
 """

@@ -16,8 +16,20 @@ from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_CONFIG
 from ft_hsdp.launch.render import pod
 from ft_hsdp.launch.render.pod import CONFIG, Tree, label
-from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, in_pods, shape, spread, what_runs
-from ft_hsdp.launch.render.text import CommentedValue, comment, document
+from ft_hsdp.launch.render.settings import (
+    COMMAND,
+    CommentedValue,
+    Shape,
+    Site,
+    check,
+    comment,
+    document,
+    dump,
+    in_pods,
+    shape,
+    spread,
+    what_runs,
+)
 from ft_hsdp.memory.hosts import DOMAINS_VARIABLE
 from ft_hsdp.train.identity import HOST_VARIABLE
 

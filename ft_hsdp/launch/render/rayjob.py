@@ -14,8 +14,17 @@ from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.render import pod
 from ft_hsdp.launch.render.pod import CONFIG, Tree, label
-from ft_hsdp.launch.render.settings import COMMAND, Site, check, dump, in_pods, what_runs
-from ft_hsdp.launch.render.text import CommentedValue, comment, document
+from ft_hsdp.launch.render.settings import (
+    COMMAND,
+    CommentedValue,
+    Site,
+    check,
+    comment,
+    document,
+    dump,
+    in_pods,
+    what_runs,
+)
 from ft_hsdp.train.identity import HOST_VARIABLE
 
 RAY_VERSION = "2.60.0"  # token authentication needs 2.52 or later

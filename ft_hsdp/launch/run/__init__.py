@@ -13,8 +13,8 @@ Read the modules in this order:
     explain    `explain`: a run in words
     audit      which units were trained once, twice, or never
     verify     `verify`: checks that the logs are a history that the protocol allows
-    replay     `replay`: one process trains the committed steps again, and compares every bit; replay_sums adds the
-               sums again, replay_entry runs a user's script
+    replay     `replay`: one process trains the committed steps again, adds the sums of all replicas and
+               compares every bit; replay_entry runs a user's script
     trace      `trace`: a file for ui.perfetto.dev
     page       `replay --page`: the lighthouse's page for a finished run
     status     `status`: the state of a running job

@@ -7,13 +7,17 @@ It takes only the recorded contributors, batches, ring orders and chunk plans fr
 lineage at every step and the same digest at the end, then sums, divisors, learning rates and data were as the
 records say, through all failures. Results depend on the number of threads and on the CPU's instruction set, so a
 replay must run on the same kind of machine as the job.
+
+Sums are added in one process as the job's rings have added them: replicas of one width rank by rank
+(`equal_sums`), replicas of unequal width lane by lane (`lane_sums`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +27,27 @@ from torch import Tensor, nn
 from ft_hsdp import secret
 from ft_hsdp.analysis.commits import counted, newest_final
 from ft_hsdp.config import Config, load, resume_hash
-from ft_hsdp.core.commit import Contribution
+from ft_hsdp.core import state_id
+from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.ftar.connections import LaneRing
+from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.launch.run import replay_entry
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import check_counts_units, commits_of, finals_of
-from ft_hsdp.launch.run.replay_sums import equal_sums, lane_sums
 from ft_hsdp.state.checkpoint import catalog, dcp
 from ft_hsdp.state.checkpoint.catalog import UNSIGNED, Checkpoint, differing_data
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
 from ft_hsdp.train import trainer
 from ft_hsdp.train.data.facts import PROBE_S
+from ft_hsdp.train.gradients import checksum, sum_of_squares
+from ft_hsdp.train.lanes import GradientLanes, LanePlan
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, finish
 from ft_hsdp.train.replay.job import record_of
+from ft_hsdp.train.replay.lanes import gathered, ring_sum, sum_part
 from ft_hsdp.train.state.checkpointing import job_data
 from ft_hsdp.train.state.packing import state_digest
 
@@ -293,3 +302,88 @@ def _average(of_ranks: Sequence[Tensor], rank: int) -> Tensor:
     for k in range(2, ranks + 1):
         total.add_(of_ranks[(rank - k) % ranks])
     return total.div_(ranks)
+
+
+Rows = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
+"""Of each bucket, the parameters in order: (name, whole shape)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepSums:
+    reduced: list[list[Tensor]]  # for each rank of the widest member, the flat shard of each bucket
+    digest: str  # of what all ranks, or lanes, have voted on
+    square: float  # the sum of squares, added in the order of ranks, or lanes
+
+
+def equal_sums(
+    gradients: Mapping[int, Sequence[Sequence[Tensor]]], record: CommitRecord, rows: Rows, settings: Settings
+) -> StepSums:
+    """Return the sums of a step whose members were equally wide.
+
+    Args:
+        gradients: Of each contributor, for each of its ranks a flat shard of each bucket, fp32.
+        record: The commit.
+        rows: What the buckets hold.
+        settings: Of the rings.
+    """
+    width = len(next(iter(gradients.values())))
+    reduced = [
+        [
+            ring_sum(
+                {replica: shards[rank][bucket] for replica, shards in gradients.items()}, record.ring, settings
+            )
+            for bucket in range(len(rows))
+        ]
+        for rank in range(width)
+    ]
+    return StepSums(reduced, *_voted(reduced))
+
+
+def lane_sums(
+    gradients: Mapping[int, Sequence[Sequence[Tensor]]], record: CommitRecord, rows: Rows, settings: Settings
+) -> StepSums:
+    """Return the sums of a step whose members were not equally wide.
+
+    Args:
+        gradients: Of each contributor, for each of its ranks a flat shard of each bucket, fp32.
+        record: The commit, with `ring_widths`.
+        rows: What the buckets hold.
+        settings: Of the rings.
+    """
+    widest = max(record.ring_widths)
+    plans = {width: _plans(rows, width, record.ring_widths) for width in record.ring_widths}
+    owned = {
+        width: {lane.ring.number: (rank, lane) for rank, plan in enumerate(of_ranks) for lane in plan.lanes}
+        for width, of_ranks in plans.items()
+    }
+    reduced = [[torch.zeros(_size(bucket, widest)) for bucket in rows] for _ in range(widest)]
+    summed: dict[int, list[Tensor]] = {number: [] for number in sorted(owned[widest])}
+    for rank, plan in enumerate(plans[widest]):
+        for bucket, flat in enumerate(reduced[rank]):
+            for _, lane, part in plan.of(bucket):
+                theirs = {}
+                for replica, shards in gradients.items():
+                    at, its = owned[len(shards)][lane.ring.number]
+                    theirs[replica] = gathered(its.parts[bucket], shards[at][bucket])
+                summed[lane.ring.number] += sum_part(part, theirs, flat, record.ring, settings)
+    return StepSums(reduced, *_voted(summed.values()))
+
+
+def _voted(parts: Iterable[Sequence[Tensor]]) -> tuple[str, float]:
+    """Return the digest and the sum of squares of what was voted on: the sums of each rank or lane, by bucket."""
+    outs = list(parts)
+    digests = [state_id.digest([checksum(out) for out in each]) for each in outs]
+    squares = [sum_of_squares(each, [((0, out.numel()),) for out in each]) for each in outs]
+    return state_id.digest(digests), float(sum(squares))
+
+
+def _plans(rows: Rows, width: int, widths: Sequence[int]) -> list[LanePlan]:
+    """Return the lanes of each rank of a replica of ``width`` ranks."""
+    usual = LaneRing(0, "")  # for members of equal width, which these are not
+    ranks = [GradientLanes(rows, (), usual, width, rank) for rank in range(width)]
+    return [plan for each in ranks if (plan := each.plan(widths)) is not None]
+
+
+def _size(bucket: Sequence[tuple[str, tuple[int, ...]]], width: int) -> int:
+    """Return the elements of a rank's flat shard, with the rows that fill it up."""
+    return sum(-(-shape[0] // width) * prod(shape[1:]) for _, shape in bucket)

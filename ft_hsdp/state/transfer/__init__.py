@@ -9,12 +9,12 @@ Read the modules in this order:
 
 - `shard_manifest`: where each tensor lies in a packed shard (`Layout`), and its manifest: encoding and checks.
 - `http`: `StateServer`: on threads of its own, by sendfile, with limits against slow and malicious readers.
-- `donor_connection`: `DonorConnection`: the reader's end of one connection.
+- `donor_connection`: `DonorConnection`: the reader's end of one connection; `ask_held`: what many agents have.
 - `striping`: what the threads of a fetch share: the vote on the manifest, and the chunks that are still to come.
 - `fetch`: `fetch`: asks the donors, receives from all at once, verifies.
 - `parts`: what one rank has for a rank of another width, as a stream of its own; `served_parts`: the donor's end.
 - `reshape`: `fetch_shard`: fetches a shard from replicas of any width, put together from parts if need be.
-- `holdings`: what the agents of other hosts have; `blocks`: slices of a user's static data from them.
+- `blocks`: slices of a user's static data from the agents of other hosts.
 
 A fetch goes this way:
 

@@ -14,9 +14,8 @@ Read the modules in this order:
     loader      `Loader`: batches of any map-style dataset
     samples     which samples are in a batch, and their reading
     workers     torch's DataLoader, told what is expected next
-    stream      `BatchStream`: batches that can only be read in order
+    stream      `BatchStream`: batches that can only be read in order; the state of an iterator as JSON
     facts       digests of samples and tokens, by which batches are compared
-    state_json  the state of an iterator as JSON
 
 The way of a batch: the grant deals places to a replica; `StepPlan` turns them into micro-batches; `StepDriver`
 asks a `Reader` for each of them and names those that will probably follow; what was trained becomes `Contribution`

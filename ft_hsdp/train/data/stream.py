@@ -5,20 +5,28 @@ replica's data shard are trained, and so which items: micro-batch m of batch i i
 micro-batches in a batch. An item is kept until it is trained, so whatever a replica has to train again, it has. A
 process that starts opens the iterator anew, with its newest saved state, and reads on to the first item that is
 not trained.
+
+The state of an iterator is saved as JSON, without pickle (`encode_state`). A list, a text, a number, a truth value
+and None stand for themselves. Anything else is an object {"is": kind, "value": ...}; mappings are, too, because
+their keys need not be text.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
+import torch
+
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import replace_json
-from ft_hsdp.train.data import state_json
 from ft_hsdp.train.data.facts import sample_facts
 from ft_hsdp.train.data.samples import JobShape
 from ft_hsdp.train.data.step_plan import MicroBatch
@@ -220,9 +228,9 @@ class StreamReader(Generic[Batch]):
         if now - self._saved_at >= SAVE_S and self._state is None and hasattr(self._opened, "load_state_dict"):
             self._saved_at = now
             try:  # now: an iterable may return the mapping that it goes on to change
-                self._state = self._next, self._epoch, state_json.encode(self._opened.state_dict())
+                self._state = self._next, self._epoch, encode_state(self._opened.state_dict())
             except TypeError as error:
-                raise ConfigError("job.stream: state_dict()", str(error), state_json.ALLOWED) from None
+                raise ConfigError("job.stream: state_dict()", str(error), STATE_ALLOWED) from None
 
     @property
     def _path(self) -> Path:
@@ -246,6 +254,68 @@ class StreamReader(Generic[Batch]):
             body = json.loads(self._path.read_text())
             if body["layout"] != self._layout:
                 return None
-            return int(body["items"]), int(body["epoch"]), state_json.decode(body["state"])
+            return int(body["items"]), int(body["epoch"]), decode_state(body["state"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+STATE_ALLOWED = "numbers, text, bytes, tensors, numpy arrays, and lists, tuples and mappings of them"
+
+
+def encode_state(value: Any) -> Any:
+    """Return ``value`` as what JSON can express.
+
+    Raises:
+        TypeError: Something in it is of another type, which the message names.
+    """
+    if value is None or isinstance(value, bool | str) or (isinstance(value, int) and type(value) is int):
+        return value
+    if isinstance(value, float) and type(value) is float:
+        return value if math.isfinite(value) else {"is": "float", "value": repr(value)}
+    if type(value) is list:
+        return [encode_state(item) for item in value]
+    if isinstance(value, Mapping):
+        return {"is": "mapping", "value": [[encode_state(key), encode_state(item)] for key, item in value.items()]}
+    if isinstance(value, tuple):
+        return {"is": "tuple", "value": [encode_state(item) for item in value]}
+    if isinstance(value, bytes):
+        return {"is": "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        return {"is": "tensor", "value": encode_state(value.detach().cpu().numpy())}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode()
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {"is": kind, "value": [value.dtype.str, list(value.shape), data]}
+    raise TypeError(type(value).__name__)
+
+
+def decode_state(value: Any) -> Any:
+    """Return what `encode_state` was given.
+
+    Raises:
+        ValueError: `encode_state` has not made it.
+    """
+    if isinstance(value, list):
+        return [decode_state(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    try:
+        kind, inner = value["is"], value["value"]
+        match kind:
+            case "float":
+                return float(inner)
+            case "mapping":
+                return {decode_state(key): decode_state(item) for key, item in inner}
+            case "tuple":
+                return tuple(decode_state(item) for item in inner)
+            case "bytes":
+                return base64.b64decode(inner, validate=True)
+            case "tensor":
+                return torch.from_numpy(decode_state(inner))
+            case "array" | "scalar":
+                dtype, shape, data = inner
+                array = np.frombuffer(base64.b64decode(data, validate=True), dtype).reshape(shape).copy()
+                return array if kind == "array" else array[()]
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"no state: {error!r}") from None
+    raise ValueError(f"no state: {kind!r}")

@@ -7,10 +7,11 @@ Read the modules in this order:
     snapshots      copies of each state in the memory of the host's state agent
     idle_spans     when the rank's network is idle, for copies on other hosts
     checkpointing  a rank's part in writing and loading checkpoints
-    known_shards   which shards of the replica's states the job's agents keep
+    known_shards   which shards of the replica's states the job's agents keep, and those that are cut for another
+                   number of ranks
     copies         has copies made on other hosts; copy_plan: which
     recovery       with which state a replica begins: from the memory of hosts, or from a checkpoint
-    other_widths   shards that are cut for another number of ranks; lane_slices: what of them is compared
+    lane_slices    what two replicas of unequal widths compare of their states
     block_store    static data of the user in the memory of hosts; block_data, block_submission and block_host are
                    parts of it
 

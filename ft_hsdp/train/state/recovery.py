@@ -13,7 +13,7 @@ decides, each rank takes its own shard:
 
 So the rungs fall by themselves: own agent, a copy elsewhere, another replica, an older state, the checkpoint. A
 snapshot is only made of a committed state, so shards of one state may come from several replicas. They may be
-those of another number of ranks (`other_widths`): then each rank fetches parts of several.
+those of another number of ranks (`OtherWidths`): then each rank fetches parts of several.
 """
 
 from __future__ import annotations

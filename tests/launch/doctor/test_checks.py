@@ -16,7 +16,7 @@ import pytest
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.doctor import CHECKS, Bad, Subject, Undecided, entry, gpu, network, result, storage
+from ft_hsdp.launch.doctor import CHECKS, Bad, Subject, Undecided, checks, gpu, network, result, storage
 from ft_hsdp.launch.doctor import host as host_checks
 from ft_hsdp.launch.doctor import ray as ray_checks
 from ft_hsdp.launch.doctor.host import Allowance, allowance
@@ -451,7 +451,7 @@ def test_a_script_is_compiled_and_its_imports_are_looked_for_and_it_does_not_run
 
     def found(text: str, name: str = "train.py") -> str:
         (tmp_path / "train.py").write_text(text)
-        return entry.entry(Subject(parse({"entry": name})))
+        return checks.entry(Subject(parse({"entry": name})))
 
     (tmp_path / "beside.py").touch()
     good = "import beside, json.decoder\nfrom torch import nn\ntry:\n    import gone\nexcept ImportError: pass\n"

@@ -22,8 +22,7 @@ from ft_hsdp.launch.render import settings
 from ft_hsdp.launch.render.jobset import jobset
 from ft_hsdp.launch.render.pod import LONGEST, label
 from ft_hsdp.launch.render.rayjob import rayjob
-from ft_hsdp.launch.render.settings import Site
-from ft_hsdp.launch.render.text import CommentedValue, document
+from ft_hsdp.launch.render.settings import CommentedValue, Site, document
 
 ROOT = Path(__file__).parents[3]
 IMAGE = Site(image="registry.example/ft_hsdp:1")

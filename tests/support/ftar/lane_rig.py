@@ -14,7 +14,7 @@ from ft_hsdp.ftar.connections import LaneRing, MemberIdentity
 from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group, GroupEvents
-from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.lane import GroupState
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.protocol import RingAbort
 from ft_hsdp.train.lanes import GradientLanes

@@ -18,8 +18,7 @@ from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.frame import Key
 from ft_hsdp.ftar.group import Group, GroupEvents
-from ft_hsdp.ftar.lane import LaneMember
-from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.lane import GroupState, LaneMember
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.protocol import RingAbort

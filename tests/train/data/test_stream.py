@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.train.data import state_json
 from ft_hsdp.train.data import stream as module
 from ft_hsdp.train.data.samples import JobShape
 from ft_hsdp.train.data.step_plan import MicroBatch
@@ -249,7 +248,7 @@ states = st.recursive(
 
 @given(state=states)
 def test_a_state_comes_back_from_json_as_it_was(state: Any) -> None:
-    assert repr(state_json.decode(json.loads(json.dumps(state_json.encode(state), allow_nan=False)))) == repr(
+    assert repr(module.decode_state(json.loads(json.dumps(module.encode_state(state), allow_nan=False)))) == repr(
         state
     )
 
@@ -267,7 +266,7 @@ def test_a_state_comes_back_from_json_as_it_was(state: Any) -> None:
     ],
 )
 def test_tensors_and_arrays_come_back_as_they_were(array: Any) -> None:
-    back = state_json.decode(json.loads(json.dumps(state_json.encode({"a": [array]}))))["a"][0]
+    back = module.decode_state(json.loads(json.dumps(module.encode_state({"a": [array]}))))["a"][0]
     assert type(back) is type(array)
     assert (back.dtype, back.shape) == (array.dtype, array.shape)
     assert (back == array).all()
@@ -280,4 +279,4 @@ def test_tensors_and_arrays_come_back_as_they_were(array: Any) -> None:
 )
 def test_what_was_not_encoded_is_refused(value: Any) -> None:
     with pytest.raises(ValueError, match="no state"):
-        state_json.decode([value])
+        module.decode_state([value])

@@ -27,8 +27,7 @@ from ft_hsdp.state.transfer.reshape import WantedShard
 from ft_hsdp.state.transfer.shard_manifest import HeldShard, Layout, ShardManifest
 from ft_hsdp.train.state import recovery
 from ft_hsdp.train.state.checkpointing import Checkpoints
-from ft_hsdp.train.state.known_shards import Recoverer
-from ft_hsdp.train.state.other_widths import OtherWidths, donors_of
+from ft_hsdp.train.state.known_shards import OtherWidths, Recoverer, donors_of
 from ft_hsdp.train.state.recovery import restore
 from tests.support.state import widths
 from tests.support.state.widths import TOKEN, content, layout

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.recovery import Recoverable, newest
 from ft_hsdp.state.replica_group import ReplicaGroup
-from ft_hsdp.state.transfer.holdings import Held
+from ft_hsdp.state.transfer.donor_connection import Held
 from ft_hsdp.train.state import known_shards, recovery
 from ft_hsdp.train.state.checkpointing import Checkpoints
 from ft_hsdp.train.state.known_shards import Recoverer
