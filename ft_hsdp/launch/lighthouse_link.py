@@ -96,7 +96,6 @@ class LighthouseLink:
         self._file = file
         self._tls = tls
         self.problem: str | None = None  # why the last report failed
-        self.answered_at: float | None = None  # monotonic time of the last answer
         self._token = token
         self._progress = progress
         self._on_evict = on_evict
@@ -223,7 +222,6 @@ class LighthouseLink:
             self.problem = f"{lighthouses.url}: {type(error).__name__}: {error}"
             return
         self.problem = None
-        self.answered_at = time.monotonic()
         self._delivered = {**report, "leases": sorted(claimed)}
         self._rivals = {r: owner for r, owner in rivals.items() if r in self._leases}
         for replica, number in leases.items():

@@ -20,7 +20,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import ceil
 
 from ft_hsdp.core.randomness import Permutation
 from ft_hsdp.memory import placement
@@ -253,13 +252,6 @@ class LoadPlan:
             found[read.holder] += read.run.count
         return dict(found)
 
-    def senders(self) -> dict[int, int]:
-        """Return from how many hosts each rank receives: the largest is the bottleneck number of messages."""
-        found: dict[int, set[int]] = defaultdict(set)
-        for read in self.reads:
-            found[read.reader].add(read.holder)
-        return {reader: len(holders) for reader, holders in found.items()}
-
 
 def plan_load(
     layout: BlockLayout,
@@ -392,19 +384,3 @@ def merged(spans: Iterable[Span]) -> tuple[Span, ...]:
         else:
             found.append((first, end))
     return tuple(found)
-
-
-def bottleneck_blocks(blocks: int, hosts: int, copies: int, *, permuted: bool) -> float:
-    """Return what the busiest host sends when the others share the blocks of a lost one (§IV-B).
-
-    That is n/p^2 if ranges are permuted, else n/(p r), because only the holders of those blocks send. The paper
-    counts the lost host among the senders. It is none, and its share falls to the other r - 1 holders of the same
-    slices: both figures are r/(r - 1) times as large.
-    """
-    whole = blocks / hosts**2 if permuted else blocks / (hosts * copies)
-    return whole * copies / (copies - 1)
-
-
-def bottleneck_senders(blocks: int, hosts: int, range_blocks: int) -> int:
-    """Return from how many hosts a rank receives at most if ranges are permuted and cut at their ends (§IV-B)."""
-    return ceil(blocks / (hosts * (hosts - 1)) / range_blocks)

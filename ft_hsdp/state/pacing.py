@@ -88,10 +88,6 @@ class SpanMeter:
         self._steps: list[list[float]] = []  # of the steps of the profile under way
         self._whole = False  # the step under way was seen from its begin
 
-    @property
-    def attached(self) -> bool:
-        return self._words is not None
-
     def attach(self, page: Bytes) -> None:
         """Write into ``page``, uint8 [PAGE_BYTES], from now on."""
         with self._lock:

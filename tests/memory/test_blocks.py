@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import combinations
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -12,8 +13,6 @@ from hypothesis import strategies as st
 from ft_hsdp.memory.blocks import (
     BlockLayout,
     Span,
-    bottleneck_blocks,
-    bottleneck_senders,
     first_hosts,
     merged,
     plan_load,
@@ -214,6 +213,22 @@ def test_one_rank_and_all_ranks_ask_for_the_same_blocks() -> None:
     assert max(together.values()) <= 1.6 * 1600 / 8, "ranks that do not know of each other ask different hosts"
 
 
+def bottleneck_blocks(blocks: int, hosts: int, copies: int, *, permuted: bool) -> float:
+    """Return what the busiest host sends when the others share the blocks of a lost one (§IV-B).
+
+    That is n/p^2 if ranges are permuted, else n/(p r), because only the holders of those blocks send. The paper
+    counts the lost host among the senders. It is none, and its share falls to the other r - 1 holders of the same
+    slices: both figures are r/(r - 1) times as large.
+    """
+    whole = blocks / hosts**2 if permuted else blocks / (hosts * copies)
+    return whole * copies / (copies - 1)
+
+
+def bottleneck_senders(blocks: int, hosts: int, range_blocks: int) -> int:
+    """Return from how many hosts a rank receives at most if ranges are permuted and cut at their ends (§IV-B)."""
+    return ceil(blocks / (hosts * (hosts - 1)) / range_blocks)
+
+
 def load_of_a_lost_host(hosts: int, copies: int, seed: int | None, parts: int = 1) -> tuple[float, int, int]:
     """What the busiest host sends by what it should, and the most senders of a rank with what they should be.
 
@@ -230,7 +245,10 @@ def load_of_a_lost_host(hosts: int, copies: int, seed: int | None, parts: int = 
     plan = plan_load(layout, wanted, holders)
     ideal = bottleneck_blocks(layout.blocks, hosts, copies, permuted=seed is not None)
     senders = bottleneck_senders(layout.blocks, hosts, of_range)
-    return max(plan.sent().values()) / ideal, max(plan.senders().values()), senders
+    asked: dict[int, set[int]] = defaultdict(set)
+    for read in plan.reads:
+        asked[read.reader].add(read.holder)
+    return max(plan.sent().values()) / ideal, max(map(len, asked.values())), senders
 
 
 @given(blocks=st.integers(1, 700), of_range=st.integers(1, 40), shares=st.integers(1, 9), parts=st.integers(1, 4))

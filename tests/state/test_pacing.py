@@ -336,7 +336,6 @@ def test_a_meter_without_a_page_does_nothing(pacer: Pacer, clock: Clock) -> None
     attached = meter(pacer)
     attached.begin()
     attached.detach()
-    assert not attached.attached
     assert Reader(pacer).admit(100) == 100
     attached.end()
 

@@ -12,6 +12,8 @@ import sys
 from importlib import metadata
 from typing import Any
 
+from ft_hsdp.errors import ConfigError
+
 ANSWER_S = 8.0  # for each question to the GCS
 
 
@@ -19,7 +21,10 @@ def main() -> None:
     """Print the answer to what the command line asks."""
     match sys.argv[1:]:
         case ["gpu", device, ranks]:
-            answer = _gpus(device, int(ranks))
+            try:
+                answer = _gpus(device, int(ranks))
+            except (ConfigError, RuntimeError) as error:  # RuntimeError: CUDA cannot be initialized
+                answer = {"error": " ".join(str(error).split())}
         case ["ray", address]:
             try:
                 answer = _cluster(address)
@@ -34,13 +39,9 @@ def main() -> None:
 def _gpus(device: str, ranks: int) -> dict[str, Any]:
     import torch
 
-    from ft_hsdp.errors import ConfigError
     from ft_hsdp.train.device import describe
 
-    try:
-        found = describe(device, ranks)
-    except (ConfigError, RuntimeError) as error:  # RuntimeError: CUDA cannot be initialized
-        return {"error": " ".join(str(error).split())}
+    found = describe(device, ranks)
     gpus = []
     for number in range(torch.cuda.device_count()):
         major, minor = torch.cuda.get_device_capability(number)

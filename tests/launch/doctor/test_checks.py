@@ -542,16 +542,17 @@ def test_a_gpu_that_will_do(
 
 
 def test_a_child_that_says_nothing_or_hangs_is_undecided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mute.py").write_text("raise SystemExit('nothing to say')\n")
-    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
-    (tmp_path / "talks.py").write_text("print('noise')\nprint('{\"a\": 1}')\n")
+    first = tmp_path / "sitecustomize.py"  # the child runs it before all else
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert result.ask("talks") == {"a": 1}
-    with pytest.raises(Undecided, match=r"nothing to say"):
-        result.ask("mute")
+    first.write_text("import os\nprint('noise')\nprint('{\"a\": 1}', flush=True)\nos._exit(0)\n")
+    assert result.ask("gpu", "cpu", "1") == {"a": 1}
+    first.write_text("")
+    with pytest.raises(Undecided, match=r"gpu DEVICE RANKS"):
+        result.ask("what nobody answers")
     monkeypatch.setattr(result, "CHILD_S", 0.2)
+    first.write_text("import time\ntime.sleep(600)\n")
     with pytest.raises(Undecided, match=r"no answer within 0\.2 s"):
-        result.ask("slow")
+        result.ask("gpu", "cpu", "1")
 
 
 # Ray, without a cluster; tests/ray/test_ray_doctor.py has one.

@@ -40,12 +40,12 @@ def test_a_rank_is_watched_while_that_is_wanted(tmp_path: Path) -> None:
     spans = SpanWatch(watched.append, agent, Journal(tmp_path / "events.jsonl"))
     spans.want(False)
     spans.step(1)
-    assert (agent.orders, watched, spans.meter.attached) == ([], [], False)
+    assert (agent.orders, watched) == ([], [])
     spans.want(True)
     spans.want(True)
-    assert (agent.orders, watched, spans.meter.attached) == (["open"], [spans.meter], True)
+    assert (agent.orders, watched) == (["open"], [spans.meter])
     spans.want(False)
-    assert (agent.orders, watched, spans.meter.attached) == (["open", "close"], [spans.meter, None], False)
+    assert (agent.orders, watched) == (["open", "close"], [spans.meter, None])
 
 
 def test_it_is_told_how_copies_leave_when_that_changes(tmp_path: Path) -> None:
