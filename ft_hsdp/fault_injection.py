@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+INJECTED_BY_TESTS = "tests inject it, with preload: [tests.support.os_faults]"
 PLACES = {
     "reduce-begin": "the first bucket is about to enter the ring",
     "micro-batch": "a micro-batch of a step, but not its first one, is about to be trained",

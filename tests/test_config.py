@@ -183,6 +183,8 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"chaos": [HIT | {"at_s": 1}]}, "chaos.0.at_s", "exactly one of"),
     ({"chaos": [HIT | {"kind": "fire"}]}, "chaos.0.kind", "signal, host, helper"),
     ({"chaos": [HIT | {"kind": "disk_full"}]}, "chaos.0.kind", "preload: [tests.support.os_faults]"),
+    ({"chaos": [HIT | {"by_s": 3}]}, "chaos.0.by_s", "preload: [tests.support.os_faults]"),
+    ({"chaos": [HIT | {"delay_s": 1}]}, "chaos.0.delay_s", "preload: [tests.support.os_faults]"),
     ({"chaos": [{"at_s": 1, "kind": "partition"}]}, "chaos.0.edge", "[a, b] or [a, lighthouse]"),
     ({"chaos": [CUT | {"edge": [0, "moon"]}]}, "chaos.0.edge", "[a, lighthouse]"),
     ({"chaos": [CUT | {"edge": [0]}]}, "chaos.0.edge", "[a, b]"),

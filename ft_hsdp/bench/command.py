@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from collections.abc import Mapping
+from argparse import ArgumentTypeError, Namespace
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any, TextIO
 
@@ -29,6 +29,42 @@ BENCHES: Mapping[str, str] = {
     "lone": "benchmarks.lone",
     "losses": "benchmarks.losses",
 }
+
+# What was here before, and what has taken its place.
+MOVED_MEASURES: Mapping[tuple[str, str], str] = {
+    **{("ftar", each): f"bench rings --measure {each}" for each in ("spin", "kill", "reconfigure")},
+    **{(each, "link"): "bench link" for each in ("ftar", "overhead")},
+    **{("recovery", each): f"bench {each}" for each in ("return", "readers", "local")},
+    ("overhead", "ray"): "bench ray",
+    ("memory", "flips"): "bench flips",
+}
+GONE = "it is gone; docs/measurements.md has its last figures"
+GONE_MEASURES = ("none", "plan", "gaps")  # of bench memory
+GONE_BENCHES: Mapping[str, str] = {
+    "width": "it is gone; in its place: bench lone, bench losses",
+    **dict.fromkeys(("strangers", "tls", "driver"), GONE),
+}
+
+
+def bench_name(word: str) -> str:
+    """Return the name of a bench as it was given. Raises ArgumentTypeError for one that is gone."""
+    if word in GONE_BENCHES:
+        raise ArgumentTypeError(f"bench {word}: {GONE_BENCHES[word]}")
+    return word
+
+
+def refuse_gone(names: Sequence[str], args: Namespace) -> None:
+    """Raise ConfigError for a measure or an option that the named benches had once; the error says what to use."""
+    for name in names:
+        if (moved := MOVED_MEASURES.get((name, args.measure))) is not None:
+            raise ConfigError("--measure", args.measure, f"others with bench {name}; this one is now: {moved}")
+        if name == "memory" and args.measure in GONE_MEASURES:
+            raise ConfigError("--measure", args.measure, f"others with bench memory; {GONE}")
+    if set(names) == {"recovery"} and args.rounds is not None:
+        allowed = "nothing with bench recovery; it is an option of bench readers and bench local"
+        raise ConfigError("--rounds", args.rounds, allowed)
+    if set(names) == {"recovery"} and args.sizes is not None:
+        raise ConfigError("--sizes", args.sizes, "nothing with bench recovery; it is an option of bench local")
 
 
 def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:

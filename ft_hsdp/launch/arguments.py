@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from ft_hsdp.analysis.costs import ASSUMED, option
-from ft_hsdp.bench.command import BENCHES
+from ft_hsdp.bench.command import BENCHES, bench_name
 from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError
+from ft_hsdp.fault_injection import INJECTED_BY_TESTS
 from ft_hsdp.launch.render import command as rendering
 
 MEASURES = (
@@ -41,6 +42,10 @@ class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26)
         self._action_max_length = 14  # the measure forgets how far commands are indented
+
+
+def _gone(_: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"there is no such option; {INJECTED_BY_TESTS}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -110,8 +115,10 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("--signal", choices=["KILL", "STOP", "TERM"], default="KILL", help="KILL by default")
     chaos.add_argument("--for-s", type=float, default=0.0, metavar="S", help="lift it after S s (0: never)")
     chaos.add_argument("--reject", action="store_true", help="with partition: refuse connections")
+    for gone in ("--by-s", "--delay-s"):
+        chaos.add_argument(gone, type=_gone, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     bench = with_json(add("bench", "the figures, beside their anchors"))
-    bench.add_argument("what", nargs="+", choices=[*BENCHES])
+    bench.add_argument("what", nargs="+", type=bench_name, choices=[*BENCHES])
     bench.add_argument("--measure", metavar="WHAT", help=MEASURES)
     bench.add_argument("--sizes", metavar="LIST", help="of messages or states, e.g. 64KiB,1MiB")
     bench.add_argument("--members", metavar="LIST", help="ring sizes, e.g. 2,4")

@@ -30,3 +30,33 @@ def test_a_bench_of_the_repository_is_named_where_there_is_none(
     assert out == ""
     assert len(err.splitlines()) == 1
     assert "in the repository: python launcher.py bench units" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        *[
+            (f"bench ftar --measure {each}", f"bench rings --measure {each}")
+            for each in ("spin", "kill", "reconfigure")
+        ],
+        ("bench ftar --measure link", "bench link"),
+        ("bench overhead --measure link", "bench link"),
+        ("bench overhead --measure ray", "bench ray"),
+        *[(f"bench recovery --measure {each}", f"bench {each}") for each in ("return", "readers", "local")],
+        ("bench recovery --rounds 3", "bench readers and bench local"),
+        ("bench recovery --sizes 1MiB", "bench local"),
+        ("bench memory --measure flips", "bench flips"),
+        *[(f"bench memory --measure {each}", "docs/measurements.md") for each in ("none", "plan", "gaps")],
+        ("bench width", "bench lone, bench losses"),
+        *[(f"bench width --measure {each}", f"bench {each}") for each in ("lone", "losses")],
+        *[(f"bench {each}", "docs/measurements.md") for each in ("strangers", "tls", "driver")],
+        ("chaos run --kind clock --by-s 3", "preload: [tests.support.os_faults]"),
+        ("chaos run --kind slow_disk --delay-s 1", "preload: [tests.support.os_faults]"),
+    ],
+)
+def test_what_is_gone_names_its_replacement(words: str, instead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 64
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert instead in err
