@@ -27,7 +27,7 @@ from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.heartbeat import HostSentinel
-from ft_hsdp.ftar.lane import GroupState, LaneEvents, LaneMember
+from ft_hsdp.ftar.lane import GroupState, LaneEvents, LaneMember, OwnTasks
 from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.arena import Arena
@@ -86,7 +86,7 @@ class Group:
         self._floor = 0  # callers up to this epoch are refused, except those of the current one
         self._reason = ""  # what refused callers are told
         self._parked: dict[int, list[tuple[RingHello, Peer]]] = {}  # callers of later epochs
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = OwnTasks(self.crashed)
         self._ending: set[asyncio.Task[Any]] = set()  # of these: lanes of earlier widths that end
 
     def listen(self, host: str) -> str:
@@ -152,7 +152,7 @@ class Group:
         if [lane.place for lane in self._lanes.values()] != list(rings):  # the widths are others than before
             for lane in self._lanes.values():
                 lane.leave("a newer epoch", grant)
-                self._ending.add(self._spawn(lane.close()))
+                self._ending.add(self._tasks.start(lane.close()))
             self._lanes = {ring.number: self._lane(ring) for ring in rings}
         self._ending = {task for task in self._ending if not task.done()}
         for lane in self._lanes.values():
@@ -217,20 +217,8 @@ class Group:
         self._closed = True
         self._listener.close()
         await asyncio.gather(*(lane.close() for lane in self._lanes.values()))
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.ended()
         self.arena.close()
-
-    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self.crashed("the group failed", error)
 
     # Callers, on the control loop.
 
@@ -259,7 +247,7 @@ class Group:
         if self._verdict is not None and self._verdict.epoch == abort.epoch and not self._verdict.planned:
             abort = self._verdict  # the caller's ring has just broken: tell it the cause and the suspect
         peer.say(replace(abort, grant=newer))
-        self._spawn(peer.close())
+        self._tasks.start(peer.close())
 
     # What the lanes report, on the control loop.
 

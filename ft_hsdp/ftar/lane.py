@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -97,6 +97,35 @@ class LaneEvents:
     exhausted: Callable[[LocalResourceError], None]  # this process is out of descriptors, ports or memory
 
 
+class OwnTasks:
+    """Tasks on the control loop that their owner waits for before it is closed.
+
+    Args:
+        crashed: Takes the error of each task that fails.
+    """
+
+    def __init__(self, crashed: Callable[[str, Exception], None]) -> None:
+        self._crashed = crashed
+        self._running: set[asyncio.Task[Any]] = set()
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine as a task, which begins later. Called on the control loop."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._running.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    async def ended(self) -> None:
+        """Wait until no task runs, also of those that a task starts."""
+        while self._running:
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self._crashed("the group failed", error)
+
+
 class LaneMember:
     """The ring of one lane in successive epochs. Made and used on the control loop.
 
@@ -144,7 +173,7 @@ class LaneMember:
         self._plane = plane
         self._spares = SpareEdges()
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = OwnTasks(events.crashed)
         self._forming: asyncio.Task[Any] | None = None
         self._departure: tuple[Rendezvous, RingAbort] | None = None  # a peer left during an all-reduce
         self._executor = Executor(settings.connect_timeout_s + 1.0, self._failed, self._ran, events.crashed)
@@ -176,7 +205,7 @@ class LaneMember:
             self.heartbeat = Heartbeat(
                 self._settings, rendezvous, self._sentinel, partial(self._break, rendezvous), self._pause_s
             )
-        self._forming = self._spawn(self._form(rendezvous, freed))
+        self._forming = self._tasks.start(self._form(rendezvous, freed))
 
     def leave(self, reason: str, newer: Grant | None = None, following: Rendezvous | None = None) -> None:
         """Leave the current ring on purpose, if it is not over. Returns at once.
@@ -205,7 +234,7 @@ class LaneMember:
         rendezvous = self.current
         if rendezvous is None or self.over or rendezvous.grant.epoch != token.fence.epoch:
             return
-        self._spawn(self._pass(rendezvous, token))
+        self._tasks.start(self._pass(rendezvous, token))
 
     async def _pass(self, rendezvous: Rendezvous, token: CommitToken) -> None:
         assert rendezvous.right is not None
@@ -233,20 +262,8 @@ class LaneMember:
         """Leave the ring, close its connections and end the engine's thread; wait until that is done."""
         self.leave("the replica ends")
         self._enter(GroupState.CLOSED)
-        while self._tasks:
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.ended()
         await asyncio.to_thread(self._executor.close)
-
-    def _spawn(self, coroutine: Any) -> asyncio.Task[Any]:
-        task: asyncio.Task[Any] = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and isinstance(error := task.exception(), Exception):
-            self._events.crashed("the group failed", error)
 
     async def _form(self, rendezvous: Rendezvous, freed: Collection[asyncio.Future[Any]]) -> None:
         """Connect the ring of `rendezvous`, then let the queued works run on it."""
@@ -279,7 +296,7 @@ class LaneMember:
 
     def _drop_spares(self) -> None:
         for spare in self._spares.drain():
-            self._spawn(spare.close())
+            self._tasks.start(spare.close())
 
     # Callers and messages of peers, on the control loop.
 
@@ -287,7 +304,7 @@ class LaneMember:
         """Take a caller of the current epoch in, whose HELLO was checked. Return at once."""
         assert self.current is not None
         peer.belongs_to(self.heard)
-        self._spawn(self._take_in(self.current, hello, peer))
+        self._tasks.start(self._take_in(self.current, hello, peer))
 
     async def _take_in(self, rendezvous: Rendezvous, hello: RingHello, peer: Peer) -> None:
         self._spares.remove(peer)
@@ -332,7 +349,7 @@ class LaneMember:
         rendezvous = self.current
         if rendezvous is None or not rendezvous.lost(peer):
             if self._spares.remove(peer):
-                self._spawn(peer.close())
+                self._tasks.start(peer.close())
             return
         if peer.leaving or rendezvous.retries(peer):
             return
@@ -404,7 +421,7 @@ class LaneMember:
             self._forming.cancel()
         rendezvous.give_up()
         for peer in rendezvous.edges:
-            self._spawn(peer.close())
+            self._tasks.start(peer.close())
         self._enter(GroupState.FATAL if isinstance(error, FatalError) else GroupState.BROKEN)
 
     # All-reduces, on the caller's and on the engine's thread.
@@ -415,7 +432,7 @@ class LaneMember:
 
     def _failed(self, epoch: int, error: FTARError) -> None:
         """Called on the engine's thread when the ring failed in an all-reduce."""
-        self._loop.call_soon_threadsafe(lambda: self._spawn(self._blame(epoch, error)))
+        self._loop.call_soon_threadsafe(lambda: self._tasks.start(self._blame(epoch, error)))
 
     async def _blame(self, epoch: int, error: FTARError) -> None:
         """Break the ring after a failed all-reduce, unless a peer tells a better cause first."""

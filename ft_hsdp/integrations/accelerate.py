@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.integrations.epochs import EpochLoader, translate
+from ft_hsdp.integrations.epochs import EpochLoader, open_epochs
 from ft_hsdp.integrations.files import placed_at, placed_in
 from ft_hsdp.integrations.updates import Updates
 from ft_hsdp.train.data.loader import Loader
@@ -103,8 +103,7 @@ class FtHsdpAccelerator(Accelerator):
         Raises:
             ConfigError: The job cannot read it.
         """
-        loader = translate(self.job, dataloader) if isinstance(dataloader, DataLoader) else dataloader
-        return EpochLoader(self.job, loader, self._updates.begin)
+        return open_epochs(self.job, dataloader, self._updates.begin)
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Prepare as Accelerate does, and give the model, its optimizer and its schedulers to the job.

@@ -74,6 +74,22 @@ def _check(dataloader: DataLoader[Any], samples: int) -> None:
         raise ConfigError("DataLoader(sampler)", "RandomSampler with replacement or num_samples", allowed)
 
 
+def open_epochs(
+    job: Job, data: DataLoader[Any] | Loader[Any], begin: Callable[[], None] = lambda: None
+) -> EpochLoader:
+    """Make ``data`` the data that is trained, in epochs.
+
+    Args:
+        job: Whose data it becomes.
+        data: A DataLoader over a map-style dataset; or what `Job.loader` has returned.
+        begin: As in `EpochLoader`.
+
+    Raises:
+        ConfigError: The job cannot read it.
+    """
+    return EpochLoader(job, translate(job, data) if isinstance(data, DataLoader) else data, begin)
+
+
 class EpochLoader:
     """The batches of a job in epochs: each pass over it is one, and ``len`` of it says how many batches that has.
 

@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.integrations.epochs import EpochLoader, translate
+from ft_hsdp.integrations.epochs import EpochLoader, open_epochs
 from ft_hsdp.integrations.files import placed_at
 from ft_hsdp.integrations.updates import Updates
 from ft_hsdp.train.job import Job
@@ -170,8 +170,7 @@ class FtHsdpStrategy(ModelParallelStrategy):
         Raises:
             ConfigError: The job cannot read it.
         """
-        loader = translate(self.job, dataloader) if isinstance(dataloader, DataLoader) else dataloader
-        return EpochLoader(self.job, loader, self._updates.begin)
+        return open_epochs(self.job, dataloader, self._updates.begin)
 
     # The loop.
 

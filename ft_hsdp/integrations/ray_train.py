@@ -57,7 +57,7 @@ from torch.utils.data import DataLoader
 from ft_hsdp.config import Config, load
 from ft_hsdp.config.entry import is_function
 from ft_hsdp.errors import ConfigError, FtHsdpError
-from ft_hsdp.integrations.epochs import EpochLoader, translate
+from ft_hsdp.integrations.epochs import EpochLoader, open_epochs
 from ft_hsdp.train.data.loader import Loader
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.join import expected_launch, joined_job
@@ -219,7 +219,7 @@ def prepare_data_loader(job: Job, dataloader: DataLoader[Any] | Loader[Any]) -> 
     Raises:
         ConfigError: The job cannot read it.
     """
-    return EpochLoader(job, translate(job, dataloader) if isinstance(dataloader, DataLoader) else dataloader)
+    return open_epochs(job, dataloader)
 
 
 class RankContext(LocalTrainContext):

@@ -285,7 +285,7 @@ def test_writers_killed_in_a_file_leave_rubbish_that_the_next_start_removes(repl
     assert replica(2, "die_in_a_file", tmp_path) == [{"exit": -9}] * 2
     assert names(tmp_path) == [".writing-step-2-epoch-1-0-a-0", "step-1-epoch-1-0-a-0"]
     assert replica(2, "load", tmp_path)[0]["state"][1] == 1
-    assert replica(1, "save", tmp_path, steps=[])[0]["swept"] == [".writing-step-2-epoch-1-0-a-0"]
+    replica(1, "save", tmp_path, steps=[])
     assert names(tmp_path) == ["step-1-epoch-1-0-a-0"]
 
 

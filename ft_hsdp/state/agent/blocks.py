@@ -24,7 +24,7 @@ from ft_hsdp import protocol
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.agent.client import RETRY_S, AgentGone, AgentSocket, called
+from ft_hsdp.state.agent.client import AgentGone, AgentSocket, awaited
 from ft_hsdp.state.agent.session import AgentConnection
 from ft_hsdp.state.agent.shard import check_memory
 from ft_hsdp.state.agent.store import SnapshotStore
@@ -361,19 +361,9 @@ class BlockAgent:
         Raises:
             AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
         """
-        end = time.monotonic() + deadline_s
-        while True:
-            try:
-                first = messages.OpenBlocks(rank)
-                connection, opened = called(token, replica, name, end, first, messages.BlocksOpened)
-                return BlockAgent(connection, str(opened.address), deadline_s)
-            except ProtocolViolation as error:
-                raise AgentGone(f"not the state agent of replica {replica}: {error}") from error
-            except OSError as error:
-                if time.monotonic() + RETRY_S > end:
-                    why = f"no state agent of replica {replica} within {deadline_s:g} s ({error})"
-                    raise AgentGone(why) from error
-            time.sleep(RETRY_S)
+        order = messages.OpenBlocks(rank)
+        connection, opened = awaited(token, replica, name, deadline_s, order, messages.BlocksOpened)
+        return BlockAgent(connection, str(opened.address), deadline_s)
 
     def held(self, store: str, name: str, wait_s: float) -> tuple[messages.HeldSlice, ...]:
         """Return the complete slices of a store on this host, whose checksums were compared.

@@ -95,21 +95,9 @@ class StateAgent:
             connection, _ = called(token, replica, name, until, messages.WatchCopies(rank), messages.Done)
             return connection
 
-        end, patience_s = time.monotonic() + deadline_s, GREET_S
-        while True:
-            until = min(end, time.monotonic() + patience_s)
-            patience_s *= 2
-            try:
-                hello = messages.Hello(rank, ranks, nbytes)
-                connection, welcome = called(token, replica, name, until, hello, messages.Welcome)
-                return StateAgent(connection, watch, str(welcome.address), nbytes, deadline_s)
-            except ProtocolViolation as error:
-                raise AgentGone(f"not the state agent of replica {replica}: {error}") from error
-            except OSError as error:
-                if time.monotonic() + RETRY_S > end:
-                    why = f"no state agent of replica {replica} within {deadline_s:g} s ({error})"
-                    raise AgentGone(why) from error
-            time.sleep(RETRY_S)
+        hello = messages.Hello(rank, ranks, nbytes)
+        connection, welcome = awaited(token, replica, name, deadline_s, hello, messages.Welcome)
+        return StateAgent(connection, watch, str(welcome.address), nbytes, deadline_s)
 
     def stage(self, state: StateId) -> Bytes | None:
         """Return memory to write ``state`` into, or None if there is no slot: then this snapshot is left out.
@@ -348,6 +336,29 @@ def called(
     except BaseException:
         sock.close()
         raise
+
+
+def awaited(
+    token: str, replica: int, name: str, deadline_s: float, first: object, answer: type
+) -> tuple[AgentSocket, Any]:
+    """Do as `called` does, and wait for an agent that does not listen yet. Blocks.
+
+    Raises:
+        AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
+    """
+    end, patience_s = time.monotonic() + deadline_s, GREET_S
+    while True:
+        until = min(end, time.monotonic() + patience_s)
+        patience_s *= 2
+        try:
+            return called(token, replica, name, until, first, answer)
+        except ProtocolViolation as error:
+            raise AgentGone(f"not the state agent of replica {replica}: {error}") from error
+        except OSError as error:
+            if time.monotonic() + RETRY_S > end:
+                why = f"no state agent of replica {replica} within {deadline_s:g} s ({error})"
+                raise AgentGone(why) from error
+        time.sleep(RETRY_S)
 
 
 class AgentSocket:

@@ -119,9 +119,6 @@ class Checkpointer:
         ranks: The ranks of the replica; used on the checkpoint thread.
         user: The live tensors of the user's own state by name, for their sharding only.
 
-    Attributes:
-        swept: The names of the drafts of dead writers that were removed (rank 0).
-
     Raises:
         ConfigError: The folder cannot be made or read, or another job has it.
     """
@@ -152,7 +149,6 @@ class Checkpointer:
         self._agreeing = False  # the ranks are agreeing on which request is next
         self._closing = False
         self._lost = ""  # why the ranks lost each other: every later checkpoint fails
-        self.swept: tuple[str, ...] = ()
         self._claim: Claim | None = None
         if ranks.rank == 0:
             try:
@@ -163,7 +159,7 @@ class Checkpointer:
             except OSError as error:
                 allowed = f"a folder that can be written ({error.strerror})"
                 raise ConfigError(catalog.KEY, str(folder), allowed) from error
-            self.swept = tuple(sweep(folder))
+            sweep(folder)
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from ft_hsdp.core.randomness import Permutation
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.data.facts import array_facts
+from ft_hsdp.train.data.samples import JobShape
 from ft_hsdp.train.tokens import SEPARATOR, Tokens
 
 IGNORED = -100  # a target that does not count: torch's own ignore_index
@@ -67,9 +68,7 @@ class Batches:
         self.seq_len = seq_len
         self.rows = rows
         self.seed = seed
-        self.shards = shards
-        self.ranks = ranks
-        self.accumulate = accumulate
+        self._shape = JobShape(shards, shards, ranks, accumulate)
         self.ignore_first = ignore_first
         self.windows = (len(tokens) - 1) // seq_len
         step = shards * ranks * accumulate * rows
@@ -83,16 +82,7 @@ class Batches:
 
     def windows_of(self, shard: int, index: int, rank: int, micro: int = 0) -> list[tuple[int, int]]:
         """Return (pass, window) of each row of a batch; ValueError outside the job's layout."""
-        for name, value, end in (
-            ("shard", shard, self.shards),
-            ("rank", rank, self.ranks),
-            ("micro", micro, self.accumulate),
-        ):
-            if not 0 <= value < end:
-                raise ValueError(f"{name} is {value}; it must be from 0 to {end - 1}")
-        if index < 0:
-            raise ValueError(f"index is {index}; it must be at least 0")
-        batch = ((index * self.shards + shard) * self.ranks + rank) * self.accumulate + micro
+        batch = self._shape.number(shard, index, rank, micro)
         places = range(batch * self.rows, (batch + 1) * self.rows)
         return [(p // self.windows, self._order(p // self.windows)[p % self.windows]) for p in places]
 

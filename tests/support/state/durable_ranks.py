@@ -47,7 +47,7 @@ def save(side: Side, folder: str, steps: list[int], epoch: int = 1, **about: Any
     checkpointer = side.checkpointer(folder, **about)
     outcomes = [checkpointer.write(side.packed(), header(n, epoch)).result(WAIT_S) for n in steps]
     checkpointer.close()
-    return {"outcomes": [told(o) for o in outcomes], "digest": side.digest(), "swept": list(checkpointer.swept)}
+    return {"outcomes": [told(o) for o in outcomes], "digest": side.digest()}
 
 
 def load(side: Side, folder: str, config_hash: str = "hash", key: str | None = KEY.decode()) -> Any:
