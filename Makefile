@@ -46,15 +46,18 @@ unit: $(TOOLS)
 	$(PYTEST) -q -m 'not proof and not soak and not integration and not multiproc' tests/$(PKG)
 
 # Tests that do not depend on time run four at a time, long files first (tests/conftest.py has the order). All other
-# tests run two at a time after them: they mostly wait.
+# tests run two at a time after them: they mostly wait. Each run prints its ten slowest.
+SLOWEST := --durations=10 --durations-min=1
 test: lint types
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder -m 'not proof and not soak and not integration and not multiproc'; one=$$?; \
-	$(PYTEST) -n 2 --dist worksteal -m 'not proof and not soak and not integration and multiproc'; two=$$?; exit $$((one ? one : two))
+	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder $(SLOWEST) \
+	  -m 'not proof and not soak and not integration and not multiproc'; one=$$?; \
+	$(PYTEST) -n 2 --dist worksteal $(SLOWEST) -m 'not proof and not soak and not integration and multiproc'; two=$$?; \
+	exit $$((one ? one : two))
 
 # Long runs with real launchers and processes, two at a time; twenty minutes or more. Then two of the other trainers,
 # and the kernels with an older triton.
 proof: $(TOOLS)
-	$(PYTEST) -n 2 --dist worksteal -m 'proof and not soak' --durations=15; one=$$?; \
+	$(PYTEST) -n 2 --dist worksteal $(SLOWEST) -m 'proof and not soak'; one=$$?; \
 	$(MAKE) --no-print-directory integration-fabric integration-transformers old-triton; two=$$?; exit $$((one ? one : two))
 
 integrations: $(FRAMEWORKS:%=integration-%)

@@ -65,18 +65,24 @@ def test_with_deaths_at_any_point(seed: int, policy: UnitPolicy, steps: int, eag
 
 
 @pytest.mark.parametrize(
-    ("policy", "eager"),
+    ("policy", "eager", "steps"),
     [
-        (GLOBAL, False),
-        (NEXT_STEP, True),
-        (replace(SAME_STEP, shared=True), False),
-        pytest.param(GLOBAL, True, marks=pytest.mark.proof),
-        pytest.param(NEXT_STEP, False, marks=pytest.mark.proof),
-        pytest.param(replace(SAME_STEP, shared=True), True, marks=pytest.mark.proof),
+        (GLOBAL, False, 2),
+        (NEXT_STEP, True, 2),
+        (replace(SAME_STEP, shared=True), False, 2),
+        pytest.param(GLOBAL, True, 3, marks=pytest.mark.proof),
+        pytest.param(NEXT_STEP, False, 3, marks=pytest.mark.proof),
+        pytest.param(replace(SAME_STEP, shared=True), True, 3, marks=pytest.mark.proof),
+        pytest.param(GLOBAL, False, 3, marks=pytest.mark.soak),
+        pytest.param(NEXT_STEP, True, 3, marks=pytest.mark.soak),
+        pytest.param(replace(SAME_STEP, shared=True), False, 3, marks=pytest.mark.soak),
     ],
 )
-def test_all_orders_with_a_loss_before_during_and_after_a_refill(policy: UnitPolicy, eager: bool) -> None:
-    result = explore(Bounds(**ONE_DEATH, breaks=1, units=policy, eager=eager), limit_s=240)
+def test_all_orders_with_a_loss_before_during_and_after_a_refill(
+    policy: UnitPolicy, eager: bool, steps: int
+) -> None:
+    bounds = Bounds(**{**ONE_DEATH, "steps": steps}, breaks=1, units=policy, eager=eager)
+    result = explore(bounds, limit_s=240)
     assert not result.violation, str(result)
     assert result.exhausted
     assert result.states > 5_000
@@ -89,7 +95,10 @@ ALL = replace(SAME_STEP, shared=True)  # of one data shard
 @pytest.mark.parametrize(
     ("policy", "faults"),
     [
-        pytest.param(replace(ALL, allowed=(1, 2)), {}, id="a standby that is promoted"),
+        pytest.param(replace(ALL, allowed=(1, 2)), {"steps": 1}, id="a standby that is promoted"),
+        pytest.param(
+            replace(ALL, allowed=(1, 2)), {}, id="a standby that is promoted, two steps", marks=pytest.mark.proof
+        ),
         pytest.param(ALL, {"eager": True}, id="two that refill", marks=pytest.mark.proof),
         pytest.param(SAME_STEP, {}, id="data shards of their own", marks=pytest.mark.proof),
         pytest.param(replace(NEXT_STEP, shared=True), {}, id="no refill", marks=pytest.mark.proof),
@@ -166,7 +175,7 @@ MUTANTS: list[tuple[str, Any, str, Callable[..., Any], UnitPolicy, str]] = [
     ],
 )
 def test_mutants_are_caught(place: Any, name: str, fault: Any, policy: UnitPolicy, found: str) -> None:
-    bounds = Bounds(**{**ONE_DEATH, "replicas": 3}, wipes=1, units=policy, eager=True)
+    bounds = Bounds(**ONE_DEATH, wipes=1, units=policy, eager=True)
     with mock.patch.object(place, name, fault):
         result = explore(bounds, limit_s=240)
     assert result.violation.startswith(found), str(result)

@@ -48,11 +48,11 @@ def test_on_other_numbers_of_replicas_and_ranks(tmp_path: Path) -> None:
         before = trained(job, 2)
     data = {"data.assignment": "global", "data.weight": "tokens"}
     more = {"replicas": 3, "ranks_per_replica": 1, "train.micro_batch": 4, **data}
-    with Job(two, 40, **settings(tmp_path), **{k.replace(".", "__"): v for k, v in more.items()}) as job:
+    with Job(two, 28, **settings(tmp_path), **{k.replace(".", "__"): v for k, v in more.items()}) as job:
         job.until(lambda: job.step() >= 16, "step 16")
         job.signal(1, 0, signal.SIGKILL)
-        check(job.end(), 40)
-        assert [r["step"] for r in job.rows("metrics.jsonl")] == list(range(13, 41))
+        check(job.end(), 28)
+        assert [r["step"] for r in job.rows("metrics.jsonl")] == list(range(13, 29))
         assert {e["step"] for e in job.events("StateRestored") if e["origin"] != "agent"} == {12}
         after = trained(job, 1)
         assert not set(before) & set(after), "a batch was trained by both jobs"
@@ -94,9 +94,10 @@ FLIPPED = {  # the newest copy of rank 1 flips, and the rank dies at once
 def test_a_flipped_copy_is_not_restored(tmp_path: Path, replicas: int) -> None:
     """Alone the replica goes on from the copy before; beside another one it fetches what it lacks."""
     points: dict[str, Any] = dict(FLIPPED)
-    with Job(tmp_path, STEPS, replicas=replicas, debug__failpoints=points) as job:
+    steps = 16
+    with Job(tmp_path, steps, replicas=replicas, debug__failpoints=points) as job:
         summary = job.end()
-        check(summary, STEPS)
+        check(summary, steps)
         (found,) = job.events("SnapshotCorrupt", replica=0, rank=1)
         assert "changed since it was written" in found["reason"]
         (restored,) = job.events("StateRestored", replica=0)
@@ -113,8 +114,9 @@ def test_a_copy_that_one_rank_left_out_costs_no_older_one(tmp_path: Path) -> Non
         "snapshot-out": {"replicas": [0], "rank": 1, "step": 8},
         "snapshot": {"replicas": [0], "rank": 0, "step": 9},
     }
-    with Job(tmp_path, STEPS, replicas=1, debug__failpoints=points, quorum__on_lost_head="rollback") as job:
-        check(job.end(), STEPS)
+    steps = 16
+    with Job(tmp_path, steps, replicas=1, debug__failpoints=points, quorum__on_lost_head="rollback") as job:
+        check(job.end(), steps)
         assert job.events("SnapshotSkipped", replica=0, rank=1, step=8)
         (restored,) = job.events("StateRestored", replica=0)
         assert (restored["step"], restored["origin"]) == (7, "agent")
@@ -139,8 +141,8 @@ def test_the_one_of_two_whose_memory_changed_ends_and_comes_back_with_its_copy(t
 # The replica that writes a checkpoint is killed while it writes: another one, or its next life, writes one.
 
 
-WRITER_STEPS = 40
-EVERY = 20
+WRITER_STEPS = 24
+EVERY = 12
 
 
 def written(folder: Path, replicas: int, life: int, step: int) -> tuple[list[int], list[dict[str, Any]]]:
@@ -159,7 +161,7 @@ def written(folder: Path, replicas: int, life: int, step: int) -> tuple[list[int
 
 @pytest.mark.proof
 def test_a_survivor_writes_the_next_state_instead(tmp_path: Path) -> None:
-    steps, started = written(tmp_path, 3, 0, EVERY)
+    steps, started = written(tmp_path, 2, 0, EVERY)
     assert EVERY not in steps, "its writer did not die"
     assert EVERY < steps[0] < EVERY + 5
     assert [e["replica"] for e in started if e["step"] == steps[0]] == [1]

@@ -49,32 +49,14 @@ def test_kills_at_random_moments(
 
 
 @pytest.mark.proof
-def test_two_of_three_at_once(tmp_path: Path) -> None:
-    """The last replica goes on alone, both others heal."""
-    steps = 80  # they must last until both are back, on a fast machine, too
-    with Job(tmp_path, steps) as job:
-        job.until(lambda: job.step() >= 5, "step 5")
-        for replica, rank in ((0, 0), (2, 1)):
-            job.signal(replica, rank, signal.SIGKILL)
-        summary = job.end()
-        check(summary, steps)
-        assert summary["replicas"]["1"]["incarnations"] == 1
-        fed = [row["step"] for row in job.rows("replicas/1/fed.jsonl")]
-        assert len(fed) == len(set(fed)), "the survivor repeated a forward"
-        rows = job.rows("metrics.jsonl")
-        assert [1] in [r["contributors"] for r in rows], "nobody trained alone"
-        assert rows[-1]["contributors"] == [0, 1, 2], "not everybody came back"
-        assert job.replayed()["equal"]
-
-
-@pytest.mark.proof
 def test_all_three_at_once(tmp_path: Path) -> None:
     """The state agents outlive the ranks: the job goes on where it was, although nobody is left who trained it."""
-    with Job(tmp_path, 25, quorum__on_lost_head="halt") as job:
+    steps = 15
+    with Job(tmp_path, steps, quorum__on_lost_head="halt") as job:
         job.until(lambda: job.step() >= 5, "step 5")
         for replica in range(3):
             job.signal(replica, replica % 2, signal.SIGKILL)
-        check(job.end(), 25)
+        check(job.end(), steps)
         restored = job.events("StateRestored")
         assert {e["replica"] for e in restored} == {0, 1, 2}
         lost = [e["steps"] for e in job.events("HeadRolledBack")]
@@ -86,16 +68,18 @@ def test_all_three_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["halt", "rollback"])
 def test_all_three_at_once_without_copies(tmp_path: Path, policy: str) -> None:
     """No copy of the state is left: the job ends with one clear reason, or begins again if it was told to."""
-    with Job(tmp_path, 25, quorum__on_lost_head=policy, state__snapshot="on_demand") as job:
+    steps = 15
+    settings = {"ranks_per_replica": 1, "quorum__on_lost_head": policy, "state__snapshot": "on_demand"}
+    with Job(tmp_path, steps, **settings) as job:
         job.until(lambda: job.step() >= 5, "step 5")
         for replica in range(3):
-            job.signal(replica, replica % 2, signal.SIGKILL)
+            job.signal(replica, 0, signal.SIGKILL)
         if policy == "halt":
             summary = job.end(75)
             assert summary["lost"] == [0, 1, 2]
             assert len(job.events("JobHalted")) == 1
             return
-        check(job.end(), 25)
+        check(job.end(), steps)
         (rolled,) = job.events("HeadRolledBack")
         assert rolled["steps"] >= 5
         assert job.replayed()["equal"]
@@ -126,10 +110,14 @@ def test_stopped_twice_for_four_seconds(tmp_path: Path, rank: int) -> None:
 
 @pytest.mark.proof
 def test_stopped_for_good_is_evicted_and_replaced(tmp_path: Path) -> None:
-    """Silence is seen, then the supervisor kills what is stopped, and a new incarnation heals."""
-    steps = 150
-    with Job(tmp_path, steps, **{"timeouts.evict_s": 4.0}) as job:
-        job.until(lambda: len(job.progress()) == 6 and job.step() >= 5, "all ranks are heard")
+    """Silence is seen, then the supervisor kills what is stopped, and a new incarnation heals.
+
+    No step is committed without it, so the job lasts until it is back.
+    """
+    steps = 25
+    settings = {"replicas": 2, "quorum.min_replicas": 2, "timeouts.evict_s": 4.0}
+    with Job(tmp_path, steps, **settings) as job:
+        job.until(lambda: len(job.progress()) == 4 and job.step() >= 5, "all ranks are heard")
         job.signal(1, 0, signal.SIGSTOP)
 
         def silent() -> bool:
@@ -140,15 +128,15 @@ def test_stopped_for_good_is_evicted_and_replaced(tmp_path: Path) -> None:
         job.until(silent, "its beats are missed", 30)
         summary = job.end()
         check(summary, steps)
-        assert {r: s["incarnations"] for r, s in summary["replicas"].items()} == {"0": 1, "1": 2, "2": 1}
+        assert {r: s["incarnations"] for r, s in summary["replicas"].items()} == {"0": 1, "1": 2}
         assert job.events("ReplicaEvicted", replica=1), "nobody was evicted"
-        assert job.rows("metrics.jsonl")[-1]["contributors"] == [0, 1, 2], "replica 1 did not come back"
+        assert job.rows("metrics.jsonl")[-1]["contributors"] == [0, 1], "replica 1 did not come back"
 
 
 # Fewer than `quorum.min_replicas` hold the newest state, and copies are made on demand: nobody trains alone.
 
 
-STEPS = 60
+STEPS = 20
 SETTINGS = {"quorum__min_replicas": 2, "state__snapshot": "on_demand"}
 
 

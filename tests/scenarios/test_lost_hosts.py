@@ -68,7 +68,7 @@ def test_another_host_is_lost_during_the_swap(tmp_path: Path, second: str) -> No
     """
     stands = {"fetch": {"replicas": [0], "rank": 1, "life": 1, "step": 0, "signal": "STOP"}}
     hosts = {"ranks_per_replica": 3, "hosts.per_replica": 3, "hosts.spare": 2, "memory.copies": 3}
-    with Job(tmp_path, 24, replicas=1, **hosts, **{"debug.failpoints": stands}) as job:
+    with Job(tmp_path, 16, replicas=1, **hosts, **{"debug.failpoints": stands}) as job:
         run = RunDir(job.run)
         job.until(lambda: job.step() >= 6 and job.events("Protected"), "copies on all hosts")
         inflict(run, parse_options(kind="host", replica=0, host="r0h1"))
@@ -78,7 +78,7 @@ def test_another_host_is_lost_during_the_swap(tmp_path: Path, second: str) -> No
         job.until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the fetch on the spare host")
         inflict(run, parse_options(kind="host", replica=0, host=second))
         summary = job.end()
-        check(summary, 24)
+        check(summary, 16)
         assert [(e["before"], e["host"], e["ranks"]) for e in job.events("HostReplaced")] == [
             ("r0h1", "s0", [1]),
             (second, "s1", [0 if second == "r0h0" else 1]),
@@ -91,20 +91,20 @@ def test_another_host_is_lost_during_the_swap(tmp_path: Path, second: str) -> No
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("spares", "spare"), [(0, 0), (4, 0), (0, 1)])
+@pytest.mark.parametrize(("spares", "spare"), [pytest.param(0, 0, marks=pytest.mark.soak), (4, 0), (0, 1)])
 def test_the_only_replica_loses_one_of_its_two_hosts(tmp_path: Path, spares: int, spare: int) -> None:
     """Without a spare host, or one of a spare replica, it waits for the host."""
     moved = spares + spare > 0
     rule = {"kind": "host", "at_step": 14, "replicas": [0], "rank": 3, "for_s": 0 if moved else 0.5}
     hosts = {"ranks_per_replica": 4, "hosts.per_replica": 2, "hosts.spare": spare, "spares": spares}
     safe = {"checkpoint.every": 5, "quorum.on_lost_head": "rollback"}
-    with Job(tmp_path, 30, replicas=1, **hosts, **safe, chaos=[rule]) as job:
+    with Job(tmp_path, 20, replicas=1, **hosts, **safe, chaos=[rule]) as job:
         if moved:
             job.until(lambda: job.events("HostReplaced"), "the swap")
             job.until(lambda: len(job.events("ReplicaStarted")) == 2, "the second life")
             ranks = status(RunDir(job.run))["replicas"][0]["ranks"]
             assert [rank["host"] for rank in ranks] == ["r0h0", "r0h0", "s0", "s0"]
-        check(job.end(), 30)
+        check(job.end(), 20)
         (injected,) = job.events("FailureInjected")
         assert (injected["kind"], injected["target"]) == ("host", "host r0h1 of replica 0")
         assert [e["replica"] for e in job.events("FailureLifted")] == ([] if moved else [0])

@@ -283,7 +283,7 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 def test_who_is_drained_at_the_end_is_not_waited_for(tmp_path: Path) -> None:
-    with Job(tmp_path, 200, **SMALLEST) as job:
+    with Job(tmp_path, 80, **SMALLEST) as job:
         job.until(lambda: job.step() >= 20, "step 20")
         order(job, "drain", 2)
         summary = job.end()

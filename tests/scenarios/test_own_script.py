@@ -32,15 +32,15 @@ def test_a_function_trains(tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_a_users_script_goes_on_in_a_spare(tmp_path: Path) -> None:
     """The spare has sharded and warmed up its model before it hears to which replica it belongs."""
-    with Job(tmp_path, 160, entry=str(EXAMPLE), spares=2, restart__hold_s=0.5, **TWO) as job:
+    with Job(tmp_path, 100, entry=str(EXAMPLE), spares=2, restart__hold_s=0.5, **TWO) as job:
         pids = ready(job)
         job.signal(1, 1, signal.SIGKILL)
         job.until(lambda: len(starts(job, 1)) == 2, "the second life")
         summary = job.end()
-        settle(job, summary, 160)
+        settle(job, summary, 100)
         assert (starts(job, 1)[1]["how"], starts(job, 1)[1]["pids"]) == (WARM, pids)
         rows = job.rows("metrics.jsonl")
-        assert [row["step"] for row in rows] == list(range(1, 161))
+        assert [row["step"] for row in rows] == list(range(1, 101))
         assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
 
 

@@ -18,7 +18,7 @@ import pytest
 from ft_hsdp.state.transfer.donor_connection import ask_held
 from tests.support.scenarios.scenario_job import Job, check
 
-STEPS = 24
+STEPS = 16
 AT = 10  # the step of the vote at which the job stands
 HEAD = AT - 1  # the newest committed step then
 ALL = ("r0h0", "r0h1", "r1h0", "r1h1")
@@ -115,7 +115,7 @@ def test_a_damaged_source_costs_a_step_and_no_rank_takes_another_state(tmp_path:
         assert job.rolled_back() == 1
 
 
-@pytest.mark.proof
+@pytest.mark.soak  # the proof has it in test_copies.py: the owner and its holder at once
 def test_nothing_in_memory_leaves_the_checkpoint_the_same_for_all(tmp_path: Path) -> None:
     with Standing(tmp_path, checkpoint__every=4) as job:
         job.until(lambda: any(e["step"] == 8 for e in job.events("CheckpointWritten")), "the checkpoint")

@@ -30,10 +30,10 @@ def test_a_script_is_repeated_bit_for_bit_through_a_loss_and_a_refill(tmp_path: 
     shutil.copy(EXAMPLE, script)
     points = kill("micro-batch", 1, rank=1)
     settings = {**SAME_STEP, **GLOBAL, "train__accumulate": 2, "entry": str(script)}
-    with Job(tmp_path, 25, **settings, debug__failpoints=points) as job:
-        check(job.end(), 25)
+    with Job(tmp_path, 12, **settings, debug__failpoints=points) as job:
+        check(job.end(), 12)
         verdict = job.replayed()
-        assert (verdict["equal"], verdict["steps"]) == (True, 25), verdict
+        assert (verdict["equal"], verdict["steps"]) == (True, 12), verdict
         log = job.run / "replicas" / "0" / "commits.jsonl"
         rows = [json.loads(line) for line in log.read_text().splitlines()]
         assert {c["part"] for c in rows[AT - 1]["contributions"]} == {0, 1}
