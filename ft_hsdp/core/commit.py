@@ -284,10 +284,10 @@ def void(fence: AttemptId, known: tuple[AttemptId, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LaneVote:
-    """What a rank votes on one of its lanes (`memory.lanes`), if replicas are not equally wide."""
+    """What a rank votes on one of its lanes (`memory.lanes`); with replicas of equal width, on the only one."""
 
-    number: int  # of the lane
-    owners: tuple[tuple[int, int], ...]  # (ranks of a replica, rank that has the lane)
+    number: int  # of the lane; of the only one that of the rank
+    owners: tuple[tuple[int, int], ...]  # (ranks of a replica, rank that has the lane); (): of any, rank `number`
     digest: str  # hash of the lane's sums
     sumsq: float  # sum of squares of them, before the division
     contributions: tuple[Contribution, ...]  # as its ring named them, each with the weight of the lane's owner
@@ -296,7 +296,10 @@ class LaneVote:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """The vote of one rank: it holds its reduced shard."""
+    """The vote of one rank: it holds its reduced shard.
+
+    As a message it has two forms, which only `on` and `sums` know: its only lane, or `lanes`.
+    """
 
     rank: int  # rank within the replica
     fence: AttemptId  # the attempt that it voted on
@@ -315,6 +318,27 @@ class Vote:
     refused: tuple[int, ...] = ()  # ranks of its replica whose shards its host does not keep, though it is to
     # With these, `digest`, `sumsq`, `contributions` and `state_digest` say nothing.
     lanes: tuple[LaneVote, ...] = ()
+
+    @classmethod
+    def on(cls, rank: int, fence: AttemptId, sums: tuple[LaneVote, ...], poisoned: tuple[int, ...] = ()) -> Vote:
+        """Return the vote of a rank on the sums of its lanes.
+
+        Args:
+            rank: within the replica.
+            fence: the attempt.
+            sums: of each lane; of an only one that is the rank's the owners are ().
+            poisoned: replicas whose gradient was not finite.
+        """
+        if any(lane.owners for lane in sums):
+            return cls(rank, fence, "", 0.0, (), poisoned, lanes=sums)
+        (only,) = sums
+        return cls(rank, fence, only.digest, only.sumsq, only.contributions, poisoned, only.state_digest)
+
+    @property
+    def sums(self) -> tuple[LaneVote, ...]:
+        """What the rank votes on each of its lanes."""
+        only = LaneVote(self.rank, (), self.digest, self.sumsq, self.contributions, self.state_digest)
+        return self.lanes or (only,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,13 +368,13 @@ class VoteTally:
 
     @property
     def state_digest(self) -> str:
-        """The hash of the ranks' state digests, in the order of ranks or lanes; "" if one is not held."""
-        digests = [each.state_digest for each in self._lanes or self.votes]
+        """The hash of the state digests, in the order of lanes; "" if one is not held."""
+        digests = [lane.state_digest for lane in self._lanes]
         return digest(digests) if all(digests) else ""
 
     @property
     def _lanes(self) -> list[LaneVote]:
-        return sorted((lane for v in self.votes for lane in v.lanes), key=lambda lane: lane.number)
+        return sorted((lane for v in self.votes for lane in v.sums), key=lambda lane: lane.number)
 
     def _rows(self, widths: Mapping[int, int]) -> list[tuple[Contribution, ...]] | None:
         """Return what each data rank has of each contribution; None if votes contradict each other.
@@ -358,14 +382,14 @@ class VoteTally:
         Args:
             widths: ranks of each replica of the ring, if they differ; ranks then train units by themselves.
         """
-        parts: Sequence[Vote | LaneVote] = self._lanes if widths else self.votes
-        if len({tuple((c.replica, *c.run, c.part) for c in each.contributions) for each in parts}) != 1:
+        lanes = self._lanes
+        if len({tuple((c.replica, *c.run, c.part) for c in lane.contributions) for lane in lanes}) != 1:
             return None
-        found: list[dict[int, Contribution]] = [{} for _ in parts[0].contributions]
-        for each in parts:
-            owners = dict(each.owners) if isinstance(each, LaneVote) else {}
-            for known, c in zip(found, each.contributions, strict=True):
-                rank = each.rank // self.ranks_per_unit if isinstance(each, Vote) else owners[widths[c.replica]]
+        found: list[dict[int, Contribution]] = [{} for _ in lanes[0].contributions]
+        for lane in lanes:
+            owners = dict(lane.owners)
+            for known, c in zip(found, lane.contributions, strict=True):
+                rank = owners[widths[c.replica]] if owners else lane.number // self.ranks_per_unit
                 if known.setdefault(rank, c).weight != c.weight:
                     return None
         return [tuple(known[rank] for rank in sorted(known)) for known in found]
@@ -405,9 +429,8 @@ class VoteTally:
             return None
         narrow = widths or {}
         contributions = tuple(replace(_over_data_ranks(row), width=narrow.get(row[0].replica, 0)) for row in rows)
-        parts: Sequence[Vote | LaneVote] = self._lanes if ring_widths else self.votes
         poisoned = tuple(sorted({r for v in self.votes for r in v.poisoned}))
-        square = float(sum(each.sumsq for each in parts))
+        square = float(sum(lane.sumsq for lane in self._lanes))
         if not poisoned and not math.isfinite(square):
             poisoned = tuple(sorted({c.replica for c in contributions}))
         data_ranks = self.ranks // self.ranks_per_unit
@@ -421,7 +444,7 @@ class VoteTally:
             ring=ring,
             total=total,
             contributions=contributions,
-            digest=digest([each.digest for each in parts]),
+            digest=digest([lane.digest for lane in self._lanes]),
             norm=norm,
             wanted=wanted,
             lr_scale=lr_scale(intervention, units, wanted) if contributions else 1.0,

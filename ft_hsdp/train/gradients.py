@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,11 +34,10 @@ from ft_hsdp.ftar.group import Group
 from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.state.pacing import SpanMeter
 from ft_hsdp.train.device import finish, on_host, written
-from ft_hsdp.train.lanes import GradientLanes, LanePlan
+from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan, Spans
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
-Spans = tuple[tuple[int, int], ...]  # (begin, end) of elements of a flat shard, in order
 SURE_NORM = 1e18  # its square is far below LARGEST
 
 
@@ -77,46 +76,38 @@ class Reducer:
     def __init__(
         self,
         group: Group,
-        sizes: Sequence[int],
+        lanes: GradientLanes,
         replica: int,
         rank: int,
         voted: Callable[[Vote], None],
         device: torch.device = CPU,
-        checked: Callable[[str], str] = lambda prev: "",
-        counted: Sequence[Spans] | None = None,
+        checked: Callable[[str, LanePlan], Sequence[str]] = lambda prev, plan: (),
         meter: SpanMeter | None = None,
-        lanes: GradientLanes | None = None,
-        checked_lanes: Callable[[LanePlan], Sequence[str]] = lambda plan: [""] * len(plan.lanes),
     ) -> None:
         """Make the reducer of a rank.
 
         Args:
             group: The rank's ring.
-            sizes: Elements of each bucket.
+            lanes: Divides the gradient in each membership.
             replica: The rank's replica.
             rank: Its index there.
             voted: Takes the vote when all buckets of an attempt are reduced; called on FTAR's thread.
             device: Of gradients and sums.
-            checked: Takes the lineage that an attempt builds on, and returns the digest of the slice of the state
-                that this rank compares with other replicas (`core.state_id`), "" if the rank does not hold that
-                state; called on FTAR's thread.
-            counted: Of each bucket that is a gradient, the first ones: what counts in the norm; None: all.
+            checked: Takes the lineage that an attempt builds on, and returns, for each lane, the digest of the
+                slice of the state that this rank compares with other replicas (`core.state_id`); () if the rank
+                does not hold that state; called on FTAR's thread.
             meter: Told when the ring is used; None: nobody is.
-            lanes: Divides the gradient among replicas of unequal width; None: there are none.
-            checked_lanes: Returns the digests of what each lane of this rank has of the state that is checked.
         """
         self._meter = meter or SpanMeter()
         self._metered = False  # the meter was told that the ring is used
         self._group = group
-        self._sizes = tuple(sizes)
-        self._counted = tuple(((0, n),) for n in sizes) if counted is None else tuple(counted)
+        self._sizes = lanes.sizes
         self._replica = replica
         self._rank = rank
         self._voted = voted
         self._checked = checked
-        self._checked_lanes = checked_lanes
         self._lanes = lanes
-        self._plan: LanePlan | None = None  # the lanes of the membership; None: replicas are equally wide
+        self._plan = lanes.plan(())  # the lanes of the membership
         self._lock = threading.RLock()  # a work may be done before its callback is set
         self._device = device
         # By bucket: what is in it after each part of the step. An attempt takes the first one with the units that
@@ -181,7 +172,7 @@ class Reducer:
 
     def configure(self, grant: Grant) -> None:
         """Take the lanes of a new membership, before its ring is formed; if they change, the attempt is over."""
-        plan = None if self._lanes is None else self._lanes.plan(grant.widths)
+        plan = self._lanes.plan(grant.widths)
         with self._lock:
             if plan is not self._plan:
                 self._order, self._plan = None, plan
@@ -192,17 +183,17 @@ class Reducer:
     def begin(self, order: Reduce) -> None:
         """Begin an attempt: reduce all buckets in order, from the first one.
 
-        Does not block. With lanes, an attempt after one that did not end here gets memory of its own: the
-        gradient is gathered into it at once, and an engine may be in the middle of a chunk of the ring that broke.
-        That costs an allocation of the size of the sums for each such attempt; the old memory is freed when the
-        last work that uses it ends. With replicas of equal width the memory stays: nothing is gathered, and the
-        engine writes a sum only when it has disposed of all older rings (`ftar.executor`).
+        Does not block. With a gradient that is cut, an attempt after one that did not end here gets memory of its
+        own: the gradient is gathered into it at once, and an engine may be in the middle of a chunk of the ring
+        that broke. That costs an allocation of the size of the sums for each such attempt; the old memory is freed
+        when the last work that uses it ends. With replicas of equal width the memory stays: nothing is gathered,
+        and the engine writes a sum only when it has disposed of all older rings (`ftar.executor`).
         """
         with self._lock:
-            if self._using is not None and self._plan is not None:
+            if self._using is not None and self._plan.cut:
                 self._out, self._parts = None, {}
             self._order = order
-            self._missing = len(self._sizes) if self._plan is None else self._plan.works
+            self._missing = self._plan.works
             self._note(used=False)
             self._submitted = 0
             self._results = []
@@ -265,17 +256,13 @@ class Reducer:
             key = Key(order.fence.epoch, order.fence.step, order.fence.attempt, bucket, order.prev)
             self._submitted += 1
             flat, after = (None, None) if local is None else (local.flat, local.after)
-            if self._plan is None:
-                work = self._group.all_reduce(key, flat, self._out[bucket], mine, after)
-                work.add_done_callback(partial(self._done, order.fence, bucket, 0))
-                continue
-            if flat is not None and after is not None:
+            if self._plan.cut and flat is not None and after is not None:
                 after.synchronize()
-                flat = on_host(flat)
+                flat, after = on_host(flat), None
             for place, lane, part in self._plan.of(bucket):
                 target = part.target(self._out[bucket], partial(self._lane_memory, bucket, place))
                 given = None if flat is None else part.gather(flat, target)
-                work = self._group.all_reduce(key, given, target, mine, lane=lane.ring.number)
+                work = self._group.all_reduce(key, given, target, mine, after, lane.ring.number)
                 work.add_done_callback(partial(self._done, order.fence, bucket, place))
 
     def _new_sums(self) -> list[torch.Tensor]:
@@ -333,62 +320,51 @@ class Reducer:
             out, results, prev, plan = self._out, list(self._results), self._order.prev, self._plan
             self._note(used=False)
         assert out is not None
-        if plan is not None:
-            plan.scatter(results, out)
+        plan.scatter(results, out)
         now = time.monotonic()
         sent = sum(r.bytes_sent for _, _, r in results)
         self.traffic = Traffic(sent, now - self._began, now, self._held_up)
         poisoned = tuple(sorted({e.replica for _, _, r in results for e in r.entries if e.poisoned}))
-        held = self._checked(prev)
-        if plan is None:
-            vote = self._vote(fence, [r for _, _, r in results], out, held, poisoned)
-        else:
-            lanes = self._lane_votes(plan, results, self._checked_lanes(plan) if held else ())
-            vote = Vote(self._rank, fence, "", 0.0, (), poisoned, lanes=lanes)
+        sums = lane_votes(plan, results, self._checked(prev, plan))
+        vote = Vote.on(self._rank, fence, sums, poisoned)
         with self._lock:
             if self._using == fence:  # only now: this thread, too, has used the memory until here
                 self._using = None
         self._voted(vote)
 
-    def _vote(
-        self,
-        fence: AttemptId,
-        results: list[AllReduceResult],
-        out: list[torch.Tensor],
-        state_digest: str,
-        poisoned: tuple[int, ...],
-    ) -> Vote:
-        sums = [on_host(t) for t in out]
-        return Vote(
-            rank=self._rank,
-            fence=fence,
-            digest=state_id.digest([checksum(t) for t in sums]),
-            sumsq=sum_of_squares(sums, self._counted),
-            contributions=contributions(results),
-            poisoned=poisoned,
-            state_digest=state_digest,
-        )
 
-    def _lane_votes(
-        self, plan: LanePlan, results: list[tuple[int, int, AllReduceResult]], state_digests: Sequence[str]
-    ) -> tuple[LaneVote, ...]:
-        """Return what this rank votes on each of its lanes: all that counts is the same at the lane's members."""
-        votes: list[LaneVote] = []
-        for place, lane in enumerate(plan.lanes):
-            mine = sorted(((bucket, r) for bucket, at, r in results if at == place), key=lambda each: each[0])
-            sums = [piece for _, r in mine for piece in pieced(r.out).pieces]
-            squares = [p for bucket, r in mine if bucket < len(self._counted) for p in pieced(r.out).pieces]
-            votes.append(
-                LaneVote(
-                    lane.ring.number,
-                    lane.ring.owners,
-                    state_id.digest([checksum(piece) for piece in sums]),
-                    sum_of_squares(squares, [((0, t.numel()),) for t in squares]),
-                    contributions([r for _, r in mine]),
-                    state_digests[place] if state_digests else "",
-                )
-            )
-        return tuple(votes)
+def lane_votes(
+    plan: LanePlan, results: Sequence[tuple[int, int, AllReduceResult]], state_digests: Sequence[str]
+) -> tuple[LaneVote, ...]:
+    """Return what a rank votes on each of its lanes: all that counts is the same at the lane's members.
+
+    Args:
+        plan: The lanes.
+        results: Of all works: (bucket, place of the lane, result).
+        state_digests: Of each lane, of what it has of the base state; (): it is not held.
+    """
+    votes: list[LaneVote] = []
+    for place, lane in enumerate(plan.lanes):
+        mine = sorted(((bucket, r) for bucket, at, r in results if at == place), key=lambda each: each[0])
+        digest, square = judged((lane.parts[bucket], pieced(r.out).pieces) for bucket, r in mine)
+        said = contributions([r for _, r in mine])
+        state_digest = state_digests[place] if state_digests else ""
+        votes.append(LaneVote(lane.ring.number, lane.ring.owners, digest, square, said, state_digest))
+    return tuple(votes)
+
+
+def judged(sums: Iterable[tuple[LanePart, Sequence[torch.Tensor]]]) -> tuple[str, float]:
+    """Return the digest of a lane's sums, and the sum of squares of what counts in the norm.
+
+    Args:
+        sums: Of each bucket the lane's part, and its pieces.
+    """
+    shards: list[torch.Tensor] = []
+    counted: list[Spans] = []
+    for part, pieces in sums:
+        shards += [on_host(piece) for piece in pieces]
+        counted += part.counted
+    return state_id.digest([checksum(shard) for shard in shards]), sum_of_squares(shards, counted)
 
 
 def contributions(results: Sequence[AllReduceResult]) -> tuple[Contribution, ...]:

@@ -1,9 +1,12 @@
-"""How the gradient of a rank is divided into lanes, in a membership of replicas of unequal width (`memory.lanes`).
+"""How the gradient of a rank is divided into lanes, in any membership (`memory.lanes`).
 
 Each bucket of a rank is one flat tensor: its rows of the bucket's parameters, one parameter after another, each
-padded to the rows of a full rank. A lane's part of a bucket is what it has of these rows, without padding: a run
-of rows for each parameter. Large runs are summed where they lie. Small neighbours are gathered into a buffer, and
-the sum is scattered: otherwise each of them would be a chunk of its own (`core.ring`).
+padded to the rows of a full rank. With replicas of equal width a rank has one lane, which is each bucket as it is,
+summed where it lies, on any device (`one_lane`).
+
+With replicas of unequal width a rank has several. A lane's part of a bucket is what it has of these rows, without
+padding: a run of rows for each parameter. Large runs are summed where they lie. Small neighbours are gathered into
+a buffer, and the sum is scattered: otherwise each of them would be a chunk of its own (`core.ring`).
 
 FSDP2 gives the mean over the data ranks of a replica, so what narrower replicas bring is multiplied by their share
 of the largest width. So the sum over the replicas is the sum over all ranks, divided by the largest width.
@@ -28,13 +31,16 @@ from ft_hsdp.core.grant import Grant
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.connections import LaneRing
-from ft_hsdp.ftar.pieces import PiecedTensor, pieced
+from ft_hsdp.ftar.pieces import PiecedTensor, Values, pieced
 from ft_hsdp.memory.lanes import RowLane, lanes, without_rows
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.optimizer.creation import updates_rows_alone
 
 Empty = Callable[[int, int], torch.Tensor]
 """Returns memory for a group of rows of a part: (number of the group, fp32 elements)."""
+
+Spans = tuple[tuple[int, int], ...]
+"""(begin, end) of elements of a flat tensor, in order."""
 
 LARGE = (512 << 10) // 4
 """Rows of a parameter with at least so many elements are summed where they lie: one more chunk costs less than
@@ -63,15 +69,17 @@ class LanePart:
     """What one lane of this rank has of one bucket."""
 
     groups: tuple[LaneGroup, ...]  # at least one
-    scale: float  # by which the gradient is multiplied
-    whole: bool  # not a gradient: the sum of all lanes is the bucket's
+    counted: tuple[Spans, ...]  # of each group, what counts in the norm
+    scale: float = 1.0  # by which the gradient is multiplied
+    whole: bool = False  # not a gradient: the sum of all lanes is the bucket's
+    uncut: bool = False  # the bucket as it is, on any device: the rank has no other lane
 
     @property
     def size(self) -> int:
         """The number of elements."""
         return sum(group.size for group in self.groups)
 
-    def target(self, out: torch.Tensor, empty: Empty) -> PiecedTensor:
+    def target(self, out: torch.Tensor, empty: Empty) -> Values:
         """Return where the sum of the part is to be written to.
 
         Args:
@@ -81,6 +89,8 @@ class LanePart:
         Returns:
             fp32 [size], a piece for each group.
         """
+        if self.uncut:
+            return out
         return PiecedTensor(
             [
                 _run(out, group.runs[0]) if self._in_place(group, out) else empty(number, group.size)
@@ -88,18 +98,20 @@ class LanePart:
             ]
         )
 
-    def gather(self, flat: torch.Tensor, target: PiecedTensor) -> PiecedTensor:
+    def gather(self, flat: torch.Tensor, target: Values) -> Values:
         """Return what this rank adds to the sum.
 
         Args:
-            flat: The rank's gradient of the bucket, fp32 [numel], in host memory.
+            flat: The rank's gradient of the bucket, fp32 [numel]; in host memory, unless the part is uncut.
             target: From `target`.
 
         Returns:
             fp32 [size]: of each group a part of ``flat``, or the piece of ``target`` if it has to be copied.
         """
+        if self.uncut:
+            return flat
         pieces = []
-        for group, piece in zip(self.groups, target.pieces, strict=True):
+        for group, piece in zip(self.groups, pieced(target).pieces, strict=True):
             if self.scale == 1.0 and self._in_place(group, flat):
                 pieces.append(_run(flat, group.runs[0]))
                 continue
@@ -110,14 +122,16 @@ class LanePart:
             pieces.append(piece)
         return PiecedTensor(pieces)
 
-    def scatter(self, summed: PiecedTensor, out: torch.Tensor) -> None:
+    def scatter(self, summed: Values, out: torch.Tensor) -> None:
         """Copy the sum of the part to where it belongs in the bucket, unless it is there already.
 
         Args:
             summed: fp32 [size], what was written to `target`.
             out: The rank's bucket of sums, fp32 [numel].
         """
-        for group, piece in zip(self.groups, summed.pieces, strict=True):
+        if self.uncut:
+            return
+        for group, piece in zip(self.groups, pieced(summed).pieces, strict=True):
             if self.whole:
                 out.add_(piece.to(out.device))
             elif not self._in_place(group, out):
@@ -138,7 +152,7 @@ class OwnLane:
     """A lane that this rank has."""
 
     ring: LaneRing
-    owners: tuple[int, ...]  # the rank that has it in a replica of each width, the largest width first
+    owners: tuple[int, ...]  # the rank that has it in a replica of each width, the largest width first; (): any
     parts: tuple[LanePart, ...]  # of each bucket
 
 
@@ -146,17 +160,23 @@ class OwnLane:
 class LanePlan:
     """The lanes of this rank in memberships of certain widths."""
 
-    widths: tuple[int, ...]  # the different ones, the largest first
+    widths: tuple[int, ...]  # the different ones, the largest first; (): they are equal
     lanes: tuple[OwnLane, ...]  # by ascending number
     buckets: int
 
     def of(self, bucket: int) -> list[tuple[int, OwnLane, LanePart]]:
         """Return what is summed of a bucket: (place in `lanes`, lane, its part).
 
-        An empty part is left out, but not of the last bucket: its headers tell all members of each lane the loss.
+        An empty part of several is left out, but not of the last bucket: its headers tell all members of each lane
+        the loss.
         """
         found = [(place, lane, lane.parts[bucket]) for place, lane in enumerate(self.lanes)]
-        return [each for each in found if each[2].size or bucket == self.buckets - 1]
+        return [each for each in found if each[2].uncut or each[2].size or bucket == self.buckets - 1]
+
+    @property
+    def cut(self) -> bool:
+        """Whether the gradient is cut, and gathered in host memory."""
+        return bool(self.widths)
 
     @property
     def works(self) -> int:
@@ -174,7 +194,23 @@ class LanePlan:
             if all(lane.parts[bucket].whole for lane in self.lanes):
                 flat.zero_()
         for bucket, place, result in results:
-            self.lanes[place].parts[bucket].scatter(pieced(result.out), out[bucket])
+            self.lanes[place].parts[bucket].scatter(result.out, out[bucket])
+
+
+def one_lane(ring: LaneRing, sizes: Sequence[int], counted: Sequence[Spans] | None = None) -> LanePlan:
+    """Return the only lane of a rank, with replicas of equal width: each bucket as it is.
+
+    Args:
+        ring: Of the ranks with its number.
+        sizes: Elements of each bucket.
+        counted: Of each bucket that is a gradient, the first ones: what counts in the norm; None: all.
+    """
+    spans = [((0, size),) for size in sizes] if counted is None else [*counted, *[()] * len(sizes)]
+    parts = [
+        LanePart((LaneGroup(size, (LaneRun(0, 0, size),)),), (of_bucket,), uncut=True)
+        for size, of_bucket in zip(sizes, spans, strict=False)
+    ]
+    return LanePlan((), (OwnLane(ring, (), tuple(parts)),), len(parts))
 
 
 class GradientLanes:
@@ -182,9 +218,8 @@ class GradientLanes:
 
     def __init__(
         self,
-        buckets: Sequence[Sequence[tuple[str, tuple[int, ...]]]],
-        whole: Sequence[int],
-        usual: LaneRing,
+        buckets: Sequence[Sequence[tuple[str, tuple[int, ...]]]] | None,
+        usual: LanePlan,
         width: int,
         rank: int,
         sizes: object = None,
@@ -192,15 +227,17 @@ class GradientLanes:
         """Describe the gradient of a rank.
 
         Args:
-            buckets: Of each bucket with gradients, the parameters in order: (name, whole shape).
-            whole: Elements of each bucket that follows: not cut, each rank has a value of its own.
-            usual: The ring of the rank in replicas of equal width.
+            buckets: Of each bucket with gradients, the parameters in order: (name, whole shape). In those that
+                follow each rank has a value of its own. None: the gradient is never cut.
+            usual: The lane of the rank in replicas of equal width, from `one_lane`.
             width: The ranks of this replica.
             rank: This one.
             sizes: What else must be the same in all members, such as the sizes of chunks.
         """
-        self._buckets = tuple(tuple(bucket) for bucket in buckets)
-        self._whole = tuple(whole)
+        self.sizes = tuple(part.size for part in usual.lanes[0].parts)
+        self._may_cut = buckets is not None
+        self._buckets = tuple(tuple(bucket) for bucket in buckets or ())
+        self._whole = self.sizes[len(self._buckets) :]
         self._usual = usual
         self._width = width
         self._rank = rank
@@ -215,18 +252,17 @@ class GradientLanes:
 
     def of(self, grant: Grant) -> tuple[LaneRing, ...]:
         """Return the rings of this rank in a membership, by ascending number of the lane. Any thread."""
-        plan = self.plan(grant.widths)
-        return (self._usual,) if plan is None else tuple(lane.ring for lane in plan.lanes)
+        return tuple(lane.ring for lane in self.plan(grant.widths).lanes)
 
-    def plan(self, widths: Iterable[int]) -> LanePlan | None:
-        """Return the lanes of this rank in a membership; None if all replicas are equally wide. Any thread.
+    def plan(self, widths: Iterable[int]) -> LanePlan:
+        """Return the lanes of this rank in a membership. Any thread.
 
         Args:
             widths: `Grant.widths`.
         """
         different = tuple(sorted(set(widths), reverse=True))
-        if self._width not in different:
-            return None
+        if not self._may_cut or self._width not in different:
+            return self._usual
         if different not in self._plans:
             self._plans[different] = self._divide(different)
         return self._plans[different]
@@ -247,7 +283,7 @@ class GradientLanes:
         parts = [self._part(b, lane) for b in range(len(self._buckets))]
         for size in self._whole:
             runs = (LaneRun(0, 0, size),) if first else ()  # the other lanes of the rank add zeros
-            parts.append(LanePart((LaneGroup(size, runs),), 1.0, whole=True))
+            parts.append(LanePart((LaneGroup(size, runs),), ((),), whole=True))
         return OwnLane(LaneRing(number, layout, owners), lane.owners, tuple(parts))
 
     def _part(self, index: int, lane: RowLane) -> LanePart:
@@ -264,8 +300,9 @@ class GradientLanes:
                 large = r.elements >= LARGE
                 _append(groups[-1], begin, r.elements)
             place += chunk * row
-        found = tuple(LaneGroup(sum(run.size for run in runs), tuple(runs)) for runs in groups)
-        return LanePart(found or (LaneGroup(0, ()),), self._width / lane.widths[0], whole=False)
+        found = tuple(LaneGroup(sum(run.size for run in runs), tuple(runs)) for runs in groups or [[]])
+        counted: tuple[Spans, ...] = tuple(((0, group.size),) for group in found)
+        return LanePart(found, counted, self._width / lane.widths[0])
 
 
 def _append(runs: list[LaneRun], begin: int, size: int) -> None:

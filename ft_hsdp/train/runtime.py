@@ -65,7 +65,7 @@ from ft_hsdp.train.device import device_plane, numerics
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name
-from ft_hsdp.train.lanes import GradientLanes
+from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import CheckIn, ReplicaFacts, same_data
@@ -284,14 +284,17 @@ class RankRuntime:
 
         self.snapshots.after(snapshot_done)
 
-    def _slice_digest(self, lineage: str) -> str:
-        """Return the digest that goes with a vote; a rank whose own memory has changed ends before it votes."""
+    def _compared(self, lineage: str, plan: LanePlan) -> list[str]:
+        """Return the digests that go with a vote; a rank whose own memory has changed ends before it votes."""
         try:
-            return self._live_state.slice_digest(lineage)
+            held = self._live_state.slice_digest(lineage)
         except DataCorruption as error:
             self.journal.event("StateCorrupt", str(error))
             self.end(str(error))
             raise
+        if not held:
+            return []
+        return self._live_state.lane_digests(plan) if plan.cut else [held]
 
     # The control loop: the leader's orders. `broadcast` and `end` are the leader's `RankBus`.
 
@@ -391,10 +394,9 @@ class RankRuntime:
         self._link.start(identity, self.reporter)
         ring_layout = state_id.digest(self._sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
         member = MemberIdentity(identity.replica, place.rank, ring_layout, place.token)
-        lanes, sizes = None, (config.ftar.chunk_bytes, config.ftar.chunks)
-        if (rows := self._model.rows) is not None:
-            whole = self._sizes[len(rows) :]
-            lanes = GradientLanes(rows, whole, member.lanes()[0], place.ranks, place.rank, sizes)
+        usual = one_lane(member.lanes()[0], self._sizes, self._live_state.counted)
+        sizes = config.ftar.chunk_bytes, config.ftar.chunks
+        lanes = GradientLanes(self._model.rows, usual, place.ranks, place.rank, sizes)
         group = self._group = Group(
             member,
             RingSettings.of(config),
@@ -402,21 +404,18 @@ class RankRuntime:
             self._plane,
             self._arena,
             self._pauses.left_s,
-            lanes.of if lanes is not None else None,
+            lanes.of,
         )
         self._ring_address = group.listen(own_address(config.network.host, place.lighthouses[0]))
         self.reducer = Reducer(
             group,
-            self._sizes,
+            lanes,
             identity.replica,
             place.rank,
             self.send_vote,
             self._device,
-            self._slice_digest,
-            self._live_state.counted,
+            self._compared,
             self.spans.meter,
-            lanes,
-            self._live_state.lane_digests,
         )
         self._orders = OrderHandler(
             identity.replica,

@@ -16,13 +16,16 @@ from ft_hsdp.core.grant import Role
 from ft_hsdp.core.units import Places
 from ft_hsdp.errors import PeerDead
 from ft_hsdp.ftar.allreduce import AllReduceResult
+from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.train import gradients as reducing
 from ft_hsdp.train.gradients import Feeding, Reducer, checksum, contributions, sum_of_squares, usable
+from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane
 from tests.support.train.meter import Meter
 
 SIZES = (3, 5, 2)
+LANES = GradientLanes(None, one_lane(LaneRing(1, "layout"), SIZES), 2, 1)
 PREV = "ab" * 16
 MINE = (Contribution(0, 1, 0, 7, 1.5),)
 OTHER = Entry(1, (Contribution(1, 1, 1, 40, 2.0),))
@@ -32,10 +35,17 @@ class Op:
     """An all-reduce that was asked for."""
 
     def __init__(
-        self, key: Key, local: torch.Tensor | None, out: torch.Tensor, mine: Entry, after: object = None
+        self,
+        key: Key,
+        local: torch.Tensor | None,
+        out: torch.Tensor,
+        mine: Entry,
+        after: object = None,
+        lane: int | None = None,
     ) -> None:
         self.key, self.local, self.out, self.mine = key, local, out, mine
         assert after is None  # tensors on the CPU are complete
+        assert lane in (None, 1)
         self.work: Future[AllReduceResult] = Future()
 
     def end(self, *others: Entry) -> None:
@@ -67,12 +77,13 @@ class Scene:
     def __init__(self, at_once: bool = False) -> None:
         self.group, self.votes, self.checked = Group(at_once), list[Vote](), list[str]()
         self.meter = Meter()
-        arguments: dict[str, Any] = {"checked": self._check, "meter": self.meter}
-        self.reducer = Reducer(self.group, SIZES, 0, 1, self.votes.append, **arguments)  # type: ignore[arg-type]
+        group: Any = self.group
+        meter: Any = self.meter
+        self.reducer = Reducer(group, LANES, 0, 1, self.votes.append, checked=self._check, meter=meter)
 
-    def _check(self, prev: str) -> str:
+    def _check(self, prev: str, plan: LanePlan) -> list[str]:
         self.checked.append(prev)
-        return "of the state"
+        return ["of the state"] * len(plan.lanes)
 
     def begin(
         self,
@@ -228,9 +239,11 @@ def test_the_vote_is_about_what_was_reduced(s: Scene) -> None:
     (vote,) = s.votes
     outs = [op.out for op in s.group.ops]
     assert (vote.rank, vote.fence, vote.poisoned) == (1, fence, ())
-    assert vote.digest == state_id.digest([checksum(o) for o in outs])
-    assert vote.sumsq == pytest.approx(sum(float(o.double().square().sum()) for o in outs))
-    assert vote.contributions == (Contribution(0, 1, 0, 7, 1.5), Contribution(1, 1, 1, 40, 2.0))
+    (lane,) = vote.sums
+    assert (lane.number, lane.owners) == (1, ())
+    assert lane.digest == state_id.digest([checksum(o) for o in outs])
+    assert lane.sumsq == pytest.approx(sum(float(o.double().square().sum()) for o in outs))
+    assert lane.contributions == (Contribution(0, 1, 0, 7, 1.5), Contribution(1, 1, 1, 40, 2.0))
     assert s.reducer.traffic.bytes_sent == 300
     taken = s.reducer.take()
     assert all(a is b for a, b in zip(taken, outs, strict=True))
@@ -337,7 +350,7 @@ def test_a_relay_needs_no_gradient_and_has_weight_0(s: Scene) -> None:
     assert all(op.local is None and op.mine.weight == 0 and not op.mine.poisoned for op in s.group.ops)
     for op in s.group.ops:
         op.end()
-    assert [c.replica for c in s.votes[0].contributions] == [1]
+    assert [c.replica for c in s.votes[0].sums[0].contributions] == [1]
 
 
 @pytest.mark.parametrize("step", [1, 3])
@@ -393,7 +406,7 @@ def test_the_vote_says_what_the_rank_holds_before_the_step(s: Scene) -> None:
     for op in s.group.ops:
         op.end()
     assert s.checked == [PREV]
-    assert s.votes[0].state_digest == "of the state"
+    assert s.votes[0].sums[0].state_digest == "of the state"
 
 
 def test_the_poison_of_others_is_in_the_vote(s: Scene) -> None:
@@ -471,7 +484,7 @@ def test_buckets_that_disagree_have_no_contributors() -> None:
 def test_sums_are_on_the_device() -> None:
     group = Group()
     meta = torch.device("meta")
-    reducer = Reducer(group, SIZES, 0, 1, lambda vote: None, meta)  # type: ignore[arg-type]
+    reducer = Reducer(group, LANES, 0, 1, lambda vote: None, meta)  # type: ignore[arg-type]
     reducer.begin(Reduce(AttemptId(1, 1, 0), "behind", PREV))
     assert [(op.out.device, op.out.numel()) for op in group.ops] == [(meta, n) for n in SIZES]
 
@@ -486,7 +499,7 @@ def test_the_memory_of_the_sums_is_there_before_the_first_attempt() -> None:
 
     group = Group()
     group.arena = arena = Counting()
-    reducer = Reducer(group, SIZES, 0, 1, lambda vote: None)  # type: ignore[arg-type]
+    reducer = Reducer(group, LANES, 0, 1, lambda vote: None)  # type: ignore[arg-type]
     assert arena.made == len(SIZES)
     for step in (1, 2):
         reducer.begin(Reduce(AttemptId(1, step, 0), "behind", PREV))

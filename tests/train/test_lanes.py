@@ -2,35 +2,35 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution, Vote, VoteTally
+from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution, LaneVote, Vote, VoteTally
 from ft_hsdp.core.effects import Reduce
 from ft_hsdp.core.ring import OperationKind
 from ft_hsdp.core.state_id import digest
 from ft_hsdp.errors import Retryable
 from ft_hsdp.ftar.allreduce import AllReduceResult
-from ft_hsdp.ftar.connections import LaneRing
 from ft_hsdp.ftar.dataplane.cpu import CpuJob
+from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.launch.run.replay import equal_sums, lane_sums
+from ft_hsdp.launch.run.replay import step_sums
 from ft_hsdp.train import lanes
-from ft_hsdp.train.gradients import Feeding, Reducer
-from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan
+from ft_hsdp.train.gradients import Feeding, Reducer, checksum, contributions
+from ft_hsdp.train.lanes import LanePlan
 from ft_hsdp.train.optimizer.groups import finish
 from ft_hsdp.train.replay.lanes import SharedLanes
 from ft_hsdp.train.state import lane_slices
 from ft_hsdp.train.state.packing import as_bytes
-from tests.support.ftar.lane_rig import SHAPES, WideRank, WideRing, flat, joined, values
+from tests.support.ftar.lane_rig import COUNTS, SHAPES, WideRank, WideRing, flat, joined, lanes_of, values
 from tests.support.ftar.ring_helpers import until
 
 PREV = "ab" * 16
-COUNTS = 3  # elements of a bucket that is not cut
 
 
 def units(rank: WideRank) -> tuple[Contribution, ...]:
@@ -41,20 +41,15 @@ def units(rank: WideRank) -> tuple[Contribution, ...]:
 class Trainer:
     """A rank with a reducer, as the trainer has it."""
 
-    def __init__(self, rank: WideRank, group: Any = None, lanes: bool = True) -> None:
+    def __init__(self, rank: WideRank, group: Any = None) -> None:
         self.rank, self.votes = rank, list[Vote]()
-        numels = [flat(bucket, rank.width, rank.rank).numel() for bucket in values(0)]
-        rank.lanes._whole = (COUNTS,)
         self.reducer = Reducer(
             group or rank.group,
-            [*numels, COUNTS],
+            rank.lanes,
             rank.replica,
             rank.rank,
             self.votes.append,
-            checked=lambda prev: "held",
-            counted=[((0, n),) for n in numels],
-            lanes=rank.lanes if lanes else None,
-            checked_lanes=lambda plan: [f"slice {lane.ring.number}" for lane in plan.lanes],
+            checked=lambda prev, plan: [f"slice {lane.ring.number}" for lane in plan.lanes],
         )
 
     def begin(self, fence: AttemptId) -> None:
@@ -113,38 +108,35 @@ def check_shared(
     every: list[tuple[SharedLanes, dict[int, list[torch.Tensor]], list[torch.Tensor]]] = []
     for replica, sums in zip(trainers, taken, strict=True):
         for trainer, expected in zip(replica, sums, strict=True):
-            rank, sizes = trainer.rank, [t.numel() for t in expected]
+            rank = trainer.rank
             place = (rank.width, rank.rank, folder, rank.settings, 20.0)
-            shared = SharedLanes(rank.lanes, sizes, widths, *place)
+            shared = SharedLanes(rank.lanes, widths, *place)
             every.append((shared, {rank.replica: trainer.trained()}, expected))
     for shared, given, _ in every:
         shared.give(record, given)
     votes = []
-    for number, (shared, _, expected) in enumerate(every):
-        found, its = shared.sums(record)
+    for number, (shared, given, expected) in enumerate(every):
+        found, its = shared.sums(record, given)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), "the same bits"
         votes += its if number < widths[0] else []  # all lanes have an owner in each width
     votes.sort()
     assert digest([each for _, each, _ in votes]) == record.digest
     assert sum(square for _, _, square in votes) ** 0.5 / (record.divisor / max(widths)) == record.norm
     with ThreadPoolExecutor(len(every)) as pool:
-        told = [
-            pool.submit(shared.told, record.step, [{"replica": next(iter(given))}]) for shared, given, _ in every
-        ]
+        told = [pool.submit(shared.told, record, [{"replica": next(iter(given))}]) for shared, given, _ in every]
     replicas = [{"replica": r} for r in range(len(trainers))]
     assert all(each.result() == replicas for each in told)
     assert len(list(folder.iterdir())) == len(trainers), "what all have read is removed"
 
 
 def test_a_wait_for_ranks_of_another_width_has_a_deadline(tmp_path: Path) -> None:
-    plan = GradientLanes(SHAPES, (), LaneRing(0, ""), 2, 0)
-    sizes = [flat(bucket, 2, 0).numel() for bucket in values(0)]
-    shared = SharedLanes(plan, sizes, (2, 1), 2, 0, tmp_path, Settings("tcp"), 0.0)
+    plan = lanes_of(SHAPES, 2, 0)
+    shared = SharedLanes(plan, (2, 1), 2, 0, tmp_path, Settings("tcp"), 0.0)
     both = (Contribution(0, 2, 0, 0, units=2), Contribution(1, 1, 0, 2, width=1))
     record = CommitRecord(1, 0, 7, PREV, (0, 1), 2, both, "", ring_widths=(2, 1))
     shared.give(record, {0: [flat(bucket, 2, 0) for bucket in values(0)]})
     with pytest.raises(Retryable, match=r"^the ranks of another width have not repeated step 7 within 0 s"):
-        shared.sums(record)
+        shared.sums(record, {})
 
 
 @pytest.mark.parametrize("large", [1, 6, lanes.LARGE])
@@ -178,7 +170,7 @@ async def test_replicas_of_any_width_make_one_record_and_one_gradient(
         counts = [torch.stack([sums[-1] for sums in of_one]).sum(0) for of_one in taken]
         whole, divisor = gradients(trainers, first, taken), first.divisor
         shards = {r: [[flat(b, w, k) for b in values(r)] for k in range(w)] for r, w in enumerate(widths)}
-        again = (lane_sums if first.ring_widths else equal_sums)(shards, first, SHAPES, every[0].rank.settings)
+        again = step_sums(shards, first, SHAPES, every[0].rank.settings)
         for index, bucket in enumerate(whole[0]):
             added = [of_rank[index] for of_rank in again.reduced]
             finish(first, added, None, max(widths))
@@ -383,44 +375,55 @@ class Counting:
         self.group, self.asked = group, list[tuple[int, torch.Tensor | None]]()
         self.arena, self.transports = group.arena, ("shm", "shm")
 
-    def all_reduce(
-        self, key: Any, local: Any, out: torch.Tensor, *rest: Any, **more: Any
-    ) -> Future[AllReduceResult]:
-        assert not more, "no lane is named"
+    def all_reduce(self, key: Any, local: Any, out: torch.Tensor, *rest: Any) -> Future[AllReduceResult]:
         self.asked.append((key.bucket, local))
         work: Future[AllReduceResult] = Future()
         work.set_result(AllReduceResult(out.zero_(), (rest[0],), 0))
         return work
 
 
-async def test_equal_widths_cost_no_copy_no_ring_and_no_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def traffic(lanes: bool) -> tuple[dict[tuple[int, int], int], list[str]]:
-        """Train a step; return the bytes that each rank has sent, and the digests that they vote on."""
-        async with WideRing((3, 3), lanes=lanes) as ring:
-            every = [Trainer(rank, lanes=lanes) for ranks in ring.replicas for rank in ranks]
-            given = ring.grant(1)
-            for trainer in every:
-                trainer.reducer.configure(given)
-            await ring.form(1)
-            for trainer in every:
-                trainer.train(AttemptId(1, 1, 0))
-            await until(lambda: all(t.votes for t in every), "all ranks vote", 30.0)
-            assert all(vote.lanes == () for t in every for vote in t.votes)
-            assert not any(t.reducer._parts for t in every)
-            assert all(len(t.rank.group.transports) == 2 for t in every), "one ring, with two edges"
-            sent = {(t.rank.replica, t.rank.rank): t.reducer.traffic.bytes_sent for t in every}
-            return sent, [vote.digest for t in every for vote in t.votes]
+async def test_equal_widths_are_one_lane_with_the_bits_and_the_bytes_of_whole_buckets() -> None:
+    """Rank by rank, the sums, the vote on them, and what is sent are those of plain all-reduces."""
+    fence = AttemptId(1, 1, 0)
+    async with WideRing((3, 3)) as ring:
+        every = [Trainer(rank) for ranks in ring.replicas for rank in ranks]
+        given = ring.grant(1)
+        for trainer in every:
+            trainer.reducer.configure(given)
+        await ring.form(1)
+        for trainer in every:
+            trainer.train(fence)
+        await until(lambda: all(t.votes for t in every), "all ranks vote", 30.0)
+        assert all(len(t.rank.group.transports) == 2 for t in every), "one ring, with two edges"
+        voted = [lane for t in every for lane in t.votes[0].sums]
+        sums = [t.reducer.take() for t in every]
+        sent = [t.reducer.traffic.bytes_sent for t in every]
+    assert [lane.owners for lane in voted] == [()] * 6
 
-    def copied(*_: object) -> None:
-        raise AssertionError("nothing is copied")
+    async with WideRing((3, 3), lanes=False) as ring:
+        every = [Trainer(rank) for ranks in ring.replicas for rank in ranks]
+        await ring.form(1)
+        outs = [[torch.empty_like(bucket) for bucket in t.trained()] for t in every]
+        works = [
+            [
+                t.rank.group.all_reduce(Key(1, 1, 0, b, PREV), bucket, out, Entry(t.rank.replica, units(t.rank)))
+                for b, (bucket, out) in enumerate(zip(t.trained(), into, strict=True))
+            ]
+            for t, into in zip(every, outs, strict=True)
+        ]
+        await until(
+            lambda: all(work.done() for of_rank in works for work in of_rank), "all buckets are summed", 30.0
+        )
+    assert [sum(work.result().bytes_sent for work in of_rank) for of_rank in works] == sent
+    for lane, mine, out, trainer in zip(voted, sums, outs, every, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, out, strict=True)), "the same bits"
+        squares = [float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in out[:-1]]
+        said = contributions([work.result() for work in works[every.index(trainer)]])
+        expected = LaneVote(trainer.rank.rank, (), digest([checksum(t) for t in out]), sum(squares), said)
+        assert replace(lane, state_digest="") == expected
 
-    monkeypatch.setattr(LanePart, "gather", copied)
-    monkeypatch.setattr(LanePlan, "scatter", copied)
-    sent, digests = await traffic(lanes=True)
-    assert (sent, digests) == await traffic(lanes=False)
-    payload = sum(flat(b, 3, 1).nbytes for b in values(0))
-    assert all(of_rank > payload for of_rank in sent.values())
 
+async def test_equal_widths_cost_no_copy() -> None:
     async with WideRing((3, 3)) as ring:
         given = await ring.form(1)
         rank = ring.replicas[0][1]
@@ -443,9 +446,10 @@ async def test_the_lanes_of_a_replica_have_each_row_once() -> None:
         given = ring.grant(1)
         for ranks in ring.replicas:
             plans = [rank.lanes.plan(given.widths) for rank in ranks]
-            sizes = [part.size for plan in plans if plan for lane in plan.lanes for part in lane.parts]
+            parts = [part for plan in plans for lane in plan.lanes for part in lane.parts]
+            sizes = [part.size for part in parts if not part.whole]
             assert sum(sizes) == sum(t.numel() for bucket in values(0) for t in bucket.values())
-            assert [len(plan.lanes) for plan in plans if plan] == ([1, 2, 2, 1] if len(ranks) == 4 else [2, 2, 2])
+            assert [len(plan.lanes) for plan in plans] == ([1, 2, 2, 1] if len(ranks) == 4 else [2, 2, 2])
 
 
 @pytest.mark.parametrize("large", [1, 6, 10, lanes.LARGE])
@@ -455,7 +459,7 @@ def test_the_parts_of_a_rank_are_its_rows(large: int, monkeypatch: pytest.Monkey
     for width, other in ((4, 3), (3, 4), (8, 7), (7, 8)):
         for rank in range(width):
             wide, narrow = max(width, other), min(width, other)
-            plan = GradientLanes(SHAPES, (), LaneRing(rank, ""), width, rank)._divide((wide, narrow))
+            plan = lanes_of(SHAPES, width, rank).plan((wide, narrow))
             for index, bucket in enumerate(values(1)):
                 gradient = flat(bucket, width, rank)
                 out = torch.zeros_like(gradient)
@@ -486,8 +490,8 @@ def test_the_members_of_a_lane_group_rows_alike_and_large_ones_lie_where_they_be
     grouped: dict[int, set[tuple[tuple[int, ...], ...]]] = {}
     for width in (4, 3):
         for rank in range(width):
-            of_rank = GradientLanes(shapes, (COUNTS,), LaneRing(rank, ""), width, rank)
-            for lane in of_rank._divide((4, 3)).lanes:
+            of_rank = lanes_of(shapes, width, rank, whole=(COUNTS,))
+            for lane in of_rank.plan((4, 3)).lanes:
                 sizes = tuple(tuple(group.size for group in part.groups) for part in lane.parts)
                 grouped.setdefault(lane.ring.number, set()).add(sizes)
                 for group in (group for part in lane.parts if not part.whole for group in part.groups):
@@ -504,7 +508,7 @@ def test_owners_of_a_lane_compare_the_same_bytes_of_the_state() -> None:
     steps = torch.tensor([7.0])  # every rank has it whole
 
     def digests(width: int, rank: int, step: int, tensors: list[torch.Tensor]) -> dict[int, str]:
-        plan = GradientLanes(SHAPES, (), LaneRing(rank, ""), width, rank)._divide((4, 3))
+        plan = lanes_of(SHAPES, width, rank).plan((4, 3))
         shards = []
         for tensor in tensors:
             chunk = -(-len(tensor) // width)

@@ -8,14 +8,14 @@ lineage at every step and the same digest at the end, then sums, divisors, learn
 records say, through all failures. Results depend on the number of threads and on the CPU's instruction set, so a
 replay must run on the same kind of machine as the job.
 
-Sums are added in one process as the job's rings have added them: replicas of one width rank by rank
-(`equal_sums`), replicas of unequal width lane by lane (`lane_sums`).
+Sums are added in one process as the job's rings have added them, lane by lane (`train.lanes`); replicas of one
+width have a lane for each rank.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -42,12 +42,12 @@ from ft_hsdp.state.checkpoint.catalog import UNSIGNED, Checkpoint, differing_dat
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
 from ft_hsdp.train import trainer
 from ft_hsdp.train.data.facts import PROBE_S
-from ft_hsdp.train.gradients import checksum, sum_of_squares
-from ft_hsdp.train.lanes import GradientLanes, LanePlan
+from ft_hsdp.train.gradients import judged
+from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan, one_lane
 from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, finish
 from ft_hsdp.train.replay.job import record_of
-from ft_hsdp.train.replay.lanes import gathered, ring_sum, sum_part
+from ft_hsdp.train.replay.lanes import gathered, sum_part
 from ft_hsdp.train.state.checkpointing import job_data
 from ft_hsdp.train.state.packing import state_digest
 
@@ -207,8 +207,7 @@ class _Unsharded:
         gradients = {
             replica: self._replica(theirs, theirs[0].width or self._ranks) for replica, theirs in runs.items()
         }
-        sums = lane_sums if record.ring_widths else equal_sums
-        found = sums(gradients, record, self._rows, self._ring_settings)
+        found = step_sums(gradients, record, self._rows, self._ring_settings)
         width = len(found.reduced)
         counted = tuple(replace(c, weight=self._weight(c)) for c in record.contributions)
         record = replace(record, contributions=counted, digest=found.digest)
@@ -311,14 +310,14 @@ Rows = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 @dataclass(frozen=True, slots=True)
 class StepSums:
     reduced: list[list[Tensor]]  # for each rank of the widest member, the flat shard of each bucket
-    digest: str  # of what all ranks, or lanes, have voted on
-    square: float  # the sum of squares, added in the order of ranks, or lanes
+    digest: str  # of what is voted on all lanes
+    square: float  # the sum of squares, added in the order of lanes
 
 
-def equal_sums(
+def step_sums(
     gradients: Mapping[int, Sequence[Sequence[Tensor]]], record: CommitRecord, rows: Rows, settings: Settings
 ) -> StepSums:
-    """Return the sums of a step whose members were equally wide.
+    """Return the sums of a step.
 
     Args:
         gradients: Of each contributor, for each of its ranks a flat shard of each bucket, fp32.
@@ -326,38 +325,15 @@ def equal_sums(
         rows: What the buckets hold.
         settings: Of the rings.
     """
-    width = len(next(iter(gradients.values())))
-    reduced = [
-        [
-            ring_sum(
-                {replica: shards[rank][bucket] for replica, shards in gradients.items()}, record.ring, settings
-            )
-            for bucket in range(len(rows))
-        ]
-        for rank in range(width)
-    ]
-    return StepSums(reduced, *_voted(reduced))
-
-
-def lane_sums(
-    gradients: Mapping[int, Sequence[Sequence[Tensor]]], record: CommitRecord, rows: Rows, settings: Settings
-) -> StepSums:
-    """Return the sums of a step whose members were not equally wide.
-
-    Args:
-        gradients: Of each contributor, for each of its ranks a flat shard of each bucket, fp32.
-        record: The commit, with `ring_widths`.
-        rows: What the buckets hold.
-        settings: Of the rings.
-    """
-    widest = max(record.ring_widths)
-    plans = {width: _plans(rows, width, record.ring_widths) for width in record.ring_widths}
+    widths = set(record.ring_widths) or {len(shards) for shards in gradients.values()}
+    widest = max(widths)
+    plans = {width: _plans(rows, width, record.ring_widths) for width in widths}
     owned = {
         width: {lane.ring.number: (rank, lane) for rank, plan in enumerate(of_ranks) for lane in plan.lanes}
         for width, of_ranks in plans.items()
     }
     reduced = [[torch.zeros(_size(bucket, widest)) for bucket in rows] for _ in range(widest)]
-    summed: dict[int, list[Tensor]] = {number: [] for number in sorted(owned[widest])}
+    summed: dict[int, list[tuple[LanePart, list[Tensor]]]] = {number: [] for number in sorted(owned[widest])}
     for rank, plan in enumerate(plans[widest]):
         for bucket, flat in enumerate(reduced[rank]):
             for _, lane, part in plan.of(bucket):
@@ -365,23 +341,16 @@ def lane_sums(
                 for replica, shards in gradients.items():
                     at, its = owned[len(shards)][lane.ring.number]
                     theirs[replica] = gathered(its.parts[bucket], shards[at][bucket])
-                summed[lane.ring.number] += sum_part(part, theirs, flat, record.ring, settings)
-    return StepSums(reduced, *_voted(summed.values()))
-
-
-def _voted(parts: Iterable[Sequence[Tensor]]) -> tuple[str, float]:
-    """Return the digest and the sum of squares of what was voted on: the sums of each rank or lane, by bucket."""
-    outs = list(parts)
-    digests = [state_id.digest([checksum(out) for out in each]) for each in outs]
-    squares = [sum_of_squares(each, [((0, out.numel()),) for out in each]) for each in outs]
-    return state_id.digest(digests), float(sum(squares))
+                sums = sum_part(part, theirs, flat, record.ring, settings)
+                summed[lane.ring.number].append((part, sums))
+    votes = [judged(sums) for sums in summed.values()]
+    return StepSums(reduced, state_id.digest([digest for digest, _ in votes]), sum(square for _, square in votes))
 
 
 def _plans(rows: Rows, width: int, widths: Sequence[int]) -> list[LanePlan]:
     """Return the lanes of each rank of a replica of ``width`` ranks."""
-    usual = LaneRing(0, "")  # for members of equal width, which these are not
-    ranks = [GradientLanes(rows, (), usual, width, rank) for rank in range(width)]
-    return [plan for each in ranks if (plan := each.plan(widths)) is not None]
+    usual = [one_lane(LaneRing(rank, ""), [_size(bucket, width) for bucket in rows]) for rank in range(width)]
+    return [GradientLanes(rows, usual[rank], width, rank).plan(widths) for rank in range(width)]
 
 
 def _size(bucket: Sequence[tuple[str, tuple[int, ...]]], width: int) -> int:

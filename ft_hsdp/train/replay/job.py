@@ -35,12 +35,11 @@ from ft_hsdp.jsonl import replace_json
 from ft_hsdp.state.checkpoint.writer import CheckpointNotPublished, Header
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.data.prefetch import Reader
-from ft_hsdp.train.gradients import checksum, sum_of_squares
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
-from ft_hsdp.train.lanes import GradientLanes
+from ft_hsdp.train.lanes import GradientLanes, one_lane
 from ft_hsdp.train.orders import ApplyOrder, Mailbox, Order
-from ft_hsdp.train.replay.lanes import LocalGradients, PartVote, SharedLanes, ring_sum
+from ft_hsdp.train.replay.lanes import LocalGradients, PartVote, SharedLanes
 from ft_hsdp.train.state.checkpointing import checkpoints_of, load_checkpoint, open_checkpoints
 from ft_hsdp.train.state.copies import CopyCost
 from ft_hsdp.train.state.live_state import LiveState
@@ -114,21 +113,17 @@ def places_of(ledger: Ledger, runs: Sequence[Run]) -> Places:
 class RecordedOrders(Mailbox):
     """The orders of a leader, made from recorded commits; each is made when the main thread asks for it."""
 
-    def __init__(
-        self, rows: Sequence[Row], settings: Settings, width: int, usual: int, ranks_per_unit: int
-    ) -> None:
+    def __init__(self, rows: Sequence[Row], width: int, usual: int, ranks_per_unit: int) -> None:
         """Prepare to repeat ``rows``.
 
         Args:
             rows: Canonical commits that follow each other.
-            settings: Of the job's rings.
             width: Data ranks of this replica; it trains what contributors of that width have trained.
             usual: Data ranks of a replica that has all its ranks.
             ranks_per_unit: So many ranks that follow each other train the same units.
         """
         super().__init__()
         self._rows = rows
-        self._settings = settings
         self._width = width
         self._usual = usual
         self._ranks_per_unit = ranks_per_unit
@@ -140,7 +135,7 @@ class RecordedOrders(Mailbox):
         self._live_state: LiveState
         self._gradients: LocalGradients
         self._ranks: ReplicaGroup
-        self._lanes: SharedLanes | None = None
+        self._lanes: SharedLanes
 
     def start(
         self,
@@ -148,7 +143,7 @@ class RecordedOrders(Mailbox):
         live_state: LiveState,
         gradients: LocalGradients,
         ranks: ReplicaGroup,
-        lanes: SharedLanes | None,
+        lanes: SharedLanes,
     ) -> None:
         """Take the rank that repeats the run, before the first order.
 
@@ -157,7 +152,7 @@ class RecordedOrders(Mailbox):
             live_state: What it trains.
             gradients: What it has trained for one contributor.
             ranks: Of its replica.
-            lanes: How it sums with ranks of other widths; None: there are none.
+            lanes: How it sums.
         """
         self._driver = driver
         self._live_state = live_state
@@ -209,7 +204,8 @@ class RecordedOrders(Mailbox):
             yield from self._contributor(record, ledger, replica, runs[replica])
             trained[replica], its = self._gradients.take()
             said.extend(its)
-        reduced, votes = self._sums(record, trained)
+        self._lanes.give(record, trained)
+        reduced, votes = self._lanes.sums(record, trained)
         record = self._counted(record, said, votes)
         if record.state_id.lineage != row["lineage"]:
             self.differs_at = record.step
@@ -227,20 +223,6 @@ class RecordedOrders(Mailbox):
         for places in until:
             yield Reduce(AttemptId(record.epoch, record.step, record.attempt), "contribute", record.prev, places)
 
-    def _sums(
-        self, record: CommitRecord, trained: Mapping[int, Sequence[Tensor]]
-    ) -> tuple[list[Tensor], list[PartVote]]:
-        """Return this rank's sums, a flat shard for each bucket, and what is voted on them."""
-        if self._lanes is not None and record.ring_widths:
-            self._lanes.give(record, trained)
-            return self._lanes.sums(record)
-        reduced = [
-            ring_sum({r: flats[bucket] for r, flats in trained.items()}, record.ring, self._settings)
-            for bucket in range(len(next(iter(trained.values()))))
-        ]
-        digest = state_id.digest([checksum(t) for t in reduced])
-        return reduced, [(self._ranks.rank, digest, sum_of_squares(reduced, self._live_state.counted))]
-
     def _counted(
         self, record: CommitRecord, mine: Sequence[Contribution], votes: Sequence[PartVote]
     ) -> CommitRecord:
@@ -252,8 +234,7 @@ class RecordedOrders(Mailbox):
         told = [json.loads(each) for each in self._ranks.gather(json.dumps(found).encode())]
         of_data_ranks = [each["runs"] for each in told[:: self._ranks_per_unit]]
         runs = [c[0] | {"weight": sum(each["weight"] for each in c)} for c in zip(*of_data_ranks, strict=True)]
-        if self._lanes is not None and record.ring_widths:
-            runs = sorted(self._lanes.told(record.step, runs), key=lambda c: int(c["replica"]))
+        runs = sorted(self._lanes.told(record, runs), key=lambda c: int(c["replica"]))
         losses = {(c.replica, c.run): c.loss for c in record.contributions}
         again = [Contribution(**c) for c in runs]
         counted = tuple(replace(c, loss=losses.get((c.replica, c.run), 0.0)) for c in again)
@@ -326,7 +307,7 @@ class ReplayJob(Job):
         self._written = False
         self._group: ReplicaGroup  # made when the replay begins
         self._mailbox = self._orders = RecordedOrders(
-            recorded.rows, Settings.of(config), self.data_ranks, config.data_ranks, config.ranks_per_unit
+            recorded.rows, self.data_ranks, config.data_ranks, config.ranks_per_unit
         )
 
     @property
@@ -367,18 +348,17 @@ class ReplayJob(Job):
         self._runtime = stand_in
         driver.begin(Joined(stand_in, stand_in, None, False))
 
-    def _lanes(self) -> SharedLanes | None:
-        """Return how this rank sums with the ranks of other widths; None: there are none.
+    def _lanes(self) -> SharedLanes:
+        """Return how this rank sums.
 
-        They may be started later than this one, and then train a step that takes long.
+        Ranks of other widths may be started later than this one, and then train a step that takes long.
         """
-        recorded, sizes, rows = self._recorded, self._adopted.sizes, self._adopted.rows
-        if len(recorded.widths) < 2 or rows is None:
-            return None
-        lanes = GradientLanes(rows, sizes[len(rows) :], LaneRing(self.rank, ""), self.ranks, self.rank)
+        recorded = self._recorded
+        usual = one_lane(LaneRing(self.rank, ""), self._adopted.sizes, self._live_state.counted)
+        lanes = GradientLanes(self._adopted.rows, usual, self.ranks, self.rank)
         settings, timeouts = Settings.of(self.config), self.config.timeouts
         wait_s = timeouts.start_s + timeouts.step_s
-        return SharedLanes(lanes, sizes, recorded.widths, self.ranks, self.rank, recorded.shared, settings, wait_s)
+        return SharedLanes(lanes, recorded.widths, self.ranks, self.rank, recorded.shared, settings, wait_s)
 
     def leave(self) -> None:
         """Do nothing: a replay ends with its last step."""

@@ -17,19 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.ring import RingPlan, fold_order
 from ft_hsdp.errors import Retryable
-from ft_hsdp.ftar.pieces import PiecedTensor
+from ft_hsdp.ftar.pieces import PiecedTensor, pieced
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.train.gradients import Feeding, Traffic, checksum, sum_of_squares
-from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan
+from ft_hsdp.train.gradients import Feeding, Traffic, judged
+from ft_hsdp.train.lanes import GradientLanes, LanePart, OwnLane
 
 LOOK_S = 0.005  # between two looks for a file
 
 PartVote = tuple[int, str, float]
-"""Of a rank's shard, or of a lane: its number, the digest of its sums, and the sum of their squares."""
+"""Of a lane: its number, the digest of its sums, and the sum of their squares."""
 
 
 def ring_sum(of_replicas: Mapping[int, Tensor], ring: Sequence[int], settings: Settings) -> Tensor:
@@ -61,10 +60,11 @@ def gathered(part: LanePart, flat: Tensor) -> Tensor:
         flat: The rank's gradient of the bucket, fp32 [numel].
 
     Returns:
-        fp32 [part.size], in memory of its own.
+        fp32 [part.size]; not to be written: it may be a part of ``flat``.
     """
     memory = PiecedTensor([torch.empty(group.size) for group in part.groups])
-    return torch.cat(part.gather(flat, memory).pieces)
+    pieces = pieced(part.gather(flat, memory)).pieces
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def sum_part(
@@ -84,10 +84,11 @@ def sum_part(
     """
     added = ring_sum(theirs, ring, settings) if part.size else torch.empty(0)
     target = part.target(out, lambda _, numel: torch.empty(numel))
-    for piece, sums in zip(target.pieces, added.split([p.numel() for p in target.pieces]), strict=True):
+    pieces = pieced(target).pieces
+    for piece, sums in zip(pieces, added.split([p.numel() for p in pieces]), strict=True):
         piece.copy_(sums)
     part.scatter(target, out)
-    return list(target.pieces)
+    return list(pieces)
 
 
 class LocalGradients:
@@ -117,12 +118,11 @@ class LocalGradients:
 
 
 class SharedLanes:
-    """What one rank of a replay has to do with the ranks that repeat replicas of another width."""
+    """The sums of one rank of a replay, with those that repeat replicas of another width, if there are any."""
 
     def __init__(
         self,
         lanes: GradientLanes,
-        sizes: Sequence[int],
         widths: Sequence[int],
         width: int,
         rank: int,
@@ -134,7 +134,6 @@ class SharedLanes:
 
         Args:
             lanes: Of the rank's gradient.
-            sizes: Elements of each of its buckets.
             widths: For which there are ranks.
             width: Of this rank's replica.
             rank: This one.
@@ -143,7 +142,6 @@ class SharedLanes:
             wait_s: The longest wait for ranks of another width.
         """
         self._lanes = lanes
-        self._sizes = sizes
         self._widths = widths
         self._width = width
         self._rank = rank
@@ -156,19 +154,22 @@ class SharedLanes:
         """Write what this rank has trained for those that own the same rows in another width. Does not wait.
 
         Args:
-            record: Of the step, with `ring_widths`.
+            record: Of the step.
             trained: Of each contributor that ranks of this width repeat, the flat shard of each bucket, fp32.
         """
-        for lane in self._plan(record).lanes:
+        for lane in self._lanes.plan(record.ring_widths).lanes if record.ring_widths else ():
             for replica, flats in trained.items():
                 parts = [gathered(part, flat) for part, flat in zip(lane.parts, flats, strict=True)]
                 self._write(_name(record.step, replica, lane.ring.number), torch.cat(parts).numpy().tobytes())
 
-    def sums(self, record: CommitRecord) -> tuple[list[Tensor], list[PartVote]]:
+    def sums(
+        self, record: CommitRecord, trained: Mapping[int, Sequence[Tensor]]
+    ) -> tuple[list[Tensor], list[PartVote]]:
         """Return the sums of a step, and what is voted on each lane of this rank. Blocks until all have given.
 
         Args:
-            record: Of the step, with `ring_widths`.
+            record: Of the step.
+            trained: What was given; with members of equal width, of all contributors.
 
         Returns:
             A flat fp32 shard for each bucket, and the votes by ascending number of the lane.
@@ -176,55 +177,52 @@ class SharedLanes:
         Raises:
             Retryable: The ranks of another width have given nothing in time.
         """
-        plan = self._plan(record)
-        out = [torch.zeros(size) for size in self._sizes]
+        plan = self._lanes.plan(record.ring_widths)
+        out = [torch.zeros(size) for size in self._lanes.sizes]
         votes: list[PartVote] = []
         for place, lane in enumerate(plan.lanes):
-            theirs = {
-                replica: torch.frombuffer(
-                    bytearray(self._read(_name(record.step, replica, lane.ring.number))), dtype=torch.float32
-                ).split([part.size for part in lane.parts])
-                for replica in record.contributors
-            }
-            pieces: list[Tensor] = []
-            squares: list[Tensor] = []
+            theirs = self._given(record, lane) if plan.cut else trained
+            found: list[tuple[LanePart, list[Tensor]]] = []
             for bucket, flat in enumerate(out):
                 for part in (part for at, _, part in plan.of(bucket) if at == place):
                     given = {replica: parts[bucket] for replica, parts in theirs.items()}
-                    found = sum_part(part, given, flat, record.ring, self._settings)
-                    pieces += found
-                    squares += [] if part.whole else found
-            square = sum_of_squares(squares, [((0, t.numel()),) for t in squares])
-            votes.append((lane.ring.number, state_id.digest([checksum(piece) for piece in pieces]), square))
+                    found.append((part, sum_part(part, given, flat, record.ring, self._settings)))
+            votes.append((lane.ring.number, *judged(found)))
         return out, votes
 
-    def told(self, step: int, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _given(self, record: CommitRecord, lane: OwnLane) -> dict[int, Sequence[Tensor]]:
+        """Return what the ranks that own a lane have written, of each contributor and bucket."""
+        sizes = [part.size for part in lane.parts]
+        found: dict[int, Sequence[Tensor]] = {}
+        for replica in record.contributors:
+            data = bytearray(self._read(_name(record.step, replica, lane.ring.number)))
+            found[replica] = torch.frombuffer(data, dtype=torch.float32).split(sizes)
+        return found
+
+    def told(self, record: CommitRecord, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Tell the ranks of other widths what was trained, and return what all have trained. Blocks for theirs.
 
         To be called when all ranks of this width have their sums of the step.
 
         Args:
-            step: Its number.
+            record: Of the step.
             mine: The contributions that ranks of this width repeat, as JSON values; rank 0 writes them.
 
         Returns:
-            Those of all widths.
+            Those of all widths; with members of equal width they are ``mine``.
 
         Raises:
             Retryable: The ranks of another width have told nothing in time.
         """
+        if not record.ring_widths:
+            return mine
         before, self._written = self._written, []
         if self._rank == 0:
-            self._write(f"{step}-width-{self._width}", json.dumps(mine).encode())
-        found = [json.loads(self._read(f"{step}-width-{width}")) for width in self._widths]
+            self._write(f"{record.step}-width-{self._width}", json.dumps(mine).encode())
+        found = [json.loads(self._read(f"{record.step}-width-{width}")) for width in self._widths]
         for path in before:  # all others have their sums of the step, so nobody reads these any more
             path.unlink()
         return [each for of_width in found for each in of_width]
-
-    def _plan(self, record: CommitRecord) -> LanePlan:
-        plan = self._lanes.plan(record.ring_widths)
-        assert plan is not None
-        return plan
 
     def _write(self, name: str, data: bytes) -> None:
         """Write a file that is there as a whole or not at all."""

@@ -37,8 +37,7 @@ from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
 from ft_hsdp.train.device import reading, written
 from ft_hsdp.train.fsdp import frozen
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
-from ft_hsdp.train.gradients import Spans
-from ft_hsdp.train.lanes import LanePlan
+from ft_hsdp.train.lanes import LanePlan, Spans
 from ft_hsdp.train.loop.user_state import UserState, Values
 from ft_hsdp.train.optimizer.given import GIVEN, ChangedSetting
 from ft_hsdp.train.optimizer.groups import Groups, finish

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,11 +18,12 @@ from ft_hsdp.ftar.group import Group, GroupEvents
 from ft_hsdp.ftar.lane import GroupState
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.protocol import RingAbort
-from ft_hsdp.train.lanes import GradientLanes
+from ft_hsdp.train.lanes import GradientLanes, one_lane
 from tests.support.ftar.ring_helpers import BASE, TOKEN, Transport, until
 
 Shapes = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 SHAPES: Shapes = ((("a", (10, 4)), ("b", (7,)), ("c", (3, 5))), (("d", (40, 30)),), (("e", (12,)),))
+COUNTS = 3  # elements of a bucket that is not cut
 
 
 def values(replica: int, shapes: Shapes = SHAPES) -> list[dict[str, torch.Tensor]]:
@@ -38,6 +40,15 @@ def flat(bucket: dict[str, torch.Tensor], width: int, rank: int) -> torch.Tensor
         rows = tensor[rank * chunk : (rank + 1) * chunk].reshape(-1)
         parts.append(torch.cat([rows, torch.zeros(chunk * tensor[0].numel() - rows.numel())]))
     return torch.cat(parts)
+
+
+def lanes_of(
+    shapes: Shapes, width: int, rank: int, usual: LaneRing | None = None, whole: Sequence[int] = ()
+) -> GradientLanes:
+    """The lanes of a rank whose gradient has these shapes, and then buckets that are not cut."""
+    sizes = [sum(-(-shape[0] // width) * math.prod(shape[1:]) for _, shape in bucket) for bucket in shapes]
+    counted = [((0, size),) for size in sizes]
+    return GradientLanes(shapes, one_lane(usual or LaneRing(rank, ""), [*sizes, *whole], counted), width, rank)
 
 
 class WideRank:
@@ -60,7 +71,7 @@ class WideRank:
         events = GroupEvents(self.connected.append, self.broken.append, lambda _: None, lambda _: None)
         self.settings = Settings(transport, chunk_bytes=256, timeout_s=timeout_s, connect_timeout_s=connect_s)
         usual = LaneRing(rank, f"{width} ranks")
-        self.lanes = GradientLanes(shapes, (), usual, width, rank)
+        self.lanes = lanes_of(shapes, width, rank, usual, (COUNTS,))
         identity = MemberIdentity(replica, usual.number, usual.layout, TOKEN)
         self.group = Group(identity, self.settings, events, lanes=self.lanes.of if lanes else None)
         self.address = self.group.listen("127.0.0.1")
@@ -69,15 +80,12 @@ class WideRank:
         self, grant: Grant, buckets: Sequence[torch.Tensor], step: int = 1, only: Sequence[int] | None = None
     ) -> tuple[list[torch.Tensor], list[Work]]:
         """Queue the buckets, lane by lane; return where the sums go. `only`: places of lanes that take part."""
-        plan = self.lanes.plan(grant.widths)
+        lanes = self.lanes.plan(grant.widths).lanes
         mine = Entry(self.replica, (Contribution(self.replica, 1, 0, self.replica),))
         outs, works = [torch.zeros_like(b) for b in buckets], []
         for index, (bucket, out) in enumerate(zip(buckets, outs, strict=True)):
             key = Key(grant.epoch, step, 0, index, "00" * 16)
-            if plan is None:
-                works.append(self.group.all_reduce(key, bucket, out, mine))
-                continue
-            for lane in plan.lanes if only is None else [plan.lanes[i] for i in only]:
+            for lane in lanes if only is None else [lanes[i] for i in only]:
                 part = lane.parts[index]
                 target = part.target(out, lambda _, numel: torch.empty(numel))
                 given = part.gather(bucket, target)
