@@ -5,14 +5,17 @@ import atexit
 import functools
 import gc
 import inspect
+import itertools
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from _pytest.mark.expression import Expression
 from hypothesis import HealthCheck, settings
 
 from tests.support.programs import INAPPLICABLE
@@ -40,6 +43,7 @@ SKIP_NOTHING = os.environ.get("FT_HSDP_SKIP_NOTHING") == "1"
 
 WITHOUT_A_GPU = ("CUDA is not available", "Not enough GPUs")  # torchft's own tests say so
 
+MARKS = ("multiproc", "proof", "soak", "integration")
 RANKS = {"scenarios"}  # folders of which every test trains with real ranks
 FIRST = ("model", "ftar_kernels")  # folders with few and long tests: at the end they would keep one worker alone
 LAST = ("scenarios",)  # with real ranks: what fails soon fails first
@@ -66,6 +70,33 @@ def _bounded(test: Callable[..., Awaitable[None]], seconds: float) -> Callable[.
         assert not failed, failed
 
     return bounded
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out a file none of whose tests can be selected by -m: importing all of them takes 20 s of each worker.
+
+    A test has no mark whose name its file does not mention, but that of its folder.
+    """
+    if collection_path.suffix != ".py" or not config.option.markexpr:
+        return None
+    always = {"multiproc"} if RANKS & set(collection_path.parts) else set()
+    text = collection_path.read_text()
+    return None if selectable(config.option.markexpr, always, {m for m in MARKS if m in text} - always) else True
+
+
+def selectable(expression: str, always: set[str], perhaps: set[str]) -> bool:
+    """Whether ``-m expression`` selects a test that has the marks ``always`` and any of ``perhaps``."""
+    chosen = (always.union(some) for n in range(len(perhaps) + 1) for some in itertools.combinations(perhaps, n))
+    return any(_selects(Expression.compile(expression), marks) for marks in chosen)
+
+
+def _selects(expression: Expression, marks: set[str]) -> bool:
+    """Whether tests with these of `MARKS` are selected; each may have any other mark, such as anyio's."""
+
+    def has(name: str, /, **_: str | int | bool | None) -> bool:
+        return name in marks or name not in MARKS
+
+    return expression.evaluate(has)
 
 
 @pytest.hookimpl(tryfirst=True)

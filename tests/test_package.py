@@ -31,6 +31,32 @@ def test_public_names_are_listed_and_strangers_refused() -> None:
         _ = ft_hsdp.no_such_name
 
 
+def _shared(pytestconfig: pytest.Config) -> Any:
+    """The module tests/conftest.py."""
+    shared = str(Path(__file__).with_name("conftest.py"))
+    plugins = pytestconfig.pluginmanager.get_plugins()
+    return next(each for each in plugins if getattr(each, "__file__", "") == shared)
+
+
+@pytest.mark.parametrize(
+    ("expression", "always", "perhaps", "selects"),
+    [
+        ("not proof and not multiproc", set(), set(), True),
+        ("not proof and not multiproc", set(), {"multiproc"}, True),
+        ("not proof and not multiproc", {"multiproc"}, {"proof"}, False),
+        ("not proof and multiproc", set(), {"proof"}, False),
+        ("not proof and multiproc", {"multiproc"}, {"proof"}, True),
+        ("proof and not soak", set(), {"proof", "soak"}, True),
+        ("proof or not proof", set(), set(), True),
+        ("anyio and soak", set(), {"soak"}, True),
+    ],
+)
+def test_files_are_left_out_of_which_no_test_can_be_selected(
+    pytestconfig: pytest.Config, expression: str, always: set[str], perhaps: set[str], selects: bool
+) -> None:
+    assert _shared(pytestconfig).selectable(expression, always, perhaps) == selects
+
+
 @pytest.mark.parametrize(
     ("why", "counts"),
     [
@@ -43,9 +69,7 @@ def test_public_names_are_listed_and_strangers_refused() -> None:
 def test_in_continuous_integration_what_is_skipped_has_failed(
     pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, why: str, counts: bool
 ) -> None:
-    shared = str(Path(__file__).with_name("conftest.py"))
-    plugins = pytestconfig.pluginmanager.get_plugins()
-    conftest: Any = next(each for each in plugins if getattr(each, "__file__", "") == shared)
+    conftest = _shared(pytestconfig)
     for strict in (True, False):
         monkeypatch.setattr(conftest, "SKIP_NOTHING", strict)
         for said in (("a.py", 1, f"Skipped: {why}"), f"Skipped: {why}"):

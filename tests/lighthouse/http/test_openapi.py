@@ -8,7 +8,7 @@ import re
 import httpx
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, given, settings
 from schemathesis.checks import CHECKS, load_all_checks
 
 from ft_hsdp.http_proof import HEADER, NONE, SignedRequest
@@ -125,7 +125,6 @@ async def test_every_route_wants_the_role_that_it_names(method, path, operation)
 SKIPPED = {"positive_data_acceptance", "negative_data_rejection"}
 load_all_checks()
 CHECKED = [check for check in CHECKS.get_all() if check.__name__ not in SKIPPED]
-SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", APP, **of("viewer")).exclude(path="/v1/stream")
 
 
 def holder(case):
@@ -134,18 +133,30 @@ def holder(case):
     return of(named[0]) if named else {}
 
 
-@SCHEMA.parametrize()
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-def test_whatever_is_sent_the_answer_is_as_described(case):
-    case.call_and_validate(**holder(case), checks=CHECKED)
+def validate(examples, check):
+    """Check answers to random requests of each operation. The schema is read here: it takes 6 s."""
+    schema = schemathesis.openapi.from_asgi("/openapi.json", APP, **of("viewer")).exclude(path="/v1/stream")
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) > 10
+    for operation in operations:
+        chosen = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+        chosen(given(case=operation.as_strategy())(check))()
+
+
+def test_whatever_is_sent_the_answer_is_as_described():
+    def check(case):
+        case.call_and_validate(**holder(case), checks=CHECKED)
+
+    validate(3, check)
 
 
 @pytest.mark.soak
-@SCHEMA.parametrize()
-@settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
-def test_whatever_is_sent_for_long_the_answer_is_as_described(case):
-    case.call_and_validate(**holder(case), checks=CHECKED)
-    for headers in ({}, {"Authorization": "Bearer wrong"}):
-        answer = case.call(headers=headers)
-        assert answer.status_code in (200, 401, 404, 405)
-        assert (answer.status_code == 200) == (case.path == "/healthz" and case.method == "GET")
+def test_whatever_is_sent_for_long_the_answer_is_as_described():
+    def check(case):
+        case.call_and_validate(**holder(case), checks=CHECKED)
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            answer = case.call(headers=headers)
+            assert answer.status_code in (200, 401, 404, 405)
+            assert (answer.status_code == 200) == (case.path == "/healthz" and case.method == "GET")
+
+    validate(1000, check)
