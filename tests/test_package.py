@@ -90,12 +90,16 @@ def test_continuous_integration_has_the_packages_that_tests_would_skip_without()
 ROOT = Path(__file__).parents[1]
 
 
+def said(*command: object, cwd: Path) -> str:
+    """What a program that ends well says on stdout."""
+    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def test_the_wheel_installs_and_its_command_runs(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    names = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    ).stdout
-    for name in names.splitlines():
+    source, home = tmp_path / "source", tmp_path / "venv"
+    for name in said("git", "ls-files", cwd=ROOT).splitlines():
         if name.startswith(("ft_hsdp/", "lighthouse/", "ftar_kernels/")) or name in (
             "pyproject.toml",
             "README.md",
@@ -106,54 +110,24 @@ def test_the_wheel_installs_and_its_command_runs(tmp_path: Path) -> None:
                 (source / name).symlink_to((ROOT / name).resolve())
             else:
                 (source / name).write_bytes((ROOT / name).read_bytes())
-    build = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--no-isolation",
-        "--outdir",
-        str(tmp_path / "dist"),
-        str(source),
-    ]
-    made = subprocess.run(build, capture_output=True, text=True, timeout=240)
-    assert made.returncode == 0, made.stdout + made.stderr
+    build = (sys.executable, "-m", "build", "--wheel", "--no-isolation")
+    said(*build, "--outdir", tmp_path / "dist", source, cwd=tmp_path)
     (wheel,) = (tmp_path / "dist").glob("ft_hsdp-*.whl")
     inside = zipfile.ZipFile(wheel).namelist()
     for name in ("ft_hsdp/py.typed", "lighthouse/dashboard/index.html", "ftar_kernels/__init__.py"):
         assert name in inside
     assert not [name for name in inside if name.startswith(("tests/", "docs/", "configs/"))]
 
-    home = tmp_path / "venv"
     venv.create(home, with_pip=False)
-    python = home / "bin" / "python"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--no-deps",
-        "--no-index",
-        str(wheel),
-    ]
-    done = subprocess.run(install, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python, ft_hsdp_command = home / "bin" / "python", home / "bin" / "ft-hsdp"
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index")
+    said(*pip, wheel, cwd=tmp_path)
     # The packages that it depends on come from this environment, without the checkout that is installed in it.
     seen = home / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages" / "zz_seen.pth"
     paths = [p for p in sys.path if p.endswith("site-packages")] or [sysconfig.get_path("purelib")]
     seen.write_text("".join(f"{path}\n" for path in paths))
-    helped = subprocess.run(
-        [home / "bin" / "ft-hsdp", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60
-    )
-    assert helped.returncode == 0, helped.stderr
-    assert "replicas that come and go" in helped.stdout
+    assert "replicas that come and go" in said(ft_hsdp_command, "--help", cwd=tmp_path)
     where = "import ft_hsdp, lighthouse, ftar_kernels; print(ft_hsdp.__file__)"
-    found = subprocess.run([python, "-c", where], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert found.stdout.startswith(str(home)), found.stdout + found.stderr
+    assert said(python, "-c", where, cwd=tmp_path).startswith(str(home))
     for command, file in ((["schema"], "schema.json"), (["example", "quickstart"], "quickstart.yaml")):
-        said = subprocess.run(
-            [home / "bin" / "ft-hsdp", *command], cwd=tmp_path, capture_output=True, text=True, timeout=60
-        )
-        assert said.stdout == (ROOT / "configs" / file).read_text()
+        assert said(ft_hsdp_command, *command, cwd=tmp_path) == (ROOT / "configs" / file).read_text()
