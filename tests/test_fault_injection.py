@@ -15,6 +15,7 @@ import pytest
 from ft_hsdp import fault_injection
 from ft_hsdp.config import FailpointConfig, parse
 from ft_hsdp.fault_injection import LIGHTHOUSE, FaultOrder
+from tests.support.forced_faults import ME, Enforced, enforcing
 
 POINTS = parse({}, ["--debug.failpoints={vote: {replicas: [0, 2], rank: 1, life: 1, step: 5, signal: STOP}}"])
 
@@ -61,22 +62,10 @@ def test_a_place_can_only_say_that_it_is_hit(sent: list[int]) -> None:
     assert sent == []
 
 
-ME = 1
-Enforced = Callable[..., contextlib.ExitStack]
-
-
 @pytest.fixture
 def force(tmp_path: Path) -> Iterator[Enforced]:
-    """Puts orders into force in this process, as replica ME; a call ends what the one before began."""
-    with contextlib.ExitStack() as faked:
-
-        def put(*orders: FaultOrder) -> contextlib.ExitStack:
-            faked.close()
-            fault_injection.enforce(orders, tmp_path.resolve(), ME, faked)
-            return faked
-
+    with enforcing(tmp_path) as put:
         yield put
-        put()
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -20,24 +19,15 @@ from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.chaos import Injection
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from tests.support import os_faults
+from tests.support.forced_faults import ME, Enforced, enforcing
 
 ROOT = Path(__file__).parents[1]
-ME = 1
-Enforced = Callable[..., contextlib.ExitStack]
 
 
 @pytest.fixture
 def force(tmp_path: Path) -> Iterator[Enforced]:
-    """Puts orders into force in this process, as replica ME; a call ends what the one before began."""
-    with contextlib.ExitStack() as faked:
-
-        def put(*orders: FaultOrder) -> contextlib.ExitStack:
-            faked.close()
-            fault_injection.enforce(orders, tmp_path.resolve(), ME, faked)
-            return faked
-
+    with enforcing(tmp_path) as put:
         yield put
-        put()
 
 
 def test_a_full_disk_takes_nothing_below_the_run_and_everything_elsewhere(

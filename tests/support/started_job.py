@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 
 class StartedJob:
     """A context that ends the process; whatever it has started dies with it."""
+
+    deadline_s = 240.0  # longest time for what is waited for
 
     def __init__(
         self, command: Sequence[str], folder: Path, run: Path, log: Path, env: Mapping[str, str] | None = None
@@ -44,3 +47,26 @@ class StartedJob:
         """The events of one name with these facts."""
         named = (e for e in self.rows("events.jsonl") if e["event"] == name)
         return [e for e in named if all(e.get(k) == v for k, v in facts.items())]
+
+    def tail(self) -> str:
+        """The end of what the job printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-50:])
+
+    def until(self, condition: Callable[[], object], what: str, deadline_s: float | None = None) -> None:
+        """Wait for a condition; fail if the job ends or the deadline passes first."""
+        deadline_s = deadline_s or self.deadline_s
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert self.process.poll() is None, f"the job ended before {what}:\n{self.tail()}"
+            assert time.monotonic() < end, f"not within {deadline_s} s: {what}\n{self.tail()}"
+            time.sleep(0.02)
+
+    def end(self, code: int = 0, deadline_s: float | None = None) -> dict[str, Any]:
+        """Wait for the end of the job; its summary."""
+        try:
+            got = self.process.wait(deadline_s or self.deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job did not end:\n{self.tail()}") from None
+        assert got == code, f"exit {got}, wanted {code}:\n{self.tail()}"
+        summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
+        return summary

@@ -11,8 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ ROOT = Path(__file__).parents[3]
 MARK = "FT_HSDP_TEST_CLUSTER"
 SUBMIT = (str(ROOT / "launcher.py"), "submit")
 SLOW = (str(Path(__file__).with_name("ray_slow.py")),)
-DEADLINE_S = 120.0
 SMALL = {
     "ranks_per_replica": 1,
     "train.micro_batch": 2,
@@ -156,6 +153,8 @@ class Cluster:
 class Job(StartedJob):
     """A job on a cluster: `launcher.py submit` in a process of its own; a context that ends it."""
 
+    deadline_s = 120.0
+
     def __init__(
         self, cluster: Cluster, folder: Path, steps: int, *, program: tuple[str, ...] = SUBMIT, **dotted: Any
     ) -> None:
@@ -186,24 +185,6 @@ class Job(StartedJob):
         """Whether these replicas, and no others, contributed to the newest commit."""
         return self.newest()["contributors"] == sorted(replicas)
 
-    def until(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-        """Wait for a condition; fail if the job ends or the deadline passes first."""
-        end = time.monotonic() + deadline_s
-        while not condition():
-            assert self.process.poll() is None, f"the job ended before {what}:\n{self.tail()}"
-            assert time.monotonic() < end, f"not within {deadline_s} s: {what}\n{self.tail()}"
-            time.sleep(0.05)
-
-    def end(self, code: int = 0, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
-        """Wait for the end of the job; its summary."""
-        try:
-            got = self.process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job did not end:\n{self.tail()}") from None
-        assert got == code, f"exit {got}, wanted {code}:\n{self.tail()}"
-        summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
-        return summary
-
     def ranks(self, replica: int) -> list[dict[str, Any]]:
         """The ranks of a replica, as processes.json has them."""
         file = self.run / "replicas" / str(replica) / "processes.json"
@@ -212,10 +193,6 @@ class Job(StartedJob):
     def node_of(self, replica: int) -> int:
         """The number of the node on which a replica's rank 0 is."""
         return self.cluster.node_above(self.ranks(replica)[0]["pid"])
-
-    def tail(self) -> str:
-        """The end of what the job printed."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
 
     def spoil(self, host: str) -> None:
         """Let each rank on a host find out that the host is broken, in a job of ray_slow.py."""

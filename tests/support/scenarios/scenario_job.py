@@ -8,11 +8,9 @@ import multiprocessing
 import os
 import signal
 import sqlite3
-import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -124,14 +122,6 @@ class Job(StartedJob):
 
     # What can be done from outside.
 
-    def until(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-        """Wait for a condition; fail if the job ends or the deadline passes first."""
-        end = time.monotonic() + deadline_s
-        while not condition():
-            assert self.process.poll() is None, f"the job ended before {what}:\n{self.tail()}"
-            assert time.monotonic() < end, f"not within {deadline_s} s: {what}\n{self.tail()}"
-            time.sleep(0.02)
-
     def hurry(self) -> None:
         """Let a script that calls `slow_script.pause` go as fast as it can; its replay, too."""
         for folder in self.run.parents[:2]:
@@ -145,23 +135,14 @@ class Job(StartedJob):
         os.kill(pid, number)
         return pid
 
-    def end(self, code: int = 0, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+    def end(self, code: int = 0, deadline_s: float | None = None) -> dict[str, Any]:
         """Wait for the end of the job; its summary. What it has logged is allowed, and told in plain words."""
-        try:
-            got = self.process.wait(deadline_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job did not end:\n{self.tail()}") from None
-        assert got == code, f"exit {got}, wanted {code}:\n{self.tail()}"
-        summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
+        summary = super().end(code, deadline_s)
         found = verify(RunDir(self.run))
         assert not found.breaches, "\n".join(found.breaches)
         bare = [e for e in self.rows("events.jsonl") if tell(e, reason=False).startswith(e["event"])]
         assert not bare, f"no sentence for {bare}"
         return summary
-
-    def tail(self) -> str:
-        """The end of what the job printed."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
 
     def replay_command(self) -> list[str]:
         """What trains the recorded run again."""
