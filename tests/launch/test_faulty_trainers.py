@@ -15,6 +15,8 @@ from tests.support.launch.faulty_trainer import POISON, VICTIM
 from tests.support.launch.launch_helpers import train
 from tests.support.launch.staged_trainer import PAUSE_S
 
+pytestmark = [pytest.mark.proof, pytest.mark.multiproc]
+
 
 def summary_of(run: RunDir) -> dict[str, Any]:
     summary = read_json(run.summary)
@@ -38,8 +40,6 @@ def one_state(run: RunDir) -> bool:
     return len({s["digest"] for s in summary_of(run)["replicas"].values()}) == 1
 
 
-@pytest.mark.proof
-@pytest.mark.multiproc
 def test_a_trainer_that_hangs_is_replaced(tmp_path: Path) -> None:
     """Its process lives: its rank ends itself, and a new one takes its place."""
     run = train(
@@ -60,8 +60,6 @@ def test_a_trainer_that_hangs_is_replaced(tmp_path: Path) -> None:
     assert {e["suspect"] for e in broken[:2]} == {VICTIM}
 
 
-@pytest.mark.proof
-@pytest.mark.multiproc
 def test_a_job_of_one_replica_survives_each_kind_of_hang(tmp_path: Path) -> None:
     """It hangs where nobody else sees it: before check-in, in a stopped rank, and altogether."""
     run = train(
@@ -92,8 +90,6 @@ def test_a_job_of_one_replica_survives_each_kind_of_hang(tmp_path: Path) -> None
     assert any("the trainer hangs: it has not got on" in why for why in ended), ended
 
 
-@pytest.mark.proof
-@pytest.mark.multiproc
 def test_a_rank_without_descriptors_is_replaced_and_no_healthy_one_is_left_out(tmp_path: Path) -> None:
     """It has none left when a new ring is formed."""
     run = train(
@@ -119,8 +115,6 @@ def test_a_rank_without_descriptors_is_replaced_and_no_healthy_one_is_left_out(t
     assert "RLIMIT_NOFILE" in exited[0]["reason"]
 
 
-@pytest.mark.proof
-@pytest.mark.multiproc
 def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
     """It is left out of some steps first."""
     retries = 2
@@ -137,8 +131,6 @@ def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
         assert (event["shard"], event["index"]) == POISON
 
 
-@pytest.mark.proof
-@pytest.mark.multiproc
 @pytest.mark.parametrize("refill", [pytest.param("next_step", marks=pytest.mark.soak), "same_step"])
 def test_units_that_are_never_finite_are_given_up_under_a_constant_batch(tmp_path: Path, refill: str) -> None:
     """They are left out of some steps first. Each of those has the units of the other replica alone."""
@@ -172,8 +164,6 @@ def staged(steps: int) -> dict[str, Any]:
     return {"replicas": 2, "ranks_per_replica": 1, "train": train, "model": {"dim": 32, "layers": 2, "heads": 2}}
 
 
-@pytest.mark.proof
-@pytest.mark.multiproc
 def test_a_staged_job_loses_a_replica_and_heals(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
     run = train(
@@ -189,8 +179,6 @@ def test_a_staged_job_loses_a_replica_and_heals(tmp_path: Path) -> None:
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.proof
-@pytest.mark.multiproc
 def test_a_pause_that_is_longer_than_every_limit_ends_nobody(tmp_path: Path) -> None:
     """The kernel of the other replica waits for as long as its engine lives."""
     pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
@@ -209,8 +197,6 @@ def test_a_pause_that_is_longer_than_every_limit_ends_nobody(tmp_path: Path) -> 
     assert verdict.equal, str(verdict)
 
 
-@pytest.mark.proof
-@pytest.mark.multiproc
 def test_a_loop_that_does_not_weigh_ends_the_job_with_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,8 @@ import pytest
 from tests.support.aborted import aborted
 from tests.support.torchrun_job import ROOT, TorchrunJob, check
 
+pytestmark = pytest.mark.multiproc
+
 STEPS = 60
 SETTINGS = f"""
 replicas: 2
@@ -23,7 +25,6 @@ optim: {{clip: 1.0}}
 """
 
 
-@pytest.mark.multiproc
 @pytest.mark.proof
 def test_replicas_under_torchrun_survive_the_loss_of_a_leader(tmp_path: Path) -> None:
     with TorchrunJob(tmp_path, SETTINGS) as job:
@@ -35,7 +36,6 @@ def test_replicas_under_torchrun_survive_the_loss_of_a_leader(tmp_path: Path) ->
         assert [r["step"] for r in job.rows(1)] == list(range(1, STEPS + 1)), "the survivor missed a step"
 
 
-@pytest.mark.multiproc
 @pytest.mark.proof
 def test_a_users_script_runs_under_torchrun_and_under_a_supervisor_and_an_edited_one_is_refused(
     tmp_path: Path,
@@ -65,7 +65,6 @@ def test_a_users_script_runs_under_torchrun_and_under_a_supervisor_and_an_edited
         assert aborted(events) == []
 
 
-@pytest.mark.multiproc
 @pytest.mark.soak
 def test_the_ranks_of_a_torchrun_that_is_killed_leave_and_end(tmp_path: Path) -> None:
     """Nobody would end them, or start them again; the others repeat no step for it."""

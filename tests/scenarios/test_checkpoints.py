@@ -19,6 +19,8 @@ from ft_hsdp.launch.run.status import status
 from ft_hsdp.state.checkpoint import catalog
 from tests.support.scenarios.scenario_job import Job, check
 
+pytestmark = pytest.mark.proof
+
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
     return {"checkpoint__every": 5, "checkpoint__keep": 9, "checkpoint__dir": str(folder / "checkpoints"), **more}
@@ -38,7 +40,6 @@ def trained(job: Job, batch: int) -> list[int]:
     return sorted({unit // batch * shards + shard for shard, unit in units})
 
 
-@pytest.mark.proof
 def test_on_other_numbers_of_replicas_and_ranks(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
@@ -59,7 +60,6 @@ def test_on_other_numbers_of_replicas_and_ranks(tmp_path: Path) -> None:
         assert job.replayed()["equal"]
 
 
-@pytest.mark.proof
 @pytest.mark.soak
 def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
@@ -89,7 +89,6 @@ FLIPPED = {  # the newest copy of rank 1 flips, and the rank dies at once
 }
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_flipped_copy_is_not_restored(tmp_path: Path, replicas: int) -> None:
     """Alone the replica goes on from the copy before; beside another one it fetches what it lacks."""
@@ -107,7 +106,6 @@ def test_a_flipped_copy_is_not_restored(tmp_path: Path, replicas: int) -> None:
         assert job.replayed()["equal"]
 
 
-@pytest.mark.proof
 def test_a_copy_that_one_rank_left_out_costs_no_older_one(tmp_path: Path) -> None:
     """Rank 1 has no memory for step 8; rank 0, and with it the replica, dies while it copies step 9."""
     points = {
@@ -123,7 +121,6 @@ def test_a_copy_that_one_rank_left_out_costs_no_older_one(tmp_path: Path) -> Non
         assert job.replayed()["equal"]
 
 
-@pytest.mark.proof
 @pytest.mark.soak
 def test_the_one_of_two_whose_memory_changed_ends_and_comes_back_with_its_copy(tmp_path: Path) -> None:
     """A slice is compared at each step: that of the flipped byte is looked at after step 16."""
@@ -159,7 +156,6 @@ def written(folder: Path, replicas: int, life: int, step: int) -> tuple[list[int
         return sorted(int(path.name.split("-")[1]) for path in published), job.events("CheckpointStarted")
 
 
-@pytest.mark.proof
 def test_a_survivor_writes_the_next_state_instead(tmp_path: Path) -> None:
     steps, started = written(tmp_path, 2, 0, EVERY)
     assert EVERY not in steps, "its writer did not die"
@@ -167,14 +163,12 @@ def test_a_survivor_writes_the_next_state_instead(tmp_path: Path) -> None:
     assert [e["replica"] for e in started if e["step"] == steps[0]] == [1]
 
 
-@pytest.mark.proof
 def test_a_replica_that_is_alone_writes_it_in_its_next_life(tmp_path: Path) -> None:
     steps, _ = written(tmp_path, 1, 0, EVERY)
     assert EVERY not in steps, "its writer did not die"
     assert EVERY < steps[0] < EVERY + 5
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("replicas", [2, 1])
 def test_the_final_state_is_written_all_the_same(tmp_path: Path, replicas: int) -> None:
     steps, started = written(tmp_path, replicas, 0, WRITER_STEPS)
@@ -214,7 +208,6 @@ def fill(file: Path) -> None:
                 pass
 
 
-@pytest.mark.proof
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
 def test_training_goes_on_and_what_the_logs_lack_is_told(tmp_path: Path) -> None:
     steps = 90
@@ -239,7 +232,6 @@ def test_training_goes_on_and_what_the_logs_lack_is_told(tmp_path: Path) -> None
         assert summary["batches"]["unlogged"] > 0
 
 
-@pytest.mark.proof
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
 @pytest.mark.soak
 def test_a_lighthouse_decides_on_a_full_disk(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from ft_hsdp.state.transfer.donor_connection import ask_held
 from tests.support.lighthouse.signed import BlockingProof
 from tests.support.scenarios.scenario_job import DEADLINE_S, Job, check
 
+pytestmark = pytest.mark.proof
+
 STEPS = 18
 AT = 10  # the step of the vote at which a job stands
 HEAD = AT - 1  # the newest committed step then
@@ -40,7 +42,6 @@ def recoveries(job: Job, steps: int) -> list[dict[str, Any]]:
     return list(summary["recoveries"])
 
 
-@pytest.mark.proof
 def test_one_replica_loses_a_host_and_at_most_a_step(tmp_path: Path) -> None:
     rule = {"kind": "host", "at_step": 8, "replicas": [0], "host": "r0h1", "for_s": 0.3}
     hosts = {"ranks_per_replica": 4, "hosts.per_replica": 2, "chaos": [rule]}
@@ -55,7 +56,6 @@ def test_one_replica_loses_a_host_and_at_most_a_step(tmp_path: Path) -> None:
         assert all(row["copied_bytes"] > 0 for row in job.rows("replicas/0/commits.jsonl"))
 
 
-@pytest.mark.proof
 def test_a_job_that_falls_to_one_replica_is_protected_at_its_second_commit(tmp_path: Path) -> None:
     """Two replicas are two copies. While one is away the other copies, and loses a host, too."""
     chaos = [
@@ -150,7 +150,6 @@ class Standing(Job):
                 os.kill(pid, signal.SIGKILL)
 
 
-@pytest.mark.proof
 def test_a_copy_that_is_on_some_hosts_only_counts_if_the_whole_state_is_there(tmp_path: Path) -> None:
     """The newest snapshot of rank 1 was left out: the state before is taken, at the second attempt."""
     points = {
@@ -168,7 +167,6 @@ def test_a_copy_that_is_on_some_hosts_only_counts_if_the_whole_state_is_there(tm
         assert sum(e["steps"] for e in job.events("HeadRolledBack")) == 1
 
 
-@pytest.mark.proof
 def test_the_owner_and_its_holder_at_once_leave_the_checkpoint(tmp_path: Path) -> None:
     head = STEPS - 2
     stands = {"replicas": [0], "rank": 1, "step": head + 1, "signal": "STOP"}
@@ -182,7 +180,6 @@ def test_the_owner_and_its_holder_at_once_leave_the_checkpoint(tmp_path: Path) -
         assert newest <= row["state"][1] == head - row["lost_steps"], row
 
 
-@pytest.mark.proof
 def test_without_a_lighthouse_copies_go_on_and_a_recovery_finds_them(tmp_path: Path) -> None:
     with Standing(tmp_path, {}, **{"timeouts.reach_s": 1.0}) as job:
         job.until(lambda: job.step() >= 3, "step 3")
@@ -197,7 +194,6 @@ def test_without_a_lighthouse_copies_go_on_and_a_recovery_finds_them(tmp_path: P
         assert (row["rung"], row["state"][1], row["lost_steps"]) == ("copy", HEAD, None), row
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("kept", [False, True])
 def test_a_host_that_is_lost_before_its_newest_shard_is_kept_costs_that_step(tmp_path: Path, kept: bool) -> None:
     """M54: rank 1 has copied its shard of the head, and its agent does not know it; rank and host are lost.
@@ -222,7 +218,6 @@ def test_a_host_that_is_lost_before_its_newest_shard_is_kept_costs_that_step(tmp
         assert sum(e["steps"] for e in job.events("HeadRolledBack")) == 1
 
 
-@pytest.mark.proof
 def test_a_holder_that_dies_holds_up_no_step(tmp_path: Path) -> None:
     """M52: its agent falls silent and is killed. The job goes on without copies, and then with a new holder."""
     hosts = {"hosts.per_replica": 2, "memory.wait_s": 0.2}
@@ -239,7 +234,6 @@ def test_a_holder_that_dies_holds_up_no_step(tmp_path: Path) -> None:
         assert told(job)[-1] == "Protected", "the next agent of that host keeps copies"
 
 
-@pytest.mark.proof
 def test_a_copy_that_its_holder_refuses_moves_to_the_next_host(tmp_path: Path) -> None:
     """M61: h1 keeps the shard of rank 0, and refuses it; then h0 is lost, and h2 has the only copy."""
     chaos = [{"kind": "host", "at_step": 10, "replicas": [0], "host": "r0h0", "for_s": 0.3}]
@@ -254,7 +248,6 @@ def test_a_copy_that_its_holder_refuses_moves_to_the_next_host(tmp_path: Path) -
         assert told(job)[:3] == ["Protected", "Unprotected", "Protected"]
 
 
-@pytest.mark.proof
 def test_the_last_healthy_replica_loses_a_host_while_the_other_one_fetches(tmp_path: Path) -> None:
     """M63: rank 0 of replica 1 has not fetched its shard, and the host of rank 1 of replica 0 is lost."""
     points = {"fetch": {"replicas": [1], "rank": 0, "life": 1, "step": 0, "signal": "STOP"}, "vote": NEVER}
@@ -280,7 +273,6 @@ def test_the_last_healthy_replica_loses_a_host_while_the_other_one_fetches(tmp_p
         assert not job.events("HeadRolledBack")
 
 
-@pytest.mark.proof
 def test_the_last_healthy_replica_recovers_from_its_copies_while_the_other_one_is_behind(tmp_path: Path) -> None:
     """M63: replica 1 lives and has nothing; replica 0 has copies, and loses a host."""
     points = {"fetch": {"replicas": [1], "rank": 1, "life": 1, "step": 0, "signal": "STOP"}}
@@ -303,7 +295,6 @@ def test_the_last_healthy_replica_recovers_from_its_copies_while_the_other_one_i
         assert not job.events("HeadRolledBack")
 
 
-@pytest.mark.proof
 def test_copies_stay_until_a_commit_under_the_next_plan_says_that_its_state_is_kept(tmp_path: Path) -> None:
     """M62: two replicas are copies of each other again, and lose the same shard before they commit a step so."""
     points = {
@@ -331,7 +322,6 @@ def test_copies_stay_until_a_commit_under_the_next_plan_says_that_its_state_is_k
         assert second in {"r0h0", f"r{rows[0]['replica']}h1"}, rows
 
 
-@pytest.mark.proof
 def test_all_that_a_supervisor_started_dies_with_it_and_the_checkpoint_is_left(tmp_path: Path) -> None:
     """M64: ranks and agents end with the launcher, so no memory outlives it; the next job has the checkpoint."""
     settings = {"replicas": 1, "hosts.per_replica": 2, "checkpoint.every": 4, "checkpoint.keep": 99}

@@ -89,7 +89,6 @@ def send(processes: list[psutil.Process], *numbers: int) -> None:
                 process.send_signal(number)
 
 
-@pytest.mark.multiproc
 def test_a_closed_terminal_and_lost_output_cost_no_step(tmp_path: Path) -> None:
     """Nobody reads its output, then it has no reader; notices come to all its processes, and then SIGHUP."""
     os.mkfifo(tmp_path / "up.log")
@@ -108,12 +107,10 @@ def test_a_closed_terminal_and_lost_output_cost_no_step(tmp_path: Path) -> None:
         assert (saved(tmp_path), summary["failures"]) == ([summary["steps"]], [])
 
 
-@pytest.mark.multiproc
 def test_loops_that_break_on_all_replicas_end_the_job_well(tmp_path: Path) -> None:
     ends_well(tmp_path, "break")
 
 
-@pytest.mark.multiproc
 @pytest.mark.soak
 @pytest.mark.parametrize("end", ["stop", "leave", "exit"])
 def test_scripts_end_the_job_well(tmp_path: Path, end: str) -> None:
@@ -130,7 +127,6 @@ def ends_well(folder: Path, end: str) -> None:
         assert (summary["failures"], saved(folder)) == ([], [5])
 
 
-@pytest.mark.multiproc
 @pytest.mark.parametrize("steps", [ENDLESS, pytest.param(40, marks=pytest.mark.soak)])
 def test_an_announced_checkpoint_that_was_not_written_is_said_last_with_a_code_of_its_own(
     tmp_path: Path, steps: int
@@ -147,7 +143,6 @@ def test_an_announced_checkpoint_that_was_not_written_is_said_last_with_a_code_o
         assert said == f"the announced checkpoint of step {step} was not written: there is none of this run"
 
 
-@pytest.mark.multiproc
 def test_a_script_that_stops_the_job_ends_it_under_torchrun_too(tmp_path: Path) -> None:
     sections = nested({**settings(tmp_path, 0, "stop"), "train__steps": ENDLESS})
     with TorchrunJob(
@@ -160,7 +155,6 @@ def test_a_script_that_stops_the_job_ends_it_under_torchrun_too(tmp_path: Path) 
         )
 
 
-@pytest.mark.multiproc
 @pytest.mark.soak
 def test_a_replica_that_breaks_its_loop_alone_is_done_and_the_others_go_on(tmp_path: Path) -> None:
     with Job(tmp_path, 30, **settings(tmp_path, 0, "alone")) as job:
@@ -172,7 +166,6 @@ def test_a_replica_that_breaks_its_loop_alone_is_done_and_the_others_go_on(tmp_p
 HOW = ("TERM", "INT", "HUP", "all TERM", "all INT", "all HUP")
 
 
-@pytest.mark.multiproc
 @pytest.mark.soak
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("how", HOW)
@@ -233,7 +226,6 @@ def check_saved(folder: Path, last: int) -> None:
         assert job.rows("metrics.jsonl")[0]["step"] == last + 1
 
 
-@pytest.mark.multiproc
 @pytest.mark.soak
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_terminal_that_closes_ends_the_job_in_order(tmp_path: Path, workers: int) -> None:

@@ -24,7 +24,6 @@ def both(job: Job) -> int:
     return min(rows[-1]["step"] if rows else 0 for rows in logs)
 
 
-@pytest.mark.multiproc
 def test_a_replica_with_one_sample_less_does_not_train(tmp_path: Path) -> None:
     with Job(tmp_path, 4, entry=str(LOOP), args=["ROWS"], **TWO) as job:
         job.end(64)
@@ -35,7 +34,6 @@ def test_a_replica_with_one_sample_less_does_not_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.multiproc
 def test_a_replica_that_comes_back_with_other_data_harms_nobody(tmp_path: Path) -> None:
     settings = {**TWO, "args": ["LATER"], "restart__budget": 1, "checkpoint__every": 0}
     with Job(tmp_path, 60, entry=str(LOOP), **settings) as job:
@@ -50,7 +48,6 @@ def test_a_replica_that_comes_back_with_other_data_harms_nobody(tmp_path: Path) 
 
 
 @pytest.mark.soak
-@pytest.mark.multiproc
 def test_text_that_grew_is_refused_until_other_data_are_allowed(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_bytes(1000 * TEXT)
@@ -73,7 +70,6 @@ def test_text_that_grew_is_refused_until_other_data_are_allowed(tmp_path: Path) 
 
 
 @pytest.mark.soak
-@pytest.mark.multiproc
 def test_text_of_the_same_name_and_size_is_compared(tmp_path: Path) -> None:
     """Each replica is started in a folder of its own, and has a text of its own there."""
     config = tmp_path / "config.yaml"
@@ -107,7 +103,6 @@ def test_text_of_the_same_name_and_size_is_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.multiproc
 def test_a_stream_that_returns_its_live_state_leaves_nothing_out(tmp_path: Path) -> None:
     with Job(tmp_path, 60, entry=str(LOOP), args=["LIVE"], train__accumulate=4, **TWO) as job:
         job.until(lambda: both(job) >= 20, "step 20")

@@ -19,7 +19,6 @@ EXAMPLE = ROOT / "docs" / "examples" / "own_loop.py"
 TWO = {"replicas": 2, "train__micro_batch": 16, "optim__lr": 3e-3}
 
 
-@pytest.mark.multiproc
 def test_a_function_trains(tmp_path: Path) -> None:
     shutil.copy(EXAMPLE, tmp_path / "mine.py")
     settings = {**TWO, "ranks_per_replica": 1, "args": ["x"], "preload": ["colorsys"]}
@@ -28,7 +27,6 @@ def test_a_function_trains(tmp_path: Path) -> None:
         assert not (job.run.parent / ".cache").exists(), "the data of the built-in trainer were prepared"
 
 
-@pytest.mark.multiproc
 @pytest.mark.proof
 def test_a_users_script_goes_on_in_a_spare(tmp_path: Path) -> None:
     """The spare has sharded and warmed up its model before it hears to which replica it belongs."""
@@ -44,7 +42,6 @@ def test_a_users_script_goes_on_in_a_spare(tmp_path: Path) -> None:
         assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
 
 
-@pytest.mark.multiproc
 @pytest.mark.proof
 def test_a_users_own_model_is_trained_by_fewer_ranks_of_one_replica_for_a_while(tmp_path: Path) -> None:
     """A replica of one rank and one of two sum the model's rows in lanes; both end with the same bits."""
@@ -77,7 +74,6 @@ def narrow(job: Job) -> list[int]:
     return [r["step"] for r in rows if r.get("ring_widths") == [1, 2] and r["contributors"] == [0, 1]]
 
 
-@pytest.mark.multiproc
 @pytest.mark.proof
 def test_sigterm_means_leave_and_an_edited_script_is_not_run_until_it_is_put_back(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
@@ -102,7 +98,6 @@ def test_sigterm_means_leave_and_an_edited_script_is_not_run_until_it_is_put_bac
         assert job.log.read_text().count("cannot be started now") == 1, "the console says it once a minute"
 
 
-@pytest.mark.multiproc
 @pytest.mark.proof
 def test_a_step_that_ends_all_replicas_three_times_ends_the_job_with_a_reason(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
@@ -134,7 +129,6 @@ class Fatal(Dataset):
 """
 
 
-@pytest.mark.multiproc
 @pytest.mark.proof
 def test_a_unit_that_ends_its_process_again_is_left_out_with_its_samples(tmp_path: Path) -> None:
     """Like one whose gradient is not finite: no weight changes if it is all that the step has."""

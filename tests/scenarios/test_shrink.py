@@ -13,6 +13,8 @@ from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.status import lines, status
 from tests.support.scenarios.scenario_job import Job, check
 
+pytestmark = pytest.mark.proof
+
 SAFE = {"quorum.on_lost_head": "rollback", "timeouts.place_s": 0.3}
 
 
@@ -23,7 +25,6 @@ def widths(job: Job) -> list[tuple[int, int]]:
     return [pair for n, pair in enumerate(found) if n == 0 or pair != found[n - 1]]
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize("batch", [pytest.param("adapt", marks=pytest.mark.soak), "constant"])
 def test_the_only_replica_goes_on_with_half_its_ranks_and_grows(tmp_path: Path, batch: str) -> None:
     """With a constant batch two ranks train what four trained, else half of it. No step is repeated to grow."""
@@ -53,7 +54,6 @@ def test_the_only_replica_goes_on_with_half_its_ranks_and_grows(tmp_path: Path, 
         assert job.replayed()["equal"]
 
 
-@pytest.mark.proof
 def test_another_host_is_lost_meanwhile_and_a_rank_is_killed_while_it_grows(tmp_path: Path) -> None:
     """Each attempt ends as a whole, and the next one is planned from the hosts that are there then."""
     shrinks = {"ranks_per_replica": 3, "hosts.per_replica": 3, "memory.shrink_to": 1}
@@ -107,7 +107,6 @@ def shrunk(job: Job, replica: int = 0) -> Inflicted:
     return lost
 
 
-@pytest.mark.proof
 @pytest.mark.parametrize(
     ("ranks", "batch"),
     [

@@ -15,6 +15,8 @@ from tests.compatibility.test_compatibility import SCRIPT
 from tests.support.scenarios.scenario_job import ROOT, Job, check
 from tests.support.state import lora_loop
 
+pytestmark = pytest.mark.multiproc
+
 LORA: dict[str, Any] = {
     "replicas": 2,
     "ranks_per_replica": 2,
@@ -24,7 +26,6 @@ TENSORS = 3  # an adapter's matrix, and AdamW's two of its size
 
 
 @pytest.mark.proof
-@pytest.mark.multiproc
 def test_healing_a_lora_job_fetches_the_adapters_alone(tmp_path: Path) -> None:
     steps = 80
     with Job(tmp_path, steps, **LORA) as job:
@@ -43,7 +44,6 @@ def test_healing_a_lora_job_fetches_the_adapters_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-@pytest.mark.multiproc
 def test_a_replica_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
     with Job(tmp_path, 100_000, **LORA, args=["--other", "1"]) as job:
         refused = "digest of the frozen weights and buffers"
@@ -51,7 +51,6 @@ def test_a_replica_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.multiproc
 def test_running_statistics_do_not_depend_on_a_loss(tmp_path: Path) -> None:
     """A replica that comes back has them, a replay finds every bit, and a run without the loss ends alike."""
     digests, steps, kill = set(), 24, {"at_step": 8, "replicas": [1], "rank": 1}
@@ -92,7 +91,6 @@ def moving(*left_out: str, when: str = "before", step_s: float = 0.0, ranks: int
 
 
 @pytest.mark.proof
-@pytest.mark.multiproc
 def test_what_training_changes_is_the_same_after_a_loss(tmp_path: Path) -> None:
     kill = {"at_step": 3, "replicas": [0], "rank": 0}
     with Job(tmp_path, 8, **moving(), quorum__min_replicas=2, chaos=[kill]) as job:
@@ -101,7 +99,6 @@ def test_what_training_changes_is_the_same_after_a_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.multiproc
 def test_it_is_resumed_and_replayed_bit_for_bit(tmp_path: Path) -> None:
     digests = []
     for name, steps in (("whole", [12]), ("parts", [6, 12])):
@@ -120,7 +117,6 @@ def test_it_is_resumed_and_replayed_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.multiproc
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_nobody_declared_is_refused_in_the_first_step(tmp_path: Path, kind: str) -> None:
     with Job(tmp_path, 8, **moving(kind)) as job:
@@ -130,7 +126,6 @@ def test_what_nobody_declared_is_refused_in_the_first_step(tmp_path: Path, kind:
 
 
 @pytest.mark.proof
-@pytest.mark.multiproc
 def test_a_sharded_teacher_that_follows_before_the_commit_is_refused(tmp_path: Path) -> None:
     """A replica that is behind would not move it: the replicas would differ after the first loss."""
     with Job(tmp_path, 8, **moving(when="teacher")) as job:
@@ -140,7 +135,6 @@ def test_a_sharded_teacher_that_follows_before_the_commit_is_refused(tmp_path: P
 
 
 @pytest.mark.soak
-@pytest.mark.multiproc
 def test_what_changes_later_is_told_and_ends_no_job(tmp_path: Path) -> None:
     with Job(tmp_path, 12, **moving("bias", when="after 5")) as job:
         summary = job.end()
