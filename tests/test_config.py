@@ -102,16 +102,18 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"ftar": {"transport": "udp"}}, "ftar.transport", "auto, tcp"),
     ({"ftar": {"dtype": "bfloat16"}}, "ftar.dtype", "float32"),
     ({"ftar": {"timeout_s": 2}}, "timeouts.connect_s", "at most ftar.timeout_s (2.0)"),
-    ({"timeouts": {"silence_s": 0.1}}, "timeouts.silence_s", "at least 3 x timeouts.beat_s (0.05)"),
     ({"timeouts": {"silence_s": 6}}, "timeouts.silence_s", "at most timeouts.connect_s (5.0)"),
-    ({"timeouts": {"suspect_grace_s": 2}}, "timeouts.suspect_grace_s", "at most timeouts.silence_grace_s (1.0)"),
+    ({"timeouts": {"silence_s": 5, "evict_s": 5}}, "timeouts.silence_s", "at most 0.5 x timeouts.evict_s (2.5)"),
     (
-        {"timeouts": {"silence_s": 5, "evict_s": 5}},
-        "timeouts.evict_s",
-        "more than timeouts.silence_s + timeouts.suspect_grace_s (5.2)",
+        {"timeouts": {"factor": 20}, "quorum": {"lease_s": 6000}},
+        "timeouts.connect_s",
+        "at most ftar.timeout_s (60.0): a ring that does not form goes before one that stands; "
+        "timeouts.factor (20) is in these waits",
     ),
+    ({"timeouts": {"factor": 60}}, "timeouts.factor", "at most 48: no wait is longer than a day"),
+    ({"timeouts": {"factor": 0}}, "timeouts.factor", "a number at most 100 and above 0"),
     ({"quorum": {"min_replicas": 4}}, "quorum.min_replicas", "at most replicas (3)"),
-    ({"timeouts": {"evict_s": 0.5}}, "timeouts.silence_grace_s", "at most timeouts.evict_s (0.5)"),
+    ({"timeouts": {"evict_s": 0.5}}, "timeouts.silence_s", "at most 0.5 x timeouts.evict_s (0.25)"),
     ({"quorum": {"allowed": [4, 8]}}, "quorum.allowed", "a value from quorum.min_replicas (1) to replicas (3)"),
     (
         {"quorum": {"allowed": [1], "min_replicas": 2}},
@@ -137,14 +139,22 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"data": {"weight": "words"}}, "data.weight", "units, tokens"),
     ({"quorum": {"lease_s": 5}}, "timeouts.evict_s", "at most quorum.lease_s (5.0)"),
     ({"quorum": {"on_lost_head": "guess"}}, "quorum.on_lost_head", "wait, halt"),
-    ({"timeouts": {"agent_s": 61}}, "timeouts.agent_s", "at most timeouts.ranks_s (60.0): a replica's ranks"),
-    ({"timeouts": {"boot_s": 121}}, "timeouts.boot_s", "at most timeouts.return_wait_s (120.0): a replica must"),
     (
-        {"timeouts": {"boot_s": 121, "return_wait_s": 0}},
-        "timeouts.boot_s",
-        "at most timeouts.final_wait_s (120.0): a replica that is lost at the end",
+        {"timeouts": {"ranks_s": 6}},
+        "timeouts.supervisor_lease_s",
+        "at most 0.417 x timeouts.ranks_s (2.5): another thread",
     ),
-    ({"timeouts": {"return_wait_s": 601}}, "timeouts.return_wait_s", "at most timeouts.linger_s (600.0): the"),
+    (
+        {"timeouts": {"load_s": 601}},
+        "timeouts.load_s",
+        "at most 5 x timeouts.return_wait_s (600.0): a replica must",
+    ),
+    (
+        {"timeouts": {"load_s": 601, "return_wait_s": 0}},
+        "timeouts.load_s",
+        "at most 5 x timeouts.final_wait_s (600.0): a replica that is lost at the end",
+    ),
+    ({"timeouts": {"return_wait_s": 601}}, "timeouts.return_wait_s", "at most timeouts.load_s (600.0): the"),
     ({"restart": {"hold_s": 120}}, "restart.hold_s", "less than timeouts.return_wait_s (120.0): a replica"),
     (
         {"restart": {"backoff_s": 1, "backoff_max_s": 120}},
@@ -154,7 +164,7 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     (
         {"lighthouse": {"etcd": ["http://etcd"], "etcd_lease_s": 30}},
         "lighthouse.etcd_lease_s",
-        "less than timeouts.listen_s (30.0): a lighthouse leads only when",
+        "less than 0.05 x timeouts.load_s (30.0): a lighthouse leads only when",
     ),
     (
         {"lighthouse": {"etcd": ["http://etcd"], "etcd_lease_s": 20}, "quorum": {"lease_s": 20}},

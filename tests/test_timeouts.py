@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import yaml
 
-from ft_hsdp.config import Config, parse
+from ft_hsdp.config import Config, TimeoutsConfig, dump, parse
 from ft_hsdp.config.config import BOUNDS
-from ft_hsdp.errors import Retryable
+from ft_hsdp.errors import EXIT_CONFIG, ConfigError, Retryable
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseProcess
+from ft_hsdp.launch.render.settings import REACH_S, spread
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.train.state.checkpointing import CheckpointSaver
 
@@ -25,12 +26,13 @@ PAGE = (ROOT / "docs/timeouts.md").read_text()
 ROWS = {
     cells[0].strip("`"): cells[1:]
     for line in PAGE.splitlines()
-    if line.startswith("| `") and (cells := [cell.strip() for cell in line.strip("|").split("|")])
+    if line.startswith("| `") and len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 4
 }
+DERIVED = TimeoutsConfig.derived()
 PRESETS = re.findall(r"^### (.+?)\n.*?```yaml\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL)
 ELSEWHERE = ("ftar.timeout_s", "quorum.lease_s", "quorum.catchup_wait_s", "lighthouse.etcd_lease_s")
 WAITS = [
-    *(f"timeouts.{key}" for key in type(Config().timeouts).model_fields),
+    *(f"timeouts.{key}" for key in TimeoutsConfig.model_fields if key != "factor"),
     *(f"restart.{key}" for key in type(Config().restart).model_fields if key.endswith("_s")),
     *ELSEWHERE,
 ]
@@ -46,7 +48,7 @@ def test_every_wait_has_its_row_and_its_default() -> None:
     assert {key: row[0] for key, row in ROWS.items()} == {
         key: "null" if (value := _default(key)) is None else f"{value:g}" for key in WAITS
     }
-    assert all(len(row) == 5 and all(row[:4]) for row in ROWS.values())
+    assert all(len(row) == 3 and all(row[:2]) for row in ROWS.values())
 
 
 def test_the_rows_go_from_the_shortest_to_the_longest() -> None:
@@ -56,12 +58,78 @@ def test_the_rows_go_from_the_shortest_to_the_longest() -> None:
 
 @pytest.mark.parametrize("bound", BOUNDS, ids=lambda b: f"{b.key}-{b.other}")
 def test_what_is_enforced_is_said(bound: Any) -> None:
-    assert f"{'less than' if bound.below else 'at most'} `{bound.other}`" in ROWS[bound.key][4]
+    least, times, key = re.fullmatch(r"(less than|at most) (.* x )?(\S+)", bound.words()).groups()  # type: ignore[union-attr]
+    assert f"{least} {times or ''}`{key}`" in ROWS[bound.settable().name][2]
 
 
 def test_nothing_else_is_said_to_be_enforced() -> None:
-    said = sum(len(re.findall(r"(?:less|more) than `|at (?:most|least) ", row[4])) for row in ROWS.values())
-    assert said == len(BOUNDS) + 4  # backoff_s, evict_s, and silence_s and beat_s, which say the same
+    said = sum(len(re.findall(r"less than |at most ", row[2])) for row in ROWS.values())
+    assert said == len(BOUNDS) + 1  # backoff_s
+
+
+def test_a_wait_that_nobody_sets_is_as_long_as_it_has_always_been() -> None:
+    assert {name: getattr(Config().timeouts, name) for name in DERIVED} == {
+        "beat_s": 0.05,
+        "suspect_grace_s": 0.2,
+        "silence_grace_s": 1.0,
+        "answer_wait_s": 1.0,
+        "news_s": 1.0,
+        "agent_answer_s": 2.0,
+        "leave_s": 2.0,
+        "hello_s": 5.0,
+        "spawn_s": 10.0,
+        "agent_s": 10.0,
+        "lighthouse_s": 10.0,
+        "ask_s": 20.0,
+        "edge_wait_s": 30.0,
+        "together_s": 30.0,
+        "gone_s": 30.0,
+        "listen_s": 30.0,
+        "settle_s": 60.0,
+        "stalled_s": 60.0,
+        "checkpoint_again_s": 60.0,
+        "save_s": 60.0,
+        "boot_s": 120.0,
+        "linger_s": 600.0,
+    }
+
+
+def test_a_wait_follows_its_key_and_the_page_says_how() -> None:
+    told = [f"`timeouts.{rule.base}` {rule.times:.3g}" for rule in DERIVED.values()]
+    assert sorted(told) == sorted(
+        f"{base} {multiple.split()[0]}"
+        for base, multiples in re.findall(r"^\| (`\S+`) \| ([^|]+) \|$", PAGE, re.MULTILINE)
+        for multiple in multiples.split("; ")
+    )
+    assert all(rule.why for rule in DERIVED.values())
+    changed = parse({"timeouts": {"stop_s": 25}}).timeouts
+    assert (changed.gone_s, changed.together_s, changed.save_s) == (75.0, 75.0, 60.0)
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_wait_that_nobody_sets_is_refused_with_its_key(name: str) -> None:
+    for document, overrides in (({"timeouts": {name: 9}}, []), ({}, [f"--timeouts.{name}=9"])):
+        with pytest.raises(ConfigError) as caught:
+            parse(document, overrides)
+        rule = DERIVED[name]
+        assert (caught.value.key, caught.value.exit_code) == (f"timeouts.{name}", EXIT_CONFIG)
+        assert f"{rule.times:.3g} x timeouts.{rule.base}; set that, or timeouts.factor" in str(caught.value)
+
+
+def test_the_factor_is_in_every_wait_once() -> None:
+    usual, config = Config().timeouts, parse({"timeouts": {"factor": 3, "silence_s": 1.5}})
+    assert config.timeouts.silence_s == 4.5
+    for name in (*TimeoutsConfig.model_fields, *DERIVED):
+        if name not in ("factor", "start_wait_s") and TimeoutsConfig.key_of(name).name != "silence_s":
+            assert getattr(config.timeouts, name) == pytest.approx(3 * getattr(usual, name))
+    assert parse(yaml.safe_load(dump(config))) == config
+    assert parse({"timeouts": {"factor": 3, "start_wait_s": 2}}).timeouts.start_wait_s == 6.0
+    assert spread(parse({"timeouts": {"factor": 3}})).timeouts.reach_s == 3 * REACH_S
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.1, 3.3, 12])
+def test_a_factor_alone_contradicts_nothing_within_the_section(factor: float) -> None:
+    parse({"timeouts": {"factor": factor}})
 
 
 @pytest.mark.parametrize(("name", "text"), PRESETS, ids=[name for name, _ in PRESETS])
@@ -73,7 +141,7 @@ def test_there_are_presets() -> None:
     assert len(PRESETS) == 4
 
 
-@pytest.mark.parametrize("key", WAITS)
+@pytest.mark.parametrize("key", [*WAITS, *(f"timeouts.{name}" for name in DERIVED)])
 def test_a_wait_is_read_by_somebody(key: str) -> None:
     """Outside the configuration and the preflight, which only check it."""
     assert key.split(".")[1] in _read()

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ft_hsdp.config.base import CROSS_FIELD
+from ft_hsdp.config.timeouts import TimeoutsConfig
 from ft_hsdp.errors import ConfigError
 
 Schema = Mapping[str, Any]
@@ -56,6 +57,8 @@ def explain(error: ValidationError, model: type[BaseModel], given: object) -> Co
 def unknown_key(path: Sequence[int | str], model: type[BaseModel], value: object) -> ConfigError:
     """Return the error for a key that does not exist; it names the nearest key that does.
 
+    Of a wait that follows a key it names that key.
+
     Args:
         path: of the key.
         model: of the whole document.
@@ -65,6 +68,12 @@ def unknown_key(path: Sequence[int | str], model: type[BaseModel], value: object
         The error to raise.
     """
     above = dotted(path[:-1])
+    rule = TimeoutsConfig.derived().get(str(path[-1])) if above == "timeouts" else None
+    if rule is not None:
+        allowed = (
+            f"no value: it is {rule.times:.3g} x timeouts.{rule.base}; set that, or timeouts.factor for all waits"
+        )
+        return ConfigError(dotted(path), value, allowed)
     siblings = list(_resolve(model, path[:-1]).get("properties", {}))
     below = [
         f"{each}.{key}" for each in siblings for key in _resolve(model, [*path[:-1], each]).get("properties", {})

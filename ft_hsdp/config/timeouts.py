@@ -1,77 +1,71 @@
 """The sections on timeouts and restarts; docs/timeouts.md shows what depends on what.
 
-All waits are here except four that belong to their subjects: `ftar.timeout_s`, `quorum.lease_s`,
-`quorum.catchup_wait_s` and `lighthouse.etcd_lease_s`. `config.BOUNDS` checks all of them against each other.
+An operator sets the keys of `TimeoutsConfig`. All other waits follow them: each `Derived` is a fixed multiple of
+one key, and is read in the same way (`config.timeouts.gone_s`). `timeouts.factor` multiplies them all, once, when
+the configuration is read.
+
+Four waits belong to their subjects: `ftar.timeout_s`, `quorum.lease_s`, `quorum.catchup_wait_s` and
+`lighthouse.etcd_lease_s`. `config.BOUNDS` checks all waits against each other.
 """
 
 from __future__ import annotations
 
-from typing import Self
+from typing import ClassVar, NamedTuple, Self, overload
 
 from pydantic import Field, model_validator
 
-from ft_hsdp.config.base import Int, Number, PositiveSeconds, Seconds, Section, refuse
+from ft_hsdp.config.base import DAY_S, Int, Number, PositiveSeconds, Seconds, Section, refuse
+
+
+class Derived:
+    """A wait that nobody sets: it is `times` the wait of the key `base`.
+
+    Args:
+        base: a key of the same section.
+        times: a factor.
+        why: what the two waits have in common.
+    """
+
+    def __init__(self, base: str, times: float, why: str) -> None:
+        self.base = base
+        self.times = times
+        self.why = why
+
+    @overload
+    def __get__(self, section: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, section: TimeoutsConfig, owner: type) -> float: ...
+    def __get__(self, section: TimeoutsConfig | None, owner: type) -> Self | float:
+        """Return the seconds in a section; of the class, return the rule itself."""
+        return self if section is None else self.times * float(getattr(section, self.base))
+
+
+class Key(NamedTuple):
+    """The key that one changes to change a wait, which is `times` as long."""
+
+    name: str
+    times: float
 
 
 class TimeoutsConfig(Section):
     """Seconds, from the shortest wait to the longest. A process that waits for others waits longer."""
 
-    beat_s: Number = Field(
-        0.05,
+    factor: Number = Field(
+        1.0,
         gt=0,
-        le=60,
-        description="time between two signs of life to a neighbour; shorter finds a stop sooner and wakes "
-        "the CPU more often",
-    )
-    suspect_grace_s: Seconds = Field(
-        0.2,
-        description="time for a suspect (its connection or its heartbeats ended) to ask; the others lose "
-        "this time if the exit of a lost replica is not reported",
+        le=100,
+        description="multiplies every wait of this section, given or not: above 1 where machines, networks and "
+        "disks are slow altogether",
     )
     silence_s: PositiveSeconds = Field(
         0.5, description="shortest silence that makes a neighbour a suspect; irregular heartbeats make it longer"
-    )
-    silence_grace_s: Seconds = Field(
-        1.0,
-        description="time for a member that is not suspected to ask, once its ring is broken: it may only be slow",
-    )
-    answer_wait_s: PositiveSeconds = Field(
-        1.0, description="longest wait for a grant before the last one is repeated; never longer than a step took"
-    )
-    spawn_s: PositiveSeconds = Field(
-        10.0,
-        description="longest time to fork a rank; then that start has failed, and the fork server is replaced",
-    )
-    agent_answer_s: PositiveSeconds = Field(
-        2.0,
-        description="longest time that a state agent may hold up a vote, and one more for each GB of a shard; "
-        "then training goes on without it",
-    )
-    news_s: Seconds = Field(
-        1.0,
-        description="how long a supervisor waits for the lighthouse to say whether a replica that ended early "
-        "was told to end",
-    )
-    leave_s: PositiveSeconds = Field(
-        2.0,
-        description="how long a replica that leaves waits for the others to form a ring without it; slow links "
-        "take longer",
     )
     connect_s: PositiveSeconds = Field(
         5.0,
         description="longest time to connect a new ring; a member that does not come is left out of the next one",
     )
-    hello_s: PositiveSeconds = Field(
-        5.0,
-        description="time for a caller to prove the job's token, and again to send its first message; then its "
-        "connection is closed; links with long round trips take longer",
-    )
     supervisor_lease_s: PositiveSeconds = Field(
         5.0, description="silence of a replica's supervisor after which another one may start it"
-    )
-    edge_wait_s: PositiveSeconds = Field(
-        30.0,
-        description="how long a replica is left out that cannot connect to another one; each time twice as long",
     )
     evict_s: PositiveSeconds = Field(
         10.0, description="silence after which a suspect's supervisor is to kill it, so that it starts afresh"
@@ -80,33 +74,10 @@ class TimeoutsConfig(Section):
         10.0,
         description="how long a replica that has never joined looks for its lighthouse; then it exits with 69",
     )
-    agent_s: PositiveSeconds = Field(
-        10.0,
-        description="longest time for a host's state agent to come up; then the rank exits, and is started again",
-    )
     stop_s: PositiveSeconds = Field(
         10.0,
         description="how long a replica that is told to leave may take to end its step before it is killed; "
         "preemption notices of clouds are 30 s and more",
-    )
-    lighthouse_s: PositiveSeconds = Field(
-        10.0, description="how long the lighthouse of `up` may fail to answer; then it is killed and started again"
-    )
-    ask_s: PositiveSeconds = Field(
-        20.0,
-        description="how long the lighthouse keeps a request that it cannot answer yet; then the replica asks "
-        "again; shorter than the time for which proxies on the way allow a silent request",
-    )
-    together_s: PositiveSeconds = Field(
-        30.0,
-        description="how long the other ranks of a replica have, once one of them is done, until they are killed",
-    )
-    gone_s: PositiveSeconds = Field(
-        30.0, description="how long a killed process has to be gone: large memory and a hanging device take time"
-    )
-    listen_s: PositiveSeconds = Field(
-        30.0,
-        description="longest time for a lighthouse to listen and, where elected, to lead; slow disks take longer",
     )
     ranks_s: PositiveSeconds = Field(
         60.0, description="longest time for the ranks of one replica to find each other; then it is started again"
@@ -115,28 +86,6 @@ class TimeoutsConfig(Section):
         60.0,
         description="how long a replica may look for its place in a cluster before the others begin without "
         "it; it goes on looking, or goes on with fewer ranks (memory.shrink_to)",
-    )
-    settle_s: Seconds = Field(
-        60.0,
-        description="how long spares wait for a replica that was started to contribute: they would take its CPUs",
-    )
-    stalled_s: PositiveSeconds = Field(
-        60.0, description="how long a replica that chaos keeps away for some steps waits for the next one of them"
-    )
-    checkpoint_again_s: PositiveSeconds = Field(
-        60.0,
-        description="pause after a checkpoint that failed; then it is tried again, if no other replica has "
-        "written it; at most three times, then the next one due counts",
-    )
-    save_s: PositiveSeconds = Field(
-        60.0,
-        description="how long a rank that is done goes on with a checkpoint that it has begun; large models on "
-        "slow disks take longer",
-    )
-    boot_s: PositiveSeconds = Field(
-        120.0,
-        description="longest time for the imports of the process from which ranks are forked; file systems in a "
-        "network are slow",
     )
     final_wait_s: PositiveSeconds = Field(
         120.0,
@@ -158,23 +107,107 @@ class TimeoutsConfig(Section):
         description="how long a rank waits for another of its replica that reads or writes its shard; slow disks "
         "take longer",
     )
-    linger_s: PositiveSeconds = Field(
+    pause_s: PositiveSeconds = Field(
         600.0,
-        description="how long a host's state agent keeps its copies without a rank; then it frees the memory",
+        description="longest pause that a training loop may announce (job.pause), for an evaluation for example: "
+        "the others wait for so long, and then as for a trainer that hangs",
     )
     step_s: PositiveSeconds = Field(
         1800.0,
         description="how long a trainer may make no progress (no micro-batch, no gradient) before its rank ends "
         "itself; longer than a compilation or an evaluation",
     )
-    pause_s: PositiveSeconds = Field(
-        600.0,
-        description="longest pause that a training loop may announce (job.pause), for an evaluation for example: "
-        "the others wait for so long, and then as for a trainer that hangs",
-    )
     start_wait_s: Seconds | None = Field(
         None, description="how long the first step waits for all replicas; null waits for all that can be placed"
     )
+
+    # Between two signs of life to a neighbour.
+    beat_s: ClassVar[Derived] = Derived("silence_s", 0.1, "one late beat, or two, must not make a suspect")
+    # For a suspect (its connection or its heartbeats ended) to ask; lost if no exit of the replica is reported.
+    suspect_grace_s: ClassVar[Derived] = Derived("silence_s", 0.4, "the others have waited for a suspect already")
+    # For a member that is not suspected to ask, once its ring is broken: it may only be slow.
+    silence_grace_s: ClassVar[Derived] = Derived(
+        "silence_s", 2.0, "what nobody suspects gets more time than a suspect"
+    )
+    # For a grant before the last one is repeated; never longer than a step took.
+    answer_wait_s: ClassVar[Derived] = Derived("connect_s", 0.2, "some round trips to the lighthouse")
+    # For the lighthouse to say whether a replica that ended early was told to end.
+    news_s: ClassVar[Derived] = Derived("connect_s", 0.2, "some round trips to the lighthouse")
+    # For the others to form a ring without a replica that leaves.
+    leave_s: ClassVar[Derived] = Derived("connect_s", 0.4, "the replica that leaves does not join that ring")
+    # For a caller to prove the job's token, and again to send its first message.
+    hello_s: ClassVar[Derived] = Derived("connect_s", 1.0, "who connects proves the token first")
+    # For which a replica is left out that cannot connect to another one; each time twice as long.
+    edge_wait_s: ClassVar[Derived] = Derived(
+        "connect_s", 6.0, "most of the time must go to training, not to rings that do not form"
+    )
+    # By which a state agent may hold up a vote, and one more for each GB of a shard.
+    agent_answer_s: ClassVar[Derived] = Derived(
+        "supervisor_lease_s", 0.4, "the agent is a process beside the ranks, as a supervisor is"
+    )
+    # Until a lighthouse of `up` that answers nothing is replaced.
+    lighthouse_s: ClassVar[Derived] = Derived(
+        "supervisor_lease_s", 2.0, "the lighthouse is a process of the control plane, too"
+    )
+    # For which the lighthouse keeps a request that it cannot answer yet.
+    ask_s: ClassVar[Derived] = Derived(
+        "supervisor_lease_s", 4.0, "a lighthouse that is silent for longer is looked for elsewhere"
+    )
+    # For the other ranks of a replica, once one of them is done.
+    together_s: ClassVar[Derived] = Derived(
+        "stop_s", 3.0, "they end a step, or a checkpoint, as a replica does that leaves"
+    )
+    # For a killed process to be gone: large memory and a hanging device take time.
+    gone_s: ClassVar[Derived] = Derived("stop_s", 3.0, "what takes long to end takes long to disappear")
+    # For a host's state agent to come up; then the rank exits, and is started again.
+    agent_s: ClassVar[Derived] = Derived(
+        "ranks_s", 1 / 6, "the other ranks of the replica wait for the one that waits for its agent"
+    )
+    # For spares, until a replica that was started contributes: they would take its CPUs.
+    settle_s: ClassVar[Derived] = Derived("start_s", 0.1, "most starts take a part of the time that they may take")
+    # For the next one of the steps for which chaos keeps a replica away.
+    stalled_s: ClassVar[Derived] = Derived("step_s", 1 / 30, "it is the time of some steps")
+    # For a checkpoint that a rank that is done has begun.
+    save_s: ClassVar[Derived] = Derived(
+        "final_wait_s", 0.5, "the others wait for the replica that writes the final state"
+    )
+    # To fork a rank; then that start has failed, and the fork server is replaced.
+    spawn_s: ClassVar[Derived] = Derived("load_s", 1 / 60, "a machine that reads its disk slowly swaps slowly")
+    # For a lighthouse to listen and, where elected, to lead.
+    listen_s: ClassVar[Derived] = Derived("load_s", 0.05, "its store is on a disk")
+    # Between a checkpoint that failed and the next attempt; three at most.
+    checkpoint_again_s: ClassVar[Derived] = Derived("load_s", 0.1, "a disk that is slow or full needs time")
+    # For the imports of the process from which ranks are forked.
+    boot_s: ClassVar[Derived] = Derived("load_s", 0.2, "modules are read from a disk, or over a network")
+    # For which a host's state agent keeps its copies without a rank; then it frees the memory.
+    linger_s: ClassVar[Derived] = Derived("load_s", 1.0, "who reads the copies may take that long")
+
+    @classmethod
+    def derived(cls) -> dict[str, Derived]:
+        """Return the rule of each wait that nobody sets."""
+        return {name: rule for name, rule in vars(cls).items() if isinstance(rule, Derived)}
+
+    @classmethod
+    def key_of(cls, wait: str) -> Key:
+        """Return the key behind a wait: itself, or the one that it follows."""
+        rule = cls.derived().get(wait)
+        return Key(wait, 1.0) if rule is None else Key(rule.base, rule.times)
+
+    def multiplied(self) -> TimeoutsConfig:
+        """Return the section with `factor` in its waits, and a factor of 1.
+
+        So one that is written and read again is not multiplied twice.
+        """
+        given = {key: value for key, value in self if key != "factor" and value is not None}
+        waits = {key: self.factor * value for key, value in given.items()}
+        return TimeoutsConfig.model_construct(_fields_set=self.model_fields_set - {"factor"}, **waits)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        longest = max(value for key, value in self if key != "factor" and value is not None)
+        if self.factor * longest > DAY_S:
+            raise refuse("factor", self.factor, f"at most {DAY_S / longest:g}: no wait is longer than a day")
+        return self
 
 
 class RestartConfig(Section):

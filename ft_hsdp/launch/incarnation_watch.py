@@ -129,7 +129,7 @@ class IncarnationGuard:
                 finished = finished or now
                 allowed_s = timeouts.save_s + timeouts.stop_s  # a rank that is done may still write a checkpoint
                 if now - finished >= allowed_s:
-                    keys = "timeouts.save_s and timeouts.stop_s"
+                    keys = "half of timeouts.final_wait_s, and timeouts.stop_s"
                     self._evict(
                         current.name, f"{UNHEARD} within {allowed_s:g} s ({keys}) after the end of the job"
                     )

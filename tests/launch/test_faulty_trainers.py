@@ -74,9 +74,8 @@ def test_a_job_of_one_replica_survives_each_kind_of_hang(tmp_path: Path) -> None
         timeouts={
             "connect_s": 1.0,
             "evict_s": 2.0,
-            "start_s": 8.0,
-            "ranks_s": 8.0,
-            "agent_s": 8.0,
+            "start_s": 24.0,
+            "ranks_s": 24.0,
             "step_s": 4.0,
         },
     )
@@ -84,7 +83,7 @@ def test_a_job_of_one_replica_survives_each_kind_of_hang(tmp_path: Path) -> None
     events = read_jsonl(run.events)
     exited = [e["reason"] for e in events if e["event"] == "ReplicaExited"]
     assert "rank 1 has been stopped for" in exited[0]
-    assert "has not checked in within 8 s" in exited[1] or "ended with exit" in exited[1]
+    assert "has not checked in within 24 s" in exited[1] or "ended with exit" in exited[1]
     ended = [e["reason"] for e in events if e["event"] == "RankEnded"]
     assert any("rank 1 of this replica has given no sign of life" in why for why in ended), ended
     assert any("the trainer hangs: it has not got on" in why for why in ended), ended

@@ -22,6 +22,9 @@ from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from tests.support.launch.launch_helpers import Plan, until
 
+SHORT_START = {"start_s": 0.5, "ranks_s": 0.5, "connect_s": 0.5, "supervisor_lease_s": 0.2}
+SHORT_END = {"final_wait_s": 3.0, "return_wait_s": 3.0, "load_s": 15.0}  # and half of it for a last checkpoint
+
 
 class Book:
     """Stands for the lighthouse: writes down what it is told, and which pids were alive then."""
@@ -509,9 +512,7 @@ async def test_without_a_lighthouse_that_renews_its_lease_a_supervisor_starts_no
 
 @pytest.mark.parametrize("hang", ["before check-in", "stopped"])
 async def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: RunDir, hang: str) -> None:
-    waits = {"start_s": 0.5, "ranks_s": 0.5, "agent_s": 0.5, "agent_answer_s": 0.5, "hello_s": 0.5}
-    if hang == "stopped":
-        waits = {"evict_s": 0.75, "silence_grace_s": 0.5}
+    waits = {"evict_s": 0.75, "silence_s": 0.25} if hang == "stopped" else SHORT_START
     async with World(run_dir, timeouts=waits).running() as world:
         if hang == "stopped":
             os.kill((await world.waiting(0))[1], signal.SIGSTOP)
@@ -564,23 +565,22 @@ async def test_a_shortage_that_lasts_too_long_ends_the_replica_with_its_key(
 
 
 async def test_a_script_that_never_joins_is_named(run_dir: RunDir) -> None:
-    waits = {"start_s": 0.5, "ranks_s": 0.5, "agent_s": 0.5, "agent_answer_s": 0.5, "hello_s": 0.5}
-    async with World(run_dir, timeouts=waits, entry="mine/train.py").running() as world:
+    async with World(run_dir, timeouts=SHORT_START, entry="mine/train.py").running() as world:
         await until(lambda: world.named("ReplicaExited"), "the end of the incarnation")
         said = "train.py has not come to the first batch of job.batches() within 0.5 s (timeouts.start_s)"
         assert said in world.named("ReplicaExited")[0]["reason"]
 
 
 async def test_a_replica_that_does_not_hear_of_the_end_of_the_job_is_ended(run_dir: RunDir) -> None:
-    async with World(run_dir, timeouts={"stop_s": 0.3, "save_s": 1.5}).running() as world:
+    async with World(run_dir, timeouts={"stop_s": 1.0, **SHORT_END}).running() as world:
         pids = await world.waiting(0)
         world.progress.saw(9, finished=True)
         told = time.monotonic()
         outcome = await asyncio.wait_for(world.task, 20.0)
-        assert time.monotonic() - told >= 1.8, "it may still have written its last checkpoint"
+        assert time.monotonic() - told >= 2.5, "it may still have written its last checkpoint"
         assert outcome.kind == "done"
         assert (
-            "did not end within 1.8 s (timeouts.save_s and timeouts.stop_s) after the end of the job"
+            "did not end within 2.5 s (half of timeouts.final_wait_s, and timeouts.stop_s) after the end of"
             in outcome.reason
         )
         assert not any(alive({"pid": pid}) for pid in pids)

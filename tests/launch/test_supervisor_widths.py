@@ -273,7 +273,7 @@ async def test_one_that_does_not_leave_in_time_to_grow_is_killed_and_uses_no_bud
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, leave: tuple[int, ...]
 ) -> None:
     """Nor does the kill count against a host, however many of its ranks have left."""
-    async with play(run_dir, monkeypatch, stop_s=0.05, together_s=0.05) as scene:
+    async with play(run_dir, monkeypatch, stop_s=0.05) as scene:
         scene.backend.told_to_leave = lambda rank, n: rank.exits(EXIT_LEFT) if n in leave else None
         scene.others_run = True
         await scene.runs(1)

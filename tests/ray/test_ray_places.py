@@ -119,7 +119,8 @@ async def test_a_spare_that_looks_for_the_same_nodes_stops(tmp_path: Path) -> No
 
 
 async def test_what_is_left_of_a_slot_is_kept_until_the_replica_commits(tmp_path: Path) -> None:
-    """Also beyond timeouts.settle_s, after which spares may be made: it may fetch a large state."""
+    """Also beyond the time after which spares may be made: it may fetch a large state."""
+    soon = {"start_s": 5.0, "ranks_s": 5.0, "supervisor_lease_s": 2.0}  # that time is a tenth of start_s
     async with World(tmp_path, {"": 3}, strategy="SPREAD").running() as world:
         await world.train(0, 1)
         await world.ready()
@@ -127,8 +128,8 @@ async def test_what_is_left_of_a_slot_is_kept_until_the_replica_commits(tmp_path
         hurt.lose(1)
         await world.start(1)  # in the slot of the spare
         assert not world.backend._pool.quiet
-        async with settling(world, 1, spares=2, timeouts={"settle_s": 0.05}):
-            await world.until(lambda: world.backend._pool.quiet, "the end of settle_s")
+        async with settling(world, 1, spares=2, timeouts=soon):
+            await world.until(lambda: world.backend._pool.quiet, "the end of that time")
             assert not hurt.removed, "its agents may have the only copy of a shard"
         world.backend.committed(world.spec)
         await world.until(lambda: hurt.removed, "the end of what is kept")

@@ -43,7 +43,7 @@ HIT_S = 10.0  # how long a fault waits for somebody to hit
 PAIR_S = 8.0  # what a pair takes, about
 BATCH = 8  # pairs of one job
 CALM_STEPS = 3  # before the first fault, and for the end of the job
-END_S = 240.0  # longer than timeouts.final_wait_s, save_s and stop_s together
+END_S = 240.0  # longer than 1.5 x timeouts.final_wait_s and timeouts.stop_s together
 
 
 class Injured:

@@ -101,7 +101,7 @@ class Standing(Job):
 
     def __init__(self, folder: Path, points: dict[str, Any] | None = None, **settings: object) -> None:
         stands = {"replicas": [0], "rank": 1, "step": AT, "signal": "STOP"}
-        patient = {"timeouts.silence_s": 60.0, "timeouts.connect_s": 60.0, "timeouts.evict_s": 120.0}
+        patient = {"timeouts.silence_s": 12.0, "timeouts.connect_s": 60.0, "timeouts.evict_s": 120.0}
         points = {"vote": stands, **(points or {})}
         failing = {"hosts.per_replica": 2, "quorum.on_lost_head": "rollback", "debug.failpoints": points}
         super().__init__(folder, STEPS, **{"replicas": 1, **patient, **failing, **settings})

@@ -203,7 +203,7 @@ def test_a_replica_that_committed_alone_is_left_behind_and_heals(tmp_path: Path)
         "token-second": {"replicas": [0], "step": at, "signal": "STOP"},
         "record-lost": {"replicas": [1, 2], "step": at},
     }
-    limits = {"ftar.timeout_s": 1.0, "timeouts.connect_s": 1.0, "timeouts.silence_grace_s": 0.3}
+    limits = {"ftar.timeout_s": 1.0, "timeouts.connect_s": 1.0}
     limits |= {"timeouts.evict_s": 60.0, "debug.failpoints": failpoints}
     with Job(tmp_path, steps, **limits) as job:
         job.until(lambda: job.step() >= 2, "step 2")
@@ -249,7 +249,7 @@ def agents(job: Job) -> set[int]:
 @pytest.mark.proof
 @pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
 def test_the_others_go_on_and_the_lost_one_returns(tmp_path: Path, number: signal.Signals) -> None:
-    with Job(tmp_path, FORK_STEPS, replicas=2, ranks_per_replica=1, timeouts__spawn_s=2.0) as job:
+    with Job(tmp_path, FORK_STEPS, replicas=2, ranks_per_replica=1, timeouts__load_s=120.0) as job:
         job.until(lambda: job.step() >= 5, "some steps")
         server, kept, other = fork_server(job), agents(job), job.pid(0, 0)
         assert len(kept) == 2
@@ -272,13 +272,13 @@ def test_the_others_go_on_and_the_lost_one_returns(tmp_path: Path, number: signa
 
 AGENT_STEPS = 120
 SLOW = {"train__micro_batch": 16, "train__seq_len": 64}  # steps long enough for an agent to start meanwhile
-WAITS = {"timeouts__agent_answer_s": 0.5, "timeouts__agent_s": 4.0}
+WAITS = {"timeouts__ranks_s": 24.0}  # so a new agent is awaited for 4 s
 
 
 @pytest.mark.proof
 def test_votes_go_on_and_another_agent_serves_fetches(tmp_path: Path) -> None:
     stands = {"replicas": [1], "rank": 0, "step": 60, "signal": "STOP"}  # the victim, until there is another agent
-    patient = {"timeouts__silence_s": 60.0, "timeouts__connect_s": 60.0, "timeouts__evict_s": 120.0}
+    patient = {"timeouts__silence_s": 12.0, "timeouts__connect_s": 24.0, "timeouts__evict_s": 120.0}
     points = {"debug__failpoints": {"vote": stands}, **patient}
     with Job(tmp_path, AGENT_STEPS, replicas=2, ranks_per_replica=1, **SLOW, **WAITS, **points) as job:
         job.until(lambda: job.step() >= 5, "some steps")

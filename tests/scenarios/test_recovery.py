@@ -26,7 +26,7 @@ ALL = ("r0h0", "r0h1", "r1h0", "r1h1")
 STANDS = {"replicas": [1], "rank": 1, "step": AT, "signal": "STOP"}
 # Nobody is missed while the job stands, and what the failure costs is up to the operator.
 PATIENT = {
-    "timeouts.silence_s": 60.0,
+    "timeouts.silence_s": 12.0,
     "timeouts.connect_s": 60.0,
     "timeouts.evict_s": 120.0,
     "quorum.on_lost_head": "rollback",

@@ -124,8 +124,9 @@ def spread(config: Config, **job: str) -> Config:
     network, waits = config.network, config.timeouts
     if network.host == NetworkConfig().host:
         network = network.model_copy(update={"host": "0.0.0.0"})
-    if waits.reach_s == TimeoutsConfig().reach_s:
-        waits = waits.model_copy(update={"reach_s": REACH_S})
+    if "reach_s" not in waits.model_fields_set:
+        factor = waits.reach_s / TimeoutsConfig().reach_s
+        waits = waits.model_copy(update={"reach_s": factor * REACH_S})
     changed = {"network": network, "timeouts": waits, "job": config.job.model_copy(update=job)}
     return config.model_copy(update=changed)
 

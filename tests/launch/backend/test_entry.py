@@ -73,7 +73,14 @@ atexit.register(print, "at exit")
 threading.Thread(target=lambda: (time.sleep(0.2), print("a thread ends"))).start()
 os.chdir("/")
 """
-FAST = {"start_s": 0.3, "ranks_s": 0.3, "agent_s": 0.3, "agent_answer_s": 0.3, "hello_s": 0.3, "reach_s": 0.1}
+FAST = {
+    "start_s": 0.3,
+    "ranks_s": 0.3,
+    "connect_s": 0.3,
+    "silence_s": 0.1,
+    "supervisor_lease_s": 0.1,
+    "reach_s": 0.1,
+}
 
 
 @pytest.fixture(scope="module")
