@@ -47,7 +47,6 @@ UNSAID = {
     ("entry_digest", repr("ab" * 16)),
     ("chaos.1.replicas", "[3]"),
     *(("chaos.0.rank", str(n)) for n in (0, 2)),
-    ("timeouts.factor", "20"),
     ("timeouts.factor", "60"),
     ("chaos.0.edge", "[0, 3]"),
     ("chaos.0.replicas", "[0]"),

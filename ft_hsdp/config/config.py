@@ -26,7 +26,7 @@ from ft_hsdp.config.running import (
     QuorumConfig,
     StateConfig,
 )
-from ft_hsdp.config.timeouts import Key, RestartConfig, TimeoutsConfig
+from ft_hsdp.config.timeouts import RestartConfig, TimeoutsConfig, WaitKey
 from ft_hsdp.config.training import DataConfig, LrConfig, ModelConfig, OptimConfig, TrainConfig
 
 
@@ -250,7 +250,7 @@ class Bound(NamedTuple):
     below: bool = False  # equal values are not allowed either
     where: Callable[[Config], bool] = _always  # for which configurations it counts
 
-    def settable(self) -> Key:
+    def settable(self) -> WaitKey:
         """Return the key that one changes to change the wait at `key`."""
         return _settable(self.key)
 
@@ -261,13 +261,13 @@ class Bound(NamedTuple):
         return f"{'less than' if self.below else 'at most'} {'' if times == 1.0 else f'{times:.3g} x '}{most.name}"
 
 
-def _settable(wait: str) -> Key:
+def _settable(wait: str) -> WaitKey:
     """Return the key, with its section, that one changes to change a wait."""
     section, name = wait.split(".")
     if section != "timeouts":
-        return Key(wait, 1.0)
+        return WaitKey(wait, 1.0)
     key = TimeoutsConfig.key_of(name)
-    return Key(f"timeouts.{key.name}", key.times)
+    return WaitKey(f"timeouts.{key.name}", key.times)
 
 
 def _returning(c: Config) -> bool:

@@ -40,7 +40,7 @@ class Derived:
         return self if section is None else self.times * float(getattr(section, self.base))
 
 
-class Key(NamedTuple):
+class WaitKey(NamedTuple):
     """The key that one changes to change a wait, which is `times` as long."""
 
     name: str
@@ -188,10 +188,10 @@ class TimeoutsConfig(Section):
         return {name: rule for name, rule in vars(cls).items() if isinstance(rule, Derived)}
 
     @classmethod
-    def key_of(cls, wait: str) -> Key:
+    def key_of(cls, wait: str) -> WaitKey:
         """Return the key behind a wait: itself, or the one that it follows."""
         rule = cls.derived().get(wait)
-        return Key(wait, 1.0) if rule is None else Key(rule.base, rule.times)
+        return WaitKey(wait, 1.0) if rule is None else WaitKey(rule.base, rule.times)
 
     def multiplied(self) -> TimeoutsConfig:
         """Return the section with `factor` in its waits, and a factor of 1.

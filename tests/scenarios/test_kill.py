@@ -272,15 +272,14 @@ def test_the_others_go_on_and_the_lost_one_returns(tmp_path: Path, number: signa
 
 AGENT_STEPS = 120
 SLOW = {"train__micro_batch": 16, "train__seq_len": 64}  # steps long enough for an agent to start meanwhile
-WAITS = {"timeouts__ranks_s": 24.0}  # so a new agent is awaited for 4 s
 
 
 @pytest.mark.proof
 def test_votes_go_on_and_another_agent_serves_fetches(tmp_path: Path) -> None:
     stands = {"replicas": [1], "rank": 0, "step": 60, "signal": "STOP"}  # the victim, until there is another agent
     patient = {"timeouts__silence_s": 12.0, "timeouts__connect_s": 24.0, "timeouts__evict_s": 120.0}
-    points = {"debug__failpoints": {"vote": stands}, **patient}
-    with Job(tmp_path, AGENT_STEPS, replicas=2, ranks_per_replica=1, **SLOW, **WAITS, **points) as job:
+    points = {"debug__failpoints": {"vote": stands}, "timeouts__ranks_s": 24.0, **patient}
+    with Job(tmp_path, AGENT_STEPS, replicas=2, ranks_per_replica=1, **SLOW, **points) as job:
         job.until(lambda: job.step() >= 5, "some steps")
         stopped = job.agent(0)
         os.kill(stopped, signal.SIGSTOP)

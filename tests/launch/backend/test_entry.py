@@ -73,14 +73,8 @@ atexit.register(print, "at exit")
 threading.Thread(target=lambda: (time.sleep(0.2), print("a thread ends"))).start()
 os.chdir("/")
 """
-FAST = {
-    "start_s": 0.3,
-    "ranks_s": 0.3,
-    "connect_s": 0.3,
-    "silence_s": 0.1,
-    "supervisor_lease_s": 0.1,
-    "reach_s": 0.1,
-}
+FAST = dict.fromkeys(("start_s", "ranks_s", "connect_s"), 0.3)
+FAST |= dict.fromkeys(("silence_s", "supervisor_lease_s", "reach_s"), 0.1)
 
 
 @pytest.fixture(scope="module")
