@@ -35,7 +35,7 @@ def checker(kind: Any) -> SchemaValidator:
 def complaint(error: ValidationError) -> str:
     """Return the first thing that is wrong with a document, on one short line: where, and what."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(each)[:SHOWN] for each in first["loc"])
+    where = ".".join(ascii(each)[:SHOWN].strip("'") for each in first["loc"])
     return f"{where or 'body'}: {first['msg']}"[:SHOWN]
 
 

@@ -28,6 +28,13 @@ from ft_hsdp.errors import ProtocolViolation
 
 MAX_MESSAGE = 1 << 20
 LENGTH = struct.Struct("!I")
+MAX_COUNT = 2**53  # of a pid, a step, an epoch or an amount that only a page shows
+MAX_TEXT = 256  # characters of a hash, or of a key or a value of rules and facts
+MAX_RULES = 64
+
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Facts = Annotated[dict[Text, Text], Field(max_length=MAX_RULES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +44,15 @@ class QuorumRequest:
     report: Report  # what the replica says about itself
     ring: tuple[str, ...]  # "host:port" of each rank's ring listener
     state: tuple[str, ...]  # "host:port" of each rank's state listener
-    config_hash: str  # hash of the rules on which all replicas of a job agree
-    layout: str  # hash of the layouts of all ranks' shards: names, shapes and order of the tensors
+    config_hash: Text  # hash of the rules on which all replicas of a job agree
+    layout: Text  # hash of the layouts of all ranks' shards: names, shapes and order of the tensors
     # What the bits of a sum depend on besides its operands: build, instruction set or GPU, threads.
-    numerics: str = ""
+    numerics: Text = ""
     # What `config_hash` is over, by dotted key, to name a difference; empty after the first grant.
-    rules: dict[str, str] = field(default_factory=dict)
-    frozen: str = ""  # digest of the weights and buffers that are not part of the state; "": there are none
+    rules: Facts = field(default_factory=dict)
+    frozen: Text = ""  # digest of the weights and buffers that are not part of the state; "": there are none
     hosts: Hosts = ()  # of its ranks
-    data: dict[str, str] = field(default_factory=dict)  # facts about its data; empty after the first grant
+    data: Facts = field(default_factory=dict)  # facts about its data; empty after the first grant
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +70,8 @@ class ProcessReport:
     exited: tuple[str, ...] = ()  # incarnations that have exited
     lost: tuple[int, ...] = ()  # replicas that the supervisor has given up
     ended: tuple[int, ...] = ()  # replicas that are done: their scripts have ended their part of the job
-    owner: str = ""  # name of the supervisor; "": a rank that reports for itself
+    # Name of the supervisor; "": a rank that reports for itself.
+    owner: Annotated[str, Field(pattern=r"^[0-9A-Za-z-]{0,64}$")] = ""
     # Replicas that `owner` wants to run alone, each with the number of its last lease (0: none).
     leases: dict[int, int] = field(default_factory=dict)
 
@@ -98,10 +106,10 @@ class SupervisorReply:
 class RankBeat:
     """A sign of life of one rank."""
 
-    rank: int  # rank within the replica
-    pid: int  # its process
+    rank: Count  # rank within the replica
+    pid: Count  # its process
     host: str  # machine on which it runs
-    progress: int  # counts up while the trainer works
+    progress: Count  # counts up while the trainer works
     pause: str = ""  # what its training loop does instead (`Job.pause`); "": it trains
 
 

@@ -24,7 +24,7 @@ from ft_hsdp.core.replica_state import ENTRY, PROTOCOL, difference, other_data
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_CONFIG, ProtocolViolation
 from ft_hsdp.memory.hosts import Host
-from ft_hsdp.protocol import ProcessReport, QuorumRequest
+from ft_hsdp.protocol import MAX_COUNT, MAX_RULES, MAX_TEXT, ProcessReport, QuorumRequest
 from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.state import Agreement, LighthouseState
 
@@ -37,13 +37,9 @@ NUMBERS_AHEAD = 2**32  # of incarnations and leases
 # A lighthouse that has granted nothing yet may have lost its store: it believes larger ones.
 EPOCH_FRESH, TERM_FRESH, NUMBER_FRESH = 2**40, 2**52, 2**52
 STEPS_AHEAD = 2  # no step is further above the job's last one, or the head, than this
-NUMBER_LIMIT = 2**53  # weights, batches, bytes
 ATTEMPT_LIMIT = 2**20
-TEXT_LIMIT = 256  # characters of a name, a hash or a value
-RULES_LIMIT = 64
 _PUT_BACK = " file: put it back as it was when the job began, or start another job (job.name) with it"
 
-_OWNER = re.compile(r"[0-9A-Za-z-]{0,64}")
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -157,7 +153,7 @@ def with_first(agreed: Agreement, ask: QuorumRequest) -> Agreement:
     rules = agreed.rules if agreed.config_hash else tuple(sorted(ask.rules.items()))
     frozen = ask.frozen if agreed.frozen is None else agreed.frozen
     config_hash, layout = agreed.config_hash or ask.config_hash, agreed.layout or ask.layout
-    data = tuple({**ask.data, **dict(agreed.data)}.items())[:RULES_LIMIT]
+    data = tuple({**ask.data, **dict(agreed.data)}.items())[:MAX_RULES]
     return Agreement(config_hash, layout, numerics, rules, frozen, data)
 
 
@@ -211,11 +207,9 @@ def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, a
         _record("prepared", r.prepared, epochs, steps, replicas, s.policy.units.shared)
     if r.committed is not None:
         _record("committed", r.committed, epochs, steps, replicas, s.policy.units.shared)
-    if max(map(len, (ask.config_hash, ask.layout, ask.numerics, ask.frozen))) > TEXT_LIMIT:
-        raise ProtocolViolation(f"config_hash, layout, numerics and frozen have at most {TEXT_LIMIT} characters")
     for name, told in (("rules", ask.rules), ("data", ask.data)):
-        if told:
-            _told(name, told)
+        if not all((key + value).isprintable() for key, value in told.items()):
+            raise ProtocolViolation(f"{name}: a key or a value is not printable")
     check(ask.ring, ask.state, peer, allow)
     if ask.hosts:
         _hosts(ask.hosts, len(ask.ring))
@@ -233,8 +227,8 @@ def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[I
     Raises:
         ProtocolViolation: it cannot be true; one line names the field.
     """
-    if not _OWNER.fullmatch(processes.owner) or (processes.leases and not processes.owner):
-        raise ProtocolViolation(f"owner {processes.owner[:40]!r} is not the name of a supervisor")
+    if processes.leases and not processes.owner:
+        raise ProtocolViolation("leases are claimed, and owner names no supervisor")
     for number in processes.leases.values():
         _within("leases", number, _numbers(s))
     exited = frozenset(map(incarnation, processes.exited))
@@ -266,16 +260,6 @@ def _hosts(hosts: Hosts, ranks: int) -> None:
             Host.parse(path)
         except ValueError as error:
             raise ProtocolViolation(f"hosts: {error}") from None
-
-
-def _told(name: str, told: dict[str, str]) -> None:
-    """Check the number, the lengths and the characters of rules or facts."""
-    if len(told) > RULES_LIMIT:
-        raise ProtocolViolation(f"{name} has {len(told)} keys; at most {RULES_LIMIT}")
-    if any(max(len(key), len(value)) > TEXT_LIMIT for key, value in told.items()):
-        raise ProtocolViolation(f"{name}: a key or a value has more than {TEXT_LIMIT} characters")
-    if not all((key + value).isprintable() for key, value in told.items()):
-        raise ProtocolViolation(f"{name}: a key or a value is not printable")
 
 
 def _sets(r: Report, replicas: int) -> None:
@@ -323,9 +307,9 @@ def _record(name: str, record: CommitRecord, epochs: int, steps: int, replicas: 
         _within(f"{name}.spoiled", first, MAX_UNIT)
         _within(f"{name}.spoiled", count, MAX_UNIT - first)
     for field in ("retries", "wanted", "chunk_bytes"):
-        _within(f"{name}.{field}", getattr(record, field), NUMBER_LIMIT)
-    if len(record.digest) > TEXT_LIMIT:
-        raise ProtocolViolation(f"{name}.digest has {len(record.digest)} characters; at most {TEXT_LIMIT}")
+        _within(f"{name}.{field}", getattr(record, field), MAX_COUNT)
+    if len(record.digest) > MAX_TEXT:
+        raise ProtocolViolation(f"{name}.digest has {len(record.digest)} characters; at most {MAX_TEXT}")
 
 
 def _within(name: str, value: int, largest: int) -> None:

@@ -1,6 +1,4 @@
-"""The processes of one replica beside its tensors.
-
-Its leader, the channels of its ranks, its line to the lighthouse.
+"""The control plane of one replica: its leader, the channels of its ranks, its line to the lighthouse.
 
 Rank 0 of a replica is its leader. It feeds `ft_hsdp.core` with events and carries out the effects: some are
 requests to the lighthouse, most are orders to all ranks (FT-HSDP §4.1). Losing the leader ends a rank: a replica
@@ -26,9 +24,9 @@ parts. Everything that comes from a socket passes `ft_hsdp.handshake` and `ft_hs
 
 The main call path of one step:
 
-    rank:   RankLine.send(Vote)                      each rank holds its reduced shard
-    leader: Leader.received -> VoteTally.record      all votes are in
-            Leader.handle(Reduced) -> transition     SendToken, and later the verdict
-            RankHub.broadcast(Commit, RunBatch)      every rank applies
-            LighthouseClient.ask(QuorumRequest)      Answered: the next step
+    rank:   RankLine.send(Vote)                           each rank holds its reduced shard
+    leader: Leader.received(Vote) -> VoteTally.record     all votes are in
+    leader: Leader.handle(Reduced) -> transition          SendToken, and later the verdict
+    leader: RankHub.broadcast(Commit, RunBatch)           every rank applies
+    leader: LighthouseClient.ask(QuorumRequest)           its answer becomes Answered: the next step
 """

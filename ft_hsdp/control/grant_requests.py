@@ -162,7 +162,7 @@ class GrantRequests:
         if not self._joined and not self._wait_noted and silent > self._settings.reach_s:
             self._wait_noted = True
             self._journal.event("LighthouseAwaited", f"{why} for {silent:.0f} s; it is asked until it answers")
-        self._lapse(why)
+        self._lapse(error)
 
     def late(self) -> None:
         """Go on without the answer.
@@ -172,26 +172,28 @@ class GrantRequests:
         self.overdue = True
         self._lapse(None)
 
-    def _lapse(self, why: str | None) -> None:
+    def _lapse(self, error: LighthouseUnreachable | None) -> None:
         """Repeat the last grant as long as its lease runs. After that all members of the ring stop together.
 
         Args:
-            why: The lighthouse cannot be reached; None: it has not answered in time.
+            error: Why the lighthouse cannot be reached; None: it has not answered in time.
         """
         silent = time.monotonic() - self._answered_at
         if not self._joined:
             return
         if silent > self._settings.lease_s:
-            self._end_lease(why)
+            self._end_lease(error)
             return
         replica = self._asker.replica
-        away = why is not None or silent > self._settings.answer_wait_s
+        away = error is not None or silent > self._settings.answer_wait_s
         if away and not self._lease_noted and replica.phase is Phase.ASKING and replica.intact:
             self._lease_noted = True
-            self._journal.event("LeaseUsed", why or LATE, epoch=replica.fence.epoch, step=replica.fence.step)
+            self._journal.event(
+                "LeaseUsed", str(error or LATE), epoch=replica.fence.epoch, step=replica.fence.step
+            )
         self._asker.handle(events.Unanswered())
 
-    def _end_lease(self, why: str | None) -> None:
+    def _end_lease(self, error: LighthouseUnreachable | None) -> None:
         """Stop training until a lighthouse answers. The ring is told that this is no failure.
 
         A step may be longer than the lease: the first request after it has the usual time for its answer.
@@ -201,11 +203,11 @@ class GrantRequests:
             return
         due = (now if self._unanswered_since is None else self._unanswered_since) + self._settings.answer_wait_s
         if now < due:
-            asyncio.get_running_loop().call_later(due - now, self._lapse, why)
+            asyncio.get_running_loop().call_later(due - now, self._lapse, error)
             return
         if not self._lease_end_noted:
             self._lease_end_noted = True
             fence, silent = replica.fence, now - self._answered_at
-            reason = f"no lighthouse has answered for {silent:.0f} s, quorum.lease_s is over: {why or LATE}"
+            reason = f"no lighthouse has answered for {silent:.0f} s, quorum.lease_s is over: {error or LATE}"
             self._journal.event("LeaseEnded", reason, epoch=fence.epoch, step=fence.step)
         self._asker.handle(events.LeaseEnded())

@@ -80,7 +80,7 @@ class Decisions:
                 case effects.Commit(record) if isinstance(event, events.Answered | events.GrantShown):
                     reason = "the lighthouse lets all replicas build on the record that was in doubt"
                     self._journal.event("DoubtResolved", reason, **_fence(record.fence))
-                case effects.StopRing(_, reason) if reason.startswith("stale"):
+                case effects.StopRing(epoch, reason) if epoch > _epoch(before):  # of a grant that it did not adopt
                     self._journal.event("GrantRefused", reason, state=str(before.state))
                 case effects.Exit(code, reason):
                     final = after.state.step >= after.steps
@@ -110,6 +110,11 @@ def _differing(event: events.Event, after: Replica) -> str:
     """Return which replicas differ from which, in words."""
     token = event.token if isinstance(event, events.TokenArrived) else None
     return state_id.describe(token.digests, after.ring_state) if token is not None else ""
+
+
+def _epoch(replica: Replica) -> int:
+    """Return the epoch of the grant that a replica has adopted; 0: none."""
+    return replica.grant.epoch if replica.grant is not None else 0
 
 
 def _fence(fence: AttemptId) -> dict[str, int]:

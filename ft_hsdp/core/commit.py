@@ -263,11 +263,6 @@ class CommitToken:
     stop: bool = False  # a script has stopped the job: all leave after this step
 
 
-def fenced(current: AttemptId, fence: AttemptId) -> bool:
-    """Return whether a vote or token about `fence` counts for the attempt `current`."""
-    return current == fence
-
-
 def void(fence: AttemptId, known: tuple[AttemptId, ...]) -> bool:
     """Return whether the attempt `fence` can never be committed.
 
@@ -352,7 +347,7 @@ class VoteTally:
 
     def add(self, vote: Vote) -> VoteTally:
         """Return the tally with `vote`, or unchanged if it is about another attempt or its rank has voted."""
-        if not fenced(self.fence, vote.fence) or any(v.rank == vote.rank for v in self.votes):
+        if vote.fence != self.fence or any(v.rank == vote.rank for v in self.votes):
             return self
         return replace(self, votes=tuple(sorted((*self.votes, vote), key=lambda v: v.rank)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ft_hsdp.core import checkpoint, state_id
-from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken, fenced
+from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken
 from ft_hsdp.core.effects import (
     BufferUpdate,
     Commit,
@@ -175,7 +175,7 @@ def reduced(s: Replica, fence: AttemptId, record: CommitRecord, digest: str) -> 
     Returns:
         The replica in phase VOTED, and `SendToken` if it passes the token on.
     """
-    if s.phase is not Phase.REDUCING or not fenced(s.fence, fence):
+    if s.phase is not Phase.REDUCING or fence != s.fence:
         return s, ()
     if s.spoiled:
         record = replace(record, spoiled=s.spoiled, retries=s.policy.poison_retries)
@@ -224,7 +224,7 @@ def token_arrived(s: Replica, token: CommitToken) -> Step:
     Returns:
         The replica, and what follows from the vote or the verdict.
     """
-    if s.phase not in (Phase.REDUCING, Phase.VOTED) or not fenced(s.fence, token.fence):
+    if s.phase not in (Phase.REDUCING, Phase.VOTED) or token.fence != s.fence:
         return s, ()
     if token.verdict and s.record is None:
         return s, ()

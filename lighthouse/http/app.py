@@ -15,7 +15,7 @@ from ft_hsdp import bounded, protocol
 from ft_hsdp.config.running import MAX_REPLICAS
 from ft_hsdp.core.grant import Holders
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import ProcessReport, SupervisorReply
+from ft_hsdp.protocol import MAX_COUNT, ProcessReport, SupervisorReply
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.http.journal_routes import views
 from lighthouse.http.metrics import Meter, metrics
@@ -23,7 +23,6 @@ from lighthouse.http.openapi import describe
 from lighthouse.http.quorum_route import QuorumRoute, read
 from lighthouse.http.schemas import JobStatus
 from lighthouse.journal.journal import JobJournal
-from lighthouse.journal.row_checks import LIMIT
 from lighthouse.quorum.commands import Impossible
 from lighthouse.quorum.events import Action
 from lighthouse.service import Service
@@ -44,7 +43,7 @@ class OperatorOrder(BaseModel):
 class Size(OperatorOrder):
     """How many replicas the job is to have."""
 
-    replicas: int = Field(ge=1, le=LIMIT, description="those with lower ids take part; at most max_replicas")
+    replicas: int = Field(ge=1, le=MAX_COUNT, description="those with lower ids take part; at most max_replicas")
 
 
 class OrderAnswer(BaseModel):

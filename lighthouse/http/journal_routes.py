@@ -17,14 +17,13 @@ from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from ft_hsdp import protocol
-from ft_hsdp.protocol import Telemetry
+from ft_hsdp.protocol import MAX_COUNT, Telemetry
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.http.quorum_route import read
 from lighthouse.http.rate_limits import TooMany
 from lighthouse.http.schemas import Events, OverviewView
 from lighthouse.journal.database import MAX_READ, DatabaseFailed
 from lighthouse.journal.journal import JobJournal, worded
-from lighthouse.journal.row_checks import LIMIT
 from lighthouse.quorum.state import LighthouseState as Decisions
 from lighthouse.service import Service
 
@@ -84,8 +83,8 @@ def _read(path: Path) -> _File:
     return _File(body, TYPES[path.suffix], f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"')
 
 
-Time = Annotated[float | None, Query(ge=0, le=LIMIT, allow_inf_nan=False, description="Unix seconds")]
-Number = Annotated[int | None, Query(ge=0, le=LIMIT, description="number of a row")]
+Time = Annotated[float | None, Query(ge=0, le=MAX_COUNT, allow_inf_nan=False, description="Unix seconds")]
+Number = Annotated[int | None, Query(ge=0, le=MAX_COUNT, description="number of a row")]
 
 
 def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter:
@@ -146,7 +145,7 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
         after: Number = None,
         before: Number = None,
         limit: Annotated[int, Query(ge=1, le=MAX_READ)] = 200,
-        replica: Annotated[int | None, Query(ge=0, le=LIMIT)] = None,
+        replica: Annotated[int | None, Query(ge=0, le=MAX_COUNT)] = None,
         event: Annotated[str | None, Query(max_length=64)] = None,
         text: Annotated[str | None, Query(max_length=200, description="stands somewhere in the row")] = None,
     ) -> Events:

@@ -7,13 +7,18 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field, ValidationError
+from pydantic_core import SchemaValidator
+from typing_extensions import TypedDict
 
 from ft_hsdp.analysis.commits import MAX_VALUES, VALUE_NAME
+from ft_hsdp.bounded import checker, complaint
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.event_table import EVENTS
-from ft_hsdp.protocol import RankBeat
+from ft_hsdp.protocol import MAX_COUNT, Count, RankBeat
 from lighthouse.overview.overview import JobInfo, Row
 
 DAY_S = 86400.0  # a row may be so far from now; otherwise its sender's clock is wrong
@@ -23,13 +28,15 @@ MAX_DEPTH = 6
 MAX_HOST = 255  # characters
 MAX_PAUSE = 80  # characters
 MAX_WAITS = 16
-LIMIT = 2**53  # no number of a step, an epoch or a pid is larger; a page can show it
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-_LINEAGE = re.compile(r"[0-9a-f]{1,64}")
 _OWN = frozenset({"lighthouse", "admin"})  # sources that a worker never is
 _SUPERVISED = frozenset({"supervisor", "chaos"})
-_NUMBERS = ("loss", "lr", "lr_scale", "norm", "ftar_bytes", "ftar_s", "tokens")
+_NUMBERS = ("loss", "lr", "lr_scale", "norm", "ftar_bytes", "ftar_s", "tokens")  # None if they are no number
+
+Name = Annotated[str, Field(pattern=f"^{_NAME.pattern}$")]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Seconds = Annotated[float, Field(ge=0, le=100 * DAY_S, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,62 +92,74 @@ def event(raw: Mapping[str, Any], who: RowSender, about: JobInfo, now: float) ->
         row["rank"] = _index(row["rank"], "rank", about.ranks)
     for key in ("step", "epoch"):
         if row.get(key) is not None:
-            row[key] = _count(row[key], key, LIMIT)
+            row[key] = _count(row[key], key, MAX_COUNT)
     row["t"] = _time(row.get("t"), now)
     row["reason"] = str(row.get("reason") or "")[:MAX_REASON]
     return sized(row)
 
 
+class _CommitRow(TypedDict):
+    """What the overview needs of a row of the log of commits."""
+
+    step: Count
+    epoch: Count
+    attempt: NotRequired[Count]
+    lineage: Annotated[str, Field(pattern=r"^[0-9a-f]{1,64}$")]
+    contributors: list[Count]
+    total: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    step_s: Seconds
+    waits: Annotated[dict[Name, Seconds], Field(max_length=MAX_WAITS)]
+    role: Literal["contribute", "behind"]
+    units: NotRequired[Count | None]  # a row of an earlier version has none
+    units_wanted: NotRequired[Count | None]
+    copied_bytes: NotRequired[Count | None]  # of a step for which hosts copied from each other
+
+
+class _LoggedRow(TypedDict):
+    """Values that a training loop logs."""
+
+    step: Count
+    epoch: Count
+    values: Annotated[
+        dict[Annotated[str, Field(pattern=f"^(?:{VALUE_NAME.pattern})$")], Finite],
+        Field(min_length=1, max_length=MAX_VALUES),
+    ]
+
+
+_COMMIT, _LOGGED = checker(_CommitRow), checker(_LoggedRow)
+
+
 def commit(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
     """Return a commit row as it may be stored: only what the overview needs. Raises ProtocolViolation."""
-    lineage, role, contributors = raw.get("lineage"), raw.get("role"), raw.get("contributors")
-    if not isinstance(lineage, str) or not _LINEAGE.fullmatch(lineage):
-        raise ProtocolViolation(f"commit: lineage {str(lineage)[:80]!r} is not 1 to 64 hex digits")
-    if role not in ("contribute", "behind"):
-        raise ProtocolViolation(f"commit: role {str(role)[:40]!r} is not 'contribute' or 'behind'")
-    if not isinstance(contributors, list) or len(contributors) > about.slots:
-        raise ProtocolViolation(f"commit: contributors are not a list of at most {about.slots}")
-    row: Row = {
-        "t": _time(raw.get("t"), now),
-        "step": _count(raw.get("step"), "step", about.steps),
-        "epoch": _count(raw.get("epoch"), "epoch", LIMIT),
-        "attempt": _count(raw.get("attempt", 0), "attempt", LIMIT),
-        "lineage": lineage,
-        "contributors": sorted({_index(r, "contributor", about.slots) for r in contributors}),
-        "total": _count(raw.get("total"), "total", about.slots),
-        "step_s": _seconds(raw.get("step_s"), "step_s"),
-        "waits": _waits(raw.get("waits")),
-    }
-    if not len(row["contributors"]) <= row["total"] >= 1:
+    row: Row = {"attempt": 0, "units": None, "units_wanted": None, **_checked("commit", _COMMIT, raw)}
+    row["t"] = _time(raw.get("t"), now)
+    row["contributors"] = sorted(set(row["contributors"]))
+    _count(row["step"], "step", about.steps)
+    _count(row["total"], "total", about.slots)
+    if row["contributors"]:
+        _index(row["contributors"][-1], "contributor", about.slots)
+    if len(row["contributors"]) > row["total"]:
         raise ProtocolViolation(f"commit: {len(row['contributors'])} contributors of {row['total']}")
-    if None in row["contributors"]:
-        raise ProtocolViolation("commit: contributors are not numbers")
     for key in _NUMBERS:
         value: Any = raw.get(key)
-        row[key] = value if _finite(value) and abs(value) <= LIMIT else None
-    for key in ("units", "units_wanted"):  # a row of an earlier version has none
-        row[key] = None if raw.get(key) is None else _count(raw[key], key, LIMIT)
-    if raw.get("copied_bytes") is not None:  # of a step for which hosts copied nothing from each other
-        row["copied_bytes"] = _count(raw["copied_bytes"], "copied_bytes", LIMIT)
-    return row | {"role": role}
+        row[key] = value if _finite(value) and abs(value) <= MAX_COUNT else None
+    return row
 
 
 def logged(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
     """Return a row of logged values as it may be stored. Raises ProtocolViolation."""
-    values = raw.get("values")
-    if not isinstance(values, Mapping) or not 0 < len(values) <= MAX_VALUES:
-        raise ProtocolViolation(f"logged: values are not 1 to {MAX_VALUES} numbers by name")
-    for name, value in values.items():
-        if not isinstance(name, str) or not VALUE_NAME.fullmatch(name):
-            raise ProtocolViolation(f"logged: {str(name)[:80]!r} is no name of a value")
-        if not _finite(value):
-            raise ProtocolViolation(f"logged: {name} is {str(value)[:40]!r}, which is no finite number")
-    return {
-        "t": _time(raw.get("t"), now),
-        "step": _count(raw.get("step"), "step", about.steps),
-        "epoch": _count(raw.get("epoch"), "epoch", LIMIT),
-        "values": {name: float(value) for name, value in values.items()},
-    }
+    row = _checked("logged", _LOGGED, raw)
+    _count(row["step"], "step", about.steps)
+    return {**row, "t": _time(raw.get("t"), now)}
+
+
+def _checked(what: str, of: SchemaValidator, raw: Mapping[str, Any]) -> Row:
+    """Return the fields of a row that its type names. Raises ProtocolViolation."""
+    try:
+        row: Row = of.validate_python(raw, strict=True)
+    except ValidationError as error:
+        raise ProtocolViolation(f"{what}: {complaint(error)}") from None
+    return row
 
 
 def units_of(raw: Mapping[str, Any], replica: int) -> int:
@@ -149,7 +168,7 @@ def units_of(raw: Mapping[str, Any], replica: int) -> int:
     mine = (
         (c for c in runs if isinstance(c, Mapping) and c.get("replica") == replica) if type(runs) is list else ()
     )
-    return min(LIMIT, max(1, sum(int(c["units"]) for c in mine if type(c.get("units")) is int)))
+    return min(MAX_COUNT, max(1, sum(int(c["units"]) for c in mine if type(c.get("units")) is int)))
 
 
 def plain(raw: Mapping[str, Any]) -> Row:
@@ -177,7 +196,7 @@ def _plain(value: object, depth: int) -> object:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        return value if abs(value) <= LIMIT else str(value)[:40]
+        return value if abs(value) <= MAX_COUNT else str(value)[:40]
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if depth == 0:
@@ -209,21 +228,6 @@ def _count(value: object, what: str, most: int) -> int:
     return value
 
 
-def _seconds(value: Any, what: str) -> float:
-    if not _finite(value) or not 0 <= value <= 100 * DAY_S:
-        raise ProtocolViolation(f"{what} {str(value)[:40]!r} is not a number of seconds")
-    return float(value)
-
-
-def _waits(value: object) -> dict[str, float]:
-    if not isinstance(value, Mapping) or len(value) > MAX_WAITS:
-        raise ProtocolViolation(f"commit: waits are not at most {MAX_WAITS} causes with seconds")
-    for cause in value:
-        if not isinstance(cause, str) or not _NAME.fullmatch(cause):
-            raise ProtocolViolation(f"commit: wait for {str(cause)[:40]!r} is no name")
-    return {cause: _seconds(seconds, f"wait for {cause}") for cause, seconds in value.items()}
-
-
 def beats(ranks: Sequence[RankBeat], who: RowSender, about: JobInfo) -> list[RankBeat]:
     """Return the beats of ranks as they may be stored. Raises ProtocolViolation."""
     if ranks and who.replica is None:
@@ -232,8 +236,6 @@ def beats(ranks: Sequence[RankBeat], who: RowSender, about: JobInfo) -> list[Ran
         raise ProtocolViolation(f"beats of {len(ranks)} ranks; a replica has {about.ranks}")
     for beat in ranks:
         _index(beat.rank, "rank", about.ranks)
-        _count(beat.pid, "pid", LIMIT)
-        _count(beat.progress, "progress", LIMIT)
     return [
         replace(beat, host=str(_plain(beat.host[:MAX_HOST], 0)), pause=str(_plain(beat.pause[:MAX_PAUSE], 0)))
         for beat in ranks

@@ -1,23 +1,25 @@
 """One event in, one decision out: ``transition(state, event) -> (state, effects)``. No I/O, no clock.
 
-A membership that works is left alone: the first request for a step settles its grant for that step
-(`membership.settle`). A round (`membership.hold_round`) is held only when the ring of the current epoch is lost,
-or before the first epoch. A report counts only when its incarnation is admitted.
+The rules:
 
-Numbers. The lighthouse numbers an incarnation when it first hears of it. A grant tells the number to the member,
-and its reports carry it. So the order of two incarnations of a replica is known for ever, also after the
-lighthouse has forgotten both, was restarted, or got an older store back. Only an incarnation that was admitted
-later replaces another one.
+1. A membership that works is left alone: the first request for a step settles its grant for that step
+   (`membership.settle`). A round (`membership.hold_round`) is held only before the first epoch, or when the ring
+   of the current epoch is lost.
+2. A report counts only if its incarnation is admitted. The lighthouse numbers an incarnation when it first hears
+   of it. The grant tells the member its number, and its reports carry it.
+3. An incarnation replaces another one of its replica only if it has the larger number. The numbers travel with
+   the reports, so they outlive a restart of the lighthouse and an older store.
+4. An incarnation is called REPLICA-RUN-RESTARTS. A run starts the next one when all processes of the one before
+   have ended, so the newest exit of a run stands for the exits before it.
+5. An exit is remembered as long as one of these holds, which bounds the table: its incarnation is a member of a
+   remembered epoch, or it is the newest exit of a run that the supervisor still names.
+6. A supervisor has a lease of each replica that it starts, and renews it with its reports. A second supervisor
+   of that replica starts nothing.
 
-Exits. An incarnation is called REPLICA-RUN-RESTARTS, and the next one of a run is started only when all processes
-of the one before have ended. So the newest exit of a run stands for all incarnations before it; those are needed
-by name only while they are members of a remembered epoch. The newest exits that a supervisor keeps naming are
-remembered, so that they are no news. Those of a run that it names no more are dropped: its incarnations were
-fenced by the replica's new run, and could neither delay nor bring back anything (a record that is older than the
-grant is overruled). This bounds the table, which would otherwise grow with the job.
-
-Leases. A supervisor has a lease of each replica that it starts, and renews it with its reports. So of two
-supervisors of one replica one starts nothing, and they do not fence each other's incarnations for ever.
+Example: replica 1 runs as 1-a-0, which is admitted as number 4. It exits twice: 1-a-1 gets number 5, 1-a-2
+number 6. The exit of 1-a-1 stands for that of 1-a-0 (rule 4). A frozen 1-a-0 wakes up and asks with number 4: it
+is refused, for 4 is below 6 (rule 3). Another supervisor starts 1-b-0, which gets number 7 once the lease of "a"
+has ended (rule 6); then the exits of run "a" are dropped (rule 5).
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from ft_hsdp.core.commit import (
     Contribution,
     Vote,
     VoteTally,
-    fenced,
     impossible,
     lr_scale,
     void,
@@ -122,11 +121,6 @@ def test_a_tally_holds_the_first_vote_of_each_rank_about_its_attempt(votes: list
             first.setdefault(v.rank, v)
     assert tally.votes == tuple(first[rank] for rank in sorted(first))
     assert tally.complete == (set(first) == {0, 1, 2})
-
-
-@given(fences, fences)
-def test_only_the_very_same_attempt_is_fenced_in(a: AttemptId, b: AttemptId) -> None:
-    assert fenced(a, b) == (a == b)
 
 
 def test_what_a_data_rank_brings_counts_once_however_many_ranks_it_has() -> None:

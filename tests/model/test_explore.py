@@ -155,6 +155,12 @@ def _always(*_: object) -> bool:
     return True
 
 
+def _of_any_attempt(
+    token_arrived: Callable[[Replica, CommitToken], Step],
+) -> Callable[[Replica, CommitToken], Step]:
+    return lambda s, token: token_arrived(s, replace(token, fence=s.fence))
+
+
 def _nobody(*_: object) -> None:
     return None
 
@@ -297,13 +303,13 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "exactly once: ",
     ),
     "tokens without a fence": (
-        [(voting, "fenced", _always)],
+        [(core, "token_arrived", _of_any_attempt(voting.token_arrived))],
         bounds(deaths=1, late_tokens=True),
         True,
         "stuck: ",
     ),
     "tokens without a fence, safety": (
-        [(voting, "fenced", _always)],
+        [(core, "token_arrived", _of_any_attempt(voting.token_arrived))],
         bounds(replicas=2, deaths=1, breaks=1, late_tokens=True),
         False,
         "lost commit: ",

@@ -17,7 +17,7 @@ def aborted(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     rows = list(events)
     adopted = [e for e in rows if e["event"] == "GrantAdopted"]
-    late = [e for e in rows if e["event"] == "GrantRefused" and "stale grant" in e["reason"]]
+    late = [e for e in rows if e["event"] == "GrantRefused"]
     instead = {_next_epoch(adopted, refused) for refused in late}
     losses = {e["epoch"] for e in adopted if any(loss in e["reason"] for loss in LOSSES)} - instead
     again = [e for e in rows if e["event"] == "StepRetried" and e["epoch"] in losses]

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from ft_hsdp import protocol
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import RankBeat, Telemetry
+from ft_hsdp.protocol import MAX_COUNT, RankBeat, Telemetry
 from lighthouse.http.rate_limits import STREAMS, TooMany
 from lighthouse.journal import journal as module
 from lighthouse.journal import subscribers
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase, SqliteDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.journal.row_checks import LIMIT, MAX_REASON, MAX_ROW, units_of
+from lighthouse.journal.row_checks import MAX_REASON, MAX_ROW, units_of
 from lighthouse.overview.liveness import SILENT_S, STUCK_S
 from lighthouse.overview.overview import JobInfo, JournalEntry
 from tests.support.lighthouse import day
@@ -215,14 +215,14 @@ def test_a_replica_speaks_for_itself_only(journal):
         ("0-a-0", {"ranks": [RankBeat(0, 1, "h", 1)] * 3}, "a replica has 2"),
         ("0-a-0", {"commits": [commit(101)]}, "step '101'"),
         ("0-a-0", {"commits": [commit(1, contributors=[3])]}, "contributor '3'"),
-        ("0-a-0", {"commits": [commit(1, contributors="all")]}, "not a list"),
-        ("0-a-0", {"commits": [commit(1, contributors=[None])]}, "not numbers"),
-        ("0-a-0", {"commits": [commit(1, lineage="no hex")]}, "hex"),
+        ("0-a-0", {"commits": [commit(1, contributors="all")]}, "contributors"),
+        ("0-a-0", {"commits": [commit(1, contributors=[None])]}, "contributors"),
+        ("0-a-0", {"commits": [commit(1, lineage="no hex")]}, "lineage"),
         ("0-a-0", {"commits": [commit(1, role="king")]}, "role"),
         ("0-a-0", {"commits": [commit(1, step_s=float("nan"))]}, "step_s"),
-        ("0-a-0", {"commits": [commit(1, waits={"ftar": -1})]}, "wait for ftar"),
-        ("0-a-0", {"commits": [commit(1, waits={f"w{n}": 1 for n in range(17)})]}, "at most 16"),
-        ("0-a-0", {"commits": [commit(1, waits={"<script>": 1})]}, "is no name"),
+        ("0-a-0", {"commits": [commit(1, waits={"ftar": -1})]}, "waits.ftar"),
+        ("0-a-0", {"commits": [commit(1, waits={f"w{n}": 1 for n in range(17)})]}, "waits"),
+        ("0-a-0", {"commits": [commit(1, waits={"<script>": 1})]}, "waits"),
     ],
 )
 def test_what_cannot_be_true_is_refused_whole(journal, source, what, why):
@@ -621,7 +621,7 @@ async def test_a_flood_of_one_message_does_not_wait_in_memory(journal):
     ("runs", "units"),
     [
         ([{"replica": 1, "units": 2}, {"replica": 0, "units": 9}, {"replica": 1, "units": 4}], 6),
-        ([{"replica": 1, "units": 10**400}], LIMIT),
+        ([{"replica": 1, "units": 10**400}], MAX_COUNT),
         ([{"replica": 1, "units": -3}], 1),
         ([{"replica": 1, "units": "3"}, {"replica": 1}, 7, None], 1),
         (None, 1),
