@@ -548,7 +548,6 @@ async def test_a_supervisor_is_told_whether_it_has_the_lease() -> None:
     again = service.processes(ProcessReport({}, owner="aaaa", leases=mine.leases))
     assert again.leases == mine.leases
     for bad in (
-        {"owner": "no name", "leases": {1: 0}},
         {"leases": {1: 0}},
         {"owner": "a", "leases": {9: 0}},
         {"owner": "a", "leases": {1: -1}},
