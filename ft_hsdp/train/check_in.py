@@ -6,7 +6,7 @@
     begin, start      the incarnation: journal, state agent, the ring's listener
     restore           the newest state in memory or in a checkpoint
     check_claims      the ranks compare what they are and hold
-    check_in          the leader asks the lighthouse for the first step
+    join              the leader asks the lighthouse for the first step
 
 The ranks of a replica that contradict each other do not join: another start may mend it (75).
 """
@@ -124,4 +124,4 @@ def check_in(
     wanted = missed(config, checkpoints.folder, state.step, runtime.journal) if place.rank == 0 else 0
     mine = RankClaim(place.rank, place.ranks, identity.incarnation, identity.shared, identity.hosts, state)
     check_claims(runtime.ranks, identity.replica, mine)
-    runtime.check_in(state, wanted)
+    runtime.join(state, wanted)

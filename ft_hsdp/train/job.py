@@ -323,7 +323,7 @@ class Job(DataSources, UserLoop, BlockHost):
             self._facts = facts_of(source, reader, self.config.data.check, self.rank, self.data_ranks)
             if self._identity is not None:
                 driver.guess(reader, self.replica)
-            self._check_in(driver, reader)
+            self._join(driver, reader)
             while True:
                 match self._mailbox.get():
                     case RunBatch() as order:
@@ -499,7 +499,7 @@ class Job(DataSources, UserLoop, BlockHost):
 
     # Joining the job.
 
-    def _check_in(self, driver: StepDriver, reader: Reader[Any]) -> None:
+    def _join(self, driver: StepDriver, reader: Reader[Any]) -> None:
         """Do all that any rank can do, wait for the incarnation if this is a spare, and join the job as that."""
         live_state, config, place = self._live_state, self.config, self._place
         runtime = RankRuntime(

@@ -8,7 +8,7 @@ computes.
 
 `RankRuntime` is made once for each rank, in two stages, both on the main thread. The constructor makes what does
 not depend on the replica: memory, data plane, loop, the way to the lighthouse and to the other ranks. A spare has
-all that ready. `start` adds what belongs to one incarnation: journal, snapshots, ring and reducer. `check_in`
+all that ready. `start` adds what belongs to one incarnation: journal, snapshots, ring and reducer. `join`
 joins the job. The way of one order is `Leader` -> `RankRuntime.broadcast` -> (other ranks: `ReplicaLink`)
 -> `OrderHandler.handle` -> `Mailbox` or `Reducer`; the way of a vote is `Reducer` -> `RankRuntime.send_vote` ->
 `ReplicaLink.report` -> `Leader.received`.
@@ -213,7 +213,7 @@ class RankRuntime:
         found: Holders | None = self._call(self._link.holders(self._identity.replica, wait_s))
         return found
 
-    def check_in(self, state: StateId, wanted: int = 0) -> None:
+    def join(self, state: StateId, wanted: int = 0) -> None:
         """Join the job with ``state``. Blocks until all ranks of the replica have checked in.
 
         Args:
@@ -223,7 +223,7 @@ class RankRuntime:
         Raises:
             TimeoutError: Some rank did not check in within `timeouts.ranks_s`.
         """
-        self._call(self._check_in(state, wanted))
+        self._call(self._join(state, wanted))
 
     def moved(self) -> None:
         """Note that the main thread got on: it fed a batch, brought a bucket or changed the state."""
@@ -431,7 +431,7 @@ class RankRuntime:
             self._link.report,
         )
 
-    async def _check_in(self, state: StateId, wanted: int) -> None:
+    async def _join(self, state: StateId, wanted: int) -> None:
         place, zero = self._place, self._link.zero
         hello = RankHello(place.rank, self._ring_address, self.snapshots.address, self._identity.host)
         if zero is None:

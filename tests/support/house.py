@@ -28,18 +28,18 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 # The size of the house: what is measured, its limit, and the goal. A limit only goes down: it lies at most `SLACK`
 # above the figure, so a change that makes the house smaller lowers the limit, too.
 SIZES: dict[str, tuple[int, int]] = {
-    "statements": (42_650, 39_000),
-    "lines with JavaScript": (82_400, 71_000),
-    "benchmarks outside the package": (3_600, 4_000),  # statements
+    "statements": (41_850, 39_000),
+    "lines with JavaScript": (81_000, 71_000),
+    "benchmarks outside the package": (3_350, 4_000),  # statements
     "test lines": (81_500, 66_000),  # the model checker among them
-    "modules with code": (350, 310),
-    "configuration keys": (130, 120),
+    "modules with code": (336, 310),
+    "configuration keys": (129, 120),
     "timeouts among them": (16, 14),
     "event names": (124, 100),
-    "private reads in tests": (482, 120),
-    "monkeypatch.setattr": (323, 150),
-    "asserts on prose": (331, 100),
-    "words of docs and ADRs": (60_200, 60_000),
+    "private reads in tests": (470, 120),
+    "monkeypatch.setattr": (321, 150),
+    "asserts on prose": (330, 100),
+    "words of docs and ADRs": (59_500, 60_000),
 }
 SLACK = 0.1  # of the limit, or 2
 

@@ -60,7 +60,7 @@ def test_a_gang_that_contradicts_itself_ends_with_a_line_and_is_started_again() 
 def test_the_ranks_compare_what_they_are_before_they_check_in(different: dict[str, Any]) -> None:
     joined: list[StateId] = []
     runtime = SimpleNamespace(
-        ranks=Told(GANG[0], replace(GANG[1], **different)), check_in=lambda state, _: joined.append(state)
+        ranks=Told(GANG[0], replace(GANG[1], **different)), join=lambda state, _: joined.append(state)
     )
     mine = GANG[1]
     place = SimpleNamespace(rank=mine.rank, ranks=mine.ranks)

@@ -324,7 +324,7 @@ class ReplayJob(Job):
         allowed = "job.loader: each batch has to be a function of its place"
         raise ConfigError("replay", "a loop over job.stream", allowed)
 
-    def _check_in(self, driver: StepDriver, reader: Reader[Any]) -> None:
+    def _join(self, driver: StepDriver, reader: Reader[Any]) -> None:
         """Begin with the state on which the first recorded step builds: the initial one, or a checkpoint.
 
         Raises:

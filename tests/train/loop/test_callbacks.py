@@ -155,7 +155,7 @@ def test_a_rank_that_begins_with_a_state_is_told(stepping: Stepping) -> None:
 def test_the_end_is_told_before_the_loop_ends(stepping: Stepping, monkeypatch: pytest.MonkeyPatch) -> None:
     job, seen = stepping.job, []
     job.on_leave(seen.append)
-    monkeypatch.setattr(job, "_check_in", lambda *_: None)
+    monkeypatch.setattr(job, "_join", lambda *_: None)
     monkeypatch.setattr(job, "_part", lambda: seen.append("closed"))
     job._mailbox.put(Exit(0, "the job has its final state"))
     assert list(job.batches(mock.Mock())) == []
