@@ -81,7 +81,7 @@ def test_all_three_at_once_without_copies(tmp_path: Path, policy: str) -> None:
             return
         check(job.end(), steps)
         (rolled,) = job.events("HeadRolledBack")
-        assert rolled["steps"] >= 5
+        assert rolled["steps"] >= 4, "of step 5 the lighthouse may not have heard"
         assert job.replayed()["equal"]
 
 
