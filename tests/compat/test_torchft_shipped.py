@@ -198,8 +198,7 @@ class TestLocalSGDOfTwoReplicas(local_sgd_integ_test.LocalSGDIntegTest):
     """LocalSGD and streaming DiLoCo: a replica fails, an all-reduce fails."""
 
 
-# A third replica comes: it has the milliseconds of two steps to ask for a quorum. If it is later, the others have
-# ended, and it waits for them until its timeout. torchft's lighthouse has nothing that would make them wait.
+# A third replica that comes has the milliseconds of two steps to ask for a quorum; later, the others have ended.
 for late in [name for name in dir(TestLocalSGDOfTwoReplicas) if "upscale" in name]:
     setattr(TestLocalSGDOfTwoReplicas, late, None)
 
