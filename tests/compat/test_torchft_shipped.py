@@ -185,13 +185,10 @@ QUICK = {
 }
 
 
-def _the_rest_takes_long(cases: tuple[type, ...]) -> None:
-    for case in cases:
-        for name in {name for name in dir(case) if name.startswith("test")} - QUICK:
-            pytest.mark.proof(getattr(case, name))
-
-
-_the_rest_takes_long((local_sgd_integ_test.LocalSGDIntegTest, diloco_regression_test.DiLoCoMockedUpdateTest))
+for case in (local_sgd_integ_test.LocalSGDIntegTest, diloco_regression_test.DiLoCoMockedUpdateTest):
+    for name in {name for name in dir(case) if name.startswith("test")} - QUICK:
+        pytest.mark.proof(getattr(case, name))
+del case  # or pytest collects it once more
 
 
 class TestLocalSGDOfTwoReplicas(local_sgd_integ_test.LocalSGDIntegTest):
