@@ -152,10 +152,12 @@ class Leader:
         self.received(RankBroken(0, fence.epoch, cause))
 
     def received(self, message: object) -> None:
-        """Handle a report of a rank, this one included."""
+        """Handle a report of a rank, this one included, or the commit token from the left neighbour."""
         match message:
             case Vote():
                 self._vote(message)
+            case CommitToken():
+                self.token(message)
             case RankBroken(rank, epoch, cause, suspect, planned, accuser):
                 grant = self.replica.grant
                 if grant is not None and grant.epoch == epoch and self.replica.intact and not planned:

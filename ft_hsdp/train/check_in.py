@@ -16,17 +16,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from ft_hsdp.config import Config
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import Retryable
 from ft_hsdp.memory.replacement import RankClaim, disagreement
 from ft_hsdp.state.replica_group import ReplicaGroup
-from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
-from ft_hsdp.train.identity import RankIdentity, RankPlace
 from ft_hsdp.train.runtime import RankRuntime
 from ft_hsdp.train.state.checkpointing import Checkpoints, missed
 from ft_hsdp.train.state.known_shards import Recoverer
-from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.recovery import restore
 from ft_hsdp.train.step_log import StepLog
 
@@ -46,50 +42,32 @@ def check_claims(ranks: ReplicaGroup, replica: int, mine: RankClaim) -> None:
         raise Retryable(f"the ranks of replica {replica} contradict each other: {wrong}")
 
 
-def open_log(
-    runtime: RankRuntime, place: RankPlace, identity: RankIdentity, model: AdoptedModel, warm: float
-) -> StepLog:
+def open_log(runtime: RankRuntime, warm: float) -> StepLog:
     """Open the files of a replica in the run's directory, and note when it was ready. On rank 0.
 
     Args:
         runtime: Of this rank; it has started.
-        place: Where this rank runs.
-        identity: Which incarnation it is of.
-        model: The adopted one.
         warm: When all that does not depend on the replica was ready, in Unix seconds.
     """
-    journal = runtime.journal
+    journal, identity, model = runtime.journal, runtime.identity, runtime.model
     journal.note(identity.began, "ReplicaBooted", "its processes know which replica they are")
     name = f"{type(model.model).__module__}.{type(model.model).__qualname__}"
     parameters = sum(p.numel() for p in model.params.values())
     why = "model, optimizer and process group are ready"
     journal.note(warm, "ReplicaWarmed", why, model=name, parameters=parameters)
-    folder = place.run / "replicas" / str(identity.replica)
+    folder = runtime.place.run / "replicas" / str(identity.replica)
     return StepLog(folder, identity.incarnation, runtime.reporter.commit, journal.lost, runtime.reporter.log)
 
 
-def restored(
-    config: Config,
-    place: RankPlace,
-    identity: RankIdentity,
-    runtime: RankRuntime,
-    live_state: LiveState,
-    checkpoints: Checkpoints,
-) -> StateId:
-    """Bring the live state to the newest one that can be had, and return it. A collective; blocks.
+def restored(runtime: RankRuntime, checkpoints: Checkpoints) -> StateId:
+    """Bring the live state, which is the initial one, to the newest one that can be had, and return it.
 
-    Args:
-        config: The job's configuration.
-        place: Where this rank runs.
-        identity: Which incarnation it is of.
-        runtime: Of this rank; it has started.
-        live_state: The initial state.
-        checkpoints: That the job has.
+    A collective of the replica. Blocks.
     """
-    timeouts, number = config.timeouts, len(identity.predecessors)
-    limit_s = timeouts.load_s / 2
-    where = identity.replica, number, identity.host, place.token
-    recoverer = Recoverer(*where, runtime.holders, timeouts.reach_s, limit_s)
+    config, identity, live_state = runtime.config, runtime.identity, runtime.live_state
+    where = identity.replica, len(identity.predecessors), identity.host, runtime.place.token
+    timeouts = config.timeouts
+    recoverer = Recoverer(*where, runtime.holders, timeouts.reach_s, timeouts.load_s / 2)
     current = config.state.snapshot == "every_step"
     restore(live_state, runtime.snapshots, runtime.ranks, checkpoints, current, runtime.journal, recoverer)
     state = live_state.state
@@ -99,29 +77,17 @@ def restored(
     return state
 
 
-def check_in(
-    config: Config,
-    place: RankPlace,
-    identity: RankIdentity,
-    runtime: RankRuntime,
-    state: StateId,
-    checkpoints: Checkpoints,
-) -> None:
+def check_in(runtime: RankRuntime, state: StateId, checkpoints: Checkpoints) -> None:
     """Join the job with a state. A collective; blocks until all ranks of the replica have checked in.
-
-    Args:
-        config: The job's configuration.
-        place: Where this rank runs.
-        identity: Which incarnation it is of.
-        runtime: Of this rank; it has started.
-        state: That this rank holds.
-        checkpoints: That the job has.
 
     Raises:
         Retryable: The ranks contradict each other.
         TimeoutError: Some rank did not check in within `timeouts.ranks_s`.
     """
-    wanted = missed(config, checkpoints.folder, state.step, runtime.journal) if place.rank == 0 else 0
+    place, identity = runtime.place, runtime.identity
+    wanted = 0
+    if place.rank == 0:
+        wanted = missed(runtime.config, checkpoints.folder, state.step, runtime.journal)
     mine = RankClaim(place.rank, place.ranks, identity.incarnation, identity.shared, identity.hosts, state)
     check_claims(runtime.ranks, identity.replica, mine)
     runtime.join(state, wanted)

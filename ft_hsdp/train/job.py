@@ -515,7 +515,7 @@ class Job(DataSources, UserLoop, BlockHost):
         runtime.start(identity)
         self._write_events(runtime.journal)
         if self.rank == 0:
-            self._log = open_log(runtime, place, identity, self._adopted, warm)
+            self._log = open_log(runtime, warm)
         assert self._groups is not None
         settings = {f"lr.{key}": value for key, value in config.lr.model_dump().items()}
         self._groups.note_given(config.train.steps, {**settings, "optim.clip": driver.clip})
@@ -530,9 +530,9 @@ class Job(DataSources, UserLoop, BlockHost):
             place.token,
         )
         self._saver = CheckpointSaver(checkpointer, runtime.snapshots, self.rank, runtime.report)
-        state = restored(config, place, identity, runtime, live_state, checkpoints)
+        state = restored(runtime, checkpoints)
         driver.guess(reader, self.replica)
-        check_in(config, place, identity, runtime, state, checkpoints)
+        check_in(runtime, state, checkpoints)
         if self._leaves is not None:
             runtime.leave(self._leaves)
         driver.begin(Joined(runtime, self._saver, self._log, self.built_in, not identity.predecessors))

@@ -1,7 +1,9 @@
-"""What rank 0 has beside what every rank has: the leader of its replica, and the connections that it needs.
+"""A rank's way to its leader, to the other ranks of its replica and to the lighthouse: the seam `Bus`.
 
-`RankZero` calls the lighthouse and listens to the other ranks before it is known which incarnation they are of.
-It makes the `Leader` when all of them have checked in.
+Rank 0 has the leader, a connection to each other rank and one to the lighthouse (`RankZero`). It calls the
+lighthouse and listens to the other ranks before it is known which incarnation they are of, and makes the `Leader`
+when all of them have checked in. The other ranks have one connection, to rank 0, which passes on what is for the
+lighthouse (`OtherRank`). So what a rank tells its leader is a call on rank 0 and a message elsewhere.
 """
 
 from __future__ import annotations
@@ -12,19 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ft_hsdp import protocol, tls
-from ft_hsdp.config import Config, agreed, config_hash
+from ft_hsdp.config import Config
 from ft_hsdp.control import exit_watch
 from ft_hsdp.control import leader as control
 from ft_hsdp.control.leader import Leader, LeaderSettings
 from ft_hsdp.control.lighthouse_client import LighthouseClient
-from ft_hsdp.control.rank_channel import RankBus, RankHub
+from ft_hsdp.control.rank_channel import RankHub, RankLine
+from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.core.commit import CommitToken
-from ft_hsdp.core.grant import Report, ranges
 from ft_hsdp.core.replica_state import ReplicaPolicy, other_data
-from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import ConfigError, LighthouseUnreachable
+from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, LighthouseUnreachable
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.protocol import RankHello
+from ft_hsdp.protocol import RankAlive, RankHello, Telemetry
 from ft_hsdp.train.identity import RankIdentity, RankPlace
 
 WRITES = 2  # x timeouts.load_s: for a checkpoint; ranks that wait for each other have given up by then
@@ -56,69 +57,98 @@ def same_data(told: Sequence[Mapping[str, str]]) -> dict[str, str]:
     return {name: value for theirs in reversed(told) for name, value in theirs.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class CheckIn:
-    """With what a replica joins the job."""
-
-    hello: RankHello  # of rank 0
-    state: StateId  # that its ranks hold
-    wanted: int  # a checkpoint of a state of so many steps or more is demanded; 0: none
-    facts: ReplicaFacts
-    numerics: str  # what the bits of its results depend on
-    frozen: str  # digest of what the model has beside the state
-    layout: str  # digest of the layouts of its ranks, or of what stays the same with fewer ranks
-
-
 class RankZero:
-    """The leader of a replica, and its way to the lighthouse and to the other ranks. On rank 0's control loop."""
+    """The leader of a replica, and its way to the lighthouse and to the other ranks. On rank 0's control loop.
+
+    It is the leader's `control.rank_channel.RankBus`.
+    """
 
     def __init__(
-        self,
-        config: Config,
-        place: RankPlace,
-        received: Callable[[object], None],
-        lost: Callable[[int], None],
+        self, config: Config, place: RankPlace, ordered: Callable[[object], None], end: Callable[[str, int], None]
     ) -> None:
         """Call the lighthouse. Does not block.
 
         Args:
             config: The job's configuration.
             place: Where rank 0 runs.
-            received: Takes what the other ranks send.
-            lost: Called with the number of a rank whose connection has ended.
+            ordered: Takes what its leader orders, and the signs of life of the other ranks.
+            end: Ends this process: takes the reason in one line, and the exit code.
         """
         self._config = config
         self._place = place
+        self._ordered = ordered
+        self.end = end
         context, ask_s = tls.client(config.network), config.timeouts.ask_s
         self.client = LighthouseClient(place.lighthouses, place.token, context, place.listed, ask_s)
-        self.hub = RankHub(place.ranks, place.token, received, lost)
+        self.hub = RankHub(place.ranks, place.token, self._received, self._lost)
         self.leader: Leader | None = None  # once all ranks have checked in
         self._greeting = asyncio.get_running_loop().create_task(self.client.greet())
         self._identity: RankIdentity  # set by `start`
+        self._reporter: Reporter
         self._burial: asyncio.Task[None] | None = None
 
-    def start(self, identity: RankIdentity) -> None:
+    def start(self, identity: RankIdentity, reporter: Reporter) -> None:
         """Become rank 0 of one incarnation, and tell the lighthouse that those before it have exited."""
         self._identity = identity
+        self._reporter = reporter
         if identity.predecessors:
             self._burial = asyncio.get_running_loop().create_task(self._bury_predecessors())
 
     async def lead(
-        self, replica: CheckIn, bus: RankBus, send_token: Callable[[CommitToken], None], journal: Journal
+        self,
+        about: protocol.QuorumRequest,
+        wanted: int,
+        pids: tuple[int, ...],
+        send_token: Callable[[CommitToken], None],
+        journal: Journal,
     ) -> None:
         """Make the leader and start it; all ranks are here. Waits until the earlier incarnations are reported.
 
         Args:
-            replica: With what it joins the job.
-            bus: Where orders to the ranks go.
+            about: What every request of the leader repeats.
+            wanted: A checkpoint of a state of so many steps or more is demanded; 0: none.
+            pids: Of all ranks, if they share one machine.
             send_token: Passes the commit token to the right neighbour in the ring of rank 0.
             journal: Where decisions are written.
         """
-        self._have_exits_reported(replica.facts.pids)
-        self.leader = self._make_leader(replica, bus, send_token, journal)
+        config, identity = self._config, self._identity
+        self._have_exits_reported(pids)
+        policy = ReplicaPolicy(
+            config.checkpoint.every,
+            config.quorum.catchup_log_steps,
+            config.train.poison,
+            config.keeps_last,
+            config.train.poison_retries,
+        )
+        number, name, state = identity.replica, identity.incarnation, about.report.state
+        settings = leader_settings(config, self._place.ranks, restarted=bool(identity.predecessors))
+        replica = control.initial(number, name, config.train.steps, state, policy, wanted)
+        self.leader = Leader(replica, about, self.client, settings, self, send_token, journal)
         if self._burial is not None:
             await self._burial
         self.leader.start()
+
+    def to_leader(self, message: object) -> None:
+        """Give the leader a message; before check-in there is none."""
+        if self.leader is not None:
+            self.leader.received(message)
+
+    def to_ranks(self, message: object) -> None:
+        """Send the other ranks a message."""
+        self.hub.broadcast(message)
+
+    def broadcast(self, order: object) -> None:
+        """Give an order of the leader to all ranks of this replica."""
+        self.hub.broadcast(order)
+        self._ordered(order)
+
+    async def tell(self, telemetry: Telemetry) -> None:
+        """Send telemetry to the lighthouse.
+
+        Raises:
+            LighthouseUnreachable: It cannot be sent now.
+        """
+        await self.client.tell(telemetry)
 
     async def close(self) -> None:
         """Close the connections to the lighthouse and to the other ranks, and end the leader."""
@@ -127,37 +157,17 @@ class RankZero:
         await self.client.close()
         self.hub.close()
 
-    def _make_leader(
-        self, replica: CheckIn, bus: RankBus, send_token: Callable[[CommitToken], None], journal: Journal
-    ) -> Leader:
-        config, identity = self._config, self._identity
-        hellos = [replica.hello, *(self.hub.hellos[r] for r in range(1, self._place.ranks))]
-        train, every = config.train, config.checkpoint.every
-        policy = ReplicaPolicy(
-            every, config.quorum.catchup_log_steps, train.poison, config.keeps_last, train.poison_retries
-        )
-        request = protocol.QuorumRequest(
-            Report(identity.replica, identity.incarnation, replica.state, 1),
-            tuple(h.ring for h in hellos),
-            tuple(h.state for h in hellos),
-            config_hash(config),
-            replica.layout,
-            replica.numerics,
-            agreed(config),
-            replica.frozen,
-            ranges(h.host for h in hellos),
-            dict(replica.facts.data),
-        )
-        number, name = identity.replica, identity.incarnation
-        return Leader(
-            control.initial(number, name, train.steps, replica.state, policy, replica.wanted),
-            request,
-            self.client,
-            leader_settings(config, self._place.ranks, restarted=bool(identity.predecessors)),
-            bus,
-            send_token,
-            journal,
-        )
+    def _received(self, message: object) -> None:
+        """Pass on what another rank has sent."""
+        if isinstance(message, RankAlive):
+            self._ordered(message)
+        elif isinstance(message, Telemetry):
+            self._reporter.relay(message)
+        else:
+            self.to_leader(message)
+
+    def _lost(self, rank: int) -> None:
+        self.end(f"rank {rank} of this replica is gone", EXIT_RETRYABLE)
 
     def _have_exits_reported(self, pids: tuple[int, ...]) -> None:
         """Start a process that tells the lighthouse when all ranks of this replica are gone.
@@ -185,6 +195,58 @@ class RankZero:
         running: dict[int, str | None] = {identity.replica: identity.incarnation}
         with contextlib.suppress(LighthouseUnreachable):  # the first ask will find out
             await self.client.report(protocol.ProcessReport(running, identity.predecessors))
+
+
+class OtherRank:
+    """The way of the other ranks: a connection to rank 0, once they check in. On their control loop."""
+
+    def __init__(
+        self, place: RankPlace, ordered: Callable[[object], None], end: Callable[[str, int], None]
+    ) -> None:
+        """Connect nothing yet; the arguments are those of `RankZero`."""
+        self._place = place
+        self._end = end
+        self._line = RankLine(place.token, ordered, self._lost)
+        self._connected = False
+
+    async def connect(self, port: int, hello: RankHello, wait_s: float) -> None:
+        """Connect to rank 0, whose hub listens at ``port``.
+
+        Raises:
+            TimeoutError: Not within ``wait_s`` seconds.
+        """
+        async with asyncio.timeout(wait_s):
+            await self._line.connect(self._place.leader_host, port, hello)
+        self._connected = True
+
+    def to_leader(self, message: object) -> None:
+        """Send rank 0 a message; before check-in it is lost."""
+        if self._connected:
+            self._line.send(message)
+
+    to_ranks = to_leader  # rank 0 alone hears of the others
+
+    async def tell(self, telemetry: Telemetry) -> None:
+        """Have rank 0 send telemetry to the lighthouse.
+
+        Raises:
+            LighthouseUnreachable: It cannot be sent now.
+        """
+        if not self._connected:
+            raise LighthouseUnreachable("this rank has not found its leader yet")
+        self._line.tell(telemetry)
+
+    async def close(self) -> None:
+        """Close the connection to rank 0."""
+        if self._connected:
+            self._line.close()
+
+    def _lost(self) -> None:
+        self._end("the leader of this replica is gone", EXIT_RETRYABLE)
+
+
+Bus = RankZero | OtherRank
+"""What a rank has of its replica: `to_leader`, `to_ranks` and `tell`, on rank 0 and elsewhere alike."""
 
 
 def leader_settings(config: Config, ranks: int, *, restarted: bool) -> LeaderSettings:

@@ -9,9 +9,9 @@ computes.
 `RankRuntime` is made once for each rank, in two stages, both on the main thread. The constructor makes what does
 not depend on the replica: memory, data plane, loop, the way to the lighthouse and to the other ranks. A spare has
 all that ready. `start` adds what belongs to one incarnation: journal, snapshots, ring and reducer. `join`
-joins the job. The way of one order is `Leader` -> `RankRuntime.broadcast` -> (other ranks: `ReplicaLink`)
--> `OrderHandler.handle` -> `Mailbox` or `Reducer`; the way of a vote is `Reducer` -> `RankRuntime.send_vote` ->
-`ReplicaLink.report` -> `Leader.received`.
+joins the job. The way of one order is `Leader` -> `RankZero.broadcast` -> `RankRuntime` -> `OrderHandler.handle`
+-> `Mailbox` or `Reducer`; the way of a vote is `Reducer` -> `RankRuntime.send_vote` -> `Bus.to_leader` ->
+`Leader.received`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ft_hsdp import fault_injection
-from ft_hsdp.config import Config
+from ft_hsdp.config import Config, agreed, config_hash
 from ft_hsdp.control import exit_watch
 from ft_hsdp.control.lighthouse_client import own_address
 from ft_hsdp.control.telemetry import Reporter
@@ -38,7 +38,7 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import Vote
 from ft_hsdp.core.effects import Exit
 from ft_hsdp.core.events import Leaving
-from ft_hsdp.core.grant import Grant, Holders
+from ft_hsdp.core.grant import Grant, Holders, Report, ranges
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import (
     EXIT_RETRYABLE,
@@ -52,6 +52,7 @@ from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import (
+    QuorumRequest,
     RankAlive,
     RankBeat,
     RankBroken,
@@ -68,8 +69,7 @@ from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name
 from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane
 from ft_hsdp.train.loop.pauses import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
-from ft_hsdp.train.rank_zero import CheckIn, ReplicaFacts, same_data
-from ft_hsdp.train.replica_link import ReplicaLink
+from ft_hsdp.train.rank_zero import Bus, OtherRank, RankZero, ReplicaFacts, same_data
 from ft_hsdp.train.state.copies import CopyKeeper
 from ft_hsdp.train.state.copy_plan import CopiedShard, room
 from ft_hsdp.train.state.idle_spans import SpanWatch
@@ -80,10 +80,7 @@ SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more
 
 
 class RankRuntime:
-    """The connections of one rank: made, started and closed by its main thread.
-
-    On rank 0 it is the `control.rank_channel.RankBus` of the leader.
-    """
+    """The control loop of one rank, its ring and its reducer: made, started and closed by its main thread."""
 
     def __init__(
         self,
@@ -113,12 +110,12 @@ class RankRuntime:
             LocalSystemError: The device is at fault.
             FtHsdpError: The other ranks did not come within `timeouts.ranks_s`.
         """
-        self._config = config
-        self._place = place
+        self.config = config
+        self.place = place
         self._device = device
-        self._model = model
+        self.model = model
         self._sizes = tuple(model.sizes)
-        self._live_state = live_state
+        self.live_state = live_state
         self._mailbox = mailbox
         self._ending = False  # from now on connections may close
         self._started = False  # `start` is done
@@ -130,10 +127,9 @@ class RankRuntime:
         self._loop.set_exception_handler(lambda loop, context: self._crash(context))
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._thread.start()
-        self._link = ReplicaLink(config, place, self._take, self.end)
         self._watchdog: Watchdog | None = None
         # Set by `start`.
-        self._identity: RankIdentity
+        self.identity: RankIdentity
         self._journal: Journal | None = None
         self.reporter: Reporter
         self.snapshots: SnapshotWriter
@@ -143,7 +139,8 @@ class RankRuntime:
         self._group: Group
         self._orders: OrderHandler
 
-        port = self._call(self._link.listen())
+        self._bus: Bus
+        port = self._call(self._listen())
         self.ranks = ReplicaGroup(config.timeouts.ranks_s)
         live_state.describe_frozen(self.ranks)
         digests = live_state.weights_digest(), live_state.layout.fingerprint
@@ -171,9 +168,9 @@ class RankRuntime:
         Raises:
             AgentGone: This host has no state agent, and none could be started.
         """
-        config, place, timeouts = self._config, self._place, self._config.timeouts
-        self._identity = identity
-        self.reporter = Reporter(identity.incarnation, self._link.tell_lighthouse, self._beat)
+        config, place, timeouts = self.config, self.place, self.config.timeouts
+        self.identity = identity
+        self.reporter = Reporter(identity.incarnation, self._bus.tell, self._beat)
         self._journal = Journal(
             place.run / "replicas" / str(identity.replica) / "events.jsonl",
             self.reporter.event,
@@ -183,7 +180,7 @@ class RankRuntime:
             incarnation=identity.incarnation,
         )
         self.snapshots = SnapshotWriter(
-            self._live_state,
+            self.live_state,
             AgentHome(place.token, identity.replica, place.rank, place.ranks, identity.starter, identity.shared),
             config.state.snapshot == "every_step",
             timeouts.agent_s,
@@ -204,13 +201,14 @@ class RankRuntime:
             copied=config.state.snapshot == "every_step",
             first_life=not identity.predecessors,
         )
-        self.spans = SpanWatch(self._model.watch, self.snapshots, self._journal)
+        self.spans = SpanWatch(self.model.watch, self.snapshots, self._journal)
         self._call(self._open(identity))
         self._started = True
 
     def holders(self, wait_s: float) -> Holders | None:
         """Ask the lighthouse where copies of the newest state may be. On rank 0; blocks for about ``wait_s``."""
-        found: Holders | None = self._call(self._link.holders(self._identity.replica, wait_s))
+        assert isinstance(self._bus, RankZero)
+        found: Holders | None = self._call(self._bus.client.find_holders(self.identity.replica, wait_s))
         return found
 
     def join(self, state: StateId, wanted: int = 0) -> None:
@@ -236,16 +234,16 @@ class RankRuntime:
 
     def concluded(self) -> None:
         """Let the leader tell the lighthouse that the replica has ended: the final state is written down."""
-        if (leader := self._link.leader) is not None:
-            self._loop.call_soon_threadsafe(leader.concluded.set)
+        if isinstance(self._bus, RankZero) and self._bus.leader is not None:
+            self._loop.call_soon_threadsafe(self._bus.leader.concluded.set)
 
     def leave(self, how: Leaving = "told") -> None:
         """Leave the job at the next commit. From any thread; before check-in it has no effect and is repeated."""
-        self.report(RankLeaves(self._place.rank, how))
+        self.report(RankLeaves(self.place.rank, how))
 
     def report(self, message: object) -> None:
         """Send ``message`` to the leader; from any thread, does not block."""
-        self._loop.call_soon_threadsafe(self._link.report, message)
+        self._loop.call_soon_threadsafe(self._bus.to_leader, message)
 
     def close(self) -> None:
         """Close all connections and end all threads. Blocks for about a second at most."""
@@ -278,7 +276,7 @@ class RankRuntime:
         fault_injection.reach("vote", vote.fence.step)
 
         def snapshot_done() -> None:
-            state = self._live_state.state
+            state = self.live_state.state
             assert state is not None
             self.copies.vote(vote, state, self.report)
 
@@ -287,21 +285,16 @@ class RankRuntime:
     def _compared(self, lineage: str, plan: LanePlan) -> list[str]:
         """Return the digests that go with a vote; a rank whose own memory has changed ends before it votes."""
         try:
-            held = self._live_state.slice_digest(lineage)
+            held = self.live_state.slice_digest(lineage)
         except DataCorruption as error:
             self.journal.event("StateCorrupt", str(error))
             self.end(str(error))
             raise
         if not held:
             return []
-        return self._live_state.lane_digests(plan) if plan.cut else [held]
+        return self.live_state.lane_digests(plan) if plan.cut else [held]
 
-    # The control loop: the leader's orders. `broadcast` and `end` are the leader's `RankBus`.
-
-    def broadcast(self, order: object) -> None:
-        """Give an order of the leader to all ranks of this replica, this one included. On rank 0."""
-        self._link.broadcast(order)
-        self._take(order)
+    # The control loop: the leader's orders.
 
     def end(self, reason: str, code: int = EXIT_RETRYABLE) -> None:
         """End this process at once, and with it the replica, unless the rank is ending anyway. From any thread.
@@ -320,7 +313,8 @@ class RankRuntime:
     def _take(self, order: object) -> None:
         """Carry out what the leader sends: an order, or its sign of life."""
         if isinstance(order, RankAlive):
-            self._heard(order)
+            if self._watchdog is not None:
+                self._watchdog.heard(order.rank)
             return
         if isinstance(order, Exit):
             self._ending = True
@@ -328,7 +322,7 @@ class RankRuntime:
 
     def _beat(self) -> RankBeat:
         """Return this rank's sign of life for the lighthouse."""
-        return RankBeat(self._place.rank, os.getpid(), host_name(os.environ), self._done, self._pauses.what)
+        return RankBeat(self.place.rank, os.getpid(), host_name(os.environ), self._done, self._pauses.what)
 
     # The control loop: what the ring reports.
 
@@ -337,15 +331,17 @@ class RankRuntime:
 
     def _ring_broken(self, abort: RingAbort) -> None:
         """Report a broken ring; end the rank if its own trainer hangs: only a new process helps."""
-        if abort.stuck and abort.suspect == self._identity.replica:
+        if abort.stuck and abort.suspect == self.identity.replica:
             self.end(f"the trainer hangs: {abort.cause}")
             return
-        rank = self._place.rank
-        self._link.report(RankBroken(rank, abort.epoch, abort.cause, abort.suspect, abort.planned, abort.accuser))
+        rank = self.place.rank
+        self._bus.to_leader(
+            RankBroken(rank, abort.epoch, abort.cause, abort.suspect, abort.planned, abort.accuser)
+        )
 
     def _grant_shown(self, grant: Grant) -> None:
         """Report the newer grant that a neighbour showed."""
-        self._link.report(RankShown(self._place.rank, grant))
+        self._bus.to_leader(RankShown(self.place.rank, grant))
 
     # The control loop: failures.
 
@@ -365,22 +361,18 @@ class RankRuntime:
         """Take an error of the snapshots' thread to the loop."""
         self._loop.call_soon_threadsafe(self._crash, {"message": "a snapshot failed", "exception": error})
 
-    def _heard(self, message: RankAlive) -> None:
-        if self._watchdog is not None:
-            self._watchdog.heard(message.rank)
-
     # `say_alive`, `main_progress`, `leave` and `end` are the `WatchedRank` of the watchdog.
 
     def _watch(self) -> Watchdog:
         """Watch this rank and its parent from now on, and tell the other ranks that it lives."""
-        timeouts = self._config.timeouts
+        timeouts = self.config.timeouts
         limits = Limits(SILENT * timeouts.evict_s, timeouts.step_s, timeouts.stop_s)
-        self._watchdog = Watchdog(limits, self, self._place.parent)
+        self._watchdog = Watchdog(limits, self, self.place.parent)
         return self._watchdog
 
     def say_alive(self) -> None:
         """Tell the other ranks of this replica that this one lives."""
-        self._link.broadcast(RankAlive(self._place.rank))
+        self._bus.to_ranks(RankAlive(self.place.rank))
 
     def main_progress(self) -> int | None:
         """Return how far the main thread has come; None while it waits for an order, or pauses."""
@@ -388,19 +380,30 @@ class RankRuntime:
 
     # The control loop: start, check-in and end.
 
+    async def _listen(self) -> int:
+        """Make the way to the leader; return the port where the other ranks find it, on rank 0."""
+        config, place = self.config, self.place
+        if place.rank:
+            self._bus = OtherRank(place, self._take, self.end)
+            return 0
+        zero = self._bus = RankZero(config, place, self._take, self.end)
+        return await zero.hub.listen(place.leader_host)
+
     async def _open(self, identity: RankIdentity) -> None:
         """Make the ring's listener, the reducer and the handler of orders."""
-        config, place, layout = self._config, self._place, self._live_state.layout
-        self._link.start(identity, self.reporter)
+        config, place, layout = self.config, self.place, self.live_state.layout
+        self.reporter.start()
+        if isinstance(self._bus, RankZero):
+            self._bus.start(identity, self.reporter)
         ring_layout = state_id.digest(self._sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
         member = MemberIdentity(identity.replica, place.rank, ring_layout, place.token)
-        usual = one_lane(member.lanes()[0], self._sizes, self._live_state.counted)
+        usual = one_lane(member.lanes()[0], self._sizes, self.live_state.counted)
         sizes = config.ftar.chunk_bytes, config.ftar.chunks
-        lanes = GradientLanes(self._model.rows, usual, place.ranks, place.rank, sizes)
+        lanes = GradientLanes(self.model.rows, usual, place.ranks, place.rank, sizes)
         group = self._group = Group(
             member,
             RingSettings.of(config),
-            GroupEvents(self._ring_connected, self._ring_broken, self._grant_shown, self._link.token_came),
+            GroupEvents(self._ring_connected, self._ring_broken, self._grant_shown, self._bus.to_leader),
             self._plane,
             self._arena,
             self._pauses.left_s,
@@ -428,25 +431,41 @@ class RankRuntime:
             self.spans,
             self._mailbox,
             self.journal,
-            self._link.report,
+            self._bus.to_leader,
         )
 
     async def _join(self, state: StateId, wanted: int) -> None:
-        place, zero = self._place, self._link.zero
-        hello = RankHello(place.rank, self._ring_address, self.snapshots.address, self._identity.host)
-        if zero is None:
-            await self._link.connect(self.facts.port, hello)
+        config, place, bus = self.config, self.place, self._bus
+        hello = RankHello(place.rank, self._ring_address, self.snapshots.address, self.identity.host)
+        if isinstance(bus, OtherRank):
+            await bus.connect(self.facts.port, hello, config.timeouts.ranks_s)
             self._watch().expect([0])
             return
         watch = self._watch()  # those that are here early hear of their leader
-        await zero.hub.all_here(self._config.timeouts.ranks_s)
+        await bus.hub.all_here(config.timeouts.ranks_s)
         watch.expect(range(1, place.ranks))
-        frozen = self._live_state.frozen_digest()
+        hellos = [hello, *(bus.hub.hellos[rank] for rank in range(1, place.ranks))]
+        about = self._about(state, hellos)
+        await bus.lead(about, wanted, self.facts.pids, self._group.send_token, self.journal)
+
+    def _about(self, state: StateId, hellos: Sequence[RankHello]) -> QuorumRequest:
+        """Return what the leader's requests say of this replica; ``hellos`` are those of its ranks."""
+        config, identity, live_state = self.config, self.identity, self.live_state
         layout = state_id.digest(self.facts.layouts)
-        if self._config.memory.shrink_to is not None:  # a replica may have another number of ranks than before
-            layout = state_id.digest(self._live_state.layout.whole, self._config.ranks_per_replica)
-        replica = CheckIn(hello, state, wanted, self.facts, numerics(self._device), frozen, layout)
-        await zero.lead(replica, self, self._group.send_token, self.journal)
+        if config.memory.shrink_to is not None:  # a replica may have another number of ranks than before
+            layout = state_id.digest(live_state.layout.whole, config.ranks_per_replica)
+        return QuorumRequest(
+            Report(identity.replica, identity.incarnation, state, 1),
+            tuple(hello.ring for hello in hellos),
+            tuple(hello.state for hello in hellos),
+            config_hash(config),
+            layout,
+            numerics(self._device),
+            agreed(config),
+            live_state.frozen_digest(),
+            ranges(hello.host for hello in hellos),
+            dict(self.facts.data),
+        )
 
     async def _close(self) -> None:
         if self._watchdog is not None:
@@ -454,7 +473,7 @@ class RankRuntime:
         if self._started:
             await self._group.close()
             await self.reporter.close()
-        await self._link.close()
+        await self._bus.close()
         await asyncio.sleep(0)
         tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         _, pending = await asyncio.wait(tasks, timeout=1.0) if tasks else ((), ())

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from types import SimpleNamespace
 from typing import Any
@@ -59,18 +60,15 @@ def test_a_gang_that_contradicts_itself_ends_with_a_line_and_is_started_again() 
 @pytest.mark.parametrize("different", [{}, {"host": "r0h1"}])
 def test_the_ranks_compare_what_they_are_before_they_check_in(different: dict[str, Any]) -> None:
     joined: list[StateId] = []
-    runtime = SimpleNamespace(
-        ranks=Told(GANG[0], replace(GANG[1], **different)), join=lambda state, _: joined.append(state)
-    )
     mine = GANG[1]
-    place = SimpleNamespace(rank=mine.rank, ranks=mine.ranks)
-    identity = SimpleNamespace(replica=0, incarnation=mine.incarnation, shared=mine.host, hosts=mine.hosts)
-    arguments: Any = (None, place, identity, runtime, mine.state, None)
-    if different:
-        with pytest.raises(Retryable, match="contradict each other"):
-            check_in(*arguments)
-    else:
-        check_in(*arguments)
+    runtime: Any = SimpleNamespace(
+        place=SimpleNamespace(rank=mine.rank, ranks=mine.ranks),
+        identity=SimpleNamespace(replica=0, incarnation=mine.incarnation, shared=mine.host, hosts=mine.hosts),
+        ranks=Told(GANG[0], replace(GANG[1], **different)),
+        join=lambda state, _: joined.append(state),
+    )
+    with pytest.raises(Retryable, match="contradict each other") if different else nullcontext():
+        check_in(runtime, mine.state, None)  # type: ignore[arg-type]
     assert joined == ([] if different else [mine.state])
 
 

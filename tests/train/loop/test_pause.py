@@ -26,7 +26,7 @@ def job(mesh: DeviceMesh, tmp_path: Path) -> Iterator[Job]:
     with made(mesh, tmp_path, config) as job:
         runtime = RankRuntime.__new__(RankRuntime)  # what it says of the main thread needs no connection
         runtime._pauses, runtime._progress, runtime._mailbox = job._pauses, 0, Mailbox()
-        runtime._place = RankPlace(0, 1, tmp_path, (), "t", "127.0.0.1", True)
+        runtime.place = RankPlace(0, 1, tmp_path, (), "t", "127.0.0.1", True)
         job._runtime = runtime
         yield job
         job._runtime = None
