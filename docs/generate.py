@@ -180,7 +180,10 @@ def events() -> str:
     """Every event with its sentence, and every kind of failure, from ft_hsdp/event_table.py."""
     from ft_hsdp.event_table import EVENTS, FAULTS, said
 
-    told = [(f"`{name}`", said(kind.sentence, Example())) for name, kind in sorted(EVENTS.items())]
+    told = [
+        (f"`{name}`", said(kind.sentence, Example()), said(kind.over, Example()) if kind.over else "")
+        for name, kind in sorted(EVENTS.items())
+    ]
     faults = [(f"`{kind}`", f"replica N {text}") for kind, text in FAULTS.items()]
     return "\n\n".join(
         [
@@ -188,9 +191,10 @@ def events() -> str:
             prose("""
                 A line of `events.jsonl` is one event: `t` (seconds since 1970), `event` (its name), the
                 fields that its sentence shows in angle brackets, and often a `reason`. `explain`, the
-                terminal and the page print these sentences.
+                terminal and the page print these sentences. An event with `over: true` says that
+                what its name says has ended, or is undone.
             """),
-            table(("event", "sentence"), told),
+            table(("event", "sentence", "with `over`"), told),
             "## Kinds of failure",
             "`kind` of a failure in `summary.json`, and the words for it.",
             table(("kind", "sentence"), faults),

@@ -61,6 +61,15 @@ _LIFTED = {
 }
 """What is over, by the kind of an injected failure."""
 
+_ORDERED = {
+    "evict": "an operator evicts replica {replica}",
+    "drain": "an operator drains replica {replica}: it is to stay away",
+    "undrain": "an operator lets replica {replica} come back",
+    "scale": "an operator scales the job to {replicas} replicas",
+    "checkpoint": "an operator orders a checkpoint",
+}
+"""What an operator does, by the order."""
+
 
 @dataclass(frozen=True, slots=True)
 class EventKind:
@@ -68,7 +77,8 @@ class EventKind:
 
     # Names of facts stand in braces, `who` for replica and rank; a function is for what that cannot say.
     sentence: str | Callable[[Row], str]
-    grave: bool = False  # a failure: red on the page and on the terminal
+    over: str = ""  # the sentence of a row that has "over": what the event names has ended, or is undone
+    grave: bool = False  # a failure, unless it is over: red on the page and on the terminal
     good: bool = False  # green on the terminal
     told: bool = False  # the terminal shows it while the job runs
     once: bool = False  # every replica says it: the terminal shows the same sentence once
@@ -93,28 +103,28 @@ EVENTS: dict[str, EventKind] = {
     "ProcessExited": EventKind("{who} is gone: {kind}", grave=True, told=True, mark="seen"),
     "ReplicaExited": EventKind("replica {replica} is down: {kind}", grave=True),
     "EvictionOrdered": EventKind("replica {replica} is evicted", grave=True, told=True),
-    "AdminEvicted": EventKind("an operator evicts replica {replica}"),
-    "AdminDrained": EventKind("an operator drains replica {replica}"),
-    "AdminUndrained": EventKind("an operator lets replica {replica} come back"),
-    "AdminScaled": EventKind("an operator scales the job to {replicas} replicas"),
-    "CheckpointOrdered": EventKind("an operator orders a checkpoint"),
-    "JobScaled": EventKind("the job is to have {replicas} replicas, not {before}", told=True, decision=True),
+    "OperatorOrdered": EventKind(
+        lambda e: _ORDERED.get(e["order"], "an operator orders {order}").format_map(e), told=True, decision=True
+    ),
     "LeaveRequested": EventKind("replica {replica} is to leave", told=True),
-    "ReplicaDrained": EventKind("replica {replica} is to stay away", told=True, decision=True),
-    "ReplicaUndrained": EventKind("replica {replica} may come back", told=True, decision=True),
     "ReplicaStarted": EventKind(
         lambda e: f"replica {e['replica']} started as {e['incarnation']}, {e.get('how', 'cold')}"
     ),
     "ReplicaBooted": EventKind("replica {replica} runs"),
     "FirstStepCommitted": EventKind("replica {replica} committed its first step, {step}"),
     "SpareWarmed": EventKind("spare {spare} is ready after {seconds:.1f} s"),
-    "SpareLost": EventKind("spare {spare} is lost"),
-    "SpareAgentLost": EventKind(
-        "the state agent of spare host {host} ended before a replica needed it", told=True
+    "SpareLost": EventKind(
+        lambda e: (
+            f"spare {e['spare']} is lost"
+            if e.get("spare") is not None
+            else f"the state agent of spare host {e['host']} ended before a replica needed it"
+        ),
+        told=True,
     ),
     "RestartScheduled": EventKind("replica {replica} will be started again", told=True),
-    "StartPrevented": EventKind("replica {replica} cannot be started now", told=True),
-    "StartAllowed": EventKind("replica {replica} could be started again", told=True),
+    "StartPrevented": EventKind(
+        "replica {replica} cannot be started now", over="replica {replica} could be started again", told=True
+    ),
     "ReplicaUnplaced": EventKind("replica {replica} has no place, the others go on without it", told=True),
     "JobGivenUp": EventKind("the job is given up: step {step} ends all replicas again and again", told=True),
     "HostReplaced": EventKind("host {host} takes the place of host {before} of replica {replica}", told=True),
@@ -150,9 +160,9 @@ EVENTS: dict[str, EventKind] = {
     "StepRetried": EventKind("replica {replica} repeats the ring of step {step}", lane="retrying"),
     "LeftBehind": EventKind("replica {replica} is behind", told=True, lane="behind"),
     "ForkServerLost": EventKind("the fork server (pid {pid}) is given up", grave=True, told=True),
-    "StateAgentLost": EventKind("{who} goes on without its state agent", grave=True, told=True),
-    "StateAgentReplaced": EventKind("{who} replaced its state agent"),
-    "StateAgentFound": EventKind("{who} has a state agent again"),
+    "StateAgentLost": EventKind(
+        "{who} goes on without its state agent", over="{who} has a state agent again", grave=True, told=True
+    ),
     "SnapshotCorrupt": EventKind("{who} dropped a damaged copy of step {step}", grave=True, told=True),
     "StateCorrupt": EventKind("{who} found its own memory changed, and ends", grave=True, told=True),
     "FetchStarted": EventKind("replica {replica} fetches the state", lane="fetching", mark="fetching"),
@@ -188,8 +198,6 @@ EVENTS: dict[str, EventKind] = {
     "DoubtResolved": EventKind("replica {replica} applies step {step}, which was in doubt"),
     "GrantRefused": EventKind("replica {replica} refuses a grant"),
     "RankEnded": EventKind("{who} ends itself", grave=True),
-    "Finished": EventKind("replica {replica} holds the final state"),
-    "Left": EventKind("replica {replica} leaves"),
     "EpochGranted": EventKind(
         lambda e: f"epoch {e['epoch']}: members {_ids(e['members'])} at step {e['step']}" + _standing_by(e),
         told=True,
@@ -232,20 +240,27 @@ EVENTS: dict[str, EventKind] = {
     "AskRefused": EventKind(lambda e: f"replica {e.get('replica')} was refused"),
     "LighthouseStarted": EventKind("the lighthouse is up", decision=True),
     "LighthouseSilent": EventKind("the lighthouse answers nothing", grave=True, told=True),
-    "LighthouseExited": EventKind("the lighthouse is gone", grave=True, told=True),
+    "LighthouseExited": EventKind("the lighthouse is gone", over="the lighthouse is back", grave=True, told=True),
     "StoreFailed": EventKind(
-        "the lighthouse's disk takes no writes, it decides nothing new", grave=True, told=True, decision=True
+        "the lighthouse's disk takes no writes, it decides nothing new",
+        over="the lighthouse's disk takes writes again",
+        grave=True,
+        told=True,
+        decision=True,
     ),
-    "StoreRecovered": EventKind("the lighthouse's disk takes writes again", told=True, decision=True),
     "DamagedFileSetAside": EventKind(
         "the lighthouse has set aside a file that is damaged", told=True, decision=True
     ),
     "JobFilePutBack": EventKind("a file that the job needs is put back", told=True),
     "LighthouseFailed": EventKind("the lighthouse did not start", grave=True, told=True),
-    "LighthouseRestarted": EventKind("the lighthouse is back", good=True, told=True),
     "Waiting": EventKind("the lighthouse waits", decision=True),
     "JobFinished": EventKind("the job has its final state", decision=True),
-    "Ended": EventKind("replica {replica} ends"),
+    "Ended": EventKind(
+        lambda e: (
+            f"replica {e['replica']} "
+            + ("ends" if e.get("code") != 0 else "holds the final state" if e.get("final") else "leaves")
+        )
+    ),
     "GrantAdopted": EventKind("replica {replica} takes its place in epoch {epoch}"),
     "RingConnected": EventKind("{who} is connected to both neighbours in epoch {epoch}", mark="connected"),
     "StepSkipped": EventKind("step {step} changes no weight", grave=True, told=True),
@@ -261,20 +276,32 @@ EVENTS: dict[str, EventKind] = {
     "JobDoubted": EventKind(
         "training changes {tensor}, and the committed state does not have it", grave=True, told=True
     ),
-    "BufferChanged": EventKind("training changes {tensor}, which each replica has for itself", told=True),
-    "BufferRestored": EventKind("a change of {tensor} is taken back", grave=True, told=True),
+    "BufferChanged": EventKind(
+        "training changes {tensor}, which each replica has for itself",
+        over="a change of {tensor} is taken back",
+        told=True,
+    ),
     "StateRestored": EventKind(lambda e: f"replica {e['replica']} {_restored(e)}", lane="warming"),
     "CheckpointStarted": EventKind("replica {replica} writes a checkpoint of step {step}"),
     "CheckpointWritten": EventKind("the checkpoint of step {step} is written"),
-    "CheckpointFailed": EventKind("the checkpoint of step {step} failed", grave=True, told=True),
-    "CheckpointWriterLost": EventKind(
-        lambda e: f"replica {_ids(e['replicas'])} was lost while it wrote a checkpoint", grave=True, told=True
+    "CheckpointFailed": EventKind(
+        lambda e: (
+            f"replica {_ids(e['replicas'])} was lost while it wrote a checkpoint"
+            if "replicas" in e
+            else f"the checkpoint of step {e['step']} failed"
+        ),
+        grave=True,
+        told=True,
     ),
-    "CheckpointMissing": EventKind("no replica has written the checkpoint of step {step}", grave=True, told=True),
     "CheckpointPassedOver": EventKind("the checkpoint {checkpoint} is passed over", told=True),
-    "SettingChanged": EventKind("{setting} is {new} now, and was {old} in the checkpoint", told=True, once=True),
-    "SettingsUnknown": EventKind(
-        "optimizer and schedule go on with the values of the checkpoint", told=True, once=True
+    "SettingChanged": EventKind(
+        lambda e: (
+            f"{e['setting']} is {e['new']} now, and was {e['old']} in the checkpoint"
+            if e.get("setting") is not None
+            else "optimizer and schedule go on with the values of the checkpoint"
+        ),
+        told=True,
+        once=True,
     ),
     "SnapshotSkipped": EventKind("{who} keeps no copy of its state of step {step}"),
     "CopiesPlanned": EventKind(
@@ -293,8 +320,11 @@ EVENTS: dict[str, EventKind] = {
             else f"copies of {_who(e)} leave whenever nothing else is sent"
         )
     ),
-    "CopiesSlowed": EventKind("copies are made of each {every}. state: those of more take too long", told=True),
-    "CopiesResumed": EventKind("copies are made of each {every}. state again"),
+    "CopiesSlowed": EventKind(
+        "copies are made of each {every}. state: those of more take too long",
+        over="copies are made of each {every}. state again",
+        told=True,
+    ),
     "Protected": EventKind(
         lambda e: f"the state is protected: each shard is on {e.get('copies', '?')} {e.get('apart', 'host')}s",
         told=True,
@@ -303,16 +333,28 @@ EVENTS: dict[str, EventKind] = {
         lambda e: f"the state is not protected: a lost {e.get('apart', 'host')} may take a shard with it",
         told=True,
     ),
-    "BlocksSubmitted": EventKind("blocks of {store} are in memory, each on {copies} hosts"),
-    "BlocksUnprotected": EventKind("blocks of {store} are on {copies} hosts only", told=True),
+    "BlocksSubmitted": EventKind(
+        lambda e: (
+            f"blocks of {e.get('store', '?')} are "
+            + (f"on {e['copies']} hosts only" if "wanted" in e else f"in memory, each on {e['copies']} hosts")
+        ),
+        told=True,
+    ),
     "BlocksRejected": EventKind("host {host} delivers no blocks of {store}", told=True),
     "BlocksRead": EventKind("{blocks} blocks of {store} are read from their source again", told=True),
-    "SnapshotsNotForgotten": EventKind("{who} could not have its wrong copies dropped", grave=True, told=True),
     "StateAgentNotStarted": EventKind("{who} cannot start a state agent"),
-    "ReplicaStalled": EventKind("replica {replica} does not get on", grave=True, decision=True, lane="stalled"),
-    "ReplicaResumed": EventKind("replica {replica} gets on again", decision=True, lane="training"),
-    "StragglerSeen": EventKind("replica {replica} is slower than the others", decision=True),
-    "StragglerGone": EventKind("replica {replica} is as fast as the others again", decision=True),
+    "ReplicaStalled": EventKind(
+        "replica {replica} does not get on",
+        over="replica {replica} gets on again",
+        grave=True,
+        decision=True,
+        lane="stalled",
+    ),
+    "StragglerSeen": EventKind(
+        "replica {replica} is slower than the others",
+        over="replica {replica} is as fast as the others again",
+        decision=True,
+    ),
     "RowsDropped": EventKind("{rows} rows of telemetry are lost"),
     "JobHalted": EventKind("the job cannot go on", grave=True, told=True, decision=True),
     "LighthouseElected": EventKind("the lighthouse at {url} leads from now on", told=True),
@@ -361,7 +403,12 @@ def fault(kind: str) -> str:
 def grave(event: Row) -> bool:
     """Return whether an event is a failure; the orderly end of a process is none."""
     kind = EVENTS.get(event["event"])
-    return kind is not None and kind.grave and event.get("kind") not in _ORDERLY
+    return kind is not None and kind.grave and not is_over(event) and event.get("kind") not in _ORDERLY
+
+
+def is_over(event: Row) -> bool:
+    """Return whether an event says that what it names has ended, such as a wait or a failure."""
+    return event.get("over") is True
 
 
 class _Facts(dict[str, Any]):
@@ -392,7 +439,8 @@ def tell(event: Row, *, reason: bool = True) -> str:
         The sentence; for an unknown event, or one that lacks facts, its name.
     """
     try:
-        text = said(EVENTS[event["event"]].sentence, event)
+        kind = EVENTS[event["event"]]
+        text = said(kind.over if kind.over and is_over(event) else kind.sentence, event)
     except (
         KeyError,
         TypeError,

@@ -258,13 +258,18 @@ class Service:
         found = commands.plan(self.state, command, supervised, force)
         if isinstance(found, commands.Impossible):
             return found
-        if found.event:
-            facts: dict[str, object] = {"source": "admin", "address": address, "will": found.detail}
+        if found.due:
+            facts: dict[str, object] = {
+                "source": "admin",
+                "address": address,
+                "order": action,
+                "will": found.detail,
+            }
             if action == "scale":
                 facts |= {"replicas": target}
             elif action != "checkpoint":
                 facts |= {"replica": replica, "incarnation": self.state.views[replica].incarnation}
-            self._note(found.event, reason, facts)
+            self._note("OperatorOrdered", reason, facts)
             self.apply(command)
         return found.detail
 

@@ -345,10 +345,12 @@ class StateSaver:
     Args:
         state: What `Store.load` returned.
         store: Where states are kept.
-        note: Takes an event for the journal and its reason, when the store fails and when it works again.
+        note: Takes an event for the journal, its reason and facts, when the store fails and when it works again.
     """
 
-    def __init__(self, state: LighthouseState, store: Store, note: Callable[[str, str], None]) -> None:
+    def __init__(
+        self, state: LighthouseState, store: Store, note: Callable[[str, str, Mapping[str, object]], None]
+    ) -> None:
         self._state = state
         self._store = store
         self._note = note
@@ -375,11 +377,12 @@ class StateSaver:
         except StoreFailed as error:
             if not self._failing:
                 self._failing = True
-                self._note("StoreFailed", f"{error}; no new epoch until it writes, members go on with their lease")
+                why = f"{error}; no new epoch until it writes, members go on with their lease"
+                self._note("StoreFailed", why, {})
             raise
         if self._failing:
             self._failing = False
-            self._note("StoreRecovered", "the store takes writes again")
+            self._note("StoreFailed", "the store takes writes again", {"over": True})
 
     def _write_late(self) -> None:
         """Make the newest state durable; after a failure the next write takes it along."""

@@ -12,10 +12,11 @@ import pytest
 
 from ft_hsdp.config import ChaosConfig
 from ft_hsdp.event_table import EVENTS, fault, grave, tell
+from lighthouse.quorum.events import Action
 
 ROOT = Path(__file__).parents[1]
 NAME = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
-WRITE = {"note_event", "event", "note", "_event", "_note", "Note", "Change", "Verdict"}
+WRITE = {"note_event", "event", "note", "_event", "_note", "Note", "Verdict", "_tell"}
 FACTS: dict[str, Any] = {
     "t": 1.0,
     "source": "replica",
@@ -47,6 +48,7 @@ FACTS: dict[str, Any] = {
     "to": 2,
     "ranks": 3,
     "setting": "lr of AdamW",
+    "order": "drain",
     "old": 0.1,
     "new": 0.2,
 }
@@ -113,6 +115,19 @@ def test_a_sentence_is_plain_and_needs_no_more_than_the_facts_of_its_event(name:
     assert name not in said
     assert len(said.split()) > 2
     assert tell({"event": name, **FACTS}).endswith(" - because")
+
+
+@pytest.mark.parametrize("name", [name for name, kind in EVENTS.items() if kind.over])
+def test_what_is_over_has_a_sentence_of_its_own_and_is_no_failure(name: str) -> None:
+    begun, over = {"event": name, **FACTS, "over": False}, {"event": name, **FACTS, "over": True}
+    assert tell(begun) != tell(over)
+    assert name not in tell(over, reason=False)
+    assert not grave(over)
+
+
+@pytest.mark.parametrize("facts", [{"order": order} for order in get_args(Action)])
+def test_each_order_of_an_operator_has_a_sentence(facts: dict[str, str]) -> None:
+    assert tell({"event": "OperatorOrdered", **FACTS, **facts}).startswith("an operator ")
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ class Decisions:
             self._journal.event("StateDiverged", _differing(event, after), majority=bool(after.minority), **facts)
         lost = sorted(r for r, _ in set(before.writers) - set(after.writers))
         if lost and (before.grant != after.grant or isinstance(event, events.RingBroken)):
-            self._journal.event("CheckpointWriterLost", _instead(lost, after), replicas=lost)
+            self._journal.event("CheckpointFailed", _instead(lost, after), replicas=lost)
         for effect in due:
             match effect:
                 case effects.Configure(grant):
@@ -83,9 +83,8 @@ class Decisions:
                 case effects.StopRing(epoch, reason) if epoch > _epoch(before):  # of a grant that it did not adopt
                     self._journal.event("GrantRefused", reason, state=str(before.state))
                 case effects.Exit(code, reason):
-                    final = after.state.step >= after.steps
-                    name = ("Finished" if final else "Left") if code == 0 else "Ended"
-                    self._journal.event(name, reason, code=code)
+                    final = code == 0 and after.state.step >= after.steps
+                    self._journal.event("Ended", reason, code=code, final=final)
 
 
 def _again(before: Replica, fence: AttemptId, torn: int) -> bool:

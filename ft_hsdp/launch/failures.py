@@ -130,7 +130,7 @@ class Restarts:
         self._state = restart.on_start(self._state)
         if self.prevented is not None:
             self.prevented = None
-            self._event("StartAllowed", "what prevented it is over")
+            self._event("StartPrevented", "what prevented it is over", over=True)
 
     def after(self, life: Life, unreached: bool) -> restart.Restart | restart.GiveUp:
         """Return what is done after an incarnation that was not the last one, and remember that.

@@ -140,7 +140,7 @@ class LighthouseProcess:
             except LighthouseFailed as error:
                 self._event("LighthouseFailed", str(error))
             else:
-                self._event("LighthouseRestarted", f"it listens at {self.url} again")
+                self._event("LighthouseExited", f"it listens at {self.url} again", over=True)
 
     async def _ended(self, process: asyncio.subprocess.Process) -> int:
         """Wait until a lighthouse ends and return its exit code; if it is the only one, load a spare meanwhile."""

@@ -403,7 +403,7 @@ class StepDriver:
             if here.log is not None and name not in self._restored:
                 self._restored.add(name)
                 reason = f"a change {at} optim.step is taken back: change it {ways}"
-                here.runtime.journal.event("BufferRestored", reason, step=step, tensor=name)
+                here.runtime.journal.event("BufferChanged", reason, step=step, tensor=name, over=True)
 
     def _look(self, step: int, every: bool) -> None:
         """Look for changes outside the committed state; what is found is refused or told, once for each tensor.

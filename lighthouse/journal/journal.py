@@ -21,7 +21,7 @@ from ft_hsdp.protocol import RankBeat, Telemetry
 from lighthouse.journal import row_checks
 from lighthouse.journal.database import MAX_READ, DatabaseFailed, EventQuery, SqliteDatabase
 from lighthouse.journal.subscribers import Subscribers
-from lighthouse.overview.liveness import Stragglers, Vitals
+from lighthouse.overview.liveness import Change, Stragglers, StragglerVerdict, Vitals
 from lighthouse.overview.overview import JobInfo, JournalEntry, Json, Overview, Row
 from lighthouse.overview.replicas import RUN
 
@@ -139,7 +139,7 @@ class JobJournal:
         for row, raw in zip(commits, telemetry.commits, strict=True):
             assert who.replica is not None
             verdicts = self._stragglers.add(who.replica, row, row_checks.units_of(raw, who.replica))
-            self._tell((v.event, {"replica": v.replica, "reason": v.reason}) for v in verdicts)
+            self._tell("StragglerSeen", verdicts)
         self._watch()
         self._arm()
 
@@ -371,11 +371,12 @@ class JobJournal:
         if self._caught_up and self.about.live:
             active = [lane.replica for lane in self._overview.timeline.lanes.all if lane.state in RUN]
             found = self._vitals.judge(active, self._overview.goodput.steps.typical, self._monotonic())
-            self._tell((c.event, {"replica": c.replica, "rank": c.rank, "reason": c.reason}) for c in found)
+            self._tell("ReplicaStalled", found)
 
-    def _tell(self, events: Iterable[tuple[str, Row]]) -> None:
-        """Record events that the journal itself has found."""
-        for event, facts in events:
+    def _tell(self, event: str, found: Iterable[StragglerVerdict | Change]) -> None:
+        """Record what the journal itself has found, each as one ``event``."""
+        for each in found:
+            facts = each._asdict()
             self._number("event", [{"t": self._clock(), "event": event, "source": "lighthouse", **facts}])
             self._arm()
 

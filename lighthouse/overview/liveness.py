@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from ft_hsdp.protocol import RankBeat
@@ -37,8 +37,8 @@ OPEN_STEPS = 4  # a step is judged once it is so far behind, even if contributor
 class StragglerVerdict(NamedTuple):
     """A replica became a straggler, or stopped being one."""
 
-    event: Literal["StragglerSeen", "StragglerGone"]
     replica: int
+    over: bool
     reason: str
 
 
@@ -96,10 +96,10 @@ class Stragglers:
             why = f"busy {mine:.2f} s where others need {usual:.2f} s; slow in {slow} of {len(window)} steps"
             if replica not in self._named and slow >= SLOW:
                 self._named.add(replica)
-                found.append(StragglerVerdict("StragglerSeen", replica, why))
+                found.append(StragglerVerdict(replica, over=False, reason=why))
             elif replica in self._named and slow <= SLOW_NO_MORE:
                 self._named.discard(replica)
-                found.append(StragglerVerdict("StragglerGone", replica, why))
+                found.append(StragglerVerdict(replica, over=True, reason=why))
         return found
 
 
@@ -111,8 +111,8 @@ STUCK_STEPS = 8.0
 class Change(NamedTuple):
     """A replica stalled, or goes on."""
 
-    event: Literal["ReplicaStalled", "ReplicaResumed"]
     replica: int
+    over: bool
     rank: int | None
     reason: str
 
@@ -163,10 +163,10 @@ class Vitals:
             rank, why = self._trouble(replica, patience, pauses, now)
             if why and replica not in self._stalled:
                 self._stalled.add(replica)
-                found.append(Change("ReplicaStalled", replica, rank, why))
+                found.append(Change(replica, over=False, rank=rank, reason=why))
             elif not why and replica in self._stalled:
                 self._stalled.discard(replica)
-                found.append(Change("ReplicaResumed", replica, None, "its ranks beat and make progress"))
+                found.append(Change(replica, over=True, rank=None, reason="its ranks beat and make progress"))
         return found
 
     def pauses(self, now: float) -> dict[int, str]:

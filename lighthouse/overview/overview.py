@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from ft_hsdp.analysis.failures import EpochSpan, Failure, Failures
 from ft_hsdp.analysis.goodput import Goodput
-from ft_hsdp.event_table import fault
+from ft_hsdp.event_table import fault, is_over
 from lighthouse.overview.logged import LoggedCurves
 from lighthouse.overview.protection import Protection
 from lighthouse.overview.replicas import Lane, Lanes
@@ -88,7 +88,7 @@ class Timeline:
         name, t = row["event"], row["t"]
         if self.started is None or t < self.started:
             self.started = t
-        if name in _LIGHTHOUSE:
+        if name in _LIGHTHOUSE and not is_over(row):
             self._lighthouse(name, t, row)
         elif name == "EpochGranted":
             self.epoch = max(self.epoch, int(row.get("epoch") or 0))
@@ -101,7 +101,7 @@ class Timeline:
             model, parameters = row.get("model"), row.get("parameters")
             if isinstance(model, str) and isinstance(parameters, int):
                 self.model, self.parameters = model, parameters
-        elif name == "JobScaled":
+        elif name == "OperatorOrdered" and row.get("order") == "scale":
             self.lanes.scale(int(row.get("replicas") or 0), t, str(row.get("reason", "")))
         if name == "EpochGranted" or row.get("replica") in self._replicas:
             self.lanes.event(name, row)

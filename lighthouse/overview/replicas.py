@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ft_hsdp.core.grant import ranks_of
-from ft_hsdp.event_table import EVENTS
+from ft_hsdp.event_table import EVENTS, is_over
 
 MAX_SEGMENTS = 4096  # of one lane; the oldest are dropped, their events stay in the database
 # States of a replica that has a place in a ring.
@@ -60,6 +60,9 @@ class Lane:
             self._copies(row.get("keeps"), row.get("hosts"))
         if name == "ReplicaStarted":
             self._started(t, incarnation, reason)
+        elif name == "OperatorOrdered" and row.get("order") in ("drain", "undrain"):
+            self.drained = row["order"] == "drain"
+            self._rest(t, reason)
         elif incarnation in self._gone and name not in _ENDS:
             return
         elif name in _ENDS:
@@ -70,15 +73,12 @@ class Lane:
             self._adopted(t, row.get("role"), reason)
         elif name == "ReplicaLost":
             self._enter("dead", t, reason)
-        elif name == "Finished":
+        elif name == "Ended" and row.get("final"):
             self._enter("final", t, reason)
         elif name == "FailureInjected" and row.get("kind") == "SIGSTOP" and self.state in RUN:
             self._enter("stalled", t, f"{reason}: SIGSTOP")
-        elif name in ("ReplicaDrained", "ReplicaUndrained"):
-            self.drained = name == "ReplicaDrained"
-            self._rest(t, reason)
-        elif name in ("StragglerSeen", "StragglerGone"):
-            self.straggler = name == "StragglerSeen"
+        elif name == "StragglerSeen":
+            self.straggler = not is_over(row)
 
     def scaled(self, beyond: bool, t: float, reason: str) -> None:
         """Take a new number of wanted replicas; ``beyond``: this one is not wanted."""
@@ -164,8 +164,10 @@ class Lane:
             if len(self._done) < self.width:
                 return
             self._done = set()
-        if name == "ReplicaResumed" and self.state != "stalled":
-            return
+        if is_over(row):
+            if self.state != state:
+                return
+            state = "training"
         if state == "stalled" and self.state not in RUN:
             return
         if state == "retrying" and self.state in ("standby", "behind", "fetching"):

@@ -11,16 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from lighthouse.quorum.events import Commanded, Effect, Evict, Note
+from lighthouse.quorum.events import Commanded, Effect, Evict
 from lighthouse.quorum.state import LighthouseState, Step, wanted
-
-_AUDITED = {
-    "evict": "AdminEvicted",
-    "drain": "AdminDrained",
-    "undrain": "AdminUndrained",
-    "checkpoint": "CheckpointOrdered",
-    "scale": "AdminScaled",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +20,7 @@ class CommandPlan:
     """What a possible command will do."""
 
     detail: str  # one line for the operator
-    event: str = ""  # name of the event for the journal; "": nothing is left to do
+    due: bool = True  # False: nothing is left to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +58,15 @@ def plan(
         return Impossible(409, s.halted or "the job has ended")
     match command.action:
         case "evict":
-            found = _evict(s, r, supervised)
+            return _evict(s, r, supervised)
         case "drain":
-            found = _drain(s, r, supervised, force)
+            return _drain(s, r, supervised, force)
         case "undrain":
-            found = _undrain(s, r, supervised)
+            return _undrain(s, r, supervised)
         case "checkpoint":
-            found = _checkpoint(s)
+            return _checkpoint(s)
         case "scale":
-            found = _scale(s, command.target, supervised, force)
-    if isinstance(found, CommandPlan) and found.event:
-        return replace(found, event=_AUDITED[command.action])
-    return found
+            return _scale(s, command.target, supervised, force)
 
 
 def execute(s: LighthouseState, command: Commanded) -> Step:
@@ -88,7 +77,7 @@ def execute(s: LighthouseState, command: Commanded) -> Step:
         command: The operator's order.
 
     Returns:
-        The changed state, and the effects: an eviction, an event for the journal, or none for a checkpoint.
+        The changed state, and the effects: an eviction, or none. The caller writes the order into the journal.
     """
     r = command.replica
     effects: tuple[Effect, ...] = ()
@@ -97,16 +86,12 @@ def execute(s: LighthouseState, command: Commanded) -> Step:
             effects = (Evict(r, s.views[r].incarnation or "", f"by the operator: {command.reason}"),)
         case "drain":
             s = replace(s, drained=s.drained | {r})
-            effects = (Note("ReplicaDrained", "leaves at the next step boundary, stays away", {"replica": r}),)
         case "undrain":
             s = replace(s, drained=s.drained - {r})
-            effects = (Note("ReplicaUndrained", "may take part again", {"replica": r}),)
         case "checkpoint":
             s = replace(s, checkpoint=_next_step(s))
         case "scale":
-            facts = {"replicas": command.target, "before": s.target}
             s = replace(s, target=command.target)
-            effects = (Note("JobScaled", f"replicas below {command.target} take part, others stay away", facts),)
     return s, effects
 
 
@@ -127,17 +112,17 @@ def _evict(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | 
     if not _runs(s, r) or incarnation is None:
         return Impossible(409, f"replica {r} does not run")
     if (r, incarnation) in supervised.condemned:
-        return CommandPlan(f"the supervisor of replica {r} has been told already to kill {incarnation}")
+        return CommandPlan(f"the supervisor of replica {r} has been told already to kill {incarnation}", due=False)
     if r not in supervised.replicas:
         return Impossible(409, f"replica {r} has no supervisor that reports: an operator must end its processes")
     after = "keeps it away: it is drained" if r in s.drained else f"starts replica {r} again"
-    return CommandPlan(f"its supervisor kills {incarnation}, and {after}", "evict")
+    return CommandPlan(f"its supervisor kills {incarnation}, and {after}")
 
 
 def _drain(s: LighthouseState, r: int, supervised: Supervised, force: bool) -> CommandPlan | Impossible:
     """Return the plan to send replica ``r`` away at the next step boundary."""
     if r in s.drained:
-        return CommandPlan(f"replica {r} is drained already")
+        return CommandPlan(f"replica {r} is drained already", due=False)
     able, needed = _able(s), s.policy.min_replicas
     if able == {r}:
         return Impossible(409, f"replica {r} cannot be spared: no other one holds the newest state")
@@ -150,7 +135,7 @@ def _drain(s: LighthouseState, r: int, supervised: Supervised, force: bool) -> C
     waits = (
         f"; no step is made before {needed} replicas can take part again, {left} are left" if left < needed else ""
     )
-    return CommandPlan(f"replica {r} {how}, and {back}{waits}", "drain")
+    return CommandPlan(f"replica {r} {how}, and {back}{waits}")
 
 
 def _possible(s: LighthouseState) -> set[int]:
@@ -187,7 +172,7 @@ def _scale(s: LighthouseState, target: int, supervised: Supervised, force: bool)
     if not 1 <= target <= slots:
         return Impossible(409, f"the job cannot have {target} replicas; max_replicas allows 1 to {slots}")
     if target == s.target:
-        return CommandPlan(f"the job is scaled to {target} replicas already")
+        return CommandPlan(f"the job is scaled to {target} replicas already", due=False)
     able, gone = _able(s), set(range(target, s.target))
     if able and able <= gone:
         kept = ",".join(map(str, sorted(able)))
@@ -198,22 +183,20 @@ def _scale(s: LighthouseState, target: int, supervised: Supervised, force: bool)
         return Impossible(409, f'{why}; {{"force": true}} scales all the same')
     if target < s.target:
         names = ",".join(map(str, range(target, s.target)))
-        return CommandPlan(
-            f"replica {names} leaves at the next step boundary, if it runs, and stays away", "scale"
-        )
+        return CommandPlan(f"replica {names} leaves at the next step boundary, if it runs, and stays away")
     comers = [r for r in range(s.target, target) if r not in s.drained]
     alone = [str(r) for r in comers if r not in supervised.replicas]
     who = "their supervisors start them" + (f"; none reports for {','.join(alone)}: start it" if alone else "")
-    return CommandPlan(f"replica {','.join(map(str, comers)) or 'none'} may take part: {who}", "scale")
+    return CommandPlan(f"replica {','.join(map(str, comers)) or 'none'} may take part: {who}")
 
 
 def _undrain(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | Impossible:
     """Return the plan to let replica ``r`` take part again."""
     if r not in s.drained:
         beyond = f"; the job is scaled to {s.target} replicas" if r >= s.target else ""
-        return CommandPlan(f"replica {r} is not drained{beyond}")
+        return CommandPlan(f"replica {r} is not drained{beyond}", due=False)
     who = "its supervisor starts it" if r in supervised.replicas else "it has no supervisor that reports: start it"
-    return CommandPlan(f"replica {r} may take part again: {who}", "undrain")
+    return CommandPlan(f"replica {r} may take part again: {who}")
 
 
 def _checkpoint(s: LighthouseState) -> CommandPlan | Impossible:
@@ -223,7 +206,6 @@ def _checkpoint(s: LighthouseState) -> CommandPlan | Impossible:
     if s.head is not None and s.head.step >= s.policy.steps:
         return Impossible(409, "training is over: there is no next step")
     if s.checkpoint >= _next_step(s):
-        return CommandPlan(f"a checkpoint of step {s.checkpoint}, or the one after it, has been ordered already")
-    return CommandPlan(
-        f"one replica writes the state of step {_next_step(s)}, or of the one after it", "checkpoint"
-    )
+        told = f"a checkpoint of step {s.checkpoint}, or the one after it, has been ordered already"
+        return CommandPlan(told, due=False)
+    return CommandPlan(f"one replica writes the state of step {_next_step(s)}, or of the one after it")

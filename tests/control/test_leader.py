@@ -470,7 +470,7 @@ async def test_the_loss_of_a_writer_is_said_with_what_follows(scene: Callable[..
     s = scene(rules=ReplicaPolicy(checkpoint_every=1))
     s.leader.replica = replace(s.leader.replica, writers=((1, "1-x-0"),), checkpoint_missing=True)
     await s.granted(grant(1, 0))
-    (event,) = s.events("CheckpointWriterLost")
+    (event,) = s.events("CheckpointFailed")
     assert event["replicas"] == [1]
     assert event["reason"].endswith("the state of the next step is written instead")
     assert s.leader.replica.requested_checkpoint == 1

@@ -87,7 +87,7 @@ def test_an_order_is_confirmed_carried_out_and_seen(browser, own, seen):
         assert not any("/v1/admin" in url for url in seen.asked)
         dialog.get_by_role("button", name="evict replica 3").click()
         expect(drawer.locator(".notice")).to_contain_text("its supervisor kills 3-run-0")
-        row = page.locator(".rows .row").filter(has_text="AdminEvicted")
+        row = page.locator(".rows .row").filter(has_text="an operator evicts")
         expect(row).to_contain_text("a fan is broken")
         expect(drawer.locator(".recent")).to_contain_text("an operator evicts replica 3")
         assert not any(ADMIN in url for url in [*seen.asked, page.url])
@@ -100,7 +100,7 @@ def drained(page, drawer):
     dialog = order(page, drawer, "drain", "")
     expect(dialog.get_by_label("Admin token")).to_have_count(0)
     dialog.get_by_role("button", name="drain replica 3").click()
-    expect(page.locator(".rows .row").filter(has_text="AdminDrained")).to_be_visible()
+    expect(page.locator(".rows .row").filter(has_text="an operator drains")).to_be_visible()
     until(lambda: state(page, "s.asked") is None)
 
 

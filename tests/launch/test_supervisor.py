@@ -542,12 +542,13 @@ async def test_a_start_that_a_shortage_prevents_costs_no_budget_and_is_told_once
         plan({})
         server.rlimit(psutil.RLIMIT_NOFILE, limits)
         await until(lambda: world.supervisor.running, "a start")
-        assert not world.named("StartAllowed"), "it has not checked in"
+        assert len(world.named("StartPrevented")) == 1, "it has not checked in"
         who = {"event": "CheckedIn", "incarnation": world.supervisor.current.name}  # type: ignore[union-attr]
         with run_dir.replica_events(1).open("a") as log:
             log.write(json.dumps(who) + "\n")
-        await until(lambda: world.named("StartAllowed"), "the end of the shortage")
-        (told,) = world.named("StartPrevented")
+        await until(lambda: len(world.named("StartPrevented")) > 1, "the end of the shortage")
+        told, over = world.named("StartPrevented")
+        assert over["over"]
         assert (told["cause"], "Too many open files" in told["reason"]) == ("shortage", True)
         assert all("costs none of the budget" in e["reason"] for e in world.named("RestartScheduled"))
         assert fold(3, world.events, []).losses() == [], "what had not begun was not lost"

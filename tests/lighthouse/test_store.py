@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -606,16 +607,19 @@ def test_a_disk_that_is_full_at_the_start_is_waited_for(tmp_path: Path, monkeypa
 
 
 def test_a_service_says_when_its_store_fails_and_when_that_is_over() -> None:
-    rows: list[str] = []
+    rows: list[Mapping[str, object]] = []
     store = Failing()
-    service = Service(store.load(POLICY), store, "token", lambda row: rows.append(str(row["event"])))
+    service = Service(store.load(POLICY), store, "token", rows.append)
     store.well = False
     for target in (2, 1):
         with pytest.raises(StoreFailed):
             service._saver.save(replace(LighthouseState.empty(POLICY, 1), target=target))
     store.well = True
     service._saver.save(replace(LighthouseState.empty(POLICY, 1), target=2))
-    assert rows == ["StoreFailed", "StoreRecovered"]
+    assert [(row["event"], row.get("over", False)) for row in rows] == [
+        ("StoreFailed", False),
+        ("StoreFailed", True),
+    ]
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("nfs4", True), ("cifs", True), ("ext4", False), ("9p", False)])

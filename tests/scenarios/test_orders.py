@@ -185,7 +185,7 @@ def test_two_three_one_two(tmp_path: Path, assignment: str) -> None:
     assert (summary["batches"]["duplicated"], summary["batches"]["skipped"]) == (0, 0)
     assert [summary["failures"], summary.get("lost")] == [[], None]
     assert aborted(job.rows("events.jsonl")) == []
-    assert [e["replicas"] for e in job.events("JobScaled")] == [3, 1, 2]
+    assert [e["replicas"] for e in job.events("OperatorOrdered", order="scale")] == [3, 1, 2]
     rows = job.rows("replicas/0/commits.jsonl")
     assert all(r["lr_scale"] == pytest.approx(len(r["contributors"]) / r["total"]) for r in rows)
     sizes = [size for size, _ in groupby((len(r["contributors"]), r["total"]) for r in rows)]
@@ -245,12 +245,12 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
         only_these_started_again(job, 0, 2)
         (left,) = job.events("ReplicaExited", replica=1)
         assert left["kind"] == "stopped"
-        assert [e["event"] for e in job.events("Left", replica=1) + job.events("Finished", replica=1)] == ["Left"]
+        assert [(e["code"], e["final"]) for e in job.events("Ended", replica=1)] == [(0, False)]
         # The order outlives the lighthouse.
         for process in psutil.Process(job.process.pid).children(recursive=True):
             if process.cmdline()[1:3] == ["-m", "lighthouse"]:
                 process.kill()
-        job.until(lambda: job.events("LighthouseRestarted"), "another lighthouse")
+        job.until(lambda: job.events("LighthouseExited", over=True), "another lighthouse")
         after(job, 20)
         assert row(job, 1)["state"] == "drained"
         assert job.pid(1, 0) is None
@@ -258,7 +258,7 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
         order(job, "checkpoint")
         job.until(lambda: job.events("CheckpointWritten"), "a checkpoint")
         (started,) = job.events("CheckpointStarted")
-        ordered = job.events("CheckpointOrdered")[0]
+        ordered = job.events("OperatorOrdered", order="checkpoint")[0]
         assert ordered["source"] == "admin"
         assert (ordered["address"], ordered["reason"]) == ("127.0.0.1", "a test")
         (path,) = catalog.published(job.run / "checkpoints")

@@ -92,9 +92,9 @@ def test_sigterm_means_leave_and_an_edited_script_is_not_run_until_it_is_put_bac
         refused = [e["reason"] for e in exits if e["kind"] == "exit 64"]
         assert "allowed: mine.py as it was when the job began" in refused[0]
         assert "put it back, or start another job" in refused[0]
-        (told,) = job.events("StartPrevented")
+        (told, _) = job.events("StartPrevented", replica=1)
         assert (told["replica"], told["cause"]) == (1, "changed")
-        assert job.events("StartAllowed", replica=1)
+        assert job.events("StartPrevented", replica=1, over=True)
         assert job.log.read_text().count("cannot be started now") == 1, "the console says it once a minute"
 
 

@@ -35,7 +35,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "modules with code": (336, 310),
     "configuration keys": (129, 120),
     "timeouts among them": (16, 14),
-    "event names": (124, 100),
+    "event names": (100, 100),
     "private reads in tests": (470, 120),
     "monkeypatch.setattr": (321, 150),
     "asserts on prose": (330, 100),

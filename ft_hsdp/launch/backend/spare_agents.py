@@ -69,7 +69,7 @@ class SpareAgents:
     async def ensure(self, names: Collection[str]) -> None:
         """Start the agents of these hosts that do not run and are due. Does not wait until they are ready.
 
-        The first agent of a host that ends soon is an event (`SpareAgentLost`).
+        The first agent of a host that ends soon is an event (`SpareLost`).
 
         Raises:
             ConfigError: This machine has no address for them.
@@ -125,7 +125,7 @@ class SpareAgents:
         starts = self._starts[name]
         starts.failed = 1 if time.monotonic() - starts.at > HEALTHY_S else starts.failed + 1
         if starts.failed == 1:
-            head = {"t": time.time(), "event": "SpareAgentLost", "source": "supervisor", "host": name}
+            head = {"t": time.time(), "event": "SpareLost", "source": "supervisor", "host": name}
             why = f"{exit_in_words(process.returncode or 0)}; it is started again after a pause that doubles"
             log = f"hosts/agent-{name}.log"
             self._emit({**head, "pid": process.pid, "reason": f"{why}, its log is {log}"})

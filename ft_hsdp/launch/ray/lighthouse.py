@@ -141,7 +141,7 @@ class RayLighthouse:
             except RayError as error:
                 self._event("LighthouseExited", f"its actor is gone ({cause(error)}); Ray starts it again")
                 await self._restart()
-                self._event("LighthouseRestarted", f"it listens at {self._urls[0]} again")
+                self._event("LighthouseExited", f"it listens at {self._urls[0]} again", over=True)
 
     async def stop(self) -> None:
         if self._actor is None:
@@ -185,5 +185,5 @@ class RayLighthouse:
         }
         return ray.remote(LighthouseActor).options(**options).remote(str(self._run.path))
 
-    def _event(self, name: str, reason: str) -> None:
-        self._emit({"t": time.time(), "event": name, "source": "supervisor", "reason": reason})
+    def _event(self, name: str, reason: str, **fields: Any) -> None:
+        self._emit({"t": time.time(), "event": name, "source": "supervisor", **fields, "reason": reason})

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ft_hsdp.config import Config
-from ft_hsdp.event_table import EVENTS, fault, tell
+from ft_hsdp.event_table import EVENTS, fault, is_over, tell
 from ft_hsdp.launch.run.directory import Row
 from ft_hsdp.launch.run.summary import Summary
 
@@ -146,7 +146,8 @@ class Terminal:
             if isinstance(replica, int) and event["t"] - known > 1.0:
                 self._failed_at[replica] = event["t"]
         about = event.get("suspect") if name == "RingBroken" else replica
-        style = "red" if kind.grave else "green" if kind.good else "dim"
+        good = kind.good or (kind.grave and is_over(event))
+        style = "green" if good else "red" if kind.grave else "dim"
         text = tell({**event, "reason": _told_reason(event)})
         if kind.once:
             if text in self._once:

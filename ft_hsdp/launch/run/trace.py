@@ -33,7 +33,6 @@ MARKS = (
     "FailureLifted",
     "ReplicaLost",
     "LighthouseExited",
-    "LighthouseRestarted",
 )
 
 Event = dict[str, Any]

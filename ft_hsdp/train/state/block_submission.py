@@ -13,7 +13,7 @@ import functools
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -256,14 +256,14 @@ class BlockSubmission:
     def _tell(self, result: SubmittedBlocks, lost: Sequence[Span], seconds: float) -> None:
         """Write down what was done. On rank 0."""
         data, refused, origin = self._data, self._refused, self._reader.origin
-        facts: Mapping[str, Any] = {"store": data.name, "blocks": data.blocks, "seconds": seconds}
+        facts: dict[str, Any] = {"store": data.name, "blocks": data.blocks, "seconds": seconds}
         if lost:
             count = sum(end - first for first, end in lost)
             why = f"no host has {shown_spans(merged(lost))} any more"
             self._job.note_event("BlocksRead", why, store=data.name, blocks=count, origin=origin)
-        if result.read or result.copied:
-            why = f"{result.read} blocks were read from {origin}, {result.copied} copied from host to host"
-            self._job.note_event("BlocksSubmitted", why, copies=result.copies, **facts)
+        why = f"{result.read} blocks were read from {origin}, {result.copied} copied from host to host"
         if result.copies < data.copies:
-            why = next(iter(refused.values()), f"there are {len(self._known.hosts)} hosts")
-            self._job.note_event("BlocksUnprotected", why, copies=result.copies, **facts)
+            why += "; " + next(iter(refused.values()), f"there are {len(self._known.hosts)} hosts")
+            facts["wanted"] = data.copies
+        if result.read or result.copied or "wanted" in facts:
+            self._job.note_event("BlocksSubmitted", why, copies=result.copies, **facts)

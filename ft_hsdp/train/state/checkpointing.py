@@ -158,7 +158,7 @@ def missed(config: Config, folder: Path, step: int, journal: Journal) -> int:
     if not due or not drafts.missed(folder, due):
         return 0
     reason = f"the checkpoint of step {due} is missing and no replica writes it: the next state is written"
-    journal.event("CheckpointMissing", reason, step=due)
+    journal.event("CheckpointFailed", reason, step=due)
     return step + 1
 
 

@@ -145,7 +145,7 @@ class CopyKeeper:
             self._interval = CopyInterval.of(self._config.every)
             if self._rank == 0:
                 why = "hosts of another replica keep copies, so all replicas copy the same states"
-                self._journal.event("CopiesResumed", why, every=self._interval.every)
+                self._journal.event("CopiesSlowed", why, every=self._interval.every, over=True)
         before, state = self._take(plan, grant.base)
         made = set(before.whole.copies) if before is not None else set()
         if before is not None and plan.speaks and self._said is not False and set(plan.whole.copies) - made:
@@ -251,10 +251,8 @@ class CopyKeeper:
         why = f"a step of {cost.step_s:.3g} s waited {cost.waited_s:.3g} s for the copies of a state"
         if cost.late:
             why += ", which were not complete then"
-        if every > before.every:
-            self._journal.event("CopiesSlowed", why, every=every)
-        elif every < before.every:
-            self._journal.event("CopiesResumed", why, every=every)
+        if every != before.every:
+            self._journal.event("CopiesSlowed", why, every=every, over=every < before.every)
 
     # The main thread.
 

@@ -301,7 +301,7 @@ class _Restoration:
         for change in self._live.changes:
             if change == UNKNOWN:
                 reason = f"the checkpoint of step {step} does not say what they were made with"
-                self._journal.event("SettingsUnknown", reason, step=step)
+                self._journal.event("SettingChanged", reason, step=step)
                 continue
             reason = (
                 f"the script gives it so now, and the checkpoint of step {step} was written with the other value"

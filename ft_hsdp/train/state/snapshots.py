@@ -166,9 +166,10 @@ class SnapshotWriter:
         with contextlib.suppress(TimeoutError):
             forgotten = self._submit(lambda agent: (agent.forget(), True)).result(self._answer_s)
         if forgotten is None:
-            self._journal.event("SnapshotsNotForgotten", "the state agent does not answer: it is killed")
-            if self._home.starter is not None:
-                self._renew(self._home.starter, int(self.address.rpartition(":")[2]))
+            why, starter = "it does not drop wrong copies", self._home.starter
+            if starter is not None:
+                why = starter.renew(int(self.address.rpartition(":")[2])) or why
+            self._journal.event("StateAgentLost", why)
 
     # Copies of other hosts' shards; see `train.state.copies`.
 
@@ -363,18 +364,17 @@ class SnapshotWriter:
         try:
             return self._connect(self._join_s / 2)
         except AgentGone:
-            self._renew(starter, 0)
-            return self._connect(self._join_s / 2)
-
-    def _renew(self, starter: Starter, port: int) -> None:
-        done = starter.renew(port)
-        if done:
-            self._journal.event("StateAgentReplaced", done)
+            done = starter.renew(0)
+            agent = self._connect(self._join_s / 2)
+            if done:
+                self._journal.event("StateAgentLost", done, over=True)
+            return agent
 
     # On the thread that looks for an agent.
 
     def _seek(self) -> None:
         """Look for the agent, or for one in its place at the same address, until one answers."""
+        reason = "snapshots are kept again"
         while not self._closing.wait(AGAIN_S):
             starter, port = self._home.starter, int(self.address.rpartition(":")[2])
             try:
@@ -383,7 +383,7 @@ class SnapshotWriter:
                 agent = self._connect(self._join_s)
             except (AgentGone, ProtocolViolation):
                 if starter is not None and not self._closing.is_set():  # who closes may end the agents
-                    self._renew(starter, port)
+                    reason = starter.renew(port) or reason
                 continue
             except OSError as error:  # no process, descriptor or log for it: tried again
                 self._journal.event("StateAgentNotStarted", error.strerror or str(error))
@@ -395,5 +395,5 @@ class SnapshotWriter:
                 self._agent = agent
             if self._gate is not None:
                 self._submit(self._open_gate)
-            self._journal.event("StateAgentFound", "snapshots are kept again")
+            self._journal.event("StateAgentLost", reason, over=True)
             return

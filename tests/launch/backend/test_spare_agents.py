@@ -39,7 +39,7 @@ async def test_one_that_ends_at_once_is_started_again_after_pauses_that_double(
         assert await look() == number - 1
         now[0] += 0.02
         assert await look() == number
-    assert [(e["event"], e["host"]) for e in events] == [("SpareAgentLost", "s0")]
+    assert [(e["event"], e["host"]) for e in events] == [("SpareLost", "s0")]
     assert events[0]["reason"].startswith("exit 1; ")
     await agents.ensure(["s1"])
     assert starts[0] == 5, "another host has pauses of its own"

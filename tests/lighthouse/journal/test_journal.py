@@ -194,7 +194,7 @@ def test_a_replica_speaks_for_itself_only(journal):
         ("0-a-0", {"events": [event("EpochGranted")]}, "only the lighthouse"),
         ("0-a-0", {"events": [event(source="lighthouse")]}, "only the lighthouse"),
         ("supervisor", {"events": [event(source="admin")]}, "only the lighthouse"),
-        ("supervisor", {"events": [event("AdminEvicted")]}, "only the lighthouse"),
+        ("supervisor", {"events": [event("OperatorOrdered")]}, "only the lighthouse"),
         ("0-a-0", {"events": [{"t": 1}]}, "is no name"),
         ("0-a-0", {"events": [event({"a": []})]}, "is no name"),
         ("0-a-0", {"events": [event("x" * 65)]}, "is no name"),
@@ -394,18 +394,18 @@ def test_a_replica_that_is_silent_or_stuck_is_stalled_until_it_goes_on():
     beat(1)
     clock.seconds += SILENT_S + 1
     assert [r["state"] for r in journal.overview()["replicas"]] == ["stalled", "stalled", "training"]
-    found = [(r["event"], r["replica"], r.get("rank")) for r in kept(journal)[1:]]
-    assert found == [("ReplicaStalled", 0, 0), ("ReplicaStalled", 1, 0)]
+    found = [(r["event"], r["replica"], r["rank"], r["over"]) for r in kept(journal)[1:]]
+    assert found == [("ReplicaStalled", 0, 0, False), ("ReplicaStalled", 1, 0, False)]
     beat(2)
     beat(2)
-    assert [(r["event"], r["replica"]) for r in kept(journal)[3:]] == [
-        ("ReplicaResumed", 0),
-        ("ReplicaResumed", 1),
+    assert [(r["event"], r["replica"], r["over"]) for r in kept(journal)[3:]] == [
+        ("ReplicaStalled", 0, True),
+        ("ReplicaStalled", 1, True),
     ]
     for _ in range(int(STUCK_S) + 2):
         clock.seconds += 1
         beat(2)
-    assert [(r["event"], r["replica"]) for r in kept(journal)[5:]] == [("ReplicaStalled", 1)]
+    assert [(r["replica"], r["over"]) for r in kept(journal)[5:]] == [(1, False)]
     assert "makes no progress" in kept(journal)[5]["reason"]
     assert journal.beat(1) == (0.0, (RankBeat(0, 7, "h", 2),))
     assert journal.beat(2) == (math.inf, ())

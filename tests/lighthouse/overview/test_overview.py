@@ -253,7 +253,7 @@ def test_a_replica_that_stands_by_is_shown_so_until_it_contributes():
             ev(9.4, "StepRetried", 1),
             commit(10, 6, 2, (0, 2)),
             ev(20, "ReplicaStalled", 1),
-            ev(22, "ReplicaResumed", 1),
+            ev(22, "ReplicaStalled", 1, over=True),
             commit(23, 7, 2, (0, 2)),
             ev(24, "GrantAdopted", 1, role="contribute", epoch=3),
             commit(25, 8, 3),
@@ -307,9 +307,13 @@ def test_words_of_an_incarnation_that_is_gone_change_nothing():
 
 
 def test_stalled_drained_dead_and_excluded():
-    timeline = fold([*START, ev(10, "ReplicaStalled", 0, reason="no beat"), ev(12, "ReplicaResumed", 0)])
+    timeline = fold(
+        [*START, ev(10, "ReplicaStalled", 0, reason="no beat"), ev(12, "ReplicaStalled", 0, over=True)]
+    )
     assert lane(timeline, 0)[-2:] == [("stalled", 10), ("training", 12)]
-    timeline = fold([*START, ev(10, "ReplicaDrained", 0), ev(11, "ReplicaExited", 0, kind="stopped")])
+    timeline = fold(
+        [*START, ev(10, "OperatorOrdered", 0, order="drain"), ev(11, "ReplicaExited", 0, kind="stopped")]
+    )
     assert lane(timeline, 0)[-1] == ("drained", 11)
     assert timeline.lanes.all[0].drained
     assert fold([*START, ev(10, "ReplicaLost", 0)]).lanes.all[0].state == "dead"

@@ -45,8 +45,8 @@ def test_a_job_begins_with_its_replicas_and_waits_for_no_other() -> None:
 
 def test_scaled_up_the_others_are_a_smaller_share_from_the_next_step_on_and_newcomers_join() -> None:
     job = working()
-    assert scale(job, 3) == CommandPlan("replica 2 may take part: their supervisors start them", "AdminScaled")
-    assert "JobScaled" in order(job, "scale", 3).notes
+    assert scale(job, 3) == CommandPlan("replica 2 may take part: their supervisors start them")
+    order(job, "scale", 3)
     grant = job.ask(0, at(1, 2), epoch=1).grant(0)
     assert (grant.ring, grant.total) == ((0, 1), 3)
     assert "3 replicas are wanted" in grant.reason
@@ -58,9 +58,7 @@ def test_scaled_up_the_others_are_a_smaller_share_from_the_next_step_on_and_newc
 
 def test_scaled_down_those_beyond_leave_at_a_step_boundary_and_the_rest_is_the_whole() -> None:
     job = working(4)
-    assert scale(job, 2) == CommandPlan(
-        "replica 2,3 leaves at the next step boundary, if it runs, and stays away", "AdminScaled"
-    )
+    assert scale(job, 2) == CommandPlan("replica 2,3 leaves at the next step boundary, if it runs, and stays away")
     order(job, "scale", 2)
     answers: dict[int, Any] = {}
     for r in range(4):
@@ -123,7 +121,7 @@ def test_what_it_cannot_be_scaled_to(target: int, words: str) -> None:
 def test_too_few_are_left_only_by_force_and_the_last_holder_never_leaves() -> None:
     job = working(3, min_replicas=2)
     assert scale(job, 1, force=True) == CommandPlan(
-        "replica 1,2 leaves at the next step boundary, if it runs, and stays away", "AdminScaled"
+        "replica 1,2 leaves at the next step boundary, if it runs, and stays away"
     )
     job = working(3)
     job.runs({0: None}, [(0, 0)])

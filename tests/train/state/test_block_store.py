@@ -311,9 +311,9 @@ def test_a_full_agent_gives_way_to_the_next_host_and_a_lack_of_copies_is_said() 
         tight = Replica(["a", "b", "c"], budget_gb=10e-6)  # 10 kB: one of six slices of 8 kB on each host
         result = tight.submit()
         assert (result.copies, result.read) == (1, BLOCKS)
-        ((why, facts),) = tight.jobs[0].told("BlocksUnprotected")
-        assert re.fullmatch(r"\d+ bytes are needed; \d+ of 10000 bytes of memory\.budget_gb are taken", why)
-        assert facts["copies"] == 1
+        ((why, facts),) = tight.jobs[0].told("BlocksSubmitted")
+        assert re.fullmatch(r".*; \d+ bytes are needed; \d+ of 10000 bytes of memory\.budget_gb are taken", why)
+        assert facts["copies"] == 1 < facts["wanted"]
         tight.check()
         tight.close()
         none = Replica(["a", "b", "c"], budget_gb=1e-6, permute=False)  # another store: the first one goes
