@@ -12,5 +12,6 @@ made. Nothing in the product imports this package. What a bench finds stands in 
 - `memory`, `flips`: copies of states in host memory, and bytes that flip in them;
 - `lone`, `losses`: a replica that goes on with fewer ranks, once and at random;
 - `adopt`: models and trainers of others;
+- `whole_job`: a job whose end several of these await;
 - `kernels`: the kernels and the GPU data plane; `python -m benchmarks.kernels`, or `make gpu`, runs them.
 """

@@ -26,12 +26,13 @@ from typing import Any, TextIO
 
 import ft_hsdp
 from benchmarks.under_ray import BenchCluster
+from benchmarks.whole_job import WholeJob
 from ft_hsdp.bench.goals import NEXT_P50_MS, Verdicts, begin_result, finish_result, most
 from ft_hsdp.bench.hsdp.processes import HsdpSetup
 from ft_hsdp.bench.options import kills_of, measures_of, rounds_of
 from ft_hsdp.bench.overhead import SETUP, TRANSPORTS, steady
 from ft_hsdp.bench.recovery.analysis import Kill, Stall, costs, stalls
-from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest, hit_at_random
+from ft_hsdp.bench.recovery.job_under_test import SEED, hit_at_random
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, ResultRow
 from ft_hsdp.config import load
@@ -163,7 +164,7 @@ def example(trainer: str) -> RecoverySetup:
     return RecoverySetup(config.replicas, config.ranks_per_replica, built_in=True, sections=sections)
 
 
-class ExampleUnderTest(JobUnderTest):
+class ExampleUnderTest(WholeJob):
     """A job of an example, in a folder that has examples/ as a clone does; what the script writes stays there."""
 
     def __init__(self, setup: RecoverySetup, python: str, cluster: BenchCluster | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from benchmarks.lone import CALM, SHRINKS, LostHost
 from benchmarks.units import GAP, built_in
+from benchmarks.whole_job import WholeJob
 from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, least, most
 from ft_hsdp.bench.options import kills_of
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
@@ -107,7 +108,7 @@ def losses(count: int, log: ProgressLog, names: Sequence[str] = tuple(JOBS)) -> 
         }
         sections["quorum"] = {**SHRINKS["quorum"], "batch": batch}
         setup = built_in(RANKS, replicas, {"steps": STEPS_A_LOSS * count}, sections)
-        with JobUnderTest(setup) as job:
+        with WholeJob(setup) as job:
             done = _lose_at_random(job, count, random.Random(SEED))
             summary = job.finish()
             verdict, found = replay(job.run), verify(job.run)

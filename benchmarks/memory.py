@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmarks.whole_job import WholeJob
 from ft_hsdp.analysis.costs import Assumptions
 from ft_hsdp.analysis.plan import plan
 from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, least, most
@@ -286,7 +287,7 @@ def union(count: int, log: ProgressLog) -> list[ResultRow]:
         ]
         setup = setup_of("memory", replicas=2)
         sections = {**setup.sections, "chaos": chaos, "train": {"steps": 2 * AT_STEP, "threads": 1}}
-        with JobUnderTest(replace(setup, sections=sections)) as job:
+        with WholeJob(replace(setup, sections=sections)) as job:
             summary = job.finish()
             hits = [event["t"] for event in job.events if event["event"] == "FailureInjected"]
             losses = [loss(rows, max(hits)) for rows in job.rows.values()]

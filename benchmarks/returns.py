@@ -15,12 +15,12 @@ from ft_hsdp.analysis.incarnations import incarnations
 from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
 from ft_hsdp.bench.options import kills_of
 from ft_hsdp.bench.recovery.analysis import Kill, contributes, span
-from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest, UnderTest, hit_at_random
+from ft_hsdp.bench.recovery.job_under_test import RECENT, SEED, JobUnderTest, UnderTest, hit_at_random
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.recovery.torchft_under_test import KILLED, TorchftUnderTest, installed
 from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, ratio_interval
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.run.directory import Row
+from ft_hsdp.launch.run.directory import Row, read_json
 
 PEER = "torchft"
 TURNS = 3  # of each contender; one job runs at a time
@@ -187,10 +187,10 @@ def our_turn(spares: int, setup: RecoverySetup, count: int, chance: random.Rando
     with JobUnderTest(setup) as job:
 
         def then(kill: Kill) -> None:
-            job.wait_for_return(kill)
-            job.wait_for_spares(spares)
+            wait_for_return(job, kill)
+            wait_for_spares(job, spares)
 
-        job.wait_for_spares(spares)
+        wait_for_spares(job, spares)
         done = list(hit_at_random(job, count, chance, job.kill, then))
     return _turn(job, done, stages_in(job.events))
 
@@ -201,10 +201,30 @@ def torchft_turn(setup: RecoverySetup, count: int, chance: random.Random) -> Tur
 
         def then(kill: Kill) -> None:
             job.start(kill.replica)
-            job.wait_for_return(kill)
+            wait_for_return(job, kill)
 
         done = list(hit_at_random(job, count, chance, lambda n, _: job.hit(n, signal.SIGKILL), then))
     return _turn(job, done, lambda kill, incarnation: ({"imports": job.loaded[kill.replica, incarnation]}, ""))
+
+
+def wait_for_return(job: UnderTest, kill: Kill) -> None:
+    """Wait until the victim, started again, has contributed to a step. Raises Retryable."""
+
+    def there(row: Row) -> bool:
+        return row["t"] > kill.t and row["incarnation"] != kill.incarnation and contributes(row)
+
+    rows = job.rows[kill.replica]
+    job.wait(lambda: any(map(there, rows[-RECENT:])), "the replica contributes again")
+
+
+def wait_for_spares(job: JobUnderTest, spares: int) -> None:
+    """Wait until so many spares are ready; each is as many processes as a replica has. Raises Retryable."""
+
+    def ready() -> bool:
+        shown = (read_json(job.run.spares / "spares.json") or {}).get("spares", [])
+        return sum(spare["state"] == "ready" for spare in shown) >= spares
+
+    job.wait(lambda: not spares or ready(), f"{spares} spares are ready")
 
 
 def _turn(job: UnderTest, done: Sequence[Kill], stages: Stages) -> Turn:

@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, TextIO
 
 from benchmarks.unit_figures import beyond, constancy, curve, micro_batch_s, outside, unit_seconds
+from benchmarks.whole_job import WholeJob
 from ft_hsdp.analysis.commits import canonical
 from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
 from ft_hsdp.bench.options import kills_of, measures_of, rounds_of
@@ -146,7 +147,7 @@ def constant(log: ProgressLog, away: int = AWAY) -> list[ResultRow]:
                 assignment=assignment,
                 chaos=[{"at_step": LOST_AT, "replicas": [VICTIM], "rank": 0, "down_steps": away}],
             )
-            with JobUnderTest(setup) as job:
+            with WholeJob(setup) as job:
                 job.finish()
             found = constancy(canonical(job.rows.values(), ()), VICTIM)
             if found["away"] < away:
@@ -265,7 +266,7 @@ def loss(log: ProgressLog, steps: int = LOSS_STEPS, seeds: Sequence[int] = SEEDS
 
 def _curve(steps: int, seed: int, sections: Mapping[str, Any], log: ProgressLog, name: str) -> ResultRow:
     """Train one run to its end; return its curve, the loss at its end, and how many units it trained."""
-    with JobUnderTest(built_in(1, 4, {"steps": steps, "seed": seed}, sections)) as job:
+    with WholeJob(built_in(1, 4, {"steps": steps, "seed": seed}, sections)) as job:
         job.finish()
     rows = canonical(job.rows.values(), ())
     points = curve([row["loss"] for row in rows], BLOCK)
@@ -298,7 +299,7 @@ def kills(count: int, log: ProgressLog, names: Sequence[str] = tuple(KILLS)) -> 
     for name in names:
         replicas, ranks, sections = KILLS[name]
         setup = built_in(ranks, replicas, {"steps": CALM + STEPS_A_KILL * count}, sections)
-        with JobUnderTest(setup) as job:
+        with WholeJob(setup) as job:
             done = _kill_at_random(job, count, random.Random(SEED))
             summary = job.finish()
             verdict, found = replay(job.run), verify(job.run)

@@ -22,6 +22,7 @@ from benchmarks.returns import (
     returns,
     stages_in,
     torchft_turn,
+    wait_for_return,
 )
 from ft_hsdp.bench import trainee
 from ft_hsdp.bench.recovery import job_under_test, torchft_under_test
@@ -137,9 +138,9 @@ def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.
     one.rows[1] = [row, {**row, "t": 2.0, "incarnation": "1"}]
     kill = Kill(3.0, 1, 0, "1")
     with pytest.raises(Retryable, match="contributes again"):
-        one.wait_for_return(kill)
+        wait_for_return(one, kill)
     one.rows[1].append({**row, "t": 4.0, "incarnation": "2"})
-    one.wait_for_return(kill)
+    wait_for_return(one, kill)
 
 
 @pytest.mark.proof

@@ -14,14 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ft_hsdp.analysis.goodput import fault_free_step
-from ft_hsdp.bench.recovery.analysis import Kill, contributes, gone
+from ft_hsdp.bench.recovery.analysis import Kill, gone
 from ft_hsdp.bench.recovery.setup import FILE, RecoverySetup, job_config
 from ft_hsdp.bench.scope import Process, Scope, spawn
 from ft_hsdp.config import dump
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import last_line, tied
 from ft_hsdp.launch.injection import inject_by_hand, parse_options
-from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json
+from ft_hsdp.launch.run.directory import Row, RunDir, Tailer
 from ft_hsdp.launch.run.recorder import events_of
 
 JOB = "ft_hsdp.bench.recovery.job"
@@ -102,15 +102,6 @@ class UnderTest(Scope):
 
         self.wait(lambda: all(any(map(without, rows[-RECENT:])) for rows in others), "the survivors commit")
 
-    def wait_for_return(self, kill: Kill) -> None:
-        """Wait until the victim, started again, has contributed to a step."""
-
-        def there(row: Row) -> bool:
-            return row["t"] > kill.t and row["incarnation"] != kill.incarnation and contributes(row)
-
-        rows = self.rows[kill.replica]
-        self.wait(lambda: any(map(there, rows[-RECENT:])), "the replica contributes again")
-
 
 def hit_at_random(
     job: UnderTest,
@@ -185,25 +176,6 @@ class JobUnderTest(UnderTest):
         for replica, tailer in self._tailers.items():
             self.rows[replica] += tailer.poll()
 
-    def finish(self) -> Row:
-        """Wait until the job has trained all its steps and has ended; return its summary.
-
-        Raises:
-            Retryable: The job fails, or commits nothing for `PATIENCE_S`.
-        """
-        deadline, seen = time.monotonic() + PATIENCE_S, 0
-        while self._process.poll() is None:
-            self.read()
-            if (count := sum(map(len, self.rows.values()))) > seen:
-                deadline, seen = time.monotonic() + PATIENCE_S, count
-            if time.monotonic() > deadline:
-                raise Retryable(f"bench: the job commits nothing for {PATIENCE_S:g} s: {last_line(self._log)}")
-            time.sleep(TICK_S)
-        self._end(self._process)
-        if self._process.returncode != 0:
-            raise Retryable(f"bench: the job ended with {self._process.returncode}: {last_line(self._log)}")
-        return Row(read_json(self.run.summary))
-
     def _processes(self) -> list[tuple[str, Process, Path]]:
         return [("the job", self._process, self._log)]
 
@@ -218,15 +190,6 @@ class JobUnderTest(UnderTest):
     def _hit(self, replica: int, rank: int, name: str) -> Kill:
         event = inject_by_hand(self.run, parse_options(replica=replica, rank=rank, signal=name))
         return Kill(event["t"], replica, rank, event["incarnation"])
-
-    def wait_for_spares(self, spares: int) -> None:
-        """Wait until so many spares are ready; each is as many processes as a replica has."""
-
-        def ready() -> bool:
-            shown = (read_json(self.run.spares / "spares.json") or {}).get("spares", [])
-            return sum(spare["state"] == "ready" for spare in shown) >= spares
-
-        self.wait(lambda: not spares or ready(), f"{spares} spares are ready")
 
     def _end(self, process: Process) -> None:
         """Have the job end by itself; what its processes logged is kept."""
