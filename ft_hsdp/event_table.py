@@ -336,7 +336,11 @@ EVENTS: dict[str, EventKind] = {
     "BlocksSubmitted": EventKind(
         lambda e: (
             f"blocks of {e.get('store', '?')} are "
-            + (f"on {e['copies']} hosts only" if "wanted" in e else f"in memory, each on {e['copies']} hosts")
+            + (
+                f"on {e.get('copies', '?')} hosts only"
+                if "wanted" in e
+                else f"in memory, each on {e.get('copies', '?')} hosts"
+            )
         ),
         told=True,
     ),

@@ -87,7 +87,7 @@ def test_what_cannot_be_evicted(job: Script, replica: int, known: Supervised, st
 
 
 def test_an_eviction_that_stands_is_not_ordered_again(job: Script) -> None:
-    assert not possible(job, "evict", 1, Supervised({1}, {(1, name(1))})).event
+    assert not possible(job, "evict", 1, Supervised({1}, {(1, name(1))})).due
 
 
 # Drain.
@@ -148,12 +148,12 @@ def test_a_drained_replica_that_may_know_more_is_heard_in_a_round_and_leaves_lat
 
 def test_a_drain_that_leaves_too_few_needs_force() -> None:
     job = working(min_replicas=2)
-    assert possible(job, "drain", 0).event
+    assert possible(job, "drain", 0).due
     order(job, "drain", 0)
     found = refused(job, "drain", 1)
     assert found.status == 409
     assert found.detail.startswith("that would leave 1 replicas, quorum.min_replicas is 2")
-    assert possible(job, "drain", 1, force=True).event
+    assert possible(job, "drain", 1, force=True).due
 
 
 def test_a_dead_replica_that_would_come_back_counts_as_one_of_those_that_are_needed() -> None:
@@ -188,7 +188,7 @@ def test_the_dead_one_that_alone_may_bring_the_newest_state_back_is_not_drained(
     job.first(0)
     job.runs({0: None}, [(0, 0)])
     assert "no other one holds the newest state" in refused(job, "drain", 0, force=True).detail
-    assert possible(job, "drain", 1).event
+    assert possible(job, "drain", 1).due
 
 
 def test_one_that_is_behind_may_be_drained_whoever_is_left() -> None:
@@ -198,17 +198,17 @@ def test_one_that_is_behind_may_be_drained_whoever_is_left() -> None:
     job.ask(2)
     assert job.ask(0, at(1, 1), epoch=1).grant(0).member(2, name(2)).role == "behind"  # type: ignore[union-attr]
     assert refused(job, "drain", 0).status == 409
-    assert possible(job, "drain", 2).event
+    assert possible(job, "drain", 2).due
 
 
 def test_drained_twice_and_undrained_twice_is_once(job: Script) -> None:
     order(job, "drain", 1)
     before = job.s
-    assert possible(job, "drain", 1) == CommandPlan("replica 1 is drained already")
+    assert possible(job, "drain", 1) == CommandPlan("replica 1 is drained already", due=False)
     order(job, "drain", 1)
     assert job.s == before
     order(job, "undrain", 1)
-    assert possible(job, "undrain", 1) == CommandPlan("replica 1 is not drained")
+    assert possible(job, "undrain", 1) == CommandPlan("replica 1 is not drained", due=False)
     assert step(job, 2, 1)[1] == Continue(1, 3), "it had not been told yet"
 
 
@@ -294,10 +294,10 @@ def test_a_checkpoint_is_demanded_until_somebody_has_heard_that_it_was_written(j
 def test_two_orders_before_the_next_commit_are_one(job: Script) -> None:
     order(job, "checkpoint")
     found = possible(job, "checkpoint")
-    assert not found.event
+    assert not found.due
     assert "ordered already" in found.detail
     job.ask(0, at(1, 2), epoch=1)
-    assert possible(job, "checkpoint").event, "the next state is another one"
+    assert possible(job, "checkpoint").due, "the next state is another one"
 
 
 def test_an_order_that_the_job_was_rolled_back_under_is_about_the_next_state() -> None:
