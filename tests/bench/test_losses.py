@@ -9,8 +9,7 @@ import pytest
 from benchmarks import lone, losses
 from benchmarks.memory import Loss
 from ft_hsdp.bench.recovery.analysis import Kill
-from ft_hsdp.bench.results import ProgressLog, spread
-from tests.support.bench.tables import shown
+from ft_hsdp.bench.results import ProgressLog
 
 
 def commit(t: float, step: int, incarnation: str) -> dict[str, Any]:
@@ -41,29 +40,6 @@ def test_the_wait_for_a_host_is_a_phase_of_its_own() -> None:
     found = lone.phases([Kill(10.0, 0, 3, "0-a-0")], ["0-a-1"], [Loss(10.0, 5, 1.2, 5)], events)
     wanted = {"exit": 100, "place": 200, "start": 100, "warm-up": 300, "check-in": 100, "grant": 100, "fetch": 0}
     assert found == pytest.approx({**wanted, "step": 300})
-
-
-def test_a_lone_replica_that_shrinks_beside_the_goals() -> None:
-    row: dict[str, Any] = {"replicas": 1, "ranks": 4, "hosts": 2, "left": 2, "kills": 2, "place_ms": 100.0}
-    row |= {"step_ms": 110.0, "new": spread([1.0, 1.2]), "beyond": spread([0.9, 1.1])}
-    row |= {"lost_steps": {"p50": 0.5, "max": 1}, "phases": {"exit": 60.0, "place": 100.0}}
-    row["grow"] = {"pause": spread([1.5, 1.6]), "repeated": 0}
-    assert [v.met for v in lone.goals({"lone": [row]})] == [True, True, True]
-    assert "place_ms 100" in shown({"lone": [row]}, lone.goals({"lone": [row]}))
-    worse = {**row, "beyond": spread([2.1]), "lost_steps": {"p50": 2, "max": 2}}
-    worse["grow"] = {"pause": spread([1.5]), "repeated": 1}
-    assert [v.met for v in lone.goals({"lone": [worse]})] == [False, False, False]
-
-
-def test_random_losses_beside_the_goal() -> None:
-    row: dict[str, Any] = {"job": "one, adapt", "replicas": 1, "ranks": 4, "losses": 50, "shrunk": 30, "grown": 20}
-    row |= {"steps": 1500, "narrow_steps": 200, "trained": 5000, "twice": 0, "skipped": 0}
-    row |= {"replayed": True, "breaches": [], "asked": 50}
-    assert [v.met for v in losses.goals({"losses": [row]})] == [True] * 4
-    for worse in ({"twice": 1}, {"skipped": 1}, {"replayed": False}, {"breaches": ["a line"]}):
-        assert [v.met for v in losses.goals({"losses": [{**row, **worse}]})] == [False, True, True, True]
-    short = {**row, "losses": 49, "shrunk": 0, "grown": 0}
-    assert [v.met for v in losses.goals({"losses": [short]})] == [True, False, False, False]
 
 
 @pytest.mark.soak
