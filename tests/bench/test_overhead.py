@@ -4,14 +4,12 @@ import io
 import tempfile
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ft_hsdp.bench import goals, overhead
+from ft_hsdp.bench import overhead
 from ft_hsdp.bench.hsdp.processes import HsdpSetup
-from ft_hsdp.bench.results import ProgressLog, ratio_interval, spread
-from tests.support.bench.tables import shown
+from ft_hsdp.bench.results import ProgressLog, ratio_interval
 
 
 def test_a_ratio_has_an_interval_around_it() -> None:
@@ -26,27 +24,6 @@ def test_a_ratio_has_an_interval_around_it() -> None:
 def test_each_measure_has_its_own_number_of_rounds() -> None:
     assert overhead.options(Namespace(measure=None, rounds=None)) == {"steady": 70, "snapshot": 30}
     assert overhead.options(Namespace(measure="snapshot", rounds=1)) == {"snapshot": 1}
-
-
-def test_goals_and_tables() -> None:
-    figures = spread([0.5, 0.6])
-    found = {"ratio": 1.05, "low": 1.01, "high": 1.09}
-    row: dict[str, Any] = {"replicas": 3, "ranks": 2}
-    crews = dict.fromkeys(("hsdp", "hsdp again", "ft_hsdp, tcp"), figures)
-    result: dict[str, Any] = {
-        "steady": [{**row, "crews": crews, "times": dict.fromkeys(("hsdp again", "ft_hsdp, tcp"), found)}],
-        "snapshot": [
-            {**row, "step": step, "modes": {"without": figures, "with": figures}, "times": {"with": found}}
-            for step in ("computing", "waiting")
-        ],
-    }
-    seen = {verdict.text: (verdict.seen, verdict.met) for verdict in goals.overhead(result)}
-    assert seen == {
-        "ft_hsdp, tcp: a step, times HSDP's": (1.05, False),
-        "snapshot each step, computing: times as long": (1.05, True),
-        "snapshot each step, waiting: times as long": (1.05, False),
-    }
-    assert "ft_hsdp, tcp" in shown(result, goals.overhead(result))
 
 
 @pytest.mark.proof
