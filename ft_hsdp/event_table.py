@@ -376,7 +376,7 @@ _OVER = {
     "StoreRecovered": "StoreFailed",
     "StragglerGone": "StragglerSeen",
 }
-_FORMER: dict[str, Row] = {
+_FORMER: dict[str, dict[str, Any]] = {
     **{name: {"event": today, "over": True} for name, today in _OVER.items()},
     "Finished": {"event": "Ended", "code": 0, "final": True},
     "JobScaled": {"event": "OperatorOrdered", "order": "scale"},
@@ -387,7 +387,7 @@ _FORMER: dict[str, Row] = {
 """What earlier versions said under another name, where more than a sentence depends on it."""
 
 
-def as_today(event: Row) -> Row:
+def as_today(event: dict[str, Any]) -> dict[str, Any]:
     """Return an event that an earlier version wrote as this version would write it; any other one unchanged."""
     return {**event, **_FORMER.get(event["event"], {})}
 
