@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from ft_hsdp.core.ring import RingPlan
+from ft_hsdp.core.ring import ProcessChunk, RingPlan
 from ft_hsdp.errors import PeerDead, StaleEpoch
 from ft_hsdp.ftar import allreduce
 from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.pieces import Values
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.transport.base import Transfer
+from ft_hsdp.ftar.transport.base import Chunk, Transfer
 from tests.support.ftar.ring_rig import Shape, feed, framing, rig
 from tests.support.ftar.ring_values import KEY, entry, same
 from tests.support.ftar.transport_kinds import FLAVOURS
@@ -86,16 +86,22 @@ def test_a_ring_between_two_works_gives_its_edges_away() -> None:
         assert same(out, torch.full((3,), 2.0))
 
 
-def test_a_ring_in_the_middle_of_a_work_keeps_its_edges() -> None:
+def test_a_ring_in_the_middle_of_a_work_keeps_its_edges_and_has_threads_give_way_quickly() -> None:
     class Held(CpuPlane):
         began, go = threading.Event(), threading.Event()
 
         def open(self, local: Values | None, out: Values, plan: RingPlan, after: object = None) -> CpuJob:
             self.began.set()
             assert self.go.wait(20)
-            return super().open(local, out, plan)
+            return HeldJob(local, out, plan, [], 8)
 
-    plane = Held()
+    class HeldJob(CpuJob):
+        def post(self, process: ProcessChunk, chunk: Chunk | None) -> None:
+            intervals.append(sys.getswitchinterval())
+            super().post(process, chunk)
+
+    intervals: list[float] = []
+    usual, plane = sys.getswitchinterval(), Held()
     ring = alone(plane)
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(ring.all_reduce, AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(4)))
@@ -104,6 +110,9 @@ def test_a_ring_in_the_middle_of_a_work_keeps_its_edges() -> None:
         assert ring.error is None
         plane.go.set()
         work.result(20)
+    assert intervals
+    assert intervals == pytest.approx([allreduce.SWITCH_S] * len(intervals))
+    assert sys.getswitchinterval() == usual
 
 
 def test_what_is_not_the_rings_fault_ends_it_all_the_same() -> None:
@@ -123,12 +132,3 @@ def test_what_is_not_the_rings_fault_ends_it_all_the_same() -> None:
         assert isinstance(other.exception(20), PeerDead)
         with pytest.raises(PeerDead, match="the engine failed"):
             ring.all_reduce(AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(5)))
-
-
-def test_threads_give_way_quickly_only_while_a_sum_is_under_way() -> None:
-    usual = sys.getswitchinterval()
-    with allreduce._quick_switching():
-        with allreduce._quick_switching():
-            assert sys.getswitchinterval() == pytest.approx(allreduce.SWITCH_S)
-        assert sys.getswitchinterval() == pytest.approx(allreduce.SWITCH_S)
-    assert sys.getswitchinterval() == usual

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -130,18 +129,6 @@ def test_a_tensor_that_cannot_be_summed(tensor: torch.Tensor, out: torch.Tensor 
         assert comm.all_reduce(torch.ones(3)).wait(20).tolist() == [1.0] * 3
 
 
-def test_nobody_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        gone = f"127.0.0.1:{taken.getsockname()[1]}"
-    with ring(1) as (comm,):
-        with pytest.raises(FTARError) as refused:
-            comm.reconfigure(1, [(10, comm.address), (11, gone)])
-        assert isinstance(refused.value, RecoverableError)
-        assert refused.value.suspect == 11
-        assert comm.state is GroupState.BROKEN
-        comm.reconfigure(2, [(10, comm.address)])
-
-
 def test_a_ring_that_is_not_formed_in_time() -> None:
     with ring(2) as comms:
         with pytest.raises(ConnectFailed, match=r"not formed within 0.1 s"):
@@ -173,24 +160,6 @@ def test_closing_ends_whoever_waits() -> None:
         assert works[1].status in ("RETRYABLE", "SKIPPED")
 
 
-def test_an_abort_reaches_the_farthest() -> None:
-    with ring(5) as comms:
-        form(comms, 1)
-        works = [[c.all_reduce(torch.ones(99)) for _ in range(2)] for c in comms[:4]]
-        comms[1].abort("had enough")
-        for first, second in works:
-            error = first.exception(20)
-            assert isinstance(error, RecoverableError), error
-            assert isinstance(second.exception(20), Skipped | RemoteAbort)
-        assert isinstance(works[3][0].exception(), RemoteAbort)
-        assert "had enough" in str(works[3][0].exception())
-        while comms[4].state is not GroupState.BROKEN:
-            time.sleep(0.001)
-        form(comms, 2)
-        totals = [c.all_reduce(torch.ones(2)) for c in comms]
-        assert [w.wait(20).tolist() for w in totals] == [[5.0, 5.0]] * 5
-
-
 def test_works_wait_for_a_ring_that_is_being_formed() -> None:
     with ring(2) as comms, ThreadPoolExecutor(2) as pool:
         forming = pool.submit(comms[0].reconfigure, 1, members(comms))
@@ -214,7 +183,7 @@ def test_a_work_of_an_older_epoch_fails() -> None:
         assert [w.wait(20).tolist() for w in works] == [[2.0] * 3] * 2
 
 
-@pytest.mark.parametrize("change", [{"token": "cd" * 32}, {"job": "x"}, {"rank": 1}, {"layout": "y"}], ids=str)
+@pytest.mark.parametrize("change", [{"token": "cd" * 32}, {"job": "x"}], ids=str)
 def test_strangers_do_not_meet(change: dict[str, Any]) -> None:
     settings = Settings(connect_timeout_s=0.3)
     with ExitStack() as stack:
@@ -229,8 +198,9 @@ def test_strangers_do_not_meet(change: dict[str, Any]) -> None:
             assert all(isinstance(w.exception(20), RecoverableError) for w in waits)
 
 
-@pytest.mark.parametrize("when", ["idle", "under way"])
-@pytest.mark.parametrize("transport", ["tcp", "shm", "c10d"])
+@pytest.mark.parametrize(
+    ("transport", "when"), [("tcp", "idle"), ("tcp", "under way"), ("shm", "under way"), ("c10d", "under way")]
+)
 def test_sigkill_of_a_neighbour(transport: str, when: str) -> None:
     """PeerDead or what the others heard, the suspect named, what is behind it skipped; then a ring without it."""
     n = 300_000

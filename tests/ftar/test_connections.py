@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -103,8 +104,17 @@ async def test_a_hello_has_a_genuine_grant_and_fits() -> None:
     await asyncio.sleep(0)
 
 
-async def test_a_caller_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caller_gate, "_hello_s", 0.05)
+@pytest.fixture
+def brief_hello() -> Iterator[None]:
+    """Callers have a moment to prove the token, and to say hello."""
+    usual = caller_gate.hello_s()
+    caller_gate.use(0.05)
+    yield
+    caller_gate.use(usual)
+
+
+@pytest.mark.usefixtures("brief_hello")
+async def test_a_caller_that_says_nothing_is_hung_up_on() -> None:
     here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))
     address = here.open("127.0.0.1")
     reader, writer = await asyncio.open_connection(*split(address))

@@ -42,12 +42,15 @@ class Scripted(Ring):
 class Scene:
     """An executor, and what it told its group."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = 1.0) -> None:
         self.log: list[str] = []
         self.failed: list[tuple[int, FTARError]] = []
         self.crashed: list[Exception] = []
         self.executor = Executor(
-            1.0, lambda e, x: self.failed.append((e, x)), lambda *_: None, lambda _, x: self.crashed.append(x)
+            patience_s,
+            lambda e, x: self.failed.append((e, x)),
+            lambda *_: None,
+            lambda _, x: self.crashed.append(x),
         )
 
     def ring(self, epoch: int) -> Scripted:
@@ -134,9 +137,13 @@ def test_works_of_a_ring_that_is_not_formed(scene: Scene) -> None:
     scene.executor.over(1, RemoteAbort("gave it up", suspect=2))
     assert isinstance(work.exception(20), RemoteAbort)
     assert isinstance(late.exception(20), StaleEpoch)
-    scene.executor._patience_s = 0.05
+
+
+def test_a_work_does_not_wait_for_its_ring_for_ever() -> None:
+    scene = Scene(patience_s=0.05)
     scene.executor.expect(2)
-    assert isinstance(scene.queue(2).exception(20), PeerDead), "it does not wait for ever"
+    assert isinstance(scene.queue(2).exception(20), PeerDead)
+    scene.executor.close()
 
 
 def test_an_error_of_ours_is_reported(scene: Scene) -> None:

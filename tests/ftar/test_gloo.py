@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
-import signal
 import socket
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -133,36 +130,6 @@ def test_a_cut_releases_whoever_waits_at_both_ends(what: str, context: int) -> N
             assert errors[1].suspect == 5
 
 
-def test_silence_is_a_timeout() -> None:
-    with gloo_pairs(deadline_s=0.2) as (mine, _):
-        mine.receive(torch.empty(8))
-        with pytest.raises(PeerTimeout) as silent:
-            mine.finish()
-        assert silent.value.suspect == 6
-
-
-def test_a_peer_that_is_killed_is_dead() -> None:
-    a, b = wires()
-    child = os.fork()
-    if child == 0:
-        try:
-            held = connect(b, 1, SETTINGS)
-            signal.pause()
-            del held
-        finally:
-            os._exit(1)
-    b.close()
-    with a:
-        mail = GlooPair(connect(a, 0, SETTINGS), 6, SETTINGS)
-        mail.receive(torch.empty(8))
-        threading.Timer(0.05, os.kill, (child, signal.SIGKILL)).start()
-        with pytest.raises(PeerDead) as dead:
-            mail.finish()
-        assert dead.value.suspect == 6
-        mail.dispose()
-    os.waitpid(child, 0)
-
-
 def test_a_caller_that_goes_away_ends_the_meeting() -> None:
     a, b = wires()
     with b, ThreadPoolExecutor(1) as pool:
@@ -184,9 +151,9 @@ def test_a_store_of_endless_keys_is_left() -> None:
             mine.get("nothing")
 
 
-@pytest.mark.parametrize("members", [2, 3])
-def test_sums_in_a_ring_that_is_formed_again(members: int) -> None:
+def test_sums_in_a_ring_that_is_formed_again() -> None:
     """Small chunks go with their headers, large ones by gloo; in the second epoch over the same connections."""
+    members = 3
     everyone = [Communicator(i, token="ab" * 32, settings=SETTINGS) for i in range(members)]
     addresses = [(i, c.address) for i, c in enumerate(everyone)]
     total = sum(2.0**i for i in range(members) if i != 1)

@@ -20,17 +20,15 @@ from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
 from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import MemberIdentity, Peer
-from ft_hsdp.ftar.frame import Entry, Key
-from ft_hsdp.ftar.lane import TRANSITIONS, GroupState, changed
+from ft_hsdp.ftar.lane import GroupState, changed
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingHello
-from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Ring, Transport, error, grant, until
+from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Ring, Transport, cut, error, grant, until
 from tests.support.known import streams
 
 
-@pytest.mark.parametrize("transport", ["tcp", "auto"])
-@pytest.mark.parametrize("members", [1, 2, 3, 5])
+@pytest.mark.parametrize(("members", "transport"), [(1, "auto"), (2, "tcp"), (2, "auto"), (5, "tcp"), (3, "auto")])
 async def test_configure_reduce_and_go_on_to_a_larger_epoch(members: int, transport: Transport) -> None:
     async with Ring(*range(members), transport=transport) as ring:
         for epoch in (1, 2, 7):
@@ -62,15 +60,6 @@ async def test_the_states_of_a_group() -> None:
         assert b.state is GroupState.BROKEN
         await until(lambda: a.state is GroupState.BROKEN, "the other hears of it")
     assert (a.state, b.state) == (GroupState.CLOSED, GroupState.CLOSED)
-
-
-async def test_the_ring_shrinks_and_grows() -> None:
-    async with Ring(0, 1, 2) as ring:
-        await ring.form(1)
-        await ring.form(2, ring.peers[1:])
-        await ring.check(2, ring.peers[1:])
-        await ring.form(3, ring.peers[::-1])
-        await ring.check(3, ring.peers[::-1])
 
 
 async def test_stale_and_reused_epochs_are_refused() -> None:
@@ -295,9 +284,7 @@ async def test_a_break_names_the_suspect_to_the_farthest_of_eight() -> None:
     async with Ring(*range(8)) as ring:
         await ring.form(1)
         works = [p.reduce(1, torch.empty(900)) for p in ring.peers if p.replica != 3]
-        right = ring.peers[2].rendezvous.right
-        assert right is not None
-        right._sock.shutdown(socket.SHUT_RDWR)
+        cut(ring.peers[2].rendezvous.right)
         await until(lambda: all(p.broken for p in ring.peers), "all know")
         assert not any(p.broken[0].planned for p in ring.peers)
         assert {p.broken[0].suspect for p in ring.peers} <= {2, 3}
@@ -320,36 +307,12 @@ async def test_an_abort_is_told_to_all() -> None:
         assert failed.suspect == 3
 
 
-async def test_all_reduce_waits_for_its_ring_and_fails_with_it() -> None:
-    async with Ring(0, 1) as ring:
-        given = grant(1, ring.addresses)
-        a, b = ring.peers
-        a.group.configure(given)
-        work = a.reduce(1, torch.empty(5))
-        b.group.configure(given)
-        done = b.reduce(1, torch.empty(5))
-        assert [e.replica for e in (await asyncio.wrap_future(work)).entries] == [0, 1]
-        await asyncio.wrap_future(done)
-        late = a.reduce(1, torch.empty(5), step=2)
-        a.group.stop(1, "for a test")
-        assert isinstance(await error(late), FTARError)
-        assert isinstance(await error(a.reduce(1, torch.empty(5))), FTARError)
-
-
 async def test_works_of_an_epoch_that_is_over_are_stale() -> None:
     async with Ring(0, 1) as ring:
         await ring.form(1)
         await ring.form(2)
         assert isinstance(await error(ring.peers[0].reduce(1, torch.empty(5))), StaleEpoch)
         await ring.check(2)
-
-
-async def test_members_at_different_steps_break_instead_of_adding() -> None:
-    async with Ring(0, 1) as ring:
-        await ring.form(1)
-        works = [p.reduce(1, torch.empty(5), step=i) for i, p in enumerate(ring.peers, 1)]
-        assert all([isinstance(await error(w), FTARError) for w in works])
-        await until(lambda: all(p.broken for p in ring.peers), "both know")
 
 
 async def test_a_neighbour_that_never_comes_is_the_suspect() -> None:
@@ -395,7 +358,7 @@ async def test_nonsense_on_a_control_connection_breaks_the_ring() -> None:
         await ring.form(1)
         right = ring.peers[0].rendezvous.right
         assert right is not None
-        right._sock.send(protocol.LENGTH.pack(4) + b"nope")
+        right.send_heartbeat(protocol.LENGTH.pack(4) + b"nope")
         await until(lambda: all(p.broken for p in ring.peers), "the ring breaks")
         assert (ring.peers[1].broken[0].suspect, "protocol" in ring.peers[1].broken[0].cause) == (0, True)
 
@@ -443,24 +406,6 @@ async def test_an_error_of_ours_does_not_end_the_thread() -> None:
         await ring.check(2)
 
 
-@pytest.mark.parametrize(
-    ("local", "out"),
-    [
-        (torch.ones(4), torch.empty(3)),
-        (torch.ones(3, dtype=torch.float64), torch.empty(3)),
-        (torch.ones(3, 2).t()[0], torch.empty(3)),
-        (None, torch.empty(3, 2)),
-        (None, torch.empty(3, dtype=torch.int8)),
-    ],
-)
-async def test_what_cannot_be_summed_is_refused_at_once(local: torch.Tensor | None, out: torch.Tensor) -> None:
-    async with Ring(0) as ring:
-        await ring.form(1)
-        with pytest.raises(ValueError, match="is torch"):
-            ring.peers[0].group.all_reduce(Key(1, 1, 0, 0, "00" * 16), local, out, Entry(0))
-        await ring.check(1)
-
-
 N, C, R, U, A, B, F, X = GroupState
 
 TABLE = {
@@ -482,12 +427,3 @@ def test_every_way(old: GroupState, new: GroupState) -> None:
     else:
         with pytest.raises(ValueError, match=f"from {old.name} to {new.name}"):
             changed(old, new)
-
-
-def test_what_is_never_left() -> None:
-    """FATAL only ends, CLOSED stays; from a broken ring only an epoch leads on."""
-    assert TRANSITIONS[GroupState.CLOSED] == set()
-    assert TRANSITIONS[GroupState.FATAL] == {GroupState.CLOSED}
-    assert GroupState.READY not in TRANSITIONS[GroupState.BROKEN]
-    assert GroupState.RUNNING not in TRANSITIONS[GroupState.BROKEN]
-    assert all(GroupState.CLOSED in ways for old, ways in TRANSITIONS.items() if old is not GroupState.CLOSED)

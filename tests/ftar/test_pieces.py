@@ -47,19 +47,19 @@ def test_local_and_sum_lie_in_the_same_pieces() -> None:
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS, ids=lambda each: each.name)
-@pytest.mark.parametrize("in_place", [False, True])
-def test_the_sum_has_the_bits_of_a_sum_in_one_piece(flavour: Flavour, in_place: bool) -> None:
+def test_the_sum_has_the_bits_of_a_sum_in_one_piece(flavour: Flavour) -> None:
     made = torch.Generator().manual_seed(1)
     given = [torch.randn(sum(SIZES), generator=made) for _ in range(3)]
     with rig(flavour, 3, Shape(64, 4)) as ring:
         whole = [torch.empty(sum(SIZES)) for _ in given]
         ring.wait([ring.submit(i, AllReduceOrder(KEY, x, whole[i], entry(i))) for i, x in enumerate(given)])
-        locals_ = [cut(x) for x in given]
-        outs = locals_ if in_place else [cut(torch.zeros_like(x)) for x in given]
-        mixed: list[Values] = [locals_[0] if in_place else given[0], *locals_[1:]]
-        orders = [AllReduceOrder(KEY, x, outs[i], entry(i)) for i, x in enumerate(mixed)]
-        ring.wait([ring.submit(i, order) for i, order in enumerate(orders)])
-        for out, expected in zip(outs, whole, strict=True):
-            assert torch.equal(torch.cat(out.pieces), expected)
+        for in_place in (False, True):
+            locals_ = [cut(x) for x in given]
+            outs = locals_ if in_place else [cut(torch.zeros_like(x)) for x in given]
+            mixed: list[Values] = [locals_[0] if in_place else given[0], *locals_[1:]]
+            orders = [AllReduceOrder(KEY, x, outs[i], entry(i)) for i, x in enumerate(mixed)]
+            ring.wait([ring.submit(i, order) for i, order in enumerate(orders)])
+            for out, expected in zip(outs, whole, strict=True):
+                assert torch.equal(torch.cat(out.pieces), expected)
         ring.wait([ring.submit(i, AllReduceOrder(KEY, None, outs[i], entry(i, 0))) for i in range(3)])
         assert not any(piece.any() for out in outs for piece in out.pieces), "nobody contributes: zeros"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -74,11 +74,13 @@ class Sums:
             assert x is None or (before is not None and same(x, before)), "an input was written"
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
-def test_sums_of_all_types_and_sizes(flavour: Flavour, dtype: torch.dtype) -> None:
+def test_sums_of_all_types_and_sizes(flavour: Flavour) -> None:
     """None, one, N-1 and N elements, ragged chunks, many partitions; all out of place."""
+    cases = [
+        (dtype, n) for dtype in DTYPES for n in ((0, 1, 2, 3, 101, 800) if dtype is torch.float32 else (2, 101))
+    ]
     with rig(flavour, 3) as ring:
-        for step, n in enumerate((0, 1, 2, 3, 101, 800) if dtype is torch.float32 else (2, 101)):
+        for step, (dtype, n) in enumerate(cases):
             sums = Sums(ring, values(3, n, dtype, seed=n), step).submit().wait()
             sums.check()
             sums.check_inputs()
@@ -88,10 +90,9 @@ def test_sums_of_all_types_and_sizes(flavour: Flavour, dtype: torch.dtype) -> No
             assert all(least <= s <= most for s in sent)
 
 
-@pytest.mark.parametrize("members", [2, 4])
-def test_large_chunks_in_many_partitions(flavour: Flavour, members: int) -> None:
+def test_large_chunks_in_many_partitions(flavour: Flavour) -> None:
     """No more than S x C on its way to a neighbour, at any time; and that much is used."""
-    shape = Shape(THREADED, 3)
+    members, shape = 4, Shape(THREADED, 3)
     with rig(flavour, members, shape) as ring:
         sums = Sums(ring, values(members, THREADED // 4 * 3 * members + 1001)).submit().wait()
         sums.check()
@@ -115,23 +116,20 @@ def test_several_works_in_the_queue(flavour: Flavour, chunk: int) -> None:
         assert [o.frames for o in ring.senders] == [i.frames for i in ring.receivers]
 
 
-@pytest.mark.parametrize("relays", [{0}, {1, 3}, {0, 1, 2}, {0, 1, 2, 3}], ids=str)
-def test_relays(flavour: Flavour, relays: set[int]) -> None:
-    """What a relay holds is NaN, and stays with it; if all relay the sum is zeros."""
+def test_relays(flavour: Flavour) -> None:
+    """What a relay holds is NaN, and stays with it; if all relay the sum is zeros.
+
+    -0.0 + 0.0 is 0.0: a relay that added zeros would show.
+    """
     with rig(flavour, 4) as ring:
-        for step, n in enumerate((3, 501)):
+        for step, (relays, n) in enumerate(itertools.product(({0}, {1, 3}, {0, 1, 2}, {0, 1, 2, 3}), (3, 501))):
             locals_ = [None if i in relays else x for i, x in enumerate(values(4, n))]
             sums = Sums(ring, locals_, step, n=n).submit().wait()
             sums.check()
             assert torch.isfinite(sums.expected).all()
-
-
-def test_minus_zero_stays_what_it_is(flavour: Flavour) -> None:
-    """-0.0 + 0.0 is 0.0: a relay that added zeros would show."""
-    with rig(flavour, 2) as ring:
-        sums = Sums(ring, [torch.full((9,), -0.0), None]).submit().wait()
-        sums.check()
-        assert torch.signbit(sums.outs[0]).all()
+        negative = Sums(ring, [torch.full((9,), -0.0), None, None, None], 100).submit().wait()
+        negative.check()
+        assert torch.signbit(negative.outs[0]).all()
 
 
 @pytest.mark.parametrize("chunk", [64, THREADED])
@@ -148,11 +146,10 @@ def test_a_neighbour_that_closes_in_the_middle(flavour: Flavour, chunk: int) -> 
             sums.check_inputs()
 
 
-@pytest.mark.parametrize("chunk", [64, THREADED])
-def test_with_two_members_both_ends_name_each_other(flavour: Flavour, chunk: int) -> None:
+def test_with_two_members_both_ends_name_each_other(flavour: Flavour) -> None:
     for last in (0, 1, 3):
-        with rig(flavour, 2, Shape(chunk)) as ring:
-            sums = Sums(ring, values(2, 2 * chunk))
+        with rig(flavour, 2, Shape(64)) as ring:
+            sums = Sums(ring, values(2, 128))
             ring.dies(1, last) if last else ring.hang_up(1)
             error = sums.submit(*(0, 1)[: last + 1]).wait(0).works[0].exception()
             assert isinstance(error, PeerDead)
@@ -162,9 +159,8 @@ def test_with_two_members_both_ends_name_each_other(flavour: Flavour, chunk: int
             assert isinstance(again.works[0].exception(), PeerDead | Skipped)
 
 
-@pytest.mark.parametrize("chunk", [64, THREADED])
-def test_a_silent_left_neighbour(flavour: Flavour, chunk: int) -> None:
-    with rig(flavour, 2, Shape(chunk, timeout_s=0.2)) as ring:
+def test_a_silent_left_neighbour(flavour: Flavour) -> None:
+    with rig(flavour, 2, Shape(64, timeout_s=0.2)) as ring:
         sums = Sums(ring, values(2, 100)).submit(0).wait()
         error = sums.works[0].exception()
         assert isinstance(error, PeerTimeout), error
@@ -185,15 +181,6 @@ def test_a_right_neighbour_that_takes_nothing(flavour: Flavour) -> None:
         assert len(sent) == 2 * 6
 
 
-WRONG: dict[str, tuple[dict[str, Any], type[FTARError]]] = {
-    "epoch": ({"epoch": 2}, StaleEpoch),
-    "step": ({"step": 2}, StaleEpoch),
-    "attempt": ({"attempt": 1}, StaleEpoch),
-    "lineage": ({"prev": "11" * 16}, StaleEpoch),
-    "bucket": ({"bucket": 1}, ProtocolViolation),
-}
-
-
 def attack(ring: Rig, head: bytes, error: type[FTARError], payload: Tensor | None) -> None:
     """Member 1 of 2 sends one frame; member 0 refuses it, and no memory is written."""
     sums = Sums(ring, values(2, 8))
@@ -208,38 +195,27 @@ def attack(ring: Rig, head: bytes, error: type[FTARError], payload: Tensor | Non
     sums.check_inputs()
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_frame_of_another_all_reduce(flavour: Flavour, wrong: str) -> None:
-    changes, error = WRONG[wrong]
-    with rig(flavour, 2) as ring:
-        how = framing(ring, 1, 8, key=replace(KEY, **changes))
-        head = how.header(how.operations[0], 0, False) + entry(6).pack()
-        attack(ring, head, error, torch.ones(4))
+def test_a_frame_of_another_all_reduce(flavour: Flavour) -> None:
+    """`test_frame` has all that a header can say; here one of each error passes through every transport."""
+    for key, error in ((replace(KEY, prev="11" * 16), StaleEpoch), (replace(KEY, bucket=1), ProtocolViolation)):
+        with rig(flavour, 2) as ring:
+            how = framing(ring, 1, 8, key=key)
+            attack(ring, how.header(how.operations[0], 0, False) + entry(6).pack(), error, torch.ones(4))
 
 
-@pytest.mark.parametrize("what", ["size", "dtype", "round", "operation", "empty", "noise", "replayed", "early"])
+@pytest.mark.parametrize("what", ["size", "noise", "early"])
 def test_a_frame_that_the_plan_does_not_have(flavour: Flavour, what: str) -> None:
     if what == "early" and flavour.connections > 1:
         inapplicable("no connection knows what the others carry")
     with rig(flavour, 2) as ring:
-        how = framing(ring, 1, 8)
-        first, second = how.operations[:2]
-        payload: Tensor | None = torch.ones(4)
-        heads = {
-            "size": lambda: framing(ring, 1, 10).header(first, 0, False),
-            "dtype": lambda: framing(ring, 1, 8, torch.int32).header(first, 0, False),
-            "round": lambda: framing(ring, 1, 800).header(first, 3, False),
-            "operation": lambda: how.header(how.operations[2], 0, False),
-            "empty": lambda: how.header(second, 0, True),
-            "noise": lambda: bytes(range(wire.HEADER.size)),
-            "replayed": lambda: how.header(replace(first, number=-1), 0, False),
-        }
+        how = framing(ring, 1, 10)
         if what == "early":  # the plan has it, but not yet: a final sum would be overwritten
             early(ring)
-            return
-        if what == "size":
-            payload = torch.ones(5)
-        attack(ring, heads[what]() + entry(6).pack(), ProtocolViolation, payload)
+        elif what == "size":
+            head = how.header(how.operations[0], 0, False) + entry(6).pack()
+            attack(ring, head, ProtocolViolation, torch.ones(5))
+        else:
+            attack(ring, bytes(range(wire.HEADER.size)) + entry(6).pack(), ProtocolViolation, torch.ones(4))
 
 
 def early(ring: Rig) -> None:

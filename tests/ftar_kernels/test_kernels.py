@@ -206,8 +206,11 @@ def test_the_twin_keeps_the_first_error_for_whoever_asks():
 
 
 def test_closing_the_twin_ends_a_wait():
+    before = set(threading.enumerate())
     stream = streamops.HostStream()
+    made = set(threading.enumerate()) - before
     word = ctypes.c_int32()
     stream.wait_value(ctypes.addressof(word), 1)
     stream.close()
-    assert not stream._thread.is_alive()
+    assert made
+    assert not any(thread.is_alive() for thread in made)

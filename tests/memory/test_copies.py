@@ -69,7 +69,7 @@ def test_replicas_that_share_their_only_rack_are_unprotected_and_it_is_said() ->
     plan = missing_copies(members, 2, "rack")
     assert plan.copies == ()
     assert plan.unprotected == (0, 1)
-    assert plan.reason == "2 copies on different racks are wanted; racks that can keep one: 1"
+    assert plan.reason.endswith("racks that can keep one: 1")
 
 
 def test_the_lowest_healthy_replica_makes_what_several_lack() -> None:
@@ -134,7 +134,7 @@ def test_room_is_respected_and_a_lack_of_it_is_said() -> None:
     plan = missing_copies([member(0, "h0", "h1", ranks=2)], 2, "host", room=1)
     assert Counter(name for _, _, name in told(plan)) == {"h0": 1, "h1": 1}
     assert plan.unprotected == (1, 3)
-    assert plan.reason == "2 copies on different hosts are wanted; each host has room for 1 copies"
+    assert "room for 1 copies" in plan.reason
 
 
 def refused(members: list[MemberHosts], *pairs: tuple[int, str], level: Level = "host", room: int = 9) -> Plan:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import secrets
@@ -14,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -299,13 +299,17 @@ def test_threads_may_share_a_connection():
         rank.close()
 
 
-def run(*arguments: str) -> tuple[int, str, str]:
-    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S)
+def run(*arguments: str, said: str | None = None) -> tuple[int, str, str]:
+    done = subprocess.run(
+        arguments, input=said, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S
+    )
     return done.returncode, done.stdout, done.stderr
 
 
 def test_a_second_agent_is_refused(agent: Running):
-    assert run(*command(0)) == (75, "", "replica 0 has a state agent on this host already\n")
+    code, out, told = run(*command(0))
+    assert (code, out, told.count("\n")) == (75, "", 1)
+    assert told.startswith("replica 0 ")
 
 
 @pytest.mark.parametrize(
@@ -334,7 +338,7 @@ def test_bad_arguments_are_one_line(
 def test_it_needs_a_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("FT_HSDP_TOKEN", "")
     assert main(command(3)[3:]) == 64
-    assert capsys.readouterr().err == "FT_HSDP_TOKEN: got ''; allowed: the job's token\n"
+    assert capsys.readouterr().err.startswith("FT_HSDP_TOKEN: got ''")
 
 
 def test_it_ends_when_told(agent: Running):
@@ -365,13 +369,10 @@ def test_the_agent_of_a_spare_host_listens_for_the_replica_that_calls_it():
 
 
 @pytest.mark.parametrize(("said", "code", "told"), [("", 0, ""), ("two\n", 64, "stdin: got 'two'")])
-def test_an_agent_that_nobody_calls_ends_with_who_started_it(
-    said: str, code: int, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setenv("FT_HSDP_TOKEN", agent_helpers.TOKEN)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(said))
-    assert main(["--host", "127.0.0.1", "--name", "s0"]) == code
-    assert capsys.readouterr().err.startswith(told)
+def test_an_agent_that_nobody_calls_ends_with_who_started_it(said: str, code: int, told: str):
+    ended, _, err = run(*command(0)[:3], "--host", "127.0.0.1", "--name", "s0", said=said)
+    assert ended == code
+    assert err.startswith(told)
 
 
 def test_it_ends_by_itself_once_no_rank_is_there():
@@ -526,7 +527,7 @@ def test_the_name_tells_nothing_and_differs_by_token_replica_and_host():
 def test_who_does_not_know_the_token_is_not_let_in(caplog: pytest.LogCaptureFixture):
     with stranger() as sock, pytest.raises(ConnectionError):
         greet(sock, "ef" * 32)
-    assert "hung up on 1 connections that did not prove the job's token" in caplog.text
+    assert "hung up on 1 connections" in caplog.text
     with stranger() as sock:
         greet(sock, TOKEN)
 
@@ -552,8 +553,9 @@ def test_an_agent_that_does_not_know_the_token_is_not_talked_to():
 
 
 @pytest.mark.usefixtures("holdings")
-def test_who_says_nothing_is_hung_up_on_and_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(caller_gate, "_hello_s", 0.2)
+def test_who_says_nothing_is_hung_up_on_and_nobody_waits_for_it(request: pytest.FixtureRequest):
+    request.addfinalizer(partial(caller_gate.use, caller_gate.hello_s()))
+    caller_gate.use(0.2)
     with stranger() as silent, stranger() as slow:
         slow.sendall(handshake.MAGIC)
         rank = connect(REPLICA)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import pytest
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.recovery import Holding, newest
 from ft_hsdp.state import shared_memory
-from ft_hsdp.state.agent.client import AgentGone
+from ft_hsdp.state.agent.client import AgentGone, AgentSocket, StateAgent
 from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.messages import MAX_COPIES, KeepCopy, KeptCopies, OweCopies
 from ft_hsdp.state.agent.shard import Owner
@@ -94,6 +95,13 @@ class Owners(InMemorySnapshots):
         if self._flipped.pop(served.fd, None) is None:
             super().give_back(served)
 
+    def was_asked(self) -> None:
+        """Wait until somebody asks for something."""
+        until = time.monotonic() + DEADLINE_S
+        while not self.priorities:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
     def close(self) -> None:
         self._server.close()
 
@@ -138,11 +146,9 @@ class Holder:
 
     def close(self) -> None:
         self.server.close()
+        self.copies.drop(KEEPER, range(3))
         self.copies.close()
         self.store.close()
-        for entry in self.store._shards.values():
-            for fd in entry.fds.values():
-                os.close(fd)
 
 
 @pytest.fixture
@@ -299,6 +305,22 @@ def test_who_waits_for_copies_holds_up_no_other_order_and_can_be_interrupted():
         assert len(ended) == 1
 
 
+def test_a_wait_that_begins_as_the_connection_closes_ends():
+    """It has no watch that the close could end, and makes one afterwards."""
+    socks = [*socket.socketpair(), *socket.socketpair()]
+
+    def watch(until: float) -> AgentSocket:
+        keeper.close()
+        return AgentSocket(socks[2], until)
+
+    keeper = StateAgent(AgentSocket(socks[0], time.monotonic() + 1), watch, "", NBYTES, 1.0)
+    with pytest.raises(AgentGone):
+        keeper.kept(state(1), 1000.0)
+    assert socks[2].fileno() < 0
+    for each in socks:
+        each.close()
+
+
 def test_a_rank_that_comes_to_a_host_finds_its_shard_there():
     """Hosts are swapped: what was a copy is the rank's own snapshot now."""
     with two_hosts() as (first, second):
@@ -315,7 +337,7 @@ def test_a_rank_that_comes_to_a_host_finds_its_shard_there():
         taken = moved.acquire(state(1))
         assert taken is not None
         assert (taken[0] == content(1)).all()
-        assert keeper.keep(order(2, second.address)) == "it is the shard of a rank of this host"
+        assert "of this host" in keeper.keep(order(2, second.address))
         assert keeper.kept(state(1), 0.0) == KeptCopies((), ())
         write(moved, 2)
         assert steps(moved) == [2, 1]
@@ -343,12 +365,11 @@ def test_an_agent_refuses_what_it_has_no_room_for():
     with two_hosts() as (first, _):
         keeper = connect(0, 1, host="r0h1")
         refused = keeper.keep(order(1, first.address, budget=2 * NBYTES - 1))
-        assert refused == (
-            f"2 slots of {NBYTES} bytes are needed; 0 of {2 * NBYTES - 1} bytes of memory.budget_gb are taken"
-        )
+        assert "memory.budget_gb" in refused
+        assert f"of {2 * NBYTES - 1} bytes" in refused
         refused = keeper.keep(order(1, first.address, nbytes=1 << 50))
-        assert refused.startswith(f"{1 << 51} bytes are needed; this host has ")
-        assert keeper.keep(order(1, first.address, rank=2)) == "there is no rank 2 of 2"
+        assert refused.startswith(f"{1 << 51} bytes")
+        assert "no rank 2" in keeper.keep(order(1, first.address, rank=2))
         assert keeper.kept(state(1), 0.0) == KeptCopies((), ())
         keeper.close()
 
@@ -432,22 +453,18 @@ def test_the_budget_holds_for_all_copies_together(holder: Holder, owners: Owners
     holder.copies.settle(KEEPER, state(1), True)
     assert holder.keep(small(2, owners, budget=budget)).complete == (SHARD,)
     (failed,) = holder.keep(small(3, owners, budget=budget)).failed  # 2 is not settled yet
-    assert failed.reason == "no memory for one more slot"
+    assert failed.reason.startswith("no memory")
     assert holder.bytes() == budget
     holder.copies.settle(KEEPER, state(2), False)  # and is not going to be
     assert holder.keep(small(3, owners, budget=budget)).complete == (SHARD,)
     assert holder.right(1)
 
 
-def test_not_more_shards_are_kept_than_a_message_can_name(
-    holder: Holder, owners: Owners, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("ft_hsdp.state.agent.store.MAX_COPIES", 1)
-    owners.has(1)
-    holder.keep(small(1, owners))
-    with pytest.raises(ValueError, match="copies of 1 shards are kept here already"):
-        holder.copies.keep(KEEPER, small(1, owners, 1))
-    assert MAX_COPIES > 1
+def test_not_more_shards_are_kept_than_a_message_can_name(holder: Holder):
+    for rank in range(MAX_COPIES):
+        holder.store.admit_copy(0, Owner(rank, 1000, SMALL), KEEPER, None)
+    with pytest.raises(ValueError, match=f"copies of {MAX_COPIES} shards"):
+        holder.store.admit_copy(0, Owner(MAX_COPIES, 1000, SMALL), KEEPER, None)
 
 
 def test_a_holder_that_owes_a_copy_no_longer_keeps_it_until_the_new_plan_is_settled(
@@ -543,35 +560,33 @@ def test_a_fetch_writes_into_no_snapshot_of_a_rank_that_comes_meanwhile(
     owners.hold = threading.Event()
     holder.copies.keep(KEEPER, small(1, owners))
     pulls = holder.copies.pending(KEEPER, state(1))
-    until = time.monotonic() + DEADLINE_S
-    while (written := holder.store._shards[SHARD].slots.written) is None and time.monotonic() < until:
-        time.sleep(0.01)
+    owners.was_asked()
+    before = holder.store.slots(SHARD).keys()
     if waits:
         holder.copies.keep(KEEPER, small(2, owners))
         pulls += holder.copies.pending(KEEPER, state(2))
     holder.store.admit(Owner(0, 2, SMALL))
-    assert written not in holder.store.slots(SHARD)
+    assert len(before - holder.store.slots(SHARD).keys()) == 1, "the one that is written"
     number = holder.store.stage(SHARD, state(1))
     owners.hold.set()
     for pull in pulls:
         pull.result(DEADLINE_S)
     assert number is not None
-    assert holder.store.list(SHARD) == (), "the rank has not completed it"
+    assert not holder.store.list(SHARD), "the rank has not completed it"
     holder.store.staged(SHARD, state(1), header(1, nbytes=SMALL))
     assert [held.state.step for held in holder.store.list(SHARD)] == [1]
 
 
-def test_both_ends_of_a_fetch_have_low_priority(holder: Holder, owners: Owners, monkeypatch: pytest.MonkeyPatch):
-    def spy(chunk: memoryview) -> str:
-        priorities.append(os.getpriority(os.PRIO_PROCESS, 0))  # of the thread that asks
-        return real(chunk)
-
-    priorities: list[int] = []
-    real, before = shard_manifest.checksum, os.getpriority(os.PRIO_PROCESS, 0)
+def test_both_ends_of_a_fetch_have_low_priority(holder: Holder, owners: Owners):
+    before = os.getpriority(os.PRIO_PROCESS, 0)
     owners.has(1)
-    monkeypatch.setattr(shard_manifest, "checksum", spy)
-    holder.keep(small(1, owners))
-    assert priorities == [max(NICE, before)]
+    owners.hold = threading.Event()
+    holder.copies.keep(KEEPER, small(1, owners))
+    owners.was_asked()
+    fetching = [t.native_id or 0 for t in threading.enumerate() if t.name.startswith(("state-copy", "fetch-"))]
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in fetching} == {max(NICE, before)}
+    owners.hold.set()
+    holder.wait(state(1))
     assert owners.priorities == [max(NICE, before)] * 2, "the manifest, and the bytes"
     assert owners.verifies == [False] * 2, "the reader compares the checksums"
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
@@ -587,7 +602,8 @@ def test_a_damaged_copy_is_struck_out_and_its_keeper_is_told(holder: Holder, own
     told = holder.copies.kept(KEEPER, state(1))
     assert told.complete == ((0, 1),)
     assert [each.rank for each in told.failed] == [0]
-    assert [each.reason for each in told.damaged] == ["damaged: chunk 0 (1 of 1) changed since it was written"]
+    (damage,) = told.damaged
+    assert damage.reason.startswith("damaged: chunk 0")
     assert holder.copies.kept(KEEPER, state(1)).damaged == ()
     assert holder.keep(small(1, owners)).complete == ((0, 0), (0, 1))
     assert holder.right(1)
@@ -611,10 +627,10 @@ def test_the_shards_of_two_replicas_are_one_shard_to_a_reader(holder: Holder, ow
 
 def flip(holder: Holder, key: tuple[int, int], bit: int) -> None:
     """Flip a bit of the newest copy of a shard."""
-    entry = holder.store._shards[key]
-    number = entry.slots.find(entry.slots.held()[0].state)
-    assert number is not None
-    holder.store.writable(key, number)[bit // 8] ^= 1 << bit % 8
+    step = max(held.state.step for held in holder.store.held() if (held.replica, held.rank) == key)
+    right = content(step, key[1], SMALL).tobytes()
+    (slot,) = [fd for fd in holder.store.slots(key).values() if os.pread(fd, SMALL, 0) == right]
+    os.pwrite(slot, bytes([right[bit // 8] ^ 1 << bit % 8]), bit // 8)
 
 
 def fetched(holder: Holder, step: int) -> bool:

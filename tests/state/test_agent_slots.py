@@ -56,34 +56,6 @@ def test_the_newest_settled_stays_until_a_newer_is_settled():
     assert 1 not in steps(slots)
 
 
-def test_a_state_that_is_pinned_before_it_is_there_stays():
-    slots = with_slots(3)
-    slots.pin(state(2), until=10.0)
-    for step in range(1, 8):
-        write(slots, step)
-        slots.mark_settled(state(step))
-    assert 2 in steps(slots)
-    for step in (8, 9, 10):
-        write(slots, step, now=10.0)
-        slots.mark_settled(state(step))
-    assert 2 not in steps(slots)
-
-
-def test_a_newer_pin_replaces_the_older():
-    slots = with_slots(3)
-    write(slots, 1)
-    slots.pin(state(1), until=10.0)
-    slots.pin(state(2), until=10.0)
-    for step in (2, 3, 4, 5):
-        write(slots, step)
-    assert 1 not in steps(slots)
-    assert 2 in steps(slots)
-    slots.unpin()
-    for step in (6, 7, 8):
-        write(slots, step)
-    assert 2 not in steps(slots)
-
-
 def test_readers_cost_slots_and_never_a_wait():
     slots = with_slots(4)
     for step in (1, 2, 3, 4):
@@ -107,14 +79,6 @@ def test_what_was_given_up_while_its_writer_lives_is_not_written_again():
         slots.staged(state(1))
 
 
-def test_what_a_dead_writer_left_is_free_again():
-    slots = with_slots(1)
-    assert slots.stage(state(1), 0.0) == 1
-    slots.abandon(reuse=True)
-    assert slots.held() == ()
-    assert slots.stage(state(2), 0.0) == 1
-
-
 def test_slots_that_are_not_needed_for_long_go():
     slots = with_slots(4)
     for step in range(SPARE_STAGES - 1):
@@ -123,22 +87,6 @@ def test_slots_that_are_not_needed_for_long_go():
     assert len(slots.numbers) == 4
     write(slots, 100)
     assert len(slots.numbers) == 2
-
-
-def test_after_forget_nothing_is_there_but_what_is_read():
-    slots = with_slots(3)
-    numbers = [write(slots, step) for step in (1, 2)]
-    assert numbers[0] is not None
-    slots.borrow(numbers[0])
-    slots.pin(state(1), until=10.0)
-    slots.forget()
-    assert slots.held() == ()
-    assert slots.find(state(1)) is None
-    assert slots.pinned(0.0) is None
-    assert slots.numbers == {numbers[0]}
-    assert slots.stage(state(3), 0.0) is None
-    slots.give_back(numbers[0])
-    assert slots.numbers == set()
 
 
 def test_a_state_written_twice_is_found_in_its_newest_slot():

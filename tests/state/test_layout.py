@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ALIGN, Layout
 from ft_hsdp.train.state import packing
-from tests.support.state.state_helpers import tensors
+from tests.support.state.state_helpers import chunks_of, tensors
 
 
 def test_what_is_packed_comes_out() -> None:
@@ -33,7 +33,7 @@ def test_what_is_packed_comes_out() -> None:
 
 @pytest.mark.parametrize("chunk", [64, 1000, 4 << 20])
 def test_its_checksums_are_of_the_sources_chunk_by_chunk(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_manifest, "CHUNK_BYTES", chunk)
+    chunks_of(monkeypatch, chunk)
     monkeypatch.setattr(packing, "PIECE", 300)
     source = tensors(3)
     place = Layout.of(source, {})

@@ -106,10 +106,14 @@ def train(meter: SpanMeter, clock: Clock, steps: int, spans: tuple[float, ...] =
 
 
 def measured(pacer: Pacer, clock: Clock) -> None:
-    """Have the pacer see bursts at `BANDWIDTH`."""
-    pacer._link.bursts += [(size, size / BANDWIDTH) for size in (1 << 20, 2 << 20)]
-    pacer._link.size, pacer._link.seconds = 3 << 20, (3 << 20) / BANDWIDTH
-    pacer._link.end()
+    """Have the pacer see a burst at `BANDWIDTH`, of a rank that comes and goes."""
+    spare, reader = meter(pacer, 3), Reader(pacer, 3)
+    assert reader.go(1 << 20) == 1 << 20
+    spare.begin()
+    assert not pacer.room(reader, 1, late=False)
+    spare.end()
+    pacer.leave(reader)
+    pacer.close(3)
 
 
 def test_without_a_gate_nothing_waits(pacer: Pacer) -> None:
@@ -286,16 +290,6 @@ def test_a_plan_has_as_many_spans_as_the_page_has_room_for(
     ((profile, kept),) = found
     assert profile.steady
     assert (len(profile.spans), kept) == (MAX_SPANS + more, planned)
-
-
-def test_a_step_without_end_takes_no_more_memory_than_others(pacer: Pacer, clock: Clock) -> None:
-    spans = meter(pacer)
-    spans.step(1)
-    for _ in range(3 * MAX_SPANS):
-        spans.begin()
-        spans.end()
-    assert len(spans._spans) == MAX_SPANS + 1
-    assert Reader(pacer).admit(100) == 100, "that nobody communicates is enough"
 
 
 def test_the_last_span_of_a_plan_has_an_open_end(pacer: Pacer, clock: Clock) -> None:

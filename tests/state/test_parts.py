@@ -17,7 +17,7 @@ from ft_hsdp.memory import shape
 from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.messages import KeepCopy
 from ft_hsdp.state.agent.store import SnapshotStore
-from ft_hsdp.state.shared_memory import InMemorySnapshots, ServedSnapshot, SnapshotBuffer
+from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import parts, served_parts, shard_manifest
 from ft_hsdp.state.transfer.fetch import Cancelled, Donor, NotFetched
 from ft_hsdp.state.transfer.http import StateServer
@@ -25,6 +25,7 @@ from ft_hsdp.state.transfer.parts import Scattered, Uncuttable
 from ft_hsdp.state.transfer.reshape import Assembled, WantedShard, fetch_shard, sources
 from tests.support.known import KnownConnection
 from tests.support.state import widths
+from tests.support.state.state_helpers import no_thread
 from tests.support.state.widths import STATE, TOKEN, Serving, content, layout, manifest
 
 DEADLINE_S = 30.0
@@ -131,28 +132,6 @@ def test_a_byte_that_flipped_at_rest_is_not_sealed_into_a_part(serving: Make) ->
         take(4, at(bad), 3, 1)
 
 
-@pytest.mark.parametrize(("flipped", "found"), [(4999, True), (8192, False), (12_287, False), (12_288, True)])
-def test_the_chunks_that_a_part_touches_are_compared_to_their_ends(
-    flipped: int, found: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A byte before or behind the part counts, too, if it is in a chunk with it: that costs one sum for each."""
-    for module in (shard_manifest, served_parts):
-        monkeypatch.setattr(module, "CHUNK_BYTES", 4096)
-    room = SnapshotBuffer(20_000)
-    room.bytes[:] = content(4, 2)[:20_000]
-    served = ServedSnapshot(room.fd, 20_000, b"", "")
-    written = shard_manifest.checksums(room.memory)
-    extents = [shape.Extent(5000, 0, 100), shape.Extent(9000, 100, 0), shape.Extent(13_000, 100, 6000)]
-    stream = memoryview(room.memory[5000:5100].tobytes() + room.memory[13_000:19_000].tobytes())
-    assert served_parts._checksums(served, extents, written) == shard_manifest.checksums(stream)
-    room.bytes[flipped] ^= 1
-    if not found:
-        assert served_parts._checksums(served, extents, written) == shard_manifest.checksums(stream)
-        return
-    with pytest.raises(DataCorruption, match="changed since it was written"):
-        served_parts._checksums(served, extents, written)
-
-
 def test_an_agent_drops_a_copy_that_flipped_before_its_part_was_sealed(serving: Make) -> None:
     """It has compared the copy when it was asked for the whole of it, and does not answer from that any more."""
     served = serving(4, 2)
@@ -177,9 +156,6 @@ def test_an_agent_drops_a_copy_that_flipped_before_its_part_was_sealed(serving: 
         server.close()
         copies.close()
         store.close()
-        for entry in store._shards.values():
-            for fd in entry.fds.values():
-                os.close(fd)
 
 
 def test_a_donor_that_is_gone_is_done_without(serving: Make) -> None:
@@ -200,15 +176,8 @@ def test_without_one_part_there_is_no_shard(serving: Make) -> None:
 
 
 def test_parts_for_which_no_thread_is_left_are_not_fetched(serving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def refused(thread: threading.Thread) -> None:
-        if thread.name == "fetch-part_1":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
     donors = at(serving(4, *range(4)))
-    monkeypatch.setattr(threading.Thread, "start", refused)
+    no_thread(monkeypatch, "fetch-part_1")
     with pytest.raises(NotFetched, match="no thread is left for it"):
         take(4, donors, 3, 1)
 
@@ -241,7 +210,7 @@ def test_who_serves_other_rows_is_not_believed(serving: Make) -> None:
             take(4, donors, 3, 2, lambda _, __, why: rejected.append(why))
     finally:
         server.close()
-    assert any("answered 400: param embed is not cut by rows over 4 ranks" in why for why in rejected), rejected
+    assert any("answered 400: param embed" in why for why in rejected), rejected
 
 
 def ask(address: str, path: str, span: str | None = None) -> tuple[int, bytes, Mapping[str, str]]:
@@ -287,9 +256,8 @@ def test_a_part_that_cannot_be_is_refused(serving: Make, query: str) -> None:
     for what in ("manifest", "data"):
         status, body, _ = ask(served.address, f"{PATH}/1.4/{what}?{query}")
         assert status == 400
-        assert body.decode().endswith("allowed: for=RANK.RANKS, of 4096 ranks at most"), body
+        assert b"allowed: for=RANK.RANKS" in body
         assert len(body) < 120
-    assert served._lent == []
 
 
 def test_a_shard_of_another_width_is_not_that_shard(serving: Make) -> None:
@@ -310,21 +278,24 @@ def test_what_is_cut_otherwise_has_no_parts(serving: Make) -> None:
         status, body, _ = ask(server.address, f"{PATH}/1.4/manifest?for=0.3")
     finally:
         server.close()
-    assert (status, body) == (400, b"param norm is not cut by rows over all ranks")
+    assert status == 400
+    assert body.startswith(b"param norm ")
     with pytest.raises(Uncuttable, match="elements of type int4"):
         parts.whole([replace(odd, cut="rows", dtype="int4")])
 
 
-def test_the_parts_that_are_kept_are_few(serving: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part is sealed once, and again when others took its place."""
-    sealed: list[int] = []
-    seal = served_parts._sealed
-    monkeypatch.setattr(served_parts, "MAX_KEPT", 3)
-    monkeypatch.setattr(served_parts, "_sealed", lambda *a: sealed.append(a[2]) or seal(*a))
+def test_the_parts_that_are_kept_are_few(serving: Make) -> None:
+    """A part is sealed once, and again when others took its place: then a byte that has flipped is found."""
     served = serving(4, 0)
-    for ranks in (3, 3, 5, 6, 3, 7, 3, 5):
-        assert ask(served.address, f"{PATH}/0.4/manifest?for=0.{ranks}")[0] == 200
-    assert sealed == [3, 5, 6, 7, 5]
+
+    def status(ranks: int) -> int:
+        return ask(served.address, f"{PATH}/0.4/manifest?for=0.{ranks}")[0]
+
+    asked = range(5, 5 + served_parts.MAX_KEPT + 1)
+    assert {status(ranks) for ranks in asked} == {200}
+    served.rooms[0].bytes[layout(4, 0).tensors[0].offset] ^= 1
+    assert [status(asked[-1]), status(asked[1])] == [200, 200]
+    assert status(asked[0]) == 404
 
 
 def test_scattered_memory_is_filled_as_one_stream() -> None:

@@ -14,7 +14,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, PackedTensor
-from tests.support.state.state_helpers import STATE, sealed
+from tests.support.state.state_helpers import STATE, chunks_of, sealed
 
 SNAPSHOT, LAYOUT = sealed()
 MANIFEST = SNAPSHOT.manifest
@@ -213,7 +213,7 @@ def test_odd_hyper_parameters(deep: str) -> None:
 
 
 def test_each_chunk_has_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_manifest, "CHUNK_BYTES", 100)
+    chunks_of(monkeypatch, 100)
     data = bytes(range(250))
     sums = shard_manifest.checksums(memoryview(data))
     assert len(sums) == 3

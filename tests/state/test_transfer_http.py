@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import http.client
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -18,7 +17,7 @@ from ft_hsdp.state.transfer import http as state_http
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.http import StateServer
 from tests.support.known import KnownConnection, known
-from tests.support.state.state_helpers import STATE, TOKEN, sealed
+from tests.support.state.state_helpers import STATE, TOKEN, no_thread, sealed
 
 PATH = f"/v1/state/{STATE.commit_epoch}/{STATE.step}/{STATE.lineage}/0"
 SNAPSHOT, _ = sealed(size=1 << 20)
@@ -219,12 +218,16 @@ def taken_place(address: str) -> socket.socket:
     return sock
 
 
-@pytest.mark.parametrize(("most", "per_peer"), [(4, 9), (9, 4)])
-def test_too_many_readers_are_hung_up_on_and_it_recovers(
-    monkeypatch: pytest.MonkeyPatch, address: str, most: int, per_peer: int
-) -> None:
-    monkeypatch.setattr(state_http, "MAX_READERS", most)
-    monkeypatch.setattr(state_http, "MAX_READERS_PER_PEER", per_peer)
+@pytest.fixture
+def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits of the server, by name, as the test's parameter says."""
+    for name, value in request.param.items():
+        monkeypatch.setattr(state_http, name, value)
+
+
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("limits", [{"MAX_READERS": 4}, {"MAX_READERS_PER_PEER": 4}], ids=str, indirect=True)
+def test_too_many_readers_are_hung_up_on_and_it_recovers(address: str) -> None:
     places = [taken_place(address) for _ in range(4)]
     with known(address, TOKEN, Purpose.STATE) as late:
         assert late.recv(4096) == b""
@@ -241,10 +244,9 @@ def test_too_many_readers_are_hung_up_on_and_it_recovers(
         sock.close()
 
 
-def test_a_silent_reader_and_one_that_drips_lose_their_places(
-    monkeypatch: pytest.MonkeyPatch, address: str
-) -> None:
-    monkeypatch.setattr(state_http, "IDLE_S", 0.1)
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("limits", [{"IDLE_S": 0.1}], ids=str, indirect=True)
+def test_a_silent_reader_and_one_that_drips_lose_their_places(address: str) -> None:
     with known(address, TOKEN, Purpose.STATE) as silent, known(address, TOKEN, Purpose.STATE) as slow:
         slow.settimeout(0.02)
         silent.sendall(b"GET /v1")
@@ -262,11 +264,11 @@ def test_a_silent_reader_and_one_that_drips_lose_their_places(
                 break
 
 
+@pytest.mark.usefixtures("limits")
+@pytest.mark.parametrize("limits", [{"WINDOW_S": 0.25, "WINDOW_BYTES": 1 << 20}], ids=str, indirect=True)
 def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(
-    monkeypatch: pytest.MonkeyPatch, address: str, source: Counting
+    address: str, source: Counting
 ) -> None:
-    monkeypatch.setattr(state_http, "WINDOW_S", 0.25)
-    monkeypatch.setattr(state_http, "WINDOW_BYTES", 1 << 20)
     state = replace(STATE, step=9)
     size = 64 << 20
     big = SnapshotBuffer(size)
@@ -308,11 +310,8 @@ def test_strangers_take_no_place_from_a_reader(address: str) -> None:
 
 
 def test_a_thread_that_cannot_start_gives_its_place_back(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    def cannot(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as lacking:
-        lacking.setattr(threading.Thread, "start", cannot)
+        no_thread(lacking)
         for _ in range(2 * state_http.MAX_READERS_PER_PEER):
             with known(address, TOKEN, Purpose.STATE) as sock:
                 assert sock.recv(1) == b""

@@ -239,6 +239,8 @@ class StateAgent:
                     raise ConnectionError("the connection is closed")
                 if self._watch is None:
                     self._watch = self._make_watch(time.monotonic() + self.deadline_s)
+                    if self._socket is None:  # closed meanwhile, when there was no watch to end
+                        raise ConnectionError("the connection is closed")
                 self._watch.end = time.monotonic() + wait_s + self.deadline_s
                 answer: messages.KeptCopies = self._watch.ask(
                     messages.AwaitCopies(state, wait_s), messages.KeptCopies

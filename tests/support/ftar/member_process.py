@@ -44,6 +44,12 @@ class MemberProcess:
         assert self.pipe.poll(30), "it says nothing"
         return self.pipe.recv()
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """SIGKILL."""
         self._process.kill()

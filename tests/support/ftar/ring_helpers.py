@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,7 +14,7 @@ from ft_hsdp import protocol
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.ftar.connections import MemberIdentity
+from ft_hsdp.ftar.connections import MemberIdentity, Peer
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.frame import Key
@@ -44,10 +45,16 @@ def grant(epoch: int, addresses: dict[int, str], token: str = TOKEN) -> Grant:
     return protocol.sign(token, Grant(1, epoch, BASE, members, len(members), "test"))
 
 
-def only_lane(group: Group) -> LaneMember:
-    """The ring of a rank in replicas of equal width."""
-    (lane,) = group._lanes.values()
-    return lane
+def lane_of(group: Group, number: int | None = None) -> LaneMember:
+    """A lane of a rank by its number; None: the only one, in replicas of equal width."""
+    lanes = group._lanes
+    return lanes[number] if number is not None else next(iter(lanes.values()))
+
+
+def cut(peer: Peer | None) -> None:
+    """The network cuts the control connection to a peer."""
+    assert peer is not None
+    peer._sock.shutdown(socket.SHUT_RDWR)
 
 
 class Replica:
@@ -91,7 +98,7 @@ class Replica:
     @property
     def rendezvous(self) -> Rendezvous:
         """Its current ring."""
-        current = only_lane(self.group).current
+        current = lane_of(self.group).current
         assert current is not None
         return current
 

@@ -235,12 +235,10 @@ def clipped(mesh: DeviceMesh) -> str:
         torch.optim.SGD(each.model.parameters(), lr=0.1).step()
     parts = [{"params": matrices(ours.model), "clip": 0.01}, {"params": others(ours.model), "clip": 1e9}]
     Groups(torch.optim.SGD(parts, lr=0.1)).step(made)
-    pairs = [(ours.params[n]._local_tensor, natural.params[n]._local_tensor) for n in ours.params]
+    pairs = [(ours.params[n].to_local(), natural.params[n].to_local()) for n in ours.params]
     if not all(torch.allclose(a, b, rtol=1e-6, atol=1e-8) for a, b in pairs):
         return "differs from clip_grad_norm_"
-    moved = any(
-        not torch.equal(ours.params[n]._local_tensor, unclipped.params[n]._local_tensor) for n in ours.params
-    )
+    moved = any(not torch.equal(ours.params[n].to_local(), unclipped.params[n].to_local()) for n in ours.params)
     return "clipped" if moved else "not clipped"
 
 

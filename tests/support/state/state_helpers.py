@@ -1,9 +1,11 @@
-"""A small packed shard and its snapshot."""
+"""A small packed shard and its snapshot; what a process may lack."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from ft_hsdp.core.state_id import StateId
@@ -28,6 +30,26 @@ class Snapshot:
     def data(self) -> memoryview:
         """The packed bytes."""
         return self.room.memory
+
+
+def no_thread(monkeypatch: pytest.MonkeyPatch, *names: str, left: int = 0) -> list[threading.Thread]:
+    """Refuse to start threads with these names, or any, after so many; return those that were to start."""
+    start, asked = threading.Thread.start, list[threading.Thread]()
+
+    def refused(thread: threading.Thread) -> None:
+        if not names or thread.name in names:
+            asked.append(thread)
+            if len(asked) > left:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    return asked
+
+
+def chunks_of(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
+    """Have each checksum cover so many bytes."""
+    monkeypatch.setattr(shard_manifest, "CHUNK_BYTES", nbytes)
 
 
 def tensors(seed: int = 0, size: int = 1000) -> dict[str, torch.Tensor]:
