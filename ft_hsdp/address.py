@@ -13,7 +13,6 @@ BACKLOG = 1024  # of a lighthouse
 
 
 def join(host: str, port: int) -> str:
-    """Return the address of `port` at `host`, a name or an IP address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

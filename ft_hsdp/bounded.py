@@ -57,7 +57,6 @@ class MessageCodec:
         self._document = functools.cache(self._build_document)
 
     def tag_of(self, message_type: type) -> str:
-        """Return the tag of a message class."""
         return self._tags[message_type]
 
     def prepare(self, *types: type) -> None:
@@ -74,7 +73,6 @@ class MessageCodec:
         return self._adapter(self._tags[type(message)]).dump_python(message, mode="json")
 
     def encode(self, message: object) -> bytes:
-        """Return the JSON `{"type": tag, "body": fields}` of a message, in UTF-8."""
         document = {"type": self._tags[type(message)], "body": self.body(message)}
         return json.dumps(document, separators=(",", ":")).encode()
 

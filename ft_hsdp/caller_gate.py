@@ -39,14 +39,11 @@ def use(hello_s: float) -> None:
 
 
 def hello_s() -> float:
-    """Return what `use` was told last, in seconds."""
     return _hello_s
 
 
 @dataclass(eq=False, slots=True)
 class _Stranger:
-    """A connection that has not proved the token yet."""
-
     sock: socket.socket
     origin: str
     challenge: bytes
@@ -61,7 +58,6 @@ class CallerGate:
     `MAX_STRANGERS_PER_ADDRESS` of one address, the oldest makes room. No stranger costs a thread or a task.
 
     Args:
-        token: the job's token.
         purposes: that are accepted.
         admitted: called with what was proved and the connection, non-blocking, which it owns from then on. It must
             neither block nor raise.
@@ -90,7 +86,6 @@ class CallerGate:
 
     @property
     def strangers(self) -> int:
-        """How many connections have not proved the token yet."""
         return len(self._strangers)
 
     def watch(self, listener: socket.socket) -> None:
@@ -101,7 +96,6 @@ class CallerGate:
         asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def close(self) -> None:
-        """Stop listening, and close the connections of strangers."""
         loop = asyncio.get_running_loop()
         for listener in self._listeners:
             loop.remove_reader(listener)

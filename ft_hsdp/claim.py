@@ -52,11 +52,9 @@ class FolderOwner:
         return FolderOwner(job, protocol.mac(token, "owner", job)[:16])
 
     def wrote(self, record: Record) -> bool:
-        """Return whether a record is this job's."""
         return (record.get("job"), record.get("fingerprint")) == (self.job, self.fingerprint)
 
     def has(self, folder: Path) -> bool:
-        """Return whether this job has a folder."""
         return self.wrote(read(folder))
 
 
@@ -78,7 +76,6 @@ class Claim:
 
         Args:
             key: The configuration key that a refusal names.
-            value: Of the key.
             allowed: What may stand there.
 
         Raises:
@@ -148,7 +145,6 @@ class Claim:
         self.drop()
 
     def drop(self) -> None:
-        """Let the lock go; the record stays as it is."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
@@ -169,7 +165,6 @@ class Claim:
                 _put(self.folder, self._record(found))
 
     def _record(self, before: Record) -> dict[str, Any]:
-        """Return the next record of this job."""
         since = before.get("since") or time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         own, count = here(), before.get("count")
         boots = sorted({*filter(None, _boots(before)), own["boot"]})

@@ -148,13 +148,9 @@ class InvalidArgument(FatalError):
 
 
 def exhausted(error: BaseException) -> LocalResourceError | None:
-    """Return the error for the resource that ran out and so caused an exception.
+    """Return the error for the resource that ran out and so caused `error`, or what that was raised from.
 
-    Args:
-        error: any exception; those that it was raised from are examined as well.
-
-    Returns:
-        An error whose message names the resource and its limit; None if no resource is the cause.
+    None if no resource is the cause.
     """
     for each in raised_from(error):
         if isinstance(each, LocalResourceError):

@@ -462,7 +462,6 @@ def tell(event: Row, *, reason: bool = True) -> str:
     """Return one sentence on an event.
 
     Args:
-        event: a row of events.jsonl.
         reason: whether the event's reason is added.
 
     Returns:

@@ -60,15 +60,11 @@ PLACES = {
 
 
 class Failpoint(Protocol):
-    """Which process fails at a place, and when."""
+    @property
+    def replicas(self) -> Collection[int]: ...
 
     @property
-    def replicas(self) -> Collection[int]:
-        """Ids of the replicas that fail."""
-
-    @property
-    def rank(self) -> int:
-        """The rank that fails in each."""
+    def rank(self) -> int: ...
 
     @property
     def life(self) -> int:
@@ -79,8 +75,7 @@ class Failpoint(Protocol):
         """It fails at this step, or the first time after it."""
 
     @property
-    def signal(self) -> str:
-        """The signal that it sends itself: KILL or STOP."""
+    def signal(self) -> str: ...
 
 
 _armed: dict[str, Failpoint] = {}
@@ -127,8 +122,6 @@ Peer = int | str
 
 @dataclass(frozen=True, slots=True)
 class FaultOrder:
-    """One fault that a process carries out."""
-
     kind: str  # as in `chaos.kind`
     replica: int | None = None  # replica that is hit
     rank: int | None = None  # rank of it that is hit; None: each
@@ -139,7 +132,6 @@ class FaultOrder:
     host: str | None = None  # with host: its name
 
     def hits(self, replica: int, rank: int) -> bool:
-        """Return whether it is for this rank."""
         if self.edge is not None:
             return replica in self.edge
         return self.replica == replica and self.rank in (None, rank)

@@ -68,12 +68,7 @@ def _mac(key: bytes, role: bytes, challenge: bytes, nonce: bytes) -> bytes:
 
 
 class Caller:
-    """The caller's side of one handshake, without a socket.
-
-    Args:
-        token: the job's token.
-        purpose: of the connection.
-    """
+    """The caller's side of one handshake, without a socket."""
 
     def __init__(self, token: str, purpose: Purpose) -> None:
         self._key = _key(token, purpose)
@@ -106,8 +101,6 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A caller that knows the token."""
-
     purpose: Purpose  # of the connection
     proof: bytes  # the listener's, to be sent to it
     session: bytes  # the connection's secret
@@ -117,10 +110,8 @@ def admit(token: str, purposes: Sequence[Purpose], challenge: bytes, answer: byt
     """Return what a caller's frame proves.
 
     Args:
-        token: the job's token.
         purposes: that are accepted here.
         challenge: the nonce that the listener sent.
-        answer: the caller's frame.
 
     Returns:
         None if it proves nothing.
@@ -197,7 +188,6 @@ async def secured(sock: socket.socket, session: bytes, purpose: Purpose, *, list
     Args:
         sock: non-blocking.
         session: the secret of both ends.
-        purpose: of the connection.
         listening: whether this is the listener's end.
 
     Returns:
@@ -214,13 +204,11 @@ async def secured(sock: socket.socket, session: bytes, purpose: Purpose, *, list
 async def dial(where: str, token: str, purpose: Purpose) -> socket.socket:
     """Return a non-blocking connection on which both ends have proved the token; until cancelled.
 
-    A listener that closes it before it has proved anything may be crowded by strangers: it is called again, up to
-    `TRIES` times.
+    A listener that closes it before it has proved anything may be crowded by strangers: it is called again, up
+    to `TRIES` times.
 
     Args:
         where: "host:port", or a local socket's name behind a zero byte.
-        token: the job's token.
-        purpose: of the connection.
 
     Returns:
         A socket, encrypted if it is to be.

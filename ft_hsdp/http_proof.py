@@ -64,7 +64,6 @@ class ProofKeys:
         """Return the MAC of a request, 64 hex digits.
 
         Args:
-            method: In capitals.
             target: Path and query as they are sent.
             rest: "CHALLENGE NONCE BODY".
         """
@@ -76,7 +75,6 @@ class ProofKeys:
         Args:
             asked: The MAC of its request.
             challenge: That comes with it.
-            status: Of the answer.
             body: The whole body; b"" for a stream.
         """
         return self._answer(b"answer %s %s %d %s" % (asked, challenge, status, body))
@@ -87,7 +85,6 @@ class ProofKeys:
         Args:
             asked: The MAC of the request.
             number: Of the part, from 0.
-            events: The part.
         """
         return MARK + self._answer(b"stream %s %d %s" % (asked, number, events)) + b"\n\n"
 
@@ -101,9 +98,7 @@ class SignedRequest:
     Args:
         token: The worker's or the admin's.
         challenge: Of the lighthouse, or `NONE`.
-        method: In capitals.
         target: Path and query as they are sent.
-        body: The whole body.
     """
 
     def __init__(self, token: str, challenge: str, method: str, target: bytes, body: bytes = b"") -> None:
@@ -117,7 +112,6 @@ class SignedRequest:
 
         Args:
             header: The value of `HEADER` in the answer; None: there is none.
-            status: Of the answer.
             body: The whole body; b"" for a stream.
         """
         challenge, _, claimed = (header or "").partition(" ")

@@ -45,7 +45,6 @@ class Lost:
 
     @property
     def event(self) -> dict[str, object]:
-        """A row of events.jsonl that reports it."""
         reason = f"{self.file} lacks {self.lines} lines of {self.until - self.since:.1f} s: {self.why}"
         facts = {"file": self.file, "lines": self.lines, "since": self.since}
         return {"t": self.until, "event": "LogLinesLost", "reason": reason, **facts}
@@ -84,7 +83,6 @@ def set_aside(path: Path, *ends: str) -> Path:
     """Rename what stands at `path` and cannot be used to `NAME.damaged-TIME`: the caller makes it anew.
 
     Args:
-        path: of the file.
         *ends: further files that belong to it have its name with one of these at the end.
 
     Returns:
@@ -123,11 +121,10 @@ def read_regular(path: Path) -> bytes:
 class LineWriter:
     """A JSONL file to which several processes may append. Thread-safe; it blocks as long as the disk does.
 
-    When `write` returns, the line has left the process, either whole or not at all. A short write leaves a piece,
-    which is overwritten in place as a row of its own, `{"torn":true}`: that needs no space on the disk.
+    When `write` returns, the line has left the process, either whole or not at all. A short write leaves a
+    piece, which is overwritten in place as a row of its own, `{"torn":true}`: that needs no space on the disk.
 
     Args:
-        path: of the file.
         lost: called with lines that were lost, once a line was written again, and by `close`.
     """
 
@@ -148,7 +145,6 @@ class LineWriter:
         return self.append(strict(row).encode() + b"\n")
 
     def append(self, line: bytes) -> bool:
-        """Append one line, which ends with a newline, and return whether it is in the file."""
         with self._lock:
             try:
                 descriptor = self._open()
@@ -168,7 +164,6 @@ class LineWriter:
             self._miss(lines, why)
 
     def close(self) -> None:
-        """Close the file, and report the lines that were lost up to now."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
             lost = self._settle()
@@ -185,7 +180,6 @@ class LineWriter:
         self._count, self._why = self._count + lines, why
 
     def _settle(self) -> Lost | None:
-        """Return what was lost since the last call."""
         if not self._count:
             return None
         found = Lost(self.path.name, self._count, self._since, time.time(), self._why)
@@ -194,7 +188,6 @@ class LineWriter:
         return found
 
     def _open(self) -> int:
-        """Return the descriptor. Raise OSError if the file cannot be opened."""
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             clear_way(self.path)
@@ -226,8 +219,8 @@ class LineWriter:
 def replace_json(path: Path, value: object) -> None:
     """Replace `path` by `value` as JSON: a reader sees the old file or the new one, whole.
 
-    On a full disk the file is overwritten where it stands, which needs no space: for a moment a reader may find no
-    JSON. What `reserve` has put aside is used.
+    On a full disk the file is overwritten where it stands, which needs no space: for a moment a reader may find
+    no JSON. What `reserve` has put aside is used.
 
     Raises:
         OSError: it cannot be written.
@@ -293,8 +286,8 @@ class _Lines(Protocol):
 class Queued:
     """A file or another sink of lines for a control loop: a thread writes the lines. Thread-safe.
 
-    A caller waits at most `WAIT_S` for its line, and not at all while lines before it are overdue. Lines that find
-    no place in the queue are lost.
+    A caller waits at most `WAIT_S` for its line, and not at all while lines before it are overdue. Lines that
+    find no place in the queue are lost.
     """
 
     def __init__(self, to: Path | _Lines, lost: Callable[[Lost], None] | None = None) -> None:
@@ -307,11 +300,9 @@ class Queued:
         self._thread: threading.Thread | None = None
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append one row, as a line of JSON."""
         self.append(strict(row).encode() + b"\n")
 
     def append(self, line: bytes) -> None:
-        """Append one line, which ends with a newline."""
         with self._changed:
             if self._closed or len(self._queue) >= QUEUE:
                 self._missed += 1
@@ -341,7 +332,6 @@ class Queued:
             self.flush()
 
     def close(self) -> None:
-        """Write what waits, for at most `CLOSE_S`, and close the file."""
         done = self.flush()
         with self._changed:
             self._closed = True
@@ -373,7 +363,6 @@ class Journal:
     A disk that is full or hangs costs lines, never a decision.
 
     Args:
-        path: of the file.
         tee: called with each row, on the thread that writes it.
         **fixed: facts that are in every line: which process writes.
     """
@@ -386,7 +375,6 @@ class Journal:
         self._lines = Queued(path, self.lost)
 
     def __call__(self, row: Mapping[str, object]) -> None:
-        """Append one row as it is."""
         self._lines.write(row)
         if self._tee is not None:
             self._tee(row)
@@ -400,13 +388,10 @@ class Journal:
         self({"t": t, "event": event, **self._fixed, "reason": reason, **facts})
 
     def lost(self, lost: Lost) -> None:
-        """Append that a log lacks lines."""
         self({**self._fixed, **lost.event})
 
     def flush(self, wait_s: float = CLOSE_S) -> None:
-        """Wait until all is written, for at most `wait_s` seconds."""
         self._lines.flush(wait_s)
 
     def close(self) -> None:
-        """Write what waits, for at most `CLOSE_S`, and close the file."""
         self._lines.close()

@@ -410,17 +410,10 @@ def framed(data: bytes) -> bytes:
 
 
 def frame_length(prefix: bytes, max_bytes: int = MAX_MESSAGE) -> int:
-    """Return the length of the next frame on a stream.
-
-    Args:
-        prefix: the `LENGTH.size` bytes in front of the frame.
-        max_bytes: longest frame that is accepted.
-
-    Returns:
-        Bytes to read.
+    """Return the length of the next frame on a stream from its `prefix`, the `LENGTH.size` bytes in front of it.
 
     Raises:
-        ProtocolViolation: the frame is longer than that.
+        ProtocolViolation: the frame is longer than `max_bytes`.
     """
     (size,) = LENGTH.unpack(prefix)
     if size > max_bytes:
@@ -429,30 +422,13 @@ def frame_length(prefix: bytes, max_bytes: int = MAX_MESSAGE) -> int:
 
 
 def mac(token: str, *parts: object) -> str:
-    """Return the HMAC-SHA256 of canonical JSON of `parts`.
-
-    Args:
-        token: the job's token, the key.
-        *parts: what is authenticated.
-
-    Returns:
-        64 hex digits.
-    """
+    """Return the HMAC-SHA256 of canonical JSON of `parts` with the key `token`: 64 hex digits."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def genuine(token: str, claimed: str, *parts: object) -> bool:
-    """Return whether `claimed` is the MAC of `parts`; compared in constant time.
-
-    Args:
-        token: the job's token.
-        claimed: 64 hex digits, or anything else.
-        *parts: what is authenticated.
-
-    Returns:
-        False for any text that is not the MAC.
-    """
+    """Return whether `claimed`, any text, is the MAC of `parts` under `token`; compared in constant time."""
     return hmac.compare_digest(mac(token, *parts).encode(), claimed.encode(errors="replace"))
 
 
@@ -461,24 +437,12 @@ def _grant_body(grant: Grant) -> Any:
 
 
 def sign(token: str, grant: Grant) -> Grant:
-    """Return the grant with its MAC, so that a member can show it to another.
-
-    Args:
-        token: the job's token.
-        grant: a grant; its `mac` is ignored.
-
-    Returns:
-        The same grant; the MAC covers all its other fields.
-    """
+    """Return the `grant` with its MAC under `token` over all other fields: a member can show it to another."""
     return replace(grant, mac=mac(token, "grant", _grant_body(grant)))
 
 
 def verify(token: str, grant: Grant) -> None:
-    """Check that a grant was made by this job's lighthouse.
-
-    Args:
-        token: the job's token.
-        grant: from the lighthouse or from another member.
+    """Check that a `grant`, perhaps from another member, is of the lighthouse that knows the `token`.
 
     Raises:
         ProtocolViolation: its MAC is wrong.

@@ -56,7 +56,6 @@ def wanted(sock: socket.socket) -> bool:
 
 
 def within_host(sock: socket.socket) -> bool:
-    """Return whether both ends of a connection are on this host."""
     if isinstance(sock, Spliced):
         return sock.within_host
     if sock.family == socket.AF_UNIX:
@@ -69,8 +68,6 @@ def within_host(sock: socket.socket) -> bool:
 
 
 class Direction:
-    """One direction of a connection: a key and a counter."""
-
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._cipher = AESGCM(key)
@@ -92,7 +89,6 @@ class Direction:
         return size
 
     def seal(self, data: Data) -> bytes:
-        """Return the records of `data`."""
         view, records = memoryview(data).cast("B"), []
         for begin in range(0, len(view), RECORD):
             head = len(view[begin : begin + RECORD]).to_bytes(HEAD, "big")
@@ -215,7 +211,6 @@ class Sealed(socket.socket):
     # Sending.
 
     def sendall(self, data: Any, flags: int = 0, /) -> None:
-        """Send all bytes, as a socket does."""
         if self._out is None:
             return super().sendall(data, flags)
         view = memoryview(data).cast("B")
@@ -240,7 +235,6 @@ class Sealed(socket.socket):
     # Receiving.
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        """Receive up to `bufsize` bytes, as a socket does."""
         if self._in is None:
             return super().recv(bufsize, flags)
         data = bytearray(bufsize)
@@ -275,7 +269,6 @@ class Sealed(socket.socket):
         return filled
 
     def _take(self, view: memoryview) -> int:
-        """Copy what is left of the last record."""
         n = min(len(self._left), len(view))
         view[:n] = self._left[:n]
         self._left = self._left[n:]

@@ -72,7 +72,8 @@ def current(file: Path) -> str:
 def write_private(path: Path, text: str) -> None:
     """Put a file with `text` at `path` that only its owner can read.
 
-    It is made under a fresh name and renamed: what stood there, a link included, is replaced and never written to.
+    It is made under a fresh name and renamed: what stood there, a link included, is replaced and never written
+    to.
 
     Raises:
         OSError: it cannot be written.
@@ -156,7 +157,6 @@ def key_file() -> Path:
 
 
 def _fresh(path: Path, text: str) -> Path:
-    """Return a new private file beside `path`."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(handle, "w") as file:

@@ -110,7 +110,6 @@ def _trusting(network: NetworkConfig) -> ssl.SSLContext:
 
 
 def _pair(kind: int, prefix: str, certificate: str, key: str) -> ssl.SSLContext:
-    """Return a context that shows the certificate."""
     _readable(f"network.{prefix}_certificate", certificate)
     _readable(f"network.{prefix}_key", key)
     context = ssl.SSLContext(kind)

@@ -59,12 +59,10 @@ class Server(uvicorn.Server):
         self._role = role
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then start the role."""
         await super().startup(sockets)
         self._role.begin(self.end)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Answer what is open, then end."""
         self._role.close()
         await super().shutdown(sockets)
 
@@ -102,7 +100,6 @@ class Alone:
         _log.info("listens on %s; term %d, epoch %d", self._url, state.term, state.epoch)
 
     def close(self) -> None:
-        """Answer the open requests, and close the journal."""
         if self._keeping is not None:
             self._keeping.cancel()
         self._service.close()
@@ -125,7 +122,6 @@ class Alone:
 
 
 def url(sock: socket.socket, scheme: str = "http") -> str:
-    """Return the URL under which processes of this machine reach ``sock``."""
     host, port = sock.getsockname()[:2]
     there = ipaddress.ip_address(str(host).partition("%")[0])
     if there.is_unspecified:
@@ -154,7 +150,6 @@ def serve(
     """Serve the job in ``run`` until SIGTERM.
 
     Args:
-        run: The run directory.
         port: Instead of network.port; None: that one.
         number: Of this lighthouse among several in the run directory; None: a free one.
         said: URL under which others reach it; None: where it listens.
@@ -257,20 +252,13 @@ def _run(role: Alone | Candidate, sock: socket.socket, keys: Keys, context: ssl.
 
 
 class _Arguments(argparse.ArgumentParser):
-    """A parser whose errors are one line with exit code 64."""
-
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError instead of printing the usage."""
         allowed = f"--run RUNDIR [--port N | --fd N] [--seat N] [--url URL] ({message})"
         raise ConfigError("arguments", " ".join(sys.argv[1:]), allowed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the arguments and serve; an error is one line on stderr.
-
-    Returns:
-        The exit code.
-    """
+    """Parse the arguments and serve; an error is one line on stderr."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

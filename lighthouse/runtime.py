@@ -49,9 +49,6 @@ def begin(
     """Lead the job in ``run``, in a term of its own.
 
     Args:
-        config: Of the job.
-        run: The run directory.
-        keys: The job's secrets.
         store: Keeps the durable state; it is loaded here.
         database: Keeps the rows of the journal.
         gap: How many row numbers to leave out, as in `JobJournal`.
@@ -95,7 +92,6 @@ def _same_rules(state: LighthouseState, own: Agreement) -> None:
 
 
 def _curves(config: Config, run: Path, database: SqliteDatabase) -> list[Sink]:
-    """Return the sinks that draw curves, as configured."""
     curves: list[Sink] = []
     if config.lighthouse.tensorboard:
         curves.append(TensorBoardSink(run / "tensorboard", database))
@@ -105,7 +101,6 @@ def _curves(config: Config, run: Path, database: SqliteDatabase) -> list[Sink]:
 
 
 def policy(config: Config) -> Policy:
-    """Return the operator's choices that the decisions need."""
     quorum, timeouts = config.quorum, config.timeouts
     allowed = tuple(sorted(n for n in set(quorum.allowed) if n >= quorum.min_replicas))
     return Policy(

@@ -66,15 +66,10 @@ class Service:
 
     Args:
         state: What `Store.load` returned.
-        store: Keeps the durable part of the state.
-        token: Signs grants.
-        journal: Takes each event.
-        name: Of the job.
         agreed: What every replica must have, unless ``state`` says it. A field that is None takes the first
             replica's.
         allow: validation.Networks in which replicas may listen besides the address that they ask from.
         long_poll_s: Longest wait of `ask`.
-        clock: Seconds that never jump.
     """
 
     def __init__(
@@ -129,7 +124,6 @@ class Service:
         """Take a request; what the current membership settles is answered at once. Does not wait.
 
         Args:
-            ask: The request.
             peer: The address that it came from; None: this process.
 
         Returns:
@@ -198,11 +192,8 @@ class Service:
     def processes(self, report: ProcessReport) -> SupervisorReply:
         """Take all that a supervisor knows of its replicas, and return its orders and how far the job is.
 
-        A supervisor that names an exited incarnation of a replica, or has given the replica up, speaks for it: if
-        the replica is not in ``running``, no process of it runs.
-
-        Args:
-            report: What the supervisor knows.
+        A supervisor that names an exited incarnation of a replica, or has given the replica up, speaks for it:
+        if the replica is not in ``running``, no process of it runs.
 
         Raises:
             ProtocolViolation: the report cannot be true.
@@ -238,7 +229,6 @@ class Service:
         """Carry out an operator's order. It is in the journal before it is carried out.
 
         Args:
-            action: What to do.
             replica: As in `Commanded`.
             reason: The operator's, for the journal.
             address: The address that the order came from.
@@ -274,11 +264,9 @@ class Service:
         return found.detail
 
     def status(self) -> dict[str, Any]:
-        """Return the body of GET /v1/status."""
         return status.describe_job(self.name, self.state, self._reports, self._reason)
 
     def holders(self, replica: int | None = None) -> Holders:
-        """Return the body of GET /v1/holders, for ``replica``."""
         return holders(self.state, replica, self._agents)
 
     def close(self) -> None:
@@ -409,6 +397,5 @@ class Service:
         return True
 
     def _note(self, event: str, reason: str, facts: Mapping[str, object] | None = None) -> None:
-        """Write an event to the journal."""
         row = {"t": time.time(), "event": event, "source": "lighthouse", "reason": reason}
         self._journal({**row, **(facts or {})})

@@ -12,9 +12,6 @@ def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], wa
     """Return (state, reason) of a replica.
 
     Args:
-        s: What the lighthouse knows.
-        replica: The replica.
-        reports: The newest report of each replica.
         waiting: What open requests wait for.
 
     Returns:
@@ -54,9 +51,6 @@ def describe_job(name: str, s: LighthouseState, reports: Mapping[int, Report], w
     """Return the body of GET /v1/status.
 
     Args:
-        name: Of the job.
-        s: What the lighthouse knows.
-        reports: The newest report of each replica.
         waiting: What open requests wait for.
     """
     return {
@@ -74,7 +68,6 @@ def describe_job(name: str, s: LighthouseState, reports: Mapping[int, Report], w
 
 
 def _row(s: LighthouseState, replica: int, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:
-    """Return the entry of one replica in GET /v1/status."""
     state, reason = describe(s, replica, reports, waiting)
     report = reports.get(replica)
     return {

@@ -108,8 +108,7 @@ class Store(ABC):
         """Let another lighthouse have the store."""
 
     @abstractmethod
-    def _read(self) -> tuple[int, Rows]:
-        """Return the format and all rows. Raises ConfigError."""
+    def _read(self) -> tuple[int, Rows]: ...
 
     @abstractmethod
     def _write(self, rows: Rows) -> None:
@@ -120,8 +119,8 @@ class Store(ABC):
 
         An empty store takes a term that was never used before: the Unix time. A halt by policy is decided anew,
         from the head; one because states differ cannot be decided again, so it stays. Numbers of incarnations go
-        on at the Unix time in milliseconds: above all that were given with a store that is lost now, or with this
-        one after it was copied.
+        on at the Unix time in milliseconds: above all that were given with a store that is lost now, or with
+        this one after it was copied.
 
         Raises:
             ConfigError: the store cannot be read; one line, exit code 64.
@@ -181,13 +180,11 @@ class Store(ABC):
 
     @property
     def _least_term(self) -> int:
-        """The next term is not below this."""
         return 0
 
     @property
     @abstractmethod
-    def _name(self) -> str:
-        """The name of the store in an error."""
+    def _name(self) -> str: ...
 
 
 class SqliteStore(Store):
@@ -198,7 +195,6 @@ class SqliteStore(Store):
     was in use, has all that was saved.
 
     Args:
-        path: Of the file.
         note: Takes an event and its reason, when a damaged file was set aside.
 
     Raises:
@@ -253,7 +249,6 @@ class SqliteStore(Store):
             raise self._failed(error) from None
 
     def _failed(self, error: sqlite3.Error) -> FtHsdpError:
-        """Return the error that opening or reading the file raises."""
         if full(error) and not damaged(self.path, error):
             return StoreFailed(f"lighthouse store {self.path}: {error}")
         return self._unusable(str(error))
@@ -274,7 +269,6 @@ class SqliteStore(Store):
         self._open()
 
     def close(self) -> None:
-        """Close the database and release the lock."""
         if self._db is not None:
             self._db.close()
             self._db = None
@@ -344,7 +338,6 @@ class StateSaver:
 
     Args:
         state: What `Store.load` returned.
-        store: Where states are kept.
         note: Takes an event for the journal, its reason and facts, when the store fails and when it works again.
     """
 
@@ -385,7 +378,6 @@ class StateSaver:
             self._note("StoreFailed", "the store takes writes again", {"over": True})
 
     def _write_late(self) -> None:
-        """Make the newest state durable; after a failure the next write takes it along."""
         self._later = None
         try:
             self._write(self._state)

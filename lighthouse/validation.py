@@ -48,7 +48,6 @@ Networks = tuple[Network, ...]
 
 
 def networks(allow: Iterable[str]) -> Networks:
-    """Return the values of ``network.allow`` as networks."""
     return tuple(ipaddress.ip_network(text) for text in allow)
 
 
@@ -93,7 +92,6 @@ def _host(name: str, address: str) -> Address:
 
 
 def _plain(address: Address) -> Address:
-    """Return the IPv4 address instead of its form within IPv6."""
     return getattr(address, "ipv4_mapped", None) or address
 
 
@@ -173,8 +171,6 @@ def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, a
     """Check that a report can be true, and that its replica may listen where it says.
 
     Args:
-        s: What the lighthouse knows.
-        ask: The request.
         peer: The address that it came from, as in `check`.
         allow: Networks in which the replica may listen besides that address.
 
@@ -263,13 +259,11 @@ def _hosts(hosts: Hosts, ranks: int) -> None:
 
 
 def _sets(r: Report, replicas: int) -> None:
-    """Check all fields of a report that are sets of replicas."""
     for name in ("equal", "leaving", "lagging", "diverged", "suspects"):
         _ids(name, getattr(r, name), replicas)
 
 
 def _ids(name: str, ids: tuple[int, ...], replicas: int) -> None:
-    """Check replica ids: each in range, none of them twice."""
     if len(ids) > replicas + 1 or len(set(ids)) != len(ids):
         raise ProtocolViolation(f"{name} names {len(ids)} replicas; possible: each of {replicas + 1} once")
     if ids:
@@ -278,14 +272,12 @@ def _ids(name: str, ids: tuple[int, ...], replicas: int) -> None:
 
 
 def _state(name: str, state: StateId, epochs: int, steps: int) -> None:
-    """Check the name of a state."""
     _within(f"{name}.step", state.step, steps)
     _within(f"{name}.commit_epoch", state.commit_epoch, epochs if state.step else 0)
     _hash(f"{name}.lineage", state.lineage)
 
 
 def _fence(name: str, fence: AttemptId | CommitRecord, epochs: int, steps: int) -> None:
-    """Check the name of an attempt, or of a record's attempt."""
     _within(f"{name}.epoch", fence.epoch, epochs)
     _within(f"{name}.step", fence.step, steps)
     _within(f"{name}.attempt", fence.attempt, ATTEMPT_LIMIT)
@@ -320,12 +312,10 @@ def _within(name: str, value: int, largest: int) -> None:
 
 
 def _hash(name: str, text: str) -> None:
-    """Check that a lineage is 32 hex digits."""
     if not _LINEAGE.fullmatch(text):
         raise ProtocolViolation(f"{name} {text[:40]!r} is not 32 hex digits")
 
 
 def _named(field: str, text: str, replica: int) -> None:
-    """Check that an incarnation's name belongs to ``replica``."""
     if incarnation(text)[0] != replica:
         raise ProtocolViolation(f"{field}: {text[:40]!r} is not an incarnation of replica {replica}")

@@ -63,7 +63,6 @@ def counted(row: Row) -> bool:
 
 
 def metrics_row(row: Row) -> Row:
-    """Return the line of metrics.jsonl for a canonical commit."""
     narrow = {str(c["replica"]): c["width"] for c in row.get("contributions") or () if c.get("width")}
     return {key: row.get(key) for key in _SHOWN} | ({"widths": narrow} if narrow else {})
 
@@ -74,9 +73,9 @@ class CommitMerger:
     Of several rows of one commit the first that a contributor logged counts. A row of a replica that was behind
     counts only if no contributor logged one (all their leaders died between applying a step and logging it).
 
-    A job may go back by several steps, so that steps which were returned are undone. A row shows it: its step was
-    returned already, and its epoch is later than that of the last returned row. Then `undone` is true, and another
-    merger that is made with `rewinds` returns the history that lasted, from the first row on.
+    A job may go back by several steps, so that steps which were returned are undone. A row shows it: its step
+    was returned already, and its epoch is later than that of the last returned row. Then `undone` is true, and
+    another merger that is made with `rewinds` returns the history that lasted, from the first row on.
     """
 
     def __init__(self, rewinds: Iterable[Rewind] = ()) -> None:
@@ -123,7 +122,6 @@ class CommitMerger:
 
     @property
     def newest(self) -> Row | None:
-        """Return the newest row, canonical or not; None if there is none."""
         if self._top is None or self._top not in self._at:
             return self._last
         return max(self._rows_at(self._top), key=_rank)
@@ -154,7 +152,6 @@ class CommitMerger:
         return new + path
 
     def _forget(self, row: Row) -> None:
-        """Forget a row that is returned, and all rows below it."""
         for step in [step for step in self._at if step <= row["step"]] if self._gapped(row) else [row["step"]]:
             for lineage in self._at.pop(step, ()):
                 self._built_on.pop(self._rows.pop(lineage)["prev"], None)
@@ -195,7 +192,6 @@ class CommitMerger:
 
 
 def _rank(row: Row) -> tuple[int, int]:
-    """Return what orders two rows of one step: (epoch, attempt)."""
     return row["epoch"], row["attempt"]
 
 
@@ -214,7 +210,6 @@ def canonical(logs: Iterable[Iterable[Row]], finals: Iterable[Row]) -> list[Row]
 
 
 def newest_final(finals: Iterable[Row]) -> Row | None:
-    """Return the final.json with the newest state; None if there is none."""
     return max(finals, key=lambda final: (final["commit_epoch"], final["step"]), default=None)
 
 
@@ -223,5 +218,4 @@ def is_logged(row: Row) -> bool:
 
 
 def logged_row(row: Row) -> Row:
-    """Return the line of metrics.jsonl for values of a step."""
     return {"t": row.get("t"), "step": row["step"], "logged": row["values"]}

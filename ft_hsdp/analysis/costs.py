@@ -45,12 +45,6 @@ def option(name: str) -> str:
 def wasted_time(checkpoint: float, interval: float, retrieval: float, iteration: float = 0.0) -> float:
     """Return the mean time that a failure wastes with periodic checkpoints (GEMINI §2.1, equation 1).
 
-    Args:
-        checkpoint: time to write a checkpoint.
-        interval: time between two checkpoints.
-        retrieval: time to read one.
-        iteration: time of a step.
-
     Raises:
         ValueError: the interval is shorter than a checkpoint or a step (equation 2).
     """
@@ -66,8 +60,6 @@ def restart_cost(overhead: float, restart: float, step: float, every: int) -> fl
 
     Args:
         overhead: of checkpointing itself.
-        restart: time of the restart.
-        step: time of a step.
         every: steps between two checkpoints. On the average (every - 1) / 2 steps are repeated.
     """
     return overhead + restart + step * (every - 1) / 2
@@ -79,7 +71,6 @@ def swap_cost(overhead: float, swap: float, step: float, part: float = 0.5) -> f
     Args:
         overhead: of the copies.
         swap: time until the lost host is replaced.
-        step: time of a step.
         part: of a step that is lost, from 0 to 1.
     """
     return overhead + swap + step * part
@@ -89,7 +80,6 @@ def effective_ratio(between: float, cost: float, reading: Reading = "renewal") -
     """Return the part of the time in which a job makes progress.
 
     Args:
-        between: mean time between failures.
         cost: mean time that a failure costs.
         reading: "renewal": `between` counts from the end of a recovery. "wall_clock": recoveries are inside of it;
             0 if failures come faster than recoveries end.
@@ -103,10 +93,8 @@ def replicated_ratio(between: float, down: float, stall: float, replicas: int) -
     """Return the effective ratio of a job whose other replicas go on (FT-HSDP §6.1), by the wall clock.
 
     Args:
-        between: mean time between failures.
         down: time for which the failed replica is away.
         stall: time for which all replicas stand still: until the failure is known, and when it joins again.
-        replicas: number of replicas.
     """
     return (between - down + (down - stall) * (replicas - 1) / replicas) / between
 
@@ -149,7 +137,7 @@ class HostAway:
     def break_even(self) -> float | None:
         """Return after what time away fewer ranks lose fewer units than the wait; None: never.
 
-        It is `patience` and one start, however many ranks are left: until then both ways have trained nothing, and
-        later the fewer ranks have to make up for no more than the second start.
+        It is `patience` and one start, however many ranks are left: until then both ways have trained nothing,
+        and later the fewer ranks have to make up for no more than the second start.
         """
         return self.patience + self.start if self.narrow > self.without else None

@@ -67,8 +67,8 @@ class Failure:
     def detected(self) -> tuple[float, float] | None:
         """Return when the failure began and when others noticed it; None if that was not measured.
 
-        It begins with the injection, or with the end of the process as its supervisor saw it. If others noticed it
-        before the process ended, the process hung before, and the time from which it hung is not known.
+        It begins with the injection, or with the end of the process as its supervisor saw it. If others noticed
+        it before the process ended, the process hung before, and the time from which it hung is not known.
         """
         if self.injected is not None:
             return None if self.evidence is None else (self.injected, max(self.injected, self.evidence))
@@ -84,7 +84,6 @@ class Failure:
         return self.evidence if self.evidence is not None else 0.0
 
     def seen(self, t: float) -> None:
-        """Take evidence of it at ``t``; evidence from before the injection is ignored."""
         if self.injected is None or t >= self.injected - EARLY_S:
             self.evidence = t if self.evidence is None else min(self.evidence, t)
 

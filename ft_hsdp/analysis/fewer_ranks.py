@@ -29,10 +29,8 @@ def fewer_ranks(
     """Return the part `fewer_ranks` of the document of `plan --json`; None without `memory.shrink_to`.
 
     Args:
-        config: of the job.
         assumptions: `swap_s` is the time of a start, with fewer and with all ranks; `step_s` that of a step.
         replicas: the host of each rank of each replica.
-        state_bytes: of the whole state.
     """
     least = config.memory.shrink_to
     if least is None:

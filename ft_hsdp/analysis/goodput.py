@@ -47,7 +47,6 @@ class Median:
         return self._value
 
     def exact(self) -> float:
-        """Return the median of all values; 0.0 if there are none. Reads the whole histogram."""
         low, high = (self._count - 1) // 2, self._count // 2
         passed, found = 0, []
         for key in sorted(self._bins):
@@ -95,12 +94,10 @@ class StepTimes:
 
     @property
     def startup_s(self) -> float:
-        """Return how much longer the first step took than a median one, in seconds."""
         return 0.0 if self._first is None else max(0.0, self._first[1] - self.median)
 
     @property
     def wall_s(self) -> float:
-        """Return the seconds from the start of the first step to the newest commit."""
         return 0.0 if self._first is None else float(self._last - self._first[0] + self._first[1])
 
     @property
@@ -217,7 +214,6 @@ class Goodput:
         }
 
     def _learn(self, waits: Mapping[str, float]) -> None:
-        """Update the waits of a usual step."""
         for cause in WAITS:
             seconds = waits.get(cause, 0.0)
             old = self._usual.get(cause, seconds)

@@ -64,13 +64,11 @@ class IncarnationRecord:
 
     @property
     def first(self) -> float:
-        """The time of the first sign of it; 0.0 if there is none."""
         known = (self.started, self.booted, self.warmed, self.checked_in, self.fetching, self.fetched)
         return min((t for t in known if t is not None), default=0.0)
 
 
 def incarnations(events: Iterable[Row]) -> dict[tuple[int, str], IncarnationRecord]:
-    """Return the record of every incarnation that ``events`` name, by (replica, incarnation)."""
     found: dict[tuple[int, str], IncarnationRecord] = {}
     for row in events:
         replica, name = row.get("replica"), row.get("incarnation")
@@ -111,7 +109,6 @@ def starts(events: Iterable[Row], failures: Sequence[Row] = ()) -> list[Incarnat
     """Return all starts of a run, by time.
 
     Args:
-        events: all events of the run, in any order.
         failures: its failures, as in summary.json.
     """
     failed = {f["incarnation"]: f["t"] for f in failures if "incarnation" in f}
@@ -137,6 +134,5 @@ def _start(replica: int, record: IncarnationRecord, began: float, failed: float 
 
 
 def _before(incarnation: str) -> str:
-    """Return the name of the incarnation before; "" before the first."""
     name = IncarnationId.parse(incarnation)
     return "" if name is None or name.previous is None else str(name.previous)

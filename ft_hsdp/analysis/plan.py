@@ -47,7 +47,6 @@ def plan(
     """Return the document of `plan --json`.
 
     Args:
-        config: of the job.
         assumptions: what it does not say.
         hosts: of each replica, in place of `hosts.per_replica`. If there are more than ranks, each has one rank:
             an estimate of a larger job.
@@ -145,7 +144,6 @@ def _check(config: Config, assumptions: Assumptions, hosts: int | None, size: fl
 
 
 def _hosts(config: Config, hosts: int | None) -> tuple[list[list[Host]], list[Host]]:
-    """Return the host of each rank of each replica, and the spare hosts."""
     count = hosts or config.hosts.per_replica or 1
     ranks = max(config.ranks_per_replica, count)
     if ranks % count:
@@ -202,7 +200,6 @@ def _figures(figures: CopyFigures, interval: float, retrieval: float, stored: tu
     """Return the figures of one side.
 
     Args:
-        figures: of that side.
         interval: seconds between two states of which all copies are made.
         retrieval: seconds in which a host reads its part of a state in memory.
         stored: seconds between two checkpoints, and in which one is written or read.
@@ -233,8 +230,8 @@ def _figures(figures: CopyFigures, interval: float, retrieval: float, stored: tu
 def _with_stalls(assumptions: Assumptions, replicas: Sequence[Sequence[Host]]) -> float | None:
     """Return the share of the time in which a job of several replicas makes progress (FT-HSDP §6.1); None: of one.
 
-    No state is lost in this model, so it is the same with copies and without. A replica is away until its host is
-    replaced, and all replicas stand still for a part of that.
+    No state is lost in this model, so it is the same with copies and without. A replica is away until its host
+    is replaced, and all replicas stand still for a part of that.
     """
     if len(replicas) < 2:
         return None

@@ -16,7 +16,6 @@ Document = dict[str, Any]
 
 
 def lines(document: Document) -> list[str]:
-    """Return a document of `plan` as lines of text for people, at most 100 characters wide."""
     replicas, spare = document["replicas"], sum(row["replica"] is None for row in document["hosts"])
     each = (len(document["hosts"]) - spare) // replicas
     spares = f", {_count(spare, 'spare host')}" if spare else ""
@@ -161,5 +160,4 @@ def _count(number: int, noun: str) -> str:
 
 
 def size_of(size: float) -> str:
-    """Return a number of bytes as text."""
     return f"{size / 2**30:,.1f} GiB" if size >= 10 * 2**30 else f"{size / MIB:,.1f} MiB"

@@ -75,7 +75,6 @@ def reliability(
 
     Args:
         replicas: the hosts of each replica's ranks.
-        shard_bytes: of each rank.
         copies: wanted copies of each shard; see `missing_copies`, as for the next arguments.
         level: what the hosts of two copies must not share.
         failures: rates and times.

@@ -125,7 +125,6 @@ def _add(cases: dict[int, list[int]], case: int, ways: Sequence[int]) -> None:
 
 
 def _product(a: Sequence[int], b: Sequence[int]) -> list[int]:
-    """Return the product of two polynomials, given by their coefficients."""
     product = [0] * (len(a) + len(b) - 1)
     for i, x in enumerate(a):
         for j, y in enumerate(b):

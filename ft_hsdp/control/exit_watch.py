@@ -34,8 +34,6 @@ AGAIN_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What the process watches, and whom it tells."""
-
     incarnation: str  # of the replica
     pids: tuple[int, ...]  # of all its ranks
     lighthouses: tuple[str, ...]  # their URLs
@@ -59,13 +57,6 @@ def start(watched: Watched, log: Path) -> subprocess.Popen[bytes]:
     """Start the watch in a session of its own, so that a signal to the ranks does not end it.
 
     It outlives this process.
-
-    Args:
-        watched: what to watch.
-        log: file for its output.
-
-    Returns:
-        The process.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
@@ -83,7 +74,6 @@ def start(watched: Watched, log: Path) -> subprocess.Popen[bytes]:
 
 
 def all_gone(pids: Iterable[int]) -> None:
-    """Block until none of these processes runs."""
     for pid in pids:
         try:
             descriptor = os.pidfd_open(pid)
@@ -134,7 +124,6 @@ def _ended(watched: Watched) -> tuple[int, ...]:
 
 
 def main() -> int:
-    """Watch what stdin says, and return the exit code."""
     watched = _WATCHED.validate_json(sys.stdin.buffer.read())
     all_gone(watched.pids)
     return 0 if asyncio.run(report(watched)) else 1

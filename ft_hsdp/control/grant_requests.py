@@ -28,8 +28,6 @@ LATE = "no answer in time"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSettings:
-    """Times in seconds for which a replica waits for the lighthouse."""
-
     lease_s: float  # how long the last grant may be repeated without an answer of the lighthouse
     answer_wait_s: float  # longest wait for an answer before the step goes on without it
     join_timeout_s: float | None  # a first start exits if it has not joined by then; None, for a restart: never
@@ -41,8 +39,7 @@ class Asker(Protocol):
 
     replica: Replica
 
-    def handle(self, event: events.Event) -> None:
-        """Take an answer, or that there is none."""
+    def handle(self, event: events.Event) -> None: ...
 
     async def clear_to_ask(self, report: Report) -> None:
         """Wait until the report may be sent."""
@@ -52,8 +49,6 @@ class GrantRequests:
     """The open request of a replica, and the lease of its last grant.
 
     Args:
-        client: The line to the lighthouse.
-        settings: From the configuration.
         bus: Where orders to the ranks go.
         asker: Gets the answers as events.
         journal: Where it is written that the lighthouse does not answer.
@@ -82,11 +77,9 @@ class GrantRequests:
         self._wait_noted = False  # LighthouseAwaited
 
     def begin(self) -> None:
-        """Note the time of the check-in."""
         self._answered_at = time.monotonic()
 
     def close(self) -> None:
-        """Cancel the open request."""
         if self._request is not None:
             self._request.cancel()
 

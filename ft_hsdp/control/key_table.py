@@ -44,7 +44,6 @@ class CallRefused(Exception):
 
 
 def packed(values: Sequence[bytes]) -> tuple[str, ...]:
-    """Return values in base64, as a message carries them."""
     return tuple(base64.b64encode(value).decode() for value in values)
 
 
@@ -62,12 +61,6 @@ def unpacked(value: str) -> bytes:
 
 def checked(call: StoreCall) -> list[bytes]:
     """Return the values of a call that keeps all bounds that can be checked without the table.
-
-    Args:
-        call: the call.
-
-    Returns:
-        Its values, decoded.
 
     Raises:
         CallRefused: it does not keep them.
@@ -104,7 +97,6 @@ class KeyTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all keys and values."""
         return self._nbytes
 
     async def answer(self, call: StoreCall) -> StoreAnswer:
@@ -207,13 +199,7 @@ class KeyTable:
 
 
 class TableServer(RankHub):
-    """Serves the table of rank 0 to the other ranks, on one event loop.
-
-    Args:
-        ranks: ranks of the replica, this one included.
-        token: the job's token.
-        table: of rank 0.
-    """
+    """Serves the table of rank 0 to the other ranks, on one event loop."""
 
     def __init__(self, ranks: int, token: str, table: KeyTable) -> None:
         # A rank that has ended, or that sends anything but calls, loses its connection.

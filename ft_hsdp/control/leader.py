@@ -43,8 +43,6 @@ VOTES = 3  # x ftar.timeout_s between the first and the last vote of a replica; 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaderSettings(LeaseSettings):
-    """What the leader needs to know of the configuration; times in seconds."""
-
     ranks: int  # ranks of the replica
     intervention: Intervention  # how the learning rate depends on the number of contributors
     chunk_bytes: int  # size of a chunk of the all-reduce
@@ -74,11 +72,8 @@ class Leader:
     Args:
         replica: the state of the core with which it checks in (`initial`).
         about: what every request to the lighthouse repeats; its report is replaced each time.
-        client: the line to the lighthouse.
-        settings: from the configuration.
         bus: where orders to the ranks go.
         send_token: passes the commit token to the right neighbour in the ring of rank 0.
-        journal: where decisions are written.
     """
 
     def __init__(
@@ -152,7 +147,6 @@ class Leader:
         self.received(RankBroken(0, fence.epoch, cause))
 
     def received(self, message: object) -> None:
-        """Handle a report of a rank, this one included, or the commit token from the left neighbour."""
         match message:
             case Vote():
                 self._vote(message)
@@ -189,7 +183,6 @@ class Leader:
                     self._not_written(state, reason, at_rank=rank)
 
     def token(self, token: CommitToken) -> None:
-        """Handle the commit token that came from the left neighbour."""
         self.handle(events.TokenArrived(token))
 
     def close(self) -> None:
@@ -317,7 +310,6 @@ class Leader:
                 self._bus.end(why, EXIT_RETRYABLE)
 
     def _wrote(self, rank: int, state: StateId) -> None:
-        """Count a rank's shard of a checkpoint, which is complete when all ranks have written theirs."""
         wanted, ranks = self._written
         if wanted != state:
             return
@@ -370,11 +362,7 @@ def initial(
     """Return a replica that is about to check in.
 
     Args:
-        me: replica id.
-        incarnation: this life of the replica.
-        steps: steps of the job.
         state: initial weights, or what it found on its machine.
-        policy: what the operator chose.
         requested_checkpoint: demand a checkpoint of a state of that many steps or more; 0: no demand.
 
     Returns:

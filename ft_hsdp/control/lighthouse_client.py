@@ -52,10 +52,6 @@ def own_address(host: str, lighthouse: str) -> str:
     Args:
         host: a name (its first address counts), an address, or 0.0.0.0 or :: for the address from which this
             machine reaches the lighthouse.
-        lighthouse: URL of a lighthouse.
-
-    Returns:
-        An IP address as text.
 
     Raises:
         ConfigError: there is none; the line names network.host.
@@ -105,7 +101,6 @@ class TokenProof(httpx.Auth):
         raise self._unproved(request)
 
     def _signed(self, request: httpx.Request) -> Iterator[http_proof.SignedRequest]:
-        """Sign a request for each time that it is sent."""
         where = request.url.netloc.decode()
         for _ in range(SIGNED):
             challenge, target = self._challenges.get(where, http_proof.NONE), request.url.raw_path
@@ -150,7 +145,6 @@ class _Bounded(httpx.AsyncByteStream):
             yield part
 
     async def aclose(self) -> None:
-        """Close the connection's part of it."""
         await self._stream.aclose()
 
 
@@ -160,12 +154,7 @@ def http_client(token: str, timeout_s: float, tls: Trusted | None = None) -> htt
     It follows neither proxies nor redirects, and each answer that it returns is proved.
 
     Args:
-        token: the job's token.
-        timeout_s: longest wait for one answer, in seconds.
         tls: from `ft_hsdp.tls.client`; None trusts what this machine trusts.
-
-    Returns:
-        A client for one event loop.
     """
     return httpx.AsyncClient(
         auth=TokenProof(token),
@@ -182,8 +171,6 @@ def get_proved(url: str, token: str, timeout_s: float, trusted: Trusted) -> http
     """Return a lighthouse's proved answer to a GET, whatever its status. Blocks; not inside of an event loop.
 
     Args:
-        url: with the path.
-        token: the job's token.
         timeout_s: longest wait for the whole answer, in seconds: what listens there may send it byte by byte.
         trusted: whose certificates are accepted.
 
@@ -209,9 +196,6 @@ def parse_urls(text: str, option: str = "--lighthouse") -> tuple[str, ...]:
         text: the value of an option.
         option: its name, for the error.
 
-    Returns:
-        At least one URL.
-
     Raises:
         ConfigError: a part is no http or https URL, or there is none.
     """
@@ -235,7 +219,6 @@ class Lighthouses:
     The name of a leader is followed only to one of `urls`.
 
     Args:
-        urls: of the lighthouses.
         client: from `http_client`.
         file: a run's lighthouse.json. It is read again when none answers: a scheduler may have started the
             lighthouse on another machine.
@@ -249,18 +232,10 @@ class Lighthouses:
 
     @property
     def url(self) -> str:
-        """The one that is asked next."""
         return self.urls[self._at]
 
     async def post(self, path: str, content: bytes) -> httpx.Response:
         """Return the answer of the lighthouse that leads, whatever its status; of the last one if none leads.
-
-        Args:
-            path: of the route.
-            content: the body.
-
-        Returns:
-            The response, read completely.
 
         Raises:
             LighthouseUnreachable: none of them answers.
@@ -307,7 +282,6 @@ class Lighthouses:
             await self._client.get(f"{self.url}/healthz", timeout=PROBE_S)
 
     async def close(self) -> None:
-        """Close all connections to lighthouses."""
         await self._client.aclose()
 
     def _look_again(self) -> None:
@@ -375,10 +349,6 @@ class NotTaken(LighthouseUnreachable):
 async def deliver(lighthouses: Lighthouses, telemetry: Telemetry) -> None:
     """Send telemetry to the lighthouse that leads.
 
-    Args:
-        lighthouses: of the job.
-        telemetry: the message.
-
     Raises:
         LighthouseUnreachable: it was not taken, and may be sent again.
         NotTaken: it never will be taken as it is.
@@ -394,8 +364,6 @@ class LighthouseClient:
     """One replica's requests to the lighthouses.
 
     Args:
-        urls: of the lighthouses.
-        token: the job's token.
         tls: from `ft_hsdp.tls.client`.
         file: as of `Lighthouses`.
         ask_s: how long a lighthouse keeps a request open, in seconds.
@@ -413,14 +381,10 @@ class LighthouseClient:
         self._lighthouses = Lighthouses(urls, http_client(token, ask_s + MARGIN_S, tls), file)
 
     async def greet(self) -> None:
-        """Connect, if the lighthouse is there."""
         await self._lighthouses.greet()
 
     async def ask(self, ask: QuorumRequest) -> Answer:
         """Ask for a step and wait until the lighthouse has decided.
-
-        Args:
-            ask: the request.
 
         Returns:
             The answer; a grant's MAC is checked.
@@ -493,5 +457,4 @@ class LighthouseClient:
             raise LighthouseUnreachable(f"lighthouse: {error}") from error
 
     async def close(self) -> None:
-        """Close all connections to lighthouses."""
         await self._lighthouses.close()

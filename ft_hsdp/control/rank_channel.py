@@ -83,8 +83,6 @@ class RankHub:
     """Rank 0's end: one connection to each of the other ranks.
 
     Args:
-        ranks: ranks of the replica, this one included.
-        token: the job's token.
         received: called with each message.
         lost: called with the rank whose connection has ended.
         purpose: of the connections, for the handshake.
@@ -112,7 +110,6 @@ class RankHub:
         self.hellos: dict[int, RankHello] = {}
 
     async def listen(self, host: str) -> int:
-        """Listen on a free port of `host`, and return the port."""
         return self.open(address.bound(host))
 
     def open(self, listener: socket.socket) -> int:
@@ -128,14 +125,10 @@ class RankHub:
 
     @property
     def awaited(self) -> Collection[int]:
-        """The ranks that are not here yet."""
         return self._waiting
 
     async def all_here(self, timeout_s: float) -> None:
         """Wait until every rank has said hello.
-
-        Args:
-            timeout_s: longest wait in seconds.
 
         Raises:
             TimeoutError: a rank did not come in time.
@@ -144,17 +137,12 @@ class RankHub:
             await self._complete.wait()
 
     def broadcast(self, order: object) -> None:
-        """Send an order to all other ranks, after all that were sent before. Does not block."""
         data = protocol.frame(order)
         for writer in self._writers.values():
             writer.write(data)
 
     async def tell(self, rank: int, message: object) -> None:
         """Send a message to one rank and wait until it is taken; until cancelled.
-
-        Args:
-            rank: the rank.
-            message: one of its line's types.
 
         Raises:
             OSError: its connection has ended.
@@ -168,7 +156,6 @@ class RankHub:
         self._writers[rank].transport.abort()
 
     def close(self) -> None:
-        """Close the connections to all ranks."""
         for writer in self._writers.values():
             writer.close()
         self._gate.close()
@@ -209,10 +196,8 @@ class RankLine:
     """Another rank's end of the connection to rank 0.
 
     Args:
-        token: the job's token.
         ordered: called with each message of rank 0.
         lost: called when the connection has ended.
-        purpose: of the connection, for the handshake.
         types: messages that rank 0 may send.
     """
 
@@ -234,8 +219,6 @@ class RankLine:
         """Connect to rank 0 and say hello; until cancelled.
 
         Args:
-            host: of rank 0.
-            port: of its hub.
             hello: what this rank says about itself.
 
         Raises:
@@ -248,7 +231,6 @@ class RankLine:
         self._task = asyncio.get_running_loop().create_task(self._listen(reader))
 
     def send(self, message: object) -> None:
-        """Send a message to rank 0. Does not block."""
         self._writer.write(protocol.frame(message))
 
     def tell(self, telemetry: Telemetry) -> None:
@@ -262,7 +244,6 @@ class RankLine:
         self.send(telemetry)
 
     def close(self) -> None:
-        """Close the connection to rank 0."""
         self._task.cancel()
         self._writer.close()
 

@@ -90,7 +90,6 @@ class _RemoteTable:
             del self._waiting[call.number]
 
     def close(self) -> None:
-        """Close the connection to rank 0."""
         self._gone = True
         if self._here:
             self._line.close()
@@ -111,10 +110,10 @@ class _RemoteTable:
 class RankStore(dist.Store):
     """A store for the ranks of one replica; made by `serve` on rank 0 and by `connect` elsewhere.
 
-    Its methods are those of torch's TCPStore and raise its errors: DistStoreError where a key does not get a value
-    in time or a bound does not allow it, DistNetworkError where rank 0 is gone or does not answer. Every thread
-    may call them. They block, at most for `timeout`, or the time that they are given, and `caller_gate.hello_s`
-    more.
+    Its methods are those of torch's TCPStore and raise its errors: DistStoreError where a key does not get a
+    value in time or a bound does not allow it, DistNetworkError where rank 0 is gone or does not answer. Every
+    thread may call them. They block, at most for `timeout`, or the time that they are given, and
+    `caller_gate.hello_s` more.
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
@@ -175,11 +174,9 @@ class RankStore(dist.Store):
     # What torch calls; values and keys come as str from Python and as bytes from C++.
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set `key` to `value`."""
         self._ask("set", [key], [value])
 
     def get(self, key: str) -> bytes:
-        """Return the value of `key`, as soon as it has one."""
         return unpacked(self._ask("get", [key]).value)
 
     def add(self, key: str, value: int) -> int:
@@ -187,11 +184,9 @@ class RankStore(dist.Store):
         return self._ask("add", [key], amount=value).amount
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Return whether all `keys` have values."""
         return bool(self._ask("check", keys).amount)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Block until all `keys` have values."""
         self._ask("wait", keys, timeout=timeout)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
@@ -199,11 +194,9 @@ class RankStore(dist.Store):
         return unpacked(self._ask("compare_set", [key], [expected_value, desired_value]).value)
 
     def delete_key(self, key: str) -> bool:
-        """Remove `key`, and return whether it was there."""
         return bool(self._ask("delete", [key]).amount)
 
     def num_keys(self) -> int:
-        """Return the number of keys."""
         return self._ask("count").amount
 
     deleteKey, getNumKeys = delete_key, num_keys  # C++ finds them by these names
@@ -244,13 +237,8 @@ def serve(ranks: int, token: str, listener: socket.socket | None, timeout_s: flo
     """Return the store of rank 0, once all other ranks are here. Blocks.
 
     Args:
-        ranks: ranks of the replica.
-        token: the job's token.
         listener: a bound socket, which is closed when all are here; None where there is no other rank.
         timeout_s: longest wait for the ranks, in seconds, and default of the store's calls.
-
-    Returns:
-        The store.
 
     Raises:
         Retryable: a rank did not come in time.
@@ -281,14 +269,7 @@ def connect(rank: int, token: str, host: str, port: int, timeout_s: float) -> Ra
     """Return the store of another rank, once rank 0 has let it in. Blocks.
 
     Args:
-        rank: this rank.
-        token: the job's token.
-        host: of rank 0.
-        port: of its table.
         timeout_s: longest wait for rank 0, in seconds, and default of the store's calls.
-
-    Returns:
-        The store.
 
     Raises:
         Retryable: rank 0 did not let it in in time.

@@ -38,14 +38,7 @@ class Decisions:
         self._away = False  # whether the replica was left behind, and has not contributed since
 
     def note(self, before: Replica, event: events.Event, after: Replica, due: tuple[effects.Effect, ...]) -> None:
-        """Write what one event has led to.
-
-        Args:
-            before: the replica before the event.
-            event: what happened.
-            after: the replica after it.
-            due: the effects.
-        """
+        """Write what one event has led to."""
         wrong = after.minority or after.diverged
         if wrong and wrong != (before.minority or before.diverged):
             step = after.ring_state.step
@@ -106,13 +99,11 @@ def _instead(lost: list[int], after: Replica) -> str:
 
 
 def _differing(event: events.Event, after: Replica) -> str:
-    """Return which replicas differ from which, in words."""
     token = event.token if isinstance(event, events.TokenArrived) else None
     return state_id.describe(token.digests, after.ring_state) if token is not None else ""
 
 
 def _epoch(replica: Replica) -> int:
-    """Return the epoch of the grant that a replica has adopted; 0: none."""
     return replica.grant.epoch if replica.grant is not None else 0
 
 
@@ -166,7 +157,6 @@ class Rows:
         """Remove and return the oldest rows.
 
         Args:
-            rows: at most so many.
             nbytes: with at most so many bytes in all.
 
         Returns:
@@ -197,8 +187,8 @@ class Rows:
 class Reporter:
     """Sends the rows of one process to the lighthouse.
 
-    `tell` runs on the loop on which `start` was called. `event` and `commit` may be called from any thread, and do
-    not block.
+    `tell` runs on the loop on which `start` was called. `event` and `commit` may be called from any thread, and
+    do not block.
 
     Args:
         source: the incarnation, or "supervisor".
@@ -255,7 +245,6 @@ class Reporter:
             self._others[beat.rank] = (now, beat, telemetry.dropped)
 
     def start(self) -> None:
-        """Begin to send, on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._task = self._loop.create_task(self._run(), name="reporter")
 
@@ -328,7 +317,6 @@ class Reporter:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait until `event` is set, for at most `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

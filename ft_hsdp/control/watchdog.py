@@ -19,8 +19,6 @@ PERIOD_S = 0.5  # between two looks, and two signs of life
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long each kind of silence may last, in seconds."""
-
     silence_s: float  # without a sign of life of a sibling
     step_s: float  # without progress of this rank's main thread
     leave_s: float  # for leaving the job once the parent is gone
@@ -29,17 +27,14 @@ class Limits:
 class WatchedRank(Protocol):
     """What the watchdog needs of the rank that it watches: `train.runtime.RankRuntime`. On the control loop."""
 
-    def say_alive(self) -> None:
-        """Tell the siblings that this rank lives."""
+    def say_alive(self) -> None: ...
 
     def main_progress(self) -> int | None:
         """Return how far the main thread has come; None while it waits for an order."""
 
-    def leave(self) -> None:
-        """Leave the job at the next commit."""
+    def leave(self) -> None: ...
 
-    def end(self, reason: str) -> None:
-        """End this process at once, and say why."""
+    def end(self, reason: str) -> None: ...
 
 
 class Watchdog:
@@ -66,16 +61,13 @@ class Watchdog:
         self._timer = asyncio.get_running_loop().call_soon(self._tick)
 
     def expect(self, siblings: Iterable[int]) -> None:
-        """Watch these ranks from now on: they are there."""
         self._heard = dict.fromkeys(siblings, time.monotonic())
 
     def heard(self, rank: int) -> None:
-        """Note a sign of life of a sibling."""
         if rank in self._heard:
             self._heard[rank] = time.monotonic()
 
     def stop(self) -> None:
-        """Stop watching everything at once."""
         self._timer.cancel()
 
     def _tick(self) -> None:

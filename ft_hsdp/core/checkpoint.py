@@ -18,45 +18,22 @@ from ft_hsdp.core.state_id import StateId
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Return whether a durable checkpoint of the state after `step` is due.
-
-    Args:
-        step: committed steps of the state.
-        every: steps between two checkpoints; 0: there are none.
-        last: steps of the job; the state after the last one is always due.
-
-    Returns:
-        False whenever `every` is 0.
-    """
+    """Return whether a checkpoint after `step` is due: each `every` steps (0: never), and after the `last`."""
     return bool(every) and (step % every == 0 or step == last)
 
 
 def newest_due(step: int, every: int, last: int) -> int:
-    """Return the newest step up to `step` whose state was due.
-
-    Args:
-        step: committed steps of a state.
-        every: steps between two checkpoints; 0: there are none.
-        last: steps of the job.
-
-    Returns:
-        A step; 0 if none was due.
-    """
+    """Return the newest step up to `step` whose state was `due`, by `every` and `last`; 0 if none was."""
     if step >= last:
         return last if every else 0
     return step - step % every if every else 0
 
 
 def designated(equal: Collection[int], unwritable: Collection[int]) -> int | None:
-    """Return the replica that writes: the lowest of `equal` that can.
+    """Return the replica that writes: the lowest of `equal`, which hold the state; None if there is none.
 
-    Args:
-        equal: ids of the replicas that hold the state.
-        unwritable: ids of those that could not write their last checkpoint. If all of `equal` are among them, the
-            lowest one tries again.
-
-    Returns:
-        A replica id; None if no replica holds the state.
+    Those in `unwritable` could not write their last checkpoint. They are passed over, unless all of `equal` are
+    among them.
     """
     return min([r for r in equal if r not in unwritable] or equal, default=None)
 
@@ -117,17 +94,10 @@ def write(
 
 
 def token_decided(s: Replica, token: CommitToken) -> Replica:
-    """Note what the verdict's token says of the writers.
+    """Return the replica with the writers that the verdict's `token` names.
 
     A writer that is no longer among the token's `writing`, nor among its `unwritable`, made its checkpoint
     durable.
-
-    Args:
-        s: the replica.
-        token: with the verdict.
-
-    Returns:
-        The replica, whose writers are those that the token names.
     """
     assert s.grant is not None
     ended = {replica for replica, _ in s.writers}.difference(token.writing)
@@ -142,16 +112,9 @@ def token_decided(s: Replica, token: CommitToken) -> Replica:
 
 
 def grant_adopted(s: Replica, grant: Grant) -> Replica:
-    """Count a writer that is no member of `grant` as lost.
+    """Return the replica, which counts a writer that is no member of `grant` as lost.
 
-    Then the state of the next step is to be written instead.
-
-    Args:
-        s: the replica.
-        grant: the one that it adopts.
-
-    Returns:
-        The replica, with a demand for that checkpoint if all writers are lost.
+    If all are, it demands that the state of the next step is written instead.
     """
     left = tuple(writer for writer in s.writers if grant.member(*writer) is not None)
     lost = left != s.writers and not left
@@ -160,14 +123,9 @@ def grant_adopted(s: Replica, grant: Grant) -> Replica:
 
 
 def writer_lost(s: Replica, suspect: int | None) -> Step:
-    """Let another replica write the final state if `suspect` was writing it when the ring broke.
+    """Let another replica write the final state if `suspect` (None: unknown) was writing it when the ring broke.
 
-    Args:
-        s: the replica, in phase FINAL.
-        suspect: the replica with which the ring broke, if it is known.
-
-    Returns:
-        The replica, and `WriteCheckpoint` if it is the new writer.
+    Returns `WriteCheckpoint` if this replica is the new writer.
     """
     left = tuple(writer for writer in s.writers if writer[0] != suspect)
     if left == s.writers or left or s.checkpoint_retries >= MAX_RETRIES or s.grant is None:
@@ -179,16 +137,7 @@ def writer_lost(s: Replica, suspect: int | None) -> Step:
 
 
 def own_write_ended(s: Replica, state: StateId, written: bool) -> Replica:
-    """Note that this replica's own attempt to write `state` has ended.
-
-    Args:
-        s: the replica.
-        state: that was to be written.
-        written: whether all ranks wrote their shards.
-
-    Returns:
-        The replica, which is no writer of `state` any more.
-    """
+    """Return the replica after its attempt to write `state`; `written`: all ranks wrote their shards."""
     mine = state == s.writing
     others = tuple(w for w in s.writers if w[0] != s.me) if mine else s.writers
     s = replace(s, checkpoint_failed=not written, writing=None if mine else s.writing, writers=others)
@@ -198,11 +147,7 @@ def own_write_ended(s: Replica, state: StateId, written: bool) -> Replica:
 def retry_overdue(s: Replica) -> Step:
     """Try again: since this replica could not write a checkpoint, no other has written one in time.
 
-    Args:
-        s: the replica.
-
-    Returns:
-        The replica, and `WriteCheckpoint` if it writes the final state itself.
+    Returns `WriteCheckpoint` if it writes the final state itself.
     """
     ordered = bool(s.writers) or s.requested_checkpoint > s.saved
     if ordered or not s.checkpoint_missing or not s.checkpoint_failed or s.checkpoint_retries >= MAX_RETRIES:

@@ -57,14 +57,7 @@ class Contribution:
 
 
 def impossible(rows: Sequence[Contribution]) -> str:
-    """Return why no replica can have put these contributions into one step.
-
-    Args:
-        rows: of one replica, in the order in which it says them.
-
-    Returns:
-        What is said and what is allowed, in one line; "" if it can be true.
-    """
+    """Return in one line why no replica can have put these `rows` of it into one step; "" if it can be true."""
     if len(rows) > MAX_ROWS:
         return f"{len(rows)} contributions; at most {MAX_ROWS} are allowed"
     part = 0
@@ -137,13 +130,9 @@ class CommitRecord:
         return tuple(r for r in runs if any(overlaps(runs[r], runs[lower]) for lower in runs if lower < r))
 
     def impossible(self, shared: bool) -> str:
-        """Return why the contributions cannot be those of one step.
+        """Return in one line why the contributions cannot be those of one step; "" if it can be true.
 
-        Args:
-            shared: whether all contributors take from one data shard, number 0; otherwise each from its own.
-
-        Returns:
-            Who says what, and what is allowed, in one line; "" if it can be true.
+        If they are `shared`, all contributors take from data shard 0, otherwise each from its own.
         """
         if strange := sorted(set(self.contributors) - set(self.ring)):
             return f"replicas {strange} contributed; allowed: those of the ring {list(self.ring)}"
@@ -165,8 +154,8 @@ class CommitRecord:
     def divisor(self) -> int:
         """The sum of the contributors' weights, never the size of the ring.
 
-        The sum of the gradients is divided by it. Each replica has divided by its number of data ranks before; if
-        these differ, all have divided by the largest.
+        The sum of the gradients is divided by it. Each replica has divided by its number of data ranks before;
+        if these differ, all have divided by the largest.
         """
         return sum(c.weight for c in self.contributions)
 
@@ -193,13 +182,7 @@ class CommitRecord:
         return sum(c.weight * c.loss for c in counted) / sum(c.weight for c in counted) if counted else math.nan
 
     def ledger(self, before: Ledger) -> Ledger:
-        """Return the ledger after this step.
-
-        Args:
-            before: the ledger of the state that the step builds on.
-
-        Returns:
-            The ledger of `state_id`.
+        """Return the ledger of `state_id`; `before` is that of the state that the step builds on.
 
         Raises:
             ValueError: a unit of the record was trained before, or too many would be left out.
@@ -207,14 +190,7 @@ class CommitRecord:
         return before.advance((c.run for c in self.contributions), self.spoiled, self.retries)
 
     def given_up(self, before: Ledger) -> tuple[Run, ...]:
-        """Return the units that this step spends without training them: their gradients were never finite.
-
-        Args:
-            before: the ledger of the state that the step builds on.
-
-        Returns:
-            Runs of units, sorted.
-        """
+        """Return the units that this step spends untrained, by the ledger `before`: they were never finite."""
         return before.given_up(self.spoiled, self.retries)
 
 
@@ -222,15 +198,12 @@ def lr_scale(intervention: Intervention, units: int, wanted: int) -> float:
     """Return the factor on the learning rate of a step with fewer units than wanted (FT-HSDP §6.2).
 
     It is computed from the commit record, so it is right on the step on which a replica leaves and on the one on
-    which it returns. 11 of 12 units give 0.9167 (linear) or 0.9574 (sqrt).
+    which it returns. 11 of 12 units give 0.9167 (linear) or 0.9574 (sqrt). More units than wanted give 1.
 
     Args:
         intervention: how the factor depends on the share of units.
         units: in the sum.
         wanted: units of a step to which all replicas contribute.
-
-    Returns:
-        A factor in (0, 1]; 1 also for a step with more units than wanted.
 
     Raises:
         ValueError: a number is less than 1.
@@ -264,15 +237,10 @@ class CommitToken:
 
 
 def void(fence: AttemptId, known: tuple[AttemptId, ...]) -> bool:
-    """Return whether the attempt `fence` can never be committed.
+    """Return whether the attempt `fence` can never be committed, so a record of it may be dropped.
 
-    Args:
-        fence: the attempt in question.
-        known: attempts that are known to have had no yes. A later attempt of the same step and epoch counts too,
-            because it begins only after the earlier one was given up.
-
-    Returns:
-        True if a record of `fence` may be dropped.
+    The attempts in `known` had no yes. A later attempt of the same step and epoch counts too, because it begins
+    only after the earlier one was given up.
     """
     return any((k.epoch, k.step) == (fence.epoch, fence.step) and k.attempt >= fence.attempt for k in known)
 
@@ -316,13 +284,10 @@ class Vote:
 
     @classmethod
     def on(cls, rank: int, fence: AttemptId, sums: tuple[LaneVote, ...], poisoned: tuple[int, ...] = ()) -> Vote:
-        """Return the vote of a rank on the sums of its lanes.
+        """Return the vote of a `rank` on the `sums` of its lanes in the attempt `fence`.
 
-        Args:
-            rank: within the replica.
-            fence: the attempt.
-            sums: of each lane; of an only one that is the rank's the owners are ().
-            poisoned: replicas whose gradient was not finite.
+        The owners of an only lane that is the rank's are (). The gradients of the replicas `poisoned` were not
+        finite.
         """
         if any(lane.owners for lane in sums):
             return cls(rank, fence, "", 0.0, (), poisoned, lanes=sums)
@@ -374,8 +339,8 @@ class VoteTally:
     def _rows(self, widths: Mapping[int, int]) -> list[tuple[Contribution, ...]] | None:
         """Return what each data rank has of each contribution; None if votes contradict each other.
 
-        Args:
-            widths: ranks of each replica of the ring, if they differ; ranks then train units by themselves.
+        The replicas of the ring have so many ranks as `widths` says, if they differ; ranks then train units by
+        themselves.
         """
         lanes = self._lanes
         if len({tuple((c.replica, *c.run, c.part) for c in lane.contributions) for lane in lanes}) != 1:
@@ -415,9 +380,6 @@ class VoteTally:
             chunk_bytes: size of a chunk of the all-reduce.
             widths: data ranks of the contributors that have fewer than the configuration says, by replica id.
             ring_widths: ranks of each member, in ring order, if they differ.
-
-        Returns:
-            The record, or None.
         """
         rows = self._rows(dict(zip(ring, ring_widths, strict=True)) if ring_widths else {})
         if rows is None:

@@ -65,14 +65,9 @@ class PhiAccrual:
         return max(0.0, now - self.heard_at)
 
     def phi(self, now: float, stall_s: float = 0.0) -> float:
-        """Return how improbable it is that the next sign of life is still to come.
+        """Return how improbable it is that the next sign of life is still to come: 0 to 300.
 
-        Args:
-            now: seconds of the owner's clock.
-            stall_s: seconds by which an overloaded host may delay a sign of life.
-
-        Returns:
-            From 0 to 300.
+        An overloaded host may delay it by `stall_s` seconds; `now` is in seconds of the owner's clock.
         """
         mean_s = statistics.fmean(self._intervals)
         deviation_s = max(self._least_s, math.sqrt(statistics.fmean((i - mean_s) ** 2 for i in self._intervals)))
@@ -81,12 +76,7 @@ class PhiAccrual:
     def lost(self, now: float, stall_s: float = 0.0) -> bool:
         """Return whether the silence is longer than the pause and than the noise of the intervals explains.
 
-        Args:
-            now: seconds of the owner's clock.
-            stall_s: seconds by which an overloaded host may delay a sign of life.
-
-        Returns:
-            True if the neighbour counts as lost.
+        `now` and `stall_s` are as for `phi`.
         """
         return self.silence(now) >= self._pause_s + stall_s and self.phi(now, stall_s) >= THRESHOLD
 
@@ -122,21 +112,11 @@ class Stalls:
         self._at = 0.0
 
     def late(self, late_s: float, now: float) -> None:
-        """Note that a timer of this process fired late.
-
-        Args:
-            late_s: by how many seconds.
-            now: seconds of a monotonic clock.
-        """
+        """Note that a timer of this process fired `late_s` seconds late; `now` is that of a monotonic clock."""
         self._seen(LATE_FACTOR * late_s, now)
 
     def load(self, load: HostLoad, now: float) -> None:
-        """Note what the host measured of its CPUs.
-
-        Args:
-            load: the measurement.
-            now: seconds of the same clock.
-        """
+        """Note the `load` that the host measured of its CPUs; `now` is in seconds of the same clock."""
         self._seen(load.stall_s, now)
 
     def expected_s(self, now: float) -> float:

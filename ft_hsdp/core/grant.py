@@ -26,11 +26,7 @@ are ranges, at each host of the replica: ((first rank, number of ranks), ...).
 
 
 def ranks_of(hosts: Hosts) -> list[tuple[str, list[int]]]:
-    """Return each host with its ranks.
-
-    Args:
-        hosts: As `ranges` returns them; () gives [].
-    """
+    """Return each host in `hosts` with its ranks."""
     found: list[tuple[str, list[int]]] = []
     after = 0
     for path, ranks in hosts:
@@ -41,21 +37,13 @@ def ranks_of(hosts: Hosts) -> list[tuple[str, list[int]]]:
 
 
 def paths(hosts: Hosts) -> tuple[str, ...]:
-    """Return the path of each rank's host, in rank order.
-
-    Args:
-        hosts: As `ranges` returns them; () stays ().
-    """
+    """Return the path of each rank's host, in rank order; `hosts` as `ranges` returns them."""
     of_rank = {rank: path for path, ranks in ranks_of(hosts) for rank in ranks}
     return tuple(of_rank[rank] for rank in sorted(of_rank))
 
 
 def ranges(paths: Iterable[str]) -> Hosts:
-    """Return the hosts of ranks.
-
-    Args:
-        paths: Of each rank's host, in rank order; "" if it is not known: then no host is.
-    """
+    """Return the hosts of ranks from the `paths` of each rank's host, in rank order; () if one is "", unknown."""
     found: dict[str, list[tuple[int, int]]] = {}
     first = 0
     for path, same in groupby(paths):
@@ -120,25 +108,15 @@ class Grant:
         return widths if len(set(widths)) > 1 else ()
 
     def narrower(self, nominal: int, ranks_per_unit: int = 1) -> dict[int, int]:
-        """Return the data ranks of the members that have fewer of them than a whole replica, by replica id.
+        """Return the data ranks, by replica id, of the members that have fewer than a whole replica: `nominal`.
 
-        Args:
-            nominal: data ranks of a whole replica.
-            ranks_per_unit: ranks that train one unit together.
+        So many as `ranks_per_unit` train one unit together.
         """
         widths = {m.replica: len(m.ring) // ranks_per_unit for m in self.members if m.ring}
         return {replica: width for replica, width in widths.items() if width < nominal}
 
     def member(self, replica: int, incarnation: str) -> Member | None:
-        """Return the entry of one incarnation.
-
-        Args:
-            replica: replica id.
-            incarnation: this life of the replica.
-
-        Returns:
-            None if the grant does not name it, or names another incarnation of the replica.
-        """
+        """Return the entry of one `incarnation` of a `replica`; None if the grant names another one or none."""
         return next((m for m in self.members if m.replica == replica and m.incarnation == incarnation), None)
 
     @property
@@ -147,14 +125,10 @@ class Grant:
         return tuple(m for m in self.members if m.holds_base)
 
     def places(self, step: int) -> dict[int, Places]:
-        """Return which places each member takes among the untrained units of the state before `step`.
+        """Return the places of each member among the untrained units of the state before `step`, by replica id.
 
-        Args:
-            step: the number of a step of this epoch.
-
-        Returns:
-            By replica id. First the contributors in ring order; then, but not for the first step, those that are
-            behind: what they will probably take in the epoch that makes them contributors.
+        First the contributors in ring order; then, but not for the first step of the epoch, those that are
+        behind: what they will probably take in the epoch that makes them contributors.
         """
         first = step == self.base.step + 1
         able = [m for m in self.members if m.role == "contribute"]
@@ -165,12 +139,7 @@ class Grant:
     def following(self, step: int, replica: int) -> int:
         """Return the first place of a member in the step after `step`, counted like those of `step`.
 
-        Args:
-            step: the number of a step of this epoch.
-            replica: id of a member that does not stand by.
-
-        Returns:
-            A place, if the membership stays as it is.
+        The `replica` does not stand by. The place is right if the membership stays as it is.
         """
         now, later = self.places(step), self.places(step + 1)[replica]
         before = [m.replica for m in self.members if m.role == "contribute"] if self.shared else [replica]

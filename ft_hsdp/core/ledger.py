@@ -65,7 +65,7 @@ class Ledger:
 
     @staticmethod
     def of_batches(cursors: Iterable[int], holes: Iterable[tuple[int, int]], units: int) -> Ledger:
-        """Return the ledger of whole batches, which checkpoints of an earlier version have.
+        """Return the ledger of whole batches of so many `units`, which checkpoints of an earlier version have.
 
         Args:
             cursors: for each data shard, one more than its highest batch that was trained.
@@ -79,15 +79,10 @@ class Ledger:
         return Ledger(tuple(cursor * units for cursor in cursors), tuple(runs))
 
     def at(self, shard: int, places: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
-        """Return the units at some places among the untrained units of a data shard.
+        """Return the units at some places among the untrained units of a data `shard`, in the order of the places.
 
-        Args:
-            shard: number of the data shard.
-            places: (first place, count) of each run of places; place 0 is the first untrained unit: holes come
-                first, then the units from the cursor on.
-
-        Returns:
-            Runs of units, in the order of the places; runs that follow each other are joined.
+        Runs that follow each other are joined. `places` are (first place, count); place 0 is the first untrained
+        unit: holes come first, then the units from the cursor on.
         """
         holes = [(first, count) for s, first, count in self.holes if s == shard]
         below = sum(count for _, count in holes)
@@ -105,31 +100,20 @@ class Ledger:
         return tuple(_joined(result))
 
     def given_up(self, spoiled: Iterable[Run], retries: int) -> tuple[Run, ...]:
-        """Return the units that reach their limit when `spoiled` are left out of one more step.
-
-        Args:
-            spoiled: runs of units that the step goes without.
-            retries: a unit that was left out of so many steps is given up.
-
-        Returns:
-            Runs of units, sorted.
-        """
+        """Return the units that reach the limit of `retries` when `spoiled` are left out of one more step."""
         over = [run for run in _added(self.spoilt, spoiled) if run[3] >= retries]
         return tuple(_common([run[:3] for run in over], spoiled))
 
     def advance(self, runs: Iterable[Run], spoiled: Iterable[Run] = (), retries: int = 1) -> Ledger:
         """Return the ledger after a step.
 
-        Units between the cursor and a unit that was trained become holes. Units that are given up count as spent,
-        like those that were trained.
+        Units between the cursor and a unit that was trained become holes. Units that are given up count as
+        spent, like those that were trained.
 
         Args:
             runs: units that were trained.
             spoiled: units that the step went without because their gradients were not finite.
             retries: a spoiled unit that was left out of so many steps is given up.
-
-        Returns:
-            A new ledger with as many data shards.
 
         Raises:
             ValueError: a unit was trained before, or there would be more than `MAX_HOLES` holes.

@@ -60,15 +60,10 @@ from ft_hsdp.core.voting import (
 
 
 def transition(s: Replica, event: Event) -> Step:
-    """Return the replica after `event`, and what its leader has to do.
+    """Return the replica after `event`, and what its leader has to do, in this order.
 
-    Args:
-        s: the replica before the event.
-        event: what happened.
-
-    Returns:
-        The next replica, and effects in the order in which they are to be carried out. An event that has nothing
-        to say any more (about another epoch, attempt or state) changes nothing and has no effects.
+    An event that has nothing to say any more (about another epoch, attempt or state) changes nothing and has no
+    effects.
     """
     s, effects = _transition(s, event)
     free = s.phase in (Phase.ASKING, Phase.REDUCING, Phase.FETCHING)  # not between its vote and the verdict
@@ -237,8 +232,8 @@ def _proceed(s: Replica) -> Step:
 def _adopt(s: Replica, grant: Grant) -> Step:
     """Adopt a newer grant, unless this replica holds something newer than the grant's base.
 
-    A record in doubt that leads to the base was committed, so it is applied. A replica that does not hold the base
-    is behind: it relays, and fetches the base from the grant's donors.
+    A record in doubt that leads to the base was committed, so it is applied. A replica that does not hold the
+    base is behind: it relays, and fetches the base from the grant's donors.
     """
     if (grant.term, grant.epoch) <= s.seen or grant.epoch <= (s.grant.epoch if s.grant else 0):
         return s, ()
@@ -328,8 +323,8 @@ def _catch_up(s: Replica, answer: CatchUp) -> Step:
 
     Apply the record in doubt if it leads to the base, keep the base for others, or fetch it.
 
-    The record is kept until the base is here: if all replicas that hold the base are lost, it is the newest state
-    left.
+    The record is kept until the base is here: if all replicas that hold the base are lost, it is the newest
+    state left.
     """
     base, prepared, final = answer.base, s.prepared, answer.base.step >= s.steps
     effects: tuple[Effect, ...] = ()

@@ -44,13 +44,8 @@ ENTRY = "entry"  # the key of the name and the digest of what the ranks run
 def difference(theirs: Mapping[str, str], agreed: Mapping[str, str]) -> tuple[str, str, str] | None:
     """Return the first dotted key, in sorted order but `PROTOCOL` first, in which two configurations differ.
 
-    Args:
-        theirs: values by dotted key, as `config.agreed` writes them.
-        agreed: the same of the other side.
-
-    Returns:
-        The key, the value in `theirs` and the value in `agreed`; "nothing" stands for a key that one side does
-        not have. None if the two are equal.
+    With it come its values in `theirs` and in `agreed`, which `config.agreed` writes; "nothing" stands for a key
+    that one side does not have. None if the two are equal.
     """
     for key in sorted(theirs.keys() | agreed.keys(), key=lambda key: (key != PROTOCOL, key)):
         mine, other = theirs.get(key, "nothing"), agreed.get(key, "nothing")
@@ -69,14 +64,8 @@ CUTS = frozenset({"batch_size", REPLICA_BATCH, TOGETHER, "drop_last", "shuffle",
 def other_data(theirs: Mapping[str, str], agreed: Mapping[str, str]) -> tuple[str, str, str] | None:
     """Return the first fact about the data, those of the data themselves first, in which two sides differ.
 
-    A fact that one side does not know, or that is random, is not compared.
-
-    Args:
-        theirs: facts by name, as `ft_hsdp.train.data.facts` makes them.
-        agreed: the same of the other side.
-
-    Returns:
-        The fact, its value in `theirs` and its value in `agreed`; None if nothing differs.
+    With it come its values in `theirs` and in `agreed`, as `ft_hsdp.train.data.facts` makes them; None if
+    nothing differs. A fact that one side does not know, or that is random, is not compared.
     """
     for name in sorted(theirs.keys() & agreed.keys(), key=lambda name: (name in CUTS, name)):
         mine, other = theirs[name], agreed[name]
@@ -105,9 +94,9 @@ class Phase(Enum):
 class Replica:
     """The leader's view of its replica: the argument and the result of `replica.transition`.
 
-    `state` is what all ranks hold, `ring_state` is what the next reduction builds on. They are equal except while
-    the replica is behind: then a fetch of `fetching` is under way (or is to be ordered), the replica only relays
-    in the ring, and `log` holds the records that were committed meanwhile.
+    `state` is what all ranks hold, `ring_state` is what the next reduction builds on. They are equal except
+    while the replica is behind: then a fetch of `fetching` is under way (or is to be ordered), the replica only
+    relays in the ring, and `log` holds the records that were committed meanwhile.
     """
 
     # Identity.

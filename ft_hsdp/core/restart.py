@@ -145,8 +145,7 @@ def essence(error: str) -> str:
 def ends_all(ends: Iterable[tuple[str, int]]) -> bool:
     """Return whether one error has ended each replica `SAME_ENDS` times in a row.
 
-    Args:
-        ends: of each replica the error that ended it last ("": none), and how often in a row.
+    `ends` are, of each replica, the error that ended it last ("": none), and how often in a row.
     """
     known = list(ends)
     errors = {error for error, _ in known}
@@ -157,8 +156,8 @@ def ends_all(ends: Iterable[tuple[str, int]]) -> bool:
 class FatalUnits:
     """Which units of the data end the processes that train them, whichever replica that is.
 
-    What fails with every unit is not the fault of the units: a replica for which one was blamed has to contribute
-    to a step before another one is.
+    What fails with every unit is not the fault of the units: a replica for which one was blamed has to
+    contribute to a step before another one is.
     """
 
     ends: tuple[tuple[Run, int], ...] = ()  # what was in flight when processes ended, and how often
@@ -187,13 +186,7 @@ class FatalUnits:
 def on_narrow_end(state: RestartState, policy: RestartPolicy, cause: str) -> tuple[RestartState, Restart]:
     """Return what to do after fewer ranks ended for which `NarrowEnds.blames` their number: it costs no budget.
 
-    Args:
-        state: of the replica, before the end.
-        policy: what the operator chose.
-        cause: why they ended, in one clause.
-
-    Returns:
-        The state after it, and the restart.
+    `state`, `policy` and `cause` are as for `on_loss`.
     """
     after = replace(on_start(state), restarts=state.restarts + 1, unreached=0)
     reason = f"{cause}; fewer ranks may need too much memory, which costs none of the budget"
@@ -235,13 +228,5 @@ def doubled(first_s: float, times: int, most_s: float) -> float:
 
     The exponent is bounded: a float holds no power of 2 above 1023, and an outage may last for any number of
     failures.
-
-    Args:
-        first_s: pause in seconds after one failure.
-        times: failures in a row.
-        most_s: longest pause in seconds.
-
-    Returns:
-        Seconds; 0.0 after no failure.
     """
     return float(min(most_s, first_s * 2 ** min(times - 1, 64))) if times > 0 else 0.0

@@ -74,16 +74,9 @@ class Operation:
 
 
 def operations(position: int, members: int) -> tuple[Operation, ...]:
-    """Return the 2N-1 operations of one member, in order (FT-HSDP §4.2).
+    """Return the 2N-1 operations (FT-HSDP §4.2) of the member at `position` of a ring of `members`.
 
     A ring of one has one operation, which stores.
-
-    Args:
-        position: of the member in the ring, from 0.
-        members: size of the ring.
-
-    Returns:
-        The operations by number.
 
     Raises:
         ValueError: the position is not in the ring.
@@ -109,17 +102,10 @@ def _kind(number: int, members: int) -> OperationKind:
 
 
 def fold_order(shard: int, ring: Sequence[int], contributors: frozenset[int]) -> tuple[int, ...]:
-    """Return the replicas whose gradients are added to a shard, in the order of addition.
+    """Return the replicas whose gradients are added to a `shard`, in the order of addition.
 
-    The sum starts at the position with the shard's number and goes round once; relays are skipped.
-
-    Args:
-        shard: number of the shard.
-        ring: replica ids in ring order.
-        contributors: replicas that add their gradient.
-
-    Returns:
-        Replica ids.
+    The sum starts at the position in the `ring` with the shard's number and goes round once; those that are no
+    `contributors` are skipped.
     """
     members = len(ring)
     order = (ring[(shard + k) % members] for k in range(members))
@@ -140,14 +126,7 @@ class Span:
 
 
 def shards(elements: int, members: int) -> tuple[Span, ...]:
-    """Cut `elements` into one span for each of `members`; their sizes differ by one element at most.
-
-    Args:
-        elements: size of the buffer.
-        members: size of the ring.
-
-    Returns:
-        The spans by number of the shard; together they cover the buffer.
+    """Return `elements` cut into one span for each of `members`; their sizes differ by one element at most.
 
     Raises:
         ValueError: no members, or a negative size.
@@ -230,14 +209,7 @@ class RingPlan:
         return len(_chunks(self)[0])
 
     def span(self, shard: int, round_: int) -> Span:
-        """Return the chunk of a shard in one round; empty where the shard has fewer chunks than another one.
-
-        Args:
-            shard: number of the shard.
-            round_: from 0.
-
-        Returns:
-            Elements of the bucket.
+        """Return the chunk of a `shard` in `round_`, from 0; empty where another shard has more chunks.
 
         Raises:
             ValueError: the plan has no such round.
@@ -247,14 +219,7 @@ class RingPlan:
         return _chunks(self)[shard][round_]
 
     def shard_spans(self, shard: int) -> Iterator[Span]:
-        """Yield the spans of a shard, one for each partition. All elements of the shard are summed in one order.
-
-        Args:
-            shard: number of the shard.
-
-        Yields:
-            Elements of the bucket, in order.
-        """
+        """Yield the spans of a `shard`, one for each partition. All its elements are summed in one order."""
         for number in range(self.partitions):
             begin = number * self.partition
             size = min(self.partition, self.elements - begin)
@@ -358,7 +323,7 @@ class Pipeline:
         return self._post()
 
     def arrived(self, number: int, round_: int, empty: bool) -> list[Step]:
-        """Take note of the left neighbour's chunk and return what to do next.
+        """Take note of the left neighbour's chunk and return what to do next, in this order.
 
         The first operation's chunk of the neighbour lets one more own chunk go, so no member runs ahead of the
         ring by more than the slots.
@@ -367,9 +332,6 @@ class Pipeline:
             number: the operation that receives the chunk.
             round_: number of the chunk in its shard.
             empty: whether it came without a payload.
-
-        Returns:
-            Steps in the order in which they are to be done.
 
         Raises:
             OutOfOrder: it is not the next chunk of that operation, or it is empty where sums are final.
@@ -388,13 +350,7 @@ class Pipeline:
         return self._post()
 
     def processed(self, number: int) -> list[Step]:
-        """Take note that the data plane finished the next round of an operation, and return what to do next.
-
-        Args:
-            number: the operation.
-
-        Returns:
-            Steps in the order in which they are to be done.
+        """Take note that the data plane finished the next round of operation `number`; return what to do next.
 
         Raises:
             OutOfOrder: no chunk of that operation is posted.
@@ -413,7 +369,8 @@ class Pipeline:
     def _sends_nothing(self, operation: Operation, round_: int) -> bool:
         """Return whether the result is sent without a payload.
 
-        A partial sum stays empty until a member contributes. A final sum without contributors is zeros, not empty.
+        A partial sum stays empty until a member contributes. A final sum without contributors is zeros, not
+        empty.
         """
         if (operation.number, round_) not in self._empty:
             return False

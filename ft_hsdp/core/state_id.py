@@ -43,14 +43,9 @@ def digest(*parts: object) -> str:
 
 
 def initial(config_hash: str, weights_digest: str) -> StateId:
-    """Return the state before the first step, which is a committed state like any other.
+    """Return the state before the first step, of epoch 0, which is a committed state like any other.
 
-    Args:
-        config_hash: hash of the configuration on which all replicas of the job agree.
-        weights_digest: hash of the initial weights.
-
-    Returns:
-        A state of epoch 0 and step 0.
+    Its lineage is the hash of `config_hash`, on which all replicas agree, and `weights_digest`.
     """
     return StateId(0, 0, digest("initial", config_hash, weights_digest))
 
@@ -100,16 +95,9 @@ def slice_number(step: int) -> int:
 
 
 def slice_bounds(nbytes: int, step: int) -> tuple[int, int]:
-    """Return the slice of the state that is compared after `step` steps.
+    """Return the slice [begin, end) of a state of `nbytes` bytes that is compared after `step` steps.
 
     Any `SLICES` steps in a row cover all of it.
-
-    Args:
-        nbytes: size of the state in bytes.
-        step: committed steps.
-
-    Returns:
-        [begin, end) in bytes.
     """
     n = slice_number(step)
     return nbytes * n // SLICES, nbytes * (n + 1) // SLICES
@@ -121,14 +109,7 @@ def differ(digests: Digests) -> bool:
 
 
 def minority(digests: Digests) -> tuple[int, ...]:
-    """Return the replicas that differ from more than half of the members.
-
-    Args:
-        digests: at least one.
-
-    Returns:
-        Sorted replica ids; empty if all agree, or if no digest is that of more than half.
-    """
+    """Return the replicas, sorted, that differ from more than half of the `digests`; () without such a half."""
     (most, votes), *_ = Counter(digest for _, digest in digests).most_common(1)
     if 2 * votes <= len(digests):
         return ()
@@ -136,15 +117,7 @@ def minority(digests: Digests) -> tuple[int, ...]:
 
 
 def describe(digests: Digests, state: StateId) -> str:
-    """Return one line for humans: which replicas differ from which.
-
-    Args:
-        digests: of members that differ.
-        state: the state that they all name.
-
-    Returns:
-        Text without a full stop.
-    """
+    """Return one line for people: which replicas differ from which, by their `digests` of `state`."""
     where = f"in slice {slice_number(state.step)} of {state}"
     few = minority(digests)
     if few:

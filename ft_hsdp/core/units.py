@@ -59,14 +59,15 @@ class UnitPolicy:
         1. If the batch adapts, each contributor takes `accumulate` micro-batches.
         2. Otherwise each takes the same number, at least one and at most `max_accumulate`.
         3. What is missing to the constant batch goes in single micro-batches to those whose width it fits, the
-           widest first: whole replicas take over from those with fewer ranks.
+        widest first: whole replicas take over from those with fewer ranks.
 
         No rank stays idle in a micro-batch, so some sums cannot be had. With equal widths the sum is what is
         wanted, unless `max_accumulate` caps it or there are more contributors than micro-batches. With unequal
-        widths it may be less, by less than the widest trains at once; it is more only by rule 2's "at least one".
+        widths it may be less, by less than the widest trains at once; it is more only by rule 2's "at least
+        one".
 
-        Example: 3 replicas of 2 data ranks, `accumulate` 4: 24 units are wanted. Of widths 2, 2 and 1 each takes 4
-        micro-batches, which are 20 units, and the wide ones take another: 10, 10 and 4.
+        Example: 3 replicas of 2 data ranks, `accumulate` 4: 24 units are wanted. Of widths 2, 2 and 1 each takes
+        4 micro-batches, which are 20 units, and the wide ones take another: 10, 10 and 4.
 
         Args:
             widths: data ranks of each contributor, in ring order.
@@ -91,12 +92,8 @@ EACH_ITS_BATCH = UnitPolicy()
 def deal(counts: Iterable[int], shared: bool) -> tuple[Places, ...]:
     """Return the places of each contributor in a step that nothing has disturbed.
 
-    Args:
-        counts: units of each contributor, in ring order.
-        shared: whether all take from one data shard, one contributor after the other.
-
-    Returns:
-        One run of places for each contributor; no two overlap if they share a data shard.
+    `counts` are the units of each, in ring order. If the data shard is `shared`, one takes after the other, so
+    no two overlap.
     """
     places, begin = [], 0
     for count in counts:

@@ -30,15 +30,10 @@ from ft_hsdp.core.units import head, size
 
 
 def ask(s: Replica, superseded_epoch: int = 0, pause: bool = False) -> Step:
-    """Report the state to the lighthouse and ask for the next step.
+    """Report the state and return the `RequestGrant` for the next step, in phase ASKING, or FINAL at the end.
 
-    Args:
-        s: the replica.
-        superseded_epoch: an epoch whose ring is over for this replica, so that only a larger epoch helps; 0: none.
-        pause: wait a moment before the request is sent (see `effects.RequestGrant`).
-
-    Returns:
-        The replica in phase ASKING, or FINAL if the ring's state is the final one, and one `RequestGrant`.
+    The ring of `superseded_epoch` (0: none) is over for this replica, so that only a larger epoch helps. A
+    `pause` comes before the request is sent (see `effects.RequestGrant`).
     """
     final = s.ring_state.step >= s.steps
     report = Report(
@@ -74,19 +69,17 @@ def break_ring(
     suspect: int | None = None,
     accuser: int | None = None,
 ) -> Step:
-    """Leave the ring of `epoch`, keep what is in doubt, and ask for a larger epoch.
+    """Leave the ring of `epoch`, keep what is in doubt, and return the request for a larger epoch.
 
     A replica that has not passed on a yes never will, so its attempt is void: no member can have committed it.
+    Nothing happens if the ring does not stand here; one that holds the final state requests nothing.
 
     Args:
         s: the replica.
-        epoch: the epoch of the ring that broke. Nothing happens if its ring does not stand here.
+        epoch: the epoch of the ring that broke.
         why: the reason that the other members are told.
         suspect: the replica that is held responsible, if there is one.
         accuser: the neighbour of the suspect that blames it.
-
-    Returns:
-        The replica without a ring, `StopRing`, and a request unless it holds the final state.
     """
     if s.grant is None or s.grant.epoch != epoch or not s.intact:
         return s, ()
@@ -109,16 +102,10 @@ def break_ring(
 
 
 def ask_again(s: Replica, why: str) -> Step:
-    """Leave the ring and ask for a larger epoch, because an answer does not fit what this replica knows.
+    """Leave the ring and return a request for a larger epoch: an answer does not fit what is known here.
 
-    To ignore the answer would leave this replica without an open request: it would wait for ever.
-
-    Args:
-        s: the replica.
-        why: the reason that the other members are told.
-
-    Returns:
-        The replica without a ring, and a request that is sent after a pause.
+    It is sent after a pause. The other members are told `why`. To ignore the answer would leave this replica
+    without an open request: it would wait for ever.
     """
     epoch = s.seen[1]
     left = (StopRing(epoch, why),) if s.intact else ()
@@ -127,15 +114,10 @@ def ask_again(s: Replica, why: str) -> Step:
 
 
 def run_batch(s: Replica) -> Step:
-    """Start on the next batch, unless its gradient is computed or being computed already.
+    """Return `RunBatch` for the next batch, unless its gradient is computed or being computed already.
 
-    What is computed already counts if it begins with the same units as what is due; then only the rest is missing.
-
-    Args:
-        s: the replica.
-
-    Returns:
-        The replica, and `RunBatch` if the batch is new; before it `DropGradient` if another one was started.
+    What is computed already counts if it begins with the same units as what is due; then only the rest is
+    missing. If another one was started, `DropGradient` comes first.
     """
     places = s.places
     if not places:
@@ -164,16 +146,10 @@ MAX_SKIPS = 8
 
 
 def reduced(s: Replica, fence: AttemptId, record: CommitRecord, digest: str) -> Step:
-    """Vote on the sum that all own ranks hold, if the token is here or starts here.
+    """Return the vote on the sum that all own ranks hold, if the token is here or starts here.
 
-    Args:
-        s: the replica.
-        fence: the attempt that was reduced; the event is ignored if it is not the current one.
-        record: the record of that attempt.
-        digest: hash of the compared slice of the base state; "" if this replica does not hold it.
-
-    Returns:
-        The replica in phase VOTED, and `SendToken` if it passes the token on.
+    The `record` is that of the attempt `fence`, which is ignored if it is not the current one. The `digest` is
+    the hash of the compared slice of the base state; "" if this replica does not hold it.
     """
     if s.phase is not Phase.REDUCING or fence != s.fence:
         return s, ()
@@ -212,17 +188,11 @@ def _skips(s: Replica, record: CommitRecord) -> bool:
 
 
 def token_arrived(s: Replica, token: CommitToken) -> Step:
-    """Handle the commit token from the left neighbour.
+    """Handle the commit token from the left neighbour, and return what follows from the vote or the verdict.
 
-    In pass 1 the own vote is added and the token passed on; if the own sum is not complete, the token waits here.
-    Pass 1 that is back at the first member, and pass 2, carry the verdict.
-
-    Args:
-        s: the replica.
-        token: the token; it is ignored if it is about another attempt.
-
-    Returns:
-        The replica, and what follows from the vote or the verdict.
+    In pass 1 the own vote is added and the token passed on; if the own sum is not complete, the token waits
+    here. Pass 1 that is back at the first member, and pass 2, carry the verdict. A `token` about another attempt
+    is ignored.
     """
     if s.phase not in (Phase.REDUCING, Phase.VOTED) or token.fence != s.fence:
         return s, ()
@@ -322,14 +292,7 @@ def _decide(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> Step
 
 
 def leave_job(s: Replica) -> Step:
-    """Leave the ring, if it stands, and end; but write the checkpoint of the last state first.
-
-    Args:
-        s: the replica.
-
-    Returns:
-        The replica, and `Exit` unless it still writes the checkpoint of its state.
-    """
+    """Leave the ring, if it stands, and return `Exit`, unless the state is still being written to a checkpoint."""
     left = (StopRing(s.grant.epoch, f"replica {s.me} leaves"),) if s.grant is not None and s.intact else ()
     s = replace(s, intact=False)
     if s.writing is not None and state_id.same(s.writing, s.state):
@@ -341,14 +304,9 @@ def leave_job(s: Replica) -> Step:
 def end_loop(s: Replica) -> Step:
     """Leave at once, with the state that the ranks hold: they train no further step.
 
-    The others repeat the step under way without this replica, unless their loops end, too. The lowest one that
-    holds the state writes it, if it is to be kept and was not due anyway.
-
-    Args:
-        s: the replica, which is not between its vote and the verdict.
-
-    Returns:
-        The replica, and `Exit` unless it writes the checkpoint of its state first.
+    The replica is not between its vote and the verdict. The others repeat the step under way without it, unless
+    their loops end, too. The lowest one that holds the state writes it, if it is to be kept and was not due
+    anyway, and returns `Exit` after that.
     """
     members = s.grant.members if s.grant is not None else (Member(s.me, s.incarnation, "contribute"),)
     able = [m for m in members if (m.replica in s.up_to_date if s.up_to_date else m.holds_base)]
@@ -376,10 +334,10 @@ def _buffer(s: Replica, record: CommitRecord) -> Step:
 def _diverged(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> Step:
     """Handle members that hold different states under one name: commit nothing on them.
 
-    A minority ends. The majority stays in the ring until that has happened: a member that left at once could keep
-    the minority from hearing the verdict. What its hosts keep of the minority's shards has the name of the right
-    state, so it is dropped before anybody looks for a source. Without a majority all leave the ring, and the
-    lighthouse halts the job.
+    A minority ends. The majority stays in the ring until that has happened: a member that left at once could
+    keep the minority from hearing the verdict. What its hosts keep of the minority's shards has the name of the
+    right state, so it is dropped before anybody looks for a source. Without a majority all leave the ring, and
+    the lighthouse halts the job.
     """
     minority, why = state_id.minority(token.digests), state_id.describe(token.digests, s.ring_state)
     s = replace(s, record=None, forwarded=False, minority=minority)
@@ -419,12 +377,10 @@ def _retry(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> Step:
 
 
 def _position(s: Replica) -> int:
-    """Return this replica's position in the ring."""
     assert s.grant is not None
     return s.grant.ring.index(s.me)
 
 
 def _size(s: Replica) -> int:
-    """Return the number of members of the ring."""
     assert s.grant is not None
     return len(s.grant.members)

@@ -68,14 +68,12 @@ class BlockLayout:
         return -(-self.blocks // self.range_blocks)
 
     def position(self, number: int) -> int:
-        """Return pi of a range: its place in the permuted order."""
         if self.seed is None:
             return number
         turn, place = divmod(number, self._shares)
         return self._share(self._dealt(turn, self.seed)[place]).start + turn
 
     def range_at(self, position: int) -> int:
-        """Return which range has a place in the permuted order."""
         if self.seed is None:
             return position
         at = position * self._shares // self.ranges
@@ -153,13 +151,10 @@ class BlockLayout:
 def first_hosts(number: int, slices: int, hosts: int, copies: int) -> tuple[int, ...]:
     """Return the holders of a slice when no host is lost.
 
-    They are ReStore's L(x, k) if `copies` divides `hosts`. Otherwise that formula makes nearly each host a set of
-    holders of its own, so GEMINI's groups are used instead.
+    They are ReStore's L(x, k) if `copies` divides `hosts`. Otherwise that formula makes nearly each host a set
+    of holders of its own, so GEMINI's groups are used instead.
 
     Args:
-        number: the slice.
-        slices: of the store.
-        hosts: the hosts that there are.
         copies: r, at most `hosts`.
     """
     if hosts % copies == 0:
@@ -200,7 +195,6 @@ def plan_submission(
     same decision for the first submission, when nobody holds anything.
 
     Args:
-        slices: number of slices.
         hosts: number of hosts that there are, numbered from 0.
         copies: how many of them each slice is to be on; more than `hosts` means all.
         held: the hosts that have a slice, by slice.
@@ -267,7 +261,6 @@ def plan_load(
     one host.
 
     Args:
-        layout: where the blocks lie.
         requests: the blocks that each rank wants.
         holders: the hosts that have a slice, by slice.
         near: the host of each rank; None: all ranks are elsewhere.
@@ -329,8 +322,6 @@ def share(blocks: int, ranks: int, align: int = 1) -> list[Span]:
     """Return equal parts of the data, one for each rank, in order.
 
     Args:
-        blocks: n.
-        ranks: how many parts.
         align: each part but the last begins and ends at a multiple of so many blocks.
     """
     units = -(-blocks // align)
@@ -345,12 +336,10 @@ def shrink(
 ) -> dict[int, tuple[Span, ...]]:
     """Return what each rank that is left takes over of the blocks of those that are lost (§II, §VI-C).
 
-    All of them take about the same, and keep their own. It changes nothing by itself: note it once the blocks are
-    loaded. If another rank is lost before that, ask again with the old `owned` and all that are lost.
+    All of them take about the same, and keep their own. It changes nothing by itself: note it once the blocks
+    are loaded. If another rank is lost before that, ask again with the old `owned` and all that are lost.
 
     Args:
-        owned: the blocks of each rank.
-        lost: ranks that are gone.
         align: spans are cut at multiples of so many blocks.
 
     Raises:

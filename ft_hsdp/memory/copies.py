@@ -26,8 +26,6 @@ Domain = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class MemberHosts:
-    """A member of an epoch, as far as copies are concerned."""
-
     replica: int
     hosts: tuple[Host, ...]  # of each rank, in the order of the ranks
     healthy: bool  # it holds the state that the epoch's first step begins with
@@ -71,7 +69,6 @@ def coverage(members: Sequence[MemberHosts], plan: Plan, level: Level) -> int:
     """Return in how many failure domains each shard of the newest state is at least, once a plan is carried out.
 
     Args:
-        members: the members of the epoch.
         plan: what `missing_copies` has returned for them.
         level: what the hosts of two copies must not share.
     """
@@ -113,13 +110,12 @@ def missing_copies(
 
     The healthy replica with the lowest id makes them, so that no two replicas rely on each other; of replicas of
     unequal width, one with the most ranks, and the narrower ones count for nothing. Its hosts keep each other's
-    shards in the groups of `placement.groups`. A holder that is lost, full, or in a domain that has a copy already
-    is replaced: by the next host of the shard's probing sequence, then by a spare host, then by a host of another
-    replica. The other copies stay where they are. Between the hosts of other replicas none moves when yet another
-    replica comes or goes.
+    shards in the groups of `placement.groups`. A holder that is lost, full, or in a domain that has a copy
+    already is replaced: by the next host of the shard's probing sequence, then by a spare host, then by a host
+    of another replica. The other copies stay where they are. Between the hosts of other replicas none moves when
+    yet another replica comes or goes.
 
     Args:
-        members: the members of the epoch.
         copies: wanted copies of each shard, the owner's own one and those of healthy replicas included.
         level: what the hosts of two copies must not share.
         spares: spare hosts, which have agents but no ranks.
@@ -155,12 +151,11 @@ def move_refused(
 ) -> Plan:
     """Return a plan in which the copy that its holder refuses, as the last of `refusals` says, is elsewhere.
 
-    It moves to the next own host of the replica in the shard's probing sequence that has room, has not refused it,
-    and is in a failure domain without a copy of it. No other copy moves. Without such a host it stays where it is:
-    its holder is asked again for each state, and the votes say that the state is not kept.
+    It moves to the next own host of the replica in the shard's probing sequence that has room, has not refused
+    it, and is in a failure domain without a copy of it. No other copy moves. Without such a host it stays where
+    it is: its holder is asked again for each state, and the votes say that the state is not kept.
 
     Args:
-        members: the members of the epoch.
         plan: what `missing_copies` has returned for them, after the earlier refusals.
         level: what the hosts of two copies must not share.
         refusals: in the order in which they were told, the last one not looked at yet.

@@ -44,9 +44,6 @@ class RowLane:
 
         Args:
             width: number of ranks of a replica, one of `widths`.
-
-        Returns:
-            The number of the rank.
         """
         return self.owners[self.widths.index(width)]
 
@@ -85,7 +82,6 @@ def without_rows(tensors: Tensors, width: int) -> tuple[int, ...]:
 
     Args:
         tensors: by name, (shape, bytes of an element); cut in dimension 0.
-        width: number of ranks of a replica.
 
     Returns:
         Numbers of ranks, in order.

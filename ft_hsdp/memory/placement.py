@@ -31,7 +31,6 @@ def place(hosts: int, copies: int) -> tuple[list[list[int]], Strategy]:
     """Divide hosts into groups by GEMINI's Algorithm 1.
 
     Args:
-        hosts: number of hosts.
         copies: copies of each shard, the owner's own one included.
 
     Returns:
@@ -102,7 +101,6 @@ def first_holders(shard: int, shards: int, hosts: int, copies: int) -> tuple[int
 
     Args:
         shard: x, the number of the shard.
-        shards: n.
         hosts: p.
         copies: r, a divisor of p.
 
@@ -121,7 +119,6 @@ def double_hashing(start: int, steps: Iterable[int], hosts: int) -> Iterator[int
     Args:
         start: the first host.
         steps: candidates for the length of a step; the first that has no divisor in common with `hosts` is taken.
-        hosts: number of hosts.
 
     Raises:
         StopIteration: none of `steps` can be taken.
@@ -134,7 +131,6 @@ def probing(shard: int, hosts: int, first: Iterable[int] = ()) -> Iterator[int]:
     """Return all hosts once, in the order in which they are asked to keep a copy of a shard.
 
     Args:
-        shard: the number of the shard.
         hosts: number of hosts; at least 1.
         first: the holders of the first placement, which come before all others.
     """

@@ -73,7 +73,6 @@ def newest(
 
     Args:
         holdings: what all agents that answered hold.
-        replica: the replica that recovers.
         layouts: the layout of the shard of each of its ranks. Other layouts are left out.
         hosts: the path of the host of each of its ranks.
         excluded: holdings that failed a check.
@@ -145,7 +144,6 @@ def rung(used: Iterable[Iterable[Holding]], replica: int, hosts: Sequence[str]) 
 
     Args:
         used: the sources of each rank.
-        replica: the replica that recovers.
         hosts: the path of the host of each of its ranks.
     """
     worst = 0

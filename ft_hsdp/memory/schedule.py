@@ -27,8 +27,6 @@ SLOWEST = 1024  # times the configured interval, at most
 
 
 class Piece(NamedTuple):
-    """A part of a copy that is sent in one go."""
-
     span: int  # index of the idle span
     copy: int  # index of the copy: 0 to copies - 2
     offset: int  # in the shard
@@ -89,14 +87,14 @@ def schedule(
 class CopyInterval:
     """Of which states copies are made: every k-th one. k grows while copies hold up steps, and shrinks again.
 
-    It is the configured interval times a power of two, so the states of a longer one are among those of a shorter
-    one. All ranks see the same waits, so they come to the same interval.
+    It is the configured interval times a power of two, so the states of a longer one are among those of a
+    shorter one. All ranks see the same waits, so they come to the same interval.
 
     Steps have a credit of time that they may wait: each copied state adds `HELD_UP` of the steps of an interval,
     and its wait is taken off. Once it is used up, a copy that costs more than it adds makes the interval longer.
-    So the waits of short steps and of long ones come to `HELD_UP` of the time and the first credit. One wait takes
-    half of the first credit at most: a single one changes nothing. The credit does not begin anew with another
-    interval.
+    So the waits of short steps and of long ones come to `HELD_UP` of the time and the first credit. One wait
+    takes half of the first credit at most: a single one changes nothing. The credit does not begin anew with
+    another interval.
     """
 
     least: int  # as it is configured
@@ -141,8 +139,6 @@ class CopyInterval:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The idle spans of some steps."""
-
     spans: tuple[float, ...]  # mean length of each
     deviation: (
         float  # standard deviation of all spans together, relative to their mean; infinite: they do not match
@@ -157,8 +153,8 @@ class Profile:
 def profile(steps: Sequence[Sequence[float]]) -> Profile:
     """Return what the idle spans of several steps have in common.
 
-    The deviation weighs each span by its length, so that spans of microseconds do not count as unsteady. One step
-    in ten is left out: a step with an evaluation or a checkpoint does not make the others unsteady.
+    The deviation weighs each span by its length, so that spans of microseconds do not count as unsteady. One
+    step in ten is left out: a step with an evaluation or a checkpoint does not make the others unsteady.
 
     Args:
         steps: the spans of each step. First the steps are left out whose number of spans is not

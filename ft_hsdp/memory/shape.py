@@ -50,12 +50,10 @@ class Tensor:
         return math.prod(self.shape[1:]) * self.itemsize
 
     def rows(self, width: int, rank: int) -> tuple[int, int]:
-        """Return the rows [begin, end) that a rank has."""
         return rows(self.shape[0] if self.shape else 1, width, rank) if self.sliced else (0, self.length)
 
     @property
     def length(self) -> int:
-        """The number of rows of the whole tensor."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -71,7 +69,6 @@ def rows(count: int, width: int, rank: int) -> tuple[int, int]:
 
 
 def aligned(nbytes: int) -> int:
-    """Return the bytes that a tensor of ``nbytes`` takes in a packed shard."""
     return -(-nbytes // ALIGN) * ALIGN
 
 

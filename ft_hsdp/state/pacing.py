@@ -65,7 +65,6 @@ def lower_priority() -> None:
 
 
 def words(page: Bytes) -> Words:
-    """Return a page of `PAGE_BYTES` bytes as its words."""
     return page.view(np.int64)
 
 
@@ -89,7 +88,6 @@ class SpanMeter:
         self._whole = False  # the step under way was seen from its begin
 
     def attach(self, page: Bytes) -> None:
-        """Write into ``page``, uint8 [PAGE_BYTES], from now on."""
         with self._lock:
             self._words = words(page)
             self._since, self._spans, self._steps, self._whole = time.monotonic_ns(), [], [], False
@@ -97,7 +95,6 @@ class SpanMeter:
             self._words[_BUSY] = self._busy
 
     def detach(self) -> None:
-        """Write nothing any more."""
         with self._lock:
             if self._words is not None:
                 self._words[_BUSY] = self._words[_COUNT] = 0
@@ -172,7 +169,6 @@ class _Link:
     bandwidth: float = 0.0  # bytes per second; 0: not known
 
     def end(self) -> None:
-        """End the burst under way."""
         if self.size:
             self.bursts.append((self.size, self.seconds))
             self.size, self.seconds = 0, 0.0
@@ -188,7 +184,6 @@ class CopyStream:
     """One copy on its way to a reader, as a context. On the reader's thread.
 
     Args:
-        pacer: Of the host.
         rank: Whose shard is sent.
         queued: Returns how many bytes the reader's end has not acknowledged.
     """
@@ -203,7 +198,6 @@ class CopyStream:
 
     @property
     def unsent(self) -> int:
-        """How many bytes may wait in the socket."""
         return self._pacer.unsent
 
     def __enter__(self) -> Self:
@@ -232,9 +226,6 @@ class CopyStream:
         Blocks for `PATIENCE_S` at most, and as long as the slices of others take. Without a gate it does not
         block.
 
-        Args:
-            nbytes: What is left to send, above 0.
-
         Returns:
             1 to ``nbytes``.
         """
@@ -250,7 +241,6 @@ class CopyStream:
                 time.sleep(TICK_S)
 
     def sent(self, nbytes: int) -> None:
-        """Note that a slice has been handed over to the socket."""
         self.pending += nbytes
         self._pacer.sent(self, nbytes)
         self.look()
@@ -295,7 +285,6 @@ class Pacer:
             os.close(gate.fd)
 
     def stream(self, rank: int, queued: Callable[[], int]) -> CopyStream:
-        """Return the stream of a copy that begins; see `CopyStream`."""
         return CopyStream(self, rank, queued)
 
     @property
@@ -310,7 +299,6 @@ class Pacer:
             self._streams.append(stream)
 
     def leave(self, stream: CopyStream) -> None:
-        """Forget a stream that has ended; what is still in its socket was not idle."""
         with self._lock:
             self._streams.remove(stream)
             if stream in self._turns:
@@ -327,7 +315,6 @@ class Pacer:
             return sum(int(gate.words[_BEGUN]) for gate in self._gates.values())
 
     def count(self, rank: int, nbytes: int, *, idle: bool) -> None:
-        """Count bytes of the shard of ``rank`` that have left."""
         with self._lock:
             self._count(rank, nbytes, idle=idle)
 
@@ -362,7 +349,6 @@ class Pacer:
             return room
 
     def sent(self, stream: CopyStream, nbytes: int) -> None:
-        """Note that a slice has been handed over to its socket."""
         with self._lock:
             if stream.slice_since:
                 self._link.size += nbytes

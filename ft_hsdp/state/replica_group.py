@@ -46,7 +46,6 @@ class ReplicaGroup:
         self.mesh = DeviceMesh.from_group(group, "cpu")
 
     def wait_for(self, timeout_s: float) -> None:
-        """Let a rank wait for another for ``timeout_s`` seconds from now on."""
         self.timeout_s = timeout_s
         _set_pg_timeout(timedelta(seconds=timeout_s), self.group)
 

@@ -136,9 +136,7 @@ class SliceSource(Protocol):
         """Return a slice, or None if it is not here. Its bytes do not change until `give_back`."""
         ...
 
-    def give_back(self, served: ServedSnapshot) -> None:
-        """End the borrow that returned ``served``. Call it once for each."""
-        ...
+    def give_back(self, served: ServedSnapshot) -> None: ...
 
 
 class SnapshotBuffer:
@@ -197,7 +195,6 @@ class InMemorySnapshots:
     def borrow(
         self, state: StateId, rank: int, ranks: int | None = None, *, verify: bool = True
     ) -> ServedSnapshot | None:
-        """Return the snapshot of ``state`` and ``rank``, or None if it is not offered. Does not block."""
         with self._lock:
             found = (
                 each for key, each in self._held.items() if key[:2] == (state, rank) and ranks in (None, key[2])
@@ -213,13 +210,11 @@ class InMemorySnapshots:
         return ()
 
     def drop_damaged(self, served: ServedSnapshot, state: StateId, error: Exception) -> None:
-        """Stop offering a borrowed snapshot."""
         with self._lock:
             for key in [key for key, (held, _) in self._held.items() if held is served]:
                 del self._held[key]
 
     def give_back(self, served: ServedSnapshot) -> None:
-        """End the borrow that returned ``served``. Call it once for each."""
         with self._lock:
             place = next(i for i, (lent, _) in enumerate(self._lent) if lent is served)
             self._lent.pop(place)

@@ -46,7 +46,6 @@ class Candidate:
         config: Of the job, with ``lighthouse.etcd``.
         instance: Which of the lighthouses of the run directory this one is.
         url: Where others reach it.
-        keys: The job's secrets.
         begin: Builds what is served while it leads.
         events: Takes each event of this lighthouse, as a row of its events.jsonl.
 
@@ -96,7 +95,6 @@ class Candidate:
         self._task.add_done_callback(ended)
 
     def close(self) -> None:
-        """Answer the open requests, and take no more."""
         if self._service is not None:
             self._service.close()
         if self._journal is not None:
@@ -116,7 +114,6 @@ class Candidate:
             raise self._failed
 
     async def _run(self) -> None:
-        """Stand by until the election is won, then lead until the lead is lost."""
         trusted = True if self._trusted is None else self._trusted
         async with httpx.AsyncClient(verify=trusted, trust_env=False, follow_redirects=False) as client:
             mirror = JournalMirror(self._database, lambda: self._election.leader, self._token, client)
@@ -142,7 +139,6 @@ class Candidate:
         self._note("LighthouseDeposed", f"it does not lead any more: {self.deposed}", {})
 
     def _elected(self, state: LighthouseState, journal: JobJournal) -> None:
-        """Write to both journals that this lighthouse leads."""
         reason = f"it leads: fence {self._election.revision}, term {state.term}"
         row = self._note("LighthouseElected", reason, {"term": state.term, "epoch": state.epoch})
         journal.note([row])

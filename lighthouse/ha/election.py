@@ -34,9 +34,7 @@ class Election:
     """One candidate for the lead of a job.
 
     Args:
-        etcd: The cluster.
         key: The key that names the leader.
-        url: Of this candidate.
         lease_s: Length of the leader's lease, whole seconds.
         clock: Seconds that never jump and do not stop while the machine is suspended.
     """
@@ -60,7 +58,6 @@ class Election:
         return self.revision > 0 and self._clock() < self._until
 
     async def win(self) -> None:
-        """Wait until this candidate leads."""
         while True:
             if await self._try():
                 return
@@ -127,7 +124,6 @@ class Election:
 
 
 def _url(entry: EtcdEntry) -> str | None:
-    """Return the leader's URL from its key's value; None if there is none."""
     try:
         url = json.loads(entry.value)["url"]
     except (ValueError, KeyError, TypeError):
@@ -157,13 +153,11 @@ class EtcdStore(Store):
         self._doubt = ""
 
     def unsaved(self, state: LighthouseState) -> frozenset[str]:
-        """Compare the durable fields with those that were saved last. Raises Deposed."""
         if self._doubt or not self._election.holds:
             raise Deposed(f"this lighthouse does not lead any more{self._doubt and f': {self._doubt}'}")
         return super().unsaved(state)
 
-    def close(self) -> None:
-        """Do nothing; `Election.resign` lets another lighthouse have the store."""
+    def close(self) -> None: ...
 
     def _read(self) -> tuple[int, Rows]:
         try:
@@ -197,7 +191,6 @@ class EtcdStore(Store):
 
     @property
     def deposed(self) -> str:
-        """Why nothing can be written any more; "" while it can."""
         return self._doubt
 
     @property

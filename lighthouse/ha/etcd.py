@@ -38,8 +38,6 @@ class EtcdRefused(Retryable):
 
 @dataclass(frozen=True, slots=True)
 class EtcdEntry:
-    """A key's value, and when the key was made."""
-
     value: str
     create_revision: int  # of the whole store
 
@@ -87,17 +85,14 @@ class Etcd:
         return self._call("/v3/lease/keepalive", {"ID": str(lease)}, lambda answer: _seconds(answer["result"]))
 
     def revoke(self, lease: int) -> None:
-        """End a lease, and delete the keys that were put under it."""
         self._call("/v3/lease/revoke", {"ID": str(lease)}, _checked)
 
     # Keys.
 
     def get(self, key: str) -> EtcdEntry | None:
-        """Return the newest value of a key; None if the key is not there."""
         return self._call("/v3/kv/range", {"key": _wire(key)}, lambda answer: _entries(_checked(answer))).get(key)
 
     def below(self, prefix: str) -> dict[str, EtcdEntry]:
-        """Return all keys that start with ``prefix``, with their newest values."""
         last = prefix[:-1] + chr(ord(prefix[-1]) + 1)
         body = {"key": _wire(prefix), "range_end": _wire(last)}
         return self._call("/v3/kv/range", body, lambda answer: _entries(_checked(answer)))
@@ -118,7 +113,6 @@ class Etcd:
         return self._call("/v3/kv/txn", body, lambda answer: _checked(answer).get("succeeded", False) is True)
 
     def close(self) -> None:
-        """Close all connections to etcd."""
         self._http.close()
 
     # Calls.

@@ -21,7 +21,6 @@ class InstanceLock:
     """The number of a lighthouse in its run directory; the lock is held until this process ends.
 
     Args:
-        run: The run directory.
         number: Of this lighthouse; None: the first free one.
 
     Raises:
@@ -45,7 +44,6 @@ class InstanceLock:
 
     @property
     def database_path(self) -> Path:
-        """The file of this lighthouse's journal."""
         return self._folder / ("journal.sqlite" if self.number == 0 else f"journal-{self.number}.sqlite")
 
     def run_id(self, first: str) -> str:
@@ -64,7 +62,6 @@ class InstanceLock:
         return self.run_id(first)
 
     def named(self, url: str) -> None:
-        """Write down where this lighthouse listens."""
         replace_json(self._folder / f"seat-{self.number}.json", {"pid": os.getpid(), "url": url})
 
     def leads(self, url: str) -> None:
@@ -76,7 +73,6 @@ class InstanceLock:
             replace_json(self._run / "lighthouse.json", said)
 
     def free(self) -> None:
-        """Release the number for another lighthouse."""
         os.close(self._lock)
 
 
@@ -86,7 +82,6 @@ def me() -> dict[str, object]:
 
 
 def read(file: Path) -> dict[str, object]:
-    """Return the object in a JSON file; an empty one if there is none."""
     try:
         found = json.loads(read_regular(file))
     except (OSError, ValueError):

@@ -28,7 +28,6 @@ class JournalMirror:
     Only rows that are proved to come from a lighthouse of the job are kept.
 
     Args:
-        database: Where the rows are kept.
         leader: Returns the leader's URL, or None while there is no leader.
         token: The worker's.
         client: Closed by the caller.
@@ -44,7 +43,6 @@ class JournalMirror:
         self._client = client
 
     async def run(self) -> None:
-        """Follow the leader, also from one to the next, until cancelled."""
         while True:
             url = self._leader()
             if url is None:

@@ -24,7 +24,6 @@ class Standby:
         self._leader = leader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; its body is not read."""
         leader = self._leader()
         response: Response
         if scope["path"] == "/" and leader is not None:
@@ -43,12 +42,10 @@ class SwitchableApp:
         self._role = "standby"
 
     def lead(self, app: ASGIApp) -> None:
-        """Serve ``app`` from now on, as the leader."""
         self._app = app
         self._role = "leader"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request: /healthz here, all others by the current application."""
         if scope["type"] == "http" and scope["path"] == "/healthz":
             date = {"date": formatdate(usegmt=True)}
             await JSONResponse({"role": self._role}, headers=date)(scope, receive, send)

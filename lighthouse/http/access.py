@@ -117,7 +117,6 @@ class Keys:
         return role
 
     def _set(self, worker: Tokens, admin: Tokens) -> None:
-        """Replace the tokens, and forget which headers were right."""
         self.worker, self.admin = (worker or ("",))[0], (admin or ("",))[0]
         self._open = not worker
         self._proved: dict[bytes | None, Role] = {}  # whole headers that were right; found by a keyed hash of them
@@ -196,14 +195,12 @@ class Bearer(SecurityBase):
         self._keys = keys
 
     async def __call__(self, request: Request) -> None:
-        """Check the request's role. Raises HTTPException 401 for a missing or wrong token, else 403."""
         self.admit(request.scope["headers"], request.scope.get("role"))
 
     def admit(self, headers: Iterable[tuple[bytes, bytes]], known: Role | None = None) -> None:
         """Check the headers of an ASGI scope, as `__call__` does.
 
         Args:
-            headers: Of the request.
             known: The role that `RequestGate` has found; None: no gate is in front, so the token is
                 judged here.
 
@@ -220,7 +217,6 @@ class Bearer(SecurityBase):
 
 
 def may(known: Role, wanted: Role) -> bool:
-    """Return whether a holder of the role ``known`` may do what is for ``wanted``."""
     return known == wanted or wanted == "viewer"
 
 
@@ -228,10 +224,7 @@ class RequestGate:
     """An ASGI middleware: passes a request to ``app``, or answers 401, 413, or 429 with Retry-After.
 
     Args:
-        app: The application behind the gate.
-        keys: The job's secrets.
         rates: How much each address may ask.
-        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -244,7 +237,6 @@ class RequestGate:
         self._streams = OpenSlots(STREAMS, STREAMS // 4)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on, or refuse it."""
         if scope["type"] != "http":
             raise ValueError("the lighthouse speaks HTTP only")
         authorization = length = None
@@ -313,12 +305,10 @@ def _counted(receive: Receive, largest: int) -> Receive:
 
 
 def too_large(largest: int) -> HTTPException:
-    """Return the 413 for a body of more than ``largest`` bytes."""
     return HTTPException(413, f"body: more than {largest} bytes")
 
 
 def unknown_token() -> HTTPException:
-    """Return the 401 for a missing or wrong token."""
     what = f"Authorization: {SCHEME} with a token of this job, or Bearer with a viewer's key, is missing or wrong"
     return HTTPException(401, what, headers={"WWW-Authenticate": f"{SCHEME}, Bearer"})
 

@@ -32,8 +32,6 @@ MAX_REASON = 500  # characters
 
 
 class OperatorOrder(BaseModel):
-    """What may come with an order; ``force`` counts for drain and scale alone."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     reason: str = Field("", max_length=MAX_REASON, description="why; it stands in the journal")
@@ -41,14 +39,10 @@ class OperatorOrder(BaseModel):
 
 
 class Size(OperatorOrder):
-    """How many replicas the job is to have."""
-
     replicas: int = Field(ge=1, le=MAX_COUNT, description="those with lower ids take part; at most max_replicas")
 
 
 class OrderAnswer(BaseModel):
-    """What will happen, or why nothing can; one line."""
-
     detail: str
 
 
@@ -57,10 +51,6 @@ def admin(service: Service, keys: Keys) -> APIRouter:
 
     They answer {"detail": one line} with 200, 404, 409 or 422. The same order once more changes nothing and is
     answered with 200.
-
-    Args:
-        service: Carries the orders out.
-        keys: The job's secrets.
     """
     router = APIRouter(
         prefix="/v1/admin",
@@ -128,8 +118,6 @@ def create_app(
     GET  /healthz       200 while the lighthouse serves; needs no token, as the page itself at /
 
     Args:
-        service: Decides.
-        keys: The job's secrets.
         journal: Adds the routes of `views`; None: there is no page.
         meter: Counts the requests, and adds GET /metrics if there is a journal.
     """

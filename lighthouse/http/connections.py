@@ -40,15 +40,11 @@ TICK_S = 1.0  # everything is timed in these: no timer per connection
 
 
 class _Tracked(Protocol):
-    """A connection, as `Connections` sees it."""
-
     address: str
 
-    def tick(self) -> None:
-        """Note that `TICK_S` have passed."""
+    def tick(self) -> None: ...
 
-    def drop(self) -> None:
-        """Close the connection at once."""
+    def drop(self) -> None: ...
 
 
 class Connections:
@@ -91,7 +87,6 @@ class Connections:
         return None
 
     def known(self, connection: _Tracked) -> None:
-        """Note that a request on this connection has shown a token."""
         if self._strangers.pop(connection, connection) is None:
             mine = self._of[connection.address]
             del mine[connection]
@@ -99,7 +94,6 @@ class Connections:
                 del self._of[connection.address]
 
     def leave(self, connection: _Tracked) -> None:
-        """Forget a connection that is closed."""
         self.known(connection)
         self._all.discard(connection)
 
@@ -132,19 +126,16 @@ class GuardedConnection(HttpToolsProtocol):
     # Callbacks of uvicorn's protocol.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to track the connection."""
         super().connection_made(transport)
         self.address = source(self.client[0]) if self.client else ""
         self._connections.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop tracking the connection."""
         self._connections.leave(self)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # after a reset uvicorn forgets to: its timer keeps this alive
 
     def data_received(self, data: bytes) -> None:
-        """Count the bytes of the request, and refuse or drop one that is too large."""
         self._got += len(data)
         super().data_received(data)
         if self._got > HEAD_BYTES and self._due and not self.transport.is_closing():
@@ -177,13 +168,11 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; one behind a body (a trailer) is refused."""
         if not self._in_head:
             raise ValueError("a trailer")
         super().on_header(name, value)
 
     def on_message_complete(self) -> None:
-        """Note that the whole request is here."""
         self._due = False
         self._got = self._age = 0
         super().on_message_complete()
@@ -203,7 +192,6 @@ class GuardedConnection(HttpToolsProtocol):
     # Calls of the gate and of `Connections`.
 
     def known(self) -> None:
-        """Note that a request on this connection has shown a token."""
         if self.stranger:
             self.stranger = False
             self._connections.known(self)
@@ -221,7 +209,6 @@ class GuardedConnection(HttpToolsProtocol):
             self.drop()
 
     def drop(self) -> None:
-        """Close the connection at once."""
         self.transport.abort()
 
 
@@ -233,7 +220,6 @@ class GuardedTlsConnection(GuardedConnection):
         self._handshake = handshake
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the place of the handshake."""
         self._connections.leave(self._handshake)
         super().connection_made(transport)
 
@@ -258,7 +244,6 @@ class Handshake(SSLProtocol):
         )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start to track the handshake."""
         peer = transport.get_extra_info("peername")
         self.address = source(str(peer[0])) if peer else ""
         self._wire = _Wire(transport)
@@ -266,7 +251,6 @@ class Handshake(SSLProtocol):
         self._connections.enter(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Stop tracking the handshake."""
         self._connections.leave(self)
         super().connection_lost(exc)
 
@@ -274,7 +258,6 @@ class Handshake(SSLProtocol):
         """Do nothing; the handshake has a deadline of its own."""
 
     def drop(self) -> None:
-        """Close the connection at once."""
         self._wire.abort()
 
 

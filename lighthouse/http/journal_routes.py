@@ -58,8 +58,8 @@ class Static:
     """The page's files, by their paths in ``folder``; read once, only those of a known type.
 
     Not starlette's StaticFiles: it looks a request's path up in the file system, takes the media type from the
-    machine's tables, and the ETag from the file's time. Here no path from the network reaches the file system, the
-    browser gets the same type everywhere, and after an update without changes it keeps its copy.
+    machine's tables, and the ETag from the file's time. Here no path from the network reaches the file system,
+    the browser gets the same type everywhere, and after an update without changes it keeps its copy.
     """
 
     def __init__(self, folder: Path = FOLDER) -> None:
@@ -101,7 +101,6 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
     Args:
         journal: Takes the rows and shows them.
         service: Decides; None: the job has ended.
-        keys: The job's secrets.
     """
     routes = APIRouter()
     files = Static()

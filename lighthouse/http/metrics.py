@@ -109,14 +109,12 @@ class Meter:
         self.checkpoint: Mapping[str, Any] | None = None  # the newest one that was written
 
     def event(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Take an event of the journal."""
         if row.get("event") == "CheckpointWritten":
             self.checkpoint = row
         elif row.get("event") == "RowsDropped":
             self._dropped.inc(_amount(row.get("rows")))
 
     def commit(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Take a committed step; values that are no numbers count nothing."""
         self._commits.inc()
         step_s = _amount(row.get("step_s"))
         if step_s > 0:
@@ -129,11 +127,9 @@ class Meter:
         for cause, seconds in waits.items() if isinstance(waits, Mapping) else ():
             self._waits.labels(cause if cause in WAITS else OTHER).inc(_amount(seconds))
 
-    def logged(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Ignore logged values: their names would be labels without a bound."""
+    def logged(self, seq: int, row: Mapping[str, Any]) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing; no file is open."""
+    def close(self) -> None: ...
 
     def settle(self, failures: Sequence[Mapping[str, Any]]) -> None:
         """Count each failure of an overview once, when it is over."""
@@ -162,7 +158,6 @@ class Meter:
             timed.observe(seconds)
 
     def _kind(self, kind: str) -> str:
-        """Return the label of a failure's kind; the number of labels is bounded."""
         if kind not in self._kinds and (len(self._kinds) >= KINDS or not KIND.fullmatch(kind)):
             return OTHER
         self._kinds.add(kind)
@@ -185,7 +180,6 @@ class Scraped(Collector):
         self._looked = False
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics of this moment."""
         overview = self._journal.overview(points=2)
         self._meter.settle(overview["failures"])
         yield from self._meter.registry.collect()
@@ -194,7 +188,6 @@ class Scraped(Collector):
         yield from self._checkpoint(overview["now"])
 
     def _replicas(self, replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
-        """Yield the gauges of each replica."""
         state = GaugeMetricFamily(
             "ft_hsdp_replica_state", "1 for the state of a replica", labels=["replica", "state"]
         )
@@ -235,7 +228,6 @@ class Scraped(Collector):
 
 
 def _job(overview: Mapping[str, Any]) -> Iterator[Metric]:
-    """Yield the gauges of the job."""
     job, head, lighthouse = overview["job"], overview["head"], overview["lighthouse"]
     for name, text, value in (
         ("step", "Newest committed step", head["step"]),
@@ -275,18 +267,11 @@ def _protected(job: Mapping[str, Any]) -> bool | None:
 
 
 def _number(value: Any) -> float:
-    """Return a gauge's value; NaN for anything that is no number."""
     return float(value) if isinstance(value, bool | int | float) else math.nan
 
 
 def metrics(journal: JobJournal, meter: Meter, keys: Keys) -> APIRouter:
-    """Return the route GET /metrics, for viewers: the text format or OpenMetrics, as the scraper asks.
-
-    Args:
-        journal: Shows the job.
-        meter: Counts what passes by.
-        keys: The job's secrets.
-    """
+    """Return the route GET /metrics, for viewers: the text format or OpenMetrics, as the scraper asks."""
     scraped = Scraped(journal, meter)
     router = APIRouter()
 

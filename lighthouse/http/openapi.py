@@ -127,7 +127,6 @@ def describe(app: FastAPI, keys: Keys) -> None:
 
 
 def _document(app: FastAPI) -> Document:
-    """Return the whole description."""
     made: Document = get_openapi(
         title="lighthouse",
         version="1",
@@ -175,7 +174,6 @@ def _bodies(path: str, operation: Document, schemas: Document) -> None:
 
 
 def _messages(kinds: Iterable[type], plain: bool, mode: JsonSchemaMode, schemas: Document) -> Document:
-    """Return the schema of these messages as `protocol.encode` writes them; ``plain``: or without a tag."""
     forms: list[Document] = []
     for kind in kinds:
         made = TypeAdapter(kind).json_schema(ref_template=REFS, mode=mode)
@@ -191,7 +189,6 @@ def _messages(kinds: Iterable[type], plain: bool, mode: JsonSchemaMode, schemas:
 
 
 def _errors(operation: Document, role: Role | None) -> None:
-    """Describe every error that a route can answer."""
     content = {"application/json": {"schema": {"$ref": REFS.format(model="Error")}}}
     for status, why in _ERRORS.items():
         if _possible(status, operation, role):
@@ -204,7 +201,6 @@ def _errors(operation: Document, role: Role | None) -> None:
 
 
 def _possible(status: int, operation: Mapping[str, Any], role: Role | None) -> bool:
-    """Return whether a route can answer with this error."""
     if status in (401, 403):
         return role is not None
     if status == 408:

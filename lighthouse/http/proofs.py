@@ -25,11 +25,7 @@ _SCHEME = SCHEME.encode()
 
 
 class Challenges:
-    """The current challenge and the one before, and the nonces of the requests that came with each.
-
-    Args:
-        clock: Monotonic seconds.
-    """
+    """The current challenge and the one before, and the nonces of the requests that came with each."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -57,8 +53,6 @@ class Challenges:
 
 @dataclass(slots=True)
 class Proof:
-    """A request whose caller knows a token."""
-
     role: str  # of the token
     fresh: bool  # whether it is accepted: its challenge is valid, and it comes for the first time
     _keys: ProofKeys
@@ -112,11 +106,7 @@ class Proof:
 
 
 class SignedCalls:
-    """The tokens whose holders may sign requests.
-
-    Args:
-        challenges: Of this process.
-    """
+    """The tokens whose holders may sign requests."""
 
     def __init__(self, challenges: Challenges | None = None) -> None:
         self._challenges = challenges or Challenges()
@@ -124,7 +114,6 @@ class SignedCalls:
 
     @property
     def challenge(self) -> str:
-        """What callers sign with from now on."""
         return self._challenges.current.decode()
 
     def hold(self, tokens: Iterable[tuple[str, str]]) -> None:
@@ -133,7 +122,6 @@ class SignedCalls:
         self._known = {keys.key_id.encode(): (keys, role) for keys, role in known}
 
     def judge(self, authorization: bytes, scope: Scope) -> Proof | None:
-        """Return what the head of a request proves; None: nothing."""
         parts = authorization.split(b" ")
         if parts[0] != _SCHEME or len(parts) != 6:
             return None

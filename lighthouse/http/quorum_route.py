@@ -70,7 +70,6 @@ async def _next(receive: Receive) -> Message:
 
 
 def _bounded(body: bytes) -> bytes:
-    """Return ``body`` if it is not too large. Raises HTTPException 413."""
     if len(body) > MAX_BODY:
         raise too_large(MAX_BODY)
     return body
@@ -80,8 +79,6 @@ class QuorumRoute:
     """An ASGI application: answers `PATH` itself and passes every other request on to ``api``.
 
     Args:
-        api: All other routes.
-        service: Decides.
         bearer: Says who may ask.
         count: Called after each answer with the request's path, the status and the seconds that it took.
     """
@@ -100,7 +97,6 @@ class QuorumRoute:
         self._last: tuple[Answer | Wait | None, bytes] = (None, b"")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, and count it; errors are {"detail": one line}."""
         if self._count is None or scope["type"] != "http":
             return await self._route(scope, receive, send)
         began, code = time.perf_counter(), 500
@@ -117,7 +113,6 @@ class QuorumRoute:
             self._count(scope["path"], code, time.perf_counter() - began)
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request for `PATH`; pass another one on."""
         if scope["type"] != "http" or scope["path"] != PATH:
             return await self.api(scope, receive, send)
         try:

@@ -79,8 +79,6 @@ class Buckets:
 
 
 class OpenSlots:
-    """How many of something are open, in all and per key."""
-
     def __init__(self, total: int, each: int) -> None:
         self._total = total
         self._each = each
@@ -97,7 +95,6 @@ class OpenSlots:
         return True
 
     def leave(self, key: Hashable) -> None:
-        """Close one that `enter` has opened."""
         self._open[key] -= 1
         if not self._open[key]:
             del self._open[key]
@@ -105,8 +102,6 @@ class OpenSlots:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The limits of a route."""
-
     kind: Kind
     max_body: int = 64 * KIB  # bytes
     stream: bool = False  # its answer may have no end

@@ -48,8 +48,6 @@ class DatabaseFailed(Retryable):
 
 
 class EventQuery(TypedDict, total=False):
-    """Which events are asked for; None or nothing: no condition."""
-
     after: int | None  # only events with a higher number
     before: int | None  # only events with a lower number
     limit: int  # how many, at most
@@ -61,7 +59,8 @@ class EventQuery(TypedDict, total=False):
 class SqliteDatabase:
     """Rows under their numbers, in a file. Any thread may read; all calls block on the disk.
 
-    No decision needs a row: a file that cannot be used, at the start or later, is set aside, and a new one begun.
+    No decision needs a row: a file that cannot be used, at the start or later, is set aside, and a new one
+    begun.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class SqliteDatabase:
         """Open the file, or create it.
 
         Args:
-            path: of the file.
             keep: about so many of the newest rows are kept.
             note: takes an event and its reason, when a file was set aside; on any thread.
 
@@ -106,7 +104,6 @@ class SqliteDatabase:
         A row whose number is stored already is ignored.
 
         Args:
-            entries: the rows, in the order of their numbers.
             durable: on return the rows survive a loss of power; else only the death of this process.
 
         Raises:
@@ -125,7 +122,6 @@ class SqliteDatabase:
                 self.append(entries, durable=durable)
 
     def _append(self, entries: Sequence[JournalEntry], durable: bool) -> None:
-        """Store these rows. Raises sqlite3.Error."""
         values = [_columns(entry) for entry in entries]
         if self._full is not durable:
             self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
@@ -180,13 +176,11 @@ class SqliteDatabase:
         return found[::-1] if after is None else found
 
     def close(self) -> None:
-        """Close all connections to the file."""
         for db, lock in (self._reader, self._searcher, (self._writer, self._writing)):
             with lock:
                 db.close()
 
     def _select(self, wanted: str, values: Sequence[object], way: _Way) -> list[JournalEntry]:
-        """Return the rows that match the condition ``wanted``, read over one connection."""
         # As bytes: a row that is no text must not hide the others.
         query = f"SELECT seq, CAST(kind AS BLOB), CAST(body AS BLOB) FROM rows WHERE {wanted}"  # noqa: S608 - parts of this file alone
         db, lock = way
@@ -252,7 +246,6 @@ class SqliteDatabase:
             self._note("DamagedFileSetAside", reason)
 
     def _begin(self) -> None:
-        """Open all connections. Raises as `_open`."""
         self._writer = self._open()
         self._reader: _Way = (self._writer, self._writing)
         self._searcher: _Way = self._reader
@@ -317,7 +310,6 @@ class SqliteDatabase:
             db.execute("COMMIT")
 
     def _failed(self, error: sqlite3.Error) -> FtHsdpError:
-        """Return the error that opening the file raises."""
         if full(error) and not (isinstance(self._path, Path) and damaged(self._path, error)):
             return DatabaseFailed(f"lighthouse journal {self._path}: {error}")
         return self._unusable(str(error))

@@ -70,7 +70,6 @@ class Point:
 
     @staticmethod
     def of_logged(seq: int, row: Mapping[str, Any]) -> Point:
-        """Return the point of logged values."""
         return Point(seq, int(row["step"]), float(row["t"]), dict(row["values"]), True)
 
 
@@ -88,7 +87,8 @@ def _ratio(amount: Any, seconds: Any, unit: float = 1.0) -> float | None:
 class CurveSink(ABC):
     """A curve that a thread of its own writes.
 
-    The abstract methods are called on that thread. They may raise anything: the same points are tried again later.
+    The abstract methods are called on that thread. They may raise anything: the same points are tried again
+    later.
     """
 
     def __init__(self, folder: Path, journal: SqliteDatabase | None = None) -> None:
@@ -113,12 +113,10 @@ class CurveSink(ABC):
         """Ignore an event: curves have commits only."""
 
     def commit(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Add a committed step. It does not block."""
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             self._waiting.append(Point.of(seq, row))
 
     def logged(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Add logged values. It does not block."""
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             self._waiting.append(Point.of_logged(seq, row))
 
@@ -136,8 +134,7 @@ class CurveSink(ABC):
         """Write points durably; return what `WRITTEN` has to say beside their number."""
 
     @abstractmethod
-    def _shut(self) -> None:
-        """Close what `_open` opened, in any state; errors are ignored."""
+    def _shut(self) -> None: ...
 
     def _run(self) -> None:
         over = False
@@ -257,8 +254,6 @@ class TensorBoardSink(CurveSink):
 
 
 class WandbSink(CurveSink):
-    """A run of a project at Weights & Biases."""
-
     def __init__(self, project: str, name: str, folder: Path, journal: SqliteDatabase | None = None) -> None:
         """Start the thread; ``name`` is that of the run, and ``folder`` takes its local files.
 

@@ -39,14 +39,12 @@ _log = logging.getLogger(__name__)
 class Sink(Protocol):
     """Another receiver of rows. If it raises, the error is logged and this sink misses the row."""
 
-    def event(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Take one event, with its number."""
+    def event(self, seq: int, row: Mapping[str, Any]) -> None: ...
 
     def commit(self, seq: int, row: Mapping[str, Any]) -> None:
         """Take a commit: once per step and lineage, as the first replica reported it."""
 
-    def logged(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Take values that a training loop has logged."""
+    def logged(self, seq: int, row: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None:
         """Release everything; no more rows come."""
@@ -71,11 +69,7 @@ class JobJournal:
         """Open the journal in ``database``.
 
         Args:
-            database: where rows are stored.
-            about: the job.
             sinks: more receivers of rows.
-            clock: Unix seconds.
-            monotonic: seconds that never jump.
             gap: numbers to leave out, because another lighthouse may have given them to rows that are lost.
         """
         self.about = about
@@ -215,7 +209,6 @@ class JobJournal:
 
     @property
     def crowded(self) -> bool:
-        """Whether there is no room for another subscriber."""
         return self._subscribers.full
 
     def beat(self, replica: int) -> tuple[float, tuple[RankBeat, ...]]:
@@ -255,14 +248,12 @@ class JobJournal:
             _log.error("%s", error)
 
     def _number(self, kind: Any, rows: Iterable[Row]) -> None:
-        """Give rows their numbers; the next flush stores them."""
         self._last = max(self._last, self._database.last)
         for row in rows:
             self._last += 1
             self._pending.append(JournalEntry(self._last, kind, row))
 
     def _arm(self) -> None:
-        """Schedule the flush of the pending rows."""
         if len(self._pending) >= MAX_PENDING:
             self._flush()
         elif self._pending and self._timer is None:
@@ -335,7 +326,6 @@ class JobJournal:
             self._past_overviews.popitem(last=False)
 
     def _first(self, row: Row) -> bool:
-        """Return whether this is the first report of this commit by any replica."""
         name = _name(row)
         if name in self._known:
             return False
@@ -345,7 +335,6 @@ class JobJournal:
         return True
 
     def _before(self, row: Row) -> None:
-        """Reset the live watch of a replica that starts or exits."""
         if row["event"] in ("ReplicaStarted", "ReplicaExited") and row.get("replica") is not None:
             self._stragglers.forget(row["replica"])
             self._vitals.forget(row["replica"])
@@ -367,21 +356,18 @@ class JobJournal:
         return [{"t": now, "event": "RowsDropped", "source": "lighthouse", "reason": reason, **facts}]
 
     def _watch(self) -> None:
-        """Record which replicas have stalled, and which go on."""
         if self._caught_up and self.about.live:
             active = [lane.replica for lane in self._overview.timeline.lanes.all if lane.state in RUN]
             found = self._vitals.judge(active, self._overview.goodput.steps.typical, self._monotonic())
             self._tell("ReplicaStalled", found)
 
     def _tell(self, event: str, found: Iterable[StragglerVerdict | Change]) -> None:
-        """Record what the journal itself has found, each as one ``event``."""
         for each in found:
             facts = each._asdict()
             self._number("event", [{"t": self._clock(), "event": event, "source": "lighthouse", **facts}])
             self._arm()
 
     def _with_ranks(self, overview: Json, *, live: bool) -> Json:
-        """Add the current figures of single replicas and ranks."""
         now = self._monotonic()
         for row in overview["replicas"]:
             replica = row["replica"]
@@ -403,7 +389,6 @@ _HEAD = ("t", "event", "source", "replica", "rank", "incarnation", "reason")
 
 
 def _told(entry: JournalEntry) -> Json:
-    """Return an event as GET /v1/events shows it."""
     row = entry.row
     facts = {key: value for key, value in row.items() if key not in _HEAD}
     return {"seq": entry.seq, **{key: row.get(key) for key in _HEAD}, **worded(row), "facts": facts}

@@ -41,14 +41,11 @@ Seconds = Annotated[float, Field(ge=0, le=100 * DAY_S, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class RowSender:
-    """The sender of telemetry: a replica's incarnation, or a supervisor (replica None)."""
-
     replica: int | None
     incarnation: str | None
 
 
 def sender(source: str, about: JobInfo) -> RowSender:
-    """Return the sender that ``source`` names. Raises ProtocolViolation if it is not of this job."""
     if source == "supervisor":
         return RowSender(None, None)
     name = IncarnationId.parse(source)
@@ -63,9 +60,6 @@ def event(raw: Mapping[str, Any], who: RowSender, about: JobInfo, now: float) ->
     A replica's events are stored under its own number and incarnation, whatever the row says.
 
     Args:
-        raw: the row as it was sent.
-        who: its sender.
-        about: the job.
         now: Unix seconds; replaces a time that is more than a day off.
 
     Raises:
@@ -116,8 +110,6 @@ class _CommitRow(TypedDict):
 
 
 class _LoggedRow(TypedDict):
-    """Values that a training loop logs."""
-
     step: Count
     epoch: Count
     values: Annotated[
@@ -130,7 +122,6 @@ _COMMIT, _LOGGED = checker(_CommitRow), checker(_LoggedRow)
 
 
 def commit(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
-    """Return a commit row as it may be stored: only what the overview needs. Raises ProtocolViolation."""
     row: Row = {"attempt": 0, "units": None, "units_wanted": None, **_checked("commit", _COMMIT, raw)}
     row["t"] = _time(raw.get("t"), now)
     row["contributors"] = sorted(set(row["contributors"]))
@@ -147,14 +138,12 @@ def commit(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
 
 
 def logged(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
-    """Return a row of logged values as it may be stored. Raises ProtocolViolation."""
     row = _checked("logged", _LOGGED, raw)
     _count(row["step"], "step", about.steps)
     return {**row, "t": _time(raw.get("t"), now)}
 
 
 def _checked(what: str, of: SchemaValidator, raw: Mapping[str, Any]) -> Row:
-    """Return the fields of a row that its type names. Raises ProtocolViolation."""
     try:
         row: Row = of.validate_python(raw, strict=True)
     except ValidationError as error:
@@ -183,7 +172,6 @@ def plain(raw: Mapping[str, Any]) -> Row:
 
 
 def sized(row: Row) -> Row:
-    """Return ``row`` if it is not too large. Raises ProtocolViolation."""
     size = len(json.dumps(row, separators=(",", ":"), allow_nan=False))
     if size > MAX_ROW:
         raise ProtocolViolation(f"event {row['event']}: {size} bytes; allowed: {MAX_ROW}")
@@ -229,7 +217,6 @@ def _count(value: object, what: str, most: int) -> int:
 
 
 def beats(ranks: Sequence[RankBeat], who: RowSender, about: JobInfo) -> list[RankBeat]:
-    """Return the beats of ranks as they may be stored. Raises ProtocolViolation."""
     if ranks and who.replica is None:
         raise ProtocolViolation("beats come from replicas")
     if len(ranks) > about.ranks:

@@ -34,12 +34,10 @@ class Subscribers:
 
     @property
     def last(self) -> int:
-        """Return the number of the newest row."""
         return self._kept[-1].seq if self._kept else self._gone
 
     @property
     def full(self) -> bool:
-        """Return whether there is no room for another subscriber."""
         return self._open >= STREAMS
 
     def publish(self, entries: Sequence[JournalEntry]) -> None:

@@ -35,8 +35,6 @@ OPEN_STEPS = 4  # a step is judged once it is so far behind, even if contributor
 
 
 class StragglerVerdict(NamedTuple):
-    """A replica became a straggler, or stopped being one."""
-
     replica: int
     over: bool
     reason: str
@@ -75,7 +73,6 @@ class Stragglers:
         return [verdict for s in sorted(due) for verdict in self._judge(s)]
 
     def forget(self, replica: int) -> None:
-        """Forget a replica whose processes ended; the next ones may run on another machine."""
         self._slow[replica].clear()
         self._named.discard(replica)
         self.busy_s.pop(replica, None)
@@ -109,8 +106,6 @@ STUCK_STEPS = 8.0
 
 
 class Change(NamedTuple):
-    """A replica stalled, or goes on."""
-
     replica: int
     over: bool
     rank: int | None
@@ -132,7 +127,6 @@ class Vitals:
         self._stalled: set[int] = set()
 
     def hear(self, replica: int, beats: Iterable[RankBeat], now: float) -> None:
-        """Take beats of the ranks of a replica."""
         mine = self._of.setdefault(replica, {})
         for beat in beats:
             known = mine.get(beat.rank)
@@ -140,7 +134,6 @@ class Vitals:
             mine[beat.rank] = _Rank(beat, now, known.moved if known is not None and same else now)
 
     def forget(self, replica: int) -> None:
-        """Forget a replica whose processes ended."""
         self._of.pop(replica, None)
         self._stalled.discard(replica)
 
@@ -155,7 +148,6 @@ class Vitals:
         Args:
             active: replicas that should make progress.
             typical: a fault-free step, in seconds.
-            now: monotonic seconds.
         """
         found = []
         patience, pauses = max(STUCK_S, STUCK_STEPS * typical), bool(self.pauses(now))
@@ -170,7 +162,6 @@ class Vitals:
         return found
 
     def pauses(self, now: float) -> dict[int, str]:
-        """Return what the training loops of replicas do instead of training, by replica."""
         found = {}
         for replica, mine in sorted(self._of.items()):
             said = [k.beat.pause for k in mine.values() if k.beat.pause and now - k.heard <= SILENT_S]

@@ -12,8 +12,6 @@ KEPT = 4096  # points of a curve, at least; of twice as many every second one is
 
 
 class Value(NamedTuple):
-    """One point of a curve."""
-
     t: float  # Unix seconds
     step: int
     epoch: int  # in which it was logged

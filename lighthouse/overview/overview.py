@@ -44,8 +44,6 @@ class JournalEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """What does not change about a job."""
-
     name: str
     slots: int  # ids of replicas are below it
     ranks: int  # of each replica
@@ -63,7 +61,6 @@ class Timeline:
 
         Args:
             slots: ids of replicas are below it.
-            ranks: of each replica.
             replicas: with which the job begins; None: all slots.
         """
         self._replicas = range(slots)
@@ -111,7 +108,6 @@ class Timeline:
         self.newest = max(self.newest, t)
 
     def commit(self, row: Mapping[str, Any]) -> None:
-        """Take a canonical commit."""
         t, contributors = row["t"], row["contributors"]
         if t > self.newest:
             self.newest = t
@@ -127,7 +123,6 @@ class Timeline:
         ]
 
     def epochs(self, start: float, end: float) -> list[Json]:
-        """Return the memberships granted between two times."""
         found = [e for e in self.failures.epochs.values() if start <= e.t <= end]
         return [_epoch(e) for e in found[-SHOWN_EPOCHS:]]
 
@@ -234,7 +229,6 @@ class Overview:
         """Return the answer to GET /v1/overview; the journal adds beats and times of single replicas.
 
         Args:
-            now: Unix seconds.
             start: from here on lanes and curves are shown; None: from the first row.
             end: up to here; None: up to now.
             points: of a curve, at most.

@@ -11,8 +11,6 @@ _GONE = frozenset({"ReplicaExited", "ExitReported"})
 
 @dataclass(frozen=True, slots=True)
 class Protected:
-    """What is known of the newest state."""
-
     word: Literal["", "protected", "unprotected"]  # "": no replica that is left has said it
     why: str
     copies: int | None  # hosts that each shard is on, at least; None: not known
@@ -22,8 +20,8 @@ class Protected:
 class Protection:
     """What replicas have said of the copies of the state. One that says it is not protected is believed.
 
-    That the state is protected holds while a replica that contributes is left: those that are left say so if they
-    lack copies. Without one nobody knows what the hosts still hold.
+    That the state is protected holds while a replica that contributes is left: those that are left say so if
+    they lack copies. Without one nobody knows what the hosts still hold.
     """
 
     def __init__(self) -> None:
@@ -53,13 +51,11 @@ class Protection:
             self._good = Protected("protected", why, copies if isinstance(copies, int) else None, apart)
 
     def commit(self, t: float, contributors: Collection[int]) -> None:
-        """Note who contributed to a commit."""
         if contributors != self._contributors:
             self._contributors = contributors
             self._left = {replica for replica in contributors if not self._before_gone(replica, t)}
 
     def newest(self) -> Protected:
-        """Return what is known now."""
         if self._bad:
             return self._bad[min(self._bad)]
         return self._good or Protected("", "", None, "host")

@@ -49,7 +49,6 @@ class Lane:
         self._proof = 0.0  # when it contributed last
 
     def event(self, name: str, row: Mapping[str, Any]) -> None:
-        """Take an event of this replica."""
         t, incarnation = row["t"], row.get("incarnation")
         reason = row.get("reason") or ""
         if name in ("Shrunk", "Grown"):
@@ -88,7 +87,6 @@ class Lane:
                 self._rest(t, reason)
 
     def contributed(self, t: float, step: int) -> None:
-        """Take a commit to which this replica contributed."""
         if t > self._proof:
             self._proof = t
         self.step = step
@@ -136,11 +134,9 @@ class Lane:
 
     @property
     def _absent(self) -> str:
-        """Return the state of a replica of which no process runs."""
         return "drained" if self.drained or self.beyond else "down"
 
     def _copies(self, keeps: object, hosts: object) -> None:
-        """Take which hosts keep copies of its shards."""
         told = list(keeps.items())[:MAX_HOSTS] if isinstance(keeps, Mapping) else []
         self.copies = [{"host": str(host), "shards": str(ranks)} for host, ranks in told]
         self.copy_hosts = max(len(told), hosts) if isinstance(hosts, int) else len(told)
@@ -215,7 +211,6 @@ class Lanes:
         self._t = 0.0
 
     def event(self, name: str, row: Mapping[str, Any]) -> None:
-        """Take one event of the job."""
         replica = row.get("replica")
         if name == "EpochGranted":
             self._hosts(row.get("hosts"))
@@ -249,17 +244,14 @@ class Lanes:
                     self._others.discard(replica)
 
     def scale(self, target: int, t: float, reason: str) -> None:
-        """Take a new number of wanted replicas."""
         self.target = target
         for lane in self.all:
             lane.scaled(lane.replica >= target, t, reason)
 
     def shown(self) -> list[Lane]:
-        """Return the lanes, up to date, without replicas that were never wanted."""
         return [lane for lane in self.settle() if lane.since is not None or not lane.beyond]
 
     def settle(self) -> list[Lane]:
-        """Return all lanes, up to date."""
         for replica in set(self._contributors) - self._others:
             self._settle(self.all[replica])
         return self.all
@@ -299,7 +291,8 @@ _WORSE = (
 def _joined(segments: list[Segment], width: float) -> list[Segment]:
     """Return segments of which at most one in a row is shorter than ``width``.
 
-    A run of short segments becomes one in its worst state; a short "retrying" disappears in the segment before it.
+    A run of short segments becomes one in its worst state; a short "retrying" disappears in the segment before
+    it.
     """
     out: list[Segment] = []
     short = False  # whether the last one of `out` stands for a run of short ones

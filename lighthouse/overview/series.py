@@ -64,8 +64,8 @@ class Series:
     def between(self, start: float, end: float, points: int) -> dict[str, list[Any]]:
         """Return at most ``points`` buckets of equal length from ``start`` to ``end`` (Unix seconds), as columns.
 
-        Empty buckets are left out. step_s is the longest of a bucket, healthy and units the fewest, t and step are
-        the last; the others are means.
+        Empty buckets are left out. step_s is the longest of a bucket, healthy and units the fewest, t and step
+        are the last; the others are means.
         """
         buckets: dict[int, list[float]] = {}
         records = self._records(start, end, points)
@@ -114,7 +114,6 @@ def _at(level: array[float], t: float, after: bool = False) -> int:
 
 
 def _sum(records: array[float]) -> list[float]:
-    """Return several records as one."""
     losses = [x for x in records[_LOSS::WIDTH] if not math.isnan(x)]
     units = [x for x in records[_UNITS::WIDTH] if not math.isnan(x)]
     n = len(records) // WIDTH
@@ -133,7 +132,6 @@ def _sum(records: array[float]) -> list[float]:
 
 
 def _columns(rows: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
-    """Return records as the columns that the page draws."""
     out: dict[str, list[Any]] = {name: [row[n] for row in rows] for n, name in enumerate(COLUMNS[:-1])}
     out["loss"] = [None if math.isnan(x) else x for x in out["loss"]]
     out["units"] = [None if math.isnan(x) else int(x) for x in out["units"]]

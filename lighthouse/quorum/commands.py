@@ -44,12 +44,8 @@ def plan(
 ) -> CommandPlan | Impossible:
     """Return what ``command`` would do now, or why it is impossible. Nothing changes.
 
-    Args:
-        s: What the lighthouse knows.
-        command: The operator's order; its replica may be out of range.
-        supervised: What the caller knows of the supervisors.
-        force: Allow an order that leaves fewer than `Policy.min_replicas` replicas. One that would lose the newest
-            state stays impossible.
+    The caller knows of the supervisors what ``supervised`` says. With ``force`` an order may leave fewer than
+    `Policy.min_replicas` replicas, but none may lose the newest state.
     """
     r = command.replica
     if not 0 <= r < s.policy.slots:
@@ -70,15 +66,7 @@ def plan(
 
 
 def execute(s: LighthouseState, command: Commanded) -> Step:
-    """Carry out a command that `plan` found possible.
-
-    Args:
-        s: What the lighthouse knows.
-        command: The operator's order.
-
-    Returns:
-        The changed state, and the effects: an eviction, or none. The caller writes the order into the journal.
-    """
+    """Return the state after a ``command`` that `plan` found possible, and its effects; a checkpoint has none."""
     r = command.replica
     effects: tuple[Effect, ...] = ()
     match command.action:
@@ -96,7 +84,6 @@ def execute(s: LighthouseState, command: Commanded) -> Step:
 
 
 def _next_step(s: LighthouseState) -> int:
-    """Return the step that is committed next."""
     return s.head.step + 1 if s.head else 1
 
 
@@ -107,7 +94,6 @@ def _runs(s: LighthouseState, r: int) -> bool:
 
 
 def _evict(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | Impossible:
-    """Return the plan to kill the present incarnation of replica ``r``."""
     incarnation = s.views[r].incarnation
     if not _runs(s, r) or incarnation is None:
         return Impossible(409, f"replica {r} does not run")
@@ -120,7 +106,6 @@ def _evict(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | 
 
 
 def _drain(s: LighthouseState, r: int, supervised: Supervised, force: bool) -> CommandPlan | Impossible:
-    """Return the plan to send replica ``r`` away at the next step boundary."""
     if r in s.drained:
         return CommandPlan(f"replica {r} is drained already", due=False)
     able, needed = _able(s), s.policy.min_replicas
@@ -167,7 +152,6 @@ def _left(s: LighthouseState, gone: set[int]) -> int:
 
 
 def _scale(s: LighthouseState, target: int, supervised: Supervised, force: bool) -> CommandPlan | Impossible:
-    """Return the plan to go on with ``target`` replicas."""
     slots = s.policy.slots
     if not 1 <= target <= slots:
         return Impossible(409, f"the job cannot have {target} replicas; max_replicas allows 1 to {slots}")
@@ -191,7 +175,6 @@ def _scale(s: LighthouseState, target: int, supervised: Supervised, force: bool)
 
 
 def _undrain(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | Impossible:
-    """Return the plan to let replica ``r`` take part again."""
     if r not in s.drained:
         beyond = f"; the job is scaled to {s.target} replicas" if r >= s.target else ""
         return CommandPlan(f"replica {r} is not drained{beyond}", due=False)
@@ -200,7 +183,6 @@ def _undrain(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan 
 
 
 def _checkpoint(s: LighthouseState) -> CommandPlan | Impossible:
-    """Return the plan to have one replica write the next state."""
     if s.grant is None:
         return Impossible(409, "nothing has been granted yet: there is nothing to write")
     if s.head is not None and s.head.step >= s.policy.steps:

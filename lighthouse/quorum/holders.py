@@ -18,15 +18,10 @@ StateAgents = tuple[tuple[str, ...], Hosts]
 def holders(
     s: LighthouseState, replica: int | None = None, heard: Mapping[int, StateAgents] | None = None
 ) -> Holders:
-    """Return what a replica that recovers has to know.
+    """Return what a ``replica`` that recovers, and of which nothing runs any more, has to know.
 
-    No agent is named after states differed and no majority told which is right: copies that have not been dropped
-    yet must not spread.
-
-    Args:
-        s: What the lighthouse knows.
-        replica: The one that recovers: what ran of it before has ended. None: not said.
-        heard: The state agents of each replica, as it has told them last.
+    No agent is named after states differed and no majority told which is right: copies that have not been
+    dropped yet must not spread. The state agents are those that each replica has told last (``heard``).
     """
     grant = s.grant
     members = grant.members if grant else ()

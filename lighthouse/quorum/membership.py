@@ -42,19 +42,12 @@ LONGEST_PAUSE_S = 5.0
 
 
 def settle(s: LighthouseState, report: Report, now: float) -> Step:
-    """Settle the membership for the step that a member asks for first, on a ring that works.
+    """Settle the membership for the step that a member's ``report`` asks for first, on a ring that works.
 
-    This is the moment to change the membership without a pause: the reporter holds the newest committed state, so
-    newcomers join on it, members that have exited or leave drop out, and members that caught up contribute. If a
-    newcomer knows a higher state, a round must decide instead.
-
-    Args:
-        s: What the lighthouse knows.
-        report: Of that member.
-        now: Seconds of the lighthouse's clock.
-
-    Returns:
-        The state with the settled step, and the replies.
+    This is the moment to change the membership without a pause: the reporter holds the newest committed state,
+    so newcomers join on it, members that have exited or leave drop out, and members that caught up contribute.
+    If a newcomer knows a higher state, a round must decide instead. Returns the replies; ``now`` is in seconds
+    of the lighthouse's clock.
     """
     assert s.grant is not None
     grant = s.grant
@@ -121,7 +114,6 @@ def _leads(s: LighthouseState, report: Report) -> bool:
 
 
 def _unwanted(s: LighthouseState, replica: int) -> str:
-    """Return one line that says why a replica may not take part."""
     drained = replica in s.drained
     return f"replica {replica} is drained" if drained else f"replica {replica}: the job has {s.target} replicas"
 
@@ -129,12 +121,9 @@ def _unwanted(s: LighthouseState, replica: int) -> str:
 def hold_round(s: LighthouseState, now: float) -> Step:
     """Grant the next epoch if one is needed and possible, else say what the lighthouse waits for.
 
-    Nothing is needed while the ring works and a member of the grant lives, or after the job halted because states
-    differ. `transition` calls this after every event but the withdrawal of a request.
-
-    Args:
-        s: What the lighthouse knows.
-        now: Seconds on the lighthouse's clock.
+    Nothing is needed while the ring works and a member of the grant lives, or after the job halted because
+    states differ. `transition` calls this after every event but the withdrawal of a request. ``now`` is in
+    seconds of the lighthouse's clock.
 
     Returns:
         The state, and the effects: a "Waiting" note with the reason, or the grant, its notes and the replies;
@@ -188,7 +177,8 @@ def _silent(
     With a grant these are its living members; before the first one, all replicas that are not known to be down.
 
     Before the first grant the store may have been lost. So while returns are awaited, replicas that are down but
-    have lived count, too: they may come back with committed steps. Replicas that were told to fetch do not count.
+    have lived count, too: they may come back with committed steps. Replicas that were told to fetch do not
+    count.
 
     Returns:
         (replica, incarnation or None if that is not known) of each.
@@ -263,8 +253,9 @@ def _grant_or_wait(
 ) -> Step:
     """Grant a new epoch to all that ask, if no absent replica that may live could hold something newer.
 
-    The checks, in order: a state that may be committed but that no asking replica holds; a head above every state
-    that is reported; an epoch of which no member asks; training that is over; too few replicas that hold the base.
+    The checks, in order: a state that may be committed but that no asking replica holds; a head above every
+    state that is reported; an epoch of which no member asks; training that is over; too few replicas that hold
+    the base.
 
     Args:
         s: What the lighthouse knows.
@@ -365,8 +356,8 @@ def _grant_or_wait(
 def _catch_up(s: LighthouseState, base: StateId, members: tuple[Member, ...], why: str) -> Step:
     """Have ``members`` that are behind fetch ``base`` without a ring, and the others keep it for them.
 
-    The others may hold nothing but the record that leads to it. They are told to apply it, so it is the head from
-    now on.
+    The others may hold nothing but the record that leads to it. They are told to apply it, so it is the head
+    from now on.
     """
     s = raise_head(s, base)
     donors = tuple(m for m in members if m.role == "contribute")
@@ -411,10 +402,6 @@ def overruled(s: LighthouseState, record: CommitRecord | None) -> bool:
 
     The current grant, or the end of training, was decided with a member of every earlier epoch present. Had that
     member known the record to be in doubt, the decision would have been built on its state.
-
-    Args:
-        s: What the lighthouse knows.
-        record: The record that a replica is prepared for; None: it is prepared for none.
     """
     if s.grant is None or record is None or record.state_id in (s.grant.base, s.head):
         return False

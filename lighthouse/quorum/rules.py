@@ -94,18 +94,11 @@ class Base:
 
 
 def highest(reports: Iterable[Report]) -> Base:
-    """Return the highest committed or prepared state among ``reports``.
+    """Return the highest state among ``reports``, committed or prepared, and the prepared record.
 
     Of two states of one epoch and step, the one that more reporters hold counts. A prepared record does not count
     if its attempt can never commit, or if reporters hold different records of one attempt. Of two records of one
-    step and epoch, the one of the later attempt counts.
-
-    Args:
-        reports: What the replicas reported, at least one.
-
-    Returns:
-        The state, the prepared record that leads to it (None: a reporter holds the state itself), and the attempts
-        that the reporters will never vote for.
+    step and epoch, the one of the later attempt counts. With it come the attempts that reporters never vote for.
 
     Raises:
         ValueError: there are no reports.
@@ -135,22 +128,14 @@ def distinct_attempts(attempts: Iterable[AttemptId]) -> tuple[AttemptId, ...]:
 def cannot_commit(state: StateId, voids: Iterable[AttemptId]) -> bool:
     """Return whether ``state`` can never be committed: a member left an attempt of its step without a yes.
 
-    Attempts up to that one are void, and a later attempt in the same epoch would have needed that member's vote.
-
-    Args:
-        state: A state that a reporter believes to be committed.
-        voids: The attempts that members will never vote for.
+    Attempts up to one of ``voids`` are void, and a later attempt in the same epoch would have needed that
+    member's vote.
     """
     return any((v.epoch, v.step) == (state.commit_epoch, state.step) for v in voids)
 
 
 def ahead(report: Report, state: StateId) -> bool:
-    """Return whether a reporter holds, is prepared for or has voted for a state above ``state``.
-
-    Args:
-        report: What a replica reported.
-        state: The state that a membership would build on.
-    """
+    """Return whether the sender of ``report`` holds, is prepared for or has voted for a state above ``state``."""
     prepared = report.prepared
     if report.doubt is not None and state_id.newer(report.doubt, state):
         return True
@@ -162,13 +147,9 @@ def ahead(report: Report, state: StateId) -> bool:
 def follows(head: StateId, base: StateId, epochs: Iterable[Epoch]) -> bool:
     """Return whether ``head`` is known to be the step right after ``base``, by lineage.
 
-    An epoch has one history, so of two of its states the step numbers decide. The first state of an epoch follows
-    the base that the epoch was granted on. The same number of steps in another history is not enough.
-
-    Args:
-        head: The later state.
-        base: The state that may come right before it.
-        epochs: The epochs that are remembered, with the bases that they were granted on.
+    An epoch has one history, so of two of its states the step numbers decide. The first state of an epoch, of
+    those ``epochs`` that are remembered, follows the base that it was granted on. The same number of steps in
+    another history is not enough.
     """
     if head.step != base.step + 1:
         return False
@@ -182,15 +163,10 @@ def follows(head: StateId, base: StateId, epochs: Iterable[Epoch]) -> bool:
 def uncovered(
     epochs: Iterable[Epoch], exited: frozenset[Incarnation], present: frozenset[Incarnation]
 ) -> Epoch | None:
-    """Return an epoch of which no member is present although some may live; None if all epochs are covered.
+    """Return one of ``epochs`` of which no member is ``present`` although some may live; None if all are covered.
 
     Members of such an epoch may have committed a step that no present replica knows of. An epoch whose members
-    have all exited does not count.
-
-    Args:
-        epochs: The epochs that are remembered.
-        exited: The incarnations that are known to have exited.
-        present: The incarnations that ask now.
+    have all ``exited`` does not count.
     """
     for epoch in epochs:
         members = frozenset(epoch.members)
@@ -200,15 +176,11 @@ def uncovered(
 
 
 def merged(epochs: Iterable[Epoch], exited: frozenset[Incarnation]) -> tuple[Epoch, ...]:
-    """Return ``epochs`` without those that a newer one stands for, if there are more than `EPOCHS`.
+    """Return ``epochs``, oldest first, without those that a newer one stands for, if there are more than `EPOCHS`.
 
-    Two epochs are alike if the same members may live and members of the same replicas have exited; the newest of
-    them stays. Nothing else counts when a round looks for absent members, and exits only add up, so epochs that
-    are alike stay alike. Without this, epochs would pile up for ever while no step commits.
-
-    Args:
-        epochs: The epochs that are remembered, oldest first.
-        exited: The incarnations that are known to have exited.
+    Two epochs are alike if the same members may live and members of the same replicas have ``exited``; the
+    newest of them stays. Nothing else counts when a round looks for absent members, and exits only add up, so
+    epochs that are alike stay alike. Without this, epochs would pile up for ever while no step commits.
     """
     epochs = tuple(epochs)
     if len(epochs) <= EPOCHS:
@@ -223,24 +195,13 @@ def merged(epochs: Iterable[Epoch], exited: frozenset[Incarnation]) -> tuple[Epo
 
 
 def role(report: Report, base: Base) -> Role:
-    """Return "contribute" if the reporter holds the base or exactly the record that leads to it, else "behind".
-
-    Args:
-        report: What a replica reported.
-        base: The state to build on.
-    """
+    """Return "contribute" if a ``report`` shows ``base`` or exactly the record that leads to it, else "behind"."""
     leads = report.prepared is not None and state_id.same(report.prepared.state_id, base.state)
     return "contribute" if leads or state_id.same(report.state, base.state) else "behind"
 
 
 def describe(members: Iterable[Member], base: StateId, why: str) -> str:
-    """Return a line for humans: who contributes on what, who is behind, and why the membership changed.
-
-    Args:
-        members: In any order.
-        base: The state that they build on.
-        why: Why the membership changed.
-    """
+    """Return a line for people: which ``members`` contribute on ``base``, who is behind, and ``why``."""
     ordered = sorted(members, key=lambda m: m.replica)
     able = [str(m.replica) for m in ordered if m.role == "contribute"]
     behind = [str(m.replica) for m in ordered if m.role == "behind"]
@@ -251,7 +212,7 @@ def describe(members: Iterable[Member], base: StateId, why: str) -> str:
 
 
 def grant(term: int, epoch: int, base: Base, members: tuple[Member, ...], total: int, why: str) -> Grant:
-    """Return the grant of ``epoch`` for ``members``, not yet signed.
+    """Return the grant of ``epoch`` for ``members``, neither signed nor shared out into units (`units.apportion`).
 
     Args:
         term: The lighthouse's term.
@@ -260,9 +221,6 @@ def grant(term: int, epoch: int, base: Base, members: tuple[Member, ...], total:
         members: The members in ring order; each replica at most once.
         total: How many replicas the contributors are a share of.
         why: Why the membership changed, for `Grant.reason`.
-
-    Returns:
-        A grant whose units are not shared out yet (`units.apportion`), without a reason.
 
     Raises:
         AssertionError: a replica is named twice.
@@ -298,12 +256,7 @@ class Edges:
         return frozenset(pair for pair, times in self.failures if times >= SEPARATE_AFTER)
 
     def excluded(self, now: float = 0.0) -> frozenset[int]:
-        """Return the replicas that are left out.
-
-        Args:
-            now: Seconds on the lighthouse's clock. At 0 this is who was left out when `record_failures` looked
-                last.
-        """
+        """Return the replicas that are left out ``now``; at 0, since `record_failures` looked last."""
         return frozenset(b.replica for b in self.barred if b.until > now)
 
 
@@ -353,12 +306,7 @@ def neighbours(ring: tuple[int, ...]) -> frozenset[Pair]:
 
 
 def without_failures(edges: Edges, ring: tuple[int, ...]) -> Edges:
-    """Return ``edges`` after a step was committed over ``ring``: its edges work, so their failures are cleared.
-
-    Args:
-        edges: What is known.
-        ring: The replica ids in ring order.
-    """
+    """Return ``edges`` after a step was committed over ``ring``: its edges work, so their failures are cleared."""
     if not edges.failures and not edges.barred:
         return edges
     joined = neighbours(ring)
@@ -369,12 +317,7 @@ def without_failures(edges: Edges, ring: tuple[int, ...]) -> Edges:
 
 
 def blamed(grant: Grant, reports: Mapping[int, Report]) -> frozenset[Pair]:
-    """Return the edges of ``grant`` that failed and whose two ends both ask for the next epoch.
-
-    Args:
-        grant: The membership whose ring broke.
-        reports: Those of all that ask, by replica.
-    """
+    """Return the failed edges of ``grant`` whose two ends both ask for another epoch, by their ``reports``."""
     there = {
         m.replica
         for m in grant.members
@@ -444,13 +387,9 @@ def record_failures(
 
 
 def arrange(members: Iterable[Member], avoided: frozenset[Pair]) -> tuple[Member, ...]:
-    """Return ``members`` in ring order: by id, with few ``avoided`` pairs next to each other.
+    """Return ``members`` in ring order: by id, with few ``avoided`` pairs of ids next to each other.
 
     The search reverses parts of the ring as long as that separates such pairs; it may miss the best order.
-
-    Args:
-        members: The members in any order.
-        avoided: Pairs of replica ids, the lower one first.
     """
     ring = sorted(members, key=lambda m: m.replica)
     size = len(ring)

@@ -128,13 +128,7 @@ Step = tuple[LighthouseState, tuple[Effect, ...]]
 
 
 def with_view(s: LighthouseState, replica: int, **changes: object) -> LighthouseState:
-    """Return ``s`` with fields of one replica's `View` replaced.
-
-    Args:
-        s: What the lighthouse knows.
-        replica: The replica.
-        **changes: New values of fields of its view, by name.
-    """
+    """Return ``s`` with ``changes``, fields by name, in the `View` of one ``replica``."""
     views = list(s.views)
     views[replica] = replace(views[replica], **changes)  # type: ignore[arg-type]
     return replace(s, views=tuple(views))
@@ -143,9 +137,7 @@ def with_view(s: LighthouseState, replica: int, **changes: object) -> Lighthouse
 def raise_head(s: LighthouseState, state: StateId) -> LighthouseState:
     """Return ``s`` with ``state`` as the head if it is newer, and without the epochs that no longer matter for it.
 
-    Args:
-        s: What the lighthouse knows.
-        state: A committed state, or one that the decision made now commits. The initial state is never the head.
+    The decision made now may be what commits it. The initial state is never the head.
     """
     if s.head is not None and not state_id.newer(state, s.head):
         return s
@@ -156,29 +148,17 @@ def raise_head(s: LighthouseState, state: StateId) -> LighthouseState:
 
 
 def store_behind(s: LighthouseState, report: Report) -> bool:
-    """Return whether a replica knows a newer membership or term than the store, which is an older copy then.
-
-    Args:
-        s: What the lighthouse knows; without a grant the answer is no.
-        report: What a replica reported.
-    """
+    """Return whether by a replica's ``report`` the store is an older copy, of an older membership or term."""
     grant = s.grant
     return grant is not None and (max(report.epoch, report.after) > grant.epoch or report.max_term > s.term)
 
 
 def begin_anew(s: LighthouseState, report: Report) -> tuple[LighthouseState, Note]:
-    """Forget all grants, because the store is an older copy: what was granted since then is unknown.
+    """Return the state without grants, because by ``report`` the store is an older copy.
 
-    As with an empty store, every replica that may live is heard before the next epoch (`membership.hold_round`).
-    Exits and the head are facts and stay. `transition` raises the term and the epoch above all that a member may
-    have seen.
-
-    Args:
-        s: What the lighthouse knows; it has a grant.
-        report: The report that shows that the store is older.
-
-    Returns:
-        The state without grants, and the event for the journal.
+    What was granted since then is unknown. As with an empty store, every replica that may live is heard before the
+    next epoch (`membership.hold_round`). Exits and the head are facts and stay. `transition` raises the term and
+    the epoch above all that a member may have seen.
     """
     assert s.grant is not None
     newest = max(report.epoch, report.after)
@@ -199,12 +179,7 @@ def begin_anew(s: LighthouseState, report: Report) -> tuple[LighthouseState, Not
 
 
 def member(request: OpenRequest, base: Base) -> Member:
-    """Return the entry of an asking replica in a grant on ``base``.
-
-    Args:
-        request: Its open request, with the addresses of its ranks.
-        base: The state that the grant builds on; it decides the role.
-    """
+    """Return the entry of the replica of an open ``request`` in a grant on ``base``, which decides its role."""
     report = request.report
     role = rules.role(report, base)
     addresses = (request.ring, request.state)
@@ -216,8 +191,8 @@ def new_epoch(
 ) -> tuple[LighthouseState, tuple[Note, ...]]:
     """Grant the next epoch: number the membership, remember it and make it the current one.
 
-    A committed step in the epoch that ends clears the failures of its edges. The ring is ordered so that replicas
-    that cannot connect are no neighbours, where that is possible.
+    A committed step in the epoch that ends clears the failures of its edges. The ring is ordered so that
+    replicas that cannot connect are no neighbours, where that is possible.
 
     Args:
         s: What the lighthouse knows.
@@ -282,15 +257,7 @@ def progressed(s: LighthouseState) -> bool:
 
 
 def answer(s: LighthouseState, answers: Mapping[int, Answer]) -> Step:
-    """Reply to open requests and close them.
-
-    Args:
-        s: What the lighthouse knows.
-        answers: By replica; one without an open request gets none.
-
-    Returns:
-        The state without these requests, and the replies.
-    """
+    """Return the state without the open requests that get ``answers``, by replica, and the replies."""
     replies: list[Effect] = []
     for replica, answer in answers.items():
         ask = s.views[replica].ask
@@ -311,20 +278,15 @@ def wanted(s: LighthouseState, replica: int) -> bool:
 
 
 def total(s: LighthouseState, members: int) -> int:
-    """Return how many replicas the contributors are a share of: the target, or ``members`` if those are more.
-
-    Args:
-        s: What the lighthouse knows.
-        members: How many members the membership has.
-    """
+    """Return how many replicas the contributors are a share of: the target, or ``members`` if those are more."""
     return max(s.target, members)
 
 
 def away(s: LighthouseState, replica: int) -> bool:
     """Return whether ``replica`` is not wanted and has left.
 
-    Its supervisor does not start it again until it is wanted, so neither a round nor the end of training waits for
-    it.
+    Its supervisor does not start it again until it is wanted, so neither a round nor the end of training waits
+    for it.
     """
     view = s.views[replica]
     left = s.grant is not None and s.grant.member(replica, view.incarnation or "") is None
@@ -337,16 +299,10 @@ def training_is_over(s: LighthouseState) -> bool:
 
 
 def answer_settled(s: LighthouseState) -> Step:
-    """Answer every open request that the current membership settles.
+    """Return the replies to every open request that the current membership settles; there is a grant.
 
     A member that does not know the grant yet gets the grant; one that asks for a settled step gets `Continue`.
     Members that report its ring as broken or that have the final state keep waiting.
-
-    Args:
-        s: What the lighthouse knows; it has a grant.
-
-    Returns:
-        The state without the answered requests, and the replies.
     """
     assert s.grant is not None
     answers: dict[int, Answer] = {}
@@ -364,11 +320,6 @@ def answer_settled(s: LighthouseState) -> Step:
 
 
 def continue_grant(s: LighthouseState, report: Report) -> Continue:
-    """Return the answer that the current grant stands for the step that one of its members asks for.
-
-    Args:
-        s: What the lighthouse knows; it has a grant.
-        report: Of the member that asks.
-    """
+    """Return the answer that the current grant stands for the step that a member's ``report`` asks for."""
     assert s.grant is not None
     return Continue(s.grant.epoch, report.step, not wanted(s, report.replica), s.checkpoint)

@@ -64,14 +64,9 @@ BEGIN_AGAIN = "all begin again from the newest checkpoint, older copies are drop
 
 
 def transition(s: LighthouseState, event: Event) -> Step:
-    """Decide what ``event`` changes.
+    """Return the state after ``event``, whose times never go back, and the effects.
 
-    Args:
-        s: What the lighthouse knows.
-        event: What it is told; its times never go back.
-
-    Returns:
-        The next state, and the effects. The effects may be carried out only when the state is durable.
+    They may be carried out only when the state is durable.
     """
     match event:
         case Asked(request, now):
@@ -94,8 +89,8 @@ def transition(s: LighthouseState, event: Event) -> Step:
 def _asked(s: LighthouseState, request: OpenRequest, now: float) -> Step:
     """Note a replica's request, and answer it at once if the current membership settles it.
 
-    The order of the checks matters: an incarnation that has exited or is fenced must not change anything; a store
-    that is an older copy is recognized before its grant is used.
+    The order of the checks matters: an incarnation that has exited or is fenced must not change anything; a
+    store that is an older copy is recognized before its grant is used.
     """
     report = request.report
     me = report.replica
@@ -210,8 +205,8 @@ def _split(s: LighthouseState, report: Report, now: float) -> Step:
 def _rewind(s: LighthouseState, report: Report, now: float) -> Step:
     """End all present incarnations because their states differ and no majority tells whose state is right.
 
-    They drop their copies. The incarnations after them begin with the newest checkpoint. None of the present ones
-    is ever admitted again, because the lighthouse does not know which of them held the right state.
+    They drop their copies. The incarnations after them begin with the newest checkpoint. None of the present
+    ones is ever admitted again, because the lighthouse does not know which of them held the right state.
     """
     who = ",".join(map(str, report.diverged))
     why = (
@@ -311,39 +306,23 @@ def _contradicts(s: LighthouseState, event: ProcessesReported, replica: int) -> 
 
 
 def run_of(incarnation: str) -> tuple[str, int]:
-    """Return the run that an incarnation belongs to, and how often its replica had been restarted in that run.
+    """Return the run of an ``incarnation``, REPLICA-RUN-RESTARTS, and how often the replica was restarted in it.
 
     Runs of different replicas may have one name. A text that is no name of an incarnation is a run of its own.
-
-    Args:
-        incarnation: Its name, REPLICA-RUN-RESTARTS.
     """
     name = IncarnationId.parse(incarnation)
     return (incarnation, 0) if name is None else (name.run_id, name.restarts)
 
 
 def outlived(who: Incarnation, others: Iterable[Incarnation]) -> bool:
-    """Return whether one of ``others`` is a later incarnation of the same run: then ``who`` has exited.
-
-    Args:
-        who: The incarnation in question.
-        others: Incarnations that are known, of any replica.
-    """
+    """Return whether one of ``others`` is a later incarnation of the same run: then ``who`` has exited."""
     run, restarts = run_of(who[1])
     lives = (run_of(incarnation) for replica, incarnation in others if replica == who[0])
     return any(theirs == run and number > restarts for theirs, number in lives)
 
 
 def record_exits(s: LighthouseState, event: ProcessesReported) -> tuple[LighthouseState, list[Incarnation]]:
-    """Remember the exits that a supervisor names, and drop those that no longer matter.
-
-    Args:
-        s: What the lighthouse knows.
-        event: The supervisor's report.
-
-    Returns:
-        The state, and the exits that the lighthouse did not know of, sorted.
-    """
+    """Return the state with the exits that a supervisor's ``event`` names, and the new ones, sorted."""
     news = sorted(who for who in event.exited - s.exited if not outlived(who, s.exited))
     needed = {m for epoch in s.epochs for m in epoch.members}
     needed |= {(m.replica, m.incarnation) for m in s.grant.members} if s.grant else set()
@@ -444,14 +423,9 @@ def _leased_to(s: LighthouseState, replica: int, now: float) -> str:
 
 
 def entitled(s: LighthouseState, owner: str, replica: int, now: float) -> bool:
-    """Return whether a supervisor's word on what runs of a replica counts.
+    """Return whether the word of the supervisor ``owner`` on what runs of a ``replica`` counts ``now``.
 
-    Args:
-        s: What the lighthouse knows.
-        owner: The supervisor's name; "" for a rank that reports of itself: its word counts where no supervisor
-            reports.
-        replica: The replica.
-        now: Seconds on the lighthouse's clock.
+    A rank that reports of itself has the owner "": its word counts where no supervisor reports.
     """
     lease = lease_of(s, replica)
     return not _leased_to(s, replica, now) if not owner else lease is None or lease.owner == owner
@@ -462,14 +436,8 @@ def renew_leases(s: LighthouseState, event: ProcessesReported) -> Step:
 
     A lease is free when its supervisor has not reported for `Policy.supervisor_lease_s`. After a restart of the
     lighthouse, the wait for a lease's supervisor begins with the first claim of another one. A supervisor that
-    claims a lease with a larger number than the known one has it: the store is an older copy.
-
-    Args:
-        s: What the lighthouse knows.
-        event: The supervisor's report.
-
-    Returns:
-        The state, and an event for the journal for each replica that changed its supervisor.
+    claims a lease with a larger number than the known one has it: the store is an older copy. Returns, after its
+    report ``event``, an event for the journal for each replica that changed its supervisor.
     """
     if not event.owner:
         return s, ()

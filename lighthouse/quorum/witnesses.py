@@ -31,11 +31,7 @@ FRUITLESS = 3  # after more epochs than these without a step, one replica is eno
 
 
 def named(report: Report) -> tuple[StateId, ...]:
-    """Return the states that a replica reports as committed, or that it has voted to commit.
-
-    Args:
-        report: Of the replica.
-    """
+    """Return the states that by its ``report`` a replica has committed, or has voted to commit."""
     prepared = () if report.prepared is None else (report.prepared.state_id,)
     return (report.state, *prepared, *(() if report.doubt is None else (report.doubt,)))
 
@@ -73,12 +69,7 @@ def others(s: LighthouseState, replica: int, epoch: int) -> dict[int, str]:
 
 
 def alone(s: LighthouseState, report: Report) -> bool:
-    """Return whether no other member may live, or all others leave with the step of the record.
-
-    Args:
-        s: What the lighthouse knows.
-        report: Of the replica that would be alone.
-    """
+    """Return whether only the sender of ``report`` may live, or all others leave with the record's step."""
     rest = others(s, report.replica, report.state.commit_epoch)
     if rest and set(report.leaving).issuperset(rest):
         return follows_head(s, report)
@@ -112,14 +103,9 @@ def agree(s: LighthouseState, report: Report) -> bool:
 
 
 def hear(s: LighthouseState, report: Report) -> Step:
-    """Raise the head to what a report and another one name; note what this one claims above it.
+    """Raise the head to what a ``report`` and another one name; note what this one claims above it.
 
-    Args:
-        s: What the lighthouse knows.
-        report: The newest report of a replica.
-
-    Returns:
-        The state, and an event for each claim that the new head shows to be wrong.
+    Returns an event for each claim that the new head shows to be wrong.
     """
     me, state = report.replica, report.state
     heads = [x for x in named(report) if above(x, s.head) and x in _claims(s, me)]
@@ -176,15 +162,9 @@ class Peers:
 
     @staticmethod
     def of(s: LighthouseState, report: Report, reports: Mapping[int, Report], epoch: int) -> Peers:
-        """Return it for what the sender of ``report`` says about ``epoch``.
+        """Return it for what the sender of ``report`` says about ``epoch``, from the ``reports`` of all that ask.
 
         Without a grant these are all that say that they are in that epoch, or in the reporter's.
-
-        Args:
-            s: What the lighthouse knows.
-            report: What the sender reported.
-            reports: Those of all that ask, by replica.
-            epoch: The number of the epoch.
         """
         silent: tuple[int, ...] = ()
         if s.grant is None:
@@ -209,8 +189,8 @@ def _has_left(s: LighthouseState, report: Report, epoch: int) -> bool:
 def judge(s: LighthouseState, reports: Mapping[int, Report], evicted: Collection[int] = frozenset()) -> Judgement:
     """Judge the reports of all that ask in a round.
 
-    A member that has left the ring votes in it no more, so it knows all that this ring can have committed. What it
-    does not name is contradicted. The others may confirm it later.
+    A member that has left the ring votes in it no more, so it knows all that this ring can have committed. What
+    it does not name is contradicted. The others may confirm it later.
 
     Args:
         s: What the lighthouse knows.
@@ -295,8 +275,8 @@ def _contradicted(s: LighthouseState, report: Report, reports: Mapping[int, Repo
 def _denials(s: LighthouseState, state: StateId, ring: Peers) -> int:
     """Return how many members have left the ring and would name ``state``, which nobody else does, if it was true.
 
-    A member that was granted as one that holds the base keeps what it votes for, and one that leaves before a vote
-    says so. A later grant was made with a member that would have named the state, too.
+    A member that was granted as one that holds the base keeps what it votes for, and one that leaves before a
+    vote says so. A later grant was made with a member that would have named the state, too.
     """
     members = s.grant.members if s.grant is not None else ()
     later = s.grant is not None and s.grant.epoch > state.commit_epoch

@@ -66,7 +66,6 @@ class SliceStore:
         """Allocate memory for a slice, instead of one that was not completed. Blocks.
 
         Args:
-            about: The slice.
             budget: Bytes for all that the host keeps for others; None: no limit.
 
         Returns:
@@ -104,10 +103,6 @@ class SliceStore:
     def complete(self, written: StoredSlice, header: bytes) -> None:
         """Mark a slice as complete.
 
-        Args:
-            written: From `allocate`.
-            header: Its encoded manifest.
-
         Raises:
             ValueError: It is complete or dropped, or the header is of another one.
         """
@@ -139,7 +134,8 @@ class SliceStore:
     def held(self, store: str, name: str, first: int = 0) -> tuple[messages.HeldSlice, ...]:
         """Return complete slices of a store by number, as many as fit into a message. Blocks.
 
-        Older stores of the same name are dropped. Every checksum is compared, and a slice that differs is dropped.
+        Older stores of the same name are dropped. Every checksum is compared, and a slice that differs is
+        dropped.
 
         Args:
             store: The digest of what the store is.
@@ -184,7 +180,6 @@ class SliceStore:
             return ServedSnapshot(there.fd, there.about.nbytes, there.header, blocks.digest_of(there.header))
 
     def give_back(self, served: ServedSnapshot) -> None:
-        """End a borrow. Call it once for each."""
         with self._lock:
             each = self._lent[served.fd]
             each.readers -= 1
@@ -213,7 +208,6 @@ class SliceStore:
         self._sweep(each)
 
     def _sweep(self, each: StoredSlice) -> None:
-        """Free the memory of a slice that was dropped and that nobody reads."""
         if each.dropped and not each.readers and each.fd >= 0:
             self._lent.pop(each.fd, None)
             os.close(each.fd)
@@ -251,8 +245,6 @@ class BlockSession:
 
     Args:
         connection: The rank's.
-        slices: Where the slices are.
-        token: The job's token, which other hosts' state servers check.
     """
 
     def __init__(self, connection: AgentConnection, slices: SliceStore, token: str) -> None:
@@ -352,9 +344,6 @@ class BlockAgent:
         """Connect to the state agent of ``replica`` on this host; waits for one that does not listen yet. Blocks.
 
         Args:
-            token: The job's token.
-            replica: The replica id.
-            rank: This rank within its replica.
             deadline_s: How long to wait for the agent. Later calls wait as long, and for what they have it do.
             name: That of this host, if its machine has several.
 
@@ -387,7 +376,6 @@ class BlockAgent:
         """Return memory to write a slice into, until `written`; or one line that says why there is none.
 
         Args:
-            about: The slice.
             budget: Bytes for all that the host keeps for others; None: no limit.
             wait_s: How much longer its allocation may take, in seconds.
         """
@@ -418,7 +406,6 @@ class BlockAgent:
         return answer.reason if isinstance(answer, messages.OrderRefused) else ""
 
     def drop(self, store: str, numbers: Sequence[int]) -> None:
-        """Free slices of this host."""
         for at in range(0, len(numbers), messages.MAX_HELD_SLICES):
             part = tuple(numbers[at : at + messages.MAX_HELD_SLICES])
             self._ask(messages.DropSlices(store, part), 0.0, messages.Done)

@@ -74,14 +74,10 @@ class StateAgent:
     ) -> StateAgent:
         """Connect to the state agent of ``replica`` on this host, instead of an older connection. Blocks.
 
-        Waits for an agent that does not listen yet. If the agent has snapshots of this rank with another ``ranks``
-        or ``nbytes``, it drops them.
+        Waits for an agent that does not listen yet. If the agent has snapshots of this rank with another
+        ``ranks`` or ``nbytes``, it drops them.
 
         Args:
-            token: The job's token.
-            replica: The replica id.
-            rank: This rank within its replica.
-            ranks: The number of ranks of the replica.
             nbytes: The size of each snapshot in bytes.
             deadline_s: How long to wait for the agent. Later calls wait as long for their answers; the first
                 `stage` may have to wait until the agent has allocated two snapshots.
@@ -152,11 +148,9 @@ class StateAgent:
         self._order(messages.Pin(state, seconds))
 
     def unpin(self) -> None:
-        """Remove the pin, and release the snapshot that was acquired."""
         self._order(messages.Unpin())
 
     def list(self) -> tuple[CompleteSnapshot, ...]:
-        """Return the complete snapshots of this rank, newest first."""
         with self._exchange() as connection:
             held: tuple[CompleteSnapshot, ...] = connection.ask(messages.Recall(), messages.Recalled).held
             return held
@@ -193,11 +187,9 @@ class StateAgent:
             return connection.map_segment(PAGE_BYTES, writable=True)
 
     def close_gate(self) -> None:
-        """Let copies of this rank's shard pass at any time again."""
         self._order(messages.CloseGate())
 
     def forget(self) -> None:
-        """Drop all snapshots of this rank, and all copies of other shards that it has ordered."""
         self._order(messages.Forget())
 
     def keep(self, order: messages.KeepCopy) -> str:
@@ -383,7 +375,6 @@ class AgentSocket:
         return messages.decode(self.read(messages.MAX_MESSAGE), *answers)
 
     def read(self, most: int) -> bytes:
-        """Return the next frame, and remember the file descriptors that come with it."""
         prefix = b""
         while len(prefix) < protocol.LENGTH.size:
             self._wait()
@@ -407,7 +398,6 @@ class AgentSocket:
         return bytes(frame)
 
     def map_segment(self, nbytes: int, *, writable: bool) -> Bytes:
-        """Map the segment whose file descriptor came with the last answer."""
         fd = self._fds.pop()
         try:
             return shared_memory.attach(fd, nbytes, writable=writable)
@@ -415,12 +405,10 @@ class AgentSocket:
             os.close(fd)
 
     def shut_down(self) -> None:
-        """Make every call that waits on the socket fail. Called from any thread."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection and the file descriptors that were not mapped."""
         self._sock.close()
         while self._fds:
             os.close(self._fds.pop())

@@ -53,20 +53,13 @@ class _Pull:
 
 @dataclass(eq=False, slots=True)
 class _Course:
-    """The fetches of one shard. One runs at a time."""
-
     running: _Pull | None = None
     waiting: _Pull | None = None  # the order that has superseded it
     failure: CopyFailure | None = None  # of the last one
 
 
 class CopyFetcher:
-    """Fetches and keeps copies of other hosts' shards. Thread-safe; no method but `close` blocks.
-
-    Args:
-        store: Where the copies lie.
-        token: The job's token, which the owners' state servers check.
-    """
+    """Fetches and keeps copies of other hosts' shards. Thread-safe; no method but `close` blocks."""
 
     def __init__(self, store: SnapshotStore, token: str) -> None:
         self._store = store
@@ -80,8 +73,8 @@ class CopyFetcher:
     def connected(self, keeper: int) -> None:
         """Note that a keeper has connected, maybe a new process.
 
-        One that owes nothing sends no orders. So what was ordered before goes with the first settled state that it
-        does not have.
+        One that owes nothing sends no orders. So what was ordered before goes with the first settled state that
+        it does not have.
         """
         with self._lock:
             self._inherited[keeper] = set(self._store.copies(keeper))
@@ -121,12 +114,10 @@ class CopyFetcher:
             self._owed[keeper] = order
 
     def drop(self, keeper: int, replicas: Collection[int]) -> None:
-        """Drop the copies of the shards of some replicas that this rank has ordered: they are wrong."""
         with self._lock:
             self._free(keeper, [key for key in self._store.copies(keeper) if key[0] not in replicas])
 
     def settle(self, keeper: int, state: StateId, everywhere: bool) -> None:
-        """Record whether ``state`` is kept in all places; see `SnapshotSlots.mark_settled`."""
         with self._lock:
             for key in self._store.copies(keeper):
                 self._store.mark_settled(key, state, everywhere)
@@ -141,7 +132,6 @@ class CopyFetcher:
                 self._free(keeper, set(self._store.copies(keeper)) - stale)
 
     def forget(self, keeper: int) -> None:
-        """Drop all copies that this rank has ordered."""
         with self._lock:
             self._owed.pop(keeper, None)
             self._free(keeper, ())
@@ -164,7 +154,6 @@ class CopyFetcher:
             return KeptCopies(complete, tuple(each for each in failed if each.state == state), damaged)
 
     def close(self) -> None:
-        """End all fetches. Blocks for CLOSE_S at most."""
         with self._lock:
             self._closed = True
             for course in self._courses.values():
@@ -173,7 +162,6 @@ class CopyFetcher:
         concurrent.futures.wait(running, CLOSE_S)
 
     def _damaged(self, key: ShardIndex) -> list[CopyFailure]:
-        """Return the copies that were found damaged since the last call."""
         found = [_failure(key, each.state, f"damaged: {each.reason}") for each in self._store.damaged(key)]
         course = self._courses.get(key)
         if course is not None and found:
@@ -188,7 +176,6 @@ class CopyFetcher:
                 self._store.drop_copies(key)
 
     def _supersede(self, course: _Course) -> None:
-        """Cancel what is being fetched, and what waits to be."""
         if course.waiting is not None:
             course.waiting.ended.set_result(None)
             course.waiting = None
@@ -265,7 +252,6 @@ class CopyFetcher:
 
 
 def _same(one: KeepCopy, other: KeepCopy) -> bool:
-    """Return whether two orders want the same bytes from the same place."""
     return replace(one, deadline_s=other.deadline_s, budget=other.budget) == other
 
 

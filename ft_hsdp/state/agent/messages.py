@@ -152,9 +152,9 @@ class Forget:
 class KeepCopy:
     """Order: keep a copy of a shard of another host. Answer: Done at once, or OrderRefused.
 
-    The agent fetches it from the owner's state server and verifies it. A newer order for the same shard supersedes
-    an older one that is not finished. The rank that orders is the copy's keeper: its `Settle` and `Forget` apply
-    to the copy, too.
+    The agent fetches it from the owner's state server and verifies it. A newer order for the same shard
+    supersedes an older one that is not finished. The rank that orders is the copy's keeper: its `Settle` and
+    `Forget` apply to the copy, too.
     """
 
     replica: Annotated[int, Field(ge=0, lt=1 << 31)]  # the owner's
@@ -173,8 +173,8 @@ class KeepCopy:
 class OweCopies:
     """Order: the shards that this keeper has to keep from now on. Answer: Done.
 
-    Its copies of other shards are freed once ``since`` or a newer state is settled everywhere, because until then
-    the new holders may not have theirs.
+    Its copies of other shards are freed once ``since`` or a newer state is settled everywhere, because until
+    then the new holders may not have theirs.
     """
 
     shards: Annotated[tuple[ShardIndex, ...], Field(max_length=MAX_COPIES)]
@@ -396,8 +396,6 @@ def agent_name(token: str, replica: int, generation: int = 0, host: str = "") ->
     It cannot be computed without the token, so no other user can take it first.
 
     Args:
-        token: The job's token.
-        replica: The replica id.
         generation: 0 to GENERATIONS - 1. An agent above 0 replaces one that neither answers nor dies.
         host: The host's name, if the machine has several hosts; "": the machine is one.
     """

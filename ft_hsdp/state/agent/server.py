@@ -51,8 +51,6 @@ def listen(token: str, replica: int, generation: int = 0, name: str = "") -> soc
     """Return a listening socket at the agent's name. The name is free again as soon as its owner is gone.
 
     Args:
-        token: The job's token.
-        replica: The replica id.
         generation: As in `messages.agent_name`.
         name: The host's, as ``host`` there.
 
@@ -76,12 +74,8 @@ class AgentListener:
 
     Args:
         sock: Bound and listening, from `listen`.
-        token: The job's token, which callers must prove.
-        store: Where the ranks' snapshots are.
         copies: What fetches copies of other hosts' shards into it.
-        slices: Where slices of static data are.
         address: "host:port" at which the agent serves over HTTP; told to each rank.
-        pacer: Of the HTTP server.
     """
 
     def __init__(
@@ -108,7 +102,6 @@ class AgentListener:
         self._changed = asyncio.Event()  # of ``_ranks`` and ``_blocks``
 
     async def serve(self) -> None:
-        """Accept ranks and carry out their orders until cancelled."""
         gate = CallerGate(self._token, (Purpose.AGENT,), self._admitted, self._failed)
         gate.watch(self._sock)
         try:
@@ -128,7 +121,6 @@ class AgentListener:
         task.add_done_callback(self._tasks.discard)
 
     async def wait_until_idle(self, seconds: float) -> None:
-        """Return once no rank has been connected for ``seconds``."""
         while True:
             self._changed.clear()
             try:
@@ -273,10 +265,7 @@ def run(
     """Run the state agent until it is told to stop. Blocks.
 
     Args:
-        token: The job's token.
-        replica: The id of the replica whose ranks it serves.
         host: Where it serves over HTTP.
-        port: The port there; 0 for any.
         linger_s: It ends when no rank was connected for so long.
         guard: It ends with the process of this id; None for no process.
         generation: The number in its name; see `messages.agent_name`.
@@ -309,7 +298,6 @@ class _Arguments(argparse.ArgumentParser):
     """A parser that reports an error as one line, with exit code 64."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError instead of printing the usage and exiting."""
         allowed = f"[--replica R] --host H [--name N] [--port P] [--linger SECONDS] [--guard PID] ({message})"
         raise ConfigError("arguments", " ".join(sys.argv[1:]), allowed)
 

@@ -20,8 +20,6 @@ from ft_hsdp.state.pacing import Pacer
 
 
 class AgentConnection:
-    """Reads and writes frames on a connected, non-blocking Unix socket."""
-
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
@@ -59,8 +57,6 @@ class AgentConnection:
 
 
 class RankSession:
-    """Carries out the orders of one connected rank, one at a time."""
-
     def __init__(
         self,
         connection: AgentConnection,
@@ -102,7 +98,6 @@ class RankSession:
             preparing.cancel()
 
     def _simple(self, order: object) -> object:
-        """Carry out an order that needs no bytes and no file descriptor, and return the answer."""
         rank = self._key[1]
         match order:
             case messages.Settle(state, everywhere):
@@ -192,7 +187,6 @@ class WatchSession:
             await self._connection.send(messages.frame(self._copies.kept(self._rank, order.state)))
 
     async def _ended(self, state: StateId, wait_s: float) -> None:
-        """Wait until no fetch of ``state`` is under way, or for ``wait_s``."""
         loop = asyncio.get_running_loop()
         until = loop.time() + wait_s
         while (pulls := self._copies.pending(self._rank, state)) and loop.time() < until:

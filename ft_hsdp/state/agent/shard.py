@@ -28,8 +28,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The rank whose snapshots are kept."""
-
     rank: int
     ranks: int  # of the replica
     nbytes: int  # of each snapshot
@@ -96,12 +94,10 @@ class Shard:
         return view
 
     def put_back(self, number: int) -> None:
-        """Remove a reader from a slot."""
         self.slots.give_back(number)
         self.sweep()
 
     def release_acquired(self) -> None:
-        """Release the slot that the rank itself reads, if there is one."""
         if self.acquired is not None:
             number, self.acquired = self.acquired, None
             self.put_back(number)
@@ -114,7 +110,6 @@ class Shard:
             self.damaged = [*self.damaged, Damage(state, str(error))][-MAX_DAMAGED:]
 
     def sweep(self) -> None:
-        """Free the memory of slots that were removed."""
         for number in self.fds.keys() - self.slots.numbers:
             os.close(self.fds.pop(number))
             self.views.pop(number, None)

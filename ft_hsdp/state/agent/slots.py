@@ -72,15 +72,14 @@ class SnapshotSlots:
 
     @property
     def written(self) -> int | None:
-        """The number of the slot that is being written, or None."""
         slot = self._written()
         return None if slot is None else slot.number
 
     def stage(self, state: StateId, now: float) -> int | None:
         """Return the number of the slot to write ``state`` into, or None if every slot is in use.
 
-        Some slots are never chosen: the newest settled one, the newest complete one (unless some rank left it out
-        and another one is settled), the pinned one, and those that are being read. A snapshot that was being
+        Some slots are never chosen: the newest settled one, the newest complete one (unless some rank left it
+        out and another one is settled), the pinned one, and those that are being read. A snapshot that was being
         written is abandoned together with its slot, because its writer may still be writing.
         """
         self.abandon(reuse=False)
@@ -126,8 +125,8 @@ class SnapshotSlots:
     def mark_settled(self, state: StateId, everywhere: bool = True) -> None:
         """Record whether all ranks of the replica have a snapshot of ``state``.
 
-        If ``everywhere``, it is settled. Otherwise some rank left it out: complete snapshots that are not settled
-        give way to the next one.
+        If ``everywhere``, it is settled. Otherwise some rank left it out: complete snapshots that are not
+        settled give way to the next one.
         """
         for slot in self._complete():
             if not everywhere:
@@ -136,25 +135,20 @@ class SnapshotSlots:
                 slot.settled = True
 
     def pin(self, state: StateId, until: float) -> None:
-        """Keep ``state``, which may also complete later, until the time ``until``. Replaces the pin before."""
         self._pin = state, until
 
     def unpin(self) -> None:
-        """Remove the pin, if there is one."""
         self._pin = None
 
     def pinned(self, now: float) -> StateId | None:
-        """Return the pinned state, or None."""
         if self._pin is None or now >= self._pin[1]:
             return None
         return self._pin[0]
 
     def find(self, state: StateId) -> int | None:
-        """Return the number of the complete slot of ``state``, or None."""
         return next((slot.number for slot in self._complete() if slot.state == state), None)
 
     def held(self) -> tuple[CompleteSnapshot, ...]:
-        """Return the complete snapshots, newest first."""
         return tuple(
             CompleteSnapshot(slot.state, slot.settled) for slot in self._complete() if slot.state is not None
         )
@@ -164,7 +158,6 @@ class SnapshotSlots:
         self._drop([self._slots[number]])
 
     def borrow(self, number: int) -> None:
-        """Add a reader to a complete slot."""
         slot = self._slots[number]
         assert slot.phase is SlotPhase.COMPLETE, slot
         slot.readers += 1

@@ -32,9 +32,6 @@ def connect_newest(sock: socket.socket, token: str, replica: int, name: str = ""
     """Connect ``sock`` to the newest agent of a replica on this host, and return its generation.
 
     Args:
-        sock: A Unix socket.
-        token: The job's token.
-        replica: The replica id.
         name: That of this host, if its machine has several.
 
     Raises:
@@ -52,8 +49,6 @@ def connect_newest(sock: socket.socket, token: str, replica: int, name: str = ""
 
 @dataclass(slots=True)
 class Starter:
-    """Starts the state agent of one replica on this host."""
-
     token: str
     replica: int
     host: str  # at which the agent serves snapshots over HTTP
@@ -155,7 +150,6 @@ class Starter:
         return 0, living[-1] if living else 0
 
     def _kill(self, pid: int) -> bool:
-        """Kill the agent with this pid, and return whether no agent listens any more."""
         if pid <= 0:
             return False
         try:

@@ -144,17 +144,14 @@ class SnapshotStore:
             self._reserved += nbytes
 
     def release(self, nbytes: int) -> None:
-        """Give back what was taken by `reserve`."""
         with self._lock:
             self._reserved -= nbytes
 
     def copies(self, keeper: int) -> list[ShardIndex]:
-        """Return the shards of other hosts that a rank of this host has ordered."""
         with self._lock:
             return [key for key, entry in self._shards.items() if entry.keeper == keeper]
 
     def drop_copies(self, key: ShardIndex) -> None:
-        """Drop the copies of another host's shard, and stop keeping it."""
         with self._lock:
             entry = self._shards[key]
             if not entry.own:
@@ -197,7 +194,6 @@ class SnapshotStore:
         return True
 
     def _may_grow(self, entry: Shard) -> bool:
-        """Return whether the budget has room for one more slot of a copy."""
         if entry.keeper is None:
             return False
         kept = [each for each in self._shards.values() if not each.own and each is not entry]
@@ -208,8 +204,6 @@ class SnapshotStore:
         """Return the number of the slot to write ``state`` into, or None if another slot has to be added first.
 
         Args:
-            key: The shard.
-            state: What is to be written.
             copy: It is fetched from another host: None if that shard is no longer to be kept here.
         """
         with self._lock:
@@ -225,7 +219,6 @@ class SnapshotStore:
             return number
 
     def busy_reason(self, key: ShardIndex) -> str:
-        """Return why `stage` and `grow` found no slot."""
         return "all slots are in use" if self._shards[key].slots.full else "no memory for one more slot"
 
     def slots(self, key: ShardIndex) -> dict[int, int]:
@@ -237,9 +230,6 @@ class SnapshotStore:
         """Mark ``state`` as complete. ``header`` is its encoded manifest.
 
         Args:
-            key: The shard.
-            state: What was written.
-            header: Its encoded manifest.
             number: The slot that it was written into; None: that of the last `stage`.
 
         Raises:
@@ -272,12 +262,10 @@ class SnapshotStore:
                 entry.slots.abandon(reuse=True)
 
     def keeps(self, key: ShardIndex, state: StateId) -> bool:
-        """Return whether there is a complete snapshot of ``state``."""
         with self._lock:
             return self._shards[key].slots.find(state) is not None
 
     def mark_settled(self, key: ShardIndex, state: StateId, everywhere: bool = True) -> None:
-        """Record whether all ranks of the replica have a snapshot of ``state``; see `SnapshotSlots`."""
         with self._lock:
             entry = self._shards[key]
             entry.slots.mark_settled(state, everywhere)
@@ -297,14 +285,12 @@ class SnapshotStore:
                 self._verification(entry, number, state)
 
     def unpin(self, key: ShardIndex) -> None:
-        """Remove the rank's pin and release the snapshot that it acquired."""
         with self._lock:
             entry = self._shards[key]
             entry.slots.unpin()
             entry.release_acquired()
 
     def list(self, key: ShardIndex) -> tuple[CompleteSnapshot, ...]:
-        """Return the complete snapshots of a rank, newest first."""
         with self._lock:
             return self._shards[key].slots.held()
 
@@ -336,7 +322,6 @@ class SnapshotStore:
         return fd, header
 
     def damaged(self, key: ShardIndex) -> tuple[Damage, ...]:
-        """Return the snapshots of a rank that were found damaged since the last call."""
         with self._lock:
             entry = self._shards[key]
             found, entry.damaged = tuple(entry.damaged), []
@@ -398,7 +383,6 @@ class SnapshotStore:
             return ServedSnapshot(fd, nbytes, manifest, digest)
 
     def held(self) -> tuple[HeldShard, ...]:
-        """Return all complete snapshots, newest first for each shard. Their checksums are not compared."""
         with self._lock:
             found = [
                 (entry, kept, number, entry.headers[number])
@@ -425,7 +409,6 @@ class SnapshotStore:
         return tuple(rows.values())
 
     def drop_damaged(self, served: ServedSnapshot, state: StateId, error: Exception) -> None:
-        """Drop a borrowed snapshot whose bytes changed since they were compared, and log it."""
         with self._lock:
             entry, number = self._borrowed(served)
             entry.damage(number, state, error)
@@ -435,14 +418,12 @@ class SnapshotStore:
         return slots[served.fd]
 
     def give_back(self, served: ServedSnapshot) -> None:
-        """End a borrow. Call it once for each."""
         with self._lock:
             entry, number = self._borrowed(served)
             entry.put_back(number)
             self._former = [each for each in self._former if each.fds]
 
     def close(self) -> None:
-        """Cancel the checksums that have not begun."""
         self._verifier.shutdown(cancel_futures=True)
 
     def _verification(self, entry: Shard, number: int, state: StateId) -> Future[tuple[bytes, str]]:

@@ -94,7 +94,7 @@ def newest(folder: Path, key: bytes | None, step: int | None = None, but: Collec
         but: Names of checkpoints to leave out.
 
     Returns:
-        The checkpoint, or None for it if there is none, and those that were skipped.
+        The checkpoint or None, and those that were skipped.
 
     Raises:
         ConfigError: The folder cannot be read.
@@ -112,16 +112,9 @@ def newest(folder: Path, key: bytes | None, step: int | None = None, but: Collec
 
 
 def verify(path: Path, key: bytes | None) -> Checkpoint:
-    """Read every byte of a checkpoint and compare it with the manifest, several files at a time.
+    """Return the checkpoint at ``path`` after every byte was compared with its manifest, several files at a time.
 
-    The manifest is authenticated before any file is opened.
-
-    Args:
-        path: The checkpoint's folder.
-        key: The key that it must be signed with; None to trust every writer.
-
-    Returns:
-        The checkpoint with its manifest.
+    The manifest is authenticated with ``key`` (None: every writer is trusted) before any file is opened.
 
     Raises:
         Unauthentic: It was not signed with ``key``.
@@ -357,15 +350,10 @@ def _fits(
 
 
 def differing_data(path: Path, manifest: CheckpointManifest, config_hash: str, data: JobData) -> str:
-    """Return how the data of a job differ from those of a checkpoint; "": only in how they are cut, or not at all.
+    """Return how the ``data`` of a job differ from those in the ``manifest`` of the checkpoint at ``path``.
 
-    Where nothing is known of the data themselves, other values of section `data` stand for other data.
-
-    Args:
-        path: Of the checkpoint.
-        manifest: Of the checkpoint.
-        config_hash: That of the job.
-        data: Of the job.
+    "": only in how they are cut, or not at all. Where nothing is known of the data themselves, another
+    ``config_hash`` of section `data` stands for other data.
 
     Raises:
         ConfigError: They may not differ.

@@ -134,12 +134,7 @@ def signed(manifest: CheckpointManifest, key: bytes) -> CheckpointManifest:
 
 
 def authenticate(name: str, data: bytes, key: bytes) -> None:
-    """Check that a manifest was signed with ``key``.
-
-    Args:
-        name: Of its folder, for the error.
-        data: The manifest, which `decode` accepts.
-        key: The operator's.
+    """Check that the manifest in ``data``, which `decode` accepts, of the folder ``name`` was signed with ``key``.
 
     Raises:
         Unauthentic: It was not signed with ``key``, or was changed since.

@@ -52,13 +52,9 @@ def key(kind: str, name: str) -> str:
 def views(
     layout: Layout, live: Sequence[torch.Tensor], buffer: torch.Tensor, ranks: ReplicaGroup
 ) -> dict[str, torch.Tensor]:
-    """Return the packed shard in ``buffer`` as CPU tensors by name, sharded as the ``live`` ones. Copies nothing.
+    """Return the packed shard in ``buffer`` as CPU tensors by name, cut over ``ranks`` as the ``live`` ones.
 
-    Args:
-        layout: The layout of the shard.
-        live: The live tensors, in the order of the layout, for their sharding only.
-        buffer: uint8 [layout.nbytes].
-        ranks: The ranks of the replica.
+    Copies nothing. The ``live`` tensors, in the order of the ``layout``, tell their sharding only.
     """
     found: dict[str, torch.Tensor] = {}
     for place, model in zip(layout.tensors, live, strict=True):
@@ -117,7 +113,7 @@ def save(
         ranks: The ranks of the replica.
 
     Returns:
-        Where each piece of the tensors in ``about`` lies now; alike on all ranks.
+        Where each piece lies now; alike on all ranks.
 
     Raises:
         Failed: Writing failed on some rank. Raised on all of them.
@@ -169,12 +165,9 @@ def save(
 
 
 def load(path: Path, tensors: Mapping[str, torch.Tensor], manifest: CheckpointManifest) -> None:
-    """Fill live tensors in place from a checkpoint that was authenticated and verified. Blocks.
+    """Fill live ``tensors``, by their names in a checkpoint (`key`), from the folder ``path``. Blocks.
 
-    Args:
-        path: The checkpoint's folder.
-        tensors: The live tensors by their names in a checkpoint (`key`).
-        manifest: The checkpoint's.
+    The ``manifest`` was authenticated, and its files verified.
 
     Raises:
         Failed: A file cannot be read, or does not fit the manifest.

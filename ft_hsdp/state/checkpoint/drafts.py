@@ -62,15 +62,10 @@ class Draft:
         return {path.name: asdict(checkpoint_manifest.describe(path)) for path in mine}
 
     def publish(self, manifest: CheckpointManifest, keep: int, key: bytes) -> dict[str, Any]:
-        """Sign and write the manifest, make all of it durable, rename the folder, and remove older checkpoints.
+        """Sign the ``manifest`` with ``key``, make all durable, rename the folder, and remove older checkpoints.
 
-        Args:
-            manifest: Without signature and digest.
-            keep: How many checkpoints to keep, this one included.
-            key: Signs the manifest.
-
-        Returns:
-            ``removed``: the names of the older checkpoints that were removed; ``trouble``: why one could not be.
+        So many as ``keep`` stay, this one included. Return the names of those that were ``removed``, and the
+        ``trouble`` why one could not be.
 
         Raises:
             OSError: Writing failed, or the files of another rank are not in the folder.
@@ -105,7 +100,6 @@ class Draft:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder durable."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -256,7 +256,6 @@ class Checkpointer:
             return self._current
 
     def _newest(self, mine: tuple[int, int]) -> tuple[int, int]:
-        """Return the largest (epoch, step) that any rank passes."""
         epoch, step = max(tuple(json.loads(each)) for each in self._ranks.gather(json.dumps(mine).encode()))
         return int(epoch), int(step)
 

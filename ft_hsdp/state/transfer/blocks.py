@@ -73,12 +73,7 @@ class SliceManifest:
 
 
 def sums_of(data: memoryview, piece: int) -> bytes:
-    """Return the checksums of the pieces of ``data``, one after the other. Releases the GIL for large pieces.
-
-    Args:
-        data: Any bytes.
-        piece: The bytes of each piece but the last one.
-    """
+    """Return the checksums of the pieces of ``data``, of ``piece`` bytes each; large ones release the GIL."""
     return b"".join(xxhash.xxh3_64_digest(data[i : i + piece]) for i in range(0, len(data), piece))
 
 
@@ -95,10 +90,7 @@ def digest_of(encoded: bytes) -> str:
 
 
 def decode(encoded: bytes) -> SliceManifest:
-    """Return the manifest in ``encoded``, validated.
-
-    Args:
-        encoded: What `encode` made, or anything that a holder sent.
+    """Return the manifest in ``encoded``, anything that a holder sent, validated.
 
     Raises:
         DataCorruption: It is too long, its digest does not fit, or it is not valid.
@@ -121,12 +113,7 @@ def decode(encoded: bytes) -> SliceManifest:
 
 
 def path(about: SliceName, what: str) -> str:
-    """Return the path at which a state server has a slice.
-
-    Args:
-        about: The slice.
-        what: "manifest" or "data".
-    """
+    """Return the path at which a state server has a slice ``about``; ``what`` is "manifest" or "data"."""
     return f"/v1/blocks/{about.store}/{about.slice}/{what}"
 
 
@@ -182,9 +169,6 @@ def read_slices(
         deadline_s: Seconds from the call until it gives up.
         known: Manifests by digest, each with its encoded form; what is asked for is added.
         cancel: Set by another thread to end it early.
-
-    Returns:
-        What was not read and why, and how much was.
     """
     until = time.monotonic() + deadline_s
     by_holder: dict[str, list[SliceRead]] = defaultdict(list)

@@ -37,7 +37,7 @@ _DECIMAL = re.compile(r"\d{1,18}")
 def path(
     state: StateId, rank: int, what: str, ranks: int | None = None, part: tuple[int, int] | None = None
 ) -> str:
-    """Return the path at which a state server has what belongs to a rank's shard of a state.
+    """Return the path at which a state server has a rank's shard of a state.
 
     Args:
         state: The state.
@@ -86,11 +86,9 @@ class DonorConnection:
         self._over = False  # `hang_up` was called
 
     def ask(self, path: str, span: tuple[int, int] | None = None) -> Answer:
-        """Send ``GET path`` and return the head of the answer. Blocks. The body before must have been read.
+        """Send ``GET path`` for the bytes ``span`` (None: all), and return the head of the answer. Blocks.
 
-        Args:
-            path: From `path`.
-            span: The bytes [begin, end) to ask for; None for all.
+        The body before must have been read.
 
         Raises:
             DonorBusy: The donor hung up before its first answer on this connection.

@@ -77,13 +77,10 @@ class FetchRequest:
     def exactly(
         expected: ExpectedShard, into: memoryview | Scattered, *, awaited: bool = True, copy: bool = False
     ) -> FetchRequest:
-        """Return a request for a shard that is known from this rank's own model.
+        """Return a request for the shard ``expected``, which is known from this rank's own model.
 
-        Args:
-            expected: What every donor's manifest must say.
-            into: Writable memory of ``expected.nbytes`` bytes, in one place or in several.
-            awaited: Whether donors may get the state later.
-            copy: Whether it becomes a copy of another host's shard.
+        It fills the memory ``into``, ``expected.nbytes`` bytes in one place or in several. If it is ``awaited``,
+        donors may get the state later; a ``copy`` is of another host's shard.
         """
         return FetchRequest(
             expected.state,
@@ -127,9 +124,6 @@ def fetch(
         deadline_s: Seconds from the call until it gives up.
         cancel: Set by another thread to end the fetch early.
         rejected: Called once for each donor that failed, with the reason, on any thread.
-
-    Returns:
-        The manifest of the verified shard, whose bytes are in ``request.memory``.
 
     Raises:
         Cancelled: ``cancel`` was set.
@@ -389,7 +383,6 @@ class _Fetch:
             self._compare(*arrived)
 
     def _compare(self, donor: int, index: int) -> None:
-        """Compare a chunk that has arrived with its checksum."""
         assert self.manifest is not None
         chunk = self._chunk(index)
         right = shard_manifest.checksum(*chunk) == self.manifest.checksums[index]

@@ -227,7 +227,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(short, paced)
 
     def _send(self, data: bytearray, paced: CopyStream | None) -> None:
-        """Send bytes that lie in this process."""
         at = 0
         while at < len(data):
             with self._slice(paced, len(data) - at) as most:
@@ -266,9 +265,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _slice(self, paced: CopyStream | None, left: int) -> Iterator[int]:
         """Yield how much to send at once, of ``left`` bytes: of a copy, when and as much as the pacer says.
 
-        Args:
-            paced: The stream of what becomes a copy; None: this reader waits for nobody.
-            left: The bytes that are still to be sent.
+        A reader without a stream (``paced``) waits for nobody.
         """
         if paced is None:
             yield min(SLICE, left)
@@ -406,7 +403,6 @@ class StateServer:
         self._thread.start()
 
     async def _serve(self, listener: socket.socket, token: str) -> None:
-        """Accept readers, and watch their progress, until closed."""
         gate = CallerGate(token, (Purpose.STATE,), lambda proved, sock: self._readers.accept(sock, proved.session))
         gate.watch(listener)
         while not self._closed.is_set():

@@ -64,12 +64,7 @@ def whole(tensors: Sequence[PackedTensor]) -> tuple[Tensor, ...]:
 
 
 def layout_at(tensors: Sequence[PackedTensor], width: int, rank: int) -> Layout:
-    """Return the layout of the shard of another rank of any width.
-
-    Args:
-        tensors: Those of any shard of the state.
-        width: Ranks of the replica.
-        rank: The rank.
+    """Return the layout of the shard of ``rank`` of ``width`` ranks, from the ``tensors`` of any shard.
 
     Raises:
         Uncuttable: The state cannot be cut for another width.
@@ -86,15 +81,10 @@ def layout_at(tensors: Sequence[PackedTensor], width: int, rank: int) -> Layout:
 
 
 def check(tensors: Sequence[PackedTensor], width: int, rank: int) -> None:
-    """Check that a shard is cut as FSDP2 cuts it over ``width`` ranks.
-
-    Args:
-        tensors: Of the shard.
-        width: Ranks of the replica.
-        rank: The rank whose shard it is.
+    """Check that the ``tensors`` of ``rank`` are cut as FSDP2 cuts them over ``width`` ranks.
 
     Raises:
-        Uncuttable: It is not: its parts would be others than its readers think.
+        Uncuttable: They are not: the parts would be others than their readers think.
     """
     for tensor, expected in zip(tensors, layout_at(tensors, width, rank).tensors, strict=True):
         if tensor != expected:
@@ -102,12 +92,9 @@ def check(tensors: Sequence[PackedTensor], width: int, rank: int) -> None:
 
 
 def cut(tensors: Sequence[PackedTensor], source: tuple[int, int], target: tuple[int, int]) -> Part:
-    """Return what rank ``source`` has for rank ``target``.
+    """Return what the shard ``source`` has for the shard ``target``, each a (width, rank).
 
-    Args:
-        tensors: Those of any shard of the state.
-        source: (width, rank) of the shard that is there.
-        target: (width, rank) of the shard that is made.
+    The ``tensors`` are those of any shard of the state.
 
     Raises:
         Uncuttable: The state cannot be cut for another width.
@@ -157,16 +144,7 @@ class Scattered:
 
 
 def within(extents: Sequence[Extent], begin: int, end: int) -> list[tuple[int, int]]:
-    """Return where bytes of a part's stream lie in the shard that has them.
-
-    Args:
-        extents: Of the part.
-        begin: The first byte in the stream.
-        end: The byte after the last one.
-
-    Returns:
-        (begin, end) of each run of bytes, in order.
-    """
+    """Return where the bytes [begin, end) of a part's stream lie in the shard that has its ``extents``."""
     found: list[tuple[int, int]] = []
     start = 0
     for extent in extents:

@@ -51,13 +51,9 @@ class Assembled:
 
 
 def sources(layout: Layout, width: int, rank: int, ranks: int) -> tuple[int, ...]:
-    """Return the ranks of a replica of ``width`` ranks from which another rank takes parts.
+    """Return the ranks of a replica of ``width`` ranks from which ``rank`` of ``ranks`` takes parts.
 
-    Args:
-        layout: Of any shard of the state.
-        width: Ranks of the replica that has it.
-        rank: The rank that takes them.
-        ranks: How many there are of these.
+    The ``layout`` is that of any shard of the state.
 
     Raises:
         Uncuttable: The state cannot be cut for another number of ranks.
@@ -79,16 +75,18 @@ def fetch_shard(
 ) -> Assembled:
     """Fetch and verify one shard from replicas with ``width`` ranks, if need be put together from parts. Blocks.
 
+    ``token``, ``deadline_s``, ``cancel`` and ``awaited`` are as of `fetch`.
+
     Args:
         shard: What is made.
         width: Ranks of the replicas that have the state.
         donors: Who serves the shard of each rank of them; of `sources` at least.
         into: Writable memory of ``shard.layout.nbytes`` bytes, used by nothing else until this returns.
-        token: The job's token, which the donors check.
-        deadline_s: Seconds from the call until it gives up.
-        cancel: Set by another thread to end the fetch early.
+        token: The job's token.
+        deadline_s: Seconds.
+        cancel: Ends it early.
         rejected: Called once for each part of each donor that failed, with the reason, on any thread.
-        awaited: Whether a donor that does not have the state yet is asked again.
+        awaited: Whether donors are asked again.
 
     Raises:
         Cancelled: ``cancel`` was set.

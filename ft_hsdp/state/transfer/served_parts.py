@@ -35,11 +35,7 @@ class ServedPart:
 
 
 def all_of(served: ServedSnapshot) -> ServedPart:
-    """Return a whole snapshot as one part.
-
-    Args:
-        served: Borrowed from its source.
-    """
+    """Return a whole ``served`` snapshot as one part."""
     return ServedPart((Extent(0, 0, served.nbytes),), served.nbytes, served.manifest, served.digest)
 
 
@@ -51,14 +47,9 @@ class ServedParts:
         self._kept: OrderedDict[tuple[str, int, int], ServedPart] = OrderedDict()  # by snapshot, rank and ranks
 
     def part(self, served: ServedSnapshot, rank: int, ranks: int) -> ServedPart:
-        """Return the part of a borrowed snapshot for rank ``rank`` of ``ranks``.
+        """Return the part of a borrowed snapshot ``served`` for rank ``rank`` of ``ranks``.
 
         Blocks while the part is sealed, which reads its bytes, then the chunks of the snapshot that it touches.
-
-        Args:
-            served: Borrowed from its source.
-            rank: Whom the part is for.
-            ranks: How many there are of these.
 
         Raises:
             DataCorruption: The snapshot's bytes changed since it was written.
@@ -80,7 +71,6 @@ class ServedParts:
 
 
 def _sealed(served: ServedSnapshot, rank: int, ranks: int) -> ServedPart:
-    """Return a part with its manifest."""
     manifest = shard_manifest.decode(served.manifest)
     parts.check(manifest.tensors, manifest.ranks, manifest.rank)
     part = parts.cut(manifest.tensors, (manifest.ranks, manifest.rank), (ranks, rank))
@@ -99,13 +89,8 @@ def _sealed(served: ServedSnapshot, rank: int, ranks: int) -> ServedPart:
 def _checksums(served: ServedSnapshot, extents: Sequence[Extent], written: Sequence[str]) -> tuple[str, ...]:
     """Return the checksum of each chunk of the stream that ``extents`` make of a snapshot.
 
-    Args:
-        served: Borrowed from its source.
-        extents: What the stream has of it.
-        written: The snapshot's own checksums.
-
     Raises:
-        DataCorruption: A chunk of the snapshot that is touched differs from its checksum.
+        DataCorruption: A chunk of the snapshot that is touched differs from its checksum in ``written``.
     """
     data = memoryview(shared_memory.attach(served.fd, served.nbytes, writable=False))  # type: ignore[arg-type]
     sums = RunningChecksums()

@@ -202,10 +202,7 @@ def encode_held(shards: Sequence[HeldShard]) -> bytes:
 
 
 def decode_held(data: bytes) -> tuple[HeldShard, ...]:
-    """Return the shards in a list that another host's agent sent.
-
-    Args:
-        data: The JSON list.
+    """Return the shards in a JSON list, ``data``, that another host's agent sent.
 
     Raises:
         DataCorruption: It is too long, or not valid.

@@ -84,8 +84,7 @@ class ManifestVotes:
     def verdict(self, *, patient: bool) -> str | None:
         """Return the digest of a strict majority of the votes, or None if there is none yet.
 
-        Args:
-            patient: Return None as long as a donor has not answered.
+        A ``patient`` caller gets None as long as a donor has not answered.
 
         Raises:
             DataCorruption: The donors disagree, and no donor is left whose vote could decide.
