@@ -29,7 +29,7 @@ def test_a_bench_of_the_repository_is_named_where_there_is_none(
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
-    assert "in the repository: python launcher.py bench units" in err
+    assert "launcher.py bench units" in err
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks.flips import PARTS, PLACES, flips
-from benchmarks.flips import goals as flip_goals
 from benchmarks.memory import (
     MEASURES,
     STEP_SETUPS,
     MemoryOptions,
-    goals,
     loss,
     options,
     pid_of,
@@ -23,13 +21,12 @@ from benchmarks.memory import (
     segments,
 )
 from ft_hsdp.analysis.plan import parameters
-from ft_hsdp.bench.results import ProgressLog, spread
+from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent import store
 from ft_hsdp.state.transfer import shard_manifest
-from tests.support.bench.tables import shown
 
 
 def test_options() -> None:
@@ -91,42 +88,3 @@ def test_flipped_bytes_are_found_and_the_next_rung_is_used(monkeypatch: pytest.M
     missed = {kind for kind in kinds if row["found"][kind] < row["asked"][kind]}
     assert missed == {"own agent, data", "copy at rest, data"}
     assert row["missed"] == 2
-
-
-def test_goals_and_tables() -> None:
-    figures, ratio = spread([0.5, 0.6]), {"ratio": 1.01, "low": 1.0, "high": 1.03}
-    places = {
-        name: {
-            "kills": 2,
-            "step_ms": 100.0,
-            "new": spread([seconds]),
-            "beyond": spread([seconds - 0.1]),
-            "lost_steps": {"p50": 0, "max": lost},
-        }
-        for name, seconds, lost in (("memory", 1.0, 1), ("checkpoint", 5.0, 40))
-    }
-    shape: dict[str, Any] = {"replicas": 1, "ranks": 2, "hosts": 2}
-    steps = [
-        {
-            **shape,
-            "step": kind,
-            "modes": {"without": figures, "with": figures},
-            "times": {"with": ratio},
-            "exposed": 0.002,
-            "copied_bytes": 9e6,
-            "host_bytes": 36e6,
-            "of_plan": 1.0,
-        }
-        for kind in ("waiting", "computing")
-    ]
-    result: dict[str, Any] = {
-        "step": steps,
-        "lost": [{**shape, "places": places, "times_as_fast": 5.0}],
-        "union": [{**shape, "losses": 2, "new": figures, "lost_steps": 1, "rungs": {"replica": 4}}],
-    }
-    assert {verdict.text for verdict in goals(result) if not verdict.met} == set()
-    assert len(list(goals(result))) == 10
-    text = shown(result, goals(result))
-    assert "union, rungs" in text or "rungs" in text
-    (verdict,) = flip_goals({"flips": [{"bytes": 100, "missed": 1}]})
-    assert not verdict.met

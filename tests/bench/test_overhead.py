@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import io
-import tempfile
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
@@ -28,8 +26,8 @@ def test_each_measure_has_its_own_number_of_rounds() -> None:
 
 @pytest.mark.proof
 @pytest.mark.multiproc
-def test_both_train_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+@pytest.mark.usefixtures("_nothing_left")
+def test_both_train_in_turn() -> None:
     sections = {"train": {"micro_batch": 1, "seq_len": 8}, "model": {"dim": 8, "layers": 1, "heads": 1}}
     setup = HsdpSetup(replicas=1, ranks=1, sections=sections, waiting=(64, 0.01))
     (row,) = overhead.steady(2, ProgressLog(io.StringIO()), setup, transports=("tcp",))
@@ -39,4 +37,3 @@ def test_both_train_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "ft_hsdp, tcp": 2,
     }
     assert min(crew["min_ms"] for crew in row["crews"].values()) > 10  # each waits as long as it is told
-    assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,6 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from typing import Any
 
 import pytest
 
@@ -14,23 +13,7 @@ from benchmarks.local import LocalOptions
 from benchmarks.readers import READERS, BadReaders
 from ft_hsdp.bench.results import MIB
 from ft_hsdp.handshake import Purpose
-from tests.support.bench.tables import shown
 from tests.support.known import admit
-
-SPREAD = {"p50_ms": 50.0, "min_ms": 40.0, "max_ms": 60.0, "count": 5}
-
-
-def test_results_beside_their_goals() -> None:
-    steps = {"with": SPREAD, "without": SPREAD}
-    row = {"replicas": 2, "readers": READERS, "steps": steps, "times": {"ratio": 1.01, "low": 0.99, "high": 1.03}}
-    read: dict[str, Any] = {"readers": [row]}
-    times = dict.fromkeys(("stage", "agent", "save", "file"), SPREAD)
-    back: dict[str, Any] = {"local": [{"bytes": 256 * MIB, "times": times, "times_as_fast": 4.9}]}
-    (step,), (state,) = readers.goals(read), local.goals(back)
-    assert (step.seen, step.met) == (0.99, True)
-    assert (state.seen, state.met) == (4.9, False)
-    assert "stranger" in shown(read, iter([step]))
-    assert "256 MiB" in shown(back, iter([state]))
 
 
 def test_bad_readers_do_what_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,12 +113,14 @@ def test_a_row_and_its_goals_and_tables() -> None:
         "rejoin": [{**row, "step_ms": 400.0}],
     }
     seen = {verdict.text: (verdict.seen, verdict.met) for verdict in goals.recovery(result)}
-    assert seen["SIGKILL to next commit - 1 step, p50 ms"] == (350, False)
-    assert seen["all of the step hit - 1 step, p99 ms"] == (600, False)
-    assert seen["SIGSTOP to next commit - 1 step, p50 ms"] == (350, True)
-    assert seen["SIGSTOP to next commit - 1 step, p99 ms"] == (350, True)
-    assert seen["others' waits for a rejoin, steps of 1000 ms"][1]
-    assert seen["others' waits for a rejoin, steps of 400 ms"][1]
+    expected = {
+        "SIGKILL to next commit - 1 step, p50 ms": (350, False),
+        "all of the step hit - 1 step, p99 ms": (600, False),
+        "SIGSTOP to next commit - 1 step, p50 ms": (350, True),
+        "SIGSTOP to next commit - 1 step, p99 ms": (350, True),
+    }
+    assert expected.items() <= seen.items()
+    assert [met for text, (_, met) in seen.items() if "rejoin" in text] == [True, True]
     assert len(seen) == 8
     text = shown(result, goals.recovery(result))
     assert "torchft: setting tuned" in text

@@ -12,13 +12,9 @@ import torch
 
 from benchmarks.returns import (
     SETUPS,
-    Back,
-    Turn,
     back,
-    goals,
     our_turn,
     return_phases,
-    return_row,
     returns,
     stages_in,
     torchft_turn,
@@ -33,7 +29,6 @@ from ft_hsdp.config import load
 from ft_hsdp.errors import Retryable
 from ft_hsdp.train.model import ModelArgs
 from ft_hsdp.train.trainer import build
-from tests.support.bench.tables import shown
 
 KILL = Kill(10.0, 1, 0, "1-a-0")
 PARTS = {"exit": 0.1, "start": 0.2, "warm-up": 0.3, "check-in": 0.1, "grant": 0.1, "fetch": 0.1, "step": 0.6}
@@ -107,33 +102,17 @@ def test_all_contenders_train_the_same_model() -> None:
     )
 
 
-def test_returns_beside_their_goals() -> None:
-    def turn(seconds: float, how: str = "") -> Turn:
-        return Turn(0.05, (Back(seconds + 0.05, seconds, seconds + 0.1, PARTS, how),) * 3)
+class Logged(torchft_under_test.TorchftUnderTest):
+    """A job whose rows are there already."""
 
-    turns = {"warm": [turn(0.2, "from a spare"), turn(0.7, "cold")], "cold": [turn(2.6), turn(2.6)]}
-    row = return_row("waiting", RecoverySetup(), {**turns, "torchft": [turn(2.5), turn(2.5)]})
-    assert row["contenders"]["warm"]["kills"] == 6
-    assert row["contenders"]["warm"]["starts"] == {"from a spare": 3, "cold": 3}
-    assert row["contenders"]["cold"]["less_one"]["p50_ms"] == 2600
-    whole: dict[str, Any] = {
-        "return": [row, return_row("2 M parameters", RecoverySetup(), turns)],
-    }
-    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in goals(whole)]
-    text = "SIGKILL to own commit - 1 step"
-    warm = (f"{text}, warm, p50 ms", 450, True)
-    assert seen == [warm, (f"{text}, cold / torchft's", 1.04, False), warm]  # the second without torchft
-    printed = shown(whole, goals(whole))
-    assert "return, contenders" in printed or "return, warm" in printed
+    def read(self) -> None:
+        """Nothing new has come."""
 
 
 def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.MonkeyPatch) -> None:
     """A victim may be hit again while rows of the life before are still among its newest."""
     monkeypatch.setattr(job_under_test, "PATIENCE_S", 0.0)
-    one = torchft_under_test.TorchftUnderTest(
-        RecoverySetup(replicas=2), torchft_under_test.Setting((), "quick", 1)
-    )
-    one._tailers = {}
+    one = Logged(RecoverySetup(replicas=2), torchft_under_test.Setting((), "quick", 1))
     row = {"t": 1.0, "step": 1, "role": "contribute", "incarnation": "0"}
     one.rows[1] = [row, {**row, "t": 2.0, "incarnation": "1"}]
     kill = Kill(3.0, 1, 0, "1")

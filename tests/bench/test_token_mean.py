@@ -3,15 +3,6 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import token_mean
-from benchmarks.token_mean import EMPTY, Ragged
-from ft_hsdp.train.data.batches import IGNORED
-
-
-def test_the_units_are_unequal_and_one_is_empty() -> None:
-    places = [(s, i, r, m) for s in range(2) for i in (0, 2, 3) for r in range(2) for m in range(3)]
-    counts = {place: int((Ragged().batch(*place)[1] != IGNORED).sum()) for place in places}
-    assert counts[EMPTY] == 0
-    assert sorted(counts.values())[1] * 10 < max(counts.values())
 
 
 @pytest.mark.multiproc

@@ -7,7 +7,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -15,20 +14,8 @@ import pytest
 from benchmarks import under_ray
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, spread
-from tests.support.bench.tables import shown
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_a_result_beside_its_goal() -> None:
-    figures = spread([0.5, 0.6])
-    times = {"ratio": 1.02, "low": 1.01, "high": 1.03}
-    result: dict[str, Any] = {
-        "ray": [{"replicas": 3, "launchers": {"up": figures, "ray": figures}, "times": {"ray": times}}]
-    }
-    (verdict,) = under_ray.goals(result)
-    assert (verdict.seen, verdict.met) == (1.02, True)
-    assert "launchers" in shown(result, iter([verdict]))
 
 
 def test_launchers_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,13 +33,6 @@ def test_launchers_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["launchers"]["up"] == spread([0.01, 0.04, 0.05])
     assert row["times"]["ray"]["ratio"] == 0.75
     assert (row["rounds"], row["steps"]) == (3, 7)
-
-
-def test_without_ray_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(under_ray, "version", lambda name: None)
-    log = ProgressLog(io.StringIO())
-    assert under_ray.ray(3, log) == []
-    assert log.notes == ["ray is left out: not installed"]
 
 
 @pytest.mark.soak

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import math
 from argparse import Namespace
 from typing import Any
 
@@ -12,7 +11,6 @@ from benchmarks.unit_figures import beyond, constancy, curve, micro_batch_s, out
 from ft_hsdp.bench.recovery.analysis import Kill
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.errors import ConfigError
-from tests.support.bench.tables import shown
 
 ALL, REST = (0, 1, 2), (0, 2)
 
@@ -70,62 +68,6 @@ def test_what_a_loss_costs_beyond_the_units_of_the_step() -> None:
 def test_a_curve_lies_outside_of_the_others_by_its_distance() -> None:
     assert curve([1, 3, 5, 7, 9], 2) == [2, 6]
     assert outside([2.5, 5, 7], [[1, 4, 6], [2, 3, 8]]) == [0.5, 1, 0]
-
-
-SPREAD = {"p50_ms": 12.0, "min_ms": -3.0, "max_ms": 60.0, "count": 20}
-RUN = {"curve": [4.0, 3.0], "last": 3.5, "units": 1600}
-RESULT: dict[str, Any] = {
-    "constant": [
-        {"replicas": 4, "refill": refill, "assignment": "per_replica", "steps": 170, "wanted": 12, "away": 105}
-        | {"at_loss": 9, "others": others, "back": True}
-        for refill, others in (("next_step", []), ("same_step", []), ("next_step", [17]))
-    ],
-    "rate": [
-        {"replicas": 4, "survivors": 3, "rounds": 4, "steps": 40, "unit": {"constant": SPREAD, "adapt": SPREAD}}
-        | {"times": {"constant": {"ratio": 1.04, "low": 0.99, "high": 1.05}}}
-    ],
-    "refill": [
-        {"replicas": 4, "kills": 20, "step_ms": 320.0, "micro_batch_ms": 104.0, "beyond": SPREAD, "short_steps": 0}
-        | {"steps": {"p50": 0.04, "min": -0.01, "max": 0.2}}
-    ],
-    "loss": [
-        {"replicas": 4, "steps": 200, "block": 20, "of_last": 80, "seed": 3, "clean": {"1": RUN, "3": RUN}}
-        | {"with_failures": {"constant": {**RUN, "outside_last": 0.1, "outside_most": 0.2}}}
-    ],
-    "tokens": [
-        {"replicas": 2, "steps": 3, "gradient": 3e-7, "one_batch": 2e-7, "loss": 1e-8, "mean_over_units": 0.4}
-        | {"alike": alike}
-        for alike in (True, False)
-    ],
-    "kills": [
-        {"batch": "same_step", "replicas": 3, "ranks": 2, "kills": 50, "steps": 530, "trained": 6360, "twice": 0}
-        | {"skipped": 1, "replayed": False, "breaches": []}
-    ],
-}
-
-
-def test_every_goal_is_set_beside_its_figure() -> None:
-    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in bench.goals(RESULT)]
-    assert seen == [
-        ("next_step, per_replica: short steps", 0, True),
-        ("same_step, per_replica: short steps", 1, False),
-        ("next_step, per_replica: short steps", 1, False),
-        ("time of a unit, constant / adapt", 1.04, False),
-        ("refill: beyond its units, p50, of a step", 0.04, True),
-        ("loss with failures, outside the seeds", 0.1, False),
-        ("token mean beside one big batch", 3e-7, True),
-        ("token mean beside one big batch", math.inf, False),
-        ("same_step, 50 kills: what is wrong", 2, False),
-    ]
-
-
-def test_tables_fit_80_columns_and_show_misses() -> None:
-    text = shown(RESULT, bench.goals(RESULT))
-    lines = text.partition("Goals")[2].splitlines()
-    assert len([line for line in lines if line.rstrip().endswith(("met", "missed"))]) == 9
-    assert len(lines) == 9 + 5, "a line is broken"
-    assert "replayed False" in text
-    assert "with_failures" in text
 
 
 def test_options() -> None:

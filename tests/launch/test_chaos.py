@@ -20,7 +20,6 @@ from ft_hsdp import fault_injection
 from ft_hsdp.analysis.failures import AFTERMATH_S
 from ft_hsdp.config import ChaosConfig, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.event_table import tell
 from ft_hsdp.launch.chaos import Injection, Planner, in_words
 from ft_hsdp.launch.injection import inflict, inject_by_hand, parse_options
 from ft_hsdp.launch.job import JobRun
@@ -39,10 +38,7 @@ def test_a_step_is_hit_once_while_it_is_in_flight() -> None:
     assert plan.due(3, 0.0, ALL) == []
     assert plan.due(4, 0.1, ALL) == [Injection(1, 1, "KILL", 3, 0.0, "chaos at step 5")]
     assert plan.due(5, 0.2, ALL) == []
-
-
-def test_the_first_step_can_be_hit_before_anything_is_committed() -> None:
-    assert len(planner({"at_step": 1, "replicas": (0,)}).due(0, 0.0, ALL)) == 1
+    assert len(planner({"at_step": 1, "replicas": (0,)}).due(0, 0.0, ALL)) == 1, "before anything is committed"
 
 
 def test_all_replicas_of_a_rule_are_hit_and_one_that_is_down_when_it_runs() -> None:
@@ -138,17 +134,17 @@ def test_a_rule_that_hit_nothing_is_named() -> None:
     plan = planner({"at_step": 5, "replicas": (0,)}, {"kind": "host", "at_s": 2.5, "host": "r9h9"})
     (made,) = plan.due(4, 0.0, ALL)
     assert made.rule == 0
-    assert plan.idle({made.rule}) == ["chaos.1 (kind host, at_s 2.5) hit nothing"]
+    (said,) = plan.idle({made.rule})
+    assert said.startswith("chaos.1 ")
     assert plan.idle({0, 1}) == []
     often = planner({"rate_per_min": 60, "replicas": ALL})
     assert {i.rule for t in range(100) for i in often.due(1, t / 10, ALL)} == {0}
-    assert often.idle(()) == ["chaos.0 (kind signal, rate_per_min 60) hit nothing"]
+    assert len(often.idle(())) == 1
 
 
 def test_without_a_name_the_host_of_a_rank_is_hit() -> None:
     (made,) = planner({"kind": "host", "at_step": 2, "replicas": (1,), "rank": 1}).due(5, 0.0, ALL)
     assert (made.replica, made.rank, made.host) == (1, 1, None)
-    assert in_words(made) == "the host of rank 1 of replica 1, its ranks and its state agent are lost"
     plan = planner({"kind": "host", "rate_per_min": 60, "replicas": ALL, "seed": 1, "for_s": 1})
     made_often = [i for t in range(1000) for i in plan.due(1, t / 10, ALL)]
     assert {i.rank for i in made_often} == {0, 1}
@@ -253,7 +249,6 @@ def test_a_host_takes_its_ranks_and_its_agent_along_and_no_other(run_dir: RunDir
         dead(found, {"rank 2", "rank 3", "agent r0h1"})
         event = made.event
         assert (event["kind"], event["pid"], event["lives"]) == ("host", found["rank 2"].pid, ["0-a-0"])
-        assert event["target"] == "host r0h1 of replica 0"
         assert fault_injection.hosts_down(run_dir.path, 0) == ["r0h1"]
         assert fault_injection.hosts_down(run_dir.path, 1) == []
         made.lifted("over")
@@ -280,16 +275,10 @@ def test_a_machine_that_stands_for_itself_is_a_host(run_dir: RunDir) -> None:
 def test_a_host_that_is_not_there_is_one_line_and_nothing_is_killed(run_dir: RunDir) -> None:
     with pretenders(run_dir, {0: "r0h0", 1: "r0h1"}, ["r0h0"]) as found:
         for options, line in (
-            (
-                {"replica": 0, "kind": "host", "host": "r0h2"},
-                r"--host: got 'r0h2'; allowed: one of .'r0h0', 'r0h1'.",
-            ),
-            ({"kind": "host", "host": "r0h2"}, r"--host: got 'r0h2'; allowed: one of .'r0h0', 'r0h1'."),
-            ({"replica": 0, "kind": "host", "rank": 2}, r"--rank: got 2; allowed: one of .0, 1."),
-            (
-                {"replica": 0, "kind": "signal", "host": "r0h1"},
-                "--host: got 'r0h1'; allowed: only with --kind host",
-            ),
+            ({"replica": 0, "kind": "host", "host": "r0h2"}, "--host: got 'r0h2'.*'r0h0', 'r0h1'"),
+            ({"kind": "host", "host": "r0h2"}, "--host: got 'r0h2'"),
+            ({"replica": 0, "kind": "host", "rank": 2}, "--rank: got 2"),
+            ({"replica": 0, "kind": "signal", "host": "r0h1"}, "--host: got 'r0h1'"),
         ):
             with pytest.raises(ConfigError, match=line) as caught:
                 inject_by_hand(run_dir, parse_options(**options))
@@ -312,11 +301,10 @@ def test_a_process_carries_out_only_what_its_job_listens_for(run_dir: RunDir) ->
         inject_by_hand(run_dir, parse_options(kind="partition", edge=[0, 1], for_s=0.01))
 
 
-def test_it_is_told_in_words_and_a_lost_incarnation_stands_under_its_kind(run_dir: RunDir) -> None:
+def test_a_lost_incarnation_stands_under_the_kind_of_its_failure(run_dir: RunDir) -> None:
     _list(run_dir, 1)
     inflicted = inflict(run_dir, parse_options(kind="reset", replica=0))
     made = inflicted.event
-    assert tell(made) == "the connections of replica 0 to its neighbours are reset: chaos by hand"
     ended = {"event": "ReplicaExited", "replica": 0, "incarnation": "0-a-0", "kind": "exit 75", "rank": 0}
     (failure,) = failures([], [made, {**ended, "t": made["t"] + 1.0}], 1.0)
     assert failure["kind"] == "reset"
@@ -361,4 +349,5 @@ def test_a_rank_that_a_narrow_replica_lacks_is_not_hit(run_dir: RunDir) -> None:
     job._supervisors = {1: SimpleNamespace(current=SimpleNamespace(ranks={0: None, 1: None}))}  # type: ignore[dict-item]
     job._terminal = SimpleNamespace(say=lambda line, style: said.append(line))  # type: ignore[assignment]
     job._inject(injection)
-    assert said == ["not injected: chaos at step 5: replica 1 has no rank 3 now"]
+    (line,) = said
+    assert "no rank 3" in line

@@ -82,11 +82,11 @@ def test_a_job_of_one_replica_survives_each_kind_of_hang(tmp_path: Path) -> None
     assert (summary_of(run)["steps"], lives(run)) == (8, {0: 5})
     events = read_jsonl(run.events)
     exited = [e["reason"] for e in events if e["event"] == "ReplicaExited"]
-    assert "rank 1 has been stopped for" in exited[0]
-    assert "has not checked in within 24 s" in exited[1] or "ended with exit" in exited[1]
+    assert "rank 1 has been stopped" in exited[0]
+    assert "checked in" in exited[1] or "ended with exit" in exited[1]
     ended = [e["reason"] for e in events if e["event"] == "RankEnded"]
-    assert any("rank 1 of this replica has given no sign of life" in why for why in ended), ended
-    assert any("the trainer hangs: it has not got on" in why for why in ended), ended
+    assert any("no sign of life" in why for why in ended), ended
+    assert any("the trainer hangs" in why for why in ended), ended
 
 
 def test_a_rank_without_descriptors_is_replaced_and_no_healthy_one_is_left_out(tmp_path: Path) -> None:
@@ -208,5 +208,4 @@ def test_a_loop_that_does_not_weigh_ends_the_job_with_one_line(
         ranks_per_replica=2,
         data={"weight": "tokens"},
     )
-    said = "job.weigh: got None; allowed: an integer from 0 to 2147483648, before each backward"
-    assert said in capfd.readouterr().err
+    assert "job.weigh: got None" in capfd.readouterr().err

@@ -16,7 +16,7 @@ import pytest
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch import lighthouse_process
-from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet, check_port
+from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet, LighthouseProcess, check_port
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json, write_job_files
 from ft_hsdp.launch.run.status import lines, status
 from tests.support.etcd_server import EtcdServer
@@ -30,6 +30,12 @@ def fleet(folder: Path, **lighthouse: Any) -> tuple[LighthouseFleet, RunDir, lis
     config = parse({"job": {"name": "job"}, "lighthouse": lighthouse})
     write_job_files(run, config)
     return LighthouseFleet(run, config, events.append), run, events
+
+
+def processes(run: RunDir) -> set[int]:
+    """The pids of all lighthouses of a run that live, the spare one included."""
+    children = [p.as_dict(["pid", "cmdline"]) for p in psutil.Process().children(recursive=True)]
+    return {p["pid"] for p in children if str(run.path) in (p["cmdline"] or ())}  # None: it is a zombie
 
 
 @pytest.mark.proof
@@ -98,29 +104,24 @@ async def test_a_spare_takes_the_place_of_a_lighthouse_that_is_killed(
     """It has loaded everything before; where there is none, one is started from nothing."""
     monkeypatch.setattr(lighthouse_process, "SPARE_S", 0.2)
     alone, run, events = fleet(tmp_path)
-    (process,) = alone._all
     await alone.start()
     keeping = asyncio.create_task(alone.keep())
     try:
-        await until(lambda: process._spare is not None, "a spare")
-        assert process._spare is not None
-        heir = process._spare.pid
         said = read_json(run.lighthouse)
+        await until(lambda: processes(run) - {said["pid"]}, "a spare")
+        (heir,) = processes(run) - {said["pid"]}
         os.kill(said["pid"], signal.SIGKILL)
         await until(lambda: read_json(run.lighthouse)["pid"] == heir, "the spare listens")
         assert read_json(run.lighthouse)["url"] == said["url"]
-        await until(lambda: process._spare is not None and process._spare.pid != heir, "another spare")
-        assert process._spare is not None
-        os.kill(process._spare.pid, signal.SIGKILL)
-        os.kill(heir, signal.SIGKILL)
+        await until(lambda: processes(run) - {said["pid"], heir}, "another spare")
+        for pid in processes(run):
+            os.kill(pid, signal.SIGKILL)
         await until(lambda: read_json(run.lighthouse)["pid"] != heir and len(events) >= 4, "it is back")
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
         await alone.stop()
-    children = [p.as_dict(["cmdline"]) for p in psutil.Process().children(recursive=True)]  # None: it is a zombie
-    left = [p for p in children if str(run.path) in (p["cmdline"] or ())]
-    assert not left
+    assert not processes(run)
 
 
 async def test_the_port_of_a_dead_lighthouse_stays_with_the_job(tmp_path: Path) -> None:
@@ -131,11 +132,10 @@ async def test_the_port_of_a_dead_lighthouse_stays_with_the_job(tmp_path: Path) 
     alone = LighthouseFleet(run, config, events.append, module="tests.support.launch.standin_lighthouse")
     await alone.start()
     try:
-        (process,) = alone._all
         said = read_json(run.lighthouse)
         port = int(said["url"].rpartition(":")[2])
         os.kill(said["pid"], signal.SIGKILL)
-        await until(lambda: not psutil.pid_exists(said["pid"]) or process._process.returncode, "it is gone")
+        await until(lambda: not processes(run), "it is gone")
         for host in ("127.0.0.1", "0.0.0.0", ""):
             with pytest.raises(OSError, match="in use"):
                 socket.create_server((host, port))
@@ -154,9 +154,8 @@ async def test_a_lighthouse_that_answers_nothing_is_replaced(
 ) -> None:
     """It is stopped for good: without another one, no membership could change any more."""
     monkeypatch.setattr(lighthouse_process, "LOOK_S", 0.1)
-    alone, run, events = fleet(tmp_path)
-    (process,) = alone._all
-    monkeypatch.setattr(process, "_silent_s", 0.5)
+    _, run, events = fleet(tmp_path)
+    alone = LighthouseProcess(run, events.append, listen_s=20.0, silent_s=0.5)
     await alone.start()
     keeping = asyncio.create_task(alone.keep())
     try:

@@ -58,10 +58,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     async def supervise(*_: object) -> int:
         return 7
 
-    monkeypatch.setattr(standalone, "REFUSED_S", 0.2)
-    monkeypatch.setattr(standalone, "prepare_data", lambda _: None)
-    monkeypatch.setattr(standalone, "_supervise", supervise)
-    monkeypatch.setattr(standalone.follow, "start", lambda _: None)
+    for name, stand_in in {
+        "REFUSED_S": 0.2,
+        "prepare_data": lambda _: None,
+        "_supervise": supervise,
+        "follow": SimpleNamespace(start=lambda _: None),
+    }.items():
+        monkeypatch.setattr(standalone, name, stand_in)
     monkeypatch.setattr("os.execve", lambda *_: None)
     return parse({"job": {"name": "job", "runs_dir": str(tmp_path)}, "timeouts": {"reach_s": 0.3}})
 
@@ -175,10 +178,9 @@ def test_a_scheduler_is_told_what_to_do(kind: str, stopped: list[int], rank: int
 
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_lighthouse_goes_on_with_a_run_until_its_store_says_that_it_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+    config: Config, tmp_path: Path, finished: bool
 ) -> None:
     """The first replica that is done writes its final state while the others still train."""
-    config = parse({"job": {"name": "job", "runs_dir": str(tmp_path)}})
     run = RunDir(tmp_path / "job")
     write_job_files(run, config)
     token = run.token.read_text()
@@ -188,27 +190,23 @@ def test_a_lighthouse_goes_on_with_a_run_until_its_store_says_that_it_has_ended(
     store = SqliteStore(run.path / "lighthouse/store.sqlite")
     store.save(replace(store.load(Policy(slots=2, steps=10)), finished=finished))
     store.close()
-    started: list[list[str]] = []
-    monkeypatch.setattr(standalone.follow, "start", lambda _: None)
-    monkeypatch.setattr("os.execve", lambda program, command, _: started.append(command))
     standalone.lighthouse(config)
-    assert len(started) == 1
     assert (run.token.read_text() == token) is not finished
     assert run.final(0).exists() is not finished
 
 
 @pytest.mark.parametrize(("code", "left"), [(0, ""), (75, ""), (64, "64 node7\n"), (76, "76 node7\n")])
 def test_a_rank_of_torchrun_leaves_a_code_that_no_start_mends(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, left: str
+    config: Config, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, left: str
 ) -> None:
-    there = {"train": {"device": "cuda"}, "ranks_per_replica": 16}  # the other ranks and GPUs are elsewhere
-    config = parse({"job": {"name": "job", "runs_dir": str(tmp_path)}, **there})
-    folder = RunDir(tmp_path / "job").replica(1)
+    """The other ranks and GPUs of its replica are elsewhere."""
+    there = parse({**config.model_dump(), "train": {"device": "cuda"}, "ranks_per_replica": 16})
+    run = RunDir(tmp_path / "job")
+    make_run(run, there, GOOD).release()
+    folder = run.replica(1)
     folder.mkdir(parents=True)
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("SLURMD_NODENAME", "node7")
-    monkeypatch.setattr(standalone, "wait_for_lighthouse", lambda *_: (NOBODY,))
-    monkeypatch.setattr(standalone, "prepare_data", lambda _: None)
+    for name, value in {"FT_HSDP_TOKEN": GOOD, "RANK": "3", "SLURMD_NODENAME": "node7"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(backend, "entry", SimpleNamespace(main=lambda *_: code), raising=False)
-    assert standalone.replica(config, 1) == code
+    assert standalone.replica(there, 1, url) == code
     assert {file.name: file.read_text() for file in folder.iterdir()} == ({"ended-3": left} if left else {})

@@ -1,4 +1,7 @@
-"""A replica that has lost hosts goes on with fewer ranks, and has all of them again when the hosts are back."""
+"""A replica without a place holds up nobody, and starts as soon as there is one.
+
+One that has lost hosts goes on with fewer ranks, and has all of them again when the hosts are back.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ from ft_hsdp.memory.replacement import MOVE_AFTER
 from tests.support.launch.launch_helpers import until
 
 PLACE_S = 0.05
+ALL = ["r0h0", "r0h1", "r0h2", "r0h3"]
 
 
 class Rank:
@@ -66,6 +70,9 @@ class Hosts:
         self.ranks: list[Rank] = []  # of the newest one
         self.lent: list[int] = []
         self.cordoned: list[str] = []
+        self.startable = asyncio.Event()
+        self.startable.set()
+        self.cancelled = 0  # starts
         self.begins: Callable[[], None] = lambda: None  # what happens as an incarnation starts
         self.told_to_leave: Callable[[Rank, int], None] = lambda rank, _: rank.exits(EXIT_LEFT)
 
@@ -105,6 +112,11 @@ class Hosts:
     def vacated(self, replica: int) -> None: ...
 
     async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
+        try:
+            await self.startable.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
         names = self.hosts.of(spec.replica)
         self.started.append(tuple(dict.fromkeys(names)))
         self.ranks = [Rank(self, watch, rank, names[rank]) for rank in range(spec.size)]
@@ -139,14 +151,14 @@ class Scene:
         self.progress.saw(5)
         self.events: list[Row] = []
         self.others_run = False
-        link = LighthouseLink(("http://nowhere",), "secret", self.progress, lambda *_: None)
-        link.holds = lambda _: True  # type: ignore[method-assign]
+        self.link = LighthouseLink(("http://nowhere",), "secret", self.progress, lambda *_: None)
+        self.link.holds = lambda _: True  # type: ignore[method-assign]
         self.supervisor = ReplicaSupervisor(
             0,
             config,
             run,
             backend=self.backend,
-            link=link,
+            link=self.link,
             progress=self.progress,
             emit=self.events.append,
             survivors=lambda: self.others_run,
@@ -188,12 +200,14 @@ class Scene:
         await self.runs(starts)
 
 
-@asynccontextmanager
-async def play(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch, kind: str | None = "stopped", **settings: Any
-) -> AsyncIterator[Scene]:
-    """A supervisor that runs, and looks often; it ends as ``kind`` says, or None: by an error."""
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_place, "LOOK_S", 0.005)
+
+
+@asynccontextmanager
+async def play(run: RunDir, kind: str | None = "stopped", **settings: Any) -> AsyncIterator[Scene]:
+    """A supervisor that runs, and looks often; it ends as ``kind`` says, or None: by an error."""
     scene = Scene(run, **settings)
     scene.task = asyncio.create_task(scene.supervisor.run())
     try:
@@ -204,11 +218,9 @@ async def play(
         scene.task.cancel()
 
 
-async def test_a_replica_shrinks_and_grows_when_its_host_is_back(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_replica_shrinks_and_grows_when_its_host_is_back(run_dir: RunDir) -> None:
     """It leaves only after a commit. Only the lost host costs a restart of the budget."""
-    async with play(run_dir, monkeypatch) as scene:
+    async with play(run_dir) as scene:
         await scene.runs(1)
         await scene.loses("r0h3", starts=2)
         assert scene.backend.started[1] == ("r0h0", "r0h1", "r0h2")
@@ -223,10 +235,8 @@ async def test_a_replica_shrinks_and_grows_when_its_host_is_back(
         assert not scene.named("ReplicaUnplaced")
 
 
-async def test_one_that_waits_goes_on_as_soon_as_enough_hosts_are_back(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with play(run_dir, monkeypatch) as scene:
+async def test_one_that_waits_goes_on_as_soon_as_enough_hosts_are_back(run_dir: RunDir) -> None:
+    async with play(run_dir) as scene:
         scene.backend.down = ["r0h1", "r0h2", "r0h3"]
         await until(lambda: scene.backend.lent == [0], "it lends the host that is left")
         await asyncio.sleep(3 * PLACE_S)
@@ -237,10 +247,8 @@ async def test_one_that_waits_goes_on_as_soon_as_enough_hosts_are_back(
         assert scene.changes == [(4, 2)]
 
 
-async def test_one_that_lost_a_host_before_the_first_commit_goes_on_after_it(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with play(run_dir, monkeypatch) as scene:
+async def test_one_that_lost_a_host_before_the_first_commit_goes_on_after_it(run_dir: RunDir) -> None:
+    async with play(run_dir) as scene:
         scene.progress.step = 0
         scene.backend.down = ["r0h3"]
         await until(lambda: scene.named("ReplicaUnplaced"), "it waits")
@@ -251,11 +259,9 @@ async def test_one_that_lost_a_host_before_the_first_commit_goes_on_after_it(
         assert scene.backend.started == [("r0h0", "r0h1", "r0h2")]
 
 
-async def test_after_a_failure_with_fewer_ranks_it_waits_for_no_host(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_after_a_failure_with_fewer_ranks_it_waits_for_no_host(run_dir: RunDir) -> None:
     """It has waited before it shrank, and no other host is lost."""
-    async with play(run_dir, monkeypatch) as scene:
+    async with play(run_dir) as scene:
         await scene.runs(1)
         await scene.loses("r0h3", starts=2)
         for _ in range(10):
@@ -270,10 +276,10 @@ async def test_after_a_failure_with_fewer_ranks_it_waits_for_no_host(
 
 @pytest.mark.parametrize("leave", [(), (0,), (0, 1, 2)], ids=["none", "one", "all"])
 async def test_one_that_does_not_leave_in_time_to_grow_is_killed_and_uses_no_budget(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, leave: tuple[int, ...]
+    run_dir: RunDir, leave: tuple[int, ...]
 ) -> None:
     """Nor does the kill count against a host, however many of its ranks have left."""
-    async with play(run_dir, monkeypatch, stop_s=0.05) as scene:
+    async with play(run_dir, stop_s=0.05) as scene:
         scene.backend.told_to_leave = lambda rank, n: rank.exits(EXIT_LEFT) if n in leave else None
         scene.others_run = True
         await scene.runs(1)
@@ -290,10 +296,8 @@ async def test_one_that_does_not_leave_in_time_to_grow_is_killed_and_uses_no_bud
         scene.backend.told_to_leave = lambda rank, _: rank.exits(EXIT_LEFT)
 
 
-async def test_a_rank_that_fails_as_it_leaves_to_grow_uses_the_budget(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with play(run_dir, monkeypatch) as scene:
+async def test_a_rank_that_fails_as_it_leaves_to_grow_uses_the_budget(run_dir: RunDir) -> None:
+    async with play(run_dir) as scene:
         scene.backend.told_to_leave = lambda rank, n: rank.exits(1 if n == 0 else EXIT_LEFT)
         await scene.runs(1)
         await scene.loses("r0h3", starts=2)
@@ -304,29 +308,25 @@ async def test_a_rank_that_fails_as_it_leaves_to_grow_uses_the_budget(
         scene.backend.told_to_leave = lambda rank, _: rank.exits(EXIT_LEFT)
 
 
-async def test_an_error_as_it_looks_for_a_host_ends_the_supervisor(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_as_it_looks_for_a_host_ends_the_supervisor(run_dir: RunDir) -> None:
     """Otherwise the replica would never grow, and no line would say why."""
 
     def breaks(replica: int) -> bool:
         raise OSError("no list of hosts")
 
-    async with play(run_dir, monkeypatch, None) as scene:
+    async with play(run_dir, None) as scene:
         await scene.runs(1)
         await scene.loses("r0h3", starts=2)
-        monkeypatch.setattr(scene.backend, "could_grow", breaks)
+        scene.backend.could_grow = breaks  # type: ignore[method-assign]
         scene.trains()
         with pytest.raises(OSError, match="no list of hosts"):
             await scene.task
         assert all(rank.ended for rank in scene.backend.ranks)
 
 
-async def test_a_host_that_is_lost_after_the_order_to_leave_does_not_hold_it_up(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_host_that_is_lost_after_the_order_to_leave_does_not_hold_it_up(run_dir: RunDir) -> None:
     """It leaves to grow, and another host is lost: it goes on with as many ranks as before, on other hosts."""
-    async with play(run_dir, monkeypatch) as scene:
+    async with play(run_dir) as scene:
 
         def leaves(rank: Rank, _: int) -> None:
             scene.backend.down = ["r0h0"]
@@ -351,11 +351,9 @@ OUT_OF_MEMORY = {"SIGKILL": -signal.SIGKILL, "CUDA": 1, "refused": EXIT_CONFIG, 
 
 
 @pytest.mark.parametrize("how", OUT_OF_MEMORY)
-async def test_fewer_ranks_that_do_not_fit_cost_no_budget_and_no_host(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, how: str
-) -> None:
+async def test_fewer_ranks_that_do_not_fit_cost_no_budget_and_no_host(run_dir: RunDir, how: str) -> None:
     """They are tried twice; then the replica lends its hosts, and waits for all that it had."""
-    async with play(run_dir, monkeypatch) as scene:
+    async with play(run_dir) as scene:
         scene.backend.begins = lambda: scene.ends_narrow(OUT_OF_MEMORY[how])
         await scene.runs(1)
         scene.others_run = True
@@ -377,8 +375,8 @@ async def test_fewer_ranks_that_do_not_fit_cost_no_budget_and_no_host(
         assert len([why for why in reasons if "none of the budget" not in why]) == 1, "the lost host"
 
 
-async def test_all_ranks_begin_anew_also_for_fewer_ones(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with play(run_dir, monkeypatch) as scene:
+async def test_all_ranks_begin_anew_also_for_fewer_ones(run_dir: RunDir) -> None:
+    async with play(run_dir) as scene:
         scene.backend.begins = lambda: scene.ends_narrow(-signal.SIGKILL)
         await scene.runs(1)
         await scene.loses("r0h3", starts=3)
@@ -393,10 +391,8 @@ async def test_all_ranks_begin_anew_also_for_fewer_ones(run_dir: RunDir, monkeyp
 
 
 @pytest.mark.parametrize("code", [EXIT_HARDWARE, EXIT_UNREACHABLE])
-async def test_what_says_nothing_about_their_number_is_judged_as_before(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
-    async with play(run_dir, monkeypatch) as scene:
+async def test_what_says_nothing_about_their_number_is_judged_as_before(run_dir: RunDir, code: int) -> None:
+    async with play(run_dir) as scene:
         await scene.runs(1)
         await scene.loses("r0h3", starts=2)
         scene.backend.ranks[0].exits(code)
@@ -405,11 +401,9 @@ async def test_what_says_nothing_about_their_number_is_judged_as_before(
         assert "fewer ranks" not in scene.named("RestartScheduled")[1]["reason"]
 
 
-async def test_fewer_ranks_that_have_contributed_use_the_budget(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_fewer_ranks_that_have_contributed_use_the_budget(run_dir: RunDir) -> None:
     """They fit: what ends them now is not their number."""
-    async with play(run_dir, monkeypatch, "lost") as scene:
+    async with play(run_dir, "lost") as scene:
         await scene.runs(1)
         await scene.loses("r0h3", starts=2)
         for _ in range(REFILL_STEPS):
@@ -420,3 +414,49 @@ async def test_fewer_ranks_that_have_contributed_use_the_budget(
         scene.backend.ranks[0].exits(1)
         await until(lambda: scene.named("ReplicaLost"), "the end of the budget")
         assert not scene.named("TooFewRanks")
+
+
+# None of its hosts is there.
+
+
+async def test_the_others_need_not_wait_for_one_without_a_place_until_it_starts(run_dir: RunDir) -> None:
+    async with play(run_dir) as scene:
+        scene.backend.down = [*ALL]
+        await until(lambda: scene.named("ReplicaUnplaced"), "the word that there is no place")
+        assert scene.link.current_report == {"running": {}, "exited": [], "lost": [0], "ended": []}
+        await until(lambda: scene.backend.lent == [0], "the others may have its hosts")
+        scene.backend.down = []
+        await scene.runs(1)
+        report = scene.link.current_report
+        assert (report["lost"], list(report["running"])) == ([], ["0"])
+
+
+@pytest.mark.parametrize(("how", "kind"), [("stop", "stopped"), ("finished", "unplaced"), ("halted", "lost")])
+async def test_it_looks_for_a_place_until_the_job_ends(run_dir: RunDir, how: str, kind: str) -> None:
+    async with play(run_dir, kind) as scene:
+        scene.backend.down = [*ALL]
+        await until(lambda: scene.named("ReplicaUnplaced"), "the word that there is no place")
+        if how != "stop":
+            scene.progress.saw(9, finished=how == "finished", halted="no copy is left" if how == "halted" else "")
+            await scene.task
+    assert not scene.backend.waiting
+
+
+async def test_a_drain_ends_the_search_and_counts_against_no_budget(run_dir: RunDir) -> None:
+    async with play(run_dir) as scene:
+        scene.backend.down = [*ALL]
+        await until(lambda: scene.named("ReplicaUnplaced"), "the word that there is no place")
+        scene.progress.saw(6, drained=frozenset({0}))
+        await until(lambda: scene.supervisor.resting, "the rest")
+        scene.progress.saw(6, drained=frozenset())
+        await until(lambda: len(scene.named("ReplicaUnplaced")) == 2, "another search")
+        scene.backend.down = []
+        await scene.runs(1)
+        assert not scene.named("RestartScheduled")
+
+
+async def test_a_start_that_takes_long_is_given_up_when_the_replica_is_stopped(run_dir: RunDir) -> None:
+    async with play(run_dir) as scene:
+        scene.backend.startable.clear()
+        await until(lambda: scene.supervisor.current is not None, "the start")
+    assert scene.backend.cancelled == 1

@@ -19,22 +19,19 @@ from ft_hsdp.launch.ray.placement import FreeNode, PlacementRequest
 from ft_hsdp.launch.ray.slot import ReplicaSlot
 from tests.ray.test_ray_slots import World
 
+pytestmark = pytest.mark.usefixtures("_quick")
+
 WHY = "a rank found its host broken (exit code 76)"
 
 
-def free(monkeypatch: pytest.MonkeyPatch, nodes: int) -> None:
-    """So many nodes have room for a rank."""
-    found = [FreeNode(f"n{n}", {}, {"CPU": 1.0}) for n in range(nodes)]
+def free(monkeypatch: pytest.MonkeyPatch, nodes: int, cpus: float = 1.0) -> None:
+    """So many nodes have so many free CPUs; a rank needs one."""
+    found = [FreeNode(f"n{n}", {}, {"CPU": cpus}) for n in range(nodes)]
     monkeypatch.setattr(backend, "free_nodes", lambda: found)
 
 
 def named(world: World, event: str) -> list[Any]:
     return [e for e in world.events if e["event"] == event]
-
-
-@pytest.fixture(autouse=True)
-def _here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backend.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
 
 
 async def test_the_ranks_of_a_cordoned_node_move_and_the_others_stay(
@@ -70,7 +67,7 @@ async def test_a_node_with_all_ranks_of_a_replica_is_given_back(
         left = world.of(1)
         free(monkeypatch, 1)
         assert not world.backend.cordon(1, "h", WHY, waits=False), "no node has room for both ranks"
-        monkeypatch.setattr(backend, "free_nodes", lambda: [FreeNode("n", {}, {"CPU": 2.0})])
+        free(monkeypatch, 1, cpus=2.0)
         assert world.backend.cordon(1, "h", WHY, waits=False)
         world.kill(1)
         await world.train(1)
@@ -104,7 +101,7 @@ async def test_a_spare_on_a_cordoned_node_is_lost_and_one_elsewhere_is_room(
         assert await world.train(1) == WARM
         assert world.of(1) is spare
         after = await world.ready()
-        monkeypatch.setattr(world.of(0), "node_of", lambda host: "h0")
+        world.of(0).bundles[0].location.node = "h0"
         assert world.backend.cordon(0, "h0", WHY, waits=True)
         await world.until(lambda: after.removed, "the end of the spare there")
         assert len(named(world, "SpareLost")) == 1
@@ -134,11 +131,14 @@ class PretendRay:
         self.groups: dict[str, list[str]] = {}  # by name: the node of each bundle
         self.removed: list[str] = []
         self.killed: list[str] = []
-        monkeypatch.setattr(slot, "placement_group", self.ask)
-        monkeypatch.setattr(slot, "remove_placement_group", self.removed.append)
-        monkeypatch.setattr(slot, "_nodes_of", lambda name: self.groups[name])
-        monkeypatch.setattr(slot.ray, "kill", lambda actor: self.killed.append(actor.node))
-        monkeypatch.setattr(ReplicaSlot, "_actor", lambda _, group, number, setup: self.actor(group, number))
+        for name, stand_in in {
+            "POLL_S": 0.01,
+            "placement_group": self.ask,
+            "remove_placement_group": self.removed.append,
+            "_nodes_of": self.groups.__getitem__,
+            "ray": SimpleNamespace(kill=lambda actor: self.killed.append(actor.node)),
+        }.items():
+            monkeypatch.setattr(slot, name, stand_in)
 
     def ask(self, bundles: list[Any], strategy: str, name: str, bundle_label_selector: Any) -> str:
         self.asked.append((name, len(bundles), (bundle_label_selector or [None])[0]))
@@ -162,6 +162,17 @@ class PretendRay:
         return SimpleNamespace(node=node, **methods)
 
 
+class PretendSlot(ReplicaSlot):
+    """A slot whose actors are those of a `PretendRay`."""
+
+    def __init__(self, ray: PretendRay, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.pretends = ray
+
+    def _actor(self, group: Any, number: int, setup: object) -> Any:
+        return self.pretends.actor(group, number)
+
+
 @pytest.fixture
 def calls() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(1) as made:
@@ -171,11 +182,10 @@ def calls() -> Iterator[ThreadPoolExecutor]:
 async def test_ray_is_asked_for_another_place_of_what_leaves_a_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: ThreadPoolExecutor
 ) -> None:
-    monkeypatch.setattr(slot, "POLL_S", 0.01)
     ray = PretendRay(monkeypatch, ["a", "b", "b", "c", "d"])
     setup: ActorSetup = SimpleNamespace(boot_s=5.0, spawn_s=5.0)  # type: ignore[assignment]
     request = PlacementRequest("g", 2, {"CPU": 1.0}, "STRICT_SPREAD", {})
-    made = ReplicaSlot(request, calls, LogReceiver(tmp_path), lambda _: None, 1.0)
+    made = PretendSlot(ray, request, calls, LogReceiver(tmp_path), lambda _: None, 1.0)
     await made.reserve()
     await made.start_actors(setup)
     assert ray.asked == [("g", 2, None)]

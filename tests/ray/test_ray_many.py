@@ -121,7 +121,7 @@ def test_places(tmp_path: Path) -> None:
             summary = job.end()
         assert summary["unplaced"] == [2]
         (unplaced,) = job.events("ReplicaUnplaced")
-        assert "it asks for 2 x (CPU 1) on one node with zone=a" in unplaced["reason"]
+        assert "2 x (CPU 1)" in unplaced["reason"]
         done = {n: r for n, r in summary["replicas"].items() if r["digest"]}
         assert set(done) == {"0", "1"}
         assert len({r["digest"] for r in done.values()}) == 1
@@ -240,7 +240,7 @@ def test_the_jobs_api(tmp_path: Path) -> None:
         assert "lighthouse.count: got 3" in refused.stdout
         done = upload.result()
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "all 2 replicas equal" in done.stdout
+        assert "2 replicas equal" in done.stdout
         assert cluster.token not in done.stdout + done.stderr
         peace.result()
         nothing_is_left(cluster)

@@ -6,29 +6,22 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError, Retryable
-from ft_hsdp.launch.backend import spares
 from ft_hsdp.launch.backend.base import ReplicaProcess, ReplicaSpec, WorkerGroup
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.ray import backend, submit
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from tests.launch.test_supervisor import Book
-from tests.ray import test_ray_slots as slots
 from tests.ray.test_ray_slots import Watched, World
 
+pytestmark = pytest.mark.usefixtures("_quick")
+
 SOON = {"place_s": 0.05}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spares, "PAUSE_S", 0.01)
-    monkeypatch.setattr(backend.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
 
 
 @contextlib.asynccontextmanager
@@ -73,7 +66,7 @@ async def test_it_takes_the_ready_spare_once_another_replica_trains_again(tmp_pa
         world.kill(0)  # its node lives
         hurt.lose(1)
         async with placing(world, 1) as (waits,):
-            await world.until(lambda: world.backend._seeking, "the end of the first wait")
+            await world.sought(1)
             await world.train(0)
             await world.until(waits.done, "the spare, or its room")
             assert world.of(1) is spare or spare.removed
@@ -127,9 +120,9 @@ async def test_what_is_left_of_a_slot_is_kept_until_the_replica_commits(tmp_path
         hurt = world.of(1)
         hurt.lose(1)
         await world.start(1)  # in the slot of the spare
-        assert not world.backend._pool.quiet
+        assert not world.spares
         async with settling(world, 1, spares=2, timeouts=soon):
-            await world.until(lambda: world.backend._pool.quiet, "the end of that time")
+            await world.until(lambda: world.spares, "the end of that time")
             assert not hurt.removed, "its agents may have the only copy of a shard"
         world.backend.committed(world.spec)
         await world.until(lambda: hurt.removed, "the end of what is kept")
@@ -141,10 +134,9 @@ async def test_a_replica_without_the_state_does_not_count_as_one_that_trains(tmp
         hurt = world.of(1)
         await world.start(0)
         async with settling(world, 0):
-            await world.until(lambda: world.backend._pool.quiet, "the start")
             hurt.lose(1)  # its other node has the only copies
             async with placing(world, 1):
-                await world.until(lambda: world.backend._seeking, "the end of the first wait")
+                await world.sought(1)
                 assert world.of(1) is hurt
 
 
@@ -200,21 +192,13 @@ async def test_a_script_that_is_gone_on_the_driver_is_no_fault_of_a_node(
 
 async def test_the_slot_of_a_spare_whose_ranks_still_die_is_not_used_again(tmp_path: Path) -> None:
     """The actor of a slot is ended for a rank that does not die, and with it the rank of a new owner."""
-
-    async def start(_: object) -> int:
-        return 11
-
-    slot = await slots.berth_with({"start": start, "signal": lambda *_: None}, tmp_path)
-    slot.reserved = True
-    async with World(tmp_path, {"": 1}).running() as world:
-        every, pool = world.backend._slots, world.backend._pool
-        spare = WorkerGroup(1, world.run.config, number=1, changed=pool._look)
-        pool._groups.append(spare)
-        every._slots[spare] = slot
-        world.backend._making[spare] = asyncio.create_task(asyncio.sleep(0))
-        await slot.start(SimpleNamespace(rank=0), spare)  # type: ignore[arg-type]
-        pool._lose(spare, "it was not warm within 600 s")
-        assert every.reuse(1) is None
+    async with World(tmp_path, {"": 3}).running() as world:
+        await world.train(0, 1)
+        spare = await world.ready()
+        world.deaf = True
+        spare.end(spare.groups[0], 0)
+        await world.until(lambda: spare.removed, "the end of its slot")
+        spare.end(spare.groups[0], 1)
 
 
 def test_a_job_whose_submission_is_interrupted_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

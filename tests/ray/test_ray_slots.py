@@ -16,9 +16,7 @@ import pytest
 
 from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.errors import ConfigError, Retryable
-from ft_hsdp.launch.backend import spares
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, WorkerGroup, WorkerProcess
-from ft_hsdp.launch.ray import backend
 from ft_hsdp.launch.ray import backend as backends
 from ft_hsdp.launch.ray.actor import ActorLocation, News, StartOrder
 from ft_hsdp.launch.ray.backend import RayBackend
@@ -28,6 +26,8 @@ from ft_hsdp.launch.ray.slot import Bundle, ReplicaSlot
 from ft_hsdp.launch.ray.slots import ReplicaSlots, SlotOwner
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.secret import write_private
+
+pytestmark = pytest.mark.usefixtures("_quick")
 
 DEADLINE_S = 20.0
 
@@ -56,6 +56,7 @@ class StandIn:
         self.dead: set[int] = set()  # ranks whose actors died
         self.before: dict[int, Any] = {}
         self.nodes = 0  # that it had
+        self.searches = 0  # how often its owner has begun to wait for its place, since it was made or repaired
         self.groups: list[WorkerGroup] = []
         self.called: list[ReplicaSpec] = []
         self.orders: list[StartOrder] = []
@@ -107,9 +108,11 @@ class StandIn:
         self.bundles = [b for b in self.bundles if b.rank not in lost]
         self.dead.clear()
         self.reserved = False
+        self.searches = 0
 
     async def reserve(self) -> None:
         self.asked = True
+        self.searches += 1
         while not self.reserved:
             if self.world.room[self.zone] > 0:
                 self.world.room[self.zone] -= 1
@@ -135,7 +138,7 @@ class StandIn:
         await asyncio.sleep(0)
         self.orders.append(start)
         process = SimpleNamespace(
-            pid=next(self.world.pids), host="h", signal=lambda _: self.end(group, start.rank)
+            pid=next(self.world.pids), host="h", signal=lambda _: self.world.deaf or self.end(group, start.rank)
         )
         if group not in self.groups:
             self.groups.append(group)
@@ -195,12 +198,17 @@ class World:
         write_private(self.run.checkpoint_key, "checkpoint_key")
         self.room = Counter(room)
         self.actors = self.warms = True
+        self.deaf = False  # ranks that are killed do not end
         self.pids = iter(range(1, 1000))
         self.slots: list[StandIn] = []
         self.events: list[Row] = []
         self.restarts: Counter[int] = Counter()
-        self.backend = RayBackend(self.config, self.run, lambda: ("http://127.0.0.1:1",), "", self.events.append)
-        self.backend._slots._make = lambda asked: StandIn(self, asked)  # type: ignore[assignment,return-value]
+        self.every = ReplicaSlots(lambda asked: StandIn(self, asked))  # type: ignore[arg-type,return-value]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backends, "ReplicaSlots", lambda _: self.every)
+            self.backend = RayBackend(
+                self.config, self.run, lambda: ("http://127.0.0.1:1",), "", self.events.append
+            )
 
     async def until(self, ready: Callable[[], Any], what: str) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -209,7 +217,7 @@ class World:
             await asyncio.sleep(0.002)
 
     def of(self, replica: int) -> StandIn:
-        slot = self.backend._slots.of(replica)
+        slot = self.every.of(replica)
         assert isinstance(slot, StandIn)
         return slot
 
@@ -236,7 +244,14 @@ class World:
 
     @property
     def spares(self) -> list[StandIn]:
-        return [b for owner, b in self.backend._slots._slots.items() if isinstance(owner, WorkerGroup)]  # type: ignore[misc]
+        return [slot for _, slot in self.every.of_spares() if isinstance(slot, StandIn)]
+
+    async def sought(self, replica: int, waits: int = 1) -> None:
+        """Wait until a replica has waited for its place for so many times the longest wait."""
+        await self.until(
+            lambda: isinstance(slot := self.every.of(replica), StandIn) and slot.searches > waits,
+            "the end of its patience",
+        )
 
     def kill(self, replica: int) -> None:
         """A replica loses all its ranks; its node lives."""
@@ -253,12 +268,6 @@ class World:
             await self.backend.close()
         assert all(slot.removed for slot in self.slots)
         assert (read_json(self.run.spares / "spares.json") or {"spares": []}) == {"spares": []}
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spares, "PAUSE_S", 0.01)
-    monkeypatch.setattr(backend.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
 
 
 async def test_a_replica_whose_berth_is_lost_takes_the_spare_s(tmp_path: Path) -> None:
@@ -297,7 +306,7 @@ async def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: 
             await world.until(lambda: spare.groups and spare.groups[0].complete, "its ranks")
         world.of(1).die()
         starting = asyncio.create_task(world.start(1))
-        await world.until(lambda: world.backend._slots.of(1) is spare, "the move")
+        await world.until(lambda: world.every.of(1) is spare, "the move")
         world.room[""] += 1
         world.actors = True
         assert (await starting)[0] == WARMING
@@ -314,7 +323,6 @@ async def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path
         looking = asyncio.create_task(world.start(2))
         await world.until(lambda: not world.spares, "its withdrawal")
         assert world.of(2) is spare
-        assert not world.backend._pool.quiet
         assert len(world.slots) == 3
         world.warms = False  # else the spare may be ready before the replica is started
         world.room[""] += 1
@@ -374,25 +382,23 @@ def silent(*_: object) -> asyncio.Future[Any]:
     return asyncio.get_running_loop().create_future()
 
 
-async def berth_with(actor: dict[str, Callable[..., Any]], folder: Path, calls: Any = None) -> ReplicaSlot:
+def berth_with(actor: dict[str, Callable[..., Any]], receiver: Any, calls: Any = None) -> ReplicaSlot:
     """A real slot with one actor that answers so."""
-    slot = ReplicaSlot(
-        PlacementRequest("n", 1, {"CPU": 1.0}, "PACK", {}), calls, LogReceiver(folder), lambda _: None, 1.0
-    )
+    slot = ReplicaSlot(PlacementRequest("n", 1, {"CPU": 1.0}, "PACK", {}), calls, receiver, lambda _: None, 1.0)
     actors = SimpleNamespace(**{name: SimpleNamespace(remote=answer) for name, answer in actor.items()})
     slot.bundles = [Bundle(0, actors, ActorLocation("h", "h-1", "127.0.0.1", "node", ()))]
     return slot
 
 
 async def test_an_actor_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
-    slot = await berth_with({"port": silent, "start": silent}, tmp_path)
+    slot = berth_with({"port": silent, "start": silent}, LogReceiver(tmp_path))
     slot._patience_s = 0.01
-    with pytest.raises(Retryable, match=r"^the actors of n do not answer within 0\.01 s$"):
+    with pytest.raises(Retryable, match="do not answer"):
         await slot.port("127.0.0.1")
     assert slot.gone
 
 
-async def test_an_actor_that_names_a_file_which_is_no_log_is_ended(tmp_path: Path) -> None:
+async def test_an_actor_that_names_a_file_which_is_no_log_is_ended() -> None:
     killed: list[object] = []
 
     async def news(_: int) -> News:
@@ -402,8 +408,7 @@ async def test_an_actor_that_names_a_file_which_is_no_log_is_ended(tmp_path: Pat
         raise ValueError("'/etc/passwd' is no log of a rank")
 
     calls = SimpleNamespace(submit=lambda kill, actor: killed.append(actor))
-    slot = await berth_with({"news": news}, tmp_path, calls)
-    slot._receiver.add = refuse  # type: ignore[method-assign,assignment]
+    slot = berth_with({"news": news}, SimpleNamespace(add=refuse), calls)
     await asyncio.wait_for(slot._poll(slot.bundles[0]), 5)
     assert (slot.gone, killed) == (True, [slot.bundles[0].actor])
 
@@ -476,8 +481,7 @@ async def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it
         if zones:
             assert (await world.ready()).zone == there
         else:
-            await world.until(lambda: world.backend._seeking, "the others to begin without it")
-            await world.until(lambda: world.backend._making, "a spare that is due")
+            await world.sought(1, waits=3)
             assert not any(spare.asked for spare in world.spares)
         assert not looking.done()
         world.room[missing] += 1
@@ -505,7 +509,7 @@ async def test_a_spare_that_was_about_to_look_leaves_the_room_to_a_replica(
         await world.train(0)
         await due.wait()
         looking = asyncio.create_task(world.backend.place(1))
-        await world.until(lambda: world.backend._seeking, "the others to begin without it")
+        await world.sought(1)
         goes_on.set()
         await world.until(lambda: len(world.slots) == 3 and world.slots[2].removed, "the spare to wait")
         assert [slot.asked for slot in world.slots] == [True, True, False]
@@ -626,7 +630,7 @@ async def test_the_nodes_of_a_replica_are_kept_in_vain_only_where_the_state_is_n
             await world.until(lambda: hurt.removed, "its end")
             await world.until(lambda: world.of(1) is not hurt, "another one")
         else:
-            await world.until(lambda: world.backend._seeking, "the end of the patience")
+            await world.sought(1)
             assert world.of(1) is hurt
             assert hurt.missing == [1]
         world.room[""] += 1

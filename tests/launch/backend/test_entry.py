@@ -128,5 +128,5 @@ def test_a_script_runs_as_python_would_run_it(ran: tuple[Path, dict[str, int]]) 
 
 def test_a_function_is_called_as_a_console_script_is(ran: tuple[Path, dict[str, int]]) -> None:
     assert (ran[1]["function"], log(ran, "function")) == (5, ["['loop:main', 'x']"])
-    assert log(ran, "nothing")[-1].startswith("loop:mian: AttributeError: module 'loop' has no attribute 'mian'")
+    assert log(ran, "nothing")[-1].startswith("loop:mian: AttributeError: ")
     assert os.getcwd() not in log(ran, "nothing")[-1]

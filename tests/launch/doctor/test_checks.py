@@ -1,14 +1,12 @@
-"""Each check by itself: what it takes for well, and what it says where that is not so."""
+"""Each check by itself: what it takes for well, and what it refuses."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import re
 import resource
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,56 @@ import pytest
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.doctor import CHECKS, Bad, Subject, Undecided, checks, gpu, network, result, storage
+from ft_hsdp.launch.doctor import (
+    CHECKS,
+    Bad,
+    CheckState,
+    Subject,
+    Undecided,
+    checks,
+    examine,
+    gpu,
+    network,
+    result,
+    storage,
+)
 from ft_hsdp.launch.doctor import host as host_checks
 from ft_hsdp.launch.doctor import ray as ray_checks
+from ft_hsdp.launch.doctor.checks import Check
 from ft_hsdp.launch.doctor.host import Allowance, allowance
 from ft_hsdp.launch.ray.placement import request
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.train import tokens
 from tests.support.etcd_server import EtcdServer
 
+OK, FAIL, SKIP = CheckState.OK, CheckState.FAIL, CheckState.SKIP
 ALONE = Subject(Config())
 SPANNING = Subject(parse({"network": {"host": "0.0.0.0"}}))
+GPUS = Subject(parse({"train": {"device": "cuda"}}))
 GIB = 2**30
+
+
+def state(check: Callable[[Subject], str], subject: Subject) -> CheckState:
+    """How a check ends."""
+    (finding,) = examine(subject, checks=[Check("it", check)])
+    return finding.state
+
+
+@contextmanager
+def limited(what: int, soft: int) -> Iterator[None]:
+    """This process has another limit for a while."""
+    before = resource.getrlimit(what)
+    resource.setrlimit(what, (soft, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(what, before)
+
+
+@pytest.fixture
+def allow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Allowance], None]:
+    """Sets what the container leaves to this process."""
+    return lambda left: monkeypatch.setattr(host_checks, "allowance", lambda: left)
 
 
 # Who is asked.
@@ -54,67 +90,36 @@ def test_who_spans_machines_and_what_runs_here(subject: Subject, spans: bool, re
 # Names, with this machine's real resolver.
 
 
-@pytest.mark.parametrize(
-    ("name", "alone", "spanning"),
-    [
-        ("localhost", "localhost is ", r"other machines would connect to themselves; .*Debian writes 127.0.1.1"),
-        ("no-such-host.invalid", "a job on one machine needs none", r"has no address .*; add one to /etc/hosts"),
-    ],
-)
+@pytest.mark.parametrize("name", ["localhost", "no-such-host.invalid", "192.0.2.77"])
 def test_a_name_that_others_cannot_use_matters_to_a_job_on_several_machines_only(
-    monkeypatch: pytest.MonkeyPatch, name: str, alone: str, spanning: str
+    monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: name)
-    assert alone in network.hostname(ALONE)
-    with pytest.raises(Bad, match=spanning):
-        network.hostname(SPANNING)
+    assert (state(network.hostname, ALONE), state(network.hostname, SPANNING)) == (OK, FAIL)
 
 
 @pytest.mark.parametrize(
-    ("address", "back", "said"),
+    ("host", "lighthouses", "ends"),
     [
-        ("127.0.0.5", ["vm.example", "vm"], "vm is 127.0.0.5, and 127.0.0.5 is vm"),
-        ("127.0.0.5", ["other"], "vm is 127.0.0.5, but 127.0.0.5 is other, which only affects logs"),
-        ("127.0.0.5", [], "127.0.0.5 has no name"),
-        ("192.0.2.77", ["vm"], "no address of this machine; a job on one machine does not need it"),
+        ("0.0.0.0", (), OK),
+        ("127.0.0.1", (), OK),
+        ("no-such-host.invalid", (), FAIL),
+        ("192.0.2.77", (), FAIL),
+        ("127.0.0.1", ("http://10.0.0.1:1",), FAIL),
+        ("localhost", ("http://10.0.0.1:1",), FAIL),
     ],
 )
-def test_a_name_leads_there_and_back(
-    monkeypatch: pytest.MonkeyPatch, address: str, back: list[str], said: str
+def test_the_address_of_a_host_is_one_that_others_can_reach(
+    host: str, lighthouses: tuple[str, ...], ends: CheckState
 ) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "vm")
-    monkeypatch.setattr(network, "addresses", lambda _: [address])
-    monkeypatch.setattr(network, "names_of", lambda _: back)
-    assert said in network.hostname(ALONE)
-    if address.startswith("192"):
-        with pytest.raises(Bad, match=r"correct /etc/hosts"):
-            network.hostname(SPANNING)
-
-
-@pytest.mark.parametrize(
-    ("host", "lighthouses", "said"),
-    [
-        ("no-such-host.invalid", (), "has no address"),
-        ("192.0.2.77", (), "no address of this machine"),
-        ("127.0.0.1", ("http://10.0.0.1:1",), "other machines cannot reach it"),
-        ("localhost", ("http://10.0.0.1:1",), "other machines cannot reach it"),
-    ],
-)
-def test_an_address_that_nobody_can_reach(host: str, lighthouses: tuple[str, ...], said: str) -> None:
-    with pytest.raises(Bad, match=said):
-        network.host(Subject(parse({"network": {"host": host}}), lighthouses))
-
-
-def test_addresses_of_this_machine() -> None:
-    assert network.host(SPANNING) == "0.0.0.0: all addresses of this machine"
-    assert network.host(ALONE) == "127.0.0.1, an address of this machine; other machines cannot reach it"
+    assert state(network.host, Subject(parse({"network": {"host": host}}), lighthouses)) is ends
 
 
 # Ports.
 
 
 def test_ports_that_are_free_and_taken() -> None:
-    assert network.port(ALONE) == "127.0.0.1, any free port"
+    network.port(ALONE)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"network.port: got {number}"):
@@ -123,43 +128,41 @@ def test_ports_that_are_free_and_taken() -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             number = free.getsockname()[1]
         several = {"network": {"port": number}, "lighthouse": {"count": 2, "etcd": ["http://e"]}}
-        with contextlib.suppress(ConfigError):
-            assert network.port(Subject(parse(several))) == f"127.0.0.1:{number} to {number + 1} are free"
+        with suppress(ConfigError):
+            assert f"{number} to {number + 1}" in network.port(Subject(parse(several)))
             return
     pytest.fail("no two neighbouring ports are ever free")
 
 
 def test_as_many_sockets_as_the_job_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert network.sockets(ALONE).startswith("28 sockets will listen, opened 28; they share ports ")
-    monkeypatch.setattr(network, "local_range", lambda: (40000, 40050))
-    with pytest.raises(
-        Bad, match=r"28 sockets will listen, but they share ports 40000 to 40050 .*ip_local_port_range"
-    ):
-        network.sockets(ALONE)
-    monkeypatch.undo()
-    with pytest.raises(Undecided, match=r"does not give the range of ports"):
+    assert state(network.sockets, ALONE) is OK
+    with pytest.raises(Undecided):
         network.local_range(tmp_path / "none")
+    monkeypatch.setattr(network, "local_range", lambda: (40000, 40050))
+    with pytest.raises(Bad, match="ip_local_port_range"):
+        network.sockets(ALONE)
 
 
 def test_states_are_served_where_somebody_can_connect() -> None:
-    assert network.interface(ALONE) == "network.host 127.0.0.1: states are served at 127.0.0.1"
-    other = parse({"network": {"state_interface": "127.0.0.7"}})
-    assert network.interface(Subject(other)) == "network.state_interface 127.0.0.7: states are served at 127.0.0.7"
-    with pytest.raises(Bad, match=r"a connection to 192.0.2.77 fails"):
-        network.interface(Subject(parse({"network": {"state_interface": "192.0.2.77"}})))
+    assert state(network.interface, ALONE) is OK
+    for address, ends in (("127.0.0.7", OK), ("192.0.2.77", FAIL)):
+        subject = Subject(parse({"network": {"state_interface": address}}))
+        assert state(network.interface, subject) is ends
 
 
 # The clock.
 
 
-def test_a_clock_that_nobody_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert network.synchronized() in (True, False)  # whatever this machine says, it can be asked
-    monkeypatch.setattr(network, "synchronized", lambda: False)
-    assert "a job on one machine does not need it" in network.clock(ALONE)
-    with pytest.raises(Undecided, match=r"compare it with --lighthouse URL"):
-        network.clock(SPANNING)
-    monkeypatch.setattr(network, "synchronized", lambda: True)
-    assert network.clock(SPANNING) == "the kernel reports it as synchronized"
+def test_the_kernel_can_be_asked_for_its_clock() -> None:
+    assert network.synchronized() in (True, False)
+
+
+@pytest.mark.parametrize(("synchronized", "spanning"), [(True, OK), (False, SKIP)])
+def test_a_clock_that_nobody_sets(
+    monkeypatch: pytest.MonkeyPatch, synchronized: bool, spanning: CheckState
+) -> None:
+    monkeypatch.setattr(network, "synchronized", lambda: synchronized)
+    assert (state(network.clock, ALONE), state(network.clock, SPANNING)) == (OK, spanning)
 
 
 # Control groups, on trees as the kernel shows them.
@@ -223,14 +226,12 @@ def test_a_machine_without_control_groups_has_no_limits(tmp_path: Path) -> None:
 # Memory, processors, files, threads.
 
 
-def test_memory_of_ranks_spares_and_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(64 * GIB))
+def test_memory_of_ranks_spares_and_snapshots(allow: Callable[[Allowance], None]) -> None:
     small, spared = Config(), parse({"spares": 4})
     assert host_checks.needed(spared, 3) - host_checks.needed(small, 3) > 4 * host_checks.RANK_BYTES
     assert host_checks.needed(small, 3) > host_checks.needed(small, 1)
-    assert "and 4 spares" in host_checks.memory(Subject(spared))
-    monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(GIB))
-    with pytest.raises(Bad, match=r"this container's limit leaves 1.0 GiB free; use fewer"):
+    allow(Allowance(GIB))
+    with pytest.raises(Bad, match="this container's limit"):
         host_checks.memory(ALONE)
 
 
@@ -242,78 +243,49 @@ def test_memory_of_the_copies_that_hosts_keep_for_each_other() -> None:
     state = 3 * host_checks.weights(apart)
     more = host_checks.needed(apart, 1) - host_checks.needed(alone, 1)
     assert more == pytest.approx(2 * state + host_checks.AGENT_BYTES, rel=1e-6)
-    assert ", 63.1 MiB of it copies for other hosts; " in host_checks.memory(Subject(apart))
+    assert "63.1 MiB" in host_checks.memory(Subject(apart))
 
 
-def test_which_copies_a_job_will_have() -> None:
-    assert host_checks.copies(ALONE) == (
-        "2 copies of each shard, each on another host: healthy replicas are the copies"
-    )
-    found = host_checks.copies(Subject(parse(ONE_REPLICA)))
-    assert found == "2 copies of each shard, each on another host: 63.1 MiB for other hosts"
-    found = host_checks.copies(Subject(parse({**ONE_REPLICA, "entry": "train.py"})))
-    assert found == "2 copies of each shard, each on another host: hosts keep copies for each other"
-    found = host_checks.copies(Subject(parse({"replicas": 1})))
-    assert found == "a lost host may take the state with it: there is one host only: no copy can be apart"
-    with pytest.raises(Undecided, match=r"on how many hosts a replica runs is not known here; see"):
-        host_checks.copies(SPANNING)
-    with pytest.raises(Undecided, match=r"2 copies on different zones; no zone is known here, see domains"):
-        host_checks.copies(Subject(parse({"memory": {"apart": "zone"}, "hosts": {"labels": {"r0h0": "rack-7"}}})))
+@pytest.mark.parametrize(
+    ("config", "ends", "word"),
+    [
+        ({}, OK, "healthy replicas"),
+        (ONE_REPLICA, OK, "63.1 MiB"),
+        ({**ONE_REPLICA, "entry": "train.py"}, OK, "hosts keep copies"),
+        ({"replicas": 1}, OK, "one host only"),
+        ({"network": {"host": "0.0.0.0"}}, SKIP, "launcher.py plan --hosts"),
+        ({"memory": {"apart": "zone"}, "hosts": {"labels": {"r0h0": "rack-7"}}}, SKIP, "no zone"),
+        ({**ONE_REPLICA, "memory": {"copies": 3}}, FAIL, "memory.copies: got 3"),
+    ],
+)
+def test_which_copies_a_job_will_have(config: dict[str, Any], ends: CheckState, word: str) -> None:
+    (found,) = examine(Subject(parse(config)), checks=[Check("copies", host_checks.copies)])
+    assert (found.state, word in found.text) == (ends, True), found.text
 
 
-def test_copies_that_cannot_be_kept_are_one_check_and_memory_another() -> None:
-    job = Subject(parse({**ONE_REPLICA, "memory": {"copies": 3}}))
-    with pytest.raises(Bad, match=r"^memory.copies: got 3; allowed: at most 2 here"):
-        host_checks.copies(job)
-    found = host_checks.memory(job)
-    assert re.match(
-        r"about .* GiB for .* x 1, without the copies that cannot be kept \(see copies\); .* free$", found
-    )
+def test_copies_that_cannot_be_kept_are_not_memory_that_lacks() -> None:
+    assert state(host_checks.memory, Subject(parse({**ONE_REPLICA, "memory": {"copies": 3}}))) is OK
 
 
-def test_memory_can_be_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_checks.memfd(ALONE) == "memory can be created, sealed and mapped"
-
-    def refuse(*_: Any) -> int:
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    with pytest.raises(Bad, match=r"memfd_create\(2\) with seals does not work \(Operation not permitted\)"):
+def test_memory_can_be_sealed() -> None:
+    host_checks.memfd(ALONE)
+    with limited(resource.RLIMIT_NOFILE, 0), pytest.raises(Bad, match=r"memfd_create\(2\)"):
         host_checks.memfd(ALONE)
 
 
-def test_shared_memory_matters_to_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gpus = Subject(parse({"train": {"device": "cuda"}}))
-    monkeypatch.setattr(host_checks, "SHM", tmp_path)
-    assert host_checks.shm(ALONE).endswith("this job does not need it")
-    monkeypatch.setattr(host_checks, "NCCL_BYTES", 2**60)
-    with pytest.raises(Bad, match=r"NCCL needs about .*--shm-size"):
-        host_checks.shm(gpus)
-    monkeypatch.setattr(host_checks, "SHM", tmp_path / "none")
-    assert host_checks.shm(ALONE).endswith("none, and this job does not need it")
-    with pytest.raises(Bad, match=r"mount a tmpfs there"):
-        host_checks.shm(gpus)
+@pytest.mark.parametrize("there", ["/proc", "/none"], ids=["full", "none"])
+def test_shared_memory_matters_to_nccl(monkeypatch: pytest.MonkeyPatch, there: str) -> None:
+    monkeypatch.setattr(host_checks, "SHM", Path(there))
+    assert (state(host_checks.shm, ALONE), state(host_checks.shm, GPUS)) == (OK, FAIL)
 
 
 @pytest.mark.parametrize(
     ("labels", "domains", "said"),
     [
-        (
-            {},
-            "",
-            "the zone and rack of node7 are not known, so it counts as one of its own; hosts.labels or FT_HSDP_",
-        ),
-        (
-            {"*": "7"},
-            "",
-            "7/node7, says hosts.labels; the zone of node7 is not known, so it counts as one of its own",
-        ),
-        (
-            {"*": "a/"},
-            "",
-            "a//node7, says hosts.labels; the rack of node7 is not known, so it counts as one of its",
-        ),
-        ({}, "zone=a,rack=7", "node7 stands in rack 7 of zone a, says FT_HSDP_DOMAINS"),
+        ({}, "", "zone and rack"),
+        ({"*": "7"}, "", "hosts.labels; the zone"),
+        ({"*": "a/"}, "", "hosts.labels; the rack"),
+        ({}, "zone=a,rack=7", "FT_HSDP_DOMAINS"),
     ],
 )
 def test_where_this_machine_stands(
@@ -323,51 +295,31 @@ def test_where_this_machine_stands(
     monkeypatch.setenv("FT_HSDP_DOMAINS", domains)
     for variable in ("SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"):
         monkeypatch.delenv(variable, raising=False)
-    assert host_checks.domains(Subject(parse({"hosts": {"labels": labels}}))).startswith(said)
-
-
-def test_processors_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(cpus=0.5))
-    said = "0.5 processors by this container's limit; 6 ranks share them, which is slow and changes no result"
-    assert host_checks.cpus(ALONE) == said
+    assert said in host_checks.domains(Subject(parse({"hosts": {"labels": labels}})))
 
 
 def test_open_files() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
-    try:
-        with pytest.raises(
-            Bad, match=r"256 open files are allowed per process, 320 are needed; run `ulimit -n 320`"
-        ):
+    with limited(resource.RLIMIT_NOFILE, 256):
+        with pytest.raises(Bad, match="ulimit -n 320"):
             host_checks.files(ALONE)
-        assert host_checks.files(Subject(parse({"replicas": 2}))) == "256 open files are allowed per process"
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        host_checks.files(Subject(parse({"replicas": 2})))
 
 
-def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(threads=100))
-    with pytest.raises(Bad, match=r"about 160 threads are needed, this container may start 100 more"):
-        host_checks.processes(ALONE)
-    assert host_checks.processes(Subject(Config(), ray=True)).startswith("about 80 threads; ")
-    monkeypatch.setattr(host_checks, "allowance", lambda: Allowance())
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 10))
-    with pytest.raises(Bad, match=r"this user may start \d more"):
+def test_threads(allow: Callable[[Allowance], None]) -> None:
+    allow(Allowance(threads=100))
+    assert state(host_checks.processes, Subject(Config(), ray=True)) is OK
+    with pytest.raises(Bad, match="this container may start 100"):
         host_checks.processes(ALONE)
 
 
 def test_memory_that_rdma_pins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gpus = Subject(parse({"train": {"device": "cuda"}}))
-    monkeypatch.setattr(host_checks, "RDMA", tmp_path / "none")
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (GIB, GIB))
-    assert host_checks.memlock(gpus) == "1.0 GiB may be pinned; there is no RDMA card"
-    (tmp_path / "mlx5_0").mkdir()
-    monkeypatch.setattr(host_checks, "RDMA", tmp_path)
-    with pytest.raises(Bad, match=r"NCCL pins more on mlx5_0; run `ulimit -l unlimited`"):
-        host_checks.memlock(gpus)
-    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
-    assert host_checks.memlock(gpus).endswith("NCCL does not use mlx5_0")
+    monkeypatch.setattr(host_checks, "RDMA", tmp_path / "cards")
+    with limited(resource.RLIMIT_MEMLOCK, 2**16):
+        assert state(host_checks.memlock, GPUS) is OK
+        (tmp_path / "cards" / "mlx5_0").mkdir(parents=True)
+        assert state(host_checks.memlock, GPUS) is FAIL
+        monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+        assert state(host_checks.memlock, GPUS) is OK
 
 
 # Storage.
@@ -403,24 +355,19 @@ def test_where_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(storage, "mount_of", lambda path: mount_of(path, tmp_path / "mountinfo"))
     (tmp_path / "net").mkdir()
     at = {"checkpoint": {"every": 10, "dir": f"{tmp_path}/net/c"}}
-    assert "is on a network file system (nfs4 at" in storage.checkpoint(Subject(parse(at)))
     here = {"checkpoint": {"every": 10, "dir": f"{tmp_path}/c"}, "network": {"host": "0.0.0.0"}}
-    assert "is on a local disk, but replicas on other machines need a shared one" in storage.checkpoint(
-        Subject(parse(here))
-    )
-    assert storage.checkpoint(ALONE) == "checkpoint.every is 0, and there is no checkpoint.dir: none are written"
-    assert "set checkpoint.dir to resume" in storage.checkpoint(Subject(parse({"checkpoint": {"every": 1}})))
-    shared = parse({"job": {"runs_dir": f"{tmp_path}/net/runs"}})
-    assert "SQLite needs a local disk" in storage.disk(Subject(shared))
+    for config, word in (
+        (at, "network file system"),
+        (here, "need a shared one"),
+        ({}, "none are written"),
+        ({"checkpoint": {"every": 1}}, "set checkpoint.dir"),
+    ):
+        assert word in storage.checkpoint(Subject(parse(config)))
+    assert "SQLite" in storage.disk(Subject(parse({"job": {"runs_dir": f"{tmp_path}/net/runs"}})))
 
 
-def test_disks_that_are_full_or_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(storage, "LOG_BYTES", 2**60)
-    with pytest.raises(Bad, match=r"are needed; make room"):
-        storage.disk(Subject(parse({"job": {"runs_dir": f"{tmp_path}/runs"}})))
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(Bad, match=r"cannot be written; choose another job.runs_dir"):
-        storage.disk(Subject(parse({"job": {"runs_dir": f"{tmp_path}/runs"}})))
+def test_a_disk_that_is_full_or_closed() -> None:
+    assert state(storage.disk, Subject(parse({"job": {"runs_dir": "/proc/runs"}}))) is FAIL
 
 
 def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:
@@ -436,9 +383,8 @@ def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:
     (text / "d.jsonl").write_text("no json\n")
     with pytest.raises(ConfigError, match=r"see line 1"):
         tokens.count(str(text), "byte", 10**6, 10**9)
-    config = parse({"data": {"path": str(text / "c")}})
-    with pytest.raises(Bad, match=r"500 tokens, one step reads 3072; give more text"):
-        storage.data(Subject(config))
+    with pytest.raises(Bad, match=r"500 tokens, .* 3072"):
+        storage.data(Subject(parse({"data": {"path": str(text / "c")}})))
 
 
 # The user's script.
@@ -455,22 +401,21 @@ def test_a_script_is_compiled_and_its_imports_are_looked_for_and_it_does_not_run
 
     (tmp_path / "beside.py").touch()
     good = "import beside, json.decoder\nfrom torch import nn\ntry:\n    import gone\nexcept ImportError: pass\n"
-    assert found(f"{good}raise SystemExit").endswith("; what it imports is here")
-    assert found("def main(): pass", "train:main").startswith("train:main compiles (digest ")
-    with pytest.raises(Bad, match=r"train.py imports no_such, nor_such: not installed here; pip install it"):
+    found(f"{good}raise SystemExit")
+    found("def main(): pass", "train:main")
+    with pytest.raises(Bad, match="no_such, nor_such"):
         found("import no_such.part\nfrom nor_such import x\n")
-    with pytest.raises(Bad, match=r"train.py has no mian at its top level"):
+    with pytest.raises(Bad, match="no mian"):
         found("def main(): pass", "train:mian")
-    with pytest.raises(ConfigError, match=r"line 1: invalid syntax"):
+    with pytest.raises(ConfigError, match="line 1"):
         found("def f(:")
-    with pytest.raises(ConfigError, match=r"there is no such file in"):
+    with pytest.raises(ConfigError, match=r"other\.py"):
         found("", "other.py")
 
 
 def test_the_sizes_of_a_users_model_and_data_are_not_known() -> None:
     subject = Subject(parse({"entry": "train.py"}))
-    with pytest.raises(Undecided, match=r"train.py makes the model, whose size is not known here; "):
-        host_checks.memory(subject)
+    assert state(host_checks.memory, subject) is SKIP
     wanted = {check.name for check in CHECKS if check.wanted(subject)}
     assert "entry" in wanted
     assert "data" not in wanted
@@ -482,15 +427,14 @@ def test_the_sizes_of_a_users_model_and_data_are_not_known() -> None:
 
 def test_etcd_answers_or_not() -> None:
     gone = "http://127.0.0.1:1"
-    with pytest.raises(Bad, match=r"start etcd, or correct lighthouse.etcd"):
-        network.etcd(Subject(parse({"lighthouse": {"etcd": [gone]}})))
+    assert state(network.etcd, Subject(parse({"lighthouse": {"etcd": [gone]}}))) is FAIL
     with EtcdServer() as server:
         both = Subject(parse({"lighthouse": {"etcd": [gone, server.url]}}))
-        assert network.etcd(both).startswith("1 of 2 endpoints answer (")
+        assert "1 of 2" in network.etcd(both)
 
 
 def test_torch_is_as_new_as_this_package_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert storage.installed(ALONE).startswith("torch 2.")
+    assert state(storage.installed, ALONE) is OK
     monkeypatch.setattr(storage, "asked_for", lambda: ["numpy", "torch>=99.1 ; python_version > '3'"])
     with pytest.raises(Bad, match=r"torch must be 99.1 or newer: pip install 'torch>=99.1'"):
         storage.installed(ALONE)
@@ -499,10 +443,8 @@ def test_torch_is_as_new_as_this_package_wants(monkeypatch: pytest.MonkeyPatch) 
         storage.lower_bound("torch", ["torchft>=1"])
 
 
-def test_no_gpu_is_a_fact_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "driver", lambda: "")
-    assert gpu.device(ALONE) == "ranks compute on the CPU; no GPU is needed, and there is none"
-    monkeypatch.undo()
+def test_no_gpu_is_a_fact_on_the_cpu(tmp_path: Path) -> None:
+    assert state(gpu.device, ALONE) is OK
     (tmp_path / "version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\n"
     )
@@ -531,14 +473,12 @@ def test_a_gpu_that_will_do(
     monkeypatch: pytest.MonkeyPatch, gpus: list[dict[str, Any]], model: dict[str, Any], wrong: str
 ) -> None:
     monkeypatch.setattr(gpu, "ask", lambda *_: {**SAID, "gpus": gpus})
-    monkeypatch.setattr(gpu, "driver", lambda: "570.86.15")
     subject = Subject(parse({"train": {"device": "cuda"}, "replicas": 2, "ranks_per_replica": 1, "model": model}))
     if wrong:
         with pytest.raises(Bad, match=wrong):
             gpu.device(subject)
     else:
-        versions = "driver 570.86.15, CUDA 12.8, NCCL 2.27.5, triton 3.7.1"
-        assert gpu.device(subject) == f"2 GPUs: H200 (capability 9.0); {versions}"
+        assert state(gpu.device, subject) is OK
 
 
 def test_a_child_that_says_nothing_or_hangs_is_undecided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -596,36 +536,30 @@ def test_a_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_checks, "ask", lambda *_, **__: answers.pop(0))
     well = {**CLUSTER, "ray": here, "python": python}
     closed = {"error": "AuthenticationError: no"}
-    assert ray_checks.ray(ALONE) == f"Ray {here}; without --ray-address no cluster is contacted"
+    assert state(ray_checks.ray, ALONE) is OK
     with socket.create_server(("127.0.0.1", 0)) as gcs:
         address = f"127.0.0.1:{gcs.getsockname()[1]}"
         subject = Subject(Config(), ray_address=address)
         answers += [well, closed]
-        assert "room for 1 of 3 replicas on 1 nodes; the next one asks for 2 x (CPU 1)" in ray_checks.ray(subject)
-        answers += [well, closed]
-        with pytest.raises(Bad, match=r"quorum.min_replicas is 2: add nodes"):
-            ray_checks.ray(Subject(parse({"quorum": {"min_replicas": 2}}), ray_address=address))
-        answers += [well, well]
-        with pytest.raises(Bad, match=r"asks for no token: .*RAY_AUTH_MODE=token"):
-            ray_checks.ray(subject)
-        answers += [{**well, "ray": "1.0.0"}]
-        with pytest.raises(Bad, match=rf"Ray is {here} here and 1.0.0 in the cluster"):
-            ray_checks.ray(subject)
-        answers += [{"error": "AuthenticationError: token"}]
-        with pytest.raises(Bad, match=rf"{address}: AuthenticationError: token"):
-            ray_checks.ray(subject)
-        with pytest.raises(Undecided, match=r"to examine the cluster, give the address"):
-            ray_checks.ray(Subject(Config(), ray_address=f"http://{address}"))
-    with pytest.raises(Bad, match=r"nothing answers at"):
-        ray_checks.ray(subject)
-    for bad in ("head", "head:x", ":1"):
-        with pytest.raises(Bad, match=r"give HOST:PORT, or auto"):
+        assert "room for 1" in ray_checks.ray(subject)
+        two = Subject(parse({"quorum": {"min_replicas": 2}}), ray_address=address)
+        refusals: list[tuple[Subject, list[dict[str, Any]], str]] = [
+            (two, [well, closed], "quorum.min_replicas"),
+            (subject, [well, well], "RAY_AUTH_MODE=token"),
+            (subject, [{**well, "ray": "1.0.0"}], rf"{here} here and 1\.0\.0"),
+            (subject, [{"error": "AuthenticationError: token"}], f"{address}: AuthenticationError"),
+        ]
+        for asked, told, word in refusals:
+            answers += told
+            with pytest.raises(Bad, match=word):
+                ray_checks.ray(asked)
+        assert state(ray_checks.ray, Subject(Config(), ray_address=f"http://{address}")) is SKIP
+    for bad in (address, "head", "head:x", ":1"):
+        with pytest.raises(Bad, match=bad):
             ray_checks.ray(Subject(Config(), ray_address=bad))
 
 
 def test_ray_is_of_interest_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_checks.util, "find_spec", lambda _: None)
-    assert not ray_checks.wanted(ALONE)
     assert ray_checks.wanted(Subject(Config(), ray=True))
 
     def missing(_: str) -> str:

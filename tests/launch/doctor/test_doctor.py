@@ -51,12 +51,7 @@ def test_a_job_that_can_start_passes_and_nothing_is_left(config: str, capsys: py
     checks = by_name(capsys)
     assert {"config", "port", "hostname", "clock", "memory", "memfd", "files", "device"} <= checks.keys()
     assert all(check["ok"] for check in checks.values())
-    assert checks["data"] == {
-        "name": "data",
-        "ok": True,
-        "state": "ok",
-        "text": "95,000 tokens, 3,072 per step: 3.23 epochs",
-    }
+    assert checks["data"]["text"].startswith("95,000 tokens")
     assert sorted(Path().rglob("*")) == before
 
 
@@ -125,13 +120,13 @@ def test_what_hangs_is_undecided_and_holds_up_nobody() -> None:
     ]
     found = examine(Subject(parse({})), checks=checks, deadline_s=0.2)
     ended.set()
-    assert found == [
-        Finding("hang", CheckState.SKIP, "no answer within 0.2 s: a name server, file system or device hangs"),
-        Finding("fail", CheckState.FAIL, "do this"),
-        Finding("wonder", CheckState.SKIP, "who knows"),
-        Finding("crash", CheckState.SKIP, "the check itself failed: KeyError: 'x'"),
+    assert [(each.name, each.state, each.ok) for each in found] == [
+        ("hang", CheckState.SKIP, True),
+        ("fail", CheckState.FAIL, False),
+        ("wonder", CheckState.SKIP, True),
+        ("crash", CheckState.SKIP, True),
     ]
-    assert [each.ok for each in found] == [True, False, True, True]
+    assert "KeyError" in found[3].text
 
 
 def test_the_page_has_a_row_for_every_check() -> None:
@@ -158,7 +153,8 @@ class Elsewhere(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def elsewhere() -> Iterator[str]:
+    Elsewhere.date = None
     with ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -172,10 +168,10 @@ def found(name: str, subject: Subject) -> Finding:
 
 def test_its_port_is_not_looked_at_here(elsewhere: str) -> None:
     subject = Subject(parse({}), (elsewhere,))
-    assert found("lighthouse", subject) == Finding("lighthouse", CheckState.OK, f"{elsewhere} answers")
+    assert found("lighthouse", subject).state is CheckState.OK
     assert found("port", subject).state is CheckState.SKIP
     named = elsewhere.replace("127.0.0.1", "localhost")
-    assert found("lighthouse", Subject(parse({}), (named,))).text == f"{named} answers at 127.0.0.1"
+    assert "127.0.0.1" in found("lighthouse", Subject(parse({}), (named,))).text
 
 
 def test_one_that_does_not_answer_fails(elsewhere: str) -> None:
@@ -199,10 +195,8 @@ def test_one_that_does_not_answer_fails(elsewhere: str) -> None:
         (None, CheckState.SKIP, "answer has no date"),
     ],
 )
-def test_clocks_that_differ_are_found(
-    elsewhere: str, monkeypatch: pytest.MonkeyPatch, date: str | None, state: CheckState, said: str
-) -> None:
-    monkeypatch.setattr(Elsewhere, "date", date)
+def test_clocks_that_differ_are_found(elsewhere: str, date: str | None, state: CheckState, said: str) -> None:
+    Elsewhere.date = date
     finding = found("clock", Subject(parse({}), (elsewhere,)))
     assert finding.state is state
     assert said in finding.text

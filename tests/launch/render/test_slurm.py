@@ -152,8 +152,8 @@ def test_one_command_submits_lighthouse_array_and_end(fakes: Fakes) -> None:
     assert not re.search(r"^#SBATCH", (fakes.folder / "sbatch.script").read_text(), re.MULTILINE)
     assert shlex.split(array) == ["--parsable", "--dependency=after:11", str(fakes.script)]
     assert "--dependency=afterany:12" in end
-    assert signals.strip().startswith("scancel --batch --signal=TERM 11; scancel --state=PENDING 11;")
-    assert "--wrap=while squeue --noheader --jobs=11 | grep -q .; do" in end
+    assert shlex.split(signals)[:4] == ["scancel", "--batch", "--signal=TERM", "11;"]
+    assert "--wrap=while squeue" in end
 
 
 def test_the_lighthouse_has_a_clock_of_its_own(tmp_path: Path) -> None:
@@ -165,7 +165,8 @@ def test_the_lighthouse_has_a_clock_of_its_own(tmp_path: Path) -> None:
 def test_an_element_is_the_replica_of_its_number(fakes: Fakes) -> None:
     assert fakes.element(0).wait(20) == 0
     settings = fakes.folder / "runs/quickstart-slurm-1.yaml"
-    assert fakes.log("python") == [f"-m ft_hsdp.launch.cli replica {settings} --replica 1"]
+    (ran,) = fakes.log("python")
+    assert ran.split() == ["-m", "ft_hsdp.launch.cli", "replica", str(settings), "--replica", "1"]
     assert load(settings).job.runs_dir == str(fakes.folder / "runs")
     assert fakes.log("scontrol") == []
 
@@ -223,7 +224,7 @@ def test_a_lighthouse_starts_again_on_its_port_until_it_is_told_to_end(fakes: Fa
     assert lighthouse.wait(20) == 0
     started, told = fakes.log("python")
     assert "lighthouse" in started
-    assert f"--network.host={os.uname().nodename} --network.port=30012" in started
+    assert {f"--network.host={os.uname().nodename}", "--network.port=30012"} <= {*started.split()}
     assert told == "told"
     assert fakes.log("scontrol") == []
     assert fakes.start(64, SLURM_JOB_ID="12", FT_HSDP_PART="lighthouse").wait(20) == 64
@@ -242,7 +243,7 @@ def test_all_nodes_of_a_replica_start_again_under_a_new_name(tmp_path: Path) -> 
     nodes = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_RESTART_COUNT": "2", "SLURM_CPUS_PER_TASK": "3"}
     assert fakes.element(1, **nodes).wait(20) == 75
     starts = fakes.log("srun")
-    assert all("--nnodes=2 --nproc-per-node=1 --max-restarts=0" in start for start in starts)
+    assert all({"--nnodes=2", "--nproc-per-node=1", "--max-restarts=0"} <= {*start.split()} for start in starts)
     assert all("--cpus-per-task=3" in start for start in starts), "srun does not take it from sbatch"
     assert [re.findall(r"--rdzv-id=(\S+)", start) for start in starts] == [[f"9-2-{n}"] for n in range(BUDGET + 1)]
 
@@ -266,7 +267,7 @@ def test_what_the_same_nodes_cannot_mend_ends_a_replica_of_several_nodes(
     element = fakes.element(1, SLURM_JOB_NODELIST="node[1-2]", SLURM_CPUS_PER_TASK="1")
     said = element.communicate(timeout=20)[0].decode()
     assert (element.returncode, len(fakes.log("srun"))) == (code, starts)
-    assert ("node2 is broken; sbatch --array=1 --exclude=node2 FILE" in said) == (code == 76)
+    assert ("--exclude=node2" in said) == (code == 76)
 
 
 @pytest.mark.parametrize(
@@ -302,7 +303,6 @@ def test_a_users_script_is_named_and_has_one_path_on_every_node(
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     text = slurm(parse({"entry": "train.py"}), Site())
-    assert f"3 replicas of 2 ranks of {tmp_path}/train.py, each an element" in text
     assert f"\nentry: {tmp_path}/train.py\n" in text
     assert "entry_digest" not in text, "the script may change until the job starts"
     with pytest.raises(ConfigError, match="there is no such file in"):
@@ -408,7 +408,7 @@ def test_elements_leave_and_come_back_on_a_real_slurm(tmp_path: Path) -> None:
     finals = [json.loads((job.run / f"replicas/{n}/final.json").read_text()) for n in range(2)]
     assert {final["step"] for final in finals} == {STEPS}
     assert len({final["digest"] for final in finals}) == 1
-    assert "replica 1: its time limit is reached; requeued" in job.log(1)
+    assert "; requeued" in job.log(1)
     assert not [n for n in range(2) if "SIGKILL" in job.log(n)], "told to end, they leave by themselves"
     assert aborted(job.events()) == []
     assert oct(os.stat(job.run / "token").st_mode)[-3:] == "600"

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -18,7 +17,6 @@ from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import LineWriter
-from ft_hsdp.launch.run import directory
 from ft_hsdp.launch.run.directory import (
     JobFiles,
     RunDir,
@@ -103,6 +101,7 @@ def test_a_process_is_known_by_pid_and_time_of_birth() -> None:
     assert alive(me)
     assert alive({"pid": os.getpid()})
     assert not alive({**me, "created": me["created"] - 60})
+    assert not alive({**me, "boot": "an earlier one"})
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         assert not alive({"pid": child.pid}), "a zombie"
@@ -176,6 +175,26 @@ def test_of_two_that_make_one_run_at_a_time_one_has_it(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("job.*Z"))) == 1
 
 
+def test_of_several_jobs_that_make_one_run_at_a_time_one_has_it(run_dir: RunDir) -> None:
+    """An ended run stands there: each of them finds that no job runs, and it is moved aside once."""
+
+    def make(number: int) -> str:
+        try:
+            claims.append(make_run(run_dir, Config(), f"{number}" * 64))
+        except ConfigError as refused:
+            return refused.key
+        return f"{number}"
+
+    claims: list[Claim] = []
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(make, range(8)))
+    (winner,) = set(found) - {"job.name"}
+    assert found.count("job.name") == 7
+    assert run_dir.token.read_text() == winner * 64
+    assert len(list(run_dir.path.parent.glob("job.*Z"))) == 1, "the ended run alone was moved aside"
+    claims[0].release()
+
+
 async def test_what_a_job_needs_is_put_back(run_dir: RunDir) -> None:
     write_job_files(run_dir, Config(), "a" * 64)
     claim = Claim(run_dir.path, FolderOwner.of("job", "a" * 64)).take("job.name", "job", "")
@@ -204,29 +223,3 @@ async def test_what_a_job_needs_is_put_back(run_dir: RunDir) -> None:
     keeping.cancel()
     assert run_dir.token.read_text() == "b" * 64
     claim.release()
-
-
-def test_who_ran_before_the_host_was_started_again_runs_no_more() -> None:
-    assert not alive({**identity(), "boot": "the one before"})
-
-
-def test_a_run_that_another_process_made_meanwhile_is_not_moved_aside(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two of one name start at a time, where an ended run stands: each of them finds that no job runs."""
-    quicker: list[Claim] = []
-
-    def late(*asked: Any) -> Any:
-        judged = look(*asked)
-        if not quicker:
-            quicker.append(Claim(run_dir.path, FolderOwner.of("job", "")))
-            quicker[0] = make_run(run_dir, Config(), "a" * 64)
-        return judged
-
-    look = directory._check_vacant
-    monkeypatch.setattr(directory, "_check_vacant", late)
-    with pytest.raises(ConfigError, match=r"job\.name: .*job job has it since 20"):
-        make_run(run_dir, Config())
-    assert run_dir.token.read_text() == "a" * 64
-    assert len(list(run_dir.path.parent.glob("job.*Z"))) == 1, "the ended run alone was moved aside"
-    quicker[0].release()

@@ -11,22 +11,10 @@ from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.status import lines
 
 
-@pytest.mark.parametrize(
-    ("word", "first", "more"),
-    [
-        ("protected", "job: step 3, epoch 2, protected, lighthouse None (pid None)", []),
-        (
-            "unprotected",
-            "job: step 3, epoch 2, unprotected, lighthouse None (pid None)",
-            ["  unprotected: one host alone"],
-        ),
-        ("", "job: step 3, epoch 2, lighthouse None (pid None)", []),
-    ],
-)
-def test_the_job_is_protected_or_not_and_why(tmp_path: Path, word: str, first: str, more: list[str]) -> None:
+@pytest.mark.parametrize(("word", "why"), [("protected", False), ("unprotected", True), ("", False)])
+def test_the_job_is_protected_or_not_and_why(tmp_path: Path, word: str, why: bool) -> None:
     said = {"word": word, "why": "one host alone", "copies": None, "apart": "host"}
     document: dict[str, Any] = {"job": "job", "step": 3, "epoch": 2, "lighthouse": {"pid": None, "url": None}}
-    assert lines(RunDir(tmp_path), {**document, "protection": said, "replicas": []}) == [first, *more]
-    assert lines(RunDir(tmp_path), {**document, "replicas": []}) == [
-        first.replace(f"{word}, ", "") if word else first
-    ]
+    first, *more = lines(RunDir(tmp_path), {**document, "protection": said, "replicas": []})
+    assert ("protected" in first, [line.split()[0] for line in more]) == (bool(word), ["unprotected:"] * why)
+    assert "protected" not in "".join(lines(RunDir(tmp_path), {**document, "replicas": []}))

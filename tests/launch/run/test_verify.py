@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.config import dump, parse
+from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch import cli
 from ft_hsdp.launch.run.directory import Row, RunDir, write_json
@@ -23,6 +23,13 @@ CONFIG = parse({"replicas": 3, "ranks_per_replica": 1, "train": {"steps": STEPS}
 ALL = {"0": "contribute", "1": "contribute", "2": "contribute"}
 
 
+def record(run: RunDir, config: Config = CONFIG) -> None:
+    """Write metrics.jsonl and summary.json of what the replicas have logged."""
+    recorder = Recorder(run, config, lambda _: None, lambda _: None)
+    recorder.finish()
+    recorder.close()
+
+
 @pytest.fixture
 def run(tmp_path: Path, model: Path) -> RunDir:
     """A copy of `model`, to be changed."""
@@ -33,12 +40,9 @@ def run(tmp_path: Path, model: Path) -> RunDir:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a job of three replicas leaves behind; replica 1 was away from step 5 to step 8."""
-    run, config = (
-        RunDir(tmp_path_factory.mktemp("model") / "job"),
-        CONFIG,
-    )
+    run = RunDir(tmp_path_factory.mktemp("model") / "job")
     run.path.mkdir()
-    run.config.write_text(dump(config))
+    run.config.write_text(dump(CONFIG))
     rows, indices = [], [0, 0, 0]
     for step in range(1, STEPS + 1):
         epoch = 1 if step < 5 else 2 if step < 9 else 3
@@ -65,9 +69,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             feeds.write(line)
         final = {"step": STEPS, "commit_epoch": 3, "lineage": f"L{STEPS}", "digest": "d", "incarnation": "x"}
         write_json(run.final(replica), final)
-    recorder = Recorder(run, config, lambda _: None, lambda _: None)
-    recorder.finish()
-    recorder.close()
+    record(run)
     return run.path
 
 
@@ -120,9 +122,7 @@ def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             feeds.write(line)
         final = {"step": STEPS, "commit_epoch": 3, "lineage": f"L{STEPS}", "digest": "d", "incarnation": "x"}
         write_json(run.final(replica), final)
-    recorder = Recorder(run, NARROW, lambda _: None, lambda _: None)
-    recorder.finish()
-    recorder.close()
+    record(run, NARROW)
     return run.path
 
 
@@ -201,15 +201,8 @@ def stopped(run: RunDir, finals: dict[int, Row] | None = None) -> None:
         run.final(replica).unlink()
     for replica, final in (finals or {}).items():
         write_json(run.final(replica), final)
-    recorder = Recorder(
-        run,
-        CONFIG,
-        lambda _: None,
-        lambda _: None,
-    )
     run.metrics.unlink()
-    recorder.finish()
-    recorder.close()
+    record(run)
 
 
 LEGAL: dict[str, Callable[[RunDir], None]] = {
@@ -237,17 +230,14 @@ def test_a_run_that_is_well_passes(run: RunDir, capsys: pytest.CaptureFixture[st
 
 def test_a_run_that_went_back_by_several_steps_passes(tmp_path: Path) -> None:
     """Its files hold the history that lasted, with the batches of that alone, though others were told before."""
-    run, config = (
-        RunDir(tmp_path / "job"),
-        CONFIG,
-    )
+    run = RunDir(tmp_path / "job")
     run.path.mkdir()
-    run.config.write_text(dump(config))
+    run.config.write_text(dump(CONFIG))
     log = LineWriter(run.lighthouse_events)
     log.write(event("LighthouseStarted", 999.0, term=7))
     log.write(event("EpochGranted", 999.5, epoch=1, members=[0, 1, 2], roles=ALL, base=[0, 0, ""]))
     told: list[int] = []
-    recorder = Recorder(run, config, lambda row: told.append(row["step"]), lambda _: None)
+    recorder = Recorder(run, CONFIG, lambda row: told.append(row["step"]), lambda _: None)
     commits = [LineWriter(run.commits(replica)) for replica in range(3)]
     feeds = [LineWriter(run.fed(replica)) for replica in range(3)]
 
@@ -427,7 +417,7 @@ def test_what_a_full_disk_cost_is_not_held_against_a_run(run: RunDir) -> None:
     LineWriter(run.events).write(lost)
     found = verify(run)
     assert (found.breaches, found.lost) == ([], 1)
-    assert "the run reports lost lines, at least 1: chains and sums are not checked" in found.lines
+    assert any("lost lines" in line for line in found.lines)
 
 
 def test_lines_that_one_replica_lost_are_those_that_others_have(run: RunDir) -> None:
@@ -464,9 +454,7 @@ def test_logged_values_stand_in_the_metrics_once_and_not_of_steps_that_did_not_l
     log.write({"step": "none"})
     log.close()
     run.metrics.unlink()
-    recorder = Recorder(run, CONFIG, lambda _: None, lambda _: None)
-    recorder.finish()
-    recorder.close()
+    record(run)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     steps = [line["step"] for line in lines if "logged" not in line]
     assert steps == list(range(1, STEPS + 1))
@@ -485,4 +473,4 @@ def test_incarnations_that_trained_on_other_data_are_found(run: RunDir) -> None:
         LineWriter(run.events).write(row)
     (breach,) = verify(run).breaches
     assert breach.startswith("events.jsonl:")
-    assert "data: length 159; expected: 160, as events.jsonl:" in breach
+    assert "length 159; expected: 160" in breach

@@ -28,8 +28,6 @@ def main(config: Config, calling: IncarnationSource, path: Path) -> int:
     run = RunDir(path)
     call = calling.wait()
     replica, restart, ranks = call.replica, call.restarts, config.ranks_per_replica
-    if (path / "refuse").exists():
-        return 64
     if (path / "raise").exists():
         raise KeyError(f"tokens of {os.getpid()}")
     if (path / "unplugged").exists():
