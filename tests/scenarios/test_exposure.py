@@ -12,9 +12,15 @@ import psutil
 import pytest
 
 from tests.support.scenarios.scenario_job import ROOT, Job
+from tests.support.warm import COLD
 
 DEADLINE_S = 90.0
 NAMES = ("admin_token", "checkpoint_key", "token")
+
+
+@pytest.fixture(autouse=True)
+def _as_users_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COLD, "1")
 
 
 def command_lines(job: Job) -> str:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.support.scenarios.scenario_job import HARD, Job, check
+from tests.support.warm import COLD
 
 
 @pytest.mark.parametrize(
@@ -24,9 +25,10 @@ from tests.support.scenarios.scenario_job import HARD, Job, check
     ],
 )
 def test_kills_at_random_moments(
-    tmp_path: Path, seed: int, kills: int, steps: int, train: dict[str, object]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, kills: int, steps: int, train: dict[str, object]
 ) -> None:
     """Any rank of any replica, leaders included, as long as one replica is left to go on."""
+    monkeypatch.setenv(COLD, "1")  # each process as a user has it
     rng = random.Random(seed)
     with Job(tmp_path, steps, restart__budget=50, **train) as job:
         job.until(lambda: job.step() >= 3, "step 3")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+
+from tests.support import warm
 
 
 class StartedJob:
@@ -22,9 +25,13 @@ class StartedJob:
         self.run = run
         self.log = log
         self._out = log.open("wb")
-        self.process = subprocess.Popen(
-            command, cwd=folder, env=env, stdout=self._out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        self.process: subprocess.Popen[bytes] | warm.Forked
+        if warm.warm(command):
+            self.process = warm.Forked(command, folder, os.environ if env is None else env, log)
+        else:
+            self.process = subprocess.Popen(
+                command, cwd=folder, env=env, stdout=self._out, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import sqlite3
@@ -20,6 +19,7 @@ from ft_hsdp.event_table import tell
 from ft_hsdp.launch import cli
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.verify import verify
+from tests.support import warm
 from tests.support.lighthouse.signed import BlockingProof
 from tests.support.started_job import StartedJob
 
@@ -151,11 +151,9 @@ class Job(StartedJob):
 
     def replayed(self) -> dict[str, Any]:
         """Train the recorded run again in a fork of a process that has imported torch; the verdict."""
-        forks = multiprocessing.get_context("forkserver")
-        forks.set_forkserver_preload(["torch._dynamo", "ft_hsdp.launch.run.replay"])
         out = self.run.parent / "replay.json"
         place = (self.run.parent, dict(os.environ))
-        process = forks.Process(target=_print_into, args=(out, *place, self.replay_command()[2:]))
+        process = warm.template().Process(target=_print_into, args=(out, *place, self.replay_command()[2:]))
         process.start()
         process.join(DEADLINE_S)
         if process.is_alive():
