@@ -137,7 +137,7 @@ class Injured:
                 self.breaches.append(f"no commit, and no end, for {still:.0f} s at step {self.watch.step}")
                 return
             time.sleep(0.1)
-        self._check(self.job.process.returncode)
+        self._check(self.job.process.wait())
 
     def _check(self, code: int) -> None:
         """What must hold at the end."""

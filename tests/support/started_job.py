@@ -24,14 +24,8 @@ class StartedJob:
         """Start `command` in `folder`; it writes to `log`, and the job's files to `run`."""
         self.run = run
         self.log = log
-        self._out = log.open("wb")
-        self.process: subprocess.Popen[bytes] | warm.Forked
-        if warm.warm(command):
-            self.process = warm.Forked(command, folder, os.environ if env is None else env, log)
-        else:
-            self.process = subprocess.Popen(
-                command, cwd=folder, env=env, stdout=self._out, stderr=subprocess.STDOUT, start_new_session=True
-            )
+        log.write_bytes(b"")
+        self.process = warm.start(command, folder, log, os.environ if env is None else env)
 
     def __enter__(self) -> Self:
         return self
@@ -40,7 +34,6 @@ class StartedJob:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self._out.close()
 
     def rows(self, file: str) -> list[dict[str, Any]]:
         """The complete lines of a JSONL file of the run."""

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any, Self
 import psutil
 
 from ft_hsdp.launch.backend.processes import environment
+from tests.support import warm
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
@@ -29,7 +29,7 @@ class TorchrunJob:
         self.run = folder / "runs" / "job"
         self._config = folder / "config.yaml"
         self._config.write_text(f"job: {{name: job}}\n{settings}\n")
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: list[warm.Process] = []
 
     def __enter__(self) -> Self:
         self.lighthouse = self._start("lighthouse", [str(ROOT / "launcher.py"), "lighthouse", str(self._config)])
@@ -46,16 +46,9 @@ class TorchrunJob:
                         rank.kill()
             process.wait()
 
-    def _start(self, name: str, arguments: list[str], **variables: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(
-                self._command(name, arguments),
-                cwd=self.folder,
-                env={**environment(), **variables},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+    def _start(self, name: str, arguments: list[str], **variables: str) -> warm.Process:
+        command, log = self._command(name, arguments), self.folder / f"{name}.log"
+        process = warm.start(command, self.folder, log, {**environment(), **variables})
         self._started.append(process)
         return process
 
@@ -63,7 +56,7 @@ class TorchrunJob:
         """What runs python with ``arguments``, as the lighthouse or one of the replicas."""
         return [sys.executable, *arguments]
 
-    def torchrun(self, replica: int, ranks: int, script: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    def torchrun(self, replica: int, ranks: int, script: Path, *arguments: str) -> warm.Process:
         """Start ``script`` with ``arguments``, where CONFIG is the job's file and REPLICA the replica.
 
         Both are in the environment as well.
@@ -76,7 +69,7 @@ class TorchrunJob:
             f"replica{replica}", ["-m", "torch.distributed.run", *options, str(script), *words], **variables
         )
 
-    def replica(self, replica: int, *more: str, **variables: str) -> subprocess.Popen[bytes]:
+    def replica(self, replica: int, *more: str, **variables: str) -> warm.Process:
         """Start a replica by hand, with its own supervisor, ``more`` arguments and environment ``variables``."""
         command = [str(ROOT / "launcher.py"), "replica", str(self._config), "--replica", str(replica), *more]
         return self._start(f"replica{replica}", command, **variables)
@@ -103,7 +96,7 @@ class TorchrunJob:
         whole = text[: text.rfind("\n")]
         return int(json.loads(whole[whole.rfind("\n") + 1 :])["step"]) if "\n" in text else 0
 
-    def kill(self, torchrun: subprocess.Popen[bytes], rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+    def kill(self, torchrun: warm.Process, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
         """Signal one rank of a replica."""
         children = psutil.Process(torchrun.pid).children()
         victim = next(c for c in children if c.environ().get("RANK") == str(rank))
@@ -116,7 +109,7 @@ class TorchrunJob:
             assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}\n{self.tails()}"
             time.sleep(0.02)
 
-    def finals(self, torchruns: list[subprocess.Popen[bytes]]) -> list[dict[str, Any]]:
+    def finals(self, torchruns: list[warm.Process]) -> list[dict[str, Any]]:
         """Wait for the end of all replicas; their final states."""
         for process in torchruns:
             self.until(lambda process=process: process.poll() is not None, "the job ends")

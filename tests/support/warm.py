@@ -75,6 +75,9 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
+Process = subprocess.Popen[bytes] | Forked
+
+
 def template() -> multiprocessing.context.ForkServerContext:
     """What starts forks of the template; the template is started at the first call."""
     forks = multiprocessing.get_context("forkserver")
@@ -89,9 +92,14 @@ def template() -> multiprocessing.context.ForkServerContext:
     return forks
 
 
-def warm(command: Sequence[str]) -> bool:
-    """Whether a command can be forked: it is the launcher's, in this interpreter."""
-    return COLD not in os.environ and command[0] == sys.executable and command[1].endswith("/launcher.py")
+def start(command: Sequence[str], folder: Path, log: Path, env: Mapping[str, str] = os.environ) -> Process:
+    """Start a process in `folder`, which logs to `log`; a fork of the template if it is a launcher."""
+    if COLD not in os.environ and command[0] == sys.executable and command[1].endswith("/launcher.py"):
+        return Forked(command, folder, env, log)
+    with log.open("ab") as out:
+        return subprocess.Popen(
+            command, cwd=folder, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
 
 def _launch(command: list[str], cwd: Path, env: dict[str, str], log: Path) -> None:
