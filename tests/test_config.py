@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ft_hsdp.config import Config, agreed, config_hash, dump, load, parse, resume_hash
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.fault_injection import PLACES
+from tests.support.refused import refused
 
 ROOT = Path(__file__).parent.parent
 
@@ -242,14 +243,8 @@ BAD_OVERRIDES: list[tuple[str, str, str]] = [
     ],
 )
 def test_bad_input_gets_one_line(document: dict[Any, Any], overrides: list[str], key: str, allowed: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(document, overrides)
-    text = str(caught.value)
-    assert len(text.splitlines()) == 1
-    assert text.startswith(f"{key}: got ")
-    assert allowed in text.partition("; allowed: ")[2]
-    assert caught.value.key == key
-    assert caught.value.exit_code == 64
+    line = refused(lambda: parse(document, overrides), key=key)
+    assert allowed in line.partition("; allowed: ")[2]
 
 
 @pytest.mark.parametrize(
@@ -266,11 +261,7 @@ def test_bad_input_gets_one_line(document: dict[Any, Any], overrides: list[str],
 def test_a_file_that_is_no_mapping_gets_one_line(tmp_path: Path, content: bytes, allowed: str) -> None:
     file = tmp_path / "c.yaml"
     file.write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        load(file)
-    assert len(str(caught.value).splitlines()) == 1
-    assert str(caught.value).startswith("config file: got ")
-    assert allowed in str(caught.value)
+    assert allowed in refused(lambda: load(file), key="config file")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

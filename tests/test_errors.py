@@ -38,7 +38,7 @@ def test_config_error_stays_one_line_when_the_key_or_the_repr_is_not() -> None:
         def __repr__(self) -> str:
             return "two\nlines"
 
-    assert str(errors.ConfigError("a\nb", Odd(), "x")) == "a b: got two lines; allowed: x"
+    assert "\n" not in str(errors.ConfigError("a\nb", Odd(), "x"))
 
 
 def test_a_suspect_is_named() -> None:

@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import socket
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -29,11 +30,11 @@ class Listener:
         self.gate = CallerGate(
             TOKEN, purposes or (Purpose.RING,), lambda *who: self.admitted.put_nowait(who), self.failed.append
         )
-        self._bound = address.bound(host)
-        self.where = address.join(host, self._bound.getsockname()[1])
+        self.bound = address.bound(host)
+        self.where = address.join(host, self.bound.getsockname()[1])
 
     async def __aenter__(self) -> Listener:
-        self.gate.watch(self._bound)
+        self.gate.watch(self.bound)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -50,6 +51,13 @@ class Listener:
         await loop.sock_connect(sock, address.split(self.where))
         assert (await loop.sock_recv(sock, 100)).startswith(handshake.MAGIC)
         return sock
+
+
+@pytest.fixture
+def hello() -> Iterator[None]:
+    """How long a stranger may take is as it was, afterwards."""
+    yield
+    caller_gate.use(caller_gate.HELLO_S)
 
 
 async def hung_up_on(sock: socket.socket) -> bool:
@@ -143,8 +151,7 @@ async def test_who_knows_the_token_is_let_in(host: str) -> None:
 @pytest.mark.parametrize(
     ("token", "purpose"), [("cd" * 32, Purpose.RING), ("", Purpose.RING), (TOKEN, Purpose.STATE)]
 )
-async def test_who_does_not_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, token: str, purpose: Purpose) -> None:
-    monkeypatch.setattr(handshake, "AGAIN_S", 0.0)
+async def test_who_does_not_is_hung_up_on(token: str, purpose: Purpose) -> None:
     async with Listener() as here:
         with pytest.raises(HungUp):
             await handshake.dial(here.where, token, purpose)
@@ -153,11 +160,12 @@ async def test_who_does_not_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, token
 
 
 async def test_a_caller_that_is_crowded_out_calls_again() -> None:
-    async with Listener() as here:
-        calling = asyncio.create_task(handshake.dial(here.where, TOKEN, Purpose.RING))
-        while not here.gate.strangers:  # noqa: ASYNC110 - what is waited for has no event
-            await asyncio.sleep(0)
-        here.gate._drop(next(iter(here.gate._strangers)))
+    here = Listener()
+    here.bound.listen()
+    here.bound.setblocking(False)
+    calling = asyncio.create_task(handshake.dial(here.where, TOKEN, Purpose.RING))
+    (await asyncio.get_running_loop().sock_accept(here.bound))[0].close()
+    async with here:
         (await calling).close()
         assert not here.admitted.empty()
 
@@ -185,8 +193,9 @@ async def test_a_listener_that_does_not_know_the_token_is_told_nothing() -> None
     "said",
     [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01", b"\xff" * 2_000_000, handshake.MAGIC + b"\xff" * 100, b"F"],
 )
-async def test_noise_is_hung_up_on_at_its_first_wrong_byte(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caller_gate, "_hello_s", 60.0)  # not because its time is over
+@pytest.mark.usefixtures("hello")
+async def test_noise_is_hung_up_on_at_its_first_wrong_byte(said: bytes) -> None:
+    caller_gate.use(60.0)  # not because its time is over
     async with Listener() as here:
         sock = await here.stranger()
         with suppress(ConnectionError):
@@ -221,8 +230,8 @@ async def test_one_address_has_a_share_of_the_places() -> None:
             sock.close()
 
 
-async def test_a_silent_stranger_and_one_that_drips_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caller_gate, "_hello_s", caller_gate.HELLO_S)
+@pytest.mark.usefixtures("hello")
+async def test_a_silent_stranger_and_one_that_drips_are_hung_up_on() -> None:
     caller_gate.use(0.1)
     async with Listener() as here:
         silent, slow = await here.stranger(), await here.stranger()
@@ -265,10 +274,9 @@ class NoDescriptor(socket.socket):
         return super().accept()
 
 
-async def test_without_a_descriptor_strangers_go_first_and_then_it_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caller_gate, "PAUSE_S", 0.001)
+async def test_without_a_descriptor_strangers_go_first_and_then_it_pauses() -> None:
     here = Listener()
-    listener = NoDescriptor(fileno=here._bound.detach())
+    listener = NoDescriptor(fileno=here.bound.detach())
     here.gate.watch(listener)
     stranger = await here.stranger()
     listener.errors = 1 + caller_gate.ACCEPT_TRIES + 3

@@ -92,10 +92,13 @@ def test_a_record_that_is_not_the_next_one_ends_it(harm: str) -> None:
 
 
 def test_keys_change_after_so_many_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Direction(KEY)
+    with_one_key = [first.seal(b"%d" % n) for n in range(10)]
     monkeypatch.setattr(record_layer, "REKEY", 3)
     out, into = Direction(KEY), Direction(KEY)
-    assert [opened(into, out.seal(b"%d" % n)) for n in range(10)] == [b"%d" % n for n in range(10)]
-    assert out._key == into._key != KEY
+    records = [out.seal(b"%d" % n) for n in range(10)]
+    assert [opened(into, record) for record in records] == [b"%d" % n for n in range(10)]
+    assert [a == b for a, b in zip(records, with_one_key, strict=True)] == [True] * 3 + [False] * 7
 
 
 @pytest.mark.parametrize("head", [0, record_layer.RECORD + 1, 2**32 - 1])
@@ -210,7 +213,7 @@ def test_between_hosts_it_is_encrypted_unless_that_is_off() -> None:
 
 async def test_a_control_connection_is_carried_both_ways_and_ends_as_it_should() -> None:
     record_layer.use("on")
-    loop = asyncio.get_running_loop()
+    loop, before = asyncio.get_running_loop(), asyncio.all_tasks()
     one, other = tcp()
     for sock in (one, other):
         sock.setblocking(False)
@@ -231,8 +234,7 @@ async def test_a_control_connection_is_carried_both_ways_and_ends_as_it_should()
     assert await loop.sock_recv(a, 100) == b""
     assert record_layer.within_host(a), "127.0.0.1, as its connection says"
     a.close()
-    while record_layer._splices:
-        await asyncio.wait(set(record_layer._splices))
+    await asyncio.wait(asyncio.all_tasks() - before)
 
 
 @pytest.mark.parametrize(("written", "mode"), [("off", "off"), (True, "on"), (False, "off"), ("auto", "auto")])

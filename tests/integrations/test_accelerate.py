@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from ft_hsdp.errors import ConfigError
 from tests.support.framework_job import ExampleJob, Page, changed_lines, check_kill
+from tests.support.refused import refused
 from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.integration
@@ -95,12 +95,6 @@ def accelerated(job: Stub, **settings: Any) -> Any:
     from ft_hsdp.integrations.accelerate import FtHsdpAccelerator
 
     return FtHsdpAccelerator(job=job, **settings)  # type: ignore[arg-type]
-
-
-def refused(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        call()
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("group")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from ft_hsdp.errors import ConfigError
 from tests.support.framework_job import Page, changed_lines, check_kill, check_weights
+from tests.support.refused import refused
 
 pytestmark = pytest.mark.integration
 STEPS, VICTIM = 90, 1
@@ -107,12 +107,6 @@ def sharded(module: torch.nn.Module, mesh: Any) -> torch.nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     return fully_shard(module, mesh=mesh["data_parallel"])
-
-
-def refused(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        call()
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("group")

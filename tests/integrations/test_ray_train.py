@@ -19,12 +19,12 @@ from ray.train.torch import TorchConfig, get_device
 from ray.train.v2.api.config import FailureConfig, RunConfig, ScalingConfig
 
 from ft_hsdp.config.loader import parse
-from ft_hsdp.errors import ConfigError
 from ft_hsdp.integrations import ray_train
 from ft_hsdp.integrations.ray_train import FtHsdpTorchTrainer, RankUtils, prepare_data_loader
 from ft_hsdp.train import join
 from tests.support.framework_job import ExampleJob, Page, changed_lines, check_kill
 from tests.support.launch.ray_cluster import Cluster
+from tests.support.refused import refused
 
 pytestmark = pytest.mark.integration
 STEPS, AT, VICTIM = 150, 40, 1
@@ -199,12 +199,6 @@ class Stub(SimpleNamespace):
 
     def log(self, values: dict[str, float]) -> None:
         self.logged.append(values)
-
-
-def refused(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        call()
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("rank")

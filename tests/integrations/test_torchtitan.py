@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ft_hsdp.errors import ConfigError
 from tests.support.framework_job import ExampleJob, Page, changed_lines, check_kill, check_weights
+from tests.support.refused import refused
 
 pytestmark = [
     pytest.mark.integration,
@@ -357,9 +357,3 @@ def test_weights_to_begin_with(config: Any, monkeypatch: pytest.MonkeyPatch, tmp
     trainer.close()
     wanted, found = (each.model_parts[0].state_dict() for each in (plain, trainer))
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-
-
-def refused(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        call()
-    assert "\n" not in str(caught.value)

@@ -6,7 +6,7 @@ Run by `make integration-transformers`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from ft_hsdp.errors import ConfigError
 from tests.support.framework_job import ExampleJob, Page, changed_lines, check_kill, check_weights
+from tests.support.refused import refused
 
 pytestmark = pytest.mark.integration
 STEPS, SFT_STEPS, VICTIM = 100, 80, 1
@@ -133,12 +133,6 @@ def trainer(job: Any, folder: Path, kind: type | None = None, **settings: Any) -
     model = LlamaForCausalLM(LlamaConfig(vocab_size=8, **sizes))
     data = [{"input_ids": [1, 2], "labels": [1, 2]}]
     return (kind or FaultTolerantTrainer)(job=job, model=model, args=args, train_dataset=data, eval_dataset=data)
-
-
-def refused(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words) as caught:
-        call()
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

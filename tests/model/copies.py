@@ -50,7 +50,7 @@ class CopySpace(CopyModel):
         plan = self.plan(w)
         for i, live in enumerate(w.live):
             if live is not None:
-                yield from self._of_rank(w, i, live, plan)
+                yield from self.of_rank(w, i, live, plan)
         yield from self._of_pulls(w, plan)
         voting = [i for i, live in enumerate(w.live) if live is not None and w.healthy[i // self.bounds.hosts]]
         if (
@@ -65,7 +65,7 @@ class CopySpace(CopyModel):
     def _name(self, w: CopyWorld, i: int) -> str:
         return self._hosts[w.places[i]].name
 
-    def _of_rank(self, w: CopyWorld, i: int, live: Step, plan: Plan) -> Iterator[Move]:
+    def of_rank(self, w: CopyWorld, i: int, live: Step, plan: Plan) -> Iterator[Move]:
         name = self._name(w, i)
         if live != w.head:
             yield f"{name} applies {w.head}", partial(self.hear, w, i)

@@ -47,7 +47,7 @@ class CopyModel:
         self._number = {host.name: i for i, host in enumerate(self._hosts)}
         self._layouts = [""] * bounds.hosts
         self._interval = CopyInterval.of(bounds.every)
-        self._plan_of = cache(self._planned)
+        self._plan_of = cache(self.planned)
 
     def initial(self) -> CopyWorld:
         """Return the first world: all replicas have the initial state."""
@@ -89,7 +89,7 @@ class CopyModel:
         done = live is not None and (w.skipped[i] or has(w, w.places[i], i, live))
         return done and w.votes[i] is None and w.healthy[i // self.bounds.hosts]
 
-    def _planned(
+    def planned(
         self,
         healthy: tuple[bool, ...],
         alive: tuple[bool, ...],

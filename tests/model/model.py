@@ -112,7 +112,7 @@ class Model(ModelView):
         """Return the world after replica `r` gets `base` from `donor`."""
         content = self._contents.items[w.content[donor]][: base.step]
         w = self._hold(w, r, base, content)
-        invariants.agreement(r, base, self._held(w), self._replicas(w))
+        invariants.agreement(r, base, self.held(w), self._replicas(w))
         return self.vote(self.tell(w, r, events.Fetched(base)), r)
 
     def flip(self, w: World, r: int) -> World:
@@ -173,7 +173,7 @@ class Model(ModelView):
         w = w._replace(replicas=put(w.replicas, r, born), kept=put(w.kept, r, kept))
         if found is not None:
             w = w._replace(content=put(w.content, r, found.content), commits=self._held_again(w, r, found))
-            invariants.agreement(r, found.state, self._held(w), self._replicas(w))
+            invariants.agreement(r, found.state, self.held(w), self._replicas(w))
         return self.tell(self.oversee(w, r), r, events.Started())
 
     def double(self, w: World, r: int) -> World:
@@ -338,7 +338,7 @@ class Model(ModelView):
         w = self._hold(w._replace(trained=put(w.trained, r, ())), r, record.state_id, content)
         if not self.bounds.replicated_cursors and replica_at(w, r) in record.contributors:
             w = w._replace(local=put(w.local, r, w.local[r] + 1))
-        held, replicas = self._held(w), self._sound(w)
+        held, replicas = self.held(w), self._sound(w)
         invariants.agreement(r, record.state_id, held, replicas)
         invariants.one_history(r, held, replicas)
         invariants.leaves_in_sight(r, replicas)

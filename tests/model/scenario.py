@@ -21,6 +21,10 @@ class Scenario:
         """The labels of all that could happen now."""
         return [label for label, _ in moves.successors(self.model, self.world)]
 
+    def can(self, beginning: str) -> bool:
+        """Whether something can happen now whose label starts like that."""
+        return any(label.startswith(beginning) for label in self.options())
+
     def play(self, *lines: str) -> Scenario:
         """Let each of ``lines`` happen: the only move whose label starts with it."""
         for line in lines:

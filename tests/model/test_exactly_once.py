@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -21,6 +19,7 @@ from ft_hsdp.core.units import Places, UnitPolicy
 from tests.model import moves
 from tests.model.explore import explore
 from tests.model.model import Model
+from tests.model.mutants import Patch, broken
 from tests.model.scenario import FAULTS
 from tests.model.world import Bounds, World, ledger
 
@@ -54,7 +53,7 @@ def test_with_deaths_at_any_point(seed: int, policy: UnitPolicy, steps: int, eag
     model = Model(bounds)  # looks at each commit
     world = wander(model, seed)
     assert model.finished(world)
-    for content in model._held(world):
+    for content in model.held(world):
         trained = [(shard, unit) for step in content for shard, unit, _ in step]
         end = ledger(content, 1 if policy.shared else 4)
         below = {(s, n) for s, cursor in enumerate(end.cursors) for n in range(cursor)}
@@ -123,10 +122,8 @@ def _the_same_for_all(counts: Any, shared: bool) -> tuple[Places, ...]:
 @pytest.mark.parametrize("checked", [True, False])
 def test_two_with_one_unit_never_make_a_step(checked: bool) -> None:
     """Were it ever dealt twice: the lower replica's counts, and only it."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(grants, "deal", _the_same_for_all))
-        if not checked:
-            stack.enter_context(mock.patch.object(CommitRecord, "doubled", ()))
+    unchecked: list[Patch] = [] if checked else [(CommitRecord, "doubled", ())]
+    with broken((grants, "deal", _the_same_for_all), *unchecked):
         result = explore(Bounds(**{**ONE_DEATH, "steps": 2}, units=GLOBAL), limit_s=240)
     assert result.exhausted is checked, str(result)
     assert result.violation.startswith("" if checked else "exactly once: ")
@@ -176,6 +173,6 @@ MUTANTS: list[tuple[str, Any, str, Callable[..., Any], UnitPolicy, str]] = [
 )
 def test_mutants_are_caught(place: Any, name: str, fault: Any, policy: UnitPolicy, found: str) -> None:
     bounds = Bounds(**ONE_DEATH, wipes=1, units=policy, eager=True)
-    with mock.patch.object(place, name, fault):
+    with broken((place, name, fault)):
         result = explore(bounds, limit_s=240)
     assert result.violation.startswith(found), str(result)

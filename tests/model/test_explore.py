@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -18,6 +16,7 @@ from lighthouse.quorum import membership, rules, state, transition, witnesses
 from lighthouse.quorum.transition import outlived
 from tests.model import moves
 from tests.model.explore import Exploration, explore
+from tests.model.mutants import Patch, broken
 from tests.model.world import Bounds
 
 NOTHING = {"deaths": 0, "pauses": 0, "restarts": 0}
@@ -111,18 +110,18 @@ def test_no_violation_in_other_spaces(space: Bounds, least: int) -> None:
     ids=str,
 )
 def test_no_violation_if_epochs_that_are_alike_are_merged_at_once(space: Bounds) -> None:
-    with mock.patch.object(rules, "EPOCHS", 0):
+    with broken((rules, "EPOCHS", 0)):
         result = explore(space, limit_s=240)
     assert not result.violation, str(result)
     assert result.exhausted
 
 
 def test_the_transcript_is_the_shortest_way() -> None:
-    with mock.patch.object(core, "token_arrived", _ignore_it):
+    with broken((core, "token_arrived", _ignore_it)):
         result = explore(bounds())
     assert result.violation.startswith("stuck")
     assert not result.exhausted
-    assert result.transcript[-1].endswith("gets the token of epoch 1 step 1: pass 1 yes")
+    assert result.transcript[-1].endswith("pass 1 yes")
     assert len(result.transcript) == 5
 
 
@@ -169,7 +168,7 @@ def _adopt_whatever(adopt: Callable[[Replica, Grant], Step]) -> Callable[[Replic
     """Being ahead of a grant is never noticed."""
 
     def mutant(s: Replica, grant: Grant) -> Step:
-        with mock.patch.object(state_id, "newer", _never):
+        with broken((state_id, "newer", _never)):
             return adopt(s, grant)
 
     return mutant
@@ -285,7 +284,11 @@ def _ignore_the_misfit(s: Replica, why: str) -> Step:
     return s, ()
 
 
-Patch = tuple[Any, str, Any]
+KINDS = (
+    *("agreement: ", "exactly once: ", "lost commit: ", "two histories: ", "stuck: ", "the head went back"),
+    *("given up: ", "corrupt: ", "unsaid: ", "identity: ", "idle: ", "trapped: ", "storm: ", "accused: "),
+    *("too few: ", "other weights: "),
+)
 LINK = bounds(pauses=1, breaks=1)
 PAIR = bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1)
 MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
@@ -435,9 +438,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_the_rule_there_is_a_counter_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     patches, space, liveness, kind = MUTANTS[name]
-    with contextlib.ExitStack() as stack:
-        for where, attribute, mutant in patches:
-            stack.enter_context(mock.patch.object(where, attribute, mutant))
+    with broken(*patches):
         result = explore(space, limit_s=240, liveness=liveness)
     with capsys.disabled():
         print(f"\n{name}: {result}")
@@ -450,24 +451,5 @@ def _is_readable(result: Exploration) -> None:
     assert len(result.transcript) >= 3
     for line in result.transcript:
         assert SENTENCE.fullmatch(line), line
-    assert result.violation.startswith(
-        (
-            "agreement: ",
-            "exactly once: ",
-            "lost commit: ",
-            "two histories: ",
-            "stuck: ",
-            "the head went back",
-            "given up: ",
-            "corrupt: ",
-            "unsaid: ",
-            "identity: ",
-            "idle: ",
-            "trapped: ",
-            "storm: ",
-            "accused: ",
-            "too few: ",
-            "other weights: ",
-        )
-    )
+    assert result.violation.startswith(KINDS)
     assert f"{len(result.transcript):3d}. {result.transcript[-1]}" in str(result)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -14,6 +12,7 @@ from ft_hsdp.core.grant import Report
 from lighthouse.quorum import rules, state, transition, witnesses
 from tests.model.explore import explore
 from tests.model.lies import LIES
+from tests.model.mutants import Patch, broken
 from tests.model.world import Bounds
 
 
@@ -79,7 +78,6 @@ def _alone(s: state.LighthouseState, report: Report) -> bool:
     return s.grant is not None and not witnesses.others(s, report.replica, s.grant.epoch)
 
 
-Patch = tuple[Any, str, Any]
 MUTANTS: dict[str, tuple[list[Patch], Bounds, str]] = {
     "one report is the head": ([(transition, "hear", _believe)], bounds("far"), "false head: "),
     "one report is the base": ([(witnesses, "judge", _all_are_right)], bounds("far", breaks=1), "false head: "),
@@ -107,9 +105,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, str]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_the_rule_there_is_a_counter_example(name: str) -> None:
     patches, space, kind = MUTANTS[name]
-    with contextlib.ExitStack() as stack:
-        for where, attribute, mutant in patches:
-            stack.enter_context(mock.patch.object(where, attribute, mutant))
+    with broken(*patches):
         result = explore(space, limit_s=240)
     assert result.violation, "no counter-example"
     assert result.violation.startswith(kind), str(result)

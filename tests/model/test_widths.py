@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -20,6 +18,7 @@ from lighthouse.quorum import units as apportioning
 from lighthouse.quorum.events import OpenRequest
 from tests.model.explore import explore
 from tests.model.model import Model
+from tests.model.mutants import broken
 from tests.model.world import Bounds, World
 
 CONSTANT = UnitPolicy(accumulate=2, batch="constant", max_accumulate=6)
@@ -78,9 +77,7 @@ def test_a_host_is_lost_and_comes_back_at_all_times() -> None:
 
         return noted
 
-    with contextlib.ExitStack() as stack:
-        for name in ("lose_host", "get_host"):
-            stack.enter_context(mock.patch.object(Model, name, note(name, getattr(Model, name))))
+    with broken(*((Model, name, note(name, getattr(Model, name))) for name in ("lose_host", "get_host"))):
         result = explore(hosts(steps=1, started_with=(3, 1), ranks=3, losses=2, returns=1), limit_s=240)
     assert result.exhausted, str(result)
     lost = {("lose_host", "trains"), ("lose_host", "fetches"), ("lose_host", "starts")}
@@ -143,6 +140,6 @@ MUTANTS: dict[str, tuple[Any, str, Any, Bounds, str]] = {
 @pytest.mark.parametrize("name", MUTANTS)
 def test_without_the_rule_of_widths_there_is_a_counter_example(name: str) -> None:
     place, attribute, mutant, space, kind = MUTANTS[name]
-    with mock.patch.object(place, attribute, mutant):
+    with broken((place, attribute, mutant)):
         result = explore(space, limit_s=240)
     assert result.violation.startswith(kind), str(result)

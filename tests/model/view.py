@@ -90,7 +90,7 @@ class ModelView:
         """Return whether all replicas ended at one final state, or the job was given up."""
         corrupt = any(self._flipped(w, r) for r in range(len(w.replicas)))
         return self.halted(w) or (
-            not corrupt and invariants.ended_together(self._held(w), self._replicas(w), w.late, self.bounds.steps)
+            not corrupt and invariants.ended_together(self.held(w), self._replicas(w), w.late, self.bounds.steps)
         )
 
     def look(self, w: World) -> World:
@@ -109,7 +109,8 @@ class ModelView:
     def _sound(self, w: World) -> Sequence[Replica | None]:
         return [None if self._flipped(w, r) else me for r, me in enumerate(self._replicas(w))]
 
-    def _held(self, w: World) -> Sequence[Content]:
+    def held(self, w: World) -> Sequence[Content]:
+        """Return what each replica holds."""
         return [self._contents.items[c] for c in w.content]
 
     def _over(self, w: World) -> bool:

@@ -140,7 +140,7 @@ def test_an_announced_checkpoint_that_was_not_written_is_said_last_with_a_code_o
             job.process.send_signal(signal.SIGTERM)
         step = job.end(75)["steps"]
         said = job.log.read_text().splitlines()[-1]
-        assert said == f"the announced checkpoint of step {step} was not written: there is none of this run"
+        assert f"of step {step} was not written" in said
 
 
 def test_a_script_that_stops_the_job_ends_it_under_torchrun_too(tmp_path: Path) -> None:

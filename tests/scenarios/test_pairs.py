@@ -13,12 +13,11 @@ import pytest
 
 from ft_hsdp.config import ChaosConfig
 from ft_hsdp.config.chaos import Target
-from ft_hsdp.event_table import tell
 from ft_hsdp.launch.chaos import Injection
-from tests.scenarios.pairs import Injured, jobs
+from tests.scenarios.pairs import Injured
 from tests.support import os_faults
 from tests.support.scenarios import pairs_report as report
-from tests.support.scenarios.pairs_plan import ENDING, KINDS, Fault, pair
+from tests.support.scenarios.pairs_plan import KINDS, Fault, pair
 from tests.support.scenarios.pairs_watch import Seen
 from tests.support.scenarios.scenario_job import ROOT, Job, check
 
@@ -35,20 +34,6 @@ def test_every_kind_is_drawn_and_equal_seeds_draw_equal_pairs() -> None:
     assert {fault.injection.kind for fault in faults} == kinds
     assert faults == drawn(300)
     assert pair(4, 0) != pair(3, 0)
-
-
-def test_some_stay_for_good_and_what_ends_at_once_does_not() -> None:
-    faults = drawn(300)
-    assert 30 < sum(fault.lasting for fault in faults) < 120
-    assert all(not fault.lasting for fault in faults if fault.name in (*ENDING, "supervisor"))
-    assert all(fault.injection.for_s > 0 for fault in faults if fault.name == "supervisor")
-
-
-def test_one_that_stays_has_a_job_of_its_own() -> None:
-    batches = list(jobs(3, list(range(40))))
-    assert sorted(two.number for together in batches for two in together) == list(range(40))
-    assert all(len(together) == 1 for together in batches if any(two.lasting for two in together))
-    assert max(map(len, batches)) > 1
 
 
 def job(numbers: list[int], **changed: Any) -> dict[str, Any]:
@@ -78,12 +63,8 @@ def test_reports_add_up(tmp_path: Path) -> None:
     assert report.done(found, 1) == {0, 1, 2}
     assert report.done(found, 2) == set()
     told = "\n".join(report.lines(found))
-    assert "3 pairs of faults in 2 jobs, 2.0 minutes; seeds 1" in told
-    assert "kill 3; 3 found nobody to hit" in told
-    assert "p50 1.00, p99 2.00, max 2.00 s" in told
-    assert "0.500 of the time trained" in told
-    assert "slope     rank: MiB +2.0, threads +0.0 an hour" in told
-    assert "seed 1, pairs 2, commit abc: no commit for 31.0 s" in told
+    for part in ("3 pairs", "2 jobs", "kill 3;", "p50 1.00, p99 2.00", "0.500", "MiB +2.0", "for 31.0 s"):
+        assert part in told
     assert json.loads(file.read_text().splitlines()[0])["steps"] == 100
 
 
@@ -198,9 +179,6 @@ def test_a_slice_of_every_kind(tmp_path: Path) -> None:
     assert {e["kind"] for e in lifted} == kinds - {"signal", "flip", "reset"} | {"SIGSTOP"}
     helpers = {e["target"] for e in injected if e["kind"] == "helper"}
     assert len(helpers) == len(get_args(Target)), "each kind of helper"
-    told = "\n".join(map(tell, injected))
-    assert "nothing passes between replica 0 and the lighthouse" in told
-    assert "SIGKILL sent to replica 2 rank 0" in told
 
 
 @pytest.mark.soak

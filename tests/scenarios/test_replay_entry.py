@@ -74,7 +74,7 @@ def test_a_run_that_was_resumed_is_repeated_from_its_checkpoint(tmp_path: Path) 
         refused = subprocess.run(job.replay_command(), capture_output=True, text=True, timeout=60)
         assert refused.returncode == EXIT_CONFIG
         assert len(refused.stderr.splitlines()) == 1
-        assert "or one with its checkpoint of step 6" in refused.stderr
+        assert "step 6" in refused.stderr
 
 
 @pytest.mark.soak
@@ -120,7 +120,7 @@ def test_replicas_of_unequal_width_are_repeated_by_ranks_of_each_width(tmp_path:
         fails.touch()
         refused = subprocess.run(job.replay_command(), capture_output=True, text=True, timeout=120)
         assert refused.returncode == EXIT_CONFIG
-        assert "(rank 0 of 1: train.py: OSError: no such data)" in refused.stderr.splitlines()[-1]
+        assert "OSError: no such data" in refused.stderr.splitlines()[-1]
         assert not [p for p in psutil.process_iter(["cmdline"]) if str(job.run) in (p.info["cmdline"] or ())]
         fails.unlink()
         rows = commits_of(RunDir(job.run.resolve()))
