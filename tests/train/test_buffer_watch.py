@@ -100,15 +100,6 @@ def test_a_look_at_all_sees_the_first_block_of_a_frozen_parameter_and_later_ones
     assert [name for _ in range(4) for name in named(watch.look_on())] == ["frozen"]
 
 
-def test_a_step_compares_two_blocks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, watch = watched()
-    seen: list[int] = []
-    monkeypatch.setattr(buffer_watch, "_digest", lambda place, block: seen.append(block) or 0)
-    for _ in range(5):
-        watch.look_on()
-    assert len(seen) <= 10
-
-
 def test_what_is_loaded_before_it_begins_counts_as_right() -> None:
     model, watch = watched()
     model.code.add_(1)

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
-import importlib.util
 import os
+import sys
 from collections import UserDict
-from types import MappingProxyType, SimpleNamespace
+from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -37,39 +40,66 @@ class Pair(NamedTuple):
     name: str
 
 
+class Cuda:
+    """Stands for `torch.cuda` on a machine with GPUs."""
+
+    def __init__(self) -> None:
+        self.gpus = 2
+        self.late = False  # whether it was initialized before
+        self.chosen: list[Any] = []  # what was made the current device
+
+    def is_available(self) -> bool:
+        return self.gpus > 0
+
+    def is_initialized(self) -> bool:
+        return self.late
+
+    def device_count(self) -> int:
+        return self.gpus
+
+    def set_device(self, device: Any) -> None:
+        self.chosen.append(device)
+
+    def init(self) -> None: ...
+
+    def current_stream(self, device: Any) -> Any:
+        return "all-reduce", device
+
+
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A machine with two GPUs; what was made the current one."""
-    chosen: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setattr(os, "environ", dict(os.environ))
-    return chosen
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
+    """A machine with two GPUs, and triton."""
+    triton: Any = ModuleType("triton")
+    triton.__spec__ = ModuleSpec("triton", None)
+    monkeypatch.setitem(sys.modules, "triton", triton)
+    made = Cuda()
+    monkeypatch.setattr(torch, "cuda", made)
+    with mock.patch.dict(os.environ):
+        yield made
 
 
-def test_the_allocator_learns_of_the_stream_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_allocator_learns_of_the_stream_that_reads(cuda: Cuda) -> None:
     told: list[Any] = []
     fresh: Any = SimpleNamespace(is_cuda=True, device=META, record_stream=told.append)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("all-reduce", device))
     device.read_here(fresh)
     device.read_here(torch.ones(1))
-    assert told == [("all-reduce", META)]
+    assert told == [cuda.current_stream(META)]
 
 
-def test_the_cpu_is_the_default_and_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
+def test_the_cpu_is_the_default_and_asks_for_nothing(cuda: Cuda) -> None:
+    cuda.gpus = 0
+    before = dict(os.environ)
     assert device.choose(Config().train.device, 3) == CPU
     assert device.describe("cpu", 9) == "cpu"
     assert device.backend(CPU) == "gloo"
     assert device_plane(CPU, Arena(), Settings(), 8) is None
+    device.prepare("cpu", 600.0)
+    assert (cuda.chosen, dict(os.environ)) == ([], before)
 
 
-def test_ranks_get_the_gpu_of_their_number_on_the_machine(gpus: list[Any]) -> None:
-    assert [device.choose("cuda", n) for n in range(3)] == [torch.device("cuda", n % 2) for n in range(3)]
-    assert gpus == [torch.device("cuda", n % 2) for n in range(3)]
+def test_ranks_get_the_gpu_of_their_number_on_the_machine(cuda: Cuda) -> None:
+    expected = [torch.device("cuda", n % 2) for n in range(3)]
+    assert [device.choose("cuda", n) for n in range(3)] == cuda.chosen == expected
     assert device.describe("cuda", 2) == "2 GPUs"
     assert device.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
 
@@ -79,9 +109,9 @@ def test_ranks_get_the_gpu_of_their_number_on_the_machine(gpus: list[Any]) -> No
     "given", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "9"}]
 )
 def test_cuda_and_nccl_get_their_environment_or_a_warning(
-    gpus: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any, late: bool, given: dict[str, str]
+    cuda: Cuda, caplog: Any, late: bool, given: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: late)
+    cuda.late = late
     for key in [key for key in os.environ if key.startswith(("CUDA_", "TORCH_NCCL"))]:
         del os.environ[key]
     os.environ.update(given)
@@ -94,22 +124,16 @@ def test_cuda_and_nccl_get_their_environment_or_a_warning(
     assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "660"
 
 
-def test_nothing_is_prepared_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = dict(os.environ)
-    device.prepare("cpu", 600.0)
-    assert dict(os.environ) == before
-
-
-def test_a_machine_that_cannot_is_refused_in_one_line(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_is_refused_in_one_line(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="at most 2, the number of GPUs"):
         device.describe("cuda", 3)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ConfigError, match="install triton"):
         device.describe("cuda", 1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    cuda.gpus = 0
     with pytest.raises(ConfigError, match=r"train\.device: got 'cuda'; allowed: cpu: this machine has no GPU"):
         device.choose("cuda", 0)
-    assert gpus == []
+    assert cuda.chosen == []
 
 
 def test_batches_move_with_their_shape() -> None:

@@ -214,14 +214,6 @@ def test_after_a_ring_broke_gradients_wait_for_the_next_order(monkeypatch) -> No
     assert s.reducer.traffic.held_up == 0.25
 
 
-def test_the_order_of_the_attempt_may_come_last(s: Scene) -> None:
-    s.open()
-    s.ready(0, 1, 2)
-    assert s.buckets == []
-    s.begin()
-    assert s.buckets == [0, 1, 2]
-
-
 def test_what_does_not_count_in_the_norm_is_left_out() -> None:
     shards = [torch.arange(4.0), torch.arange(3.0), torch.full((2,), 100.0)]
     assert sum_of_squares(shards, [((0, 2), (3, 4)), ()]) == pytest.approx(1 + 9)
@@ -234,13 +226,14 @@ def test_the_vote_is_about_what_was_reduced(s: Scene) -> None:
     s.ready(0, 1, 2)
     for op in s.group.ops[:2]:
         op.end()
-    assert s.votes == []
+    assert (s.votes, s.checked) == ([], [])
     s.group.ops[2].end()
     (vote,) = s.votes
     outs = [op.out for op in s.group.ops]
     assert (vote.rank, vote.fence, vote.poisoned) == (1, fence, ())
     (lane,) = vote.sums
-    assert (lane.number, lane.owners) == (1, ())
+    assert (lane.number, lane.owners, lane.state_digest) == (1, (), "of the state")
+    assert s.checked == [PREV], "it says what the rank holds before the step"
     assert lane.digest == state_id.digest([checksum(o) for o in outs])
     assert lane.sumsq == pytest.approx(sum(float(o.double().square().sum()) for o in outs))
     assert lane.contributions == (Contribution(0, 1, 0, 7, 1.5), Contribution(1, 1, 1, 40, 2.0))
@@ -396,17 +389,6 @@ def test_a_gradient_is_usable_while_its_squares_are_finite_in_fp32(norm: float, 
     many = torch.full((4096,), norm / 64)
     assert usable(many) is expected
     assert not expected or bool(torch.isfinite(many * many).all())
-
-
-def test_the_vote_says_what_the_rank_holds_before_the_step(s: Scene) -> None:
-    s.open()
-    s.begin()
-    s.ready(0, 1, 2)
-    assert s.checked == []
-    for op in s.group.ops:
-        op.end()
-    assert s.checked == [PREV]
-    assert s.votes[0].sums[0].state_digest == "of the state"
 
 
 def test_the_poison_of_others_is_in_the_vote(s: Scene) -> None:

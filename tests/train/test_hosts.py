@@ -11,8 +11,6 @@ import pytest
 from ft_hsdp.config import parse
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state.agent.starter import Starter
-from ft_hsdp.train import identity
 from ft_hsdp.train.identity import RankPlace, begin, host_name, host_path
 
 HERE = {"FT_HSDP_HOST": "node7"}
@@ -51,10 +49,9 @@ def test_a_path_is_what_is_known_of_a_host(labels: dict[str, str], more: dict[st
     assert host_path(labels, HERE | more) == path
 
 
-def test_a_host_is_its_machine_unless_it_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_is_its_machine_unless_it_has_a_name_of_its_own() -> None:
     assert host_name({}) == socket.gethostname()
-    monkeypatch.setattr(socket, "gethostname", lambda: "a/strange name" + "e" * 100)
-    assert host_name({}) == ("a-strange-name" + "e" * 100)[:64]
+    assert host_name({"FT_HSDP_HOST": "a/strange name" + "e" * 100}) == ("a-strange-name" + "e" * 100)[:64]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +87,6 @@ def test_a_topology_of_slurm_that_cannot_be_read_is_one_line(address: str, kinds
 def test_the_agent_of_an_emulated_host_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str | None, log: str
 ) -> None:
-    started: list[Starter] = []
-    monkeypatch.setattr(Starter, "ensure", lambda starter: started.append(starter))
-    monkeypatch.setattr(identity, "own_address", lambda *_: "127.0.0.1")
     monkeypatch.delenv("FT_HSDP_HOST", raising=False)
     if host is not None:
         monkeypatch.setenv("FT_HSDP_HOST", host)
@@ -100,6 +94,10 @@ def test_the_agent_of_an_emulated_host_has_its_name(
     config = parse({"ranks_per_replica": 4, "hosts": {"per_replica": 2, "labels": {"*": "7"}}})
     made = begin(config, place, IncarnationId(0, "a", 0))
     assert (made.host, made.shared) == (f"7/{host or socket.gethostname()}", host or "")
-    (starter,) = started
-    assert made.starter is starter
+    starter = made.starter
+    assert starter is not None
+    for agent in starter.started:
+        agent.kill()
+        agent.wait()
+    assert len(starter.started) == 1
     assert (starter.name, starter.log.name, starter.guard) == (host or "", log, os.getppid())

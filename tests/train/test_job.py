@@ -29,30 +29,23 @@ from ft_hsdp.train.optimizer.groups import Groups
 from ft_hsdp.train.rank_zero import leader_settings
 from ft_hsdp.train.replay.job import ReplayJob
 from ft_hsdp.train.state.packing import local
-from ft_hsdp.train.step_driver import StepDriver
 from tests.support.state.odd_model import Odd, batch
+from tests.support.train.one_rank import OneRank
+
+TWO = Config(replicas=2, ranks_per_replica=1)
+WEIGHING = parse({"replicas": 2, "ranks_per_replica": 1, "data": {"weight": "tokens"}})
 
 
 @contextmanager
 def made(mesh: DeviceMesh, folder: Path, config: Config) -> Iterator[Job]:
     assert mesh.size() == 1
     place = RankPlace(0, 1, folder, ("http://127.0.0.1:1",), "t", "127.0.0.1", True)
-    job = Job(config, place, FromEnvironment(0), None, torch.device("cpu"))
-    yield job
-    if hasattr(job, "_adopted"):
-        job._adopted.clear()
+    yield Job(config, place, FromEnvironment(0), None, torch.device("cpu"))
 
 
 @pytest.fixture
 def job(mesh: DeviceMesh, tmp_path: Path) -> Iterator[Job]:
-    with made(mesh, tmp_path, Config(replicas=2, ranks_per_replica=1)) as job:
-        yield job
-
-
-@pytest.fixture
-def weighing(mesh: DeviceMesh, tmp_path: Path) -> Iterator[Job]:
-    config = parse({"replicas": 2, "ranks_per_replica": 1, "data": {"weight": "tokens"}})
-    with made(mesh, tmp_path, config) as job:
+    with made(mesh, tmp_path, TWO) as job:
         yield job
 
 
@@ -60,14 +53,6 @@ def shard(job: Job) -> Odd:
     model = Odd(0)
     job.shard(model, list(model.parts))
     return model
-
-
-def driver(job: Job) -> StepDriver:
-    """The driver of a job's steps, which is made with the optimizer."""
-    if job._driver is None:
-        job.optimizer(torch.optim.SGD(list(job._adopted.params.values()), lr=0.1))
-    assert job._driver is not None
-    return job._driver
 
 
 def test_a_second_optimizer_is_refused(job: Job) -> None:
@@ -83,43 +68,42 @@ def test_several_optimizers_share_the_parameters(job: Job) -> None:
     others = [p for p in model.parameters() if p.dim() != 2]
     muon, adam = torch.optim.Muon(matrices, lr=0.1), torch.optim.AdamW(others, lr=0.1)
     job.optimizer([muon, adam], [torch.optim.lr_scheduler.LinearLR(each) for each in (muon, adam)])
-    names = set(job._live_state.optim)
-    assert {n.rpartition(".")[2] for n in names} == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
-    assert {n.rpartition(".")[0] for n in names} == set(job._adopted.params)
-    assert len(names) == len(matrices) + 3 * len(others)
+    assert all(set(muon.state[p]) == {"momentum_buffer"} for p in matrices)
+    assert all(set(adam.state[p]) == {"exp_avg", "exp_avg_sq", "step"} for p in others)
 
 
-def test_states_that_were_loaded_into_several_stay(job: Job) -> None:
+class Container(torch.optim.Optimizer):
+    """An optimizer that holds others, as that of torchtitan: nobody trains its own parameter groups."""
+
+    def __init__(self, inside: list[torch.optim.Optimizer]) -> None:
+        super().__init__([p for each in inside for group in each.param_groups for p in group["params"]], {})
+        self.inside = inside
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self.inside)
+
+
+@pytest.mark.parametrize("wrapped", [lambda inside: inside, Container], ids=["a list", "a container"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_state_that_was_loaded_is_what_the_job_holds(job: Job, count: int, wrapped: Callable[[Any], Any]) -> None:
     model = shard(job)
     parts = [list(model.parts.parameters()), [model.first, model.last]]
+    parts = parts if count == 2 else [parts[0] + parts[1]]
     inside = [torch.optim.AdamW(part, lr=0.1) for part in parts]
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     for each in inside:
         each.step()
         each.zero_grad()
-    wanted = {id(t): t.clone() for each in inside for state in each.state.values() for t in state.values()}
-    job.optimizer(inside)
-    live = job._live_state.optim.values()
-    assert {id(t) for t in live} == set(wanted)
-    assert all(torch.equal(local(t), local(wanted[id(t)])) for t in live)
 
+    def held() -> dict[int, torch.Tensor]:
+        return {id(t): local(t) for each in inside for state in each.state.values() for t in state.values()}
 
-def test_a_container_that_calls_itself_an_optimizer_is_what_is_in_it(job: Job) -> None:
-    """As that of torchtitan, whose own parameter groups nobody trains."""
-    model = shard(job)
-    parts = [list(model.parts.parameters()), [model.first, model.last]]
-    inside = [torch.optim.AdamW(part, lr=0.1) for part in parts]
-
-    class Container(torch.optim.Optimizer):
-        def __init__(self) -> None:
-            super().__init__(list(model.parameters()), {})
-
-        def __iter__(self) -> Iterator[torch.optim.Optimizer]:
-            return iter(inside)
-
-    job.optimizer(Container())
-    assert len(job._live_state.optim) == 3 * len(job._adopted.params)
+    wanted = {key: t.clone() for key, t in held().items()}
+    job.optimizer(wrapped(inside))
+    assert held().keys() == wanted.keys()
+    assert all(torch.equal(t, wanted[key]) for key, t in held().items())
+    assert all(float(state["step"]) == 1 for each in inside for state in each.state.values())
 
 
 MISTAKES: dict[str, tuple[Callable[[Odd], Any], str]] = {
@@ -130,6 +114,10 @@ MISTAKES: dict[str, tuple[Callable[[Odd], Any], str]] = {
     "twice": (
         lambda m: [torch.optim.AdamW(m.parameters()), torch.optim.SGD([m.last])],
         r"got 'last in 2 optimizers'; allowed: each trainable parameter in exactly one",
+    ),
+    "of another model": (
+        lambda m: torch.optim.AdamW(Odd(0).parameters()),
+        r"trainable ones alone \(\d+ are others\)",
     ),
     "no optimizer": (lambda m: [], r"allowed: a torch optimizer, or several"),
     "something else": (lambda m: m, r"allowed: a torch optimizer, or several"),
@@ -173,15 +161,6 @@ def test_a_scheduler_that_is_too_short_for_the_job_is_refused(job: Job) -> None:
         job.optimizer(adam, cycle)
 
 
-def test_an_optimizer_of_other_parameters_is_refused(job: Job) -> None:
-    shard(job)
-    with pytest.raises(
-        ConfigError,
-        match=r"parameters of the model that the job took over, trainable ones alone \(\d+ are others\)",
-    ):
-        job.optimizer(torch.optim.AdamW(Odd(0).parameters(), lr=0.1))
-
-
 def test_a_scheduler_that_is_attached_later_is_refused_before_the_first_batch(job: Job) -> None:
     model = shard(job)
     adam = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -191,16 +170,6 @@ def test_a_scheduler_that_is_attached_later_is_refused_before_the_first_batch(jo
         next(job.batches(None))  # type: ignore[arg-type]
 
 
-def test_a_rate_that_the_loop_sets_is_refused_before_the_vote(job: Job) -> None:
-    model = shard(job)
-    adam = torch.optim.AdamW(model.parameters(), lr=0.1)
-    optim = job.optimizer(adam)
-    adam.param_groups[0]["lr"] = 0.2
-    driver(job).plan = StepPlan(Ledger.empty(1), 0, 1, 1)
-    with pytest.raises(ConfigError, match="learning rates"):
-        optim.step()
-
-
 def test_a_step_before_the_first_batch_is_refused(job: Job) -> None:
     model = shard(job)
     optim = job.optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -208,74 +177,69 @@ def test_a_step_before_the_first_batch_is_refused(job: Job) -> None:
         optim.step()
 
 
-def test_a_weight_is_refused_where_units_count(job: Job) -> None:
-    with pytest.raises(ConfigError, match=r"job.weigh: got 5; allowed: no call, unless data.weight is tokens"):
-        job.weigh(5)
+def refused(key: str, call: Callable[..., object], *arguments: object) -> None:
+    """Check that an error names this key."""
+    with pytest.raises(ConfigError) as error:
+        call(*arguments)
+    assert error.value.key == key
 
 
-def test_the_gradient_of_a_micro_batch_is_multiplied_by_its_weight(weighing: Job) -> None:
-    """Before the first batch nothing is: a warm-up may weigh as the loop does."""
-    model = shard(weighing)
-    weighing.weigh(7)
-    with pytest.raises(ConfigError, match=r"job.weigh: got -1"):
-        weighing.weigh(-1)
-    model(batch(0)).backward()
-    once = {n: p.grad.full_tensor().clone() for n, p in weighing._adopted.params.items()}
-    weighing._adopted.clear()
-    plan = driver(weighing).plan = StepPlan(Ledger.empty(1), 0, 1, 1, ((0, 1),), weighs=True)
+def test_a_weight_is_refused_where_units_count_or_if_it_is_none(
+    job: Job, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    """Before the first batch it has no effect: a warm-up may weigh as the loop does."""
+    refused("job.weigh", job.weigh, 5)
+    with made(mesh, tmp_path, WEIGHING) as weighing:
+        weighing.weigh(7)
+        refused("job.weigh", weighing.weigh, -1)
+
+
+def test_the_gradient_of_a_micro_batch_is_multiplied_by_its_weight(mesh: DeviceMesh) -> None:
+    one = OneRank(mesh, WEIGHING)
+    one.model(batch(0)).backward()
+    once = {name: grad.clone() for name, grad in one.gradients().items()}
+    one.adopted.clear()
+    plan = one.driver.plan = StepPlan(Ledger.empty(1), 0, 1, 1, ((0, 1),), weighs=True)
     with torch.no_grad():
-        model(batch(1))  # before anything was fed
+        one.model(batch(1))  # before anything was fed
     plan.begin()
-    loss = model(batch(0))
-    with pytest.raises(ConfigError, match=r"job.weigh: got None"):
-        loss.backward()
-    weighing._adopted.clear()
-    loss = model(batch(0))
-    weighing.weigh(4)
+    loss = one.model(batch(0))
+    refused("job.weigh", loss.backward)
+    one.adopted.clear()
+    loss = one.model(batch(0))
+    plan.trained[-1].weigh(4)
     with torch.no_grad():
-        model(batch(1))  # an evaluation is not what is trained
+        one.model(batch(1))  # an evaluation is not what is trained
     loss.backward()
     assert plan.trained[-1].loss == float(loss.detach())
     assert [c.weight for c in plan.contributions(0)] == [4]
-    for name, param in weighing._adopted.params.items():
-        assert torch.equal(param.grad.full_tensor(), 4 * once[name]), name
+    assert all(torch.equal(grad, 4 * once[name]) for name, grad in one.gradients().items())
 
 
-@pytest.mark.parametrize("form", [lambda loss: loss, lambda loss: {"loss": loss, "logits": torch.ones(3)}])
-def test_the_loss_is_what_the_model_returns_or_calls_so(job: Job, form: Callable[[torch.Tensor], Any]) -> None:
-    shard(job)
-    plan = driver(job).plan = StepPlan(Ledger.empty(1), 0, 1, 1, ((0, 1),))
-    plan.begin()
-    output = form(torch.tensor(2.5, requires_grad=True))
-    assert job._returned(torch.nn.Identity(), (), output) is output, "where units count, nothing is weighed"
-    assert plan.trained[-1].loss == 2.5
+def test_a_rate_that_the_loop_sets_is_refused_before_the_vote(mesh: DeviceMesh) -> None:
+    one = OneRank(mesh, TWO)
+    one.sgd.param_groups[0]["lr"] = 0.2
+    one.driver.plan = StepPlan(Ledger.empty(1), 0, 1, 1)
+    with pytest.raises(ConfigError, match="learning rates"):
+        one.optim.step()
 
 
-def test_state_that_was_loaded_is_what_the_job_holds(job: Job) -> None:
-    model = shard(job)
-    adam = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    adam.step()
-    adam.zero_grad()
-    job.optimizer(adam)
-    live = [v for state in adam.state.values() for v in state.values()]
-    assert {id(t) for t in live} == {id(t) for t in job._live_state.optim.values()}
-    assert all(float(state["step"]) == 1 for state in adam.state.values())
-
-
-def test_under_torchrun_everything_is_known_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+@pytest.mark.parametrize(
+    ("torchrun", "expected"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2"}, IncarnationId(3, "abc", 2)),
+        ({}, IncarnationId(3, "run", 0)),
+    ],
+)
+def test_what_torchrun_knows_is_known_from_the_start(
+    monkeypatch: pytest.MonkeyPatch, torchrun: dict[str, str], expected: IncarnationId
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
     calling = FromEnvironment(3)
-    assert calling.poll() == calling.wait() == IncarnationId(3, "abc", 2)
-    assert str(calling.wait()) == "3-abc-2"
-
-
-def test_without_torchrun_it_is_the_first_incarnation_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
-    assert str(FromEnvironment(0).wait()) == "0-run-0"
+    assert calling.poll() == calling.wait() == expected
 
 
 def test_only_a_replica_s_first_life_gives_up_on_a_lighthouse_that_does_not_answer() -> None:
@@ -364,22 +328,13 @@ def test_a_stream_needs_data_shards_of_the_replicas_own(mesh: DeviceMesh, tmp_pa
     [("per_replica", 1, [0, 1, 2, 3, 4]), ("global", 1, [2, 3, 6, 7, 10]), ("global", 0, [0, 1, 4, 5, 8])],
 )
 def test_what_is_read_ahead_is_what_the_next_steps_take(
-    mesh: DeviceMesh, tmp_path: Path, assignment: str, replica: int, expected: list[int]
+    mesh: DeviceMesh, assignment: str, replica: int, expected: list[int]
 ) -> None:
-    config = parse(
-        {"replicas": 2, "ranks_per_replica": 1, "train": {"accumulate": 2}, "data": {"assignment": assignment}}
-    )
-    with made(mesh, tmp_path, config) as job:
-        job.optimizer(torch.optim.AdamW(shard(job).parameters(), lr=0.1))
-        guessed: list[int] = []
-
-        class Guesses:
-            def guess(self, ahead: Any) -> None:
-                guessed.extend(at.unit for at in islice(ahead, 5))
-
-        reader: Any = Guesses()
-        job._driver.guess(reader, replica)
-        assert guessed == expected
+    settings = {"train": {"accumulate": 2}, "data": {"assignment": assignment}}
+    one = OneRank(mesh, parse({"replicas": 2, "ranks_per_replica": 1, **settings}))
+    one.driver.guess(one.source, replica)
+    (ahead,) = one.source.guess.call_args.args
+    assert [at.unit for at in islice(ahead, 5)] == expected
 
 
 def test_after_the_last_step_there_are_no_more_batches(job: Job) -> None:
@@ -397,14 +352,10 @@ def test_a_replay_refuses_a_stream() -> None:
 
 
 def test_the_whole_model_is_gathered_as_its_state_dict_names_it(job: Job) -> None:
-    shard(job)
+    refused("job.full_state_dict", job.full_state_dict)
+    params: dict[str, Any] = dict(shard(job).named_parameters())
     whole = job.full_state_dict()
     assert list(whole) == list(Odd(0).state_dict())
-    for name, param in job._adopted.params.items():
+    for name, param in params.items():
         assert type(whole[name]) is torch.Tensor
         assert torch.equal(whole[name], param.full_tensor())
-
-
-def test_there_is_no_whole_model_before_the_job_has_one(job: Job) -> None:
-    with pytest.raises(ConfigError, match=r"job.full_state_dict: got None; allowed: a call after job.shard"):
-        job.full_state_dict()

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.fsdp.param_groups import plain_name
 from tests.support.state.shapes import KINDS, Kind, Net
+from tests.support.train.meter import Meter
 
 RANK, RANKS = int(os.environ["RANK"]), int(os.environ["RANKS"])
 
@@ -47,8 +48,10 @@ def adopt(kind: Kind) -> dict[str, Any]:
     kind.shard(model, init_device_mesh("cpu", (RANKS,)))
     seen: list[tuple[int, torch.Tensor]] = []
     adopted = AdoptedModel(model, RANKS, lambda i, flat: seen.append((i, flat)), find_unused=kind.unused)
+    meter: Any = Meter()
     worst, early = 0.0, 0
     for step in range(3):
+        adopted.watch(meter if step == 1 else None)
         seeds = [step] if step < 2 else [2, 3]
         seen.clear()
         for seed in seeds:
@@ -77,6 +80,7 @@ def adopt(kind: Kind) -> dict[str, Any]:
         "worst": worst,
         "sizes": adopted.sizes,
         "early": early,
+        "communications": [meter.told.count(what) for what in ("begin", "end")],
         "buckets": [[names[id(p)] for p in b.params] for b in adopted.buckets],
     }
 

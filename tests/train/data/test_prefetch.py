@@ -101,8 +101,7 @@ def test_what_the_source_raises_is_raised_where_its_batch_is_asked_for() -> None
         assert reader.batch(at(1), [at(2)]) == (0, 1, 3, 0)
 
 
-def test_a_read_that_hangs_does_not_keep_the_end_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ft_hsdp.train.data.prefetch.CLOSE_S", 0.01)
+def test_a_read_that_hangs_does_not_keep_the_end_waiting() -> None:
     source = Shelf(at(0))
     with prefetcher(source) as reader:
         reader.guess([at(0)])

@@ -62,21 +62,15 @@ def test_a_weight_has_to_be_known_and_to_have_scaled_the_gradient() -> None:
     steps = StepPlan(Ledger((6,)), 0, 1, 1, ((0, 1),), weighs=True)
     steps.begin()
     for needs in (steps.trained[-1].scale, lambda: steps.contributions(0)):
-        with pytest.raises(
-            ConfigError, match=r"job.weigh: got None; allowed: an integer from 0 to 2147483648, bef"
-        ):
+        with pytest.raises(ConfigError, match=r"job.weigh: got None"):
             needs()
     steps.trained[-1].weigh(3)
-    with pytest.raises(
-        ConfigError, match=r"job.weigh: got 3; allowed: 0, or a loss made of what the model's forw"
-    ):
+    with pytest.raises(ConfigError, match=r"job.weigh: got 3"):
         steps.contributions(0)
     steps.trained[-1].weigh(4)
     assert steps.trained[-1].scale() == 4
     steps.trained[-1].weigh(4)
-    with pytest.raises(
-        ConfigError, match=r"job.weigh: got 5; allowed: 4, by which a gradient was multiplied alre"
-    ):
+    with pytest.raises(ConfigError, match=r"job.weigh: got 5; allowed: 4"):
         steps.trained[-1].weigh(5)
     assert steps.contributions(0)[0].weight == 4
 

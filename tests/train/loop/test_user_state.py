@@ -17,6 +17,7 @@ from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.train.loop.callbacks import CallbackFailed
 from ft_hsdp.train.loop.user_state import MAX_JSON, Registered, UserState
 from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.packing import local
 from tests.train.state.test_live_state import START, hold, record, sums
 
 DECAY = 0.75
@@ -87,8 +88,8 @@ def test_an_average_is_fetched_with_the_state_and_goes_on_alike(mesh: DeviceMesh
     assert one.live.digest() == two.live.digest()
     assert one.packed()[0] == two.packed()[0]
     two.average.mean[name].add_(1)
-    two.user.refresh()
-    two.live._renew()
+    for rank in (one, two):
+        rank.step()
     assert one.live.digest() != two.live.digest()
 
 
@@ -116,7 +117,7 @@ def test_a_change_of_a_tensor_outside_of_on_commit_is_found(mesh: DeviceMesh) ->
             break
     lineage = state.lineage
     assert rank.live.slice_digest(lineage)
-    rank.average.mean[changed.name.removeprefix("ema/")]._local_tensor.view(-1)[0] += 1
+    local(rank.average.mean[changed.name.removeprefix("ema/")]).view(-1)[0] += 1
     with pytest.raises(DataCorruption, match=r"may change in job.on_commit alone: ema/"):
         rank.live.slice_digest(lineage)
 
@@ -139,32 +140,38 @@ def user(state_dict: Callable[[], Any], name: Any = "mine") -> UserState:
     return made
 
 
+def nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
-    ("value", "line"),
+    "value",
     [
-        (object(), r"job.register_state\(mine\)\[k\]: got 'object'; allowed: a tensor, or a JSON value"),
-        (np.zeros(2), r"job.register_state\(mine\)\[k\]: got 'ndarray'; allowed"),
-        ((1, 2), r"job.register_state\(mine\)\[k\]: got 'tuple'; allowed"),
-        (float("nan"), r"job.register_state\(mine\)\[k\]: got nan; allowed: .* a finite float"),
-        (2**63, r"job.register_state\(mine\)\[k\]: got 9223372036854775808; allowed"),
-        ({1: 2}, r"job.register_state\(mine\)\[k\]: got 'dict'; allowed: .* dict of them by str"),
-        ([[torch.ones(1)]], r"job.register_state\(mine\)\[k\]: got 'Tensor'; allowed"),
-        (torch.eye(2).to_sparse(), r"job.register_state\(mine\)\[k\]: got .*; allowed: a dense tensor"),
-        (torch.empty(2, device="meta"), r"job.register_state\(mine\)\[k\]: got .*meta.*; allowed: a dense tensor"),
-        ("x" * (MAX_JSON + 1), r"job.register_state: got 'values of \d+ bytes as JSON'; allowed"),
+        object(),
+        np.zeros(2),
+        (1, 2),
+        float("nan"),
+        2**63,
+        {1: 2},
+        [[torch.ones(1)]],
+        torch.eye(2).to_sparse(),
+        torch.empty(2, device="meta"),
+        nested(20),
     ],
 )
-def test_what_cannot_be_state_is_refused_by_name(value: Any, line: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{line}"):
+def test_what_cannot_be_state_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
         user(lambda: {"k": value}).fix()
+    assert refused.value.key == "job.register_state(mine)[k]"
 
 
-def test_a_list_that_is_nested_too_deep_is_refused() -> None:
-    value: Any = 1
-    for _ in range(20):
-        value = [value]
-    with pytest.raises(ConfigError, match=r"job.register_state\(mine\)\[k\]: got 'list'"):
-        user(lambda: {"k": value}).fix()
+def test_values_that_are_too_long_as_json_are_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        user(lambda: {"k": "x" * (MAX_JSON + 1)}).fix()
+    assert refused.value.key == "job.register_state"
 
 
 @pytest.mark.parametrize("found", [[1], None, {3: 1}, {"": 1}, {"k" * 513: 1}])
@@ -174,25 +181,26 @@ def test_a_state_dict_is_a_mapping_by_text(found: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "line"),
+    ("after", "key"),
     [
-        ({"t": torch.ones(3), "v": 1}, r"\[t\]: got 'float32 \[3\] on cpu'; allowed: float32 \[2\] on cpu"),
-        ({"t": torch.ones(2, dtype=torch.int64), "v": 1}, r"\[t\]: got 'int64 \[2\] on cpu'"),
-        ({"v": 1}, r"\[t\]: got 'a key that came, went or changed its kind'"),
-        ({"t": torch.ones(2), "v": 1, "w": 1}, r"\[w\]: got 'a key that came"),
-        ({"t": torch.ones(2), "v": torch.ones(1)}, r"\[v\]: got 'a key that came"),
-        ({"t": torch.ones(2), "v": {1}}, r"\[v\]: got 'set'; allowed: a tensor, or a JSON value"),
+        ({"t": torch.ones(3), "v": 1}, "t"),
+        ({"t": torch.ones(2, dtype=torch.int64), "v": 1}, "t"),
+        ({"v": 1}, "t"),
+        ({"t": torch.ones(2), "v": 1, "w": 1}, "w"),
+        ({"t": torch.ones(2), "v": torch.ones(1)}, "v"),
+        ({"t": torch.ones(2), "v": {1}}, "v"),
     ],
 )
-def test_a_state_that_changes_in_kind_is_refused_by_name(after: dict[str, Any], line: str) -> None:
+def test_a_state_that_changes_in_kind_is_refused_by_name(after: dict[str, Any], key: str) -> None:
     found: list[dict[str, Any]] = [{"t": torch.zeros(2), "v": 0}]
     made = user(lambda: found[-1])
     made.fix()
     made.refresh()
     found.append(after)
-    with pytest.raises(CallbackFailed, match=rf"^job.register_state\(mine\).*{line}") as failed:
+    with pytest.raises(CallbackFailed) as failed:
         made.refresh()
     assert isinstance(failed.value.__cause__, ConfigError)
+    assert failed.value.__cause__.key == f"job.register_state(mine)[{key}]"
 
 
 def test_a_state_without_a_value_of_ours_is_not_loaded(mesh: DeviceMesh) -> None:

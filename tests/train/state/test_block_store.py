@@ -282,7 +282,7 @@ def test_fewer_hosts_go_on_with_the_same_slices_and_have_all_copies_again() -> N
         result = second.submit()
         assert (result.copies, result.read) == (2, 0)
         second.check()
-        wanted = {store._job.rank: [store.share()] for store in second.stores}
+        wanted = {rank: [store.share()] for rank, store in enumerate(second.stores)}
         parts = second.each(lambda store: store.load(wanted))
         assert np.array_equal(np.concatenate(parts), DATA)
         second.close()

@@ -90,8 +90,10 @@ def grant(epoch: int, step: int, members: Mapping[int, tuple[str, ...]], behind:
 class Rank:
     """The keeper of one rank."""
 
-    def __init__(self, folder: Path, replica: int, rank: int, replicas: int = 1, **config: Any) -> None:
-        self.agent = Agent()
+    def __init__(
+        self, folder: Path, replica: int, rank: int, replicas: int = 1, agent: Agent | None = None, **config: Any
+    ) -> None:
+        self.agent = agent or Agent()
         self.errors: list[ConfigError] = []
         self.file = folder / f"{replica}-{rank}.jsonl"
         self.journal = Journal(self.file)
@@ -248,9 +250,8 @@ def test_no_vote_waits_longer_than_it_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float | None, dies_at: float, waits: float
 ) -> None:
     """W52: whatever becomes of the holder, a vote waits `memory.wait_s` at most, by a clock of this test."""
-    one = Rank(tmp_path, 0, 0, wait_s=wait_s)
-    clock = one.agent = Clock(dies_at)
-    one.keeper._agent = clock
+    clock = Clock(dies_at)
+    one = Rank(tmp_path, 0, 0, agent=clock, wait_s=wait_s)
     monkeypatch.setattr(copies, "time", clock)
     one.keeper.configure(grant(1, 0, TWO_HOSTS))
     vote = one.vote(1)

@@ -26,7 +26,7 @@ from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups
 from ft_hsdp.train.state import live_state
 from ft_hsdp.train.state.live_state import LiveState, Offload
-from ft_hsdp.train.state.packing import state_digest
+from ft_hsdp.train.state.packing import local, state_digest
 from tests.support.state.odd_model import Odd, batch
 
 START = StateId(0, 0, "0" * 32)
@@ -234,7 +234,7 @@ def test_a_flipped_bit_shows_in_the_digest_of_its_slice_alone(mesh: DeviceMesh) 
     for number in range(SLICES):
         live.state = StateId(0, number, START.lineage)
         clean = live.slice_digest(START.lineage)
-        tensor = live._live[-2]
+        tensor = local(list(live.optim.values())[-2])
         tensor.view(-1).view(torch.uint8)[0] ^= 1
         if live.slice_digest(START.lineage) != clean:
             found.append(number)
@@ -245,13 +245,14 @@ def test_a_flipped_bit_shows_in_the_digest_of_its_slice_alone(mesh: DeviceMesh) 
 
 
 def test_memory_that_changes_after_the_copy_is_found_before_the_vote(mesh: DeviceMesh) -> None:
-    live, _ = hold(mesh)
+    live, sharded = hold(mesh)
     packed(live)
     clean = live.slice_digest(START.lineage)
-    live._live[0].view(-1).view(torch.uint8)[0] ^= 1
+    first = local(next(iter(sharded.params.values()))).view(-1).view(torch.uint8)
+    first[0] ^= 1
     with pytest.raises(DataCorruption, match=r"slice 0 of .* changed in this rank's memory"):
         live.slice_digest(START.lineage)
-    live._live[0].view(-1).view(torch.uint8)[0] ^= 1
+    first[0] ^= 1
     assert live.slice_digest(START.lineage) == clean
 
 

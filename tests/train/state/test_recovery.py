@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
+from ft_hsdp import fault_injection
+from ft_hsdp.config import parse
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.memory.recovery import Recoverable, newest
 from ft_hsdp.state.replica_group import ReplicaGroup
-from ft_hsdp.state.transfer.donor_connection import Held
-from ft_hsdp.train.state import known_shards, recovery
 from ft_hsdp.train.state.checkpointing import Checkpoints
 from ft_hsdp.train.state.known_shards import Recoverer
 from ft_hsdp.train.state.live_state import LiveState
@@ -32,75 +28,51 @@ from tests.support.state.memory_of_hosts import (
     state,
 )
 from tests.support.tcp_proxy import Proxy
-from tests.train.state.test_live_state import START, hold
-from tests.train.state.test_snapshots import DEADLINE_S, Place, done, until, walk
+from tests.train.state.test_live_state import hold
+from tests.train.state.test_snapshots import Place, done, until, walk
 from tests.train.state.test_snapshots import place as place
 
-CHECKPOINTED = StateId(1, 1, "c" * 32)
 ALONE = Recoverer(0, 1, "h0", TOKEN, lambda _: None, 0.0, 30.0)  # the lighthouse does not answer
 
 
-def came_back(
-    live: LiveState, writer: SnapshotWriter, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> StateId | None:
-    """The state of a fresh rank after it has restored; CHECKPOINTED stands for that of a checkpoint."""
-
-    def resume(live: LiveState, *_: object) -> None:
-        live.state = CHECKPOINTED
-
-    monkeypatch.setattr(recovery, "load_checkpoint", resume)
+def came_back(live: LiveState, writer: SnapshotWriter, place: Place) -> StateId | None:
+    """The state of a fresh rank after it has restored."""
     checkpoints = Checkpoints(place.folder, "", 1, 1, (1, 1), None)
     restore(live, writer, ReplicaGroup(), checkpoints, True, place.journal, ALONE)
     return live.state
 
 
-def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def flip(at: StateId) -> None:
+    """Have the next snapshot of this state, or of a newer one, flip in the agent's memory."""
+    failpoints = parse(
+        {"debug": {"failpoints": {"snapshot-flip": {"replicas": [0], "step": at.step}}}}
+    ).debug.failpoints
+    fault_injection.arm(failpoints, 0, 0, 0)
+
+
+def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place) -> None:
     live, sharded = hold(mesh)
     writer = place.writer(live)
     walk(live, sharded, writer, 2)
     older = live.state
+    assert older is not None
+    flip(replace(older, step=3))
     walk(live, sharded, writer, 1)
-    assert writer._agent is not None
-    writer._agent.flip()
     fresh, _ = hold(mesh, seed=5)
     again = place.writer(fresh)
-    assert older is not None
-    assert came_back(fresh, again, place, monkeypatch) == older
+    assert came_back(fresh, again, place) == older
     assert "SnapshotCorrupt" in place.events()
     assert [kept.state for kept in again.list()] == [older]
     last, _ = hold(mesh, seed=6)
+    flip(older)
     again.mark_current(older)  # another copy of what is held
     assert done(again)
-    assert again._agent is not None
-    again._agent.flip()
     again.request(older, 60.0)  # a donor finds it, and makes one more
     until(lambda: (again.mark_settled(older, True), done(again), place.events().count("SnapshotCorrupt") == 2)[-1])
     again.close()
     final = place.writer(last)
-    assert came_back(last, final, place, monkeypatch) == older
+    assert came_back(last, final, place) == older
     assert last.digest() == fresh.digest()
-
-
-def test_an_agent_that_dies_with_what_it_kept_leaves_the_checkpoint(
-    mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    live, sharded = hold(mesh)
-    writer = place.writer(live)
-    walk(live, sharded, writer, 2)
-    fresh, _ = hold(mesh, seed=5)
-    again = place.writer(fresh)
-    acquire = again.acquire
-
-    def dies(state: StateId) -> object:
-        process = place.starter.started[-1]
-        if process.poll() is None:
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait(DEADLINE_S)
-        return acquire(state)
-
-    monkeypatch.setattr(again, "acquire", dies)
-    assert came_back(fresh, again, place, monkeypatch) == CHECKPOINTED
-    assert live.state != START
 
 
 # The ranks of a replica together, with agents on several hosts.
@@ -169,15 +141,6 @@ def test_shards_of_two_states_are_never_combined(hosts: Make, tmp_path: Path) ->
     told(found, rung="checkpoint", lost_steps=3)
 
 
-def test_a_copy_of_the_own_shard_elsewhere_comes_before_another_replica(hosts: Make, tmp_path: Path) -> None:
-    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 5)]
-    copy, other = hosts(0, "s0", 0, 5), hosts(1, "r1h0", 0, 5)
-    found = restored(tmp_path, own, Lighthouse(5, [*own, copy, other]))
-    assert found.states == [state(5)] * 2
-    copy_alone = restored(tmp_path / "alone", [hosts(0, "r0h0", 0), own[1]], Lighthouse(5, [own[1], copy]))
-    told(copy_alone, rung="copy", **{"from": {"0": "s0", "1": "r0h1"}})
-
-
 def test_a_flipped_byte_on_the_way_costs_the_source_alone(hosts: Make, tmp_path: Path) -> None:
     own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 4, 5)]
     bad, good = hosts(1, "r1h0", 0, 4, 5), hosts(1, "r1h1", 0, 4, 5)  # of one replica, so one after the other
@@ -231,27 +194,17 @@ def test_nothing_in_memory_leaves_the_checkpoint_the_same_on_all(hosts: Make, tm
     told(found, rung="checkpoint", lost_steps=3, bytes=2 * found.nbytes)
 
 
-def test_a_checkpoint_that_is_newer_than_what_is_in_memory_is_taken(hosts: Make, tmp_path: Path) -> None:
-    own = [hosts(0, "r0h0", 0, 1), hosts(0, "r0h1", 1, 1)]
+@pytest.mark.parametrize("damaged", [(), (5,)])
+def test_a_checkpoint_that_is_newer_than_what_is_in_memory_is_taken(
+    hosts: Make, tmp_path: Path, damaged: tuple[int, ...]
+) -> None:
+    """From the start, or after an attempt with a newer state has failed."""
+    own = [hosts(0, "r0h0", 0, 1, *damaged), hosts(0, "r0h1", 1, 1, *damaged)]
+    for step in damaged:
+        own[0].flip(step, 0)
     found = restored(tmp_path, own, Lighthouse(5, own), published=AGAINST)
     assert found.states == [AGAINST] * 2
     assert [row["rung"] for row in found.events("StateRestored")] == ["checkpoint"]
-
-
-def test_a_checkpoint_that_is_newer_than_what_is_left_after_a_failure_is_taken(
-    hosts: Make, tmp_path: Path
-) -> None:
-    own = [hosts(0, "r0h0", 0, 1, 5), hosts(0, "r0h1", 1, 1, 5)]
-    own[0].flip(5, 0)
-    assert restored(tmp_path, own, Lighthouse(5, own), published=AGAINST).states == [AGAINST] * 2
-
-
-def test_a_damaged_copy_of_the_head_is_looked_for_elsewhere(hosts: Make, tmp_path: Path) -> None:
-    own = [hosts(0, "r0h0", 0, 4, 5), hosts(0, "r0h1", 1, 4, 5)]
-    own[0].flip(5, 0)
-    found = restored(tmp_path, own, Lighthouse(5, [*own, hosts(1, "r1h0", 0, 5)]))
-    assert (found.states, found.right) == ([state(5)] * 2, True)
-    told(found, rung="replica", **{"from": {"0": "r1h0", "1": "r0h1"}})
 
 
 def test_a_checkpoint_that_is_older_is_not_read(hosts: Make, tmp_path: Path) -> None:
@@ -286,33 +239,6 @@ def test_an_own_state_is_enough_while_others_train(hosts: Make, tmp_path: Path) 
     assert [agent.asked for agent in own] == [0, 0]
 
 
-def test_the_newest_state_is_looked_for_once_and_not_after_each_answer(
-    hosts: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, other = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1)], hosts(1, "r1h0", 0, 5)
-    other.keep(5, 1)
-    calls = 0
-    sufficed: list[str] = []
-
-    def counted(*args: Any) -> Recoverable | None:
-        nonlocal calls
-        calls += 1
-        return newest(*args)
-
-    def ask(addresses: Iterable[str], token: str, _: float, enough: Callable[..., bool]) -> dict[str, Held]:
-        first, second = sorted(other.held(), key=lambda row: row.rank)
-        foreign = replace(second, layout="f" * 32)
-        answers = {f"127.0.0.1:{port}": (foreign,) for port in range(1, 101)} | {other.address: (first, second)}
-        sufficed.extend([address for address, rows in answers.items() if enough(address, rows)])
-        return answers
-
-    monkeypatch.setattr(known_shards, "newest", counted)
-    monkeypatch.setattr(known_shards, "ask_held", ask)
-    found = restored(tmp_path, own, Lighthouse(5, [*own, other]))
-    assert (found.states, sufficed) == ([state(5)] * 2, [other.address])
-    assert calls == 3, "before the agents are asked, when they have all of it, and for the attempt"
-
-
 def test_an_exit_that_is_reported_a_moment_late_is_waited_for(hosts: Make, tmp_path: Path) -> None:
     own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 5)]
     found = restored(tmp_path, own, Lighthouse(5, [*own, hosts(1, "r1h0", 0, 5)], stands=[True, True, False]))
@@ -341,13 +267,6 @@ def test_a_checkpoint_is_taken_if_the_agents_die_between_their_answers(
 def test_after_the_limit_no_further_source_is_tried(hosts: Make, tmp_path: Path) -> None:
     own = [hosts(0, "r0h0", 0, 4, 5), hosts(0, "r0h1", 1, 4, 5)]
     assert restored(tmp_path, own, None, limit_s=0.0).states == [AGAINST] * 2
-
-
-def test_another_layout_is_no_copy(hosts: Make, tmp_path: Path) -> None:
-    own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 5)]
-    other = hosts(1, "r1h0", 0, 5)
-    other.layout = "f" * 32
-    assert restored(tmp_path, own, Lighthouse(5, [*own, other])).states == [AGAINST] * 2
 
 
 @pytest.mark.parametrize("number", [0, 1])
