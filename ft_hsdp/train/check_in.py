@@ -46,7 +46,6 @@ def open_log(runtime: RankRuntime, warm: float) -> StepLog:
     """Open the files of a replica in the run's directory, and note when it was ready. On rank 0.
 
     Args:
-        runtime: Of this rank; it has started.
         warm: When all that does not depend on the replica was ready, in Unix seconds.
     """
     journal, identity, model = runtime.journal, runtime.identity, runtime.model

@@ -52,7 +52,6 @@ def prepare(name: str, longest_s: float) -> None:
     """Set what CUDA and NCCL read from the environment once, and warn of what is otherwise or too late.
 
     Args:
-        name: `train.device`.
         longest_s: How long a step may last, in seconds; NCCL's monitor must not end a rank before.
     """
     if name == "cpu":
@@ -102,9 +101,6 @@ def backend(device: torch.device) -> str:
 
 def device_plane(device: torch.device, arena: Arena, settings: RingSettings, largest: int) -> GpuPlane | None:
     """Return a data plane for fp32 messages of up to ``largest`` elements on ``device``.
-
-    Returns:
-        The plane, or None for a CPU: the group then uses the CPU's own.
 
     Raises:
         LocalSystemError: the device is at fault.

@@ -87,12 +87,7 @@ class Reducer:
         """Make the reducer of a rank.
 
         Args:
-            group: The rank's ring.
-            lanes: Divides the gradient in each membership.
-            replica: The rank's replica.
-            rank: Its index there.
             voted: Takes the vote when all buckets of an attempt are reduced; called on FTAR's thread.
-            device: Of gradients and sums.
             checked: Takes the lineage that an attempt builds on, and returns, for each lane, the digest of the
                 slice of the state that this rank compares with other replicas (`core.state_id`); () if the rank
                 does not hold that state; called on FTAR's thread.
@@ -141,7 +136,6 @@ class Reducer:
         """Take the local gradient of a bucket, or more of it, which is added; does not block.
 
         Args:
-            bucket: Its index.
             flat: The rank's shard of it, fp32 [numel]; not to be written from now on, until it is reduced.
             contributions: All that is in the bucket now, with this rank's weights; the loss goes into the commit
                 record.
@@ -339,7 +333,6 @@ def lane_votes(
     """Return what a rank votes on each of its lanes: all that counts is the same at the lane's members.
 
     Args:
-        plan: The lanes.
         results: Of all works: (bucket, place of the lane, result).
         state_digests: Of each lane, of what it has of the base state; (): it is not held.
     """
@@ -354,11 +347,7 @@ def lane_votes(
 
 
 def judged(sums: Iterable[tuple[LanePart, Sequence[torch.Tensor]]]) -> tuple[str, float]:
-    """Return the digest of a lane's sums, and the sum of squares of what counts in the norm.
-
-    Args:
-        sums: Of each bucket the lane's part, and its pieces.
-    """
+    """Return the digest of a lane's sums, and the sum of squares of what counts in the norm."""
     shards: list[torch.Tensor] = []
     counted: list[Spans] = []
     for part, pieces in sums:

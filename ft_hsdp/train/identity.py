@@ -101,14 +101,6 @@ def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankI
     Arms the failpoints of that incarnation, and starts the state agent of this host without waiting for it, if
     that is this rank's task and there is none.
 
-    Args:
-        config: The job's configuration.
-        place: Where this rank runs.
-        incarnation: The assigned one.
-
-    Returns:
-        What the rank is from now on.
-
     Raises:
         ConfigError: FT_HSDP_DOMAINS or Slurm's topology cannot be read.
     """
@@ -139,7 +131,6 @@ def host_path(labels: Mapping[str, str], environment: Mapping[str, str]) -> str:
 
     Args:
         labels: `hosts.labels` of the configuration, which come first.
-        environment: Of this process.
 
     Raises:
         ConfigError: FT_HSDP_DOMAINS or Slurm's topology cannot be read.

@@ -83,7 +83,6 @@ class LanePart:
         """Return where the sum of the part is to be written to.
 
         Args:
-            out: The rank's bucket of sums, fp32 [numel].
             empty: Makes the memory of groups whose sum cannot be written to where it belongs.
 
         Returns:
@@ -103,7 +102,6 @@ class LanePart:
 
         Args:
             flat: The rank's gradient of the bucket, fp32 [numel]; in host memory, unless the part is uncut.
-            target: From `target`.
 
         Returns:
             fp32 [size]: of each group a part of ``flat``, or the piece of ``target`` if it has to be copied.
@@ -123,12 +121,7 @@ class LanePart:
         return PiecedTensor(pieces)
 
     def scatter(self, summed: Values, out: torch.Tensor) -> None:
-        """Copy the sum of the part to where it belongs in the bucket, unless it is there already.
-
-        Args:
-            summed: fp32 [size], what was written to `target`.
-            out: The rank's bucket of sums, fp32 [numel].
-        """
+        """Copy the sum of the part to where it belongs in the bucket, unless it is there already."""
         if self.uncut:
             return
         for group, piece in zip(self.groups, pieced(summed).pieces, strict=True):
@@ -188,7 +181,6 @@ class LanePlan:
 
         Args:
             results: Of all works: (bucket, place of the lane, result).
-            out: Of each bucket the rank's sums, fp32 [numel].
         """
         for bucket, flat in enumerate(out):
             if all(lane.parts[bucket].whole for lane in self.lanes):
@@ -201,8 +193,6 @@ def one_lane(ring: LaneRing, sizes: Sequence[int], counted: Sequence[Spans] | No
     """Return the only lane of a rank, with replicas of equal width: each bucket as it is.
 
     Args:
-        ring: Of the ranks with its number.
-        sizes: Elements of each bucket.
         counted: Of each bucket that is a gradient, the first ones: what counts in the norm; None: all.
     """
     spans = [((0, size),) for size in sizes] if counted is None else [*counted, *[()] * len(sizes)]
@@ -230,8 +220,6 @@ class GradientLanes:
             buckets: Of each bucket with gradients, the parameters in order: (name, whole shape). In those that
                 follow each rank has a value of its own. None: the gradient is never cut.
             usual: The lane of the rank in replicas of equal width, from `one_lane`.
-            width: The ranks of this replica.
-            rank: This one.
             sizes: What else must be the same in all members, such as the sizes of chunks.
         """
         self.sizes = tuple(part.size for part in usual.lanes[0].parts)
@@ -255,11 +243,7 @@ class GradientLanes:
         return tuple(lane.ring for lane in self.plan(grant.widths).lanes)
 
     def plan(self, widths: Iterable[int]) -> LanePlan:
-        """Return the lanes of this rank in a membership. Any thread.
-
-        Args:
-            widths: `Grant.widths`.
-        """
+        """Return the lanes of this rank in a membership. Any thread."""
         different = tuple(sorted(set(widths), reverse=True))
         if not self._may_cut or self._width not in different:
             return self._usual
@@ -321,11 +305,6 @@ def check_fewer_ranks(config: Config, model: AdoptedModel, ranks: int) -> None:
     With several replicas, those of other widths sum their gradients in lanes. Each rank then needs a row. Does not
     block.
 
-    Args:
-        config: Of the job.
-        model: As the ranks of this replica hold it.
-        ranks: Of this replica.
-
     Raises:
         ConfigError: A parameter is cut in another way than along dimension 0 over all ranks; or there are several
             replicas, and the model has buffers that move, or some ranks of a width would have no row.
@@ -354,10 +333,6 @@ def check_fewer_ranks(config: Config, model: AdoptedModel, ranks: int) -> None:
 
 def check_update(config: Config, optimizer: torch.optim.Optimizer) -> None:
     """Check that replicas of unequal width update to the same bits, if the job may have such. Does not block.
-
-    Args:
-        config: Of the job.
-        optimizer: One that `create_state` has taken.
 
     Raises:
         ConfigError: The optimizer computes with several rows of a parameter, as Muon does.

@@ -78,12 +78,6 @@ class Transformer(nn.Module):
     def logits(self, inputs: Tensor) -> Tensor:
         """Return the logits of the next token.
 
-        Args:
-            inputs: int64 [batch, seq].
-
-        Returns:
-            [batch, seq, vocabulary].
-
         Raises:
             ValueError: The sequences are too long.
         """

@@ -69,8 +69,6 @@ class RankZero:
         """Call the lighthouse. Does not block.
 
         Args:
-            config: The job's configuration.
-            place: Where rank 0 runs.
             ordered: Takes what its leader orders, and the signs of life of the other ranks.
             end: Ends this process: takes the reason in one line, and the exit code.
         """
@@ -105,11 +103,8 @@ class RankZero:
         """Make the leader and start it; all ranks are here. Waits until the earlier incarnations are reported.
 
         Args:
-            about: What every request of the leader repeats.
             wanted: A checkpoint of a state of so many steps or more is demanded; 0: none.
             pids: Of all ranks, if they share one machine.
-            send_token: Passes the commit token to the right neighbour in the ring of rank 0.
-            journal: Where decisions are written.
         """
         config, identity = self._config, self._identity
         self._have_exits_reported(pids)
@@ -253,8 +248,6 @@ def leader_settings(config: Config, ranks: int, *, restarted: bool) -> LeaderSet
     """Return what a leader needs to know of ``config``.
 
     Args:
-        config: The job's configuration.
-        ranks: That its replica has now.
         restarted: Whether the replica was started again: then the leader waits for the lighthouse without an end.
     """
     timeouts = config.timeouts

@@ -95,16 +95,6 @@ class RankRuntime:
     ) -> None:
         """Make all that does not depend on the replica. A collective: blocks until all ranks of it are here.
 
-        Args:
-            config: The job's configuration.
-            place: Where this rank runs.
-            device: Of the model's shards.
-            model: The adopted one.
-            live_state: The state that this rank holds; only read here.
-            mailbox: Where the main thread takes its orders from.
-            pauses: Of the main thread.
-            data: Facts of this rank's data.
-
         Raises:
             ConfigError: The ranks of the replica have different data.
             LocalSystemError: The device is at fault.
@@ -215,7 +205,6 @@ class RankRuntime:
         """Join the job with ``state``. Blocks until all ranks of the replica have checked in.
 
         Args:
-            state: What this rank holds.
             wanted: Demand a checkpoint of a state of so many steps or more; 0: demand none.
 
         Raises:

@@ -202,14 +202,7 @@ class StepDriver:
         return StepPlan(ledger, shard, self._data_ranks, each, places, self._weighs, own, whole)
 
     def _following(self, plan: StepPlan, first: int, stride: int, each: int) -> Iterator[MicroBatch]:
-        """Yield, without an end, what comes in the steps after that of ``plan`` if nothing changes.
-
-        Args:
-            plan: Of a step.
-            first: This replica's first place in the step after it.
-            stride: Places from there to the first one of the next step, and so on.
-            each: Micro-batches of a data rank in each step.
-        """
+        """Yield, without an end, what comes in the steps after that of ``plan`` if nothing changes."""
         for begin in count(first, stride):
             for micro in range(each):
                 yield plan.at(begin + micro * self._data_ranks)
@@ -298,11 +291,7 @@ class StepDriver:
         return f"; their samples are {', '.join(map(str, found[:SHOWN_SAMPLES]))}{more}"
 
     def _check_trained(self, trained: TrainedMicroBatch) -> None:
-        """Check that the loop has trained a micro-batch before it asks for the next one: the others wait for it.
-
-        Raises:
-            ConfigError: There was no backward.
-        """
+        """Check that the loop has trained a micro-batch before it asks for the next one: the others wait for it."""
         if self._taken or trained.weight == 0 or self._model.trained():
             return
         at = trained.at
@@ -389,11 +378,7 @@ class StepDriver:
         """Look for changes of declared tensors that belong to no commit: refused at first, later told once each.
 
         Args:
-            step: That is under way.
             between: Whether no batch of the step was yielded yet.
-
-        Raises:
-            ConfigError: A first step has changed one.
         """
         moving, here = self._model.moving, self.here
         for name in () if moving is None else moving.strayed(between):
@@ -409,11 +394,7 @@ class StepDriver:
         """Look for changes outside the committed state; what is found is refused or told, once for each tensor.
 
         Args:
-            step: That is under way.
             every: Look at all that may change; else at a little, the next part in each step.
-
-        Raises:
-            ConfigError: A first step has changed it.
         """
         watch, log, journal = self._model.undeclared, self.here.log, self.here.runtime.journal
         found = watch.look() if every else watch.look_on()
@@ -438,12 +419,7 @@ class StepDriver:
     def carry_out(
         self, order: ApplyOrder | DropGradient | LoadOrder | Reduce | WriteCheckpoint, waited_s: float = 0.0
     ) -> None:
-        """Carry out an order.
-
-        Args:
-            order: The leader's.
-            waited_s: How long `end` has waited for it, in seconds.
-        """
+        """Carry out an order."""
         runtime = self.here.runtime
         match order:
             case ApplyOrder():
@@ -545,11 +521,7 @@ class StepDriver:
         return self._left or (state is not None and state.step >= self._config.train.steps)
 
     def conclude(self, of_job: bool) -> None:
-        """Take the live state for the last one, because the script has ended training before. A collective.
-
-        Args:
-            of_job: Whether it is the last one of all replicas.
-        """
+        """Take the live state for the last one, because the script has ended training before. A collective."""
         self._left = True
         self._write_final(of_job)
 

@@ -62,15 +62,7 @@ class StepLog:
         lost: Callable[[Lost], None] | None = None,
         tee_logged: Callable[[Mapping[str, object]], None] | None = None,
     ) -> None:
-        """Open the files.
-
-        Args:
-            folder: Of the replica.
-            incarnation: Its name; stands in each row.
-            tee: Takes the row of each commit.
-            lost: Takes what a disk did not take, later.
-            tee_logged: Takes each row of logged values.
-        """
+        """Open the files."""
         self._incarnation = incarnation
         self._tee = tee
         self._tee_logged = tee_logged
@@ -102,12 +94,8 @@ class StepLog:
         """Note that a step is committed, before it is applied here.
 
         Args:
-            record: The commit.
             lr: Learning rate of the first parameter group.
-            tokens: Of all contributors.
-            timing: Of this replica.
             contributed: Whether this replica's gradient is in it.
-            ledger: The one after the step.
             given_up: Units that the step has spent although no replica has trained them.
         """
         state = record.state_id
@@ -154,9 +142,7 @@ class StepLog:
         """Note values that the training loop logs.
 
         Args:
-            step: That they are of.
             epoch: In which the newest step was committed: tells values of a step that is rolled back later.
-            values: By name.
         """
         where = {"step": step, "epoch": epoch}
         row = {"t": time.time(), **where, "values": dict(values), "incarnation": self._incarnation}
@@ -170,10 +156,6 @@ class StepLog:
         """Note the final state.
 
         Args:
-            state: Its name.
-            digest: Of its whole content.
-            config: Hash of the configuration that it was trained by.
-            built_in: Whether the trainer of this package has trained it.
             of_job: Whether it is that of all replicas, and not only the last one of this replica.
         """
         loop = "built-in" if built_in else "own"

@@ -54,9 +54,6 @@ def prepare(path: str, tokenizer: str, max_bytes: int, cache: Path) -> Path:
         path: "stdlib", a file, or a folder, which is read recursively in the order of the names. `.jsonl` has a
         field
             "text" in each line, `.parquet` a column "text"; any other file is one document of bytes.
-        tokenizer: One of `VOCABULARY`.
-        max_bytes: Text beyond it is not read.
-        cache: Folder of token files.
 
     Raises:
         ConfigError: On data.path: there is no usable text.

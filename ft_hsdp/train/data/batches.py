@@ -41,12 +41,8 @@ class Batches:
         """Cut the tokens into batches.
 
         Args:
-            tokens: The text of all passes.
-            seq_len: Inputs of a sequence.
             rows: Sequences for each rank and micro-batch.
             seed: Of the random order.
-            shards: Data shards of the job (`Config.data_shards`).
-            ranks: Ranks of a replica.
             accumulate: Micro-batches of a step.
             ignore_first: Whether the first token of a document does not count as a target: nothing before it is of
                 its document.

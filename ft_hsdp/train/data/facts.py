@@ -138,10 +138,7 @@ def sample_facts(
     ``quick_s`` is over: a small set is compared as a whole.
 
     Args:
-        length: Of the dataset.
-        read: Reads a sample.
         until: When to stop, by `time.monotonic`; a read is not interrupted.
-        quick_s: For further samples, in seconds.
     """
     first = first_samples(length)
     rest = (sample for sample in Permutation(length, 0, 0) if sample not in first)
@@ -173,7 +170,6 @@ def array_facts(array: Any, until: float) -> dict[str, str]:
     Up to 256 MiB all of it is hashed, else so much of it in blocks that are spread evenly.
 
     Args:
-        array: A contiguous numpy array.
         until: When to stop, by `time.monotonic`.
     """
     content = array.reshape(-1).view(np.uint8)

@@ -24,11 +24,7 @@ _REFUSED = {
 
 
 def check(dataset: Any, batch_size: int, options: ReadOptions, others: Mapping[str, object]) -> None:
-    """Check what `Job.loader` was given.
-
-    Raises:
-        ConfigError: An argument cannot be used.
-    """
+    """Check what `Job.loader` was given."""
     for name, value in others.items():
         if name in ("persistent_workers", "in_order"):  # both are so, whatever is said
             continue
@@ -65,12 +61,6 @@ class Loader(Generic[Batch]):
         batches: Callable[[Loader[Batch]], Iterator[Batch]],
     ) -> None:
         """Make the loader of a job.
-
-        Args:
-            reader: Reads the batch with a number.
-            shape: Which number a place has.
-            options: How batches are read ahead.
-            batches: Joins the job, and yields the batches of this rank.
 
         Raises:
             ConfigError: The dataset has too few samples for one step.

@@ -55,7 +55,6 @@ class Prefetcher(Generic[Batch]):
     """
 
     def __init__(self, source: Source[Batch]) -> None:
-        """Read micro-batches of ``source``."""
         self._source = source
         self._orders: SimpleQueue[tuple[MicroBatch, Future[Batch]] | None] = SimpleQueue()
         self._ahead: tuple[MicroBatch, Future[Batch]] | None = None
@@ -68,15 +67,7 @@ class Prefetcher(Generic[Batch]):
         self._order(next(iter(ahead)))
 
     def batch(self, at: MicroBatch, ahead: Iterable[MicroBatch]) -> Batch:
-        """Return a micro-batch. Blocks while it is read.
-
-        Args:
-            at: Which one.
-            ahead: Those that will probably come after it; the first is read then.
-
-        Raises:
-            RuntimeError: The prefetcher is closed.
-        """
+        """Return a micro-batch. Blocks while it is read."""
         batch = self._order(at).result()
         self.guess(ahead)
         return batch

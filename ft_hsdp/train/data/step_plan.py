@@ -66,11 +66,7 @@ class TrainedMicroBatch:
         self.weight = weight
 
     def scale(self) -> int:
-        """Return the weight, by which a gradient is multiplied now.
-
-        Raises:
-            ConfigError: It is not known.
-        """
+        """Return the weight, by which a gradient is multiplied now."""
         weight = self.known()
         self.scaled = True
         return weight
@@ -107,13 +103,8 @@ class StepPlan:
         """Plan to train ``places``.
 
         Args:
-            ledger: Of the state that the step builds on.
-            shard: Data shard of the replica.
-            data_ranks: Of the replica.
-            accumulate: Micro-batches of a batch, of each of its data ranks.
             places: Of the replica, among the untrained units of the data shard.
             weighs: Whether `TrainedMicroBatch.weigh` says the weight of each micro-batch; otherwise it is 1.
-            data_rank: The own one.
             of_batch: Data ranks of a batch: those of a replica with all its ranks. None: ``data_ranks``.
         """
         self._weighs = weighs

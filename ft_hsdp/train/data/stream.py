@@ -52,11 +52,7 @@ class BatchStream(Generic[Batch]):
         """Make the stream of a job; the iterable is opened later.
 
         Args:
-            source: The iterable, or a function of (shard, shards) that returns it.
-            shape: Of the job.
-            run: The run's directory, where the state of the iterator is saved.
             rank: Of the replica; names the file.
-            batches: Joins the job, and yields the batches of this rank.
 
         Raises:
             ConfigError: The source is neither, or can be iterated over only once.
@@ -74,11 +70,7 @@ class BatchStream(Generic[Batch]):
         self._batches = batches
 
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Batch:
-        """Refuse: a stream has no batch at a place.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse: a stream has no batch at a place."""
         raise ConfigError("stream.batch", (shard, index, rank, micro), "no call: a stream is read in order")
 
     def facts(self, until: float) -> dict[str, str]:
@@ -86,9 +78,6 @@ class BatchStream(Generic[Batch]):
 
         A stream that is read in order may come from far away: nothing is read unless `data.check` is true. An
         iterable that is this rank's own part is not read, since it would go on behind what was read.
-
-        Args:
-            until: When to stop, by `time.monotonic`; a read is not interrupted.
         """
         if isinstance(self._source, Iterable):
             return {}
@@ -134,11 +123,7 @@ class StreamReader(Generic[Batch]):
         self.batch(at, ())
 
     def batch(self, at: MicroBatch, ahead: Iterable[MicroBatch]) -> Batch:
-        """Return a micro-batch; blocks while the stream is read. ``ahead`` does not matter.
-
-        Raises:
-            ConfigError: The iterable has no items.
-        """
+        """Return a micro-batch; blocks while the stream is read. ``ahead`` does not matter."""
         number = self._item(at)
         if number not in self._kept:
             self._seek(at, number)

@@ -79,13 +79,7 @@ class _Pipeline:
     """A DataLoader, and what it was told to read. For one thread; its end is the end of the workers."""
 
     def __init__(self, samples: SampleReader, options: ReadOptions, forks: _Forks | None = None) -> None:
-        """Start the workers. They have nothing to read yet.
-
-        Args:
-            samples: What they read.
-            options: How.
-            forks: Forks them elsewhere; None forks them here.
-        """
+        """Start the workers. They have nothing to read yet."""
         self._numbers = _Numbers()
         workers = options.num_workers > 0
         context = options.multiprocessing_context if workers else None
@@ -156,11 +150,6 @@ class _Forks:
     """Has a thread fork the processes that another thread starts."""
 
     def __init__(self, given: Any) -> None:
-        """Take no orders yet.
-
-        Args:
-            given: The multiprocessing context that forks; its name, or None, for that of Python.
-        """
         self._orders: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
         order = self._order
         context = given if isinstance(given, BaseContext) else get_context("fork")
@@ -217,17 +206,11 @@ class MainThreadReader(_NumberedReader[Batch]):
         """Do nothing: what is read now would be waited for now."""
 
     def batch(self, at: MicroBatch, ahead: Iterable[MicroBatch]) -> Batch:
-        """Return a micro-batch; blocks while it is read. ``ahead`` does not matter.
-
-        Raises:
-            RuntimeError: The reader is closed.
-        """
         if self._pipeline is None:
             raise RuntimeError("the reader is closed")
         return self._pipeline.batch(self._wanted([at]))
 
     def close(self) -> None:
-        """Read no more batches."""
         self._pipeline = None
 
 
@@ -250,15 +233,10 @@ class WorkersReader(_NumberedReader[Batch]):
         self._workers = started.result()
 
     def guess(self, ahead: Iterable[MicroBatch]) -> None:
-        """Have those that will probably be asked for read, in place of those that were ordered before."""
         self._orders.put((self._wanted(ahead), None))
 
     def batch(self, at: MicroBatch, ahead: Iterable[MicroBatch]) -> Batch:
         """Return a micro-batch. Blocks while it is read.
-
-        Args:
-            at: Which one.
-            ahead: Those that will probably come after it, in order; as many are taken as can be read ahead.
 
         Raises:
             Retryable: A worker has died, or was too slow.

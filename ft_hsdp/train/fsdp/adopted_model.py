@@ -41,8 +41,6 @@ class Bucket:
         """Take the group's gradients from now on.
 
         Args:
-            index: Of the bucket.
-            group: The group.
             mean_over: The gradient that is handed on is the sum over data ranks, divided by their number.
             ready: Takes the index and the flat gradient shard; called inside backward.
         """
@@ -242,8 +240,6 @@ class AdoptedModel:
         """Take a model over that `fully_shard` has sharded.
 
         Args:
-            model: With its weights; nothing of it is changed but FSDP2's hooks.
-            ranks: Of the replica, over which it is sharded.
             ready: Takes a bucket's index and flat gradient shard, the mean over the data ranks, fp32 [numel];
                 called inside backward.
             find_unused: Whether batches may leave parameters unused. Then there is one bucket more: of each
@@ -253,7 +249,6 @@ class AdoptedModel:
                 refuses them.
             buffers: What becomes of buffers and frozen parameters, by pattern: "state", "mean" or "local". If some
                 are part of the state there is one bucket more, the last one (`MovingBuffers`).
-            slots: How many replicas the job may have.
 
         Raises:
             ConfigError: The model cannot be adopted.
@@ -353,9 +348,6 @@ class AdoptedModel:
     def finish(self, replica: int = 0) -> None:
         """After backward of the last micro-batch: hand on the buckets that were not, with zeros for unused ones.
 
-        Args:
-            replica: To which this rank belongs.
-
         Raises:
             ConfigError: There was no backward, gradients were changed after it, or parameters since adoption.
             InvalidArgument: Gradients were accumulated, and never reduced.
@@ -379,9 +371,6 @@ class AdoptedModel:
         """Check that a micro-batch used all parameters: torch would not update the others, and zeros would.
 
         Each micro-batch has to: how many of them a replica trains in a step may change with its quota.
-
-        Raises:
-            ConfigError: Some are unused.
         """
         used = [i in bucket.used for bucket in self.buckets for i in range(len(bucket.params))]
         if all(used) or not any(used):  # without any, the weight of the micro-batch is 0, or there was none yet
@@ -400,7 +389,6 @@ class AdoptedModel:
         ``find_unused``, a collective of the replica.
 
         Args:
-            reduced: The sums.
             contributor: The lowest replica that contributes to them.
         """
         for bucket, flat in zip(self.buckets, reduced[: self.gradients], strict=True):

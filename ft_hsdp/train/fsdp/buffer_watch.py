@@ -26,7 +26,6 @@ class BufferWatch:
     """The tensors that training must leave alone, with the digests of what they were."""
 
     def __init__(self, places: Sequence[Place]) -> None:
-        """Watch ``places`` from `begin` on."""
         self._all = tuple(places)
         self._places = list(places)  # that were not found to change
         self._known: dict[tuple[str, int], int] = {}

@@ -104,7 +104,6 @@ def chosen(wanted: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, str
     """Return the mode of each tensor that a pattern names; the first pattern that does so counts.
 
     Args:
-        wanted: By pattern, as `fnmatch` reads it.
         kinds: By the name of a tensor, its `Place.kind`.
 
     Raises:
@@ -136,11 +135,8 @@ class MovingBuffers:
         """Find the tensors.
 
         Args:
-            model: Has them.
-            modes: "mean" or "state", by name.
             of_statistics: Running statistics of ``batch_norm="mean"``: integers count in whole steps, and what
                 happens to them beside the micro-batches is taken back without a word.
-            slots: How many replicas the job may have.
 
         Raises:
             ConfigError: A tensor cannot be declared so.
@@ -192,11 +188,7 @@ class MovingBuffers:
         return self._means + self._slots * self._codes if self._mean or self._value else 0
 
     def _live(self, name: str) -> torch.Tensor:
-        """Return the tensor as it is in the model.
-
-        Raises:
-            ConfigError: It has another form than at the start.
-        """
+        """Return the tensor as it is in the model."""
         tensor = self._places[name].tensor
         form = None if tensor is None else (tensor.dtype, tensor.shape)
         if tensor is None or form != self._forms[name]:
@@ -223,9 +215,6 @@ class MovingBuffers:
 
     def take(self, replica: int = 0) -> torch.Tensor:
         """Return what the units since the last call made of the tensors.
-
-        Args:
-            replica: This one.
 
         Returns:
             fp32 [numel]: how far they moved, in all, and the number of units; then a place for each replica, where
@@ -275,7 +264,6 @@ class MovingBuffers:
 
         Args:
             reduced: Of this rank's contributions, the sum over the replicas; fp32 [numel]. None: no bucket.
-            contributor: The lowest replica that contributes to the step.
         """
         if reduced is None:
             self.drop()

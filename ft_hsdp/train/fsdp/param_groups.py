@@ -202,10 +202,7 @@ def find(
     one, the root last. It depends on the structure of the model alone.
 
     Args:
-        model: Sharded over the ranks of this replica.
-        ranks: How many there are.
         ranks_per_unit: So many ranks that follow each other train the same micro-batches (tensor parallelism).
-        declared: Names of buffers that forward may change.
 
     Raises:
         ConfigError: The model cannot be adopted.
@@ -284,9 +281,6 @@ def _check_mesh(name: str, raw: Any, params: tuple[DTensor, ...], ranks: int, ra
 
     That is so in two cases. With tensor parallelism FSDP2's ranks are one of each data rank. With expert
     parallelism the other ranks have sent their tokens to those that hold an expert.
-
-    Raises:
-        ConfigError: It is not so.
     """
     fsdp_ranks = dist.get_process_group_ranks(raw.mesh_info.shard_process_group)
     on = f"over ranks {fsdp_ranks}"
@@ -309,11 +303,7 @@ def _check_mesh(name: str, raw: Any, params: tuple[DTensor, ...], ranks: int, ra
 
 
 def _check_data_ranks(widths: dict[str, int], data_ranks: int) -> None:
-    """Check that some group is sharded over all data ranks, as all of a model are but its experts.
-
-    Raises:
-        ConfigError: None is.
-    """
+    """Check that some group is sharded over all data ranks, as all of a model are but its experts."""
     name, widest = max(widths.items(), key=lambda each: each[1])
     if widest < data_ranks:
         allowed = (
@@ -339,11 +329,7 @@ def _counts(param: DTensor, ranks: int, ranks_per_unit: int) -> bool:
 
 
 def _check_all(model: nn.Module, groups: list[ParamGroup]) -> None:
-    """Check that every trainable parameter is in a group, and that there is one.
-
-    Raises:
-        ConfigError: It is not so.
-    """
+    """Check that every trainable parameter is in a group, and that there is one."""
     known = {id(p) for group in groups for p in group.params}
     outside = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
     if outside:
@@ -357,11 +343,7 @@ def _check_all(model: nn.Module, groups: list[ParamGroup]) -> None:
 
 
 def _check_buffers(model: nn.Module, declared: Collection[str]) -> None:
-    """Check that forward changes no statistics: each rank would have others, and no state would have them.
-
-    Raises:
-        ConfigError: A module has running statistics, as BatchNorm does, and is not in eval mode.
-    """
+    """Check that forward changes no statistics: each rank would have others, and no state would have them."""
     for name, module in model.named_modules():
         statistics = plain_name(f"{name}.running_mean" if name else "running_mean")
         if module.training and getattr(module, "running_mean", None) is not None and statistics not in declared:

@@ -59,7 +59,6 @@ class Callbacks:
 
         Args:
             kind: "on_commit", "on_rejoin" or "on_leave".
-            callback: The user's function.
 
         Raises:
             ConfigError: It cannot be called, or the first batch was asked for.

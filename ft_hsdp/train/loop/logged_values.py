@@ -22,7 +22,6 @@ def checked(values: object, known: set[str]) -> dict[str, float]:
     """Return the values that a training loop logs, as numbers.
 
     Args:
-        values: Numbers, or tensors of one element, by name.
         known: The names that were logged before; the new ones are added.
 
     Raises:
@@ -73,7 +72,6 @@ def counts(replica: int, newest: int, last: CommittedStep | None) -> bool:
     """Return whether the values of ``replica`` count, and not those of another one.
 
     Args:
-        replica: That logs.
         newest: The committed step that it holds; before the first one, those of replica 0 count.
         last: That step, if the replica has applied it; one that has loaded it leaves its values to those that did.
     """

@@ -146,11 +146,7 @@ class UserState:
             raise ConfigError("job.register_state", f"values of {size} bytes as JSON", f"{MAX_JSON}: use tensors")
 
     def _of(self, each: Registered) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Return the tensors of a state by "name/key", and its other values by key.
-
-        Raises:
-            ConfigError: One of them cannot be part of the committed state.
-        """
+        """Return the tensors of a state by "name/key", and its other values by key."""
         found = each.state_dict()
         if not isinstance(found, Mapping):
             raise ConfigError(_key(each.name), type(found).__name__, "a state_dict that returns a mapping")
@@ -181,11 +177,7 @@ def _form(tensor: torch.Tensor) -> str:
 
 
 def _plain(where: str, value: Any, depth: int) -> Any:
-    """Return a copy of a JSON value.
-
-    Raises:
-        ConfigError: It is none.
-    """
+    """Return a copy of a JSON value."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int) and abs(value) < MAX_INT:

@@ -24,7 +24,6 @@ def clip_groups(groups: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> N
     """Clip the gradients of each group that has a ``clip``, in place; a collective of the replica if any has one.
 
     Args:
-        groups: The parameter groups of all optimizers.
         widths: `CommitRecord.ring_widths`: the ranks of each member; () if they are equally wide.
     """
     clipped = [(group["clip"], _gradients(group)) for group in groups if group.get("clip") is not None]
@@ -40,12 +39,7 @@ def clip_groups(groups: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> N
 
 
 def lanes_of(shapes: Sequence[Sequence[int]], widths: Sequence[int]) -> tuple[RowLane, ...]:
-    """Return the lanes of the gradients of a group; their tensors are named by place.
-
-    Args:
-        shapes: Of the whole gradients.
-        widths: The ranks of each member.
-    """
+    """Return the lanes of the gradients of a group; their tensors are named by place."""
     return lanes({str(place): (tuple(shape), 4) for place, shape in enumerate(shapes)}, widths)
 
 
@@ -57,9 +51,6 @@ def lane_squares(
     Args:
         shards: What a rank has of each gradient, cut along dimension 0.
         shapes: Of the whole gradients.
-        of: Their lanes.
-        width: The ranks of its replica.
-        rank: This rank.
     """
     found = []
     for lane in of:

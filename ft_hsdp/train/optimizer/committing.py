@@ -12,12 +12,6 @@ class Ended(FtHsdpError):
     """Raised in the user's loop when the job ends this replica before the end of training."""
 
     def __init__(self, code: int, reason: str) -> None:
-        """Keep the exit code.
-
-        Args:
-            code: The code with which the process should exit.
-            reason: Why the job ends this replica.
-        """
         super().__init__(reason)
         self.exit_code = code
 

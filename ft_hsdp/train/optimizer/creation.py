@@ -32,9 +32,6 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
     No parameter and no learning rate changes. Needs as much memory as the gradients, for a moment.
 
-    Args:
-        optimizer: The user's; any class whose state are tensors.
-
     Raises:
         ConfigError: It would train differently with a state from here, or its state are not tensors alone.
     """
@@ -64,9 +61,6 @@ def updates_rows_alone(optimizer: torch.optim.Optimizer) -> bool:
 
     Does not block. Only then does it have the same bits however many ranks share the rows. So small parameters
     are trained twice, with other gradients of the last row.
-
-    Args:
-        optimizer: One that `create_state` has taken.
     """
     kinds = {}
     for group in optimizer.param_groups:
@@ -151,11 +145,7 @@ def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.opt
 
 
 def _try_out(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
-    """Train a small parameter twice, with a state from torch and with one from here; return its tensors' names.
-
-    Raises:
-        ConfigError: The two differ.
-    """
+    """Train a small parameter twice, with a state from torch and with one from here; return its tensors' names."""
     natural, ours = _trial(optimizer, group), _trial(optimizer, group)
     (theirs,), (mine,) = natural.param_groups[0]["params"], ours.param_groups[0]["params"]
     # Adagrad makes its state when it is constructed, which a trial skips: both begin with what it made then.

@@ -70,12 +70,7 @@ def of_function(function: Callable[[int], Any], steps: int) -> Json:
 
 
 def of_scheduler(scheduler: LRScheduler, steps: int) -> dict[str, Json]:
-    """Return what a scheduler was made with, and those inside it.
-
-    Args:
-        scheduler: Whose state is the first one.
-        steps: Of the job.
-    """
+    """Return what a scheduler was made with, and those inside it."""
     found = {key: value for key, value in scheduler.state_dict().items() if key not in _COUNTERS}
     for name, value in vars(scheduler).items():
         parts = value if isinstance(value, list | tuple) else [value]

@@ -47,10 +47,7 @@ def finish(record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | 
     The norm in the record was summed in the order of ranks or lanes, so that every replica clips alike.
 
     Args:
-        record: The commit, of a step that updates.
         reduced: A flat fp32 sum for each bucket.
-        clip: Largest norm; None does not clip.
-        data_ranks: Of this replica.
     """
     for flat in reduced:
         flat.div_(record.divisor / max(record.ring_widths, default=data_ranks))
@@ -66,7 +63,6 @@ class Groups:
         """Take the optimizers over; from now on only `step`, `advance` and `adopt` change their groups.
 
         Args:
-            optimizers: One, or several.
             schedule: ``schedule(step)`` gives the factor on the learning rate in a step (from 1), one for all
                 groups or one for each; or torch schedulers of these optimizers.
 
@@ -99,9 +95,6 @@ class Groups:
 
     def check_parameters(self, params: Mapping[str, torch.Tensor]) -> None:
         """Check that each trainable parameter is in exactly one place.
-
-        Args:
-            params: Of the model, by name; frozen ones may be missing.
 
         Raises:
             ConfigError: One is in none or in two, or is not the model's.
@@ -270,7 +263,6 @@ class Groups:
 
         Args:
             hyper: Of the checkpoint, with what `given` was then.
-            step: Of the checkpoint.
 
         Returns:
             What was given otherwise.
@@ -347,11 +339,7 @@ def _parts(hyper: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
 
 
 def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
-    """Return the optimizers; a container of optimizers, which may call itself one, counts as what is in it.
-
-    Raises:
-        ConfigError: There is none, or something else.
-    """
+    """Return the optimizers; a container of optimizers, which may call itself one, counts as what is in it."""
     one = isinstance(optimizers, torch.optim.Optimizer) and not isinstance(optimizers, Iterable)
     listed: list[Any] = [optimizers] if one else list(optimizers) if isinstance(optimizers, Iterable) else [None]
     if not listed or not all(isinstance(each, torch.optim.Optimizer) for each in listed):
@@ -360,11 +348,7 @@ def _listed(optimizers: Optimizers) -> list[torch.optim.Optimizer]:
 
 
 def _split(schedule: Schedule | None) -> tuple[Factor | None, list[LRScheduler]]:
-    """Return the function of the step, if it is one, or else the schedulers.
-
-    Raises:
-        ConfigError: It is something else.
-    """
+    """Return the function of the step, if it is one, or else the schedulers."""
     if schedule is None:
         return None, []
     listed: list[Any] = [schedule] if isinstance(schedule, LRScheduler) else []
@@ -378,11 +362,7 @@ def _split(schedule: Schedule | None) -> tuple[Factor | None, list[LRScheduler]]
 
 
 def _check(group: Mapping[str, Any]) -> None:
-    """Check that a group can be part of the state.
-
-    Raises:
-        ConfigError: It has no learning rate, a ``clip`` that is no norm, or a value that is not JSON.
-    """
+    """Check that a group can be part of the state."""
     if "lr" not in group:
         raise ConfigError("job.optimizer", sorted(set(group) - set(_OWN)), 'parameter groups with "lr"')
     clip = group.get("clip")

@@ -30,9 +30,6 @@ _ONCE = (
 def to_json(value: Any) -> Any:
     """Return ``value`` as JSON that `from_json` takes back exactly.
 
-    Args:
-        value: None, a bool, number, string or tensor of one element, or lists, tuples and dicts of them.
-
     Raises:
         TypeError: It is something else.
     """
@@ -205,7 +202,6 @@ class TorchSchedulers:
             then: The attributes with which each began when the checkpoint was written.
             now: The attributes with which each begins now; their state is that.
             anew: The optimizers whose rates are computed again.
-            step: Of the checkpoint.
 
         Raises:
             ConfigError: A scheduler cannot be computed again.
@@ -233,11 +229,7 @@ class TorchSchedulers:
 
 
 def _step(kind: Any, scheduler: LRScheduler, number: int, *loss: float) -> None:
-    """Step a scheduler after step ``number``.
-
-    Raises:
-        ConfigError: It cannot go on.
-    """
+    """Step a scheduler after step ``number``."""
     scheduler.optimizer._opt_called = True  # type: ignore[attr-defined] # of a skipped step it is not
     try:
         kind.step(scheduler, *loss)
@@ -247,11 +239,7 @@ def _step(kind: Any, scheduler: LRScheduler, number: int, *loss: float) -> None:
 
 
 def _load(kind: type[LRScheduler], scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Give a scheduler a state.
-
-    Raises:
-        ValueError: It is of another scheduler.
-    """
+    """Give a scheduler a state."""
     held = scheduler.state_dict()
     if set(held) != set(state):
         raise ValueError(f"a {kind.__name__} with {sorted(state)}, expected {sorted(held)}")

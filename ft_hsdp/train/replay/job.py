@@ -93,7 +93,6 @@ def places_of(ledger: Ledger, runs: Sequence[Run]) -> Places:
     """Return the places of units among the untrained units of their data shard: the inverse of `Ledger.at`.
 
     Args:
-        ledger: Of the state that the step builds on.
         runs: (data shard, first unit, count), of one data shard; each lies inside a hole or behind the cursor.
     """
     found: list[tuple[int, int]] = []
@@ -117,7 +116,6 @@ class RecordedOrders(Mailbox):
         """Prepare to repeat ``rows``.
 
         Args:
-            rows: Canonical commits that follow each other.
             width: Data ranks of this replica; it trains what contributors of that width have trained.
             usual: Data ranks of a replica that has all its ranks.
             ranks_per_unit: So many ranks that follow each other train the same units.
@@ -145,15 +143,7 @@ class RecordedOrders(Mailbox):
         ranks: ReplicaGroup,
         lanes: SharedLanes,
     ) -> None:
-        """Take the rank that repeats the run, before the first order.
-
-        Args:
-            driver: Its loop trains.
-            live_state: What it trains.
-            gradients: What it has trained for one contributor.
-            ranks: Of its replica.
-            lanes: How it sums.
-        """
+        """Take the rank that repeats the run, before the first order."""
         self._driver = driver
         self._live_state = live_state
         self._gradients = gradients
@@ -293,15 +283,6 @@ class ReplayJob(Job):
         recorded: Recorded,
         close_group: Callable[[], None],
     ) -> None:
-        """Make the part of one rank.
-
-        Args:
-            config: Of the run.
-            place: Where this rank runs; its replica is the only one.
-            device: Where the model's shards are.
-            recorded: What is repeated.
-            close_group: Leaves the process group.
-        """
         super().__init__(config, place, FromEnvironment(0), None, device, close_group)
         self._recorded = recorded
         self._written = False
@@ -316,20 +297,12 @@ class ReplayJob(Job):
         return self._driver.replica if self._driver is not None else 0
 
     def stream(self, source: Any) -> NoReturn:
-        """Refuse: what was trained cannot be read again in the order in which the records have it.
-
-        Raises:
-            ConfigError: Always.
-        """
+        """Refuse: what was trained cannot be read again in the order in which the records have it."""
         allowed = "job.loader: each batch has to be a function of its place"
         raise ConfigError("replay", "a loop over job.stream", allowed)
 
     def _join(self, driver: StepDriver, reader: Reader[Any]) -> None:
-        """Begin with the state on which the first recorded step builds: the initial one, or a checkpoint.
-
-        Raises:
-            ConfigError: The checkpoint is gone, or cannot be used.
-        """
+        """Begin with the state on which the first recorded step builds: the initial one, or a checkpoint."""
         ranks = self._group = ReplicaGroup(self.config.timeouts.ranks_s)
         first, loads = self._recorded.rows[0], self._recorded.loads
         before = StateId(0, first["step"] - 1, first["prev"])
@@ -394,9 +367,6 @@ class ReplayJob(Job):
         """Write the state as a checkpoint, which ranks of any number can load. A collective. Blocks.
 
         It waits for at most `timeouts.load_s`.
-
-        Raises:
-            ConfigError: It cannot be written.
         """
         live_state = self._live_state
         assert live_state.state is not None

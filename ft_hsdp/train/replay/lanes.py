@@ -32,13 +32,7 @@ PartVote = tuple[int, str, float]
 
 
 def ring_sum(of_replicas: Mapping[int, Tensor], ring: Sequence[int], settings: Settings) -> Tensor:
-    """Return the sum over replicas in the order in which a ring adds, shard by shard in each partition.
-
-    Args:
-        of_replicas: Of each contributor, fp32 [numel].
-        ring: The members of the ring, in its order.
-        settings: Of the ring.
-    """
+    """Return the sum over replicas in the order in which a ring adds, shard by shard in each partition."""
     contributors = frozenset(of_replicas)
     out = torch.empty_like(next(iter(of_replicas.values())))
     plan = RingPlan.cut(out.numel(), out.element_size(), len(ring), settings.slots, settings.chunk_bytes)
@@ -55,10 +49,6 @@ def ring_sum(of_replicas: Mapping[int, Tensor], ring: Sequence[int], settings: S
 def gathered(part: LanePart, flat: Tensor) -> Tensor:
     """Return what a rank adds to a part of a lane.
 
-    Args:
-        part: Of the rank's lane, of one bucket.
-        flat: The rank's gradient of the bucket, fp32 [numel].
-
     Returns:
         fp32 [part.size]; not to be written: it may be a part of ``flat``.
     """
@@ -73,11 +63,7 @@ def sum_part(
     """Add a part of a lane up, and put the sum where it belongs in the rank's bucket.
 
     Args:
-        part: Of the rank's lane, of one bucket.
-        theirs: What each contributor adds, from `gathered`.
         out: The rank's bucket of sums, fp32 [numel]; zero, as far as the part is `whole`.
-        ring: The members of the lane's ring, in its order.
-        settings: Of the ring.
 
     Returns:
         The sums, in the pieces on which ranks vote.
@@ -100,11 +86,9 @@ class LocalGradients:
         self.traffic = Traffic()
 
     def open(self, feeding: Feeding | None) -> None:
-        """Forget the gradients of the contributor before."""
         self._kept.clear()
 
     def ready(self, bucket: int, flat: Tensor, contributions: tuple[Contribution, ...]) -> None:
-        """Take the local gradient of a bucket, or more of it, which is added."""
         before = self._kept.get(bucket)
         self._kept[bucket] = (flat if before is None else before[0] + flat, contributions)
 
@@ -154,7 +138,6 @@ class SharedLanes:
         """Write what this rank has trained for those that own the same rows in another width. Does not wait.
 
         Args:
-            record: Of the step.
             trained: Of each contributor that ranks of this width repeat, the flat shard of each bucket, fp32.
         """
         for lane in self._lanes.plan(record.ring_widths).lanes if record.ring_widths else ():
@@ -168,7 +151,6 @@ class SharedLanes:
         """Return the sums of a step, and what is voted on each lane of this rank. Blocks until all have given.
 
         Args:
-            record: Of the step.
             trained: What was given; with members of equal width, of all contributors.
 
         Returns:
@@ -205,7 +187,6 @@ class SharedLanes:
         To be called when all ranks of this width have their sums of the step.
 
         Args:
-            record: Of the step.
             mine: The contributions that ranks of this width repeat, as JSON values; rank 0 writes them.
 
         Returns:
@@ -233,11 +214,7 @@ class SharedLanes:
         self._written.append(path)
 
     def _read(self, name: str) -> bytes:
-        """Return what a rank has written into a file; wait for it.
-
-        Raises:
-            Retryable: It is not there in time.
-        """
+        """Return what a rank has written into a file; wait for it."""
         path, until = self._folder / name, time.monotonic() + self._wait_s
         while True:
             try:

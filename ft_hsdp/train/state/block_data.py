@@ -57,13 +57,6 @@ class BlockData:
     def described(name: str, blocks: int, block_bytes: int, copies: int, *, permute: bool) -> BlockData:
         """Return the description, with sizes of ranges and pieces that fit it. Does not block.
 
-        Args:
-            name: 1 to 64 letters, digits and ``. _ -``.
-            blocks: The number of blocks.
-            block_bytes: Bytes of each.
-            copies: The number of hosts that each block is to be on.
-            permute: Whether the order of the ranges is permuted.
-
         Raises:
             ConfigError: An argument cannot be used.
         """
@@ -95,12 +88,7 @@ class BlockData:
         return BlockLayout(self.blocks, self.range_blocks, hosts * parts, self.seed, parts)
 
     def first_cut(self, hosts: int, ranks: int) -> BlockLayout:
-        """Return the layout of a first submission.
-
-        Args:
-            hosts: The number of hosts.
-            ranks: Of each host: there is work for all of them.
-        """
+        """Return the layout of a first submission."""
         share = self.blocks * self.block_bytes // hosts
         most = min(MAX_PARTS, MAX_SLICES // hosts)
         return self.cut(hosts, min(max(ranks, -(-share // SLICE_BYTES)), most))
@@ -134,10 +122,6 @@ class BlockData:
 class LoadAnswer:
     """What a load returns, and where each block belongs in it.
 
-    Args:
-        data: What the blocks are.
-        spans: From `BlockData.checked`, in the order of the answer.
-
     Attributes:
         out: uint8 [blocks, block_bytes], to be filled.
     """
@@ -159,10 +143,6 @@ class LoadAnswer:
         """Yield where wanted blocks belong, as (first block, block after the last one, place of the first one).
 
         Blocks that touch, but are not neighbours in the answer, are in different parts.
-
-        Args:
-            first: The first block.
-            end: The block after the last one; all between are wanted.
         """
         at = bisect_right(self._starts, first) - 1
         while first < end:
@@ -176,7 +156,6 @@ class BlockReader:
     """Reads blocks from the user's source, and checks what comes.
 
     Args:
-        data: What the blocks are.
         source: A file of the blocks, or a function that takes (first block, block after the last one).
 
     Raises:
@@ -229,11 +208,6 @@ class BlockReader:
 
     def fill(self, answer: LoadAnswer, first: int, end: int) -> None:
         """Read blocks into the answer of a load, a permutation range at a time. Blocks.
-
-        Args:
-            answer: The answer.
-            first: The first block that is read.
-            end: The block after the last one.
 
         Raises:
             Retryable: They cannot be read.

@@ -17,12 +17,6 @@ class BlockHost:
     """What a store of blocks asks of the job that it belongs to; `Job` is one."""
 
     def __init__(self, place: RankPlace, identity: RankIdentity | None) -> None:
-        """Make the part of one rank.
-
-        Args:
-            place: Where this rank runs.
-            identity: Which incarnation this rank is of; None for a spare that has not been assigned one yet.
-        """
         self._place = place
         self._identity = identity
         self._events: Journal | None = None
@@ -30,9 +24,6 @@ class BlockHost:
 
     def agent_home(self, caller: str) -> AgentHome | None:
         """Return where this rank's state agent is. Does not block.
-
-        Args:
-            caller: Who asks, for the error.
 
         Returns:
             The agent of this rank's host, or None in a replay, which has no agents.
@@ -51,11 +42,6 @@ class BlockHost:
         """Write an event into the journal of this rank, once there is one.
 
         It also becomes a line of the rank's log. From any thread.
-
-        Args:
-            event: Its name.
-            reason: Why it happened.
-            **facts: What belongs to it.
         """
         _log.warning("%s: %s", event, reason)
         if self._events is not None:

@@ -62,7 +62,6 @@ class BlockHolders:
 
         Args:
             rows: (host, slice, number of slices, slices of a share, digest of its manifest) of all slices.
-            data: What the blocks are.
         """
         cuts = Counter((slices, parts) for _, _, slices, parts, _ in rows)
         if cuts:
@@ -125,9 +124,6 @@ class BlockSubmission:
         Args:
             host: The name of this rank's host; "" for that of the machine.
 
-        Returns:
-            What was found and done.
-
         Raises:
             Retryable: Some rank could not read the source, or is gone.
         """
@@ -169,11 +165,7 @@ class BlockSubmission:
         return [(run.block, run.block + run.count) for run in self._known.layout.contents(number)]
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """Do something on all ranks, and return what each of them returned. A collective.
-
-        Raises:
-            Retryable: It failed on one of them.
-        """
+        """Do something on all ranks, and return what each of them returned. A collective."""
         try:
             return self._group.on_all(work)
         except (Failed, RuntimeError) as error:

@@ -70,13 +70,7 @@ def open_checkpoints(
     """Return the job's checkpoints, and what writes them: any rank may be asked to write.
 
     Args:
-        config: The job's configuration.
-        run: The run's directory.
         incarnation: Of this replica; names its checkpoints.
-        live_state: Whose tensors are written.
-        ranks: Of this replica.
-        shards: Data shards of the job.
-        data: Facts about the data.
         token: Of the job, which must have the folder alone; "": no other job can use it.
 
     Raises:
@@ -115,13 +109,6 @@ def checkpoints_of(
     config: Config, run: Path, ranks: ReplicaGroup, shards: int, data: Mapping[str, str]
 ) -> Checkpoints:
     """Return where the checkpoints of a job are, and which of them it can use.
-
-    Args:
-        config: The job's configuration.
-        run: The run's directory.
-        ranks: Of this replica.
-        shards: Data shards of the job.
-        data: Facts about the data.
 
     Raises:
         ConfigError: The key cannot be used.
@@ -168,9 +155,6 @@ def load_checkpoint(
     """Load the newest valid checkpoint into the live state. A collective of all ranks. Blocks.
 
     Args:
-        live_state: With its initial state.
-        ranks: Of this replica.
-        checkpoints: What durable storage has.
         step: Take the one of this step; None: any.
 
     Returns:

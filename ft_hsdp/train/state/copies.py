@@ -191,9 +191,7 @@ class CopyKeeper:
         states that those do not copy. A copy whose holder refuses it moves to another host from the next state on.
 
         Args:
-            state: The state on top of which the ranks have voted.
             everywhere: Whether it is kept in all promised places.
-            cost: What its copies have cost.
             refused: The rank of each shard that a host does not keep, and the rank of that host that said so.
 
         Returns:

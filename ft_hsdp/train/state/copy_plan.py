@@ -133,7 +133,6 @@ class CopyPlanner:
         """Return the plan of an epoch.
 
         Args:
-            grant: The grant of the epoch.
             members: With their hosts; () if there are no copies to plan.
             refusals: Of holders of this replica's copies, in the order in which commits told them.
         """

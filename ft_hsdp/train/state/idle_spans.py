@@ -32,8 +32,6 @@ class SpanWatch:
 
     Args:
         watch: Has a meter told of each communication inside the replica; with None no meter any more.
-        agent: The way to the state agent.
-        journal: This rank's events.
     """
 
     def __init__(self, watch: Callable[[SpanMeter | None], None], agent: GateAgent, journal: Journal) -> None:

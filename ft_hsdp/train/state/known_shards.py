@@ -59,13 +59,7 @@ class RankAgent:
 
 
 class KnownShards:
-    """What the state agents of a job keep of one replica's states, as far as rank 0 has asked.
-
-    Args:
-        about: The incarnation that is restored.
-        peers: What each rank of the replica has told, by rank.
-        layout: Of rank 0's shard.
-    """
+    """What the state agents of a job keep of one replica's states, as far as rank 0 has asked."""
 
     def __init__(self, about: Recoverer, peers: Sequence[RankAgent], layout: Layout) -> None:
         self._about = about
@@ -189,12 +183,7 @@ MAX_OTHERS = 8  # other widths that count, the largest ones
 
 
 class OtherWidths:
-    """The other widths of one state, worked out when a shard of them is seen.
-
-    Args:
-        layout: Of this rank's shard.
-        layouts: The layout of the shard of each rank of this replica.
-    """
+    """The other widths of one state, worked out when a shard of them is seen."""
 
     def __init__(self, layout: Layout, layouts: Sequence[str]) -> None:
         self._layout = layout
@@ -228,10 +217,6 @@ def donors_of(members: Sequence[Member], shard: WantedShard) -> tuple[int, dict[
     """Return from whom a rank fetches its shard: the width of the replicas, and who has which shard there.
 
     Replicas of its own width come first, then those of the width that most have.
-
-    Args:
-        members: Replicas that have the state, or will have it soon.
-        shard: What is fetched.
 
     Raises:
         Uncuttable: Only replicas of another width have it, and the state cannot be cut for it.

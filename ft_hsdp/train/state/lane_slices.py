@@ -31,11 +31,8 @@ def pieces(
     """Return what each lane of a rank has of the state.
 
     Args:
-        plan: The lanes.
         shapes: Of each tensor of the state the whole shape; None: it is not cut along dimension 0.
         sizes: Of what this rank holds of each: (bytes, bytes of an element).
-        width: Ranks of this replica.
-        rank: This one.
 
     Returns:
         For each lane, in the order of the plan. Rows whose owners have no lane of the gradient are in none.
@@ -54,14 +51,7 @@ def pieces(
 
 
 def digest(step: int, mine: Pieces, shards: Sequence[torch.Tensor], more: bytes) -> str:
-    """Return the xxh3-128 of the slice of a lane that is compared after ``step`` steps, in hex.
-
-    Args:
-        step: Committed steps.
-        mine: What the lane has.
-        shards: What this rank holds of each tensor, as uint8.
-        more: What is compared beside it.
-    """
+    """Return the xxh3-128 of the slice of a lane that is compared after ``step`` steps, in hex."""
     hashed, place = xxhash.xxh3_128(), 0
     begin, end = state_id.slice_bounds(sum(b - a for _, a, b in mine), step)
     for index, a, b in mine:

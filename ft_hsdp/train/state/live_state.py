@@ -107,16 +107,7 @@ class LiveState:
     def __init__(
         self, model: AdoptedModel, groups: Groups, ledger: Ledger, rank: int, ranks: int, offload: bool = False
     ) -> None:
-        """Take over a model and its optimizer.
-
-        Args:
-            model: The model; its trainable parameters are part of the state.
-            groups: The optimizers' parameter groups; their state exists.
-            ledger: The batches that are inside the state.
-            rank: This rank.
-            ranks: How many ranks the replica has.
-            offload: Whether the optimizer's tensors are in host memory between updates.
-        """
+        """Take over a model and its optimizer."""
         self._model = model
         self._groups = groups
         self._rank = rank
@@ -213,9 +204,7 @@ class LiveState:
         Blocks while a snapshot is copied.
 
         Args:
-            record: The commit; every replica applies the same one.
             reduced: Sums over the contributors, one flat fp32 shard for each bucket; changed in place.
-            clip: Largest norm of the gradient; None does not clip.
             then: Called when the weights are updated, before the state has its name: the user's callbacks.
 
         Raises:
@@ -251,10 +240,6 @@ class LiveState:
 
     def load(self, manifest: ShardManifest, packed: Bytes) -> None:
         """Swap a verified shard in. Blocks while a snapshot is copied.
-
-        Args:
-            manifest: Of a state with this rank's layout.
-            packed: Its bytes, uint8 [layout.nbytes].
 
         Raises:
             ConfigError: The hyper-parameters are of other optimizers.
@@ -305,10 +290,6 @@ class LiveState:
     def pack(self, state: StateId, into: Bytes) -> ShardManifest | None:
         """Copy the shard. Called on the snapshots' thread; blocks during an update.
 
-        Args:
-            state: The state that is to be copied.
-            into: Where to, uint8 [layout.nbytes].
-
         Returns:
             The manifest, with checksums of the live tensors; None if the live state is another one by now. Then
             nothing is copied.
@@ -341,9 +322,6 @@ class LiveState:
         """Return the digest of the slice of the state that the replicas compare with the next vote.
 
         For use between two updates: an update must not run meanwhile.
-
-        Args:
-            lineage_held: The lineage of the state that is expected.
 
         Returns:
             The xxh3-128 in hex; "" if another state is held.

@@ -72,11 +72,8 @@ class SnapshotWriter:
         """Connect to this host's agent. Blocks for at most ``join_s``.
 
         Args:
-            live_state: The state that is copied.
-            home: Whose snapshots these are.
             every_step: Whether each state is copied, or only those that are requested.
             join_s: How long an agent may take to answer at first, in seconds; also one that is found again.
-            journal: This rank's events.
             failed: Takes an error that must not happen; called on the writer's thread.
             answer_s: How long an agent may take for an order, in seconds, before training goes on without it.
 
@@ -137,7 +134,6 @@ class SnapshotWriter:
         """Note whether ``state`` is complete in all promised places; comes with the next commit.
 
         Args:
-            state: The state on top of which the ranks have voted.
             everywhere: Whether all of them have a snapshot of it, and all copies are made: then older ones may
                 go. Otherwise the newest one for which that is so stays.
         """
@@ -177,7 +173,6 @@ class SnapshotWriter:
         """Have the agent copy another host's shard. Does not block.
 
         Args:
-            order: Which one, and from where.
             refused: Called on the writer's thread with the reason if the agent has no room for it.
         """
 
@@ -223,7 +218,6 @@ class SnapshotWriter:
         """Copy the live state for a checkpoint, beside the agent's memory. Does not block.
 
         Args:
-            state: The live state now.
             then: Called on the writer's thread with the manifest and the packed bytes, uint8; with None twice if
                 there is no memory for the copy.
         """
