@@ -43,7 +43,7 @@ from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import PackedTensor, ShardManifest
 from ft_hsdp.train.state.checkpointing import Checkpoints
 from ft_hsdp.train.state.known_shards import Recoverer
-from ft_hsdp.train.state.recovery import restore
+from ft_hsdp.train.state.recovery import Restoration
 
 STATE, INITIAL = StateId(1, 1, "ab" * 16), StateId(0, 0, "00" * 16)
 CHUNK_BYTES = 16 << 10
@@ -209,7 +209,7 @@ class _Hosts:
         journal: Any = SimpleNamespace(event=lambda name, _, **facts: rows.append({"event": name, **facts}))
         checkpoints = Checkpoints(self._folder, "", 2, 1, (1, 1), None)
         about = Recoverer(0, 1, OWN, self._token, lambda _: self._holders, 0.0, RESTORE_S)
-        restore(live, agent, ranks, checkpoints, True, journal, about)
+        Restoration(live, agent, ranks, checkpoints, True, journal, about).run()
         return rows, live.state == STATE and live.content == self._content
 
 

@@ -23,7 +23,7 @@ from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.runtime import RankRuntime
 from ft_hsdp.train.state.checkpointing import Checkpoints, missed
 from ft_hsdp.train.state.known_shards import Recoverer
-from ft_hsdp.train.state.recovery import restore
+from ft_hsdp.train.state.recovery import Restoration
 from ft_hsdp.train.step_log import StepLog
 
 
@@ -67,8 +67,8 @@ def restored(runtime: RankRuntime, checkpoints: Checkpoints) -> StateId:
     where = identity.replica, len(identity.predecessors), identity.host, runtime.place.token
     timeouts = config.timeouts
     recoverer = Recoverer(*where, runtime.holders, timeouts.reach_s, timeouts.load_s / 2)
-    current = config.state.snapshot == "every_step"
-    restore(live_state, runtime.snapshots, runtime.ranks, checkpoints, current, runtime.journal, recoverer)
+    memory = runtime.snapshots, runtime.ranks, checkpoints, config.state.snapshot == "every_step"
+    Restoration(live_state, *memory, runtime.journal, recoverer).run()
     state = live_state.state
     assert state is not None
     runtime.snapshots.mark_current(state)

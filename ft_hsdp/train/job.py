@@ -414,7 +414,7 @@ class Job(DataSources, UserLoop, BlockHost):
         try:
             if end.done:
                 driver.conclude(end.for_all)
-            self._callbacks.left(end.reason)
+            self._callbacks.call("on_leave", end.reason)
         finally:
             self.close() if self.built_in else self._part()
         if end.code != EXIT_OK:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -113,54 +113,27 @@ class Fetching:
     deadline_s: float  # for a whole fetch
 
 
+@dataclass(eq=False)
 class OrderHandler:
     """Carries out the leader's orders on one rank. Made and used on the control loop."""
 
-    def __init__(
-        self,
-        replica: int,
-        rank: int,
-        fetching: Fetching,
-        group: Group,
-        reducer: Reducer,
-        snapshots: SnapshotWriter,
-        copies: CopyKeeper,
-        spans: SpanWatch,
-        mailbox: Mailbox,
-        journal: Journal,
-        report: Callable[[object], None],
-    ) -> None:
-        """Make the handler of a rank.
-
-        Args:
-            replica: This rank's replica.
-            rank: Its index there.
-            fetching: What all its fetches have in common.
-            group: Its ring.
-            reducer: Reduces its gradient.
-            snapshots: Copies its states into host memory.
-            copies: Has copies made of the shards of other hosts.
-            spans: Watches when the network is idle, while copies of its replica's shards are made.
-            mailbox: Where the main thread takes its orders from.
-            journal: Its events.
-            report: Gives the leader a message; called on the control loop.
-        """
-        self._replica = replica
-        self._rank = rank
-        self._fetching = fetching
-        self._group = group
-        self._reducer = reducer
-        self._snapshots = snapshots
-        self._copies = copies
-        self._spans = spans
-        self._mailbox = mailbox
-        self._journal = journal
-        self._report = report
-        self._loop = asyncio.get_running_loop()
-        self._fetched_shard: LoadOrder | None = None  # until the leader has it installed
-        self._buffered: dict[int, list[torch.Tensor]] = {}  # by step: reduced shards whose base is not here yet
-        self._cancel = threading.Event()  # set: the newest fetch is cancelled
-        self._fetch_thread: threading.Thread | None = None
+    _replica: int
+    _rank: int  # of the replica
+    _fetching: Fetching
+    _group: Group
+    _reducer: Reducer
+    _snapshots: SnapshotWriter
+    _copies: CopyKeeper  # has copies made of the shards of other hosts
+    _spans: SpanWatch  # watches when the network is idle, while copies of its replica's shards are made
+    _mailbox: Mailbox
+    _journal: Journal
+    _report: Callable[[object], None]  # gives the leader a message; called on the control loop
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _fetched_shard: LoadOrder | None = None  # until the leader has it installed
+    # By step: reduced shards whose base is not here yet.
+    _buffered: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    _cancel: threading.Event = field(default_factory=threading.Event)  # set: the newest fetch is cancelled
+    _fetch_thread: threading.Thread | None = None
 
     def handle(self, order: object) -> None:
         """Carry out one order of the leader; does not block."""

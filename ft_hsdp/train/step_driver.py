@@ -14,7 +14,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
 from typing import Any, TypeVar
@@ -61,64 +61,42 @@ class Joined:
     first: bool = False  # whether no process was this replica before in this run
 
 
+@dataclass(eq=False)
 class StepDriver:
     """Runs one rank's steps, one after another."""
 
-    def __init__(
-        self,
-        config: Config,
-        data_rank: int,
-        data_ranks: int,
-        device: torch.device,
-        model: AdoptedModel,
-        groups: Groups,
-        live_state: LiveState,
-        mailbox: Mailbox,
-        callbacks: Callbacks,
-    ) -> None:
-        """Make the driver of a rank.
+    _config: Config
+    _data_rank: int  # of its replica
+    _data_ranks: int
+    _device: torch.device  # where batches go
+    _model: AdoptedModel
+    groups: Groups
+    _live_state: LiveState  # the committed state that this rank holds
+    _mailbox: Mailbox  # where the leader's orders come from
+    _callbacks: Callbacks  # the user's
+    replica: int = 0  # set by `guess`
+    clip: float | None = None  # the largest norm of the reduced gradient
+    _joined: Joined | None = None
+    _left: bool = False  # the script has ended training
+    # The step under way.
+    plan: StepPlan | None = None
+    _last_bucket: torch.Tensor | None = None  # from backward until `end`, which may tell the loss
+    _step: int = 0
+    _taken: bool = False  # `end` has taken what was yielded last
+    _awaited_s: float = 0.0  # that the main thread waited for the quota
+    _tokens: int = 0  # of the newest unit
+    _since: float = field(default_factory=time.monotonic)  # the last commit
+    _committed: bool = False  # whether this incarnation has applied a step
+    _fatal: tuple[Run, ...] = ()  # units that have ended the processes which trained them
+    samples_of: Callable[..., tuple[int, list[int]]] | None = None  # of a loader: epoch, samples
+    _restored: set[str] = field(default_factory=set)  # tensors of which a change between two steps was taken back
+    _fed: int = 0  # steps that this incarnation has begun
+    _refuses: bool = False  # what changes outside the state is refused: no replica can have gone far with it
+    last: CommittedStep | None = None  # led to the live state; None: it was applied elsewhere
 
-        Args:
-            config: The job's configuration.
-            data_rank: This data rank of its replica.
-            data_ranks: How many data ranks the replica has.
-            device: Where batches go.
-            model: The model.
-            groups: Of the optimizer.
-            live_state: The committed state that this rank holds.
-            mailbox: Where the leader's orders come from.
-            callbacks: The user's.
-        """
-        self._config = config
-        self._data_rank = data_rank
-        self._data_ranks = data_ranks
-        self._device = device
-        self._model = model
-        self.groups = groups
-        self._live_state = live_state
-        self._mailbox = mailbox
-        self._callbacks = callbacks
-        self._weighs = config.data.weight == "tokens"  # whether the loop says what each micro-batch weighs
-        self._quotas_change = config.quorum.batch == "constant"  # whether grants may differ in the number of units
-        self.replica = 0  # set by `guess`
-        self.clip: float | None = None  # the largest norm of the reduced gradient
-        self._joined: Joined | None = None
-        self._left = False  # the script has ended training
-        # The step under way.
-        self.plan: StepPlan | None = None
-        self._last_bucket: torch.Tensor | None = None  # from backward until `end`, which may tell the loss
-        self._step = 0
-        self._taken = False  # `end` has taken what was yielded last
-        self._awaited_s = 0.0  # that the main thread waited for the quota
-        self._tokens = 0  # of the newest unit
-        self._since = time.monotonic()  # the last commit
-        self._committed = False  # whether this incarnation has applied a step
-        self._fatal: tuple[Run, ...] = ()  # units that have ended the processes which trained them
-        self.samples_of: Callable[..., tuple[int, list[int]]] | None = None  # of a loader: epoch, samples
-        self._restored: set[str] = set()  # tensors of which a change between two steps was taken back
-        self._fed = 0  # steps that this incarnation has begun
-        self._refuses = False  # what changes outside the state is refused: no replica can have gone far with it
-        self.last: CommittedStep | None = None  # led to the live state; None: it was applied elsewhere
+    def __post_init__(self) -> None:
+        self._weighs = self._config.data.weight == "tokens"  # whether the loop says what each micro-batch weighs
+        self._quotas_change = self._config.quorum.batch == "constant"  # grants may differ in the number of units
 
     @property
     def joined(self) -> bool:
@@ -242,10 +220,8 @@ class StepDriver:
             try:
                 batch = reader.batch(at, chain(plan.left, later))
             except StopIteration as error:  # would look like the end of this generator
-                what = f"batch {at.index} of data shard {at.shard} (unit {at.unit})"
-                raise RuntimeError(
-                    f"the data raised StopIteration for {what}: an iterator in it has ended"
-                ) from error
+                why = f"the data raised StopIteration for {_named(at)}: an iterator in it has ended"
+                raise RuntimeError(why) from error
             if log is not None:
                 self._tokens = count_tokens(batch)
             number = at.index * self._config.data_shards + at.shard
@@ -291,11 +267,10 @@ class StepDriver:
         return f"; their samples are {', '.join(map(str, found[:SHOWN_SAMPLES]))}{more}"
 
     def _check_trained(self, trained: TrainedMicroBatch) -> None:
-        """Check that the loop has trained a micro-batch before it asks for the next one: the others wait for it."""
+        """Check that the loop has trained a micro-batch before it asks for the next one, for which all wait."""
         if self._taken or trained.weight == 0 or self._model.trained():
             return
-        at = trained.at
-        which = f"no backward for batch {at.index} of data shard {at.shard} (unit {at.unit})"
+        which = f"no backward for {_named(trained.at)}"
         out = (
             "leave the loss as it is if it is not finite (train.poison leaves the batch out), or make it 0 * loss"
         )
@@ -450,7 +425,7 @@ class StepDriver:
         fault_injection.reach("apply-begin", record.step)
         last = self.last = CommittedStep.of(record, live_state.rate(record))
         with self._ends_the_rank():
-            live_state.apply(record, order.reduced, self.clip, partial(self._callbacks.committed, last))
+            live_state.apply(record, order.reduced, self.clip, partial(self._callbacks.call, "on_commit", last))
         fault_injection.reach("apply-end", record.step)
         runtime.snapshots.mark_current(record.state_id)
         runtime.copies.mark_current(record.state_id)
@@ -461,7 +436,7 @@ class StepDriver:
 
     def _rejoined(self) -> None:
         with self._ends_the_rank():
-            self._callbacks.rejoined(self.step)
+            self._callbacks.call("on_rejoin", self.step)
 
     @contextlib.contextmanager
     def _ends_the_rank(self) -> Iterator[None]:

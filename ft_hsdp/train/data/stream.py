@@ -18,6 +18,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -92,25 +93,27 @@ class BatchStream(Generic[Batch]):
         return self._batches(self)
 
 
+@dataclass(eq=False)
 class StreamReader(Generic[Batch]):
-    """Reads the stream of one data rank, on the main thread, and keeps what is not trained yet."""
+    """Reads the stream of one data rank, on the main thread, and keeps what is not trained yet.
 
-    def __init__(self, source: Any, shape: JobShape, rank: int, run: Path, file: int) -> None:
-        """Open nothing yet: which replica this is may not be known; the arguments are those of `BatchStream`."""
-        self._source = source
-        self._shape = shape
-        self._rank = rank
-        self._run = run
-        self._file = file
-        self._shard = -1  # of the data; -1: nothing was asked for yet
-        self._opened: Any = None  # the iterable
-        self._iterator: Iterator[Any] | None = None
-        self._next = 0  # number of the item that the iterator gives next
-        self._epoch = 0  # how often the iterator has ended
-        self._first = 0  # number of the first item that is not trained
-        self._kept: dict[int, Any] = {}  # items from that one on
-        self._state: tuple[int, int, Any] | None = None  # (next item, epoch, encoded state of the iterable)
-        self._saved_at = 0.0
+    It opens nothing before the first batch is asked for: which replica this is may not be known.
+    """
+
+    _source: Any
+    _shape: JobShape
+    _rank: int
+    _run: Path
+    _file: int  # number in the name of the file with the state
+    _shard: int = -1  # of the data; -1: nothing was asked for yet
+    _opened: Any = None  # the iterable
+    _iterator: Iterator[Any] | None = None
+    _next: int = 0  # number of the item that the iterator gives next
+    _epoch: int = 0  # how often the iterator has ended
+    _first: int = 0  # number of the first item that is not trained
+    _kept: dict[int, Any] = field(default_factory=dict)  # items from that one on
+    _state: tuple[int, int, Any] | None = None  # (next item, epoch, encoded state of the iterable)
+    _saved_at: float = 0.0
 
     def guess(self, ahead: Iterable[MicroBatch]) -> None:
         """Read the first of ``ahead``; blocks while it, and what comes before it, is read.

@@ -14,7 +14,7 @@ Read in this order:
 - `user_loop`: the part of `Job` with all of these.
 
 The way of a committed step: ``StepDriver._apply`` makes a `CommittedStep` of the record, and `LiveState.apply`
-calls ``Callbacks.committed`` between the update of the weights and the state's new name. An error there ends the
+calls ``Callbacks.call`` between the update of the weights and the state's new name. An error there ends the
 rank.
 
 Example:

@@ -70,31 +70,16 @@ class Callbacks:
         self._of[kind].append(callback)
         return callback
 
-    def committed(self, step: CommittedStep) -> None:
-        """Call what waits for a commit.
+    def call(self, kind: str, argument: object) -> None:
+        """Call what waits for a committed step, for a state that replaces the live one, or for the end.
+
+        Args:
+            kind: As in `add`.
+            argument: A `CommittedStep`, the step of the state, or the reason of the end.
 
         Raises:
             CallbackFailed: One of them raised an error.
         """
-        self._call("on_commit", step)
-
-    def rejoined(self, step: int) -> None:
-        """Call what waits for a state that replaces the live one; ``step`` is that of the state.
-
-        Raises:
-            CallbackFailed: One of them raised an error.
-        """
-        self._call("on_rejoin", step)
-
-    def left(self, reason: str) -> None:
-        """Call what waits for the end.
-
-        Raises:
-            CallbackFailed: One of them raised an error.
-        """
-        self._call("on_leave", reason)
-
-    def _call(self, kind: str, argument: object) -> None:
         for callback in self._of[kind]:
             called(f"job.{kind}({name_of(callback)})", callback, argument)
 

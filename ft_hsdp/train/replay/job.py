@@ -249,27 +249,14 @@ class Silent:
         return CopyCost()
 
 
-class ReplayRuntime:
-    """Stands in for the `RankRuntime`."""
+class ReplayRuntime(Silent):
+    """Stands in for the `RankRuntime`: a replay has neither threads nor connections, and nobody watches it."""
 
     def __init__(self, gradients: LocalGradients) -> None:
         self.reducer = gradients
         self.journal = self.snapshots = self.copies = self.spans = Silent()
 
-    def moved(self) -> None:
-        """Do nothing: nobody watches this rank."""
-
-    def concluded(self) -> None:
-        """Do nothing: there is no leader."""
-
-    def end(self, reason: str, code: int) -> None:
-        """Do nothing: the error of the loop's callback ends the replay."""
-
-    def leave(self) -> None:
-        """Do nothing: a replay ends with its last step."""
-
-    def close(self) -> None:
-        """Do nothing: it has neither threads nor connections."""
+    moved = concluded = end = leave = close = Silent.event
 
 
 class ReplayJob(Job):

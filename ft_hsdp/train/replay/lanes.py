@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -101,38 +102,18 @@ class LocalGradients:
         """Do nothing: the sums are not used again."""
 
 
+@dataclass(eq=False)
 class SharedLanes:
     """The sums of one rank of a replay, with those that repeat replicas of another width, if there are any."""
 
-    def __init__(
-        self,
-        lanes: GradientLanes,
-        widths: Sequence[int],
-        width: int,
-        rank: int,
-        folder: Path,
-        settings: Settings,
-        wait_s: float,
-    ) -> None:
-        """Make the part of one rank.
-
-        Args:
-            lanes: Of the rank's gradient.
-            widths: For which there are ranks.
-            width: Of this rank's replica.
-            rank: This one.
-            folder: Where the files are; for all ranks of the replay, and for nobody else.
-            settings: Of the job's rings.
-            wait_s: The longest wait for ranks of another width.
-        """
-        self._lanes = lanes
-        self._widths = widths
-        self._width = width
-        self._rank = rank
-        self._folder = folder
-        self._settings = settings
-        self._wait_s = wait_s
-        self._written: list[Path] = []  # by this rank, and perhaps not read by all others yet
+    _lanes: GradientLanes  # of the rank's gradient
+    _widths: Sequence[int]  # for which there are ranks
+    _width: int  # of this rank's replica
+    _rank: int  # this one
+    _folder: Path  # where the files are; for all ranks of the replay, and for nobody else
+    _settings: Settings  # of the job's rings
+    _wait_s: float  # the longest wait for ranks of another width
+    _written: list[Path] = field(default_factory=list)  # by this rank, and perhaps not read by all others yet
 
     def give(self, record: CommitRecord, trained: Mapping[int, Sequence[Tensor]]) -> None:
         """Write what this rank has trained for those that own the same rows in another width. Does not wait.

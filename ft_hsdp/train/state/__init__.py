@@ -16,7 +16,7 @@ Read the modules in this order:
                    parts of it
 
 The way of a state: ``job._apply`` changes the live state; `SnapshotWriter` copies it into the agent's memory; the
-vote on the next step says that the copy is complete. After a failure `recovery.restore` finds the newest state of
+vote on the next step says that the copy is complete. After a failure `Restoration` finds the newest state of
 which every shard is somewhere, and loads it into the live state of all ranks.
 
 All ranks of a replica load the same state, or none does. A state is only copied once it is committed, so what a

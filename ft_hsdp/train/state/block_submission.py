@@ -87,36 +87,17 @@ class BlockHolders:
         return sum(len(each) * self.layout.count(number) for number, each in self.holders.items())
 
 
+@dataclass(eq=False)
 class BlockSubmission:
-    """A rank's part in one submission. For one thread; every call is a collective of the replica's ranks.
+    """A rank's part in one submission. For one thread; every call is a collective of the replica's ranks."""
 
-    Args:
-        data: What the blocks are.
-        reader: The source.
-        job: Whose rank this is.
-        agent: The connection to the host's agent.
-        group: The ranks of the replica.
-        known: Who holds what; it is brought up to date.
-    """
-
-    def __init__(
-        self,
-        data: BlockData,
-        reader: BlockReader,
-        job: Job,
-        agent: BlockAgent,
-        group: ReplicaGroup,
-        known: BlockHolders,
-    ) -> None:
-        self._data = data
-        self._reader = reader
-        self._job = job
-        self._agent = agent
-        self._group = group
-        self._known = known
-        gigabytes = job.config.memory.budget_gb
-        self._budget = None if gigabytes is None else int(gigabytes * 1e9)  # bytes
-        self._refused: dict[tuple[int, int], str] = {}  # why, by slice and host
+    _data: BlockData
+    _reader: BlockReader  # the source
+    _job: Job
+    _agent: BlockAgent
+    _group: ReplicaGroup
+    _known: BlockHolders  # who holds what; it is brought up to date
+    _refused: dict[tuple[int, int], str] = field(default_factory=dict)  # why, by slice and host
 
     def run(self, host: str) -> SubmittedBlocks:
         """Do what is missing. Blocks.
@@ -155,6 +136,12 @@ class BlockSubmission:
         if self._group.rank == 0:
             self._tell(result, lost, time.monotonic() - began)
         return result
+
+    @property
+    def _budget(self) -> int | None:
+        """The bytes that a host may hold; None: any number."""
+        gigabytes = self._job.config.memory.budget_gb
+        return None if gigabytes is None else int(gigabytes * 1e9)
 
     def _plan(self) -> SubmissionPlan:
         known = self._known

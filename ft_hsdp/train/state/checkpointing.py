@@ -198,24 +198,14 @@ def load_checkpoint(
     return found
 
 
+@dataclass(eq=False)
 class CheckpointSaver:
     """One rank's part in the checkpoints that its replica writes."""
 
-    def __init__(
-        self, checkpointer: Checkpointer, snapshots: SnapshotWriter, rank: int, report: Callable[[object], None]
-    ) -> None:
-        """Make the saver of a rank.
-
-        Args:
-            checkpointer: Writes to durable storage, on a thread of its own.
-            snapshots: Copies the live state.
-            rank: This rank.
-            report: Takes the outcome to the leader, from any thread.
-        """
-        self._checkpointer = checkpointer
-        self._snapshots = snapshots
-        self._rank = rank
-        self._report = report
+    _checkpointer: Checkpointer
+    _snapshots: SnapshotWriter
+    _rank: int
+    _report: Callable[[object], None]  # takes the outcome to the leader, from any thread
 
     def save(self, state: StateId) -> None:
         """Copy the live state, which is ``state``, and have it written; does not block. Called on all ranks."""

@@ -20,8 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 from ft_hsdp.config.running import MemoryConfig
 from ft_hsdp.core.commit import AttemptId, Vote
@@ -31,30 +30,14 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.copies import MemberHosts, Refusal, unmet
 from ft_hsdp.memory.schedule import CopyInterval
-from ft_hsdp.state.agent.messages import KeepCopy, KeptCopies
-from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlan, CopyPlanner, hosts_of
+from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlan, CopyPlanner, hosts_of, room
+from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 WAIT_S = 2.0  # default of the longest wait of a vote, and
 BYTES_PER_S = 1e9  # the time that it waits longer, to move the copies
 FAILURES = 3  # fetches of a shard that fail in a row until another host is to keep it; one may be an accident
 TOLD_HOSTS = 64  # that one event names
 LOOK_S = 0.1  # between two looks whether a wait is still of use
-
-
-class CopyAgent(Protocol):
-    """What copies need of `snapshots.SnapshotWriter`."""
-
-    def keep(self, order: KeepCopy, refused: Callable[[str], None]) -> None:
-        """Have the agent copy another host's shard."""
-
-    def owe(self, shards: Sequence[tuple[int, int]], since: StateId) -> None:
-        """Tell the agent which shards it keeps for other hosts."""
-
-    def copied(self, state: StateId, wait_s: float) -> KeptCopies | None:
-        """Return which of the ordered copies of ``state`` are complete. Blocks."""
-
-    def keeps(self, state: StateId | None) -> bool:
-        """Return whether the agent has this rank's own snapshot of ``state``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,78 +48,57 @@ class CopyCost:
     late: bool = False  # copies were still under way when the wait of a vote ran out
 
 
+@dataclass(eq=False)
 class CopyKeeper:
     """Orders the copies that this rank's host owes, and holds its votes back for them. Thread-safe."""
 
-    def __init__(
-        self,
-        replica: int,
-        rank: int,
-        config: MemoryConfig,
-        replicas: int,
-        shards: Sequence[CopiedShard],
-        agent: CopyAgent,
-        journal: Journal,
-        wrong: Callable[[ConfigError], None],
-        limit_s: float,
-        *,
-        copied: bool = True,
-        first_life: bool = True,
-    ) -> None:
-        """Make the keeper of a rank.
+    _replica: int
+    _rank: int
+    _config: MemoryConfig
+    _replicas: int  # with which the job begins; all their hosts together have to be enough
+    _shards: Sequence[CopiedShard]  # of each rank
+    _agent: SnapshotWriter
+    _journal: Journal
+    _wrong: Callable[[ConfigError], None]  # takes the error of a configuration that this job's hosts cannot meet
+    _limit_s: float  # a vote waits less than that for copies, and a copy that takes longer is given up
+    _: KW_ONLY
+    copied: bool = True  # whether each state is copied into its own host's memory
+    # Whether no incarnation of this replica came before. A later one may have fewer hosts than the job began
+    # with: an explicit number of copies that they cannot hold ends nothing then.
+    first_life: bool = True
+    _grant: Grant | None = None  # of this epoch
+    _refusals: tuple[Refusal, ...] = ()  # that commits told, in their order; the same on all ranks
+    # By shard the newest state of which it could not be copied, and how many in a row there were.
+    _failures: dict[tuple[int, int], tuple[StateId, int]] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # of what follows
+    _plan: CopyPlan | None = None
+    _state: StateId | None = None  # that this rank holds
+    # Shards for which the agent had no room, with the state and the reason.
+    _refused: dict[tuple[int, int], tuple[StateId, str]] = field(default_factory=dict)
+    _missing: bool = False  # whether copies of the last state that was waited for were missing
+    _given_up: AttemptId | None = None
+    _counted: StateId | None = None  # whose bytes are counted
+    _cost: CopyCost = field(default_factory=CopyCost)
+    _keepers: dict[str, str] = field(default_factory=dict)  # which shards each host keeps, as it was told last
+    _said: bool | None = None  # whether the state is protected, as far as this replica has told it
+    _thread: ThreadPoolExecutor | None = None
 
-        Args:
-            replica: This rank's replica.
-            rank: Its index there.
-            config: How many copies are wanted, and where.
-            replicas: With which the job begins; all their hosts together have to be enough.
-            shards: Of each rank.
-            agent: The way to the state agent.
-            journal: This rank's events.
-            wrong: Takes the error of a configuration that this job's hosts cannot meet.
-            limit_s: A vote waits less than that for copies, and a copy that takes longer is given up, in seconds.
-            copied: Whether each state is copied into its own host's memory.
-            first_life: Whether no incarnation of this replica came before. A later one may have fewer hosts than
-                the job began with: an explicit number of copies that they cannot hold ends nothing then.
-
-        Raises:
-            ConfigError: The budget has no room for one shard.
-        """
-        self._replica = replica
-        self._rank = rank
-        self._config = config
-        self._interval = CopyInterval.of(config.every)  # changed by a commit alone, so it is the same on all ranks
-        self._replicas = replicas
-        self._agent = agent
-        self._journal = journal
-        self._wrong = wrong
-        self._limit_s = limit_s
-        self._copied = copied
-        self._planner = CopyPlanner(replica, rank, config, shards, copied=copied, limit_s=limit_s)
-        self._grant: Grant | None = None  # of this epoch
-        self._refusals: tuple[Refusal, ...] = ()  # that commits told, in their order; the same on all ranks
-        self._failures: dict[tuple[int, int], tuple[StateId, int]] = {}  # newest state, and how many in a row
-        self._lock = threading.Lock()  # of what follows
-        self._plan: CopyPlan | None = None
-        self._ranks = len(shards)
-        self._checked = config.copies is None or config.copies == 1 or not first_life
-        self._state: StateId | None = None  # that this rank holds
-        self._refused: dict[tuple[int, int], tuple[StateId, str]] = {}  # shards for which the agent had no room
-        self._missing = False  # whether copies of the last state that was waited for were missing
-        self._given_up: AttemptId | None = None
-        self._counted: StateId | None = None  # whose bytes are counted
-        self._cost = CopyCost()
-        self._keepers: dict[str, str] = {}  # which shards of this replica each host keeps, as it was told last
-        self._said: bool | None = None  # whether the state is protected, as far as this replica has told it
-        self._thread: ThreadPoolExecutor | None = None
-        self.ordered = 0  # copies, for tests
+    def __post_init__(self) -> None:
+        config = self._config
+        self._interval = CopyInterval.of(config.every)  # changed by a commit alone: the same on all ranks
+        places = room(config.budget_gb, self._shards)
+        self._planner = CopyPlanner(
+            self._replica, self._rank, config, self._shards, self.copied, self._limit_s, places
+        )
+        self._checked = config.copies in (None, 1) or not self.first_life
 
     # The control loop.
 
     def configure(self, grant: Grant) -> None:
         """Take the plan of a new epoch, and order the copies of the present state. Does not block."""
-        members = hosts_of(grant) if self._copied else ()
-        whole = len(members) >= self._replicas and all(len(member.hosts) == self._ranks for member in members)
+        members = hosts_of(grant) if self.copied else ()
+        ranks = len(self._shards)
+        whole = len(members) >= self._replicas and all(len(member.hosts) == ranks for member in members)
         if members and whole and not self._checked:
             self._check(members)
         self._grant = grant
@@ -374,7 +336,6 @@ class CopyKeeper:
         if not self._due(plan, state):
             return
         for order in plan.orders:
-            self.ordered += 1
             self._agent.keep(replace(order, state=state), self._refusal((order.replica, order.rank), state))
 
     def _refusal(self, shard: tuple[int, int], state: StateId) -> Callable[[str], None]:

@@ -96,38 +96,17 @@ def room(budget_gb: float | None, shards: Sequence[CopiedShard]) -> int:
     return min(count, MAX_COPIES)
 
 
+@dataclass(eq=False)
 class CopyPlanner:
-    """Plans the copies of each epoch for one rank; does not block.
+    """Plans the copies of each epoch for one rank; does not block."""
 
-    Args:
-        replica: This rank's replica.
-        rank: Its index there.
-        config: How many copies are wanted, and where.
-        shards: Of each rank.
-        copied: Whether each state is copied into its own host's memory.
-        limit_s: A copy that takes longer is given up, in seconds.
-
-    Raises:
-        ConfigError: The budget has no room for one shard.
-    """
-
-    def __init__(
-        self,
-        replica: int,
-        rank: int,
-        config: MemoryConfig,
-        shards: Sequence[CopiedShard],
-        *,
-        copied: bool,
-        limit_s: float,
-    ) -> None:
-        self._replica = replica
-        self._rank = rank
-        self._config = config
-        self._shards = tuple(shards)
-        self._copied = copied
-        self._limit_s = limit_s
-        self.room = room(config.budget_gb, shards)  # shards that each host keeps for others
+    _replica: int
+    _rank: int
+    _config: MemoryConfig
+    _shards: Sequence[CopiedShard]  # of each rank
+    copied: bool  # whether each state is copied into its own host's memory
+    limit_s: float  # a copy that takes longer is given up
+    room: int  # shards that each host keeps for others
 
     def plan(self, grant: Grant, members: tuple[MemberHosts, ...], refusals: Sequence[Refusal]) -> CopyPlan:
         """Return the plan of an epoch.
@@ -140,7 +119,7 @@ class CopyPlanner:
         contributing = [m.replica for m in grant.members if m.role == "contribute"]
         speaks = self._replica == min(contributing, default=None)
         if not members:
-            known = "the hosts of the ranks are not known" if self._copied else "state.snapshot is on_demand"
+            known = "the hosts of the ranks are not known" if self.copied else "state.snapshot is on_demand"
             return CopyPlan(grant.epoch, grant.base, Plan((), (), known), 0, (), False, speaks, wanted)
         level = self._config.apart
         whole = missing_copies(members, wanted, level, room=self.room)
@@ -177,7 +156,7 @@ class CopyPlanner:
                 self._shards[copy.rank].layout,
                 grant.base,
                 addresses[copy.replica][copy.rank],
-                self._limit_s,
+                self.limit_s,
                 budget,
             )
             for copy in whole.kept_by(here)

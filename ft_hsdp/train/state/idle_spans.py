@@ -9,22 +9,11 @@ at the agent, as long as the hosts of its replica owe copies. Otherwise nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.schedule import Profile
 from ft_hsdp.state.pacing import MAX_SPANS, PROFILED, SpanMeter
-from ft_hsdp.state.shared_memory import Bytes
-
-
-class GateAgent(Protocol):
-    """What `SpanWatch` needs of `snapshots.SnapshotWriter`."""
-
-    def open_gate(self, attach: Callable[[Bytes], None]) -> None:
-        """Have the agent open this rank's gate, and call ``attach`` with its page. Does not block."""
-
-    def close_gate(self) -> None:
-        """Have the agent forget the gate. Does not block."""
+from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 
 class SpanWatch:
@@ -34,18 +23,13 @@ class SpanWatch:
         watch: Has a meter told of each communication inside the replica; with None no meter any more.
     """
 
-    def __init__(self, watch: Callable[[SpanMeter | None], None], agent: GateAgent, journal: Journal) -> None:
+    def __init__(self, watch: Callable[[SpanMeter | None], None], agent: SnapshotWriter, journal: Journal) -> None:
         self._watch = watch
         self._agent = agent
         self._journal = journal
         self._wanted = False
         self._planned: bool | None = None  # as it was told last
         self.meter = SpanMeter(self._found)
-
-    @property
-    def planned(self) -> bool:
-        """Whether copies keep to a plan, as `CopiesPaced` has said last."""
-        return bool(self._planned)
 
     def want(self, wanted: bool) -> None:
         """Watch from now on, or do not. On the control loop; does not block."""

@@ -1,6 +1,6 @@
 """With which state a replica joins its job.
 
-`restore` brings the live state to the newest one that can be had: from the memory of state agents, from a
+`Restoration.run` brings the live state to the newest one that can be had: from the memory of state agents, from a
 checkpoint, or else the initial one. The ranks do it together, so that all of them load one state or none. Rank 0
 decides, each rank takes its own shard:
 
@@ -49,12 +49,8 @@ from ft_hsdp.train.state.snapshots import SnapshotWriter
 MAX_DONORS = 4  # from which one rank fetches at once
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """A verified shard, not loaded yet."""
-
-    manifest: ShardManifest
-    packed: Bytes
+Taken = tuple[ShardManifest, Bytes]
+"""A verified shard, not loaded yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,43 +60,15 @@ class _Outcome:
     fetched: int = 0  # bytes from other agents than its own, also in earlier attempts
 
 
-def restore(
-    live_state: LiveState,
-    snapshots: SnapshotWriter,
-    ranks: ReplicaGroup,
-    checkpoints: Checkpoints,
-    current: bool,
-    journal: Journal,
-    about: Recoverer,
-) -> None:
-    """Bring the live state, which is the initial one, to the newest that is found. A collective of all ranks.
-
-    Blocks; each wait has a deadline.
-
-    Args:
-        live_state: With its initial state.
-        snapshots: What this host's agent has.
-        ranks: Of this replica.
-        checkpoints: What durable storage has.
-        current: Whether the agents keep every step; then those of a job that trains have what no checkpoint has.
-        journal: This rank's events.
-        about: The incarnation that is restored.
-
-    Raises:
-        ConfigError: There are checkpoints, but none that can be used.
-    """
-    _Restoration(live_state, snapshots, ranks, checkpoints, current, journal, about).run()
-
-
-@dataclass(slots=True)
-class _Restoration:
-    """The course of one call of `restore`, on one rank; the first fields are its arguments."""
+@dataclass(eq=False, slots=True)
+class Restoration:
+    """How one rank comes from the initial state to the newest that is found."""
 
     _live: LiveState
     _snapshots: SnapshotWriter
     _ranks: ReplicaGroup
     _checkpoints: Checkpoints
-    _current: bool
+    _current: bool  # the agents keep every step: those of a job that trains have what no checkpoint has
     _journal: Journal
     _about: Recoverer
     _began: float = field(default_factory=time.monotonic)
@@ -109,7 +77,13 @@ class _Restoration:
     _fetched: int = 0  # bytes, by this rank, in all attempts
 
     def run(self) -> None:
-        """Try what is in memory, newest first, and then the checkpoint; or the other way round."""
+        """Try what is in memory, newest first, and then the checkpoint; or the other way round.
+
+        A collective of all ranks. Blocks; each wait has a deadline.
+
+        Raises:
+            ConfigError: There are checkpoints, but none that can be used.
+        """
         self._peers = self._gather()
         if self._ranks.rank == 0:
             self._known = KnownShards(self._about, self._peers, self._live.layout)
@@ -205,7 +179,7 @@ class _Restoration:
         everywhere = all(each.used for each in outcomes)
         if everywhere:
             assert taken is not None
-            self._live.load(taken.manifest, taken.packed)
+            self._live.load(*taken)
             if rank == 0:
                 self._restored(plan, outcomes)
         elif self._known is not None:
@@ -214,16 +188,16 @@ class _Restoration:
         self._snapshots.release_taken()
         return everywhere
 
-    def _take(self, state: StateId, sources: Sequence[Holding]) -> tuple[_Taken | None, _Outcome]:
+    def _take(self, state: StateId, sources: Sequence[Holding]) -> tuple[Taken | None, _Outcome]:
         """Verify this rank's shard of ``state``, from its own agent or from others. Blocks."""
         if self._is_own(sources[0]):
             found = self._snapshots.acquire(state)
             if found is None or found[0].layout != self._live.layout.fingerprint:
                 return None, _Outcome(failed=(0,))
-            return _Taken(*found), _Outcome((0,), fetched=self._fetched)
+            return found, _Outcome((0,), fetched=self._fetched)
         return self._fetch(state, sources)
 
-    def _fetch(self, state: StateId, sources: Sequence[Holding]) -> tuple[_Taken | None, _Outcome]:
+    def _fetch(self, state: StateId, sources: Sequence[Holding]) -> tuple[Taken | None, _Outcome]:
         """Fetch and verify this rank's shard, into a slot of its own agent if there is one. Blocks."""
         layout, rank, ranks = self._live.layout, self._ranks.rank, self._ranks.size
         donors: dict[int, dict[Donor, int]] = {}  # by rank whose shard they have: the number of the source
@@ -262,7 +236,7 @@ class _Restoration:
             index: got.given.get((of, d.replica), 0) for of, each in donors.items() for d, index in each.items()
         }
         used = sorted((index for index, n in by_source.items() if n), key=lambda index: -by_source[index])
-        return _Taken(got.manifest, packed), _Outcome(tuple(used) or (0,), tuple(sorted(failed)), self._fetched)
+        return (got.manifest, packed), _Outcome(tuple(used) or (0,), tuple(sorted(failed)), self._fetched)
 
     def _restored(self, plan: Recoverable, outcomes: Sequence[_Outcome]) -> None:
         """Write down what was restored from memory, and from where. On rank 0."""

@@ -24,7 +24,7 @@ from ft_hsdp.state.transfer.shard_manifest import HeldShard, ShardManifest
 from ft_hsdp.train.state import recovery
 from ft_hsdp.train.state.checkpointing import Checkpoints
 from ft_hsdp.train.state.known_shards import Recoverer
-from ft_hsdp.train.state.recovery import restore
+from ft_hsdp.train.state.recovery import Restoration
 
 TOKEN = "ab" * 32
 LAYOUT = shard_manifest.fingerprint(())
@@ -244,7 +244,7 @@ def restored(
         writer: Any = OwnAgent(own[rank], rank)
         live: Any = lives[rank]
         checkpoints = Checkpoints(folder, "", 1, 1, (1, 1), None)
-        restore(live, writer, together.of(rank), checkpoints, current, journal, about)
+        Restoration(live, writer, together.of(rank), checkpoints, current, journal, about).run()
         journal.close()
 
     folder.mkdir(exist_ok=True)

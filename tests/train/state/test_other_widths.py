@@ -28,7 +28,7 @@ from ft_hsdp.state.transfer.shard_manifest import HeldShard, Layout, ShardManife
 from ft_hsdp.train.state import recovery
 from ft_hsdp.train.state.checkpointing import Checkpoints
 from ft_hsdp.train.state.known_shards import OtherWidths, Recoverer, donors_of
-from ft_hsdp.train.state.recovery import restore
+from ft_hsdp.train.state.recovery import Restoration
 from tests.support.state import widths
 from tests.support.state.widths import TOKEN, content, layout
 
@@ -177,7 +177,7 @@ class Job:
             about = Recoverer(0, 1, own[rank].name, TOKEN, lambda _: found, 0.0, DEADLINE_S)
             line: Any = Line(own[rank], size, rank)
             checkpoints = Checkpoints(self.file.parent, "", 1, 1, (1, 1), None)
-            restore(lives[rank], line, group(rank), checkpoints, True, journal, about)
+            Restoration(lives[rank], line, group(rank), checkpoints, True, journal, about).run()
             journal.close()
 
         with mock.patch.object(recovery, "load_checkpoint", load), ThreadPoolExecutor(size) as threads:

@@ -16,7 +16,7 @@ from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.state.checkpointing import Checkpoints
 from ft_hsdp.train.state.known_shards import Recoverer
 from ft_hsdp.train.state.live_state import LiveState
-from ft_hsdp.train.state.recovery import restore
+from ft_hsdp.train.state.recovery import Restoration
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 from tests.support.state.memory_of_hosts import (
     AGAINST,
@@ -38,7 +38,7 @@ ALONE = Recoverer(0, 1, "h0", TOKEN, lambda _: None, 0.0, 30.0)  # the lighthous
 def came_back(live: LiveState, writer: SnapshotWriter, place: Place) -> StateId | None:
     """The state of a fresh rank after it has restored."""
     checkpoints = Checkpoints(place.folder, "", 1, 1, (1, 1), None)
-    restore(live, writer, ReplicaGroup(), checkpoints, True, place.journal, ALONE)
+    Restoration(live, writer, ReplicaGroup(), checkpoints, True, place.journal, ALONE).run()
     return live.state
 
 
