@@ -43,11 +43,7 @@ def check_claims(ranks: ReplicaGroup, replica: int, mine: RankClaim) -> None:
 
 
 def open_log(runtime: RankRuntime, warm: float) -> StepLog:
-    """Open the files of a replica in the run's directory, and note when it was ready. On rank 0.
-
-    Args:
-        warm: When all that does not depend on the replica was ready, in Unix seconds.
-    """
+    """Open the files of a replica in the run's directory, and note when it was ready. On rank 0."""
     journal, identity, model = runtime.journal, runtime.identity, runtime.model
     journal.note(identity.began, "ReplicaBooted", "its processes know which replica they are")
     name = f"{type(model.model).__module__}.{type(model.model).__qualname__}"

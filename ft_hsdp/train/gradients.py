@@ -52,8 +52,6 @@ class Feeding:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What the newest attempt that ended well has cost."""
-
     bytes_sent: int = 0
     seconds: float = 0.0  # from its first all-reduce to the end of its last one
     ended: float = 0.0  # when that was, on the monotonic clock
@@ -62,8 +60,6 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The local gradient of a bucket."""
-
     flat: torch.Tensor  # fp32 [numel]
     contributions: tuple[Contribution, ...]  # what is in it, with this rank's weights
     poisoned: bool  # it is not usable: it does not count, and the vote says so
@@ -158,7 +154,6 @@ class Reducer:
             self._pump()
 
     def give_back(self, out: list[torch.Tensor]) -> None:
-        """Give back the memory of sums that were applied."""
         with self._lock:
             self._spare.append(out)
 
@@ -233,7 +228,6 @@ class Reducer:
         self._metered = used
 
     def _pump(self) -> None:
-        """Submit all buckets that are ready, in their order."""
         order = self._order
         while order is not None and self._submitted < len(self._sizes):
             bucket = self._submitted
@@ -375,7 +369,6 @@ def usable(flat: torch.Tensor) -> bool:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """Return the xxh3-128 of a CPU tensor's bytes, in hex."""
     array: Any = tensor.numpy()
     return xxhash.xxh3_128_hexdigest(memoryview(array).cast("B"))
 

@@ -76,14 +76,10 @@ class LanePart:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return sum(group.size for group in self.groups)
 
     def target(self, out: torch.Tensor, empty: Empty) -> Values:
         """Return where the sum of the part is to be written to.
-
-        Args:
-            empty: Makes the memory of groups whose sum cannot be written to where it belongs.
 
         Returns:
             fp32 [size], a piece for each group.
@@ -132,7 +128,6 @@ class LanePart:
                     _run(out, run).copy_(piece[run.group : run.group + run.size])
 
     def _in_place(self, group: LaneGroup, flat: torch.Tensor) -> bool:
-        """Return whether a group lies in a bucket as it is summed."""
         return not self.whole and len(group.runs) == 1 and not flat.is_cuda
 
 
@@ -142,8 +137,6 @@ def _run(flat: torch.Tensor, run: LaneRun) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class OwnLane:
-    """A lane that this rank has."""
-
     ring: LaneRing
     owners: tuple[int, ...]  # the rank that has it in a replica of each width, the largest width first; (): any
     parts: tuple[LanePart, ...]  # of each bucket
@@ -173,7 +166,6 @@ class LanePlan:
 
     @property
     def works(self) -> int:
-        """The number of all-reduces in a step."""
         return sum(len(self.of(bucket)) for bucket in range(self.buckets))
 
     def scatter(self, results: Sequence[tuple[int, int, AllReduceResult]], out: Sequence[torch.Tensor]) -> None:

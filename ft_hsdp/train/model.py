@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Shape of a transformer."""
-
     vocabulary: int  # tokens
     dim: int
     layers: int
@@ -39,7 +37,6 @@ class ModelArgs:
 
     @classmethod
     def of(cls, config: ModelConfig, vocabulary: int, seq_len: int, recompute: bool = False) -> ModelArgs:
-        """Return the shape that ``config`` asks for."""
         return cls(
             vocabulary=vocabulary,
             dim=config.dim,
@@ -162,8 +159,6 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The feed-forward layer: SwiGLU."""
-
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.gate = nn.Linear(args.dim, args.ffn_dim, bias=False)

@@ -53,8 +53,6 @@ class ApplyOrder:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """Swap a fetched and verified shard in."""
-
     manifest: ShardManifest
     packed: Bytes  # uint8
 
@@ -80,7 +78,6 @@ class Mailbox:
         self.waited_for = False  # whether the main thread waits for an order: then it has nothing else to do
 
     def put(self, order: Order) -> None:
-        """Append an order; does not block. From any thread."""
         with self._arrived:
             self._orders.append(order)
             self._arrived.notify()
@@ -136,7 +133,6 @@ class OrderHandler:
     _fetch_thread: threading.Thread | None = None
 
     def handle(self, order: object) -> None:
-        """Carry out one order of the leader; does not block."""
         match order:
             case effects.Configure(grant):
                 self._configure(grant)

@@ -129,31 +129,23 @@ class RankZero:
             self.leader.received(message)
 
     def to_ranks(self, message: object) -> None:
-        """Send the other ranks a message."""
         self.hub.broadcast(message)
 
     def broadcast(self, order: object) -> None:
-        """Give an order of the leader to all ranks of this replica."""
         self.hub.broadcast(order)
         self._ordered(order)
 
     async def tell(self, telemetry: Telemetry) -> None:
-        """Send telemetry to the lighthouse.
-
-        Raises:
-            LighthouseUnreachable: It cannot be sent now.
-        """
+        """Send telemetry to the lighthouse."""
         await self.client.tell(telemetry)
 
     async def close(self) -> None:
-        """Close the connections to the lighthouse and to the other ranks, and end the leader."""
         if self.leader is not None:
             self.leader.close()
         await self.client.close()
         self.hub.close()
 
     def _received(self, message: object) -> None:
-        """Pass on what another rank has sent."""
         if isinstance(message, RankAlive):
             self._ordered(message)
         elif isinstance(message, Telemetry):
@@ -198,7 +190,6 @@ class OtherRank:
     def __init__(
         self, place: RankPlace, ordered: Callable[[object], None], end: Callable[[str, int], None]
     ) -> None:
-        """Connect nothing yet; the arguments are those of `RankZero`."""
         self._place = place
         self._end = end
         self._line = RankLine(place.token, ordered, self._lost)
@@ -222,17 +213,12 @@ class OtherRank:
     to_ranks = to_leader  # rank 0 alone hears of the others
 
     async def tell(self, telemetry: Telemetry) -> None:
-        """Have rank 0 send telemetry to the lighthouse.
-
-        Raises:
-            LighthouseUnreachable: It cannot be sent now.
-        """
+        """Have rank 0 send telemetry to the lighthouse."""
         if not self._connected:
             raise LighthouseUnreachable("this rank has not found its leader yet")
         self._line.tell(telemetry)
 
     async def close(self) -> None:
-        """Close the connection to rank 0."""
         if self._connected:
             self._line.close()
 

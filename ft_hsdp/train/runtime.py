@@ -218,7 +218,6 @@ class RankRuntime:
 
     @property
     def _done(self) -> int:
-        """How often the main thread got on, pauses included."""
         return self._progress + self._pauses.ended
 
     def concluded(self) -> None:
@@ -251,7 +250,6 @@ class RankRuntime:
 
     @property
     def journal(self) -> Journal:
-        """This rank's events; there from `start` on."""
         assert self._journal is not None
         return self._journal
 
@@ -300,7 +298,6 @@ class RankRuntime:
         os._exit(code)
 
     def _take(self, order: object) -> None:
-        """Carry out what the leader sends: an order, or its sign of life."""
         if isinstance(order, RankAlive):
             if self._watchdog is not None:
                 self._watchdog.heard(order.rank)
@@ -310,7 +307,6 @@ class RankRuntime:
         self._orders.handle(order)
 
     def _beat(self) -> RankBeat:
-        """Return this rank's sign of life for the lighthouse."""
         return RankBeat(self.place.rank, os.getpid(), host_name(os.environ), self._done, self._pauses.what)
 
     # The control loop: what the ring reports.
@@ -329,7 +325,6 @@ class RankRuntime:
         )
 
     def _grant_shown(self, grant: Grant) -> None:
-        """Report the newer grant that a neighbour showed."""
         self._bus.to_leader(RankShown(self.place.rank, grant))
 
     # The control loop: failures.
@@ -347,7 +342,6 @@ class RankRuntime:
         self.end(why, error.exit_code if isinstance(error, FTARError) else EXIT_RETRYABLE)
 
     def _snapshots_failed(self, error: BaseException) -> None:
-        """Take an error of the snapshots' thread to the loop."""
         self._loop.call_soon_threadsafe(self._crash, {"message": "a snapshot failed", "exception": error})
 
     # `say_alive`, `main_progress`, `leave` and `end` are the `WatchedRank` of the watchdog.
@@ -360,11 +354,9 @@ class RankRuntime:
         return self._watchdog
 
     def say_alive(self) -> None:
-        """Tell the other ranks of this replica that this one lives."""
         self._bus.to_ranks(RankAlive(self.place.rank))
 
     def main_progress(self) -> int | None:
-        """Return how far the main thread has come; None while it waits for an order, or pauses."""
         return None if self._mailbox.waited_for or self._pauses.left_s() else self._done
 
     # The control loop: start, check-in and end.

@@ -63,8 +63,6 @@ class Joined:
 
 @dataclass(eq=False)
 class StepDriver:
-    """Runs one rank's steps, one after another."""
-
     _config: Config
     _data_rank: int  # of its replica
     _data_ranks: int
@@ -100,12 +98,10 @@ class StepDriver:
 
     @property
     def joined(self) -> bool:
-        """Whether this rank has joined the job."""
         return self._joined is not None
 
     @property
     def here(self) -> Joined:
-        """What this rank has since it has joined."""
         assert self._joined is not None
         return self._joined
 
@@ -140,7 +136,6 @@ class StepDriver:
 
     @property
     def current(self) -> TrainedMicroBatch | None:
-        """The micro-batch that was yielded last in this step."""
         return self.plan.trained[-1] if self.plan is not None and self.plan.trained else None
 
     def returned(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -172,7 +167,6 @@ class StepDriver:
     # One step.
 
     def _new_plan(self, places: Places = ()) -> StepPlan:
-        """Return a plan for the step after the live state."""
         shard = 0 if self._config.data.assignment == "global" else self.replica
         each = self._config.train.accumulate
         ledger, own = self._live_state.ledger, self._data_rank
@@ -394,7 +388,6 @@ class StepDriver:
     def carry_out(
         self, order: ApplyOrder | DropGradient | LoadOrder | Reduce | WriteCheckpoint, waited_s: float = 0.0
     ) -> None:
-        """Carry out an order."""
         runtime = self.here.runtime
         match order:
             case ApplyOrder():
@@ -491,7 +484,6 @@ class StepDriver:
 
     @property
     def over(self) -> bool:
-        """Whether this rank holds the last state of training."""
         state = self._live_state.state
         return self._left or (state is not None and state.step >= self._config.train.steps)
 

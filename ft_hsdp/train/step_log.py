@@ -62,7 +62,6 @@ class StepLog:
         lost: Callable[[Lost], None] | None = None,
         tee_logged: Callable[[Mapping[str, object]], None] | None = None,
     ) -> None:
-        """Open the files."""
         self._incarnation = incarnation
         self._tee = tee
         self._tee_logged = tee_logged
@@ -91,13 +90,7 @@ class StepLog:
         ledger: Ledger,
         given_up: Sequence[Run] = (),
     ) -> None:
-        """Note that a step is committed, before it is applied here.
-
-        Args:
-            lr: Learning rate of the first parameter group.
-            contributed: Whether this replica's gradient is in it.
-            given_up: Units that the step has spent although no replica has trained them.
-        """
+        """Note that a step is committed, before it is applied here."""
         state = record.state_id
         row = {
             "t": time.time(),
@@ -139,11 +132,7 @@ class StepLog:
             self._tee(row)
 
     def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
-        """Note values that the training loop logs.
-
-        Args:
-            epoch: In which the newest step was committed: tells values of a step that is rolled back later.
-        """
+        """Note values that the training loop logs."""
         where = {"step": step, "epoch": epoch}
         row = {"t": time.time(), **where, "values": dict(values), "incarnation": self._incarnation}
         if self._logged is None:

@@ -41,7 +41,6 @@ class Tokens:
 
     @classmethod
     def open(cls, path: Path) -> Tokens:
-        """Map the file that `prepare` made into memory."""
         return cls(np.memmap(path, dtype=_DTYPE, mode="r"))
 
 
@@ -95,7 +94,6 @@ def count(path: str, tokenizer: str, max_bytes: int, enough: int) -> int:
 
 
 def _lengths(path: str, root: Path, files: list[tuple[str, int, int]]) -> Iterator[int]:
-    """Bytes of the documents of all files, in order."""
     for name, size, _ in files:
         if Path(name).suffix.lower() in _READERS:
             yield from map(len, _documents(path, root, [name]))
@@ -148,7 +146,6 @@ def _key(root: Path, files: list[tuple[str, int, int]], tokenizer: str, max_byte
 
 
 def _lock(descriptor: int, ready: Path) -> None:
-    """Take the lock of one token file within `_PREPARE_S`."""
     deadline = time.monotonic() + _PREPARE_S
     while True:
         try:
@@ -185,7 +182,6 @@ def _write(path: str, root: Path, names: list[str], max_bytes: int, ready: Path)
 
 
 def _documents(path: str, root: Path, names: list[str]) -> Iterator[bytes]:
-    """The documents of all files, in order."""
     for name in names:
         read = _READERS.get(Path(name).suffix.lower(), _plain)
         try:

@@ -44,7 +44,6 @@ def weight(config: Config, batch: tuple[Tensor, Tensor]) -> int:
 
 
 def build(config: Config) -> Transformer:
-    """Return the model with its initial weights, a function of the configuration alone."""
     t = config.train
     args = ModelArgs.of(config.model, config.data.vocabulary, t.seq_len, t.recompute)
     return Transformer(args, t.seed)
@@ -96,7 +95,6 @@ def train(config: Config, replica: int | IncarnationSource, run: Path) -> None:
 
 
 def main(config: Config, replica: int | IncarnationSource, run: Path) -> int:
-    """Run one rank, of a replica that is known or will be assigned; return the exit code."""
     try:
         train(config, replica, run)
         return EXIT_OK

@@ -93,7 +93,6 @@ def _feed(into: Any, value: Any, depth: int) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the generators of torch, numpy and random."""
     torch.default_generator.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

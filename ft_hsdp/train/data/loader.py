@@ -24,7 +24,6 @@ _REFUSED = {
 
 
 def check(dataset: Any, batch_size: int, options: ReadOptions, others: Mapping[str, object]) -> None:
-    """Check what `Job.loader` was given."""
     for name, value in others.items():
         if name in ("persistent_workers", "in_order"):  # both are so, whatever is said
             continue
@@ -92,12 +91,10 @@ class Loader(Generic[Batch]):
         return self._reader.read(self._shape.number(shard, index, rank, micro))
 
     def facts(self, until: float) -> dict[str, str]:
-        """Return what the batches depend on, as `SampleReader.facts` does."""
         facts, shape = self._reader.facts(until), self._shape
         return {**facts, REPLICA_BATCH: str(int(facts["batch_size"]) * shape.ranks * shape.accumulate)}
 
     def reader(self) -> Reader[Batch]:
-        """Return what reads the batches of a rank ahead; its workers are started now."""
         return open_loader(self._reader, self._shape, self.options)
 
     def __iter__(self) -> Iterator[Batch]:

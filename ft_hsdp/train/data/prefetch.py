@@ -63,11 +63,9 @@ class Prefetcher(Generic[Batch]):
         self._thread.start()
 
     def guess(self, ahead: Iterable[MicroBatch]) -> None:
-        """Begin to read the first of ``ahead``, which will probably be asked for. Does not block."""
         self._order(next(iter(ahead)))
 
     def batch(self, at: MicroBatch, ahead: Iterable[MicroBatch]) -> Batch:
-        """Return a micro-batch. Blocks while it is read."""
         batch = self._order(at).result()
         self.guess(ahead)
         return batch
@@ -85,7 +83,6 @@ class Prefetcher(Generic[Batch]):
         """Do nothing: a source can be asked for any place."""
 
     def close(self) -> None:
-        """End the thread; waits for a read that hangs for a second only."""
         self._closed = True
         if self._ahead is not None:
             self._ahead[1].cancel()

@@ -48,7 +48,6 @@ class FailedRead:
     error: Exception | ExceptionWrapper  # torch's wrapper brings the traceback from a worker
 
     def reraise(self) -> None:
-        """Raise what reading the batch has raised."""
         if isinstance(self.error, ExceptionWrapper):
             self.error.reraise()
         else:
@@ -67,7 +66,6 @@ class SampleReader(Dataset[Any]):
         drop_last: bool,
         seed: int,
     ) -> None:
-        """Take the samples of ``dataset`` in batches of ``batch_size``; the other arguments are `Job.loader`'s."""
         self._dataset = dataset
         self._batch_size = batch_size
         self._collate = default_collate if collate_fn is None else collate_fn
@@ -104,7 +102,6 @@ class SampleReader(Dataset[Any]):
         return self._dataset[sample]
 
     def facts(self, until: float) -> dict[str, str]:
-        """Return what the batches depend on; ``until``, by `time.monotonic`, samples are read. Blocks."""
         kept = {"batch_size": self._batch_size, "drop_last": self._drop_last, "shuffle": self._shuffle}
         facts = {name: str(value) for name, value in kept.items()}
         facts |= {"length": str(self.samples), "seed": str(self._seed)}

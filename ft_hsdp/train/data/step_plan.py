@@ -72,11 +72,7 @@ class TrainedMicroBatch:
         return weight
 
     def known(self) -> int:
-        """Return the weight.
-
-        Raises:
-            ConfigError: It is not known.
-        """
+        """Return the weight."""
         if self.weight is None:
             allowed = f"an integer from 0 to {MAX_WEIGHT}, before each backward: data.weight is tokens"
             raise ConfigError("job.weigh", None, allowed)

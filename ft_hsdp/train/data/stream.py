@@ -71,7 +71,6 @@ class BatchStream(Generic[Batch]):
         self._batches = batches
 
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Batch:
-        """Refuse: a stream has no batch at a place."""
         raise ConfigError("stream.batch", (shard, index, rank, micro), "no call: a stream is read in order")
 
     def facts(self, until: float) -> dict[str, str]:
@@ -86,7 +85,6 @@ class BatchStream(Generic[Batch]):
         return sample_facts(1, lambda _: list(islice(self._source(0, shards), ITEMS)), until)
 
     def reader(self, rank: int) -> StreamReader[Batch]:
-        """Return what reads the items of a data rank."""
         return StreamReader(self._source, self._shape, rank, self._run, self._rank)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -116,17 +114,12 @@ class StreamReader(Generic[Batch]):
     _saved_at: float = 0.0
 
     def guess(self, ahead: Iterable[MicroBatch]) -> None:
-        """Read the first of ``ahead``; blocks while it, and what comes before it, is read.
-
-        Raises:
-            ConfigError: The iterable has no items, or its state cannot be loaded.
-        """
+        """Read the first of ``ahead``; blocks while it, and what comes before it, is read."""
         at = next(iter(ahead))
         self._first = self._item(at)
         self.batch(at, ())
 
     def batch(self, at: MicroBatch, ahead: Iterable[MicroBatch]) -> Batch:
-        """Return a micro-batch; blocks while the stream is read. ``ahead`` does not matter."""
         number = self._item(at)
         if number not in self._kept:
             self._seek(at, number)
@@ -142,12 +135,10 @@ class StreamReader(Generic[Batch]):
             self._state = None
 
     def close(self) -> None:
-        """Drop the iterator and the items."""
         self._iterator = self._opened = None
 
     @property
     def _number(self) -> int:
-        """The number of this data rank's part among all."""
         return self._shard * self._shape.ranks + self._rank
 
     def _item(self, at: MicroBatch) -> int:

@@ -172,7 +172,6 @@ class _Forks:
                 done.set_exception(error)
 
     def end(self) -> None:
-        """Let the thread that is in `serve` go on."""
         self._orders.put(None)
 
     def _order(self, start: Callable[[], None]) -> None:
@@ -198,7 +197,6 @@ class MainThreadReader(_NumberedReader[Batch]):
     """Reads on the main thread, when a batch is asked for."""
 
     def __init__(self, samples: SampleReader, shape: JobShape, options: ReadOptions) -> None:
-        """Read batches of ``samples``; the arguments are those of `open_loader`."""
         super().__init__(shape, 0)
         self._pipeline: _Pipeline | None = _Pipeline(samples, options)
 
@@ -218,7 +216,6 @@ class WorkersReader(_NumberedReader[Batch]):
     """Has batches read by worker processes, which live as long as the reader."""
 
     def __init__(self, samples: SampleReader, shape: JobShape, options: ReadOptions) -> None:
-        """Start the workers; the arguments are those of `open_loader`."""
         super().__init__(shape, options.num_workers * options.prefetch_factor)
         self._orders: SimpleQueue[tuple[list[int], Future[Batch] | None] | None] = SimpleQueue()
         self._closed = False
@@ -257,7 +254,6 @@ class WorkersReader(_NumberedReader[Batch]):
                     return future.result()
 
     def close(self) -> None:
-        """End the workers; waits for one that hangs for a second only."""
         self._closed = True
         self._orders.put(None)
         self._thread.join(CLOSE_S)
@@ -351,8 +347,6 @@ def _start_method(context: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _WorkerStart:
-    """What a worker does first; torch calls it in the worker."""
-
     parent: int | None  # pid of the rank, if that is the worker's parent
     then: Callable[[int], None] | None
 

@@ -66,7 +66,6 @@ class Bucket:
         self.params[-1].register_post_accumulate_grad_hook(self._arrived)
 
     def begin(self) -> None:
-        """Expect the gradient of another micro-batch."""
         self._fresh = self._flat = self._handed = None
         self._expected = self._reduced = 0
         self.touched = False
@@ -162,7 +161,6 @@ class Bucket:
 
 
 def _spans(sizes: Sequence[int], counted: Sequence[bool]) -> tuple[tuple[int, int], ...]:
-    """Return the (begin, end) of what counts, as few as there can be."""
     spans: list[tuple[int, int]] = []
     end = 0
     for size, counts in zip(sizes, counted, strict=True):
@@ -328,11 +326,7 @@ class AdoptedModel:
                 raise ConfigError("job.adopt", what, f"{allowed} requires_grad_ come before it")
 
     def sync(self, last: bool) -> None:
-        """Prepare for a micro-batch: FSDP2 reduces gradients inside the replica in the ``last`` of a step only.
-
-        Raises:
-            ConfigError: The micro-batch before left parameters unused.
-        """
+        """Prepare for a micro-batch: FSDP2 reduces gradients inside the replica in the ``last`` of a step only."""
         if not self._find_unused:
             self._check_used()
             for bucket in self.buckets:
@@ -404,7 +398,6 @@ class AdoptedModel:
             self.moving.apply(reduced[-1] if self._moves else None, contributor)
 
     def clear(self) -> None:
-        """Drop all gradients and flat shards."""
         for bucket in self.buckets:
             bucket.begin()
             bucket.drop()

@@ -58,7 +58,6 @@ class Place:
 
     @property
     def whole(self) -> torch.Tensor | None:
-        """The tensor that is there now."""
         return self.module._buffers.get(self.attribute) if self.param is None else self.param
 
     @property
@@ -174,7 +173,6 @@ class MovingBuffers:
 
     @property
     def names(self) -> Collection[str]:
-        """The names of the tensors."""
         return self._places.keys()
 
     @property
@@ -188,7 +186,6 @@ class MovingBuffers:
         return self._means + self._slots * self._codes if self._mean or self._value else 0
 
     def _live(self, name: str) -> torch.Tensor:
-        """Return the tensor as it is in the model."""
         tensor = self._places[name].tensor
         form = None if tensor is None else (tensor.dtype, tensor.shape)
         if tensor is None or form != self._forms[name]:
@@ -234,7 +231,6 @@ class MovingBuffers:
         return torch.cat(parts)
 
     def drop(self) -> None:
-        """Forget the micro-batches that were not committed."""
         self._moved, self._units, self._running = None, 0, False
         self._given, self._fresh = None, True
         self._restore(self._committed)
@@ -323,7 +319,6 @@ class MovingBuffers:
         return dict(self._committed)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the tensors of another state."""
         for name, tensor in self._committed.items():
             local(tensor).copy_(local(state[name]))
         self.drop()

@@ -40,8 +40,6 @@ def plain_name(name: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class ParamGroup:
-    """One parameter group of FSDP2 with trainable parameters."""
-
     name: str  # of its modules, for messages
     params: tuple[DTensor, ...]  # the trainable ones, in the order in which their gradients lie in the flat one
     sizes: tuple[int, ...]  # elements of each in the flat gradient shard, with padding
@@ -124,7 +122,6 @@ class ParamGroup:
 
 
 def _first(called: Callable[[int], None], value: int, _: torch.Tensor) -> None:
-    """Call ``called`` with ``value``, whatever a hook of autograd is given."""
     called(value)
 
 
@@ -179,7 +176,6 @@ def watch(model: nn.Module, meter: SpanMeter) -> None:
 
 
 def unwatch(model: nn.Module) -> None:
-    """End `watch`: the model communicates as it did before."""
     for raw in _raw_groups(model):
         for name in COMMUNICATIONS:
             watched = getattr(raw, name, None)
@@ -250,7 +246,6 @@ def _refused(name: str, what: str, allowed: str) -> ConfigError:
 
 
 def _check(name: str, raw: Any, params: Iterable[torch.Tensor]) -> None:
-    """Check what holds for frozen parameters, too."""
     if any(p.is_meta for p in params):
         allowed = "parameters that exist: call to_empty(device=...) and load or initialise the weights first"
         raise _refused(name, "on the meta device", allowed)
@@ -329,7 +324,6 @@ def _counts(param: DTensor, ranks: int, ranks_per_unit: int) -> bool:
 
 
 def _check_all(model: nn.Module, groups: list[ParamGroup]) -> None:
-    """Check that every trainable parameter is in a group, and that there is one."""
     known = {id(p) for group in groups for p in group.params}
     outside = [plain_name(n) for n, p in model.named_parameters() if p.requires_grad and id(p) not in known]
     if outside:

@@ -73,10 +73,6 @@ class Callbacks:
     def call(self, kind: str, argument: object) -> None:
         """Call what waits for a committed step, for a state that replaces the live one, or for the end.
 
-        Args:
-            kind: As in `add`.
-            argument: A `CommittedStep`, the step of the state, or the reason of the end.
-
         Raises:
             CallbackFailed: One of them raised an error.
         """
@@ -102,5 +98,4 @@ def called(what: str, function: Callable[..., object], *arguments: object) -> No
 
 
 def name_of(function: object) -> str:
-    """Return the name under which messages call a user's function."""
     return str(getattr(function, "__qualname__", None) or type(function).__qualname__)

@@ -27,7 +27,6 @@ class Pauses:
         self._now = what, time.monotonic() + limit_s
 
     def end(self) -> None:
-        """Note that the main thread trains again."""
         self._now = None
         self.ended += 1
 

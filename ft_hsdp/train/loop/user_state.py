@@ -34,16 +34,12 @@ Values = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """One state of the user."""
-
     name: str
     state_dict: Callable[[], Mapping[str, Any]]
     load_state_dict: Callable[[dict[str, Any]], object]
 
 
 class UserState:
-    """The registered states of one rank."""
-
     def __init__(self) -> None:
         self._registered: dict[str, Registered] = {}
         self._fixed = False
@@ -165,7 +161,6 @@ class UserState:
 
 
 def _key(name: str, key: str | None = None) -> str:
-    """Return how a message calls a state, or a value in it."""
     return f"job.register_state({name})" + ("" if key is None else f"[{key}]")
 
 

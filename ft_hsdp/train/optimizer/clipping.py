@@ -66,7 +66,6 @@ def lane_squares(
 
 
 def _by_lanes(grads: Sequence[Sequence[torch.Tensor]], widths: Sequence[int]) -> list[float]:
-    """Return the sum of squares of each group, added in the order of lanes."""
     width, rank = dist.get_world_size(), dist.get_rank()
     shapes = [[grad.shape for grad in of_group] for of_group in grads]
     divided = [lanes_of(each, widths) for each in shapes]
@@ -85,13 +84,11 @@ def _by_lanes(grads: Sequence[Sequence[torch.Tensor]], widths: Sequence[int]) ->
 
 
 def _by_ranks(grads: Sequence[Sequence[torch.Tensor]]) -> list[float]:
-    """Return the sum of squares of each group, added in the order of ranks."""
     mine = torch.stack([_squares(of_group) for of_group in grads])
     return [sum(squares) for squares in zip(*(each.tolist() for each in _gathered(mine)), strict=True)]
 
 
 def _gathered(mine: torch.Tensor) -> list[torch.Tensor]:
-    """Return what each rank of the replica has. A collective."""
     if not dist.is_initialized():
         return [mine]
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]

@@ -86,7 +86,6 @@ class Groups:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """All parameter groups, in the order of the optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
@@ -140,16 +139,11 @@ class Groups:
         raise ConfigError("job.optimizer", f"{said} {found} instead of {wanted}", _SET_BY)
 
     def check_length(self, steps: int) -> None:
-        """Check that no scheduler ends before ``steps`` steps.
-
-        Raises:
-            ConfigError: One does: it would raise in the middle of the job.
-        """
+        """Check that no scheduler ends before ``steps`` steps."""
         if self._schedulers is not None:
             self._schedulers.check_length(steps)
 
     def rates(self, record: CommitRecord) -> list[float]:
-        """Return the learning rate that ``record`` gives each group."""
         groups = self.groups
         factor = 1.0 if self._factor is None else self._factor(record.step)
         factors = list(factor) if isinstance(factor, Sequence) else [float(factor)] * len(groups)
@@ -175,11 +169,7 @@ class Groups:
             group["lr"] = rate
 
     def advance(self, record: CommitRecord) -> None:
-        """Go on to the step after ``record``, whether it updated anything or not.
-
-        Raises:
-            ConfigError: A torch scheduler cannot go on.
-        """
+        """Go on to the step after ``record``, whether it updated anything or not."""
         if self._schedulers is not None:
             self._schedulers.advance(record)
         self.settle()

@@ -161,11 +161,7 @@ class TorchSchedulers:
             _step(kind, scheduler, record.step, *([record.loss] if plateau else []))
 
     def state(self) -> list[Any]:
-        """Return the state of all schedulers as JSON: for each its class and its attributes.
-
-        Raises:
-            ConfigError: A state is not JSON.
-        """
+        """Return the state of all schedulers as JSON: for each its class and its attributes."""
         states = []
         for kind, scheduler in zip(self._kinds, self.all, strict=True):
             try:
@@ -229,7 +225,6 @@ class TorchSchedulers:
 
 
 def _step(kind: Any, scheduler: LRScheduler, number: int, *loss: float) -> None:
-    """Step a scheduler after step ``number``."""
     scheduler.optimizer._opt_called = True  # type: ignore[attr-defined] # of a skipped step it is not
     try:
         kind.step(scheduler, *loss)
@@ -239,7 +234,6 @@ def _step(kind: Any, scheduler: LRScheduler, number: int, *loss: float) -> None:
 
 
 def _load(kind: type[LRScheduler], scheduler: LRScheduler, state: Mapping[str, Any]) -> None:
-    """Give a scheduler a state."""
     held = scheduler.state_dict()
     if set(held) != set(state):
         raise ValueError(f"a {kind.__name__} with {sorted(state)}, expected {sorted(held)}")

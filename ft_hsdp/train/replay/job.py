@@ -70,7 +70,6 @@ class ReplayOutcome:
 
 
 def record_of(row: Mapping[str, Any]) -> CommitRecord:
-    """Return the commit record of a recorded step, without the norm."""
     return CommitRecord(
         epoch=row["epoch"],
         attempt=row["attempt"],
@@ -151,7 +150,6 @@ class RecordedOrders(Mailbox):
         self._lanes = lanes
 
     def get(self) -> Order:
-        """Return the next order; makes it, with collectives of the ranks."""
         if not self._orders:
             self._orders.append(next(self._script))
         return self._orders.popleft()
@@ -245,7 +243,6 @@ class Silent:
     mark_current = request = step = event
 
     def cost(self) -> CopyCost:
-        """Return what copies cost: a replay makes none."""
         return CopyCost()
 
 

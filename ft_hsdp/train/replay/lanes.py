@@ -94,7 +94,6 @@ class LocalGradients:
         self._kept[bucket] = (flat if before is None else before[0] + flat, contributions)
 
     def take(self) -> tuple[list[Tensor], tuple[Contribution, ...]]:
-        """Return the contributor's gradient of each bucket, and what is in it."""
         kept = [self._kept[bucket] for bucket in range(self._buckets)]
         return [flat for flat, _ in kept], kept[-1][1]
 
@@ -208,5 +207,4 @@ class SharedLanes:
 
 
 def _name(step: int, replica: int, lane: int) -> str:
-    """Return the name of the file with what a replica adds to a lane."""
     return f"{step}-replica-{replica}-lane-{lane}"

@@ -88,13 +88,11 @@ class BlockData:
         return BlockLayout(self.blocks, self.range_blocks, hosts * parts, self.seed, parts)
 
     def first_cut(self, hosts: int, ranks: int) -> BlockLayout:
-        """Return the layout of a first submission."""
         share = self.blocks * self.block_bytes // hosts
         most = min(MAX_PARTS, MAX_SLICES // hosts)
         return self.cut(hosts, min(max(ranks, -(-share // SLICE_BYTES)), most))
 
     def slice_name(self, layout: BlockLayout, number: int) -> SliceName:
-        """Return what a slice is called in messages, with its size."""
         nbytes = layout.slice_blocks(number) * self.block_bytes
         piece = self.align * self.block_bytes
         return SliceName(self.store, self.name, number, layout.slices, nbytes, piece, layout.parts)
@@ -186,12 +184,7 @@ class BlockReader:
         self.origin = str(path)
 
     def read(self, first: int, end: int) -> memoryview:
-        """Return the bytes of the blocks from ``first`` to ``end`` - 1. Blocks.
-
-        Raises:
-            Retryable: They cannot be read.
-            ConfigError: The source returned something else.
-        """
+        """Return the bytes of the blocks from ``first`` to ``end`` - 1. Blocks."""
         nbytes = (end - first) * self._data.block_bytes
         try:
             found = self._read(first, end)
@@ -207,12 +200,7 @@ class BlockReader:
         return view
 
     def fill(self, answer: LoadAnswer, first: int, end: int) -> None:
-        """Read blocks into the answer of a load, a permutation range at a time. Blocks.
-
-        Raises:
-            Retryable: They cannot be read.
-            ConfigError: The source returned something else.
-        """
+        """Read blocks into the answer of a load, a permutation range at a time. Blocks."""
         for low, high, place in answer.parts(first, end):
             for begin in range(low, high, self._data.range_blocks):
                 upto = min(high, begin + self._data.range_blocks)
@@ -222,7 +210,6 @@ class BlockReader:
 
 
 def shown_spans(spans: Sequence[Span]) -> str:
-    """Return spans in words; the first few of many."""
     named = ", ".join(f"{first} to {end - 1}" for first, end in spans[:SHOWN_SPANS])
     more = f" and {len(spans) - SHOWN_SPANS} more ranges" if len(spans) > SHOWN_SPANS else ""
     return f"blocks {named}{more}"

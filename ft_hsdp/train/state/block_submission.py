@@ -233,7 +233,6 @@ class BlockSubmission:
         return digest, self._agent.copy(CopySlice(about, digest, addresses, limit_s, self._budget))
 
     def _tell(self, result: SubmittedBlocks, lost: Sequence[Span], seconds: float) -> None:
-        """Write down what was done. On rank 0."""
         data, refused, origin = self._data, self._refused, self._reader.origin
         facts: dict[str, Any] = {"store": data.name, "blocks": data.blocks, "seconds": seconds}
         if lost:

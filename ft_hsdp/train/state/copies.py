@@ -217,20 +217,17 @@ class CopyKeeper:
     # The main thread.
 
     def mark_current(self, state: StateId) -> None:
-        """Order the copies of a state that this rank has reached. Does not block."""
         with self._lock:
             self._state, plan = state, self._plan
         if plan is not None:
             self._order(plan, state)
 
     def cost(self) -> CopyCost:
-        """Return what copies have cost since this was asked last."""
         with self._lock:
             cost, self._cost = self._cost, CopyCost()
         return cost
 
     def close(self) -> None:
-        """End the wait of a vote."""
         with self._lock:
             self._plan, thread = None, self._thread
         if thread is not None:

@@ -31,8 +31,6 @@ class CopiedShard:
 
 @dataclass(frozen=True, slots=True)
 class CopyPlan:
-    """What one epoch means for one rank."""
-
     epoch: int
     base: StateId
     whole: Plan
@@ -60,7 +58,6 @@ class CopyPlan:
 
 
 def _runs(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text: "0-3, 6"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

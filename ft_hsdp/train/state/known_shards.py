@@ -164,14 +164,12 @@ class KnownShards:
         return row.ranks != size or (0 <= row.rank < size and row.layout == self._peers[row.rank].layout)
 
     def _newest(self, others: Sequence[Holding] = ()) -> Recoverable | None:
-        """Return the newest whole state, of this replica's own snapshots and ``others``."""
         layouts, hosts = [p.layout for p in self._peers], [p.host for p in self._peers]
         found = [*self._own, *others]
         return newest(found, self._about.replica, layouts, hosts, self._failed, self._other_widths.of(found))
 
 
 def _holding(row: HeldShard, address: str, host: str) -> Holding:
-    """Return what an agent has answered; ``host`` is where it stands."""
     try:
         host = str(Host.parse(host))
     except ValueError:

@@ -70,7 +70,6 @@ class Offload:
         self.leave()
 
     def leave(self) -> None:
-        """Move the tensors from the device to the host, and free the device's memory. Blocks."""
         since = time.monotonic()
         for device, host in zip(self._device, self.host, strict=True):
             host.copy_(device, non_blocking=True)
@@ -80,7 +79,6 @@ class Offload:
         self._count(since)
 
     def visit(self) -> None:
-        """Move the tensors from the host to the device, for an update. Blocks."""
         since = time.monotonic()
         for device, host in zip(self._device, self.host, strict=True):
             device.untyped_storage().resize_(device.numel() * device.element_size())
@@ -89,7 +87,6 @@ class Offload:
         self._count(since)
 
     def lap(self) -> float:
-        """Return the seconds spent on moving since the last call."""
         since, self._reported = self._reported, self.moved.seconds
         return self._reported - since
 
@@ -102,12 +99,9 @@ class Offload:
 
 
 class LiveState:
-    """The committed state that this rank holds."""
-
     def __init__(
         self, model: AdoptedModel, groups: Groups, ledger: Ledger, rank: int, ranks: int, offload: bool = False
     ) -> None:
-        """Take over a model and its optimizer."""
         self._model = model
         self._groups = groups
         self._rank = rank
@@ -138,7 +132,6 @@ class LiveState:
 
     @property
     def params(self) -> Mapping[str, torch.Tensor]:
-        """The parameters, by name."""
         return self._model.params
 
     def hold(self, user: UserState) -> None:
@@ -154,7 +147,6 @@ class LiveState:
 
     @property
     def user(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of the user's own state, by name."""
         return self._user.tensors
 
     @property
@@ -235,7 +227,6 @@ class LiveState:
                 as_bytes(local(self._live[0]))[0] ^= 1
 
     def rate(self, record: CommitRecord) -> float:
-        """Return the learning rate that ``record`` gives the first parameter group."""
         return self._groups.rates(record)[0]
 
     def load(self, manifest: ShardManifest, packed: Bytes) -> None:
@@ -256,12 +247,7 @@ class LiveState:
     def resumed(
         self, state: StateId, ledger: Ledger, hyper: Sequence[dict[str, Any]], user: Values | None = None
     ) -> None:
-        """Note that the live tensors were filled with ``state``, from a checkpoint; `changes` says what differs.
-
-        Raises:
-            ConfigError: The hyper-parameters are of other optimizers, or a schedule cannot be computed again.
-            CallbackFailed: The user's own state cannot be loaded.
-        """
+        """Note that the live tensors were filled with ``state``, from a checkpoint; `changes` says what differs."""
         with self._lock:
             self.changes = self._groups.resume(hyper, state.step)
             self._become(state, ledger, user or {})
@@ -375,7 +361,6 @@ class LiveState:
         return hashed.hexdigest()
 
     def digest(self) -> str:
-        """Return the digest of the whole state. A collective of all ranks of the replica."""
         with self.here():
             values = self._user.values
             return state_digest(self._model.params, self._optim, self._groups.hyper(), self.user, values)

@@ -77,7 +77,6 @@ def _copy(source: Any, target: Any, sums: RunningChecksums) -> None:
 
 
 def unpack(layout: Layout, buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy the shards in ``buffer`` into the live tensors ``targets``, on any device."""
     for place, target in zip(layout.tensors, targets, strict=True):
         if place.nbytes:
             piece = buffer[place.offset : place.offset + place.nbytes]

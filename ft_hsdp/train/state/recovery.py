@@ -239,7 +239,6 @@ class Restoration:
         return (got.manifest, packed), _Outcome(tuple(used) or (0,), tuple(sorted(failed)), self._fetched)
 
     def _restored(self, plan: Recoverable, outcomes: Sequence[_Outcome]) -> None:
-        """Write down what was restored from memory, and from where. On rank 0."""
         pairs = zip(plan.sources, outcomes, strict=True)
         used = [[sources[index] for index in each.used] for sources, each in pairs]
         worst = rung(used, self._about.replica, [peer.host for peer in self._peers])
@@ -317,7 +316,6 @@ class Restoration:
 
 
 def _recoverable(told: Mapping[str, Any] | None) -> Recoverable | None:
-    """Return what rank 0 has decided."""
     if told is None:
         return None
     sources = tuple(

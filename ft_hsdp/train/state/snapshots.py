@@ -46,8 +46,6 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AgentHome:
-    """Whose snapshots an agent keeps, and how it is reached."""
-
     token: str  # of the job
     replica: int
     rank: int
@@ -245,7 +243,6 @@ class SnapshotWriter:
         self._submit(self._open_gate)
 
     def close_gate(self) -> None:
-        """Have the agent forget the gate. Does not block."""
         self._gate = None
         self._submit(StateAgent.close_gate)
 
@@ -257,7 +254,6 @@ class SnapshotWriter:
         return self._submit(StateAgent.stage, state).result()
 
     def complete(self, manifest: ShardManifest) -> None:
-        """Note that the allocated memory holds the whole shard, verified. Blocks."""
         self._submit(self._mark_staged, manifest).result()
 
     def close(self) -> None:
