@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -66,58 +66,46 @@ class Local:
     after: torch.cuda.Event | None  # when it is complete; None: it is
 
 
+@dataclass(eq=False)
 class Reducer:
     """Reduces one rank's gradient over all replicas, bucket by bucket."""
 
-    def __init__(
-        self,
-        group: Group,
-        lanes: GradientLanes,
-        replica: int,
-        rank: int,
-        voted: Callable[[Vote], None],
-        device: torch.device = CPU,
-        checked: Callable[[str, LanePlan], Sequence[str]] = lambda prev, plan: (),
-        meter: SpanMeter | None = None,
-    ) -> None:
-        """Make the reducer of a rank.
+    _group: Group
+    _lanes: GradientLanes
+    _replica: int
+    _rank: int
+    # Takes the vote when all buckets of an attempt are reduced; called on FTAR's thread.
+    _voted: Callable[[Vote], None]
+    _device: torch.device = CPU
+    # Takes the lineage that an attempt builds on, and returns, for each lane, the digest of the slice of the
+    # state that this rank compares with other replicas (`core.state_id`); () if the rank does not hold that
+    # state; called on FTAR's thread.
+    checked: Callable[[str, LanePlan], Sequence[str]] = lambda prev, plan: ()
+    meter: SpanMeter = field(default_factory=SpanMeter)  # told when the ring is used
+    _metered: bool = False  # the meter was told that the ring is used
+    # By bucket: what is in it after each part of the step. An attempt takes the first one with the units that
+    # it asks for, so all ranks take the same one.
+    _locals: dict[int, list[Local]] = field(default_factory=dict)
+    _feeding: Feeding | None = None
+    _order: Reduce | None = None  # the attempt under way
+    _submitted: int = 0  # buckets of it
+    # Memory for rows of lanes that are copied, by bucket, place of the lane and group.
+    _parts: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    # The attempt whose works may still use `_out` and `_parts`, also after `cancel`; None: all have ended.
+    _using: AttemptId | None = None
+    _missing: int = 0  # all-reduces of it that have not ended
+    _results: list[tuple[int, int, AllReduceResult]] = field(default_factory=list)  # (bucket, lane, result)
+    _out: list[torch.Tensor] | None = None  # the sums, one for each bucket
+    _began: float = 0.0  # the first all-reduce of the attempt
+    _idle_since: float | None = None  # the first bucket is here, the order is not
+    _held_up: float = 0.0
+    traffic: Traffic = field(default_factory=Traffic)
 
-        Args:
-            voted: Takes the vote when all buckets of an attempt are reduced; called on FTAR's thread.
-            checked: Takes the lineage that an attempt builds on, and returns, for each lane, the digest of the
-                slice of the state that this rank compares with other replicas (`core.state_id`); () if the rank
-                does not hold that state; called on FTAR's thread.
-            meter: Told when the ring is used; None: nobody is.
-        """
-        self._meter = meter or SpanMeter()
-        self._metered = False  # the meter was told that the ring is used
-        self._group = group
-        self._sizes = lanes.sizes
-        self._replica = replica
-        self._rank = rank
-        self._voted = voted
-        self._checked = checked
-        self._lanes = lanes
-        self._plan = lanes.plan(())  # the lanes of the membership
+    def __post_init__(self) -> None:
         self._lock = threading.RLock()  # a work may be done before its callback is set
-        self._device = device
-        # By bucket: what is in it after each part of the step. An attempt takes the first one with the units that
-        # it asks for, so all ranks take the same one.
-        self._locals: dict[int, list[Local]] = {}
-        self._feeding: Feeding | None = None
-        self._order: Reduce | None = None  # the attempt under way
-        self._submitted = 0  # buckets of it
-        self._parts: dict[tuple[int, int, int], torch.Tensor] = {}  # memory for rows of lanes that are copied
-        # The attempt whose works may still use `_out` and `_parts`, also after `cancel`; None: all have ended.
-        self._using: AttemptId | None = None
-        self._missing = 0  # all-reduces of it that have not ended
-        self._results: list[tuple[int, int, AllReduceResult]] = []  # with bucket and place of the lane
-        self._out: list[torch.Tensor] | None = None  # the sums, one for each bucket
+        self._sizes = self._lanes.sizes
+        self._plan = self._lanes.plan(())  # the lanes of the membership
         self._spare = [self._new_sums()]  # memory for sums, made here or given back
-        self._began = 0.0  # the first all-reduce of the attempt
-        self._idle_since: float | None = None  # the first bucket is here, the order is not
-        self._held_up = 0.0
-        self.traffic = Traffic()
 
     # The main thread.
 
@@ -222,9 +210,9 @@ class Reducer:
         """
         used = used and bool(self._group.transports)
         if used and not self._metered:
-            self._meter.begin()
+            self.meter.begin()
         elif self._metered and not used:
-            self._meter.end()
+            self.meter.end()
         self._metered = used
 
     def _pump(self) -> None:
@@ -313,7 +301,7 @@ class Reducer:
         sent = sum(r.bytes_sent for _, _, r in results)
         self.traffic = Traffic(sent, now - self._began, now, self._held_up)
         poisoned = tuple(sorted({e.replica for _, _, r in results for e in r.entries if e.poisoned}))
-        sums = lane_votes(plan, results, self._checked(prev, plan))
+        sums = lane_votes(plan, results, self.checked(prev, plan))
         vote = Vote.on(self._rank, fence, sums, poisoned)
         with self._lock:
             if self._using == fence:  # only now: this thread, too, has used the memory until here

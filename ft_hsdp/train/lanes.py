@@ -18,7 +18,7 @@ that update to other bits in replicas of other widths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -195,39 +195,28 @@ def one_lane(ring: LaneRing, sizes: Sequence[int], counted: Sequence[Spans] | No
     return LanePlan((), (OwnLane(ring, (), tuple(parts)),), len(parts))
 
 
+@dataclass(eq=False)
 class GradientLanes:
     """The lanes of a rank's gradient in any membership."""
 
-    def __init__(
-        self,
-        buckets: Sequence[Sequence[tuple[str, tuple[int, ...]]]] | None,
-        usual: LanePlan,
-        width: int,
-        rank: int,
-        sizes: object = None,
-    ) -> None:
-        """Describe the gradient of a rank.
+    # Of each bucket with gradients, the parameters in order: (name, whole shape). In those that follow each rank
+    # has a value of its own. None: the gradient is never cut.
+    _buckets: Sequence[Sequence[tuple[str, tuple[int, ...]]]] | None
+    _usual: LanePlan  # the lane of the rank in replicas of equal width, from `one_lane`
+    _width: int
+    _rank: int
+    _sizes: object = None  # what else must be the same in all members, such as the sizes of chunks
+    _plans: dict[tuple[int, ...], LanePlan] = field(default_factory=dict)
 
-        Args:
-            buckets: Of each bucket with gradients, the parameters in order: (name, whole shape). In those that
-                follow each rank has a value of its own. None: the gradient is never cut.
-            usual: The lane of the rank in replicas of equal width, from `one_lane`.
-            sizes: What else must be the same in all members, such as the sizes of chunks.
-        """
-        self.sizes = tuple(part.size for part in usual.lanes[0].parts)
-        self._may_cut = buckets is not None
-        self._buckets = tuple(tuple(bucket) for bucket in buckets or ())
-        self._whole = self.sizes[len(self._buckets) :]
-        self._usual = usual
-        self._width = width
-        self._rank = rank
-        self._sizes = sizes
-        self._plans: dict[tuple[int, ...], LanePlan] = {}
+    def __post_init__(self) -> None:
+        self.sizes = tuple(part.size for part in self._usual.lanes[0].parts)
+        self._gradients = tuple(tuple(bucket) for bucket in self._buckets or ())
+        self._whole = self.sizes[len(self._gradients) :]
 
     @cached_property
     def _layout(self) -> str:
         return state_id.digest(
-            [[list(each) for each in bucket] for bucket in self._buckets], self._whole, self._sizes
+            [[list(each) for each in bucket] for bucket in self._gradients], self._whole, self._sizes
         )
 
     def of(self, grant: Grant) -> tuple[LaneRing, ...]:
@@ -237,26 +226,26 @@ class GradientLanes:
     def plan(self, widths: Iterable[int]) -> LanePlan:
         """Return the lanes of this rank in a membership. Any thread."""
         different = tuple(sorted(set(widths), reverse=True))
-        if not self._may_cut or self._width not in different:
+        if self._buckets is None or self._width not in different:
             return self._usual
         if different not in self._plans:
             self._plans[different] = self._divide(different)
         return self._plans[different]
 
     def _divide(self, widths: tuple[int, ...]) -> LanePlan:
-        tensors = {f"{b}.{name}": (shape, 4) for b, bucket in enumerate(self._buckets) for name, shape in bucket}
+        tensors = {f"{b}.{name}": (shape, 4) for b, bucket in enumerate(self._gradients) for name, shape in bucket}
         mine = [
             (number, lane)
             for number, lane in enumerate(lanes(tensors, widths))
             if lane.owner(self._width) == self._rank
         ]
         own = tuple(self._own(number, lane, first=place == 0) for place, (number, lane) in enumerate(mine))
-        return LanePlan(widths, own, len(self._buckets) + len(self._whole))
+        return LanePlan(widths, own, len(self._gradients) + len(self._whole))
 
     def _own(self, number: int, lane: RowLane, first: bool) -> OwnLane:
         owners = tuple(zip(lane.widths, lane.owners, strict=True))
         layout = state_id.digest(self._layout, number, owners)
-        parts = [self._part(b, lane) for b in range(len(self._buckets))]
+        parts = [self._part(b, lane) for b in range(len(self._gradients))]
         for size in self._whole:
             runs = (LaneRun(0, 0, size),) if first else ()  # the other lanes of the rank add zeros
             parts.append(LanePart((LaneGroup(size, runs),), ((),), whole=True))
@@ -267,7 +256,7 @@ class GradientLanes:
         rows = {r.tensor: r for r in lane.rows}
         groups: list[list[LaneRun]] = []
         place, large = 0, True  # whether the newest rows are
-        for name, shape in self._buckets[index]:
+        for name, shape in self._gradients[index]:
             chunk, row = -(-shape[0] // self._width), prod(shape[1:])
             if (r := rows.get(f"{index}.{name}")) is not None:
                 begin = place + (r.start - self._rank * chunk) * row

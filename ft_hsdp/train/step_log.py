@@ -48,29 +48,24 @@ def exposed(now: float, waited: float, reduced: float, held_up: float, copying: 
     return {**found, "copies": copies} if copying else found
 
 
+@dataclass(eq=False)
 class StepLog:
     """Writes fed.jsonl, commits.jsonl, logged.jsonl and final.json; on rank 0.
 
     A disk that takes no line costs that line, and never a step.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        incarnation: str,
-        tee: Callable[[Mapping[str, object]], None] | None = None,
-        lost: Callable[[Lost], None] | None = None,
-        tee_logged: Callable[[Mapping[str, object]], None] | None = None,
-    ) -> None:
-        self._incarnation = incarnation
-        self._tee = tee
-        self._tee_logged = tee_logged
-        self._lost = lost
-        self._fed = LineWriter(folder / "fed.jsonl", lost)
-        self._commits = LineWriter(folder / "commits.jsonl", lost)
-        self._folder = folder
-        self._logged: LineWriter | None = None  # made by the first row
-        self._final = folder / "final.json"
+    _folder: Path
+    _incarnation: str
+    tee: Callable[[Mapping[str, object]], None] | None = None  # takes the row of each commit
+    lost: Callable[[Lost], None] | None = None  # takes what a disk did not take, later
+    tee_logged: Callable[[Mapping[str, object]], None] | None = None  # takes each row of logged values
+    _logged: LineWriter | None = None  # made by the first row
+
+    def __post_init__(self) -> None:
+        self._fed = LineWriter(self._folder / "fed.jsonl", self.lost)
+        self._commits = LineWriter(self._folder / "commits.jsonl", self.lost)
+        self._final = self._folder / "final.json"
         with contextlib.suppress(OSError):
             self._final.unlink()  # of an incarnation before, which was started again
         reserve(self._final)
@@ -128,18 +123,18 @@ class StepLog:
             "role": "contribute" if contributed else "behind",  # also of one that stands by: it adds nothing
         }
         self._commits.write(row)
-        if self._tee is not None:
-            self._tee(row)
+        if self.tee is not None:
+            self.tee(row)
 
     def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
         """Note values that the training loop logs."""
         where = {"step": step, "epoch": epoch}
         row = {"t": time.time(), **where, "values": dict(values), "incarnation": self._incarnation}
         if self._logged is None:
-            self._logged = LineWriter(self._folder / "logged.jsonl", self._lost)
+            self._logged = LineWriter(self._folder / "logged.jsonl", self.lost)
         self._logged.write(row)
-        if self._tee_logged is not None:
-            self._tee_logged(row)
+        if self.tee_logged is not None:
+            self.tee_logged(row)
 
     def final(self, state: StateId, digest: str, config: str, *, built_in: bool, of_job: bool) -> None:
         """Note the final state.
@@ -154,8 +149,8 @@ class StepLog:
             replace_json(self._final, body)
         except OSError as error:
             now = time.time()
-            if self._lost is not None:
-                self._lost(Lost(self._final.name, 1, now, now, error.strerror or str(error)))
+            if self.lost is not None:
+                self.lost(Lost(self._final.name, 1, now, now, error.strerror or str(error)))
 
     def close(self) -> None:
         """Close the files; lines that were lost until now are reported."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -46,28 +47,20 @@ def check(dataset: Any, batch_size: int, options: ReadOptions, others: Mapping[s
         raise ConfigError("job.loader(timeout)", options.timeout, "0, or a number of seconds")
 
 
+@dataclass(eq=False)
 class Loader(Generic[Batch]):
     """Batches of samples of a map-style dataset; `Job.loader` makes it. It is a `Source`.
 
     Iterating over it is the same as iterating over ``job.batches(loader)``.
     """
 
-    def __init__(
-        self,
-        reader: SampleReader,
-        shape: JobShape,
-        options: ReadOptions,
-        batches: Callable[[Loader[Batch]], Iterator[Batch]],
-    ) -> None:
-        """Make the loader of a job.
+    _reader: SampleReader
+    _shape: JobShape
+    options: ReadOptions
+    _batches: Callable[[Loader[Batch]], Iterator[Batch]]
 
-        Raises:
-            ConfigError: The dataset has too few samples for one step.
-        """
-        self.options = options
-        self._reader = reader
-        self._shape = shape
-        self._batches = batches
+    def __post_init__(self) -> None:
+        reader, shape = self._reader, self._shape
         step = shape.shards * shape.ranks * shape.accumulate
         if reader.batches < step:
             allowed = f"more: one step reads {step} batches, and an epoch has {reader.batches}"

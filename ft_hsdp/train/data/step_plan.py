@@ -79,42 +79,32 @@ class TrainedMicroBatch:
         return self.weight
 
 
+@dataclass(eq=False)
 class StepPlan:
     """The micro-batches of one rank in one step: what is trained already, and what is still to be trained.
 
     The orders of the leader say which places are the replica's; `target` may grow while the step is open.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        shard: int,
-        data_ranks: int,
-        accumulate: int,
-        places: Places = (),
-        weighs: bool = False,
-        data_rank: int = 0,
-        of_batch: int | None = None,
-    ) -> None:
-        """Plan to train ``places``.
+    _ledger: Ledger
+    _shard: int
+    _data_ranks: int
+    _accumulate: int
+    _places: Places = ()  # of the replica, among the untrained units of the data shard
+    weighs: bool = (
+        False  # `TrainedMicroBatch.weigh` says what each micro-batch weighs; else it is 1
+    )
+    data_rank: int = 0
+    of_batch: int = 0  # data ranks of a batch: those of a replica with all its ranks; 0: as many as this one has
+    _part: int = 0
+    _due: tuple[Places, int] = ((), 0)  # places, and how many units of them can be trained
+    ordered: bool = False  # whether an order has confirmed, changed or ended what is to be trained
+    trained: list[TrainedMicroBatch] = field(default_factory=list)
 
-        Args:
-            places: Of the replica, among the untrained units of the data shard.
-            weighs: Whether `TrainedMicroBatch.weigh` says the weight of each micro-batch; otherwise it is 1.
-            of_batch: Data ranks of a batch: those of a replica with all its ranks. None: ``data_ranks``.
-        """
-        self._weighs = weighs
-        self._ledger = ledger
-        self._shard = shard
-        self._data_ranks = data_ranks
-        self._data_rank = data_rank
-        self._of_batch = of_batch or data_ranks
-        self._each = accumulate * self._of_batch
-        self._part = 0
-        self._due: tuple[Places, int] = ((), 0)  # places, and how many units of them can be trained
-        self.ordered = False  # whether an order has confirmed, changed or ended what is to be trained
-        self.trained: list[TrainedMicroBatch] = []
-        self._target = self._micro_batches(places)
+    def __post_init__(self) -> None:
+        self.of_batch = self.of_batch or self._data_ranks
+        self._each = self._accumulate * self.of_batch
+        self._target = self._micro_batches(self._places)
 
     def at(self, place: int) -> MicroBatch:
         """Return the micro-batch at a place of this replica's data shard."""
@@ -128,7 +118,7 @@ class StepPlan:
     def begin(self) -> MicroBatch:
         """Count the first micro-batch of `left` as trained, and return it."""
         at = self.left[0]
-        self.trained.append(TrainedMicroBatch(at, self._part, None if self._weighs else 1))
+        self.trained.append(TrainedMicroBatch(at, self._part, None if self.weighs else 1))
         return at
 
     def trainable(self, places: Places) -> int:
@@ -172,7 +162,7 @@ class StepPlan:
         """
         weights = [t.known() for t in self.trained]
         for t, weight in zip(self.trained, weights, strict=True):
-            if self._weighs and weight and not t.scaled:
+            if self.weighs and weight and not t.scaled:
                 allowed = "0, or a loss made of what the model's forward returned, and its backward"
                 raise ConfigError("job.weigh", weight, allowed)
         total = sum(weights)
@@ -209,11 +199,11 @@ class StepPlan:
         return found
 
     def _micro_batch(self, units: Places) -> MicroBatch:
-        before = self._data_rank
+        before = self.data_rank
         for first, count in units:
             if before < count:
                 index, within = divmod(first + before, self._each)
-                micro, rank = divmod(within, self._of_batch)
+                micro, rank = divmod(within, self.of_batch)
                 return MicroBatch(self._shard, index, micro, first + before, rank, units)
             before -= count
         raise ValueError(f"{units} are no units of {self._data_ranks} data ranks")

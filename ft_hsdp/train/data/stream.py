@@ -39,36 +39,24 @@ ITEMS = 2  # batches of part 0 that are compared, if any
 SAVE_S = 1.0  # between two saved states of an iterator, at least
 
 
+@dataclass(eq=False)
 class BatchStream(Generic[Batch]):
     """Batches of an iterable; `Job.stream` makes it. It is for `Job.batches`."""
 
-    def __init__(
-        self,
-        source: Any,
-        shape: JobShape,
-        run: Path,
-        rank: int,
-        batches: Callable[[Any], Iterator[Batch]],
-    ) -> None:
-        """Make the stream of a job; the iterable is opened later.
+    _source: Any
+    _shape: JobShape
+    _run: Path
+    _rank: int  # of the replica; names the file
+    _batches: Callable[[Any], Iterator[Batch]]
 
-        Args:
-            rank: Of the replica; names the file.
-
-        Raises:
-            ConfigError: The source is neither, or can be iterated over only once.
-        """
+    def __post_init__(self) -> None:
+        source = self._source
         if isinstance(source, Iterator) and not hasattr(source, "load_state_dict"):
             allowed = f"{AGAIN}, or a function of (shard, shards) that returns one or makes an iterator"
             raise ConfigError("job.stream(source)", type(source).__name__, allowed)
         if not isinstance(source, Iterable) and not callable(source):
             allowed = "an iterable of batches, or a function of (shard, shards) that returns one"
             raise ConfigError("job.stream(source)", type(source).__name__, allowed)
-        self._source = source
-        self._shape = shape
-        self._run = run
-        self._rank = rank
-        self._batches = batches
 
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Batch:
         raise ConfigError("stream.batch", (shard, index, rank, micro), "no call: a stream is read in order")

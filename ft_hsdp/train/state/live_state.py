@@ -247,7 +247,7 @@ class LiveState:
     def resumed(
         self, state: StateId, ledger: Ledger, hyper: Sequence[dict[str, Any]], user: Values | None = None
     ) -> None:
-        """Note that the live tensors were filled with ``state``, from a checkpoint; `changes` says what differs."""
+        """Note that the live tensors hold ``state``, from a checkpoint; `changes` says what differs."""
         with self._lock:
             self.changes = self._groups.resume(hyper, state.step)
             self._become(state, ledger, user or {})

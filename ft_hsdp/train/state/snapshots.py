@@ -20,7 +20,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -54,45 +54,27 @@ class AgentHome:
     host: str = ""  # the host's name, if its machine has several
 
 
+@dataclass(eq=False)
 class SnapshotWriter:
-    """Writes, keeps and finds the snapshots of one rank."""
+    """Writes, keeps and finds the snapshots of one rank. Made when there is an agent: blocks for ``join_s``."""
 
-    def __init__(
-        self,
-        live_state: LiveState,
-        home: AgentHome,
-        every_step: bool,
-        join_s: float,
-        journal: Journal,
-        failed: Callable[[BaseException], None],
-        answer_s: float = ANSWER_S,
-    ) -> None:
-        """Connect to this host's agent. Blocks for at most ``join_s``.
+    _live_state: LiveState
+    _home: AgentHome
+    _every_step: bool  # whether each state is copied, or only those that are requested
+    _join_s: float  # how long an agent may take to answer at first, in seconds; also one that is found again
+    _journal: Journal
+    _failed: Callable[[BaseException], None]  # takes an error that must not happen; called on the writer's thread
+    _answer_s: float = ANSWER_S  # how long an agent may take for an order before training goes on without it
+    _wanted: StateId | None = None  # the state that was requested
+    _filling: StateId | None = None  # a fetch writes into memory that only it may end with
+    _staged: StateId | None = None  # the newest whole snapshot
+    _order: threading.Lock = field(default_factory=threading.Lock)  # of what is submitted
+    _last: Future[Any] | None = None  # what was submitted last
+    _gate: Callable[[Bytes], None] | None = None  # takes the page of the gate, which is to be open
+    _closing: threading.Event = field(default_factory=threading.Event)
+    _seeking: threading.Thread | None = None
 
-        Args:
-            every_step: Whether each state is copied, or only those that are requested.
-            join_s: How long an agent may take to answer at first, in seconds; also one that is found again.
-            failed: Takes an error that must not happen; called on the writer's thread.
-            answer_s: How long an agent may take for an order, in seconds, before training goes on without it.
-
-        Raises:
-            AgentGone: There is no agent.
-        """
-        self._live_state = live_state
-        self._home = home
-        self._every_step = every_step
-        self._journal = journal
-        self._failed = failed
-        self._wanted: StateId | None = None  # the state that was requested
-        self._filling: StateId | None = None  # a fetch writes into memory that only it may end with
-        self._staged: StateId | None = None  # the newest whole snapshot
-        self._order = threading.Lock()  # of what is submitted
-        self._last: Future[Any] | None = None  # what was submitted last
-        self._gate: Callable[[Bytes], None] | None = None  # takes the page of the gate, which is to be open
-        self._join_s = join_s
-        self._answer_s = answer_s
-        self._closing = threading.Event()
-        self._seeking: threading.Thread | None = None
+    def __post_init__(self) -> None:
         self._agent: StateAgent | None = self._first()  # None: it is lost, and looked for
         self.address = self._agent.address  # where others fetch, host:port
         self._thread = ThreadPoolExecutor(1, "snapshots")
