@@ -72,7 +72,7 @@ class TrainedMicroBatch:
         return weight
 
     def known(self) -> int:
-        """Return the weight."""
+        """Return the weight, which has to be known: else a ConfigError."""
         if self.weight is None:
             allowed = f"an integer from 0 to {MAX_WEIGHT}, before each backward: data.weight is tokens"
             raise ConfigError("job.weigh", None, allowed)
@@ -91,9 +91,7 @@ class StepPlan:
     _data_ranks: int
     _accumulate: int
     _places: Places = ()  # of the replica, among the untrained units of the data shard
-    weighs: bool = (
-        False  # `TrainedMicroBatch.weigh` says what each micro-batch weighs; else it is 1
-    )
+    weighs: bool = False  # `TrainedMicroBatch.weigh` says what each micro-batch weighs; else it is 1
     data_rank: int = 0
     of_batch: int = 0  # data ranks of a batch: those of a replica with all its ranks; 0: as many as this one has
     _part: int = 0

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from ft_hsdp.memory.lanes import RowLane, lanes
+from ft_hsdp.train.state.packing import local
 
 CLIP_EPS = 1e-6
 
@@ -35,7 +36,7 @@ def clip_groups(groups: Sequence[Mapping[str, Any]], widths: Sequence[int]) -> N
         norm = math.sqrt(each)
         if norm > clip:
             for grad in of_group:
-                _local(grad).mul_(clip / (norm + CLIP_EPS))
+                local(grad).mul_(clip / (norm + CLIP_EPS))
 
 
 def lanes_of(shapes: Sequence[Sequence[int]], widths: Sequence[int]) -> tuple[RowLane, ...]:
@@ -72,7 +73,7 @@ def _by_lanes(grads: Sequence[Sequence[torch.Tensor]], widths: Sequence[int]) ->
     mine = [
         value
         for of_group, each, of in zip(grads, shapes, divided, strict=True)
-        for value in lane_squares([_local(grad) for grad in of_group], each, of, width, rank)
+        for value in lane_squares([local(grad) for grad in of_group], each, of, width, rank)
     ]
     device = next((grad.device for of_group in grads for grad in of_group), None)
     told = [each.tolist() for each in _gathered(torch.tensor(mine, dtype=torch.float64, device=device))]
@@ -100,10 +101,6 @@ def _gradients(group: Mapping[str, Any]) -> list[torch.Tensor]:
     return [p.grad for p in group["params"] if p.grad is not None]
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return this rank's part of the sum of squares, in fp64; what several ranks hold is shared out among them."""
     total = torch.zeros((), dtype=torch.float64, device=grads[0].device if grads else None)
@@ -114,5 +111,5 @@ def _squares(grads: Sequence[torch.Tensor]) -> torch.Tensor:
             copies = math.prod(size for size, placement in placed if isinstance(placement, Replicate))
             if dist.is_initialized():  # tensor parallelism leaves a parameter alone: it is on a part of the ranks
                 copies *= dist.get_world_size() // grad.device_mesh.size()
-        total += torch.linalg.vector_norm(_local(grad), dtype=torch.float64) ** 2 / copies
+        total += torch.linalg.vector_norm(local(grad), dtype=torch.float64) ** 2 / copies
     return total

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.state.packing import local
 
 TRIAL_STEPS = 3
 TRIAL_ROWS = 4  # of each dimension of a trial parameter
@@ -130,10 +131,6 @@ def _drawn(like: torch.Tensor, seed: int) -> torch.Tensor:
     return drawn.to(device=like.device, dtype=like.dtype)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
     """Return an optimizer of the same kind for one small parameter, without state and the user's hooks."""
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
@@ -175,7 +172,7 @@ def _try_out(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str
     if {k for k, v in after.items() if v is not None} != keys or set(here) - set(after):
         raise _refused(optimizer, "its state gets other tensors after its first step")
     pairs = [(theirs, mine), *((after[k], here[k]) for k in keys)]
-    if not all(torch.equal(_local(a), _local(b)) for a, b in pairs):
+    if not all(torch.equal(local(a), local(b)) for a, b in pairs):
         raise _refused(optimizer, "it trains differently when its state exists before its first step")
     return keys
 

@@ -373,11 +373,11 @@ def _refuse_to_load(optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None
 
 
 def tensors(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, torch.Tensor | DTensor]:
-    """Return the optimizer's tensors by "parameter.key"; ``names`` maps id(parameter) to its name."""
-    found: dict[str, torch.Tensor | DTensor] = {}
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            for key, value in sorted(optimizer.state.get(param, {}).items()):
-                if isinstance(value, torch.Tensor):
-                    found[f"{names[id(param)]}.{key}"] = value
-    return found
+    """Return the tensors of one optimizer, as `Groups.tensors` does."""
+    return {
+        f"{names[id(param)]}.{key}": value
+        for group in optimizer.param_groups
+        for param in group["params"]
+        for key, value in sorted(optimizer.state.get(param, {}).items())
+        if isinstance(value, torch.Tensor)
+    }

@@ -70,17 +70,12 @@ class KnownShards:
         self._others: list[Holding] = []
         self._patient = False  # whether all agents had the time to answer
         self._failed: set[Holding] = set()
-        self._holders: Holders | None = None
-
-    @property
-    def holders(self) -> Holders | None:
-        """What the lighthouse has answered to `ask`; None: nothing."""
-        return self._holders
+        self.holders: Holders | None = None  # what the lighthouse has answered to `ask`; None: nothing
 
     @property
     def others_train(self) -> bool:
         """Whether other replicas train, by the lighthouse's answer."""
-        return self._holders is not None and self._holders.stands
+        return self.holders is not None and self.holders.stands
 
     def ask(self) -> None:
         """Ask the lighthouse, and then other agents if this replica needs what they keep. Blocks.
@@ -96,7 +91,7 @@ class KnownShards:
             while found.stands and found.head == first and time.monotonic() < until:
                 time.sleep(LOOK_S)
                 found = about.holders(0.0) or found
-        self._holders = found
+        self.holders = found
         if found is None or found.stands or found.head is None:
             if found is not None and (best is not None or about.number == 0):
                 return
@@ -110,7 +105,7 @@ class KnownShards:
 
         Once a source has failed, all agents are asked again, once: others may have the same shard. Then it blocks.
         """
-        holders = self._holders
+        holders = self.holders
         if self._failed and not self._patient and holders is not None:
             if not holders.stands and holders.head is not None:
                 self._others = self._ask_agents(holders, hurry=False)

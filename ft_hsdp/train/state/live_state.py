@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -45,14 +45,6 @@ from ft_hsdp.train.state import lane_slices
 from ft_hsdp.train.state.packing import as_bytes, local, pack, state_digest, unpack, within
 
 
-@dataclass(slots=True)
-class Moved:
-    """How much was moved between host and device so far, and how long that took."""
-
-    nbytes: int = 0
-    seconds: float = 0.0
-
-
 class Offload:
     """Keeps tensors in pinned host memory; they are on the device between `visit` and `leave` only.
 
@@ -65,7 +57,8 @@ class Offload:
         self._device = [local(t) for t in tensors]
         self.host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in self._device]
         self._nbytes = sum(t.numel() * t.element_size() for t in self._device)
-        self.moved = Moved()
+        self.moved_bytes = 0
+        self.moved_s = 0.0
         self._reported = 0.0
         self.leave()
 
@@ -87,7 +80,7 @@ class Offload:
         self._count(since)
 
     def lap(self) -> float:
-        since, self._reported = self._reported, self.moved.seconds
+        since, self._reported = self._reported, self.moved_s
         return self._reported - since
 
     def _wait(self) -> None:
@@ -95,7 +88,8 @@ class Offload:
             torch.cuda.current_stream().synchronize()
 
     def _count(self, since: float) -> None:
-        self.moved = Moved(self.moved.nbytes + self._nbytes, self.moved.seconds + time.monotonic() - since)
+        self.moved_bytes += self._nbytes
+        self.moved_s += time.monotonic() - since
 
 
 class LiveState:
@@ -107,11 +101,13 @@ class LiveState:
         self._rank = rank
         self._ranks = ranks
         names = {id(p): n for n, p in model.params.items()}
-        self._optim = groups.tensors(names)
-        self.layout = Layout.of(model.params, self._optim)
-        self.offload = Offload(list(self._optim.values())) if offload else None
-        kept = self.offload.host if self.offload is not None else list(self._optim.values())
-        self._live: list[torch.Tensor] = [*model.params.values(), *kept]
+        self.params: Mapping[str, torch.Tensor] = model.params
+        self.counted: Sequence[Spans] = model.counted  # of each gradient bucket, what counts in the norm
+        self.optim = groups.tensors(names)  # used while they are `here`
+        self.layout = Layout.of(self.params, self.optim)
+        self.offload = Offload(list(self.optim.values())) if offload else None
+        kept = self.offload.host if self.offload is not None else list(self.optim.values())
+        self._live: list[torch.Tensor] = [*self.params.values(), *kept]
         self._user = UserState()
         self.ledger = ledger
         self.state: StateId | None = None  # its name; set before check-in
@@ -125,19 +121,10 @@ class LiveState:
         self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
         self._lock = threading.Lock()  # held by what changes or copies the state
 
-    @property
-    def counted(self) -> Sequence[Spans]:
-        """What counts in the gradient's norm, of each reduced bucket that is a gradient, the first ones."""
-        return self._model.counted
-
-    @property
-    def params(self) -> Mapping[str, torch.Tensor]:
-        return self._model.params
-
     def hold(self, user: UserState) -> None:
         """Take the user's own state in; before the layout is used."""
         self._user = user
-        self.layout = Layout.of(self.params, self._optim, user.tensors)
+        self.layout = Layout.of(self.params, self.optim, user.tensors)
         self._live += user.tensors.values()
 
     @property
@@ -148,11 +135,6 @@ class LiveState:
     @property
     def user(self) -> Mapping[str, torch.Tensor]:
         return self._user.tensors
-
-    @property
-    def optim(self) -> Mapping[str, torch.Tensor]:
-        """The optimizer's tensors, by name; use them while they are `here`."""
-        return self._optim
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
@@ -337,7 +319,7 @@ class LiveState:
         assert self.state is not None
         shards = [local(t) for t in self._live]
         if self._lane_pieces is None or self._lane_pieces[0] is not plan:
-            tensors = [*self.params.values(), *self._optim.values(), *self.user.values()]
+            tensors = [*self.params.values(), *self.optim.values(), *self.user.values()]
             cut = [isinstance(t, DTensor) and t.placements == (Shard(0),) for t in tensors]
             shapes = [tuple(t.shape) if by_rows else None for t, by_rows in zip(tensors, cut, strict=True)]
             sizes = [(t.numel() * t.element_size(), t.element_size()) for t in shards]
@@ -363,4 +345,4 @@ class LiveState:
     def digest(self) -> str:
         with self.here():
             values = self._user.values
-            return state_digest(self._model.params, self._optim, self._groups.hyper(), self.user, values)
+            return state_digest(self.params, self.optim, self._groups.hyper(), self.user, values)

@@ -323,8 +323,8 @@ def test_between_updates_the_bytes_are_in_host_memory_only() -> None:
         t.add_(1)
     offload.leave()
     assert all(torch.equal(h, b + 1) for h, b in zip(offload.host, before, strict=True))
-    assert offload.moved.nbytes == 3 * 4 * (15 + 7 + 1)
-    assert offload.lap() == offload.moved.seconds > 0
+    assert offload.moved_bytes == 3 * 4 * (15 + 7 + 1)
+    assert offload.lap() == offload.moved_s > 0
     assert offload.lap() == 0
 
 
