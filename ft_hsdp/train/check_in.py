@@ -28,11 +28,7 @@ from ft_hsdp.train.step_log import StepLog
 
 
 def check_claims(ranks: ReplicaGroup, replica: int, mine: RankClaim) -> None:
-    """Compare what the ranks of a replica are and hold. Blocks; a collective of all of them.
-
-    Raises:
-        Retryable: They contradict each other. Raised on all ranks.
-    """
+    """Compare what the ranks of a replica are and hold. Blocks; a collective of all of them."""
     told = [json.loads(each) for each in ranks.gather(json.dumps(asdict(mine)).encode())]
     claims = [
         RankClaim(**{**each, "hosts": tuple(each["hosts"]), "state": StateId(**each["state"])}) for each in told

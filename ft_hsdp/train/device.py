@@ -30,11 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 def describe(name: str, ranks: int) -> str:
-    """Return in words what ``train.device`` stands for on this machine, with ``ranks`` of a replica here.
-
-    Raises:
-        ConfigError: There are too few such devices here, or no kernels for them.
-    """
+    """Return in words what ``train.device`` stands for on this machine, with ``ranks`` of a replica here."""
     if name == "cpu":
         return name
     if not torch.cuda.is_available():
@@ -71,11 +67,7 @@ def prepare(name: str, longest_s: float) -> None:
 
 
 def choose(name: str, local_rank: int) -> torch.device:
-    """Return the device of the rank that is ``local_rank`` on its machine; it becomes this thread's current one.
-
-    Raises:
-        ConfigError: There is no such device here.
-    """
+    """Return the device of the rank ``local_rank`` of its machine; it becomes this thread's current one."""
     if name == "cpu":
         return torch.device("cpu")
     describe(name, 1)
@@ -100,11 +92,7 @@ def backend(device: torch.device) -> str:
 
 
 def device_plane(device: torch.device, arena: Arena, settings: RingSettings, largest: int) -> GpuPlane | None:
-    """Return a data plane for fp32 messages of up to ``largest`` elements on ``device``.
-
-    Raises:
-        LocalSystemError: the device is at fault.
-    """
+    """Return a data plane for fp32 messages of up to ``largest`` elements on ``device``."""
     if device.type == "cpu":
         return None
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane  # triton is not needed elsewhere

@@ -100,9 +100,6 @@ def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankI
 
     Arms the failpoints of that incarnation, and starts the state agent of this host without waiting for it, if
     that is this rank's task and there is none.
-
-    Raises:
-        ConfigError: FT_HSDP_DOMAINS or Slurm's topology cannot be read.
     """
     replica = incarnation.replica
     path = host_path(config.hosts.labels, os.environ)

@@ -79,11 +79,7 @@ class LanePart:
         return sum(group.size for group in self.groups)
 
     def target(self, out: torch.Tensor, empty: Empty) -> Values:
-        """Return where the sum of the part is to be written to.
-
-        Returns:
-            fp32 [size], a piece for each group.
-        """
+        """Return where the sum of the part is to be written to."""
         if self.uncut:
             return out
         return PiecedTensor(
@@ -169,11 +165,7 @@ class LanePlan:
         return sum(len(self.of(bucket)) for bucket in range(self.buckets))
 
     def scatter(self, results: Sequence[tuple[int, int, AllReduceResult]], out: Sequence[torch.Tensor]) -> None:
-        """Put the sums of all parts where they belong.
-
-        Args:
-            results: Of all works: (bucket, place of the lane, result).
-        """
+        """Put the sums of all parts where they belong."""
         for bucket, flat in enumerate(out):
             if all(lane.parts[bucket].whole for lane in self.lanes):
                 flat.zero_()
@@ -313,11 +305,7 @@ def check_fewer_ranks(config: Config, model: AdoptedModel, ranks: int) -> None:
 
 
 def check_update(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Check that replicas of unequal width update to the same bits, if the job may have such. Does not block.
-
-    Raises:
-        ConfigError: The optimizer computes with several rows of a parameter, as Muon does.
-    """
+    """Check that replicas of unequal width update to the same bits, if the job may have such. Does not block."""
     least = config.memory.shrink_to
     if least is not None and config.slots > 1 and not updates_rows_alone(optimizer):
         allowed = f"null: an update by {type(optimizer).__name__} has other bits on another number of ranks"

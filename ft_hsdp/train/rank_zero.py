@@ -43,11 +43,7 @@ class ReplicaFacts:
 
 
 def same_data(told: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Return all facts about the data that the ranks of a replica have told.
-
-    Raises:
-        ConfigError: Two ranks differ.
-    """
+    """Return all facts about the data that the ranks of a replica have told."""
     for rank, theirs in enumerate(told):
         for before, mine in enumerate(told[:rank]):
             if (found := other_data(theirs, mine)) is not None:

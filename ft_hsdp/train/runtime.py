@@ -206,9 +206,6 @@ class RankRuntime:
 
         Args:
             wanted: Demand a checkpoint of a state of so many steps or more; 0: demand none.
-
-        Raises:
-            TimeoutError: Some rank did not check in within `timeouts.ranks_s`.
         """
         self._call(self._join(state, wanted))
 

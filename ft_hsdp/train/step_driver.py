@@ -498,11 +498,7 @@ def _named(at: MicroBatch) -> str:
 
 
 def scalar(loss: object) -> float:
-    """Return the loss that the user's loop has given.
-
-    Raises:
-        ConfigError: It is no number and no tensor of one.
-    """
+    """Return the loss that the user's loop has given."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1 and not loss.is_complex():
         return float(loss.detach())
     if isinstance(loss, int | float) and not isinstance(loss, bool):

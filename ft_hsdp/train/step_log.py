@@ -32,8 +32,6 @@ def exposed(now: float, waited: float, reduced: float, held_up: float, copying: 
     FTAR ended late because it had waited for the lighthouse's answer, the wait is the quorum's.
 
     Args:
-        now: When the commit came, on the monotonic clock.
-        waited: Seconds that the main thread waited for it.
         reduced: When the last all-reduce ended, on the same clock.
         held_up: Seconds for which gradients waited for an order.
         copying: Seconds for which a vote waited for copies of the state before.

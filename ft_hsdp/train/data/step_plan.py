@@ -33,11 +33,7 @@ class MicroBatch:
 
 
 def checked_weight(weight: object) -> int:
-    """Return the weight that a training loop gave a micro-batch.
-
-    Raises:
-        ConfigError: It is no integer from 0 to `MAX_WEIGHT`.
-    """
+    """Return the weight that a training loop gave a micro-batch."""
     try:
         number = -1 if isinstance(weight, bool) else operator.index(weight)  # type: ignore[arg-type]
     except TypeError:
@@ -56,11 +52,7 @@ class TrainedMicroBatch:
     scaled: bool = False  # whether a gradient was multiplied by the weight, which is fixed from then on
 
     def weigh(self, weight: int) -> None:
-        """Set the weight of this rank's unit.
-
-        Raises:
-            ConfigError: A gradient was multiplied by another one.
-        """
+        """Set the weight of this rank's unit."""
         if self.scaled and weight != self.weight:
             raise ConfigError("job.weigh", weight, f"{self.weight}, by which a gradient was multiplied already")
         self.weight = weight
@@ -153,11 +145,7 @@ class StepPlan:
         self._target = self._target[: len(self.trained) + more]
 
     def contributions(self, replica: int) -> tuple[Contribution, ...]:
-        """Return what is trained as contributions of ``replica``, with this rank's weights and loss.
-
-        Raises:
-            ConfigError: The weight of a micro-batch is not known, or its gradient was not multiplied by it.
-        """
+        """Return what is trained as contributions of ``replica``, with this rank's weights and loss."""
         weights = [t.known() for t in self.trained]
         for t, weight in zip(self.trained, weights, strict=True):
             if self.weighs and weight and not t.scaled:

@@ -299,11 +299,6 @@ def open_loader(samples: SampleReader, shape: JobShape, options: ReadOptions) ->
 
     Workers are started now, before the rank has connections to other replicas: what a worker inherits stays open
     until it ends, too.
-
-    Args:
-        samples: Reads the batch with a number.
-        shape: Which number a place has.
-        options: How batches are read.
     """
     kind = WorkersReader if options.num_workers else MainThreadReader
     return kind(samples, shape, options)

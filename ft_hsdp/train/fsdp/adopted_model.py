@@ -314,11 +314,7 @@ class AdoptedModel:
             self.moving.settle()
 
     def check(self) -> None:
-        """Check that the model still has the parameters that were taken over.
-
-        Raises:
-            ConfigError: Some were replaced, frozen or unfrozen since.
-        """
+        """Check that the model still has the parameters that were taken over."""
         for bucket in self.buckets:
             if bucket.changed():
                 allowed = "the parameters that job.adopt has seen: load_state_dict(assign=True) and"
@@ -381,9 +377,6 @@ class AdoptedModel:
 
         A parameter that no contributor has used gets none. Moves the moving buffers, too. With these, or with
         ``find_unused``, a collective of the replica.
-
-        Args:
-            contributor: The lowest replica that contributes to them.
         """
         for bucket, flat in zip(self.buckets, reduced[: self.gradients], strict=True):
             bucket.assign(flat)

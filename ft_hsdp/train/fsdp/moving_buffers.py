@@ -104,9 +104,6 @@ def chosen(wanted: Mapping[str, str], kinds: Mapping[str, str]) -> dict[str, str
 
     Args:
         kinds: By the name of a tensor, its `Place.kind`.
-
-    Raises:
-        ConfigError: There is no such mode, or a pattern names nothing that can be declared.
     """
     if not isinstance(wanted, Mapping):
         raise ConfigError(KEY, wanted, 'patterns of names with their modes, {"vq.*": "state"}')
@@ -136,9 +133,6 @@ class MovingBuffers:
         Args:
             of_statistics: Running statistics of ``batch_norm="mean"``: integers count in whole steps, and what
                 happens to them beside the micro-batches is taken back without a word.
-
-        Raises:
-            ConfigError: A tensor cannot be declared so.
         """
         known = places(model)
         self._places = {name: known[name] for name in modes}

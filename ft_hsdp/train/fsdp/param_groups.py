@@ -199,9 +199,6 @@ def find(
 
     Args:
         ranks_per_unit: So many ranks that follow each other train the same micro-batches (tensor parallelism).
-
-    Raises:
-        ConfigError: The model cannot be adopted.
     """
     reshard(model)
     names = {id(m): plain_name(n) or "the model" for n, m in model.named_modules(remove_duplicate=False)}

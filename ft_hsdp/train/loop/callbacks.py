@@ -59,9 +59,6 @@ class Callbacks:
 
         Args:
             kind: "on_commit", "on_rejoin" or "on_leave".
-
-        Raises:
-            ConfigError: It cannot be called, or the first batch was asked for.
         """
         if not callable(callback):
             raise ConfigError(f"job.{kind}", callback, "a function")
@@ -71,11 +68,7 @@ class Callbacks:
         return callback
 
     def call(self, kind: str, argument: object) -> None:
-        """Call what waits for a committed step, for a state that replaces the live one, or for the end.
-
-        Raises:
-            CallbackFailed: One of them raised an error.
-        """
+        """Call what waits for a committed step, for a state that replaces the live one, or for the end."""
         for callback in self._of[kind]:
             called(f"job.{kind}({name_of(callback)})", callback, argument)
 

@@ -56,11 +56,7 @@ def _number(name: str, value: object) -> float:
 
 
 def checked_step(step: object, newest: int) -> int:
-    """Return the step that logged values are of; None stands for the ``newest`` one.
-
-    Raises:
-        ConfigError: It is no committed step.
-    """
+    """Return the step that logged values are of; None stands for the ``newest`` one."""
     if step is None:
         return newest
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step <= newest:

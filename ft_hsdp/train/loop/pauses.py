@@ -17,11 +17,7 @@ class Pauses:
         self._now: tuple[str, float] | None = None  # what it is for, and until when it may last
 
     def begin(self, what: str, limit_s: float) -> None:
-        """Note that the main thread does something else, which is no hang for ``limit_s`` seconds.
-
-        Raises:
-            ConfigError: It does so already.
-        """
+        """Note that the main thread does something else, which is no hang for ``limit_s`` seconds."""
         if self._now is not None:
             raise ConfigError("job.pause", what, f"one pause at a time; {self._now[0]} is under way")
         self._now = what, time.monotonic() + limit_s
@@ -43,11 +39,7 @@ class Pauses:
 
 
 def checked_pause(what: object, limit_s: object, longest_s: float) -> tuple[str, float]:
-    """Return what a pause is for, and how long it may last.
-
-    Raises:
-        ConfigError: It cannot be.
-    """
+    """Return what a pause is for, and how long it may last."""
     if not isinstance(what, str) or not 0 < len(what) <= MAX_PAUSE or not what.isprintable():
         raise ConfigError("job.pause", what, f"1 to {MAX_PAUSE} characters that say what it does")
     limit = longest_s if limit_s is None else limit_s

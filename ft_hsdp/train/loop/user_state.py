@@ -47,11 +47,7 @@ class UserState:
         self.values: Values = {}  # as they were read last
 
     def register(self, made: Registered) -> None:
-        """Add a state. Does not read it.
-
-        Raises:
-            ConfigError: The name or a function cannot be used, or the first batch was asked for.
-        """
+        """Add a state. Does not read it."""
         key = "job.register_state"
         if not isinstance(made.name, str) or not _NAME.fullmatch(made.name):
             raise ConfigError(key, made.name, "a name of 1 to 64 letters, digits and . _ -")
@@ -66,11 +62,7 @@ class UserState:
         self._registered[made.name] = made
 
     def fix(self) -> None:
-        """Read all states for the first time: from now on they keep their keys, shapes and types.
-
-        Raises:
-            ConfigError: A value cannot be part of the state.
-        """
+        """Read all states for the first time: from now on they keep their keys, shapes and types."""
         self._fixed = True
         self.tensors, self.values = self._read()
 

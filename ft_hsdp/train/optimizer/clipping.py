@@ -47,12 +47,7 @@ def lanes_of(shapes: Sequence[Sequence[int]], widths: Sequence[int]) -> tuple[Ro
 def lane_squares(
     shards: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], of: Sequence[RowLane], width: int, rank: int
 ) -> list[float]:
-    """Return the sum of squares of each lane, in fp64; 0 for those of other ranks.
-
-    Args:
-        shards: What a rank has of each gradient, cut along dimension 0.
-        shapes: Of the whole gradients.
-    """
+    """Return the sum of squares of each lane, in fp64; 0 for those of other ranks."""
     found = []
     for lane in of:
         total = 0.0

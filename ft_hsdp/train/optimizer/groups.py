@@ -65,9 +65,6 @@ class Groups:
         Args:
             schedule: ``schedule(step)`` gives the factor on the learning rate in a step (from 1), one for all
                 groups or one for each; or torch schedulers of these optimizers.
-
-        Raises:
-            ConfigError: They cannot be used.
         """
         self.optimizers = _listed(optimizers)
         self._factor, schedulers = _split(schedule)
@@ -93,11 +90,7 @@ class Groups:
         return ", ".join(type(optimizer).__name__ for optimizer in self.optimizers)
 
     def check_parameters(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Check that each trainable parameter is in exactly one place.
-
-        Raises:
-            ConfigError: One is in none or in two, or is not the model's.
-        """
+        """Check that each trainable parameter is in exactly one place."""
         names = self._names = {id(p): name for name, p in params.items()}
         held = [p for group in self.groups for p in group["params"] if p.requires_grad]
         strange = sum(id(p) not in names for p in held)
@@ -196,11 +189,7 @@ class Groups:
         return (*self._values(), *schedulers)
 
     def adopt(self, hyper: Sequence[dict[str, Any]]) -> None:
-        """Take the hyper-parameters of a fetched or resumed state.
-
-        Raises:
-            ConfigError: They are of other optimizers or schedulers.
-        """
+        """Take the hyper-parameters of a fetched or resumed state."""
         groups = self.groups
         values, states = _parts(hyper)
         try:

@@ -74,11 +74,7 @@ class TorchSchedulers:
     """The schedulers of a job's optimizers; from now on the commits step them, and nobody else."""
 
     def __init__(self, schedulers: Sequence[LRScheduler]) -> None:
-        """Take ``schedulers`` over, in the order in which they are stepped.
-
-        Raises:
-            ConfigError: The state of one of them is not JSON.
-        """
+        """Take ``schedulers`` over, in the order in which they are stepped."""
         self.all = list(schedulers)  # in the order in which they are stepped
         self._kinds = [type(each) for each in self.all]
         # What the loop did, for each scheduler: its optim.step() for which a scheduler.step() may still come, and
@@ -127,11 +123,7 @@ class TorchSchedulers:
         self._missed[at] = 0
 
     def check_length(self, steps: int) -> None:
-        """Check that no scheduler ends before ``steps`` steps.
-
-        Raises:
-            ConfigError: One does: it would raise in the middle of the job.
-        """
+        """Check that no scheduler ends before ``steps`` steps."""
         for scheduler in self.all:
             if isinstance(scheduler, OneCycleLR) and scheduler.total_steps - scheduler.last_epoch < steps:
                 allowed = f"{steps} or more, which is train.steps"
@@ -145,11 +137,7 @@ class TorchSchedulers:
         self._ended = contributed
 
     def advance(self, record: CommitRecord) -> None:
-        """Step all schedulers for a committed step, whether it updated anything or not.
-
-        Raises:
-            ConfigError: A scheduler cannot go on, or needs a loss and the model returned none.
-        """
+        """Step all schedulers for a committed step, whether it updated anything or not."""
         for kind, scheduler in zip(self._kinds, self.all, strict=True):
             plateau = issubclass(kind, ReduceLROnPlateau)
             if plateau and not record.updates:
@@ -198,10 +186,6 @@ class TorchSchedulers:
             then: The attributes with which each began when the checkpoint was written.
             now: The attributes with which each begins now; their state is that.
             anew: The optimizers whose rates are computed again.
-
-        Raises:
-            ConfigError: A scheduler cannot be computed again.
-            ValueError: The states are of other schedulers.
         """
         moving = []
         for at, (kind, scheduler) in enumerate(zip(self._kinds, self.all, strict=True)):

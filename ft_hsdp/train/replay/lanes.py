@@ -48,11 +48,7 @@ def ring_sum(of_replicas: Mapping[int, Tensor], ring: Sequence[int], settings: S
 
 
 def gathered(part: LanePart, flat: Tensor) -> Tensor:
-    """Return what a rank adds to a part of a lane.
-
-    Returns:
-        fp32 [part.size]; not to be written: it may be a part of ``flat``.
-    """
+    """Return what a rank adds to a part of a lane."""
     memory = PiecedTensor([torch.empty(group.size) for group in part.groups])
     pieces = pieced(part.gather(flat, memory)).pieces
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -65,9 +61,6 @@ def sum_part(
 
     Args:
         out: The rank's bucket of sums, fp32 [numel]; zero, as far as the part is `whole`.
-
-    Returns:
-        The sums, in the pieces on which ranks vote.
     """
     added = ring_sum(theirs, ring, settings) if part.size else torch.empty(0)
     target = part.target(out, lambda _, numel: torch.empty(numel))
@@ -115,11 +108,7 @@ class SharedLanes:
     _written: list[Path] = field(default_factory=list)  # by this rank, and perhaps not read by all others yet
 
     def give(self, record: CommitRecord, trained: Mapping[int, Sequence[Tensor]]) -> None:
-        """Write what this rank has trained for those that own the same rows in another width. Does not wait.
-
-        Args:
-            trained: Of each contributor that ranks of this width repeat, the flat shard of each bucket, fp32.
-        """
+        """Write what this rank has trained for those that own the same rows in another width. Does not wait."""
         for lane in self._lanes.plan(record.ring_widths).lanes if record.ring_widths else ():
             for replica, flats in trained.items():
                 parts = [gathered(part, flat) for part, flat in zip(lane.parts, flats, strict=True)]

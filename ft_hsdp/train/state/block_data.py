@@ -55,11 +55,7 @@ class BlockData:
 
     @staticmethod
     def described(name: str, blocks: int, block_bytes: int, copies: int, *, permute: bool) -> BlockData:
-        """Return the description, with sizes of ranges and pieces that fit it. Does not block.
-
-        Raises:
-            ConfigError: An argument cannot be used.
-        """
+        """Return the description, with sizes of ranges and pieces that fit it. Does not block."""
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ConfigError("BlockStore(name)", name, "1 to 64 letters, digits and . _ -")
         limits = {"blocks": MAX_BLOCKS, "block_bytes": MAX_BLOCK_BYTES, "copies": MAX_COPIES}
@@ -98,11 +94,7 @@ class BlockData:
         return SliceName(self.store, self.name, number, layout.slices, nbytes, piece, layout.parts)
 
     def checked(self, spans: Sequence[Span]) -> tuple[Span, ...]:
-        """Return the spans that a user wants, without empty ones.
-
-        Raises:
-            ConfigError: They are no spans, not inside the data, or overlap.
-        """
+        """Return the spans that a user wants, without empty ones."""
         try:
             found = tuple((operator.index(first), operator.index(end)) for first, end in spans)
         except (TypeError, ValueError):

@@ -108,11 +108,7 @@ def open_checkpoints(
 def checkpoints_of(
     config: Config, run: Path, ranks: ReplicaGroup, shards: int, data: Mapping[str, str]
 ) -> Checkpoints:
-    """Return where the checkpoints of a job are, and which of them it can use.
-
-    Raises:
-        ConfigError: The key cannot be used.
-    """
+    """Return where the checkpoints of a job are, and which of them it can use."""
     folder = Path(config.checkpoint.dir) if config.checkpoint.dir else run / "checkpoints"
     required = None if config.checkpoint.trust else _key(config, run, ranks)
     batch = config.train.accumulate, config.data_ranks
@@ -153,9 +149,6 @@ def load_checkpoint(
     live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints, step: int | None = None
 ) -> Resumed | None:
     """Load the newest valid checkpoint into the live state. A collective of all ranks. Blocks.
-
-    Args:
-        step: Take the one of this step; None: any.
 
     Returns:
         What was loaded; None if there is no such checkpoint.

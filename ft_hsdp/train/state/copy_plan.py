@@ -77,11 +77,7 @@ def hosts_of(grant: Grant) -> tuple[MemberHosts, ...]:
 
 
 def room(budget_gb: float | None, shards: Sequence[CopiedShard]) -> int:
-    """Return how many shards a host may keep for others; its agent takes `MAX_COPIES` at most.
-
-    Raises:
-        ConfigError: The budget has no room for one.
-    """
+    """Return how many shards a host may keep for others; its agent takes `MAX_COPIES` at most."""
     largest = max(shard.nbytes for shard in shards)
     if budget_gb is None or not largest:
         return MAX_COPIES
