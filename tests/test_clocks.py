@@ -25,7 +25,6 @@ WALL = {
     "ft_hsdp/launch/ray/slot.py",
     "ft_hsdp/launch/ray/lighthouse.py",
     "ft_hsdp/train/job.py",
-    "ft_hsdp/train/state/block_host.py",
     "ft_hsdp/train/identity.py",
     "lighthouse/__main__.py",  # events before there is a service
     "lighthouse/ha/candidate.py",

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -36,6 +37,7 @@ from ft_hsdp.core.effects import Exit, Reduce, RunBatch
 from ft_hsdp.core.events import Leaving
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, ConfigError
+from ft_hsdp.jsonl import Journal
 from ft_hsdp.train.check_in import check_in, open_log, restored
 from ft_hsdp.train.data.prefetch import Reader, Source
 from ft_hsdp.train.data.sources import DataSources, facts_of
@@ -51,18 +53,20 @@ from ft_hsdp.train.optimizer.creation import create_state
 from ft_hsdp.train.optimizer.groups import Groups, Optimizers, Schedule
 from ft_hsdp.train.orders import Mailbox
 from ft_hsdp.train.runtime import RankRuntime
-from ft_hsdp.train.state.block_host import BlockHost
 from ft_hsdp.train.state.checkpointing import CheckpointSaver, open_checkpoints
 from ft_hsdp.train.state.live_state import LiveState
+from ft_hsdp.train.state.snapshots import AgentHome
 from ft_hsdp.train.step_driver import Joined, StepDriver
 from ft_hsdp.train.step_log import StepLog
+
+_log = logging.getLogger(__name__)
 
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 Batch = TypeVar("Batch")
 
 
-class Job(DataSources, UserLoop, BlockHost):
+class Job(DataSources, UserLoop):
     """One rank's part in the job; `ft_hsdp.join` makes it.
 
     The order of calls is `shard` or `adopt`, `optimizer`, optionally `warm_up`, then `batches`.
@@ -89,13 +93,15 @@ class Job(DataSources, UserLoop, BlockHost):
         """
         DataSources.__init__(self, config, place)
         UserLoop.__init__(self, config.timeouts.pause_s)
-        BlockHost.__init__(self, place, identity)
         self.device = device
         self.rank = place.rank
         self.ranks = place.ranks  # of this replica
         self.buffers: Mapping[str, str] = {}  # for `adopt`, where an integration calls it
         self.built_in = False  # whether the trainer of this package runs it, so that a replay can repeat it
         self._source = source
+        self._identity = identity
+        self._events: Journal | None = None
+        self._early: list[tuple[float, str, str, dict[str, object]]] = []  # events from before there is a journal
         self._leave_group = leave_group
         self._mailbox = Mailbox()
         self._shards = config.data_shards
@@ -480,6 +486,32 @@ class Job(DataSources, UserLoop, BlockHost):
         if runtime is not None:
             runtime.close()
 
+    # What a store of blocks asks of its job.
+
+    def agent_home(self, caller: str) -> AgentHome | None:
+        """Return where the state agent of this rank's host is; None in a replay, which has no agents.
+
+        Raises:
+            ConfigError: This process is a spare, and of no replica yet; ``caller`` is named.
+        """
+        place, identity = self._place, self._identity
+        if not place.lighthouses:
+            return None
+        if identity is None:
+            raise ConfigError(caller, "a spare", "a call in the loop: before the first batch it is of no replica")
+        return AgentHome(place.token, identity.replica, place.rank, place.ranks, identity.starter, identity.shared)
+
+    def note_event(self, event: str, reason: str, **facts: object) -> None:
+        """Write an ``event``, its ``reason`` and ``facts`` into this rank's journal, once there is one.
+
+        It also becomes a line of the rank's log. From any thread.
+        """
+        _log.warning("%s: %s", event, reason)
+        if self._events is not None:
+            self._events.event(event, reason, **facts)
+        else:
+            self._early.append((time.time(), event, reason, facts))
+
     def _write_logged(self, step: int, numbers: Mapping[str, float]) -> None:
         state = None if self._runtime is None else self._live_state.state
         if state is None:
@@ -513,7 +545,10 @@ class Job(DataSources, UserLoop, BlockHost):
             warm = self._identity.began
         identity = self._identity
         runtime.start(identity)
-        self._write_events(runtime.journal)
+        self._events = runtime.journal
+        while self._early:
+            at, event, reason, facts = self._early.pop(0)
+            runtime.journal.note(at, event, reason, **facts)
         if self.rank == 0:
             self._log = open_log(runtime, warm)
         assert self._groups is not None

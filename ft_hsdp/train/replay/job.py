@@ -111,48 +111,33 @@ def places_of(ledger: Ledger, runs: Sequence[Run]) -> Places:
 class RecordedOrders(Mailbox):
     """The orders of a leader, made from recorded commits; each is made when the main thread asks for it."""
 
-    def __init__(self, rows: Sequence[Row], width: int, usual: int, ranks_per_unit: int) -> None:
-        """Prepare to repeat ``rows``.
-
-        Args:
-            width: Data ranks of this replica; it trains what contributors of that width have trained.
-            usual: Data ranks of a replica that has all its ranks.
-            ranks_per_unit: So many ranks that follow each other train the same units.
-        """
-        super().__init__()
-        self._rows = rows
-        self._width = width
-        self._usual = usual
-        self._ranks_per_unit = ranks_per_unit
-        self._script = self._run()
-        self.steps = 0
-        self.ended = False
-        self.differs_at: int | None = None
-        self._driver: StepDriver
-        self._live_state: LiveState
-        self._gradients: LocalGradients
-        self._ranks: ReplicaGroup
-        self._lanes: SharedLanes
-
-    def start(
-        self,
-        driver: StepDriver,
-        live_state: LiveState,
-        gradients: LocalGradients,
-        ranks: ReplicaGroup,
-        lanes: SharedLanes,
-    ) -> None:
-        """Take the rank that repeats the run, before the first order."""
-        self._driver = driver
-        self._live_state = live_state
-        self._gradients = gradients
-        self._ranks = ranks
-        self._lanes = lanes
+    script: Script | None = None  # set before the first order
 
     def get(self) -> Order:
         if not self._orders:
-            self._orders.append(next(self._script))
+            assert self.script is not None
+            self._orders.append(next(self.script.orders))
         return self._orders.popleft()
+
+
+@dataclass(eq=False)
+class Script:
+    """What one rank does to repeat recorded steps, and what it has found. A collective of the ranks."""
+
+    _rows: Sequence[Row]  # canonical commits that follow each other
+    _width: int  # data ranks of this replica; it trains what contributors of that width have trained
+    _config: Config
+    _driver: StepDriver  # its loop trains
+    _live_state: LiveState
+    _gradients: LocalGradients  # what the loop has trained for one contributor
+    _ranks: ReplicaGroup
+    _lanes: SharedLanes  # how this rank sums
+    steps: int = 0
+    ended: bool = False
+    differs_at: int | None = None
+
+    def __post_init__(self) -> None:
+        self.orders = self._run()
 
     def _run(self) -> Iterator[Order]:
         for row in self._rows:
@@ -172,11 +157,11 @@ class RecordedOrders(Mailbox):
         runs: dict[int, list[Contribution]] = {}
         for each in record.contributions:
             runs.setdefault(each.replica, []).append(each)
-        widths = {theirs[0].width or self._usual for theirs in runs.values()}
+        width_of = {replica: theirs[0].width or self._config.data_ranks for replica, theirs in runs.items()}
         if (
             after is None
             or (list(after.cursors), [list(h) for h in after.holes]) != (row["cursors"], row["holes"])
-            or not widths <= set(record.ring_widths or widths)
+            or not {*width_of.values()} <= {*(record.ring_widths or width_of.values())}
         ):
             self.differs_at = record.step
             return
@@ -185,7 +170,7 @@ class RecordedOrders(Mailbox):
             return
         trained: dict[int, list[Tensor]] = {}
         said: list[Contribution] = []
-        mine = [replica for replica, theirs in runs.items() if (theirs[0].width or self._usual) == self._width]
+        mine = [replica for replica, width in width_of.items() if width == self._width]
         for number, replica in enumerate(mine):
             if number:
                 yield DropGradient("the units of another contributor are next")
@@ -220,7 +205,7 @@ class RecordedOrders(Mailbox):
             "votes": [(number, digest, square.hex()) for number, digest, square in votes],
         }
         told = [json.loads(each) for each in self._ranks.gather(json.dumps(found).encode())]
-        of_data_ranks = [each["runs"] for each in told[:: self._ranks_per_unit]]
+        of_data_ranks = [each["runs"] for each in told[:: self._config.ranks_per_unit]]
         runs = [c[0] | {"weight": sum(each["weight"] for each in c)} for c in zip(*of_data_ranks, strict=True)]
         runs = sorted(self._lanes.told(record, runs), key=lambda c: int(c["replica"]))
         losses = {(c.replica, c.run): c.loss for c in record.contributions}
@@ -271,9 +256,7 @@ class ReplayJob(Job):
         self._recorded = recorded
         self._written = False
         self._group: ReplicaGroup  # made when the replay begins
-        self._mailbox = self._orders = RecordedOrders(
-            recorded.rows, self.data_ranks, config.data_ranks, config.ranks_per_unit
-        )
+        self._mailbox = self._orders = RecordedOrders()
 
     @property
     def replica(self) -> int:
@@ -300,7 +283,8 @@ class ReplayJob(Job):
                 allowed = f"the checkpoint of step {before.step} with which the run began"
                 raise ConfigError("checkpoint.dir", str(checkpoints.folder), allowed)
         gradients = LocalGradients(len(self._adopted.sizes))
-        self._orders.start(driver, self._live_state, gradients, ranks, self._lanes())
+        parts = driver, self._live_state, gradients, ranks, self._lanes()
+        self._orders.script = Script(self._recorded.rows, self.data_ranks, self.config, *parts)
         stand_in: Any = ReplayRuntime(gradients)
         self._runtime = stand_in
         driver.begin(Joined(stand_in, stand_in, None, False))
@@ -328,11 +312,11 @@ class ReplayJob(Job):
             SystemExit: Training has not ended: other ranks go on, or a step differs. What the script does after
                 its loop is not for the state that is held.
         """
-        ended = not self._written and self._orders.ended
-        if ended:
+        script = self._orders.script
+        ended = script is not None and script.ended and not self._written
+        if script is not None and ended:
             self._written = True
-            digest = self._live_state.digest()
-            outcome = ReplayOutcome(self._orders.steps, digest, self._orders.differs_at)
+            outcome = ReplayOutcome(script.steps, self._live_state.digest(), script.differs_at)
             if self._recorded.saves is not None and outcome.differs_at is None:
                 self._save(self._recorded.saves)
             if self.rank == 0:

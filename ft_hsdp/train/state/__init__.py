@@ -12,8 +12,7 @@ Read the modules in this order:
     copies         has copies made on other hosts; copy_plan: which
     recovery       with which state a replica begins: from the memory of hosts, or from a checkpoint
     lane_slices    what two replicas of unequal widths compare of their states
-    block_store    static data of the user in the memory of hosts; block_data, block_submission and block_host are
-                   parts of it
+    block_store    static data of the user in the memory of hosts; block_data and block_submission are parts of it
 
 The way of a state: ``job._apply`` changes the live state; `SnapshotWriter` copies it into the agent's memory; the
 vote on the next step says that the copy is complete. After a failure `Restoration` finds the newest state of
