@@ -69,12 +69,7 @@ def restored(runtime: RankRuntime, checkpoints: Checkpoints) -> StateId:
 
 
 def check_in(runtime: RankRuntime, state: StateId, checkpoints: Checkpoints) -> None:
-    """Join the job with a state. A collective; blocks until all ranks of the replica have checked in.
-
-    Raises:
-        Retryable: The ranks contradict each other.
-        TimeoutError: Some rank did not check in within `timeouts.ranks_s`.
-    """
+    """Join the job with a state. A collective; blocks until all ranks of the replica have checked in."""
     place, identity = runtime.place, runtime.identity
     wanted = 0
     if place.rank == 0:

@@ -54,26 +54,20 @@ class Launch:
     recorded: Recorded | None = None  # the steps that the entry repeats, if this is a replay
 
 
+@dataclass(slots=True)
 class RankGroup:
     """torch's default process group, of the ranks of one replica; there is one in a process."""
 
-    def __init__(self, store: RankStore | None, *, made: bool) -> None:
-        """Note the group.
-
-        Args:
-            store: Its store, to be closed with it; None if it is torch's own.
-            made: Whether it was made here, so that it is destroyed here.
-        """
-        self._store = store
-        self._made = made
+    store: RankStore | None  # to be closed with it; None: it is torch's own
+    made: bool  # whether it was made here, so that it is destroyed here
 
     def close(self) -> None:
         """Destroy the group, unless it was there before, and close its store."""
-        if self._made and dist.is_initialized():
+        if self.made and dist.is_initialized():
             dist.destroy_process_group()
-        self._made = False
-        if self._store is not None:
-            self._store.close()
+        self.made = False
+        if self.store is not None:
+            self.store.close()
         _process.joined, _process.job = False, None
 
 

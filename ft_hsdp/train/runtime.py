@@ -154,9 +154,6 @@ class RankRuntime:
         """Become a rank of one incarnation: open its journal and snapshots, and listen for its neighbours.
 
         Blocks for at most `timeouts.agent_s`.
-
-        Raises:
-            AgentGone: This host has no state agent, and none could be started.
         """
         config, place, timeouts = self.config, self.place, self.config.timeouts
         self.identity = identity

@@ -290,19 +290,7 @@ class StepDriver:
         self._awaited_s += time.monotonic() - began
 
     def end(self, loss: object = None) -> bool:
-        """After backward, carry orders out until the step that was fed is committed or given up.
-
-        Args:
-            loss: Of the micro-batch that was yielded last; None: what forward has returned.
-
-        Returns:
-            True if the gradient of this replica is in the committed step.
-
-        Raises:
-            ConfigError: The optimizer was changed so that its state would not be part of the committed one, or the
-                loss is no scalar.
-            RuntimeError: There was no batch yet, or an order to train another one came before the verdict on this.
-        """
+        """After backward, carry orders out until the step is committed or given up; see `Optimizer.step`."""
         plan = self.plan
         if plan is None:
             raise RuntimeError("optim.step comes before the first batch of job.batches")

@@ -42,8 +42,6 @@ class Batches:
 
         Args:
             rows: Sequences for each rank and micro-batch.
-            seed: Of the random order.
-            accumulate: Micro-batches of a step.
             ignore_first: Whether the first token of a document does not count as a target: nothing before it is of
                 its document.
 

@@ -235,18 +235,14 @@ class AdoptedModel:
         buffers: Mapping[str, str] | None = None,
         slots: int = 1,
     ) -> None:
-        """Take a model over that `fully_shard` has sharded.
+        """Take a model over that `fully_shard` has sharded; what is not said here is said of `Job.adopt`.
+
+        With ``find_unused`` there is one bucket more: of each parameter, on how many ranks it was used. If buffers
+        are part of the state there is another one, the last (`MovingBuffers`).
 
         Args:
             ready: Takes a bucket's index and flat gradient shard, the mean over the data ranks, fp32 [numel];
                 called inside backward.
-            find_unused: Whether batches may leave parameters unused. Then there is one bucket more: of each
-                parameter, on how many ranks it was used.
-            ranks_per_unit: So many ranks that follow each other train the same micro-batches.
-            batch_norm: What becomes of running statistics that ``buffers`` does not name: "mean", or None, which
-                refuses them.
-            buffers: What becomes of buffers and frozen parameters, by pattern: "state", "mean" or "local". If some
-                are part of the state there is one bucket more, the last one (`MovingBuffers`).
 
         Raises:
             ConfigError: The model cannot be adopted.
@@ -336,12 +332,7 @@ class AdoptedModel:
             self.moving.begin()
 
     def finish(self, replica: int = 0) -> None:
-        """After backward of the last micro-batch: hand on the buckets that were not, with zeros for unused ones.
-
-        Raises:
-            ConfigError: There was no backward, gradients were changed after it, or parameters since adoption.
-            InvalidArgument: Gradients were accumulated, and never reduced.
-        """
+        """After the last backward of a step, hand on the buckets that were not, with zeros for unused ones."""
         self.check()
         reduced = [bucket.finish() for bucket in self.buckets]
         if not any(reduced):

@@ -60,12 +60,7 @@ class Groups:
     """The parameter groups of a job's torch optimizers, with the learning rates that the commits give them."""
 
     def __init__(self, optimizers: Optimizers, schedule: Schedule | None = None) -> None:
-        """Take the optimizers over; from now on only `step`, `advance` and `adopt` change their groups.
-
-        Args:
-            schedule: ``schedule(step)`` gives the factor on the learning rate in a step (from 1), one for all
-                groups or one for each; or torch schedulers of these optimizers.
-        """
+        """Take over what `Job.optimizer` is given; only `step`, `advance` and `adopt` change the groups then."""
         self.optimizers = _listed(optimizers)
         self._factor, schedulers = _split(schedule)
         for optimizer in self.optimizers:
@@ -209,12 +204,7 @@ class Groups:
         self.settle()
 
     def note_given(self, steps: int = 0, settings: Mapping[str, Any] | None = None) -> None:
-        """Note what optimizers and schedule are made with, for `resume`; before a state is loaded.
-
-        Args:
-            steps: Of the job: as far as functions are evaluated, some hundred times.
-            settings: What else the update depends on, such as "optim.clip", as JSON.
-        """
+        """Note what optimizers and schedule are made with, for `resume`; before a state is loaded."""
         values = iter(self._values())
         optimizers = [
             given.of_optimizer(each, [{**next(values), **self._held(group)} for group in each.param_groups])
@@ -242,9 +232,6 @@ class Groups:
 
         Args:
             hyper: Of the checkpoint, with what `given` was then.
-
-        Returns:
-            What was given otherwise.
 
         Raises:
             ConfigError: The checkpoint is of other optimizers, or a schedule cannot be computed again.

@@ -160,11 +160,7 @@ class TorchSchedulers:
         return states
 
     def adopt(self, states: Sequence[Any]) -> None:
-        """Take the states of a fetched or resumed state.
-
-        Raises:
-            ValueError: They are of other schedulers.
-        """
+        """Take the states of a fetched or resumed state."""
         found, mine = [name for name, _ in states], [kind.__name__ for kind in self._kinds]
         if found != mine:
             raise ValueError(f"learning rate schedulers {found}, expected {mine}")

@@ -145,9 +145,6 @@ class LoadAnswer:
 class BlockReader:
     """Reads blocks from the user's source, and checks what comes.
 
-    Args:
-        source: A file of the blocks, or a function that takes (first block, block after the last one).
-
     Raises:
         ConfigError: The file has another size than the blocks, or cannot be found.
     """

@@ -102,9 +102,6 @@ class BlockSubmission:
     def run(self, host: str) -> SubmittedBlocks:
         """Do what is missing. Blocks.
 
-        Args:
-            host: The name of this rank's host; "" for that of the machine.
-
         Raises:
             Retryable: Some rank could not read the source, or is gone.
         """

@@ -72,9 +72,6 @@ def open_checkpoints(
     Args:
         incarnation: Of this replica; names its checkpoints.
         token: Of the job, which must have the folder alone; "": no other job can use it.
-
-    Raises:
-        ConfigError: The folder or the key cannot be used, or another job has the folder.
     """
     key = _key(config, run, ranks)
     checkpoints = checkpoints_of(config, run, ranks, shards, data)

@@ -105,7 +105,6 @@ class CopyPlanner:
         """Return the plan of an epoch.
 
         Args:
-            members: With their hosts; () if there are no copies to plan.
             refusals: Of holders of this replica's copies, in the order in which commits told them.
         """
         wanted = self._config.copies or DEFAULT_COPIES

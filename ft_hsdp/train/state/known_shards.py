@@ -210,9 +210,6 @@ def donors_of(members: Sequence[Member], shard: WantedShard) -> tuple[int, dict[
     """Return from whom a rank fetches its shard: the width of the replicas, and who has which shard there.
 
     Replicas of its own width come first, then those of the width that most have.
-
-    Raises:
-        Uncuttable: Only replicas of another width have it, and the state cannot be cut for it.
     """
     widths = [len(each.state) for each in members]
     width = max(widths, key=lambda w: (w == shard.ranks, widths.count(w), w), default=shard.ranks)

@@ -212,12 +212,7 @@ class LiveState:
         return self._groups.rates(record)[0]
 
     def load(self, manifest: ShardManifest, packed: Bytes) -> None:
-        """Swap a verified shard in. Blocks while a snapshot is copied.
-
-        Raises:
-            ConfigError: The hyper-parameters are of other optimizers.
-            CallbackFailed: The user's own state cannot be loaded.
-        """
+        """Swap a verified shard in. Blocks while a snapshot is copied."""
         with self._lock:
             self._groups.adopt(manifest.hyper)
             with warnings.catch_warnings():
