@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from ft_hsdp.errors import ConfigError
 
 MAX_PAUSE = 80  # characters of what a pause is for
 
 
+@dataclass(eq=False)
 class Pauses:
     """The pause that the main thread makes, if there is one. Any thread may ask."""
 
-    def __init__(self) -> None:
-        self.ended = 0  # how many there were
-        self._now: tuple[str, float] | None = None  # what it is for, and until when it may last
+    ended: int = 0  # how many there were
+    _now: tuple[str, float] | None = None  # what it is for, and until when it may last
 
     def begin(self, what: str, limit_s: float) -> None:
         """Note that the main thread does something else, which is no hang for ``limit_s`` seconds."""

@@ -71,13 +71,13 @@ def sum_part(
     return list(pieces)
 
 
+@dataclass(eq=False)
 class LocalGradients:
     """Stands in for the `Reducer`: it keeps what the loop has trained for one contributor."""
 
-    def __init__(self, buckets: int) -> None:
-        self._buckets = buckets
-        self._kept: dict[int, tuple[Tensor, tuple[Contribution, ...]]] = {}
-        self.traffic = Traffic()
+    _buckets: int
+    _kept: dict[int, tuple[Tensor, tuple[Contribution, ...]]] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
 
     def open(self, feeding: Feeding | None) -> None:
         self._kept.clear()

@@ -9,6 +9,7 @@ at the agent, as long as the hosts of its replica owe copies. Otherwise nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.schedule import Profile
@@ -16,19 +17,18 @@ from ft_hsdp.state.pacing import MAX_SPANS, PROFILED, SpanMeter
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 
+@dataclass(eq=False)
 class SpanWatch:
-    """Watches the communication of one rank while it is wanted.
+    """Watches the communication of one rank while it is wanted."""
 
-    Args:
-        watch: Has a meter told of each communication inside the replica; with None no meter any more.
-    """
+    # Has a meter told of each communication inside the replica; with None no meter any more.
+    _watch: Callable[[SpanMeter | None], None]
+    _agent: SnapshotWriter
+    _journal: Journal
+    _wanted: bool = False
+    _planned: bool | None = None  # as it was told last
 
-    def __init__(self, watch: Callable[[SpanMeter | None], None], agent: SnapshotWriter, journal: Journal) -> None:
-        self._watch = watch
-        self._agent = agent
-        self._journal = journal
-        self._wanted = False
-        self._planned: bool | None = None  # as it was told last
+    def __post_init__(self) -> None:
         self.meter = SpanMeter(self._found)
 
     def want(self, wanted: bool) -> None:
