@@ -104,7 +104,6 @@ class Job(DataSources, UserLoop):
         self._early: list[tuple[float, str, str, dict[str, object]]] = []  # events from before there is a journal
         self._leave_group = leave_group
         self._mailbox = Mailbox()
-        self._shards = config.data_shards
         self._facts: dict[str, str] = {}  # of the data
         # Made by `adopt`, `optimizer` and `batches`, in this order.
         self._adopted: AdoptedModel
@@ -255,7 +254,7 @@ class Job(DataSources, UserLoop):
             check_update(self.config, each)
         self._groups = groups
         offload = self.config.optim.offload
-        ledger = Ledger.empty(self._shards)
+        ledger = Ledger.empty(self.config.data_shards)
         self._live_state = LiveState(self._adopted, groups, ledger, self.rank, self.ranks, offload)
         self._driver = StepDriver(
             self.config,
@@ -560,7 +559,6 @@ class Job(DataSources, UserLoop):
             identity.incarnation,
             live_state,
             runtime.ranks,
-            self._shards,
             runtime.facts.data,
             place.token,
         )

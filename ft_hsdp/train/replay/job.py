@@ -277,7 +277,7 @@ class ReplayJob(Job):
         self._live_state.describe_frozen(ranks)
         if before.step:
             config, run = (self.config, self._place.run) if loads is None else (self._passing, loads)
-            checkpoints = checkpoints_of(config, run, ranks, self._shards, self._facts)
+            checkpoints = checkpoints_of(config, run, ranks, self._facts)
             found = load_checkpoint(self._live_state, ranks, checkpoints, before.step)
             if found is None or found.state.lineage != before.lineage:
                 allowed = f"the checkpoint of step {before.step} with which the run began"
@@ -338,9 +338,7 @@ class ReplayJob(Job):
         """
         live_state = self._live_state
         assert live_state.state is not None
-        _, checkpointer = open_checkpoints(
-            self._passing, folder, "replay", live_state, self._group, self._shards, self._facts
-        )
+        _, checkpointer = open_checkpoints(self._passing, folder, "replay", live_state, self._group, self._facts)
         packed = np.empty(live_state.layout.nbytes, dtype=np.uint8)
         manifest = live_state.pack(live_state.state, packed)
         assert manifest is not None

@@ -63,7 +63,6 @@ def open_checkpoints(
     incarnation: str,
     live_state: LiveState,
     ranks: ReplicaGroup,
-    shards: int,
     data: Mapping[str, str],
     token: str = "",
 ) -> tuple[Checkpoints, Checkpointer]:
@@ -74,7 +73,7 @@ def open_checkpoints(
         token: Of the job, which must have the folder alone; "": no other job can use it.
     """
     key = _key(config, run, ranks)
-    checkpoints = checkpoints_of(config, run, ranks, shards, data)
+    checkpoints = checkpoints_of(config, run, ranks, data)
     origin = CheckpointOrigin(
         incarnation,
         config.slots,
@@ -102,16 +101,14 @@ def open_checkpoints(
     return checkpoints, checkpointer
 
 
-def checkpoints_of(
-    config: Config, run: Path, ranks: ReplicaGroup, shards: int, data: Mapping[str, str]
-) -> Checkpoints:
+def checkpoints_of(config: Config, run: Path, ranks: ReplicaGroup, data: Mapping[str, str]) -> Checkpoints:
     """Return where the checkpoints of a job are, and which of them it can use."""
     folder = Path(config.checkpoint.dir) if config.checkpoint.dir else run / "checkpoints"
     required = None if config.checkpoint.trust else _key(config, run, ranks)
     batch = config.train.accumulate, config.data_ranks
     about = job_data(config, data)
     hashes = resume_hash(config), resume_hash(config, optimizer=True)
-    return Checkpoints(folder, hashes[0], config.slots, shards, batch, required, about, hashes[1])
+    return Checkpoints(folder, hashes[0], config.slots, config.data_shards, batch, required, about, hashes[1])
 
 
 def job_data(config: Config, facts: Mapping[str, str]) -> JobData:
