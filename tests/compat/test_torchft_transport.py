@@ -5,17 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import TestCase
-from urllib.error import HTTPError
 
 import pytest
 import torch
@@ -24,14 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing.transport_test import run_multi_recovery_test
-from torchft.coordination import LighthouseServer
 
 from ft_hsdp.compat.torchft import StateTransport
 from ft_hsdp.compat.torchft.transport import MAX_DEPTH, flatten, unflatten
 from ft_hsdp.errors import DataCorruption, InvalidArgument
-from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.state.shared_memory import InMemorySnapshots
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.http import StateServer
@@ -70,36 +62,6 @@ def test_torchfts_own_test_of_transports() -> None:
     run_multi_recovery_test(case, init, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("kind", "num_chunks"), [(HTTPTransport, 0), (StateTransport, 0), (StateTransport, 3)])
-@pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")
-def test_a_caller_sees_what_torchfts_own_transport_does(kind: type, num_chunks: int) -> None:
-    state: dict[str, Any] = {
-        "state": "dict",
-        "tensor": torch.rand(5, 2),
-        "nested": {"lr": 0.1, "step": 3, "none": None},
-    }
-    sender, receiver = (kind(timeout=SOON, num_chunks=num_chunks) for _ in range(2))
-    for step in (1234, 2345):
-        assert sender.send_checkpoint(dst_ranks=[1], step=step, state_dict=state, timeout=SOON) is None
-        told = sender.metadata()
-        assert isinstance(told, str)
-        got = receiver.recv_checkpoint(src_rank=0, metadata=told, step=step, timeout=SOON)
-        assert torch.equal(got.pop("tensor"), state["tensor"])
-        assert got == {k: v for k, v in state.items() if k != "tensor"}
-    for step in (1234, 3456):  # no longer offered, and not yet
-        with pytest.raises(OSError, match=str(step)) as caught:
-            receiver.recv_checkpoint(src_rank=0, metadata=told, step=step, timeout=timedelta(seconds=0.2))
-        if isinstance(caught.value, HTTPError):
-            caught.value.close()
-    sender.disallow_checkpoint()
-    sender.disallow_checkpoint()
-    for transport in (sender, receiver):
-        transport.shutdown(wait=True)
-        if kind is HTTPTransport:
-            transport._server.server_close()  # it leaves this to the collector
-
-
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -134,24 +96,6 @@ def test_a_state_dict_of_all_kinds_arrives_bit_by_bit(transport: StateTransport[
     assert got["nested"] == state["nested"]
     assert [x.hex() for x in got["floats"]] == [x.hex() for x in state["floats"]]
     assert math.isnan(through(transport, {"nan": math.nan})["nan"])
-
-
-def test_a_modules_and_an_optimizers_state_dicts(transport: StateTransport[Any]) -> None:
-    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(seed)
-        model = torch.nn.Linear(4, 3)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(4)).sum().backward()
-        optimizer.step()
-        return model, optimizer
-
-    (model, optimizer), (other, others) = make(0), make(1)
-    got = through(transport, {"model": model.state_dict(), "optim": optimizer.state_dict()})
-    other.load_state_dict(got["model"])
-    others.load_state_dict(got["optim"])
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(optimizer.state[a]["exp_avg"], others.state[b]["exp_avg"])
 
 
 def test_a_sharded_tensor_arrives_where_it_can_be_loaded(transport: StateTransport[Any], mesh: DeviceMesh) -> None:
@@ -316,64 +260,3 @@ def test_a_donor_that_lies_is_not_believed(lie: dict[str, Any], transport: State
             transport.recv_checkpoint(0, told, 1, SOON)
     finally:
         liar.close()
-
-
-LOOP = """
-import functools, runpy, sys, torchft
-from ft_hsdp.compat.torchft import StateTransport
-
-class Loud(StateTransport):
-    def recv_checkpoint(self, src_rank, metadata, step, timeout):
-        state = super().recv_checkpoint(src_rank, metadata, step, timeout)
-        print(f"healed at {step}", flush=True)
-        return state
-
-torchft.Manager = functools.partial(torchft.Manager, checkpoint_transport=Loud(host="127.0.0.1"))
-sys.argv = ["torchft_loop.py", *sys.argv[1:]]
-runpy.run_path(EXAMPLE, run_name="__main__")
-"""
-LINE = re.compile(r"step (\d+) replicas (\d+) loss [\d.]+ (\w+)")
-WITHIN_S = 60.0
-
-
-@pytest.mark.proof
-@pytest.mark.multiproc
-def test_a_manager_heals_by_it(tmp_path: Path) -> None:
-    loop = f"EXAMPLE = {str(ROOT / 'docs' / 'examples' / 'torchft_loop.py')!r}\n{LOOP}"
-    lighthouse = LighthouseServer(
-        bind="[::]:0", min_replicas=1, join_timeout_ms=200, quorum_tick_ms=20, heartbeat_timeout_ms=1000
-    )
-    logs = [tmp_path / "0.log", tmp_path / "1.log"]
-    processes: list[subprocess.Popen[bytes]] = []
-    env = {**environment(), "TORCHFT_LIGHTHOUSE": lighthouse.address()}
-
-    def steps(replica: int, members: int) -> dict[int, str]:
-        found = LINE.findall(logs[replica].read_text())
-        return {int(step): digest for step, count, digest in found if int(count) == members}
-
-    def until(replica: int, members: int) -> None:
-        deadline = time.monotonic() + WITHIN_S
-        while len(steps(replica, members)) < 5:
-            assert processes[replica].poll() is None, logs[replica].read_text()[-2000:]
-            assert time.monotonic() < deadline, [log.read_text()[-2000:] for log in logs]
-            time.sleep(0.02)
-
-    try:
-        for replica in range(2):
-            with logs[replica].open("wb") as out:
-                command = [sys.executable, "-c", loop, str(replica), "--steps", "100000", "--pause", "0.02"]
-                processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
-            until(replica, replica + 1)
-        until(0, 2)
-        healed = re.search(r"healed at (\d+)", logs[1].read_text())
-        assert healed is not None
-        assert int(healed[1]) >= 5
-        ours, theirs = steps(0, 2), steps(1, 2)
-        assert min(theirs) > int(healed[1])
-        assert [ours[s] for s in theirs if s in ours] == [theirs[s] for s in theirs if s in ours]
-        assert set(ours) & set(theirs)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait(WITHIN_S)
-        lighthouse.shutdown()

@@ -153,12 +153,6 @@ def test_a_device_in_a_ring_of_cpus() -> None:
         ring.check(N, relays=[0, 1, 2], seed=3)
 
 
-def test_a_ring_of_one_copies_or_clears() -> None:
-    with scene(persistent) as ring:
-        ring.check(N)
-        ring.check(N, relays=[0])
-
-
 @pytest.mark.parametrize("make", [chain, persistent])
 def test_a_neighbour_that_dies_in_the_middle_leaves_nothing_running_on_the_device(make: Make) -> None:
     with scene(make, lambda _: DyingPlane()) as ring:
@@ -174,21 +168,6 @@ def test_a_neighbour_that_dies_in_the_middle_leaves_nothing_running_on_the_devic
         again = Ring(2, [5], 0, None, None, device, Settings(chunk_bytes=CHUNK, chunks=SLOTS))
         again.all_reduce(AllReduceOrder(KEY, local, out, entry(5)))  # the plane serves the next ring
         assert same(out, local)
-
-
-def test_the_buffer_is_registered_and_grows_to_what_is_asked_for() -> None:
-    arena = Arena()
-    plane = persistent(arena)
-    plane.reserve(plan(N, 4, 1), torch.float32)
-    first = plane._buffer
-    assert arena.find(first) is not None
-    for n in (N, 3, 4 * N):
-        out, local = Arena().empty(n), Arena().empty(n).fill_(3)
-        ring = Ring(1, [5], 0, None, None, plane, Settings(chunk_bytes=CHUNK, chunks=SLOTS))
-        ring.all_reduce(AllReduceOrder(KEY, local, out, entry(5)))
-        assert same(out, local)
-        assert (plane._buffer is first) == (n <= N)
-    plane.close()
 
 
 def test_a_device_that_has_begun_and_finishes_nothing_ends_the_process() -> None:

@@ -5,23 +5,21 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import httpx
 import pytest
 
-from ft_hsdp import address, caller_gate, handshake, protocol
-from ft_hsdp.address import split
+from ft_hsdp import caller_gate, handshake, protocol
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.errors import EXIT_RETRYABLE, LocalResourceError, ProtocolViolation, exhausted
 from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import Listener, MemberIdentity
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.protocol import RingAbort, RingData, RingHello
-from tests.support.ftar.ring_helpers import BASE, LAYOUT, TOKEN, Ring, grant, until
+from ft_hsdp.protocol import RingAbort, RingData
+from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Ring, grant, until
 from tests.support.known import streams
 
 ME, OTHER = MemberIdentity(0, 0, LAYOUT, TOKEN), MemberIdentity(1, 0, LAYOUT, TOKEN)
@@ -72,38 +70,6 @@ def test_saying_something_to_nobody_is_no_error() -> None:
     connections.say(a, RingAbort(3, "why"))
 
 
-def test_a_blocking_socket_gives_up_after_its_time() -> None:
-    a, b = socket.socketpair()
-    connections.blocking(a, 0.05)
-    with pytest.raises(BlockingIOError):
-        a.recv_into(bytearray(4), 0, socket.MSG_WAITALL)
-    a.close()
-    b.close()
-
-
-async def test_a_hello_has_a_genuine_grant_and_fits() -> None:
-    arrived: list[RingHello] = []
-
-    def take(hello: RingHello, sock: socket.socket) -> None:
-        arrived.append(hello)
-        sock.close()
-
-    here = Listener(OTHER, take)
-    address = here.open("127.0.0.1")
-    good = connections.hello(ME, grant(1, {0: "", 1: ""}), "host", ("shm", "tcp"), 7)
-    forged = replace(good.grant, epoch=2)
-    for change in ({}, {"grant": forged}, {"rank": 1}, {"layout": "x"}):
-        reader, writer = await streams(address, TOKEN, Purpose.RING)
-        writer.write(protocol.frame(replace(good, **change)))
-        assert await asyncio.wait_for(reader.read(), 2) == b""
-        writer.close()
-        await writer.wait_closed()
-    assert arrived == [good]
-    assert arrived[0].grant.base == BASE
-    here.close()
-    await asyncio.sleep(0)
-
-
 @pytest.fixture
 def brief_hello() -> Iterator[None]:
     """Callers have a moment to prove the token, and to say hello."""
@@ -117,10 +83,6 @@ def brief_hello() -> Iterator[None]:
 async def test_a_caller_that_says_nothing_is_hung_up_on() -> None:
     here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))
     address = here.open("127.0.0.1")
-    reader, writer = await asyncio.open_connection(*split(address))
-    assert len(await asyncio.wait_for(reader.read(), 2)) == handshake.CHALLENGE_BYTES
-    writer.close()
-    await writer.wait_closed()
     reader, writer = await streams(address, TOKEN, Purpose.RING)
     assert await asyncio.wait_for(reader.read(), 2) == b""
     writer.close()
@@ -217,33 +179,3 @@ async def test_a_member_without_descriptors_names_itself(side: str) -> None:
             assert all("RLIMIT_NOFILE" in p.broken[0].cause for p in ring.peers)
     assert ended
     assert all(isinstance(error, LocalResourceError) for error in ended)
-
-
-async def test_a_member_that_cannot_accept_ends_after_some_tries() -> None:
-    """And only then: a descriptor that becomes free in time is used."""
-    ended: list[Exception] = []
-    failures = [caller_gate.ACCEPT_TRIES - 1]
-    usual = socket.socket.accept
-
-    def accept(listener: socket.socket) -> Any:
-        if failures[0] > 0 and listener.family == socket.AF_INET:
-            failures[0] -= 1
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return usual(listener)
-
-    with mock.patch.object(socket.socket, "accept", accept), mock.patch.object(caller_gate, "PAUSE_S", 0.001):
-        async with Ring(0) as ring:
-            ring.peers[0].group.crashed = lambda message, error: ended.append(error)  # type: ignore[method-assign]
-            where = address.split(ring.peers[0].address)
-            for first in (True, False):
-                with socket.create_connection(where) as sock:
-                    sock.setblocking(False)
-                    if first:
-                        assert await asyncio.get_running_loop().sock_recv(sock, 4) == handshake.MAGIC
-                        assert not failures[0]
-                        assert not ended
-                        failures[0] = caller_gate.ACCEPT_TRIES + 2  # one costs the stranger its place
-                    else:
-                        await until(lambda: ended, "it ends")
-    (error,) = ended
-    assert isinstance(error, LocalResourceError)

@@ -71,17 +71,6 @@ def scene() -> Iterator[Scene]:
     made.executor.close()
 
 
-def test_an_abandoned_ring_lets_go_of_memory_before_the_next_one_is_used(scene: Scene) -> None:
-    """Its threads may still write into an output that is used again by the next epoch."""
-    scene.ring(1)
-    scene.queue(1).result(20)
-    scene.executor.over(1, StaleEpoch("a newer epoch"))
-    scene.ring(2)
-    scene.queue(2).result(20)
-    assert scene.log[0] == "reduce 1"
-    assert scene.log.index("dispose 1") < scene.log.index("reduce 2")
-
-
 def test_it_lets_go_even_if_the_next_work_was_queued_before_its_end(scene: Scene) -> None:
     first = scene.ring(1)
     first.go.clear()
@@ -120,15 +109,6 @@ def test_what_stands_behind_a_failure_is_skipped(scene: Scene) -> None:
     assert scene.log.count("reduce 1") == 1
     scene.ring(2)
     assert scene.queue(2).result(20).entries == (entry(0),)
-
-
-def test_works_wait_for_their_ring(scene: Scene) -> None:
-    scene.executor.expect(1)
-    work = scene.queue(1)
-    with pytest.raises(TimeoutError):
-        work.result(0.05)
-    scene.ring(1)
-    work.result(20)
 
 
 def test_works_of_a_ring_that_is_not_formed(scene: Scene) -> None:

@@ -151,31 +151,6 @@ def test_a_store_of_endless_keys_is_left() -> None:
             mine.get("nothing")
 
 
-def test_sums_in_a_ring_that_is_formed_again() -> None:
-    """Small chunks go with their headers, large ones by gloo; in the second epoch over the same connections."""
-    members = 3
-    everyone = [Communicator(i, token="ab" * 32, settings=SETTINGS) for i in range(members)]
-    addresses = [(i, c.address) for i, c in enumerate(everyone)]
-    total = sum(2.0**i for i in range(members) if i != 1)
-    with ThreadPoolExecutor(members) as pool:
-        try:
-            for epoch in (1, 2):
-                list(pool.map(lambda c, e=epoch: c.reconfigure(e, addresses, 10), everyone))
-                for n in (5, 30_000, 3_000_000):
-                    inputs = [torch.full((n,), 2.0**i) for i in range(members)]
-                    works = [
-                        c.all_reduce(x, contribute=i != 1)
-                        for i, (c, x) in enumerate(zip(everyone, inputs, strict=True))
-                    ]
-                    for work in works:
-                        assert work.wait(20).unique().tolist() == [total]
-                        assert 0 < work.result().bytes_sent <= 8 * (n // members + 1) * (members - 1) + 20_000
-                assert everyone[0].transports == ("c10d", "c10d")
-                assert everyone[0].high_water() <= 8 * 4 * 2**20
-        finally:
-            list(pool.map(lambda c: c.close(), everyone))
-
-
 def test_what_was_sent_is_let_go() -> None:
     class Memory(bytearray):
         pass

@@ -78,16 +78,6 @@ async def test_stale_and_reused_epochs_are_refused() -> None:
         assert [p.connected for p in ring.peers] == [[5], [5]]
 
 
-async def test_after_a_stop_a_larger_epoch_works() -> None:
-    async with Ring(0, 1, 2) as ring:
-        await ring.form(1)
-        ring.peers[1].group.stop(1, "the ring broke")
-        await until(lambda: ring.peers[0].broken and ring.peers[2].broken, "the others hear of it")
-        assert {p.broken[0].planned for p in (ring.peers[0], ring.peers[2])} == {True}
-        await ring.form(2)
-        await ring.check(2)
-
-
 async def test_a_stale_caller_gets_the_newer_grant() -> None:
     async with Ring(0, 1, 2) as ring:
         newer = await ring.form(4, ring.peers[:2])
@@ -146,15 +136,6 @@ async def test_a_parked_caller_is_refused_once_its_epoch_is_over() -> None:
         await until(lambda: early.broken, "it is refused")
         assert early.broken[0].cause == "holds a newer state"
         assert early.broken[0].planned, "nothing failed: no ring is reported as broken"
-
-
-async def test_closing_lets_go_of_parked_callers() -> None:
-    async with Ring(0, 1) as ring:
-        early, other = ring.peers
-        early.group.configure(grant(2, ring.addresses))
-        await until(lambda: other.shown, "the grant is shown")
-        await other.group.close()
-        await until(lambda: early.broken, "the caller hears of it", 1.0)
 
 
 @pytest.mark.parametrize("wrong", ["token", "layout", "rank", "forged", "noise", "empty", "huge", "ticket"])
@@ -305,14 +286,6 @@ async def test_an_abort_is_told_to_all() -> None:
         failed = await error(work)
         assert isinstance(failed, RemoteAbort)
         assert failed.suspect == 3
-
-
-async def test_works_of_an_epoch_that_is_over_are_stale() -> None:
-    async with Ring(0, 1) as ring:
-        await ring.form(1)
-        await ring.form(2)
-        assert isinstance(await error(ring.peers[0].reduce(1, torch.empty(5))), StaleEpoch)
-        await ring.check(2)
 
 
 async def test_a_neighbour_that_never_comes_is_the_suspect() -> None:

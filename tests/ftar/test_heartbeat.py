@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -246,40 +245,6 @@ def test_a_beat_that_is_cut_in_two_ends_the_connection() -> None:
     sock.family = socket.AF_UNIX
     Peer(sock, lambda *_: None).send_heartbeat(b"0123456789")
     sock.shutdown.assert_called_once_with(socket.SHUT_RDWR)
-
-
-@pytest.mark.multiproc
-def test_sigstop_of_a_neighbour() -> None:
-    """With a timeout of a minute all others know within seconds, suspect the right one, and go on without it."""
-    victim = MemberProcess(12, transport="shm", timeout_s=MINUTE_S)
-    with ExitStack() as stack:
-        stack.callback(victim.end)
-        settings = Settings(transport="shm", timeout_s=MINUTE_S)
-        comms = [Communicator(n, token=TOKEN, settings=settings) for n in (10, 11, 13)]
-        for comm in comms:
-            stack.callback(comm.close)
-        pool = stack.enter_context(ThreadPoolExecutor(3))
-        members = [(n, c.address) for n, c in zip((10, 11, 13), comms, strict=True)]
-        members.insert(2, (12, victim.address))
-        victim.pipe.send((1, members, 10_000))
-        list(pool.map(lambda c: c.reconfigure(1, members), comms))
-        given = [torch.ones(10_000) for _ in comms]
-        first = [c.all_reduce(x) for c, x in zip(comms, given, strict=True)]
-        assert {w.wait(20)[0].item() for w in first} == {victim.hear()} == {16.0}
-        assert victim.hear() == "ready"
-        victim.pipe.send("take part")
-        assert victim.hear() == "under way"
-        os.kill(victim.pid, signal.SIGSTOP)
-        works = [[c.all_reduce(x) for _ in range(200)] for c, x in zip(comms, given, strict=True)]
-        for queue in works:
-            failed = [e for e in (w.exception(20) for w in queue) if e is not None]
-            assert isinstance(failed[0], PeerDead | RemoteAbort), failed[0]
-            assert failed[0].suspect == 12
-            assert "no sign of life" in str(failed[0])
-        again = [(n, a) for n, a in members if n != 12]
-        list(pool.map(lambda c: c.reconfigure(2, again), comms))
-        sums = [c.all_reduce(x) for c, x in zip(comms, given, strict=True)]
-        assert [w.wait(20)[-1].item() for w in sums] == [3.0] * 3
 
 
 @pytest.mark.multiproc

@@ -86,14 +86,6 @@ def test_a_segment_that_may_shrink_is_refused(seals: int) -> None:
         os.fstat(fd)
 
 
-def test_what_is_no_segment_is_refused(tmp_path) -> None:
-    fd = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
-    with pytest.raises((ValueError, OSError)):
-        MappedSegments().add(1, fd)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-
-
 def test_a_segment_goes_with_its_last_tensor() -> None:
     before, arena = segments(), Arena()
     small = arena.empty(4)

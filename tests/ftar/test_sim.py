@@ -171,36 +171,6 @@ def _order(step: int, local: Tensor | None, out: Tensor, name: int) -> AllReduce
 
 
 @pytest.mark.parametrize("by_reference", [False, True], ids=["copies", "references"])
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 16])
-def test_all_end_with_the_sum(n: int, by_reference: bool) -> None:
-    for elements in (0, n - 1, 6 * n + 5):
-        chance = random.Random(elements)
-        scene = Scene(n, elements, nature=Nature(3, delays(chance), by_reference=by_reference), works=2)
-        scene.run()
-        scene.check_ended((), set())
-        for works in scene.works:
-            sent = [w.result().bytes_sent for w in works]
-            assert [w.result().entries for w in works] == [tuple(map(entry, scene.names))] * 2
-            if n > 1:
-                assert min(sent) >= 2 * (n - 1) * (elements // n) * ITEM
-
-
-@pytest.mark.parametrize("relays", [(0,), (0, 1), (1, 3), (1, 2, 3, 4), (0, 1, 2, 3, 4)])
-@pytest.mark.parametrize("by_reference", [False, True], ids=["copies", "references"])
-def test_relays_add_nothing_wherever_they_stand(relays: tuple[int, ...], by_reference: bool) -> None:
-    """What a relay receives into is full of NaN."""
-    nature = Nature(2, delays(random.Random(1)), by_reference=by_reference)
-    scene = Scene(5, 43, nature=nature, works=2, relays=relays)
-    scene.run()
-    scene.check_ended((), set())
-    assert all(torch.isfinite(e).all() for e in scene.expected)
-    if len(relays) == 5:
-        assert all(same(e, torch.zeros(43)) for e in scene.expected)
-    weights = [e.weight for e in scene.works[0][0].result().entries]
-    assert weights == [0 if i in relays else 1 for i in range(5)]
-
-
-@pytest.mark.parametrize("by_reference", [False, True], ids=["copies", "references"])
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_a_death_at_every_round_of_every_member(n: int, by_reference: bool) -> None:
     """Two works are queued; the victim dies before it takes its k-th chunk, for every k."""

@@ -8,7 +8,6 @@ import gc
 import os
 import resource
 import socket
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +22,6 @@ from ft_hsdp.errors import (
     LocalResourceError,
     LocalSystemError,
     PeerDead,
-    PeerTimeout,
     ProtocolViolation,
 )
 from ft_hsdp.ftar import connections
@@ -111,27 +109,6 @@ def test_what_fails_in_the_sending_thread_is_heard(pair: tuple[socket.socket, so
     with pytest.raises(LocalSystemError, match="a bug"):
         end.flush()
     assert [type(e) for e in heard] == [LocalSystemError]
-    end.close()
-    end.dispose()
-
-
-def test_a_lane_waits_for_its_slots(pair: tuple[socket.socket, socket.socket]) -> None:
-    mine, theirs = pair
-    end, failed = sender(mine, slots=2), threading.Event()
-    end.begin(lambda error: failed.set())
-    for _ in range(5):
-        end.send(b"h", torch.zeros(1), small=False)
-    assert theirs.recv(10, socket.MSG_WAITALL) == b"h\0\0\0\0" * 2
-    theirs.setblocking(False)
-    with pytest.raises(BlockingIOError):
-        theirs.recv(1)
-    theirs.send(bytes([2]))
-    theirs.setblocking(True)
-    assert theirs.recv(10, socket.MSG_WAITALL) == b"h\0\0\0\0" * 2
-    assert end.high_water == 8
-    assert failed.wait(20), "nobody answers"
-    with pytest.raises(PeerTimeout, match="takes no chunks"):
-        end.flush()
     end.close()
     end.dispose()
 

@@ -59,14 +59,6 @@ def test_the_slice_of_a_block_is_the_first_holder_of_the_paper() -> None:
             assert slice_of(layout, x) == pi * 4 // 48
 
 
-def test_figure_2_keeps_ranges_whole_and_copies_of_ranges_together() -> None:
-    """p = 4, n = 16, r = 2, two blocks in a range: sets of n / (s p) ranges are always stored together (§IV-B)."""
-    layout = BlockLayout(16, 2, 4, 3)
-    for number in range(8):
-        assert slice_of(layout, 2 * number) == slice_of(layout, 2 * number + 1)
-    assert Counter(slice_of(layout, 2 * number) for number in range(8)) == dict.fromkeys(range(4), 2)
-
-
 @st.composite
 def layouts(draw: st.DrawFn) -> BlockLayout:
     shares, parts = draw(st.integers(1, 9)), draw(st.integers(1, 4))
@@ -163,14 +155,6 @@ def test_a_host_that_replaces_a_lost_one_gets_what_that_one_held() -> None:
     plan = plan_submission(6, 6, 2, lost)
     assert {(order.slice, order.host) for order in plan.copied} == {(1, 4), (4, 4)}
     assert plan.written == plan.dropped == plan.short == ()
-
-
-def test_survivors_take_the_place_of_a_lost_host_that_nobody_replaces() -> None:
-    first = submitted(6, 6, 3, {}, frozenset())
-    left = {number: {host for host in each if host != 5} for number, each in first.items()}
-    after = submitted(6, 5, 3, left, frozenset())
-    assert all(len(each) == 3 for each in after.values())
-    assert all(left[number] <= after[number] for number in after)
 
 
 @given(layout=layouts(), copies=st.integers(1, 3), lost=st.integers(0, 8), data=st.data())
@@ -306,12 +290,6 @@ def test_survivors_share_what_the_lost_had_and_keep_their_own(
     assert sorted(after) == list(range(blocks))
     counts = [len(blocks_of(spans)) for spans in more.values()]
     assert max(counts) - min(counts) < 2 * align
-
-
-def test_a_second_loss_before_the_first_was_answered_is_planned_again_from_the_start() -> None:
-    owned = {rank: (span,) for rank, span in enumerate(share(120, 4))}
-    assert shrink(owned, [1]) == {0: ((30, 40),), 2: ((40, 50),), 3: ((50, 60),)}  # not noted
-    assert shrink(owned, [1, 3]) == {0: ((30, 60),), 2: ((90, 120),)}
 
 
 def test_wrong_numbers_are_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.memory.hosts import Host, interleave
+from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.placement import double_hashing, first_holders, groups, holders, place, probing
 
 
@@ -36,19 +36,6 @@ def test_algorithm_1(hosts: int, copies: int, expected: list[list[int]], strateg
 def test_copies_that_cannot_be_placed_are_refused(hosts: int, copies: int) -> None:
     with pytest.raises(ValueError, match="copies on"):
         place(hosts, copies)
-
-
-def test_neighbours_in_the_order_stand_in_different_racks() -> None:
-    hosts = racks(8, 2)
-    assert [int(host.name[1:]) for host in interleave(hosts, "rack")] == [0, 2, 4, 6, 1, 3, 5, 7]
-    divided = groups(hosts, 2, "rack")
-    assert [[int(host.name[1:]) for host in group] for group in divided] == [[0, 2], [4, 6], [1, 3], [5, 7]]
-    plain = [[hosts[i] for i in group] for group in place(8, 2)[0]]
-
-    def lost_racks(divided: list[list[Host]]) -> int:
-        return sum(any({h.rack for h in group} == {rack} for group in divided) for rack in "0123")
-
-    assert (lost_racks(divided), lost_racks(plain)) == (0, 4)
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.integers(1, 4))

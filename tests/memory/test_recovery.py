@@ -32,26 +32,10 @@ def test_a_replica_takes_its_own_copies_first() -> None:
     assert rung([sources[:1] for sources in found.sources], 0, HOSTS) == "agent"
 
 
-def test_a_lost_host_in_each_replica_costs_nothing() -> None:
-    """Replica 0 has lost the host of rank 0, replica 1 that of rank 1: each shard is somewhere."""
-    found = newest([held(5, 0, 1, "r0h1"), held(5, 1, 0, "r1h0")], 0, LAYOUTS, HOSTS)
-    assert found is not None
-    assert [sources[0].replica for sources in found.sources] == [1, 0]
-    assert rung([sources[:1] for sources in found.sources], 0, HOSTS) == "replica"
-
-
 def test_a_neighbour_s_copy_is_enough() -> None:
     found = newest([held(5, 0, 0, "r0h1"), held(5, 0, 1, "r0h1")], 0, LAYOUTS, HOSTS)
     assert found is not None
     assert rung([sources[:1] for sources in found.sources], 0, HOSTS) == "copy"
-
-
-def test_shards_of_two_states_are_never_combined() -> None:
-    assert newest([held(5, 0, 0, "r0h0"), held(4, 0, 1, "r0h1")], 0, LAYOUTS, HOSTS) is None
-    rows = [held(5, 0, 0, "r0h0"), held(4, 0, 0, "r0h0"), held(4, 1, 1, "r1h1")]
-    found = newest(rows, 0, LAYOUTS, HOSTS)
-    assert found is not None
-    assert found.state == state(4)
 
 
 def test_a_newer_epoch_counts_more_than_a_higher_step() -> None:

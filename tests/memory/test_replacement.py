@@ -63,10 +63,6 @@ def test_a_spare_that_keeps_the_copy_comes_first_then_one_apart_then_a_near_one(
     assert chosen(spares[:1], {}) == "near-other", "better than none"
 
 
-def test_a_spare_that_is_lost_is_not_given() -> None:
-    assert assign({0: hosts("a")}, ["a", "s0"], hosts("s0"), "host") == {0: Assignment(hosts("a"), (0,))}
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.sets(st.integers(0, 15)), st.integers(0, 4))
 def test_every_host_has_one_place(count: int, width: int, gone: set[int], free: int) -> None:
     replicas = {n: hosts(*(f"h{n * 4 + i}" for i in range(width))) for n in range(count)}

@@ -31,22 +31,11 @@ def test_algorithm_2() -> None:
     assert plan([0.02, 0.05, 0.01], 100) == expected
 
 
-def test_the_owner_s_copy_is_not_sent() -> None:
-    assert plan([0.02, 0.05, 0.01], 100, copies=1) == ()
-    assert sum(piece[3] for piece in plan([0.02], 100, copies=3)) == 200
-
-
 def test_a_span_shorter_than_the_fixed_cost_is_passed_over() -> None:
     """The algorithm as printed does not end here."""
     assert {piece[0] for piece in plan([0.001, 0.0, 0.05], 10)} == {2}
     assert plan([0.001, 0.0], 10, open_end=False) == ()
     assert plan([], 10) == ()
-
-
-def test_what_does_not_fit_into_the_spans_of_a_step_is_left_out() -> None:
-    spans = [0.02, 0.05]
-    assert sum(piece[3] for piece in plan(spans, 100, open_end=False)) == 17 + 32 + 11
-    assert schedule([], 100, 2, 4, 128, 1000.0, 0.001, 0.9, open_end=False) == ()
 
 
 @given(

@@ -76,15 +76,6 @@ def test_who_is_needed_is_who_has_something_and_the_giver(found, width, width2) 
         assert set(needed(made, width, (width2, rank2))) == having | {giver(width, (width2, rank2))}
 
 
-@given(tensors, widths)
-def test_of_the_same_width_each_rank_has_its_own_shard(found, width) -> None:
-    for rank in range(width):
-        own = parts(found, (width, rank), (width, rank))
-        assert all(begin == into for begin, into, _ in own)
-        assert len(own) <= len(found)
-        assert not any(parts(found, (width, other), (width, rank)) for other in range(width) if other != rank)
-
-
 def test_what_is_whole_on_each_rank_comes_from_one() -> None:
     made = [Tensor((), 4, "whole"), Tensor((6, 2), 4), Tensor((3,), 8, "whole")]
     for rank2 in range(4):

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -86,56 +85,6 @@ def test_trainers_are_killed_while_they_write_and_what_was_complete_lives(agent:
         assert kept == header(2, rank)
         assert one.acquire(state(4)) is None
         one.close()
-
-
-def test_it_goes_on_without_its_agent_and_with_the_next_one():
-    with agent_helpers.agent(1) as first:
-        rank = connect(1)
-        write(rank, 1)
-        array = rank.stage(state(2))
-        assert array is not None
-        first.process.kill()
-        first.process.wait(DEADLINE_S)
-        array[:] = content(2)  # the memory is there as long as somebody uses it
-        with pytest.raises(AgentGone, match="is gone"):
-            rank.staged(state(2), header(2))
-        with pytest.raises(AgentGone, match="closed"):
-            rank.mark_settled(state(2))
-    with pytest.raises(AgentGone, match=r"no state agent of replica 1 within 0.05 s"):
-        connect(1, deadline_s=0.05)
-    with agent_helpers.agent(1) as second:
-        rank = connect(1)
-        assert rank.address == second.address
-        assert rank.list() == ()
-        write(rank, 3)
-        assert second.serves(3)
-        rank.close()
-
-
-def test_an_agent_that_does_not_answer_costs_a_deadline():
-    with agent_helpers.agent(1) as stopped:
-        rank = connect(1, deadline_s=0.2)
-        patient = connect(1, rank=1, deadline_s=1000.0)
-        stopped.process.send_signal(signal.SIGSTOP)
-        with pytest.raises(AgentGone, match=r"timed out|no answer in time"):
-            rank.list()
-        errors: list[Exception] = []
-
-        def wait() -> None:
-            try:
-                patient.list()
-            except AgentGone as error:
-                errors.append(error)
-
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        patient.close()
-        waiting.join()
-        assert len(errors) == 1
-        stopped.process.send_signal(signal.SIGCONT)
-        rank = connect(1)
-        assert rank.list() == ()
-        rank.close()
 
 
 def test_a_state_is_pinned_before_it_is_staged(agent: Running):
@@ -421,11 +370,6 @@ sys.stdin.read()
         any(rank.list() for _ in range(1_000_000))
 
 
-def test_it_needs_no_torch():
-    script = "import sys; import ft_hsdp.state.agent.server; sys.exit('torch' in sys.modules)"
-    assert run(sys.executable, "-c", script) == (0, "", "")
-
-
 class Ended:
     """An agent's process that has ended. While one thread looks at it for the first time, another one does."""
 
@@ -552,36 +496,6 @@ def test_an_agent_that_does_not_know_the_token_is_not_talked_to():
     assert heard == [b""]
 
 
-@pytest.mark.usefixtures("holdings")
-def test_who_says_nothing_is_hung_up_on_and_nobody_waits_for_it(request: pytest.FixtureRequest):
-    request.addfinalizer(partial(caller_gate.use, caller_gate.hello_s()))
-    caller_gate.use(0.2)
-    with stranger() as silent, stranger() as slow:
-        slow.sendall(handshake.MAGIC)
-        rank = connect(REPLICA)
-        write(rank, 1)
-        assert hung_up_on(silent)
-        assert hung_up_on(slow)
-        assert steps(rank) == [1]
-        rank.close()
-
-
-@pytest.mark.usefixtures("holdings")
-def test_a_crowd_of_strangers_keeps_no_rank_out():
-    """The oldest stranger makes room; before, a rank was hung up on as long as the crowd was there."""
-    crowd = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2 * caller_gate.MAX_STRANGERS)]
-    for sock in crowd:
-        sock.settimeout(10)
-        sock.connect(messages.agent_name(TOKEN, REPLICA))
-    rank = connect(REPLICA)
-    write(rank, 1)
-    assert steps(rank) == [1]
-    rank.close()
-    assert hung_up_on(crowd[0])
-    for sock in crowd:
-        sock.close()
-
-
 def test_who_hangs_up_leaves_its_slots_for_the_next(holdings: SnapshotStore):
     rank = connect(REPLICA)
     assert rank.stage(state(1)) is not None
@@ -591,31 +505,6 @@ def test_who_hangs_up_leaves_its_slots_for_the_next(holdings: SnapshotStore):
     assert rank.stage(state(2)) is not None
     assert holdings.slots((0, 0)) == before
     rank.close()
-
-
-NOISE = [
-    struct.pack("!I", 0xFFFFFFFF),
-    struct.pack("!I", server.MAX_HELLO + 1),
-    struct.pack("!I", 0),
-    b"\0\0\0\x04null",
-    messages.frame(Recall()),
-    protocol.framed(b"[" * 1000),
-    protocol.framed(b'{"type": "Hello", "body": {"rank": -1}}'),
-    b"GET / HTTP/1.1\r\n\r\n",
-]
-
-
-@pytest.mark.usefixtures("holdings")
-@pytest.mark.parametrize("noise", NOISE)
-def test_noise_is_hung_up_on(noise: bytes):
-    for proved in (False, True):
-        with stranger() as sock:
-            if proved:
-                handshake.call_blocking(sock, TOKEN, Purpose.AGENT)
-            sock.sendall(noise)
-            sock.shutdown(socket.SHUT_WR)
-            assert hung_up_on(sock)
-    connect(REPLICA).close()
 
 
 @pytest.mark.usefixtures("holdings")

@@ -63,6 +63,15 @@ def write(agent: BlockAgent, number: int = 0, store: str = STORE) -> str:
     return agent.written(manifest(number, store))
 
 
+def complete(slices: SliceStore, number: int, store: str = STORE, budget: int | None = None) -> np.ndarray:
+    """Put a slice there; the memory of it."""
+    made = slices.allocate(about(number, store), budget)
+    memory = attach(made.fd, NBYTES, writable=True)
+    memory[:] = content(number)
+    slices.complete(made, blocks.encode(manifest(number, store)))
+    return memory
+
+
 def order(number: int, *addresses: str, budget: int | None = None) -> CopySlice:
     return CopySlice(about(number), digest(number), addresses, DEADLINE_S, budget)
 
@@ -101,17 +110,6 @@ def test_a_slice_is_written_copied_read_in_parts_and_outlives_its_writer() -> No
             first.held(STORE, "points", DEADLINE_S)
 
 
-def test_a_slice_whose_writer_is_gone_before_it_was_complete_is_freed_and_can_be_written_again() -> None:
-    with host("a") as (agent, _):
-        assert not isinstance(agent.write(about(), None, DEADLINE_S), str)
-        agent.close()
-        again = BlockAgent.connect(TOKEN, 0, 0, DEADLINE_S, "a")
-        assert again.held(STORE, "points", DEADLINE_S) == ()
-        assert write(again) == ""
-        assert write(again) == "slice 0 is here already"
-        again.close()
-
-
 def test_an_older_store_of_the_same_name_is_dropped_and_so_is_what_is_named() -> None:
     with host("a") as (agent, running):
         assert write(agent, store="1" * 32) == ""
@@ -129,13 +127,9 @@ def test_an_older_store_of_the_same_name_is_dropped_and_so_is_what_is_named() ->
 def test_more_slices_than_a_message_has_room_for_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "MAX_HELD_SLICES", 2)
     slices, asked = SliceStore(SnapshotStore()), []
-    for number in (6, 0, 3, 9, 2):
-        complete(slices, number)
-    attach(slices.allocate(about(1), None).fd, NBYTES, writable=True)  # not complete
-    served = slices.borrow(STORE, 3)
-    assert served is not None
-    attach(served.fd, NBYTES, writable=True)[0] ^= 1
-    slices.give_back(served)
+    written = {number: complete(slices, number) for number in (6, 0, 3, 9, 2)}
+    slices.allocate(about(1), None)  # not complete
+    written[3][0] ^= 1
 
     def answer(self: BlockAgent, listing: messages.ListSlices, *_: Any) -> messages.SlicesHeld:
         asked.append(listing.first)
@@ -163,14 +157,10 @@ class Corrupt:
 
     def __init__(self, bit: int) -> None:
         self.slices = SliceStore(SnapshotStore())
-        made = self.slices.allocate(about(), None)
-        fd = made.fd
-        attach(fd, NBYTES, writable=True)[:] = content()
-        encoded = blocks.encode(manifest())
-        self.slices.complete(made, encoded)
+        memory, encoded = complete(self.slices, 0), blocks.encode(manifest())
         at, mask = bit // 8, 1 << bit % 8
         if at >= len(encoded):
-            attach(fd, NBYTES, writable=True)[at - len(encoded)] ^= mask
+            memory[at - len(encoded)] ^= mask
         self.at = at if at < len(encoded) else None
         self.mask = mask
 
@@ -198,19 +188,6 @@ def test_a_flipped_bit_is_found_wherever_it_is() -> None:
             server.close()
 
 
-def test_a_slice_that_is_damaged_at_rest_is_dropped_when_it_is_listed() -> None:
-    slices = SliceStore(SnapshotStore())
-    for number in (0, 1):
-        made = slices.allocate(about(number), None)
-        attach(made.fd, NBYTES, writable=True)[:] = content(number)
-        slices.complete(made, blocks.encode(manifest(number)))
-        if number:
-            attach(made.fd, NBYTES, writable=True)[PIECE] ^= 1
-    assert [each.slice for each in slices.held(STORE, "points")] == [0]
-    assert slices.borrow(STORE, 1) is None
-    assert slices.allocate(about(1), None).fd >= 0, "its place is free"
-
-
 def test_the_budget_counts_slices_and_copies_of_shards_together() -> None:
     snapshots = SnapshotStore()
     slices = SliceStore(snapshots)
@@ -231,9 +208,7 @@ def test_the_budget_counts_slices_and_copies_of_shards_together() -> None:
 def test_a_slice_that_is_dropped_while_it_is_read_is_freed_afterwards() -> None:
     snapshots = SnapshotStore()
     slices = SliceStore(snapshots)
-    made = slices.allocate(about(), 11_000)
-    attach(made.fd, NBYTES, writable=True)[:] = content()
-    slices.complete(made, blocks.encode(manifest()))
+    complete(slices, 0, budget=11_000)
     served = slices.borrow(STORE, 0)
     assert served is not None
     slices.drop(STORE, [0, 3])
@@ -257,12 +232,6 @@ def silent() -> Iterator[tuple[str, Callable[[], None]]]:
             stack.enter_context(listening.accept()[0])
 
         yield f"127.0.0.1:{listening.getsockname()[1]}", called
-
-
-def complete(slices: SliceStore, number: int, store: str = STORE) -> None:
-    made = slices.allocate(about(number, store), None)
-    attach(made.fd, NBYTES, writable=True)[:] = content(number)
-    slices.complete(made, blocks.encode(manifest(number, store)))
 
 
 @pytest.fixture
@@ -406,9 +375,7 @@ def test_a_piece_that_takes_longer_than_a_holder_may_be_silent_is_read(monkeypat
 def test_a_stranger_gives_no_order_reads_no_byte_and_is_no_source() -> None:
     other = "0" * len(TOKEN)
     slices = SliceStore(SnapshotStore())
-    made = slices.allocate(about(1), None)
-    attach(made.fd, NBYTES, writable=True)[:] = content(1)
-    slices.complete(made, blocks.encode(manifest(1)))
+    complete(slices, 1)
     server = StateServer("127.0.0.1", 0, InMemorySnapshots(), other, slices=slices)
     try:
         with host("a") as (agent, running):

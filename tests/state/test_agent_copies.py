@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import socket
 import threading
 import time
@@ -45,7 +44,6 @@ from tests.support.state.agent_helpers import (
     steps,
     write,
 )
-from tests.support.tcp_proxy import Proxy
 
 SMALL = 3000  # bytes of a shard in this process
 KEEPER = 1  # the rank that orders, on the other host
@@ -204,85 +202,6 @@ def test_a_host_keeps_the_shard_of_another_and_serves_it_when_that_one_is_gone()
         assert found is None, "one rank's shard is no state"
 
 
-def test_the_owner_dies_while_its_shard_is_fetched():
-    """W51: the slot is free again, and the older copy stays."""
-    with two_hosts() as (first, second):
-        owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
-        write(owner, 1)
-        keeper.keep(order(1, owner.address))
-        assert keeper.kept(state(1), DEADLINE_S).complete == (SHARD,)
-        keeper.mark_settled(state(1))
-        write(owner, 2)
-        first.process.send_signal(signal.SIGSTOP)
-        keeper.keep(order(2, owner.address))
-        assert keeper.kept(state(2), 0.0) == KeptCopies((), ())
-        first.process.kill()
-        (failed,) = keeper.kept(state(2), DEADLINE_S).failed
-        assert (failed.replica, failed.rank, failed.state) == (0, 0, state(2))
-        assert failed.reason.startswith("replica 0: ")
-        assert second.serves(1)
-        keeper.close()
-        owner.close()
-
-
-def test_the_holder_dies_while_it_is_waited_for():
-    """W52: whoever waits is told."""
-    with two_hosts() as (_, second):
-        owner, keeper = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
-        keeper.keep(order(1, owner.address))  # which the owner never has
-        waiting = threading.Timer(0.05, second.process.kill)
-        waiting.start()
-        with pytest.raises(AgentGone, match="is gone"):
-            keeper.kept(state(1), DEADLINE_S)
-        waiting.join()
-        with pytest.raises(AgentGone, match="closed"):
-            keeper.list()
-        owner.close()
-
-
-def test_a_host_that_comes_back_has_nothing_that_is_asked_for():
-    """W60: it was cut off, and a spare host took its place. Nobody wants its old copies."""
-    with two_hosts() as (first, second), agent_helpers.agent(0, "--name", "s0") as spare:
-        owner, cut_off = connect(0, 0, host="r0h0"), connect(0, 1, host="r0h1")
-        with Proxy(int(second.address.rpartition(":")[2])) as proxy:
-            far = f"127.0.0.1:{proxy.port}"
-            for step in (1, 2):
-                write(owner, step)
-                write(cut_off, step, rank=1)
-                cut_off.keep(order(step, owner.address))
-                assert cut_off.kept(state(step), DEADLINE_S) == KeptCopies((SHARD,), ())
-            everybody = [first.address, far, spare.address]
-            assert found_in(everybody) == (2, {0: {"r0h0", "r0h1"}, 1: {"r0h1"}})
-            proxy.cut()
-            moved = connect(0, 1, host="s0")
-            for step in (3, 4):
-                write(owner, step)
-                write(moved, step, rank=1)
-                moved.keep(order(step, owner.address))
-                assert moved.kept(state(step), DEADLINE_S) == KeptCopies((SHARD,), ())
-            now = (4, {0: {"r0h0", "s0"}, 1: {"s0"}})
-            assert found_in(everybody) == now
-            proxy.mend()
-            assert found_in(everybody) == now, "what comes back changes nothing"
-            assert {row.state.step for row in ask_held([far], TOKEN, DEADLINE_S)[far]} == {1, 2}
-            returned = Running(second.process, far)
-            assert [returned.ask(4, rank, "manifest")[0] for rank in (0, 1)] == [404, 404]
-            assert returned.serves(2)
-            spare.process.kill()
-            assert found_in(everybody) == (2, {0: {"r0h1"}, 1: {"r0h1"}}), "it is older, and no mix"
-        for each in (owner, cut_off, moved):
-            each.close()
-
-
-def found_in(addresses: list[str]) -> tuple[int, dict[int, set[str]]]:
-    """The newest state that these agents have together, and the hosts of each shard."""
-    rows = [row for each in ask_held(addresses, TOKEN, DEADLINE_S).values() for row in each]
-    kept = [Holding(r.state, r.replica, r.rank, r.ranks, r.layout, r.host, "", r.settled) for r in rows]
-    found = newest(kept, 0, [LAYOUT] * 2, ["r0h0", "s0"])
-    assert found is not None
-    return found.state.step, {i: {row.host for row in shard} for i, shard in enumerate(found.sources)}
-
-
 def test_who_waits_for_copies_holds_up_no_other_order_and_can_be_interrupted():
     with two_hosts() as (first, _):
         keeper = connect(0, 1, host="r0h1")
@@ -387,24 +306,6 @@ def test_nothing_runs_where_nothing_is_ordered(holder: Holder, owners: Owners):
     assert holder.keep(small(1, owners)).complete == (SHARD,), "it is there already"
     holder.copies.close()
     assert threads() == 0
-
-
-def test_the_newest_and_the_newest_settled_copy_are_never_overwritten(holder: Holder, owners: Owners):
-    for step in range(1, 7):
-        owners.has(step)
-    for step in (1, 2):
-        assert holder.keep(small(step, owners)).complete == (SHARD,)
-    assert holder.bytes() == 2 * SMALL
-    holder.copies.settle(KEEPER, state(1), True)
-    assert holder.keep(small(3, owners)).complete == (SHARD,)  # in a third slot
-    assert holder.steps() == [3, 2, 1]
-    holder.copies.settle(KEEPER, state(3), True)
-    for step in (4, 5, 6):
-        holder.keep(small(step, owners))
-        holder.copies.settle(KEEPER, state(step), True)
-        assert holder.steps()[0] == step
-        assert holder.right(step)
-        assert holder.right(step - 1)
 
 
 def test_a_newer_order_supersedes_an_older_fetch(holder: Holder, owners: Owners):
@@ -518,19 +419,6 @@ def test_what_a_keeper_ordered_before_it_ended_goes_if_it_orders_nothing_more(ho
     assert holder.bytes() == 2 * SMALL, "the other shard has no memory any more"
     holder.copies.settle(KEEPER, state(7), True)
     assert holder.steps(1) == [6, 4], "it was ordered by the process that is here"
-
-
-def test_wrong_copies_are_dropped_with_what_is_being_fetched(holder: Holder, owners: Owners):
-    owners.has(1)
-    owners.has(1, 1)
-    holder.keep(small(1, owners))
-    holder.keep(small(1, owners, 1), keeper=2)
-    holder.copies.keep(KEEPER, small(2, owners))
-    holder.copies.forget(KEEPER)
-    owners.has(2)
-    holder.copies.close()
-    assert holder.steps() == []
-    assert holder.steps(1) == [1], "another rank's copy"
 
 
 @pytest.mark.parametrize("place", ["fetch", "prepare"])

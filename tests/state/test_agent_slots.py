@@ -96,18 +96,6 @@ def test_a_state_written_twice_is_found_in_its_newest_slot():
     assert slots.find(state(1)) == again
 
 
-def test_the_newest_state_that_all_ranks_have():
-    def held(*steps: int) -> tuple[StateId, ...]:
-        return tuple(state(step) for step in steps)
-
-    assert newest_common([held(3, 2, 1), held(2, 1), held(4, 2)]) == state(2)
-    assert newest_common([held(3, 2), held(3, 2)]) == state(3)
-    assert newest_common([held(3), held(2)]) is None
-    assert newest_common([held(3), held()]) is None
-    # The order is that of writing: after a rollback the smaller step is the newer.
-    assert newest_common([held(1, 2), held(1, 2)]) == state(1)
-
-
 class Machine(RuleBasedStateMachine):
     """Drives Slots as an agent does, beside a plain account of what must never be handed out."""
 

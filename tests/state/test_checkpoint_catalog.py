@@ -174,21 +174,20 @@ def test_junk_is_no_manifest(tmp_path, data) -> None:
     assert "manifest.json is not valid" in reason(tmp_path)
 
 
+def write_as(path: Path, number: int, was: dict[str, object], key: bytes = KEY) -> None:
+    """Write the manifest of `path` anew, of the format with this number."""
+    was |= {"format": number, "digest": "", "mac": ""}
+    was["mac"] = hmac.new(key, b"ft_hsdp checkpoint\0" + canonical(was).encode(), "sha256").hexdigest()
+    was["digest"] = blake3.blake3(canonical(was).encode()).hexdigest()
+    (path / "manifest.json").write_bytes(canonical(was).encode())
+
+
 def of_batches(path: Path, key: bytes, **changes: object) -> None:
     """Write the manifest of `path` anew as the version before wrote it."""
     was = json.loads((path / "manifest.json").read_bytes())
     was.pop("accumulate", None)
     ledger = {"cursors": [4, 5], "holes": [[0, 1], [0, 2], [1, 0]], "takers": [0, 1], "spoilt": [[0, 1, 2]]}
-    was |= {
-        "format": 2,
-        "config": {"train": {"accumulate": 3}},
-        "ledger": ledger,
-        "digest": "",
-        "mac": "",
-    } | changes
-    was["mac"] = hmac.new(key, b"ft_hsdp checkpoint\0" + canonical(was).encode(), "sha256").hexdigest()
-    was["digest"] = blake3.blake3(canonical(was).encode()).hexdigest()
-    (path / "manifest.json").write_bytes(canonical(was).encode())
+    write_as(path, 2, was | {"config": {"train": {"accumulate": 3}}, "ledger": ledger} | changes, key)
 
 
 def test_a_checkpoint_that_counts_batches_is_read_as_one_that_counts_their_units(tmp_path) -> None:
@@ -209,10 +208,7 @@ def test_a_checkpoint_that_does_not_say_what_is_frozen_is_read(tmp_path) -> None
     path = checkpoint(tmp_path, 1)
     was = json.loads((path / "manifest.json").read_bytes())
     assert (was.pop("frozen"), was.pop("aliases")) == (None, {})
-    was |= {"format": 3, "digest": "", "mac": ""}
-    was["mac"] = hmac.new(KEY, b"ft_hsdp checkpoint\0" + canonical(was).encode(), "sha256").hexdigest()
-    was["digest"] = blake3.blake3(canonical(was).encode()).hexdigest()
-    (path / "manifest.json").write_bytes(canonical(was).encode())
+    write_as(path, 3, was)
     found = catalog.newest(tmp_path, KEY).checkpoint
     assert found is not None
     assert found.manifest == replace(manifest(1, 1, files=found.manifest.files), digest=ANY, mac=ANY)
@@ -232,14 +228,6 @@ def test_a_checkpoint_that_does_not_say_what_is_frozen_is_read(tmp_path) -> None
 def test_junk_that_counts_batches_is_no_manifest(tmp_path, changes) -> None:
     of_batches(checkpoint(tmp_path, 1), KEY, **changes)
     assert "manifest.json is not valid" in reason(tmp_path)
-
-
-def test_a_flipped_byte_of_a_checkpoint_that_counts_batches_shows(tmp_path) -> None:
-    path = checkpoint(tmp_path, 1)
-    of_batches(path, KEY)
-    data = (path / "manifest.json").read_bytes()
-    (path / "manifest.json").write_bytes(data.replace(b'"replicas":3', b'"replicas":4'))
-    assert "fit its digest" in reason(tmp_path)
 
 
 def test_an_incarnation_of_any_kind_makes_a_name(tmp_path) -> None:
@@ -313,9 +301,8 @@ def test_a_changed_manifest_with_a_right_digest_is_not_signed(tmp_path) -> None:
 def test_a_checkpoint_that_says_nothing_of_the_data_is_read(tmp_path) -> None:
     was = json.loads(checkpoint_manifest.encode(manifest(1, 1, files={".metadata": File(1, "")})))
     del was["data"]
-    was |= {"format": 4, "digest": ""}
-    was["digest"] = blake3.blake3(canonical(was).encode()).hexdigest()
-    read = checkpoint_manifest.decode(canonical(was).encode())
+    write_as(tmp_path, 4, was)
+    read = checkpoint_manifest.decode((tmp_path / "manifest.json").read_bytes())
     assert (read.format, read.data) == (FORMAT, {})
 
 

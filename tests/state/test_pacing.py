@@ -9,7 +9,6 @@ import pytest
 
 from ft_hsdp.memory.schedule import Profile
 from ft_hsdp.state import pacing, shared_memory
-from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.pacing import (
     LEAST_SLICE,
     MAX_SPANS,
@@ -28,8 +27,6 @@ from ft_hsdp.state.shared_memory import InMemorySnapshots
 from ft_hsdp.state.transfer.donor_connection import CLASS, COPY, path
 from ft_hsdp.state.transfer.http import StateServer
 from tests.support.known import KnownConnection
-from tests.support.state import agent_helpers
-from tests.support.state.agent_helpers import connect, state, write
 from tests.support.state.state_helpers import STATE, TOKEN, sealed
 
 BANDWIDTH = 1e8  # bytes per second
@@ -385,20 +382,3 @@ def test_the_server_paces_copies_and_nothing_else() -> None:
     assert sum(pacer.given) == len(snapshot.data)
     assert spans.sent()[0] == len(snapshot.data)
     pacer.close(0)
-
-
-def test_a_rank_opens_its_gate_at_the_agent() -> None:
-    with agent_helpers.agent(0):
-        rank = connect()
-        page = rank.open_gate()
-        assert page is not None
-        spans = SpanMeter()
-        spans.attach(page)
-        again = rank.open_gate()
-        assert again is not None
-        spans.begin()
-        assert pacing.words(again)[0] == 1, "it is the same page"
-        rank.close_gate()
-        write(rank, 1)
-        assert rank.list() == (CompleteSnapshot(state(1), True),)
-        rank.close()

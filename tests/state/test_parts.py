@@ -19,7 +19,7 @@ from ft_hsdp.state.agent.messages import KeepCopy
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import parts, served_parts, shard_manifest
-from ft_hsdp.state.transfer.fetch import Cancelled, Donor, NotFetched
+from ft_hsdp.state.transfer.fetch import Donor, NotFetched
 from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.parts import Scattered, Uncuttable
 from ft_hsdp.state.transfer.reshape import Assembled, WantedShard, fetch_shard, sources
@@ -158,15 +158,6 @@ def test_an_agent_drops_a_copy_that_flipped_before_its_part_was_sealed(serving: 
         store.close()
 
 
-def test_a_donor_that_is_gone_is_done_without(serving: Make) -> None:
-    gone, here = serving(4, *range(4)), serving(4, *range(4))
-    gone.close()
-    rejected: list[tuple[int, int]] = []
-    _, data = take(4, at(gone, here), 3, 2, lambda rank, donor, _: rejected.append((rank, donor.replica)))
-    assert data == content(3, 2).tobytes()
-    assert rejected == [(rank, 0) for rank, _ in rejected]
-
-
 def test_without_one_part_there_is_no_shard(serving: Make) -> None:
     donors = at(serving(4, 0, 1, 3))
     with pytest.raises(NotFetched, match=r"does not have the state any more|there are no donors"):
@@ -180,13 +171,6 @@ def test_parts_for_which_no_thread_is_left_are_not_fetched(serving: Make, monkey
     no_thread(monkeypatch, "fetch-part_1")
     with pytest.raises(NotFetched, match="no thread is left for it"):
         take(4, donors, 3, 1)
-
-
-def test_the_caller_may_cancel(serving: Make) -> None:
-    cancel = threading.Event()
-    cancel.set()
-    with pytest.raises(Cancelled):
-        take(4, at(serving(4, *range(4))), 3, 1, cancel=cancel)
 
 
 class Liar(InMemorySnapshots):

@@ -145,38 +145,23 @@ JSON = st.recursive(
 )
 
 
-@given(st.binary() | JSON.map(lambda v: json.dumps(v).encode()))
-def test_junk_is_only_ever_data_corruption(junk: bytes) -> None:
-    with pytest.raises(DataCorruption):
-        shard_manifest.decode(junk)
-
-
-@given(JSON)
-def test_a_liars_junk_is_only_ever_data_corruption(junk: Any) -> None:
-    with pytest.raises(DataCorruption):
-        shard_manifest.decode(forged(junk))
-
-
-@given(st.sampled_from(sorted(MANIFEST.__slots__)), JSON)
-def test_a_liars_junk_in_one_field_is_only_ever_data_corruption(field: str, junk: Any) -> None:
+@given(
+    st.sampled_from(sorted(MANIFEST.__slots__)), st.none() | st.sampled_from(sorted(PackedTensor.__slots__)), JSON
+)
+def test_a_liars_junk_in_one_field_is_only_ever_data_corruption(
+    field: str, of_tensor: str | None, junk: Any
+) -> None:
     document = json.loads(ENCODED[65:])
-    document[field] = junk
+    if of_tensor is None:
+        document[field] = junk
+    else:
+        field = "tensors"
+        document[field][0][of_tensor] = junk
     try:
         got = shard_manifest.decode(forged(document))
     except DataCorruption:
         return
     assert replace(got, **{field: getattr(MANIFEST, field)}) == MANIFEST
-
-
-@given(st.sampled_from(sorted(PackedTensor.__slots__)), JSON)
-def test_a_liars_junk_in_one_tensor_is_only_ever_data_corruption(field: str, junk: Any) -> None:
-    document = json.loads(ENCODED[65:])
-    document["tensors"][0][field] = junk
-    try:
-        got = shard_manifest.decode(forged(document))
-    except DataCorruption:
-        return
-    assert got.tensors[1:] == MANIFEST.tensors[1:]
 
 
 def test_a_field_that_is_not_known_is_refused() -> None:
@@ -186,15 +171,6 @@ def test_a_field_that_is_not_known_is_refused() -> None:
     document["tensors"][0]["also"] = 1
     with pytest.raises(DataCorruption, match="not valid"):
         shard_manifest.decode(forged(document))
-
-
-@pytest.mark.parametrize(
-    "junk", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b" " * (shard_manifest.MAX_MANIFEST + 1)]
-)
-def test_deep_and_large_junk(junk: bytes) -> None:
-    for data in (junk, blake3.blake3(junk).hexdigest().encode() + b"\n" + junk):
-        with pytest.raises(DataCorruption):
-            shard_manifest.decode(data)
 
 
 @pytest.mark.parametrize("deep", ["[" * 300 + "]" * 300, "9" * 5000, '"\\ud800"', "0"])

@@ -4,7 +4,6 @@ import http.client
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -120,15 +119,6 @@ def test_a_range_that_cannot_be_given(address: str, span: str) -> None:
     assert (status, body, headers["Content-Range"]) == (416, b"", f"bytes */{len(DATA)}")
 
 
-def test_an_empty_shard() -> None:
-    state = replace(STATE, step=9)
-    source = InMemorySnapshots()
-    source.put(replace(SNAPSHOT.manifest, state=state, nbytes=0, tensors=(), checksums=()), SnapshotBuffer(0))
-    served = StateServer("127.0.0.1", 0, source, TOKEN)
-    assert ask(served.address, PATH.replace("/7/", "/9/") + "/data") == (200, b"")
-    served.close()
-
-
 def test_one_connection_for_many_answers(address: str) -> None:
     connection = KnownConnection(address, TOKEN)
     socks = set()
@@ -160,22 +150,6 @@ def test_without_the_token_there_is_nothing(address: str, given: str) -> None:
     for path in (f"{PATH}/manifest", f"{PATH}/data", "/", "/v1/state/9/9/" + "0" * 32 + "/0/data"):
         with pytest.raises(handshake.HungUp):
             ask(address, path, given)
-
-
-@pytest.mark.parametrize("purpose", [p for p in Purpose if p is not Purpose.STATE])
-def test_a_proof_for_something_else_is_none(address: str, purpose: Purpose) -> None:
-    with pytest.raises(handshake.HungUp):
-        known(address, TOKEN, purpose)
-
-
-def test_a_request_without_the_handshake_gets_no_word(address: str) -> None:
-    with socket.create_connection(split(address), timeout=5) as sock:
-        sock.sendall(f"GET {PATH}/manifest HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
-        got = b""
-        with suppress(ConnectionResetError):
-            while part := sock.recv(4096):
-                got += part
-    assert len(got) <= handshake.CHALLENGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -325,19 +299,6 @@ def test_it_serves_over_both_families(host: str) -> None:
     served = StateServer(host, 0, source, TOKEN)
     assert ask(served.address, f"{PATH}/manifest") == (200, ENCODED)
     served.close()
-
-
-def test_noise_does_not_end_it(address: str) -> None:
-    for noise in (b"\0" * 1000, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 70_000):
-        with known(address, TOKEN, Purpose.STATE) as sock:
-            sock.sendall(noise)
-            sock.shutdown(socket.SHUT_WR)
-            try:
-                while sock.recv(4096):
-                    pass
-            except ConnectionResetError:
-                pass
-    assert ask(address, f"{PATH}/manifest")[0] == 200
 
 
 def test_after_close_nobody_answers_and_nothing_is_borrowed(source: Counting) -> None:

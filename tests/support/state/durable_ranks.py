@@ -277,14 +277,6 @@ def swept_while_writing(side: Side, folder: str) -> Any:
     return {"outcomes": [outcome], "swept": swept[0] + [name for each in swept[1:] for name in each]}
 
 
-def with_a_small_disk(side: Side, folder: str) -> Any:
-    """The disk has room for two checkpoints and no third; keep lets none go before."""
-    checkpointer = side.checkpointer(folder, keep=2)
-    outcomes = [told(checkpointer.write(side.packed(), header(n)).result(WAIT_S)) for n in (1, 2, 3)]
-    checkpointer.close()
-    return {"outcomes": outcomes, "left": sorted(os.listdir(folder)), "loaded": load(side, folder)}
-
-
 def load_what_vanishes(side: Side, folder: str) -> Any:
     """The newest is verified, and its data is gone before it is read."""
     real = catalog.newest
@@ -341,7 +333,6 @@ DO: dict[str, Callable[..., Any]] = {
         close_at_once,
         zombie,
         swept_while_writing,
-        with_a_small_disk,
         load_what_vanishes,
         measure,
     )
@@ -352,26 +343,9 @@ def rank_main(rank: int, order: dict[str, Any], place: Path) -> None:
     """One forked rank."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)
-    if "disk_bytes" in order and not _own_disk(libc, order["with"]["folder"], order["disk_bytes"]):
-        (place / str(rank)).write_text(json.dumps({"cannot": "mount a tmpfs here"}))
-        return
     dist.init_process_group("gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=order["ranks"])
     side = Side(order["ranks"], order.get("seed", 0), order.get("width", 8), order.get("still", 0))
     (place / str(rank)).write_text(json.dumps(DO[order["do"]](side, **order["with"])))
-
-
-def _own_disk(libc: ctypes.CDLL, folder: str, nbytes: int) -> bool:
-    """Mount a tmpfs of ``nbytes`` on ``folder``, for this process only; whether that is allowed here."""
-    new_mounts, new_user, private = 0x00020000, 0x10000000, 1 << 18 | 1 << 14
-    user = os.getuid()
-    if libc.unshare(new_mounts | (new_user if user else 0)):
-        return False
-    if user:
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
-    Path(folder).mkdir()
-    libc.mount(None, b"/", None, private, None)
-    return libc.mount(b"none", folder.encode(), b"tmpfs", 0, f"size={nbytes}".encode()) == 0
 
 
 def answer(order: dict[str, Any]) -> list[Any]:
