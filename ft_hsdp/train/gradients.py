@@ -43,8 +43,6 @@ SURE_NORM = 1e18  # its square is far below LARGEST
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """What the main thread trains for ``step``."""
-
     step: int
     # Takes what an order to reduce asks for, and returns how many units of that this rank's replica can train.
     trainable: Callable[[Places], int] = size

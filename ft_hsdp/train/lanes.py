@@ -66,8 +66,6 @@ class LaneGroup:
 
 @dataclass(frozen=True, slots=True)
 class LanePart:
-    """What one lane of this rank has of one bucket."""
-
     groups: tuple[LaneGroup, ...]  # at least one
     counted: tuple[Spans, ...]  # of each group, what counts in the norm
     scale: float = 1.0  # by which the gradient is multiplied
@@ -216,7 +214,6 @@ class GradientLanes:
         return tuple(lane.ring for lane in self.plan(grant.widths).lanes)
 
     def plan(self, widths: Iterable[int]) -> LanePlan:
-        """Return the lanes of this rank in a membership. Any thread."""
         different = tuple(sorted(set(widths), reverse=True))
         if self._buckets is None or self._width not in different:
             return self._usual

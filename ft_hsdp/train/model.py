@@ -69,7 +69,6 @@ class Transformer(nn.Module):
         self.reset(seed)
 
     def shards(self) -> list[nn.Module]:
-        """Return the modules to shard, each for itself, in the order of the forward pass."""
         return [self.embed, *self.layers, self.output]
 
     def logits(self, inputs: Tensor) -> Tensor:

@@ -83,7 +83,6 @@ class Mailbox:
             self._arrived.notify()
 
     def put_back(self, order: Order) -> None:
-        """Make an order that `get` returned the next one again; does not block."""
         with self._arrived:
             self._orders.appendleft(order)
 
@@ -102,8 +101,6 @@ class Mailbox:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """What every fetch of this rank has in common."""
-
     ranks: int  # of a replica
     layout: Layout  # of the shard
     token: str  # of the job
@@ -189,7 +186,6 @@ class OrderHandler:
         self._group.configure(grant)
 
     def _fetch(self, base: StateId, donors: Sequence[Member]) -> None:
-        """Start to fetch this rank's shard of ``base``, in place of any fetch before."""
         self._cancel.set()
         self._cancel = threading.Event()
         self._fetched_shard = None

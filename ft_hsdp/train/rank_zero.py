@@ -120,7 +120,6 @@ class RankZero:
         self.leader.start()
 
     def to_leader(self, message: object) -> None:
-        """Give the leader a message; before check-in there is none."""
         if self.leader is not None:
             self.leader.received(message)
 

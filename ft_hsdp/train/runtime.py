@@ -356,7 +356,6 @@ class RankRuntime:
     # The control loop: start, check-in and end.
 
     async def _listen(self) -> int:
-        """Make the way to the leader; return the port where the other ranks find it, on rank 0."""
         config, place = self.config, self.place
         if place.rank:
             self._bus = OtherRank(place, self._take, self.end)
@@ -365,7 +364,6 @@ class RankRuntime:
         return await zero.hub.listen(place.leader_host)
 
     async def _open(self, identity: RankIdentity) -> None:
-        """Make the ring's listener, the reducer and the handler of orders."""
         config, place, layout = self.config, self.place, self.live_state.layout
         self.reporter.start()
         if isinstance(self._bus, RankZero):

@@ -16,8 +16,6 @@ from ft_hsdp.jsonl import LineWriter, Lost, replace_json, reserve
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long one step took, as this replica saw it."""
-
     step_s: float  # since the commit before
     waits: dict[str, float]  # seconds in which the main thread waited, by cause
     ftar_bytes: int  # sent
@@ -151,7 +149,6 @@ class StepLog:
                 self.lost(Lost(self._final.name, 1, now, now, error.strerror or str(error)))
 
     def close(self) -> None:
-        """Close the files; lines that were lost until now are reported."""
         self._fed.close()
         self._commits.close()
         if self._logged is not None:

@@ -31,8 +31,6 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 class Tokens:
-    """A read-only array of tokens, uint16, memory-mapped."""
-
     def __init__(self, array: NDArray[np.uint16]) -> None:
         self.array = array
 
@@ -127,8 +125,6 @@ def _listing(path: str) -> tuple[Path, list[tuple[str, int, int]]]:
 
 
 def _walk(root: Path, skipped: set[str]) -> Iterator[str]:
-    """Relative names of the files below `root`; hidden ones and folders in `skipped` left out."""
-
     def fail(error: OSError) -> None:
         raise error
 

@@ -22,7 +22,6 @@ from ft_hsdp.train.tokens import Tokens, prepare
 
 
 def dataset(config: Config) -> Batches:
-    """Return the batches of the job, over the tokens that the launcher prepared."""
     cache = Path(config.job.runs_dir) / ".cache"
     tokens = Tokens.open(prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, cache))
     t = config.train

@@ -100,7 +100,6 @@ def seed_generators(seed: int) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Let the generators of torch, numpy and random be as before after a ``with`` block."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield

@@ -97,12 +97,10 @@ class StepPlan:
         self._target = self._micro_batches(self._places)
 
     def at(self, place: int) -> MicroBatch:
-        """Return the micro-batch at a place of this replica's data shard."""
         return self._cut(self._ledger.at(self._shard, ((place, self._data_ranks),)))[0]
 
     @property
     def left(self) -> Sequence[MicroBatch]:
-        """The micro-batches that are still to be trained, in order."""
         return self._target[len(self.trained) :]
 
     def begin(self) -> MicroBatch:

@@ -165,7 +165,6 @@ class StreamReader(Generic[Batch]):
         self._iterator = iter(self._opened)
 
     def _read(self) -> None:
-        """Read the next item, of the next epoch if the iterator ends."""
         assert self._iterator is not None
         for again in range(3):
             try:
@@ -216,7 +215,6 @@ class StreamReader(Generic[Batch]):
             return  # the next one may be written; until then a new process reads more items again
 
     def _saved(self) -> tuple[int, int, Any] | None:
-        """Return what `_save` has written, if it is of this layout."""
         try:
             body = json.loads(self._path.read_text())
             if body["layout"] != self._layout:

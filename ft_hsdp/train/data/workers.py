@@ -62,8 +62,6 @@ class ReadOptions:
 
 @dataclass(slots=True)
 class _Numbers:
-    """The numbers of the batches that the DataLoader is to read: its sampler."""
-
     wanted: Sequence[int] = ()  # in the order in which they will be asked for
     ordered: deque[int | None] = field(default_factory=deque)  # given to the DataLoader and not returned by it yet
 
@@ -79,7 +77,6 @@ class _Pipeline:
     """A DataLoader, and what it was told to read. For one thread; its end is the end of the workers."""
 
     def __init__(self, samples: SampleReader, options: ReadOptions, forks: _Forks | None = None) -> None:
-        """Start the workers. They have nothing to read yet."""
         self._numbers = _Numbers()
         workers = options.num_workers > 0
         context = options.multiprocessing_context if workers else None
@@ -163,7 +160,6 @@ class _Forks:
         self.context.Process = Process  # type: ignore[attr-defined]
 
     def serve(self) -> None:
-        """Fork what is ordered on this thread, until `end`. Blocks."""
         while (order := self._orders.get()) is not None:
             start, done = order
             try:
@@ -194,8 +190,6 @@ class _NumberedReader(Generic[Batch]):
 
 
 class MainThreadReader(_NumberedReader[Batch]):
-    """Reads on the main thread, when a batch is asked for."""
-
     def __init__(self, samples: SampleReader, shape: JobShape, options: ReadOptions) -> None:
         super().__init__(shape, 0)
         self._pipeline: _Pipeline | None = _Pipeline(samples, options)
@@ -334,7 +328,6 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _start_method(context: Any) -> str:
-    """Return how processes of a multiprocessing context, of its name, or by default, are started."""
     if isinstance(context, str):
         return context
     return str((context or torch.multiprocessing).get_start_method())

@@ -155,7 +155,6 @@ class Bucket:
             param.grad = gradient
 
     def drop(self) -> None:
-        """Have the parameters get new gradients in the next backward."""
         for param in self.params:
             param.grad = None
 
@@ -202,7 +201,6 @@ def weighed(output: Any, weight: Callable[[], int], zeros: bool = False) -> Any:
 
 
 def _mapped(change: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Return ``value`` with each tensor in it changed; what holds none is not copied."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -395,7 +393,6 @@ class AdoptedModel:
             self.moving.capture()
 
     def watch(self, meter: SpanMeter | None) -> None:
-        """Have ``meter`` told of each all-gather and reduce-scatter inside the replica; None: of none."""
         if meter is None:
             param_groups.unwatch(self.model)
         else:

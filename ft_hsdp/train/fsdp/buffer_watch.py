@@ -32,7 +32,6 @@ class BufferWatch:
         self._turns: list[Iterator[tuple[Place, int] | None]] = []
 
     def begin(self) -> None:
-        """Take what the tensors hold now for right."""
         self._places = list(self._all)
         self._known.clear()
         kinds: tuple[Callable[[Place], bool], ...] = (lambda p: p.kind == "frozen", lambda p: p.kind != "frozen")

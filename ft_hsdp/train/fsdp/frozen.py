@@ -70,6 +70,5 @@ def described(named: Mapping[str, torch.Tensor], ranks: ReplicaGroup) -> tuple[F
 
 
 def content_digest(tensor: torch.Tensor) -> str:
-    """Return the xxh3-128 of the row-major bytes of a plain tensor, in hex."""
     array: Any = as_bytes(tensor.detach()).cpu().numpy()
     return xxhash.xxh3_128_hexdigest(memoryview(array))

@@ -93,7 +93,6 @@ def places(model: nn.Module) -> dict[str, Place]:
 
 
 def statistics(model: nn.Module, known: Collection[str]) -> list[str]:
-    """Return the names of the running statistics of BatchNorm and its like."""
     modules = [p for p, m in model.named_modules() if getattr(m, "running_mean", None) is not None]
     names = [plain_name(f"{path}.{each}" if path else each) for path in modules for each in _STATISTICS]
     return [name for name in names if name in known]
@@ -171,7 +170,6 @@ class MovingBuffers:
 
     @property
     def state(self) -> str:
-        """The name of the registered state that holds them."""
         return STATISTICS_STATE if self._statistics.issuperset(self._places) else STATE
 
     @property

@@ -55,7 +55,6 @@ class ParamGroup:
         return float(self.ranks) if factor is None else factor
 
     def changed(self) -> bool:
-        """Return whether other parameters took the place of these, or some were frozen or unfrozen."""
         now = [
             getattr(p._module_info.module, p._module_info.param_name) if self.raw.is_sharded else p.sharded_param
             for p in self.raw.fsdp_params
@@ -73,7 +72,6 @@ class ParamGroup:
         return [p.to_sharded_dtensor(shard) for p, shard in zip(self.raw_params, shards, strict=True)]
 
     def pending(self) -> bool:
-        """Return whether gradients were accumulated that FSDP2 has not reduced yet."""
         return any(getattr(p, "unsharded_accumulated_grad", None) is not None for p in self.raw.fsdp_params)
 
     @property
@@ -130,7 +128,6 @@ def _in_backward() -> bool:
 
 
 def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules of ``model`` to which `fully_shard` was applied, outer ones first."""
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
 
 

@@ -44,8 +44,6 @@ Callback = TypeVar("Callback", bound=Callable[..., object])
 
 
 class Callbacks:
-    """The callbacks of one rank, in the order in which they were given."""
-
     def __init__(self) -> None:
         self._of: dict[str, list[Any]] = {"on_commit": [], "on_rejoin": [], "on_leave": []}
         self._fixed = False

@@ -157,14 +157,12 @@ def _key(name: str, key: str | None = None) -> str:
 
 
 def _form(tensor: torch.Tensor) -> str:
-    """Return what must not change about a tensor, in words."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     sharded = "" if local is tensor else f", {list(local.shape)} of it here"
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}{sharded}"
 
 
 def _plain(where: str, value: Any, depth: int) -> Any:
-    """Return a copy of a JSON value."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int) and abs(value) < MAX_INT:

@@ -197,7 +197,6 @@ def _fill(param: torch.Tensor, state: dict[str, Any], keys: list[str]) -> None:
 
 
 def _create(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer make its state without an update."""
     with _undisturbed(optimizer):
         if hasattr(optimizer, "_init_group"):
             _stop_after_creation(optimizer)

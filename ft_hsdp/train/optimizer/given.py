@@ -100,7 +100,6 @@ def of_optimizer(optimizer: torch.optim.Optimizer, groups: Sequence[Json]) -> di
 
 
 def differ(then: Json, now: Json) -> bool:
-    """Return whether two parts of what was given differ in what they mean."""
     return next(_paths(then, now), None) is not None
 
 
@@ -183,7 +182,6 @@ def _nested(values: Sequence[Json]) -> bool:
 
 
 def _short(value: Json) -> Json:
-    """Return a value as a message shows it: a function without its numbers, a long text cut."""
     if isinstance(value, dict) and ("values" in value or "of" in value):
         return "a function"
     text = json.dumps(value)

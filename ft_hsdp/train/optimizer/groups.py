@@ -220,7 +220,6 @@ class Groups:
         }
 
     def _held(self, group: Mapping[str, Any]) -> dict[str, str]:
-        """Return which parameters a group has, if their names are known."""
         names = [self._names[id(p)] for p in group["params"] if id(p) in self._names]
         return {"params": f"{len(names)} ({state_id.digest(names)[:8]})"} if names else {}
 

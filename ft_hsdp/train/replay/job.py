@@ -50,8 +50,6 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is repeated, and where rank 0 writes what was found."""
-
     rows: tuple[Row, ...]  # canonical commits that follow each other, of members of the same widths
     widths: tuple[int, ...]  # of these members; for each there are as many ranks
     outcome: Path
@@ -260,7 +258,6 @@ class ReplayJob(Job):
 
     @property
     def replica(self) -> int:
-        """The replica whose units are trained now."""
         return self._driver.replica if self._driver is not None else 0
 
     def stream(self, source: Any) -> NoReturn:

@@ -142,7 +142,6 @@ class SharedLanes:
         return out, votes
 
     def _given(self, record: CommitRecord, lane: OwnLane) -> dict[int, Sequence[Tensor]]:
-        """Return what the ranks that own a lane have written, of each contributor and bucket."""
         sizes = [part.size for part in lane.parts]
         found: dict[int, Sequence[Tensor]] = {}
         for replica in record.contributors:
@@ -183,7 +182,6 @@ class SharedLanes:
         self._written.append(path)
 
     def _read(self, name: str) -> bytes:
-        """Return what a rank has written into a file; wait for it."""
         path, until = self._folder / name, time.monotonic() + self._wait_s
         while True:
             try:

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class BlockCounts:
-    """What this rank has loaded since the store was made."""
-
     loaded: int = 0  # blocks
     received_bytes: int = 0  # from state agents, with those that had to be fetched to verify others
     requests: int = 0  # for ranges of bytes

@@ -136,7 +136,6 @@ class BlockSubmission:
 
     @property
     def _budget(self) -> int | None:
-        """The bytes that a host may hold; None: any number."""
         gigabytes = self._job.config.memory.budget_gb
         return None if gigabytes is None else int(gigabytes * 1e9)
 

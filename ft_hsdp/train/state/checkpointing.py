@@ -45,8 +45,6 @@ from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """The job's checkpoints, and which of them can be used."""
-
     folder: Path
     config_hash: str  # of the keys of the configuration that a checkpoint must have been made with
     replicas: int
@@ -199,7 +197,6 @@ class CheckpointSaver:
         self._snapshots.save(state, partial(self._write, state))
 
     def close(self, deadline_s: float) -> None:
-        """Finish what was begun; blocks for ``deadline_s`` seconds at most."""
         until = time.monotonic() + deadline_s
         copied = threading.Event()
         self._snapshots.after(copied.set)

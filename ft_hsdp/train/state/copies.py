@@ -116,7 +116,6 @@ class CopyKeeper:
             self._order(plan, state)
 
     def _take(self, plan: CopyPlan, since: StateId) -> tuple[CopyPlan | None, StateId | None]:
-        """Take a plan, and return the one before it and the state that this rank holds."""
         with self._lock:
             before, self._plan = self._plan, plan
             state = self._state
@@ -139,7 +138,6 @@ class CopyKeeper:
 
     @property
     def sources(self) -> bool:
-        """Whether shards of this replica are copied by other hosts in this epoch."""
         plan = self._plan
         return plan is not None and any(copy.replica == self._replica for copy in plan.whole.copies)
 

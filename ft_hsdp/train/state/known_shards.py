@@ -74,7 +74,6 @@ class KnownShards:
 
     @property
     def others_train(self) -> bool:
-        """Whether other replicas train, by the lighthouse's answer."""
         return self.holders is not None and self.holders.stands
 
     def ask(self) -> None:
@@ -154,7 +153,6 @@ class KnownShards:
         return holdings(ask_held([*mine, *others], self._about.token, ASK_S, enough))
 
     def _fits(self, row: HeldShard) -> bool:
-        """Return whether a shard is one of this replica, as far as its width says."""
         size = len(self._peers)
         return row.ranks != size or (0 <= row.rank < size and row.layout == self._peers[row.rank].layout)
 

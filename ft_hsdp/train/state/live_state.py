@@ -53,7 +53,6 @@ class Offload:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Take ``tensors``, DTensors or plain ones, off the device at once."""
         self._device = [local(t) for t in tensors]
         self.host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in self._device]
         self._nbytes = sum(t.numel() * t.element_size() for t in self._device)
@@ -122,7 +121,6 @@ class LiveState:
         self._lock = threading.Lock()  # held by what changes or copies the state
 
     def hold(self, user: UserState) -> None:
-        """Take the user's own state in; before the layout is used."""
         self._user = user
         self.layout = Layout.of(self.params, self.optim, user.tensors)
         self._live += user.tensors.values()
@@ -138,7 +136,6 @@ class LiveState:
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
-        """Have the optimizer's tensors on the device within a ``with`` block."""
         if self.offload is None:
             yield
             return

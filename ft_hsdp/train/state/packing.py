@@ -32,7 +32,6 @@ def within(layout: Layout, start: int, stop: int) -> tuple[tuple[int, int, int],
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local shard of a DTensor, or the tensor itself, detached."""
     shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return shard.detach()
 
@@ -67,7 +66,6 @@ def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) 
 
 
 def _copy(source: Any, target: Any, sums: RunningChecksums) -> None:
-    """Copy ``source`` to ``target`` piece by piece, and add each piece to ``sums``."""
     begin = 0
     while begin < len(source):
         piece = source[begin : begin + min(sums.remaining, PIECE)]

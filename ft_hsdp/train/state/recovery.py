@@ -269,7 +269,6 @@ class Restoration:
             self._tell("checkpoint", f"newest valid checkpoint{other}", origin=str(found.path), fetched=nbytes)
 
     def _tell_changes(self) -> None:
-        """Write down what the script gives otherwise than the one that wrote the checkpoint. On rank 0."""
         step = self._now.step
         for change in self._live.changes:
             if change == UNKNOWN:
@@ -291,7 +290,6 @@ class Restoration:
         fetched: int = 0,
         width: int | None = None,
     ) -> None:
-        """Write the recovery down, with the ``width`` of the shards that were used. On rank 0."""
         if self._known is None:
             return
         holders, state = self._known.holders, self._now

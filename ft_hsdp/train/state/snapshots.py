@@ -94,7 +94,6 @@ class SnapshotWriter:
         return None if found is None else (shard_manifest.decode(found[1]), found[0])
 
     def release_taken(self) -> None:
-        """Let the agent reuse the memory of what was acquired."""
         self._submit(StateAgent.unpin)
 
     # The main thread, and the thread that votes.
