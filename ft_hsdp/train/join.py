@@ -331,11 +331,9 @@ def _listener(host: str, port: int) -> socket.socket:
     Raises:
         Retryable: It cannot listen there.
     """
-    try:
+    named = True
+    with contextlib.suppress(ValueError):
         ipaddress.ip_address(host)
-    except ValueError:
-        named = True
-    else:
         named = False
     try:
         sock = address.everywhere(port) if named else address.bound(host, port)

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotDone
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import active_children, get_context
 from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
@@ -236,7 +236,7 @@ class WorkersReader(_NumberedReader[Batch]):
         if self._closed:
             raise RuntimeError("the reader is closed")
         future: Future[Batch] = Future()
-        self._orders.put((self._wanted(_before(at, ahead)), future))
+        self._orders.put((self._wanted(chain([at], ahead)), future))
         while True:
             for worker in self._workers:
                 if not worker.is_alive():
@@ -316,11 +316,6 @@ def _ended(worker: BaseProcess) -> Retryable:
     if code is not None and code < 0:
         return _failed(f"worker process {worker.pid} has ended with signal {-code} ({signal.Signals(-code).name})")
     return _failed(f"worker process {worker.pid} has ended with exit code {code}")
-
-
-def _before(at: MicroBatch, ahead: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-    yield at
-    yield from ahead
 
 
 def _unchanged(batch: Any) -> Any:

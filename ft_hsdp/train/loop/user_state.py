@@ -64,7 +64,12 @@ class UserState:
     def fix(self) -> None:
         """Read all states for the first time: from now on they keep their keys, shapes and types."""
         self._fixed = True
-        self.tensors, self.values = self._read()
+        for each in self._registered.values():
+            tensors, values = self._of(each)
+            self.tensors |= tensors
+            if values:
+                self.values[each.name] = values
+        self._check_size()
 
     @property
     def encoded(self) -> bytes:
@@ -118,16 +123,6 @@ class UserState:
         if values:
             self.values[each.name] = values
             self._check_size()
-
-    def _read(self) -> tuple[dict[str, torch.Tensor], Values]:
-        tensors: dict[str, torch.Tensor] = {}
-        for each in self._registered.values():
-            mine, values = self._of(each)
-            tensors |= mine
-            if values:
-                self.values[each.name] = values
-        self._check_size()
-        return tensors, self.values
 
     def _check_size(self) -> None:
         if (size := len(self.encoded)) > MAX_JSON:

@@ -201,7 +201,7 @@ class BlockStore:
                 break
             orders = self._orders(reads, answer)
             outcome = slices_of.read_slices(
-                [order for order, _ in orders], _flat(answer.out), self._token, left_s, self._manifests
+                [order for order, _ in orders], answer.out.reshape(-1).data, self._token, left_s, self._manifests
             )
             self.counts.received_bytes += outcome.nbytes
             self.counts.requests += outcome.requests
@@ -243,10 +243,6 @@ class BlockStore:
             self._job.note_event(
                 "BlocksRejected", why, store=self.name, host=self._known.names[host], slice=number
             )
-
-
-def _flat(out: Bytes) -> memoryview:
-    return out.reshape(-1).data
 
 
 def _span_of(run: SliceRun) -> Span:

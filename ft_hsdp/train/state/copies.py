@@ -268,7 +268,8 @@ class CopyKeeper:
         while True:
             with self._lock:
                 over = self._plan is not plan or self._given_up == vote.fence
-                refused = {shard: self._refused[shard][1] for shard in owed if self._refused_for(shard, state)}
+                known = {shard: self._refused[shard] for shard in owed if shard in self._refused}
+            refused = {shard: reason for shard, (of, reason) in known.items() if of == state}
             if over or refused:
                 why = "" if over else next(iter(refused.values()))
                 break
@@ -312,9 +313,6 @@ class CopyKeeper:
             before, count = self._failures.get(shard, (None, 0))
             self._failures[shard] = state, count + (before != state)
         return {shard for shard in failed if self._failures[shard][1] >= FAILURES}
-
-    def _refused_for(self, shard: tuple[int, int], state: StateId) -> bool:
-        return shard in self._refused and self._refused[shard][0] == state
 
     def _patience_s(self, plan: CopyPlan) -> float:
         if self._config.wait_s is not None:
