@@ -264,25 +264,6 @@ def test_workers_of_a_fork_server_read_the_same(tmp_path: Path) -> None:
         assert reader.batch(at(5), after(6))["index"].tolist() == [5]
 
 
-class Thread(Dataset[Any]):
-    """Tells which thread has forked the worker that reads: it is the main one in there, and keeps its name."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> bool:
-        return threading.main_thread().name == "MainThread"
-
-
-def test_workers_are_forked_by_the_thread_that_opens_the_reader() -> None:
-    """A fork elsewhere would end the main thread in the child, and all that torch caches for it.
-
-    That may be the last that holds a process group, and its end there is a segmentation fault.
-    """
-    with reading(Thread(), 1) as reader:
-        assert reader.batch(at(3), after(4)).tolist() == [True]
-
-
 class Marked(multiprocessing.context.ForkProcess):
     """A worker process of a user's own."""
 
@@ -298,15 +279,22 @@ class Marking(multiprocessing.context.ForkContext):
 
 
 class Mark(Dataset[Any]):
-    """Tells whether its worker is a user's own, and its main thread."""
+    """Tells whether its worker is a user's own, and whether the thread that forked it was the main one."""
 
     def __len__(self) -> int:
         return 1000
 
-    def __getitem__(self, index: int) -> bool:
-        return "MARKED" in os.environ and threading.main_thread().name == "MainThread"
+    def __getitem__(self, index: int) -> list[bool]:
+        return ["MARKED" in os.environ, threading.main_thread().name == "MainThread"]
 
 
-def test_a_context_of_a_users_own_makes_the_workers() -> None:
-    with reading(Mark(), 1, multiprocessing_context=Marking()) as reader:
-        assert reader.batch(at(3), after(4)).tolist() == [True]
+@pytest.mark.parametrize(("context", "own"), [(None, False), (Marking(), True)])
+def test_workers_are_of_the_users_context_and_forked_by_the_thread_that_opens_the_reader(
+    context: Any, own: bool
+) -> None:
+    """A fork elsewhere would end the main thread in the child, and all that torch caches for it.
+
+    That may be the last that holds a process group, and its end there is a segmentation fault.
+    """
+    with reading(Mark(), 1, multiprocessing_context=context) as reader:
+        assert torch.stack(reader.batch(at(3), after(4))).flatten().tolist() == [own, True]
