@@ -28,7 +28,7 @@ from typing import Any
 
 from ft_hsdp import protocol
 from ft_hsdp.errors import ConfigError, Retryable
-from ft_hsdp.jsonl import clear_way, here, read_regular
+from ft_hsdp.jsonl import clear_way, here, read_object
 
 FILE, LOCK = "owner.json", ".owner.lock"
 RENEW_S = 2.0  # between two renewals
@@ -231,13 +231,9 @@ def _boots(record: Record) -> set[str]:
     return {str(each) for each in boots} if isinstance(boots, list) else set()
 
 
-def read(folder: Path, name: str = FILE) -> dict[str, Any]:
+def read(folder: Path) -> dict[str, Any]:
     """Return the record in a folder; an empty one if there is none that can be read."""
-    try:
-        found = json.loads(read_regular(folder / name))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_object(folder / FILE)
 
 
 def _put(folder: Path, record: Record, *, new: bool = False) -> None:
@@ -260,7 +256,7 @@ def _clear(folder: Path, judged: Record) -> bool:
         (folder / FILE).rename(aside)
     except FileNotFoundError:
         return True
-    same = read(folder, aside.name) == judged
+    same = read_object(aside) == judged
     if not same:
         with contextlib.suppress(OSError):
             os.link(aside, folder / FILE)

@@ -118,6 +118,15 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if there is none that can be read."""
+    try:
+        found = json.loads(read_regular(path))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 class LineWriter:
     """A JSONL file to which several processes may append. Thread-safe; it blocks as long as the disk does.
 
@@ -357,7 +366,7 @@ class Queued:
                 self._changed.notify_all()
 
 
-class Journal:
+class Journal(Queued):
     """Events: what was decided, and why.
 
     A disk that is full or hangs costs lines, never a decision.
@@ -372,10 +381,10 @@ class Journal:
     ) -> None:
         self._tee = tee
         self._fixed = fixed
-        self._lines = Queued(path, self.lost)
+        super().__init__(path, self.lost)
 
     def __call__(self, row: Mapping[str, object]) -> None:
-        self._lines.write(row)
+        self.write(row)
         if self._tee is not None:
             self._tee(row)
 
@@ -389,9 +398,3 @@ class Journal:
 
     def lost(self, lost: Lost) -> None:
         self({**self._fixed, **lost.event})
-
-    def flush(self, wait_s: float = CLOSE_S) -> None:
-        self._lines.flush(wait_s)
-
-    def close(self) -> None:
-        self._lines.close()

@@ -28,7 +28,7 @@ from ft_hsdp import address, tls
 from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
-from ft_hsdp.jsonl import Journal, replace_json
+from ft_hsdp.jsonl import Journal, read_object, replace_json
 from ft_hsdp.lifetime import outlive_notices, stop_signals
 from lighthouse.ha import instance
 from lighthouse.http import connections
@@ -117,7 +117,7 @@ class Alone:
             await asyncio.sleep(LOOK_S)
             if self._claim.lost:
                 return end()
-            if not instance.read(self._run / "lighthouse.json").get("url"):
+            if not read_object(self._run / "lighthouse.json").get("url"):
                 self._write()
 
 

@@ -100,7 +100,8 @@ class Store(ABC):
     A subclass keeps the rows and the format that they have.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self._name = name  # in an error
         self._saved: dict[str, Any] = {}
 
     @abstractmethod
@@ -182,10 +183,6 @@ class Store(ABC):
     def _least_term(self) -> int:
         return 0
 
-    @property
-    @abstractmethod
-    def _name(self) -> str: ...
-
 
 class SqliteStore(Store):
     """A store in the file ``path``, for one lighthouse at a time; power loss does not undo a write.
@@ -203,7 +200,7 @@ class SqliteStore(Store):
     """
 
     def __init__(self, path: Path, note: Callable[[str, str], None] | None = None) -> None:
-        super().__init__()
+        super().__init__(str(path))
         self.path = path
         self._note = note
         self._db: sqlite3.Connection | None = None
@@ -327,10 +324,6 @@ class SqliteStore(Store):
                 self._write({**known, **rows})
                 return
             raise StoreFailed(f"lighthouse store {self.path}: {error}") from error
-
-    @property
-    def _name(self) -> str:
-        return str(self.path)
 
 
 class StateSaver:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import select
 import subprocess
@@ -27,6 +26,7 @@ from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.jsonl import read_object
 from ft_hsdp.protocol import ProcessReport
 
 AGAIN_S = 0.5
@@ -115,12 +115,9 @@ async def report(watched: Watched) -> bool:
 
 def _ended(watched: Watched) -> tuple[int, ...]:
     """Return the replica, if the incarnation's script has stopped the job or trained to its end; () if not."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        said = json.loads(Path(watched.final).read_text())
-        if said["of_job"] and said["incarnation"] == watched.incarnation:
-            who = IncarnationId.parse(watched.incarnation)
-            return () if who is None else (who.replica,)
-    return ()
+    said, who = read_object(Path(watched.final)), IncarnationId.parse(watched.incarnation)
+    mine = said.get("of_job") and said.get("incarnation") == watched.incarnation
+    return (who.replica,) if mine and who is not None else ()
 
 
 def main() -> int:

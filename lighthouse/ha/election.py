@@ -146,15 +146,15 @@ class EtcdStore(Store):
     """
 
     def __init__(self, etcd: Etcd, prefix: str, election: Election) -> None:
-        super().__init__()
         self._etcd = etcd
         self._prefix = f"{prefix}/durable/"
         self._election = election
-        self._doubt = ""
+        self.deposed = ""  # why nothing can be written any more
+        super().__init__(f"etcd {self._prefix}")
 
     def unsaved(self, state: LighthouseState) -> frozenset[str]:
-        if self._doubt or not self._election.holds:
-            raise Deposed(f"this lighthouse does not lead any more{self._doubt and f': {self._doubt}'}")
+        if self.deposed or not self._election.holds:
+            raise Deposed(f"this lighthouse does not lead any more{self.deposed and f': {self.deposed}'}")
         return super().unsaved(state)
 
     def close(self) -> None: ...
@@ -181,22 +181,14 @@ class EtcdStore(Store):
         try:
             led = self._etcd.put_if(self._election.key, self._election.revision, values)
         except EtcdUnreachable as error:
-            self._doubt = f"a write may be lost or not ({error})"
-            raise Deposed(f"lighthouse store {self._name}: {self._doubt}") from error
+            self.deposed = f"a write may be lost or not ({error})"
+            raise Deposed(f"lighthouse store {self._name}: {self.deposed}") from error
         except EtcdRefused as error:
             raise StoreFailed(f"lighthouse store {self._name}: {error}") from error
         if not led:
-            self._doubt = "another one does"
+            self.deposed = "another one does"
             raise Deposed(f"lighthouse store {self._name}: another lighthouse leads")
-
-    @property
-    def deposed(self) -> str:
-        return self._doubt
 
     @property
     def _least_term(self) -> int:
         return self._election.revision
-
-    @property
-    def _name(self) -> str:
-        return f"etcd {self._prefix}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import clear_way, here, read_regular, replace_json, set_aside
+from ft_hsdp.jsonl import clear_way, here, read_object, replace_json, set_aside
 
 MAX_INSTANCES = 5
 
@@ -66,10 +65,10 @@ class InstanceLock:
 
     def leads(self, url: str) -> None:
         """Write to lighthouse.json that this lighthouse leads, and where all of them listen."""
-        urls = [read(self._folder / f"seat-{n}.json").get("url") for n in range(MAX_INSTANCES)]
+        urls = [read_object(self._folder / f"seat-{n}.json").get("url") for n in range(MAX_INSTANCES)]
         every = list(dict.fromkeys(u for u in (url, *urls) if isinstance(u, str)))
         said = {**me(), "url": url, "urls": every}
-        if read(self._run / "lighthouse.json") != said:
+        if read_object(self._run / "lighthouse.json") != said:
             replace_json(self._run / "lighthouse.json", said)
 
     def free(self) -> None:
@@ -79,11 +78,3 @@ class InstanceLock:
 def me() -> dict[str, object]:
     """Return what tells this process from any other one, also where another pid namespace has its pid."""
     return {"pid": os.getpid(), "created": psutil.Process().create_time(), **here()}
-
-
-def read(file: Path) -> dict[str, object]:
-    try:
-        found = json.loads(read_regular(file))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

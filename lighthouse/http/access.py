@@ -89,8 +89,7 @@ class Keys:
 
     def proof(self, header: bytes, scope: Scope) -> Proof | None:
         """Return what the Authorization header of a signed request proves; None: nothing, or it is not signed."""
-        if self._look is not None and time.monotonic() >= self._due:
-            self._refresh()
+        self._refresh()
         return self._signed.judge(header, scope)
 
     def role(self, header: bytes | None) -> Role | None:
@@ -99,8 +98,7 @@ class Keys:
         Args:
             header: The value of the header; None: there is none.
         """
-        if self._look is not None and time.monotonic() >= self._due:
-            self._refresh()
+        self._refresh()
         proved = self._proved.get(header)
         if proved is not None:
             return proved
@@ -128,7 +126,8 @@ class Keys:
 
     def _refresh(self) -> None:
         """Look at the files, at most once in `LOOK_S`."""
-        assert self._look is not None
+        if self._look is None or time.monotonic() < self._due:
+            return
         self._due = time.monotonic() + LOOK_S
         try:
             found = self._look()

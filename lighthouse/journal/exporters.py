@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import clear_way, set_aside
+from ft_hsdp.jsonl import clear_way, replace_json, set_aside
 from lighthouse.journal.database import SqliteDatabase
 
 SAVE_S = 5.0  # between two writes
@@ -179,9 +179,7 @@ class CurveSink(ABC):
     def _put(self, points: Sequence[Point]) -> None:
         if points:
             note = self._write(points)
-            part = self._folder / f".{WRITTEN}.part"
-            part.write_text(json.dumps({**note, "seq": points[-1].seq}))
-            part.replace(self._folder / WRITTEN)
+            replace_json(self._folder / WRITTEN, {**note, "seq": points[-1].seq})
 
     def _written(self) -> dict[str, Any]:
         """Return what `WRITTEN` says; a file that says nothing that can be used is set aside."""

@@ -41,7 +41,7 @@ class MemoryStore(Store):
     """A store that dies with its process. ``rows`` may be given to another one."""
 
     def __init__(self, rows: Rows | None = None) -> None:
-        super().__init__()
+        super().__init__("in memory")
         self.rows: Rows = {} if rows is None else rows
         self.writes = 0
 
@@ -54,10 +54,6 @@ class MemoryStore(Store):
     def _write(self, rows: Rows) -> None:
         self.rows.update(rows)
         self.writes += 1
-
-    @property
-    def _name(self) -> str:
-        return "in memory"
 
 
 def at(epoch: int, step: int, history: str = "") -> StateId:
