@@ -136,21 +136,11 @@ async def call(sock: socket.socket, token: str, purpose: Purpose) -> bytes:
         ProtocolViolation: what listens there does not know the token.
     """
     loop, caller = asyncio.get_running_loop(), Caller(token, purpose)
-
-    async def exactly(count: int) -> bytes:
-        data = b""
-        while len(data) < count:
-            part = await loop.sock_recv(sock, count - len(data))
-            if not part:
-                raise HungUp("it closed the connection before the handshake")
-            data += part
-        return data
-
     try:
-        await loop.sock_sendall(sock, caller.answer(await exactly(CHALLENGE_BYTES)))
-        return caller.session(await exactly(PROOF_BYTES))
+        await loop.sock_sendall(sock, caller.answer(await record_layer.exactly(sock, CHALLENGE_BYTES)))
+        return caller.session(await record_layer.exactly(sock, PROOF_BYTES))
     except (ConnectionResetError, BrokenPipeError) as error:
-        raise HungUp(str(error)) from error
+        raise HungUp("it closed the connection before the handshake") from error
 
 
 def call_blocking(sock: socket.socket, token: str, purpose: Purpose) -> bytes:

@@ -329,7 +329,7 @@ async def spliced(sock: socket.socket, session: bytes, *, listening: bool) -> so
         return sock
     loop, agreement = asyncio.get_running_loop(), KeyExchange(session, listening)
     await loop.sock_sendall(sock, agreement.offer)
-    out, into = agreement.accept(await _exactly(sock, PUBLIC + MAC))
+    out, into = agreement.accept(await exactly(sock, PUBLIC + MAC))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_MS)
     near, far = socket.socketpair()
@@ -368,8 +368,8 @@ async def _inward(sock: socket.socket, far: socket.socket, into: Direction) -> N
     loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError):
         while True:
-            head = await _exactly(sock, HEAD)
-            body = await _exactly(sock, length(head) + TAG)
+            head = await exactly(sock, HEAD)
+            body = await exactly(sock, length(head) + TAG)
             data = bytearray(length(head))
             into.open_into(head, memoryview(body), memoryview(data))
             await loop.sock_sendall(far, data)
@@ -377,11 +377,13 @@ async def _inward(sock: socket.socket, far: socket.socket, into: Direction) -> N
         far.shutdown(socket.SHUT_WR)
 
 
-async def _exactly(sock: socket.socket, count: int) -> bytes:
-    loop, data = asyncio.get_running_loop(), bytearray()
-    while len(data) < count:
-        part = await loop.sock_recv(sock, count - len(data))
-        if not part:
+async def exactly(sock: socket.socket, count: int) -> bytes:
+    """Return the next ``count`` bytes of a non-blocking socket. Raises ConnectionResetError at its end."""
+    loop, data = asyncio.get_running_loop(), bytearray(count)
+    view = memoryview(data)
+    while view:
+        got = await loop.sock_recv_into(sock, view)
+        if not got:
             raise ConnectionResetError("closed its connection")
-        data += part
+        view = view[got:]
     return bytes(data)

@@ -96,10 +96,9 @@ class AgentListener:
         self._address = address
         self._pacer = pacer or Pacer()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ranks: dict[int, asyncio.Task[None]] = {}  # the connection of each rank
-        self._watches: dict[int, asyncio.Task[None]] = {}  # the second connection of each rank
-        self._blocks: dict[int, asyncio.Task[None]] = {}  # the connection of each rank for blocks
-        self._changed = asyncio.Event()  # of ``_ranks`` and ``_blocks``
+        # The connections of each rank, by the class of the first message on them.
+        self._lines: dict[tuple[type, int], asyncio.Task[None]] = {}
+        self._changed = asyncio.Event()  # which of them there are
 
     async def serve(self) -> None:
         gate = CallerGate(self._token, (Purpose.AGENT,), self._admitted, self._failed)
@@ -123,8 +122,9 @@ class AgentListener:
     async def wait_until_idle(self, seconds: float) -> None:
         while True:
             self._changed.clear()
+            busy = any(kind is not messages.WatchCopies for kind, _ in self._lines)
             try:
-                async with asyncio.timeout(None if self._ranks or self._blocks else seconds):
+                async with asyncio.timeout(None if busy else seconds):
                     await self._changed.wait()
             except TimeoutError:
                 return
@@ -136,21 +136,41 @@ class AgentListener:
                 async with asyncio.timeout(caller_gate.hello_s()):
                     first = await connection.read(MAX_HELLO)
                     hello = messages.decode(first, messages.Hello, messages.WatchCopies, messages.OpenBlocks)
-                if isinstance(hello, messages.Hello):
-                    await self._rank(connection, hello)
-                elif isinstance(hello, messages.OpenBlocks):
-                    await self._open_blocks(connection, hello.rank)
-                else:
-                    await self._watch(connection, hello.rank)
+                await self._serve(connection, hello)
             except ProtocolViolation as error:
                 _log.warning("hung up: %s", error)
             except OSError as error:
                 _log.debug("a caller is gone: %s", error)
 
+    async def _serve(
+        self, connection: AgentConnection, hello: messages.Hello | messages.WatchCopies | messages.OpenBlocks
+    ) -> None:
+        """Serve a connection, in place of an older one of that rank which began with the same message."""
+        line = type(hello), hello.rank
+        while (older := self._lines.get(line)) is not None:
+            _log.info("rank %d: a newer connection supersedes the older", hello.rank)
+            older.cancel()
+            await asyncio.wait([older])
+        task = asyncio.current_task()
+        assert task is not None
+        self._lines[line] = task
+        self._changed.set()
+        try:
+            match hello:
+                case messages.Hello():
+                    await self._rank(connection, hello)
+                case messages.WatchCopies(rank):
+                    await connection.send(messages.frame(messages.Done()))
+                    await WatchSession(connection, rank, self._copies).run()
+                case messages.OpenBlocks():
+                    await connection.send(messages.frame(messages.BlocksOpened(self._address)))
+                    await BlockSession(connection, self._slices, self._token).run()
+        finally:
+            del self._lines[line]
+            self._changed.set()
+
     async def _rank(self, connection: AgentConnection, hello: messages.Hello) -> None:
         rank = hello.rank
-        await self._supersede(self._ranks, rank)
-        self._changed.set()
         dead = False  # superseded or refused: the process may live, and write on
         key = self._store.admit(Owner(rank, hello.ranks, hello.nbytes))
         self._copies.connected(rank)
@@ -163,36 +183,6 @@ class AgentListener:
         finally:
             self._store.disconnect(key, dead=dead)
             self._pacer.close(rank)
-            del self._ranks[rank]
-            self._changed.set()
-
-    async def _watch(self, connection: AgentConnection, rank: int) -> None:
-        await self._supersede(self._watches, rank)
-        try:
-            await connection.send(messages.frame(messages.Done()))
-            await WatchSession(connection, rank, self._copies).run()
-        finally:
-            del self._watches[rank]
-
-    async def _open_blocks(self, connection: AgentConnection, rank: int) -> None:
-        await self._supersede(self._blocks, rank)
-        self._changed.set()
-        try:
-            await connection.send(messages.frame(messages.BlocksOpened(self._address)))
-            await BlockSession(connection, self._slices, self._token).run()
-        finally:
-            del self._blocks[rank]
-            self._changed.set()
-
-    async def _supersede(self, tasks: dict[int, asyncio.Task[None]], rank: int) -> None:
-        """End an older connection of a rank, and register this one."""
-        while (older := tasks.get(rank)) is not None:
-            _log.info("rank %d: a newer connection supersedes the older", rank)
-            older.cancel()
-            await asyncio.wait([older])
-        task = asyncio.current_task()
-        assert task is not None
-        tasks[rank] = task
 
 
 @contextlib.contextmanager

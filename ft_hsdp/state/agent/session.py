@@ -10,7 +10,7 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
-from ft_hsdp import protocol
+from ft_hsdp import protocol, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.agent.copies import CopyFetcher
@@ -31,8 +31,8 @@ class AgentConnection:
             ConnectionError: The other end hung up.
             ProtocolViolation: The frame is longer than ``most`` bytes.
         """
-        prefix = await self._exactly(protocol.LENGTH.size)
-        return await self._exactly(protocol.frame_length(prefix, most))
+        prefix = await record_layer.exactly(self._sock, protocol.LENGTH.size)
+        return await record_layer.exactly(self._sock, protocol.frame_length(prefix, most))
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Send frames. The file descriptors in ``fds`` go with the first byte.
@@ -44,16 +44,6 @@ class AgentConnection:
             sent = socket.send_fds(self._sock, [data], fds)
             data = data[sent:]
         await self._loop.sock_sendall(self._sock, data)
-
-    async def _exactly(self, nbytes: int) -> bytes:
-        data = bytearray(nbytes)
-        view = memoryview(data)
-        while view:
-            got = await self._loop.sock_recv_into(self._sock, view)
-            if not got:
-                raise ConnectionResetError("hung up")
-            view = view[got:]
-        return bytes(data)
 
 
 class RankSession:
