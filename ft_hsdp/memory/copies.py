@@ -104,13 +104,14 @@ def missing_copies(
     level: Level,
     spares: Sequence[Host] = (),
     room: int | None = None,
+    unavailable: Collection[str] = (),
 ) -> Plan:
     """Return which copies have to be made besides those that the healthy replicas are.
 
     The healthy replica with the lowest id makes them, so that no two replicas rely on each other; of replicas of
     unequal width, one with the most ranks, and the narrower ones count for nothing. Its hosts keep each other's
-    shards in the groups of `placement.groups`. A holder that is full, or in a domain that has a copy
-    already, is replaced: by the next host of the shard's probing sequence, then by a spare host, then by a host
+    shards in the groups of `placement.groups`. A holder that is lost, full, or in a domain that has a copy
+    already is replaced: by the next host of the shard's probing sequence, then by a spare host, then by a host
     of another replica. The other copies stay where they are. Between the hosts of other replicas none moves when
     yet another replica comes or goes.
 
@@ -119,6 +120,8 @@ def missing_copies(
         level: what the hosts of two copies must not share.
         spares: spare hosts, which have agents but no ranks.
         room: shards that a host can keep for others; None: no limit.
+        unavailable: names of hosts that are lost. Ranks name none: the members of a grant have living hosts only,
+            and a copy that its holder refuses moves by `move_refused`.
 
     Returns:
         The copies to make. None if the healthy replicas suffice.
@@ -131,7 +134,7 @@ def missing_copies(
     deficit = copies - min(map(len, covered))
     if deficit <= 0:
         return Plan((), (), "")
-    candidates = _Candidates(first, healthy[1:], spares, 1 + deficit, level)
+    candidates = _Candidates(first, healthy[1:], spares, 1 + deficit, level, unavailable)
     made = _assign(first, covered, copies, level, candidates, room)
     unprotected = tuple(rank for rank, domains in enumerate(covered) if len(domains) < copies)
     reason = ""
@@ -199,24 +202,28 @@ class _Candidates:
         spares: Sequence[Host],
         size: int,
         level: Level,
+        unavailable: Collection[str],
     ) -> None:
         self._ranks = first.hosts
         self._own = list(dict.fromkeys(first.hosts))
         self._size = min(size, len(self._own))
         self._group = {host: group for group in groups(self._own, self._size, level) for host in group}
         self._number = {host: i for i, host in enumerate(self._own)}
+        self._unavailable = frozenset(unavailable)
         self._spares = list(spares)
         foreign = dict.fromkeys(host for member in others for host in member.hosts)
         self._foreign = [host for host in foreign if host not in self._number]
 
     @property
     def all(self) -> list[Host]:
-        return [*self._own, *self._spares, *self._foreign]
+        found = (*self._own, *self._spares, *self._foreign)
+        return [host for host in found if host.name not in self._unavailable]
 
     def preferred(self, rank: int) -> list[Host]:
         """Return the other members of the owner's group that keep its shards while nothing is lost."""
         owner = self._ranks[rank]
-        return holders(self._group[owner], owner, self._size)
+        kept_by = holders(self._group[owner], owner, self._size)
+        return [host for host in kept_by if host.name not in self._unavailable]
 
     def further(self, rank: int) -> Iterator[Host]:
         """Return all hosts that can keep a copy of a shard, in the order in which they replace a holder.
@@ -227,8 +234,11 @@ class _Candidates:
         number = self._number[self._ranks[rank]]
         for pool in (self._own, self._spares):
             for i in probing(number, len(pool)) if pool else ():
-                yield pool[i]
-        yield from sorted(self._foreign, key=lambda host: _place(rank, host.name))
+                if pool[i].name not in self._unavailable:
+                    yield pool[i]
+        for host in sorted(self._foreign, key=lambda host: _place(rank, host.name)):
+            if host.name not in self._unavailable:
+                yield host
 
 
 def _place(rank: int, host: str) -> bytes:

@@ -98,6 +98,7 @@ def assign(
     lost: Collection[str],
     spares: Sequence[Host],
     level: Level,
+    keepers: Mapping[tuple[int, int], Collection[str]] | None = None,
     shrunk: Mapping[int, int] | None = None,
     lenders: Collection[int] = (),
 ) -> dict[int, Assignment]:
@@ -105,8 +106,9 @@ def assign(
 
     A host that lives stays. Replicas that do not run come first, and of them those that need the fewest hosts;
     then those that go on with fewer ranks, the smallest first. A replica gets hosts only if there are enough for
-    all its ranks. Of the spares, one whose domain has no other copy of the lost shards is best; next, one that is
-    near the rest of the replica, whose collectives need the most bandwidth.
+    all its ranks. Of the spares, one that keeps a copy of the lost shards is best, since nothing has
+    to be fetched then; next, one whose domain has no other copy of them; next, one that is near the rest of the
+    replica, whose collectives need the most bandwidth.
 
     Hosts are lent only where the spares do not suffice, and first by the replica that needs the most hosts itself.
     The lender takes the lost hosts into its places: it waits for them, or for others, and gets none back from the
@@ -118,13 +120,14 @@ def assign(
         lost: names of hosts that are lost or cordoned.
         spares: hosts without ranks that live.
         level: what copies must not share.
+        keepers: names of the hosts that keep copies of the shards of a replica's host, by replica and position.
         shrunk: on how many hosts each replica runs that goes on with fewer ranks.
         lenders: replicas that do not run, and whose living hosts may be lent while others of theirs are lost.
 
     Returns:
         The hosts of each replica. No host is given twice.
     """
-    shrunk = shrunk or {}
+    keepers, shrunk = keepers or {}, shrunk or {}
     free = [host for host in spares if host.name not in lost]
     result = {
         replica: Assignment(tuple(hosts), tuple(i for i, host in enumerate(hosts) if host.name in lost))
@@ -147,6 +150,7 @@ def assign(
                 rest,
                 key=lambda host: (
                     lent.get(host, 0),
+                    host.name not in keepers.get((replica, position), ()),
                     any(host.domain(level) == other.domain(level) for other in same_shards),
                     sum(host.distance(other) for other in near),
                     host,
