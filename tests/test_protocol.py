@@ -200,12 +200,6 @@ def test_a_body_of_any_shape_is_valid_or_a_violation(kind: type, body: Any) -> N
     assert type(message) is kind
 
 
-@given(json_values)
-def test_a_document_of_any_shape_is_a_violation(document: Any) -> None:
-    with pytest.raises(ProtocolViolation):
-        protocol.decode(json.dumps(document).encode(), *EVERYTHING)
-
-
 @given(st.sampled_from(EVERYTHING).flatmap(lambda k: MESSAGES[k]), st.data())
 def test_a_damaged_message_is_valid_or_a_violation(message: Any, data: st.DataObject) -> None:
     raw = bytearray(protocol.encode(message))
@@ -284,13 +278,6 @@ def test_a_missing_or_mistyped_field_is_named() -> None:
         protocol.decode(b'{"type": "Reduce", "body": {"fence": {}, "role": "king", "prev": ""}}', effects.Reduce)
 
 
-def test_a_signed_grant_is_genuine_also_after_the_wire() -> None:
-    signed = protocol.sign(TOKEN, GRANT)
-    protocol.verify(TOKEN, signed)
-    protocol.verify(TOKEN, protocol.decode(protocol.encode(signed), Grant))
-    assert protocol.sign(TOKEN, signed) == signed
-
-
 @pytest.mark.parametrize(
     "forged",
     [
@@ -324,6 +311,7 @@ def test_another_job_cannot_sign() -> None:
 def test_any_grant_can_be_signed(grant: Grant) -> None:
     signed = protocol.sign(TOKEN, grant)
     protocol.verify(TOKEN, signed)
+    protocol.verify(TOKEN, protocol.decode(protocol.encode(signed), Grant))
     assert replace(signed, mac=grant.mac) == grant
 
 

@@ -88,9 +88,16 @@ def checked(call: StoreCall) -> list[bytes]:
 
 
 class KeyTable:
-    """Keys and values. Used on one event loop."""
+    """Keys and values. Used on one event loop.
 
-    def __init__(self) -> None:
+    Args:
+        most_keys: of all.
+        most_bytes: of all keys and values.
+    """
+
+    def __init__(self, most_keys: int = MAX_KEYS, most_bytes: int = MAX_BYTES) -> None:
+        self._most_keys = most_keys
+        self._most_bytes = most_bytes
         self._values: dict[str, bytes] = {}
         self._nbytes = 0
         self._coming: dict[str, set[asyncio.Future[None]]] = {}
@@ -158,10 +165,11 @@ class KeyTable:
     def _put(self, key: str, value: bytes) -> None:
         before = self._values.get(key)
         more = len(value) - len(before) if before is not None else len(value) + len(key.encode())
-        if before is None and len(self._values) >= MAX_KEYS:
-            raise CallRefused(f"no place for {_shown(key)}: there are {MAX_KEYS} keys, as many as are allowed")
-        if self._nbytes + more > MAX_BYTES:
-            raise CallRefused(f"no place for {_shown(key)}: keys and values may have {MAX_BYTES} bytes")
+        if before is None and len(self._values) >= self._most_keys:
+            there = f"there are {self._most_keys} keys, as many as are allowed"
+            raise CallRefused(f"no place for {_shown(key)}: {there}")
+        if self._nbytes + more > self._most_bytes:
+            raise CallRefused(f"no place for {_shown(key)}: keys and values may have {self._most_bytes} bytes")
         self._values[key] = value
         self._nbytes += more
         for future in self._coming.pop(key, ()):

@@ -367,6 +367,7 @@ class LighthouseClient:
         tls: from `ft_hsdp.tls.client`.
         file: as of `Lighthouses`.
         ask_s: how long a lighthouse keeps a request open, in seconds.
+        http: sends the requests, and is closed with this client; None: one from `http_client`.
     """
 
     def __init__(
@@ -376,9 +377,10 @@ class LighthouseClient:
         tls: ssl.SSLContext | None = None,
         file: Path | None = None,
         ask_s: float = ASK_S,
+        http: httpx.AsyncClient | None = None,
     ) -> None:
         self._token = token
-        self._lighthouses = Lighthouses(urls, http_client(token, ask_s + MARGIN_S, tls), file)
+        self._lighthouses = Lighthouses(urls, http or http_client(token, ask_s + MARGIN_S, tls), file)
 
     async def greet(self) -> None:
         await self._lighthouses.greet()

@@ -31,11 +31,18 @@ class JournalMirror:
         leader: Returns the leader's URL, or None while there is no leader.
         token: The worker's.
         client: Closed by the caller.
+        retry_s: After a stream that ended.
     """
 
     def __init__(
-        self, database: SqliteDatabase, leader: Callable[[], str | None], token: str, client: httpx.AsyncClient
+        self,
+        database: SqliteDatabase,
+        leader: Callable[[], str | None],
+        token: str,
+        client: httpx.AsyncClient,
+        retry_s: float = RETRY_S,
     ) -> None:
+        self._retry_s = retry_s
         self._database = database
         self._leader = leader
         self._token = token
@@ -60,7 +67,7 @@ class JournalMirror:
             elif isinstance(ended, Exception):
                 raise ended
             if self._leader() == url:
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(self._retry_s)
 
     async def _follow(self, url: str) -> None:
         """Keep what the leader at ``url`` sends after the newest row that is here, until the stream ends."""

@@ -63,16 +63,18 @@ class Keys:
     Args:
         worker: "" (none), one line or two: the current token, and one that is accepted beside it.
         admin: The same for the admin.
+        clock: Monotonic seconds.
     """
 
-    def __init__(self, worker: str = "", admin: str = "") -> None:
+    def __init__(self, worker: str = "", admin: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._look: Callable[[], tuple[Tokens, Tokens] | None] | None = None
         self._due = 0.0
         self._signed = SignedCalls()
         self._set(tuple(worker.split()), tuple(admin.split()))
 
     @classmethod
-    def read(cls, worker: Path, admin: Path) -> Self:
+    def read(cls, worker: Path, admin: Path, clock: Callable[[], float] = time.monotonic) -> Self:
         """Return the keys from two files, or else from the environment; a changed file counts within a second.
 
         A change that cannot be used changes nothing and is logged. An admin's token that cannot be used at the
@@ -82,7 +84,7 @@ class Keys:
             Retryable: there is no worker's token, or it cannot be used. Without one all doors would be open.
         """
         files = _Files(worker, admin)
-        keys = cls()
+        keys = cls(clock=clock)
         keys._set(*files.first())
         keys._look = files.changed
         return keys
@@ -126,9 +128,9 @@ class Keys:
 
     def _refresh(self) -> None:
         """Look at the files, at most once in `LOOK_S`."""
-        if self._look is None or time.monotonic() < self._due:
+        if self._look is None or self._clock() < self._due:
             return
-        self._due = time.monotonic() + LOOK_S
+        self._due = self._clock() + LOOK_S
         try:
             found = self._look()
         except ConfigError as error:

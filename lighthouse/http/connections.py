@@ -52,9 +52,11 @@ class Connections:
 
     Args:
         most: How many may be open; fewer if the process may not open that many files.
+        tick_s: Between two looks at all of them.
     """
 
-    def __init__(self, most: int = CONNECTIONS) -> None:
+    def __init__(self, most: int = CONNECTIONS, tick_s: float = TICK_S) -> None:
+        self._tick_s = tick_s
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = min(most, max(16, files - SPARE_FILES)) if files != resource.RLIM_INFINITY else most
         self._all: set[_Tracked] = set()
@@ -83,7 +85,7 @@ class Connections:
         self._strangers[connection] = None
         self._of.setdefault(connection.address, {})[connection] = None
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
         return None
 
     def known(self, connection: _Tracked) -> None:
@@ -105,7 +107,7 @@ class Connections:
         for connection in tuple(self._all):
             connection.tick()
         again = bool(self._all)
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if again else None
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick) if again else None
 
 
 class GuardedConnection(HttpToolsProtocol):

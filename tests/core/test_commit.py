@@ -27,12 +27,23 @@ from ft_hsdp.core.ledger import MAX_UNIT, Ledger
 FENCE = AttemptId(3, 8, 1)
 ALL = (Contribution(0, 1, 0, 7, 2.0), Contribution(2, 3, 2, 5, 4.0))
 RECORD = CommitRecord(3, 1, 8, "prev", (0, 1, 2), 3, ALL, "digest", 1.5, 0.9, 4096)
+STEP: tuple[Any, ...] = ("prev", (0, 1, 2), 3, 3, "linear", 4096)  # what a tally makes its record of
 small = st.integers(0, 2)
 fences = st.builds(AttemptId, small, small, small)
 
 
 def vote(rank: int, fence: AttemptId = FENCE, **changes: object) -> Vote:
     return replace(Vote(rank, fence, f"d{rank}", 9.0, ALL), **changes)  # type: ignore[arg-type]
+
+
+def made(*votes: Vote, **more: Any) -> CommitRecord:
+    """The record of these votes."""
+    tally = VoteTally(FENCE, len(votes), **more)
+    for each in votes:
+        tally = tally.add(each)
+    record = tally.record(*STEP)
+    assert record is not None
+    return record
 
 
 @pytest.mark.parametrize(
@@ -124,32 +135,24 @@ def test_a_tally_holds_the_first_vote_of_each_rank_about_its_attempt(votes: list
 
 
 def test_what_a_data_rank_brings_counts_once_however_many_ranks_it_has() -> None:
-    tally = VoteTally(FENCE, 4, ranks_per_unit=2)
-    for rank in range(4):
-        loss = tuple(replace(c, loss=c.loss + (rank // 2) * 2) for c in ALL)
-        tally = tally.add(vote(rank, contributions=loss, sumsq=4.0))
-    two = VoteTally(FENCE, 2).add(vote(0, sumsq=8.0))
-    two = two.add(vote(1, contributions=tuple(replace(c, loss=c.loss + 2) for c in ALL), sumsq=8.0))
-    given: tuple[Any, ...] = ("prev", (0, 1, 2), 3, 3, "linear", 4096)
-    together, apart = tally.record(*given), two.record(*given)
-    assert together is not None
-    assert apart is not None
+    other = tuple(replace(c, loss=c.loss + 2) for c in ALL)
+    losses = (ALL, ALL, other, other)
+    four = (vote(rank, contributions=loss, sumsq=4.0) for rank, loss in enumerate(losses))
+    together = made(*four, ranks_per_unit=2)
+    apart = made(vote(0, sumsq=8.0), vote(1, contributions=other, sumsq=8.0))
     assert replace(together, digest="") == replace(apart, digest="")
 
 
 def test_ranks_of_one_data_rank_that_weigh_its_units_differently_are_no_record() -> None:
     heavier = tuple(replace(c, weight=c.weight + 1) for c in ALL)
     tally = VoteTally(FENCE, 2).add(vote(0)).add(vote(1, contributions=heavier))
-    given: tuple[Any, ...] = ("prev", (0, 1, 2), 3, 3, "linear", 4096)
-    assert tally.record(*given) is not None
-    assert replace(tally, ranks_per_unit=2).record(*given) is None
+    assert tally.record(*STEP) is not None
+    assert replace(tally, ranks_per_unit=2).record(*STEP) is None
 
 
 def test_the_record_of_a_tally() -> None:
     losses = tuple(replace(c, loss=c.loss + 2) for c in ALL)
-    tally = VoteTally(FENCE, 2).add(vote(1, contributions=losses)).add(vote(0, sumsq=16.0))
-    record = tally.record("prev", (0, 1, 2), 3, 3, "linear", 4096)
-    assert record is not None
+    record = made(vote(1, contributions=losses), vote(0, sumsq=16.0))
     assert (record.epoch, record.step, record.attempt) == (3, 8, 1)
     assert [c.loss for c in record.contributions] == [3.0, 5.0]
     assert record.norm == pytest.approx(math.sqrt(16.0 + 9.0) / 4)
@@ -169,9 +172,7 @@ def test_the_record_says_who_had_fewer_ranks() -> None:
 
 @pytest.mark.parametrize("sumsq", [16.0, math.inf, math.nan])
 def test_a_poisoned_step_has_a_name_of_its_own_and_a_norm_that_can_be_written_down(sumsq: float) -> None:
-    tally = VoteTally(FENCE, 2).add(vote(1, poisoned=(2,))).add(vote(0, sumsq=sumsq))
-    record = tally.record("prev", (0, 1, 2), 3, 3, "linear", 4096)
-    assert record is not None
+    record = made(vote(1, poisoned=(2,)), vote(0, sumsq=sumsq))
     assert (record.poisoned, record.norm, record.skipped) == ((2,), 0.0, True)
     assert record.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6))
     assert record.state_id != replace(record, poisoned=()).state_id
@@ -181,9 +182,7 @@ def test_a_poisoned_step_has_a_name_of_its_own_and_a_norm_that_can_be_written_do
 def test_a_loss_without_weight_does_not_count() -> None:
     """Of a micro-batch without tokens the mean loss is NaN."""
     nothing = tuple(replace(c, weight=0, loss=math.nan) for c in ALL)
-    tally = VoteTally(FENCE, 2).add(vote(1, contributions=nothing)).add(vote(0))
-    record = tally.record("prev", (0, 1, 2), 3, 3, "linear", 4096)
-    assert record is not None
+    record = made(vote(1, contributions=nothing), vote(0))
     assert [(c.weight, c.loss) for c in record.contributions] == [(1, 2.0), (3, 4.0)]
     assert replace(record, contributions=(ALL[0], nothing[1])).loss == ALL[0].loss
     assert record.updates
@@ -191,9 +190,7 @@ def test_a_loss_without_weight_does_not_count() -> None:
 
 def test_a_step_of_which_nothing_counts_is_committed_and_updates_nothing() -> None:
     nothing = tuple(replace(c, weight=0, loss=math.nan) for c in ALL)
-    tally = VoteTally(FENCE, 1).add(vote(0, contributions=nothing, sumsq=0.0))
-    record = tally.record("prev", (0, 1, 2), 3, 3, "linear", 4096)
-    assert record is not None
+    record = made(vote(0, contributions=nothing, sumsq=0.0))
     assert (record.skipped, record.updates, record.norm) == (False, False, 0.0)
     assert [c.loss for c in record.contributions] == [0.0, 0.0], "a NaN is no JSON"
     assert math.isnan(record.loss)
@@ -202,13 +199,7 @@ def test_a_step_of_which_nothing_counts_is_committed_and_updates_nothing() -> No
 
 
 def test_finite_gradients_whose_sum_is_not_are_nobodys_fault() -> None:
-    record = (
-        VoteTally(FENCE, 2)
-        .add(vote(1))
-        .add(vote(0, sumsq=math.inf))
-        .record("prev", (0, 1, 2), 3, 3, "linear", 4096)
-    )
-    assert record is not None
+    record = made(vote(1), vote(0, sumsq=math.inf))
     assert record.poisoned == record.contributors == (0, 2)
 
 
@@ -221,37 +212,22 @@ def test_the_digests_of_the_state_count_only_together() -> None:
 
 
 def test_the_order_of_votes_does_not_show_in_the_record() -> None:
-    one, two = VoteTally(FENCE, 2).add(vote(0)).add(vote(1)), VoteTally(FENCE, 2).add(vote(1)).add(vote(0))
-    assert one.record("p", (0, 2), 3, 3, "linear", 1) == two.record("p", (0, 2), 3, 3, "linear", 1)
+    assert made(vote(0), vote(1)) == made(vote(1), vote(0))
 
 
 def test_swapped_shards_give_another_state() -> None:
-    one = (
-        VoteTally(FENCE, 2)
-        .add(vote(0, digest="a"))
-        .add(vote(1, digest="b"))
-        .record("p", (0, 2), 3, 3, "linear", 1)
-    )
-    two = (
-        VoteTally(FENCE, 2)
-        .add(vote(0, digest="b"))
-        .add(vote(1, digest="a"))
-        .record("p", (0, 2), 3, 3, "linear", 1)
-    )
-    assert one is not None
-    assert two is not None
+    one, two = (made(vote(0, digest=a), vote(1, digest=b)) for a, b in ("ab", "ba"))
     assert one.state_id != two.state_id
 
 
 def test_ranks_that_saw_different_contributors_have_no_record() -> None:
     tally = VoteTally(FENCE, 2).add(vote(0)).add(vote(1, contributions=ALL[:1]))
     assert tally.complete
-    assert tally.record("prev", (0, 1, 2), 3, 3, "linear", 4096) is None
+    assert tally.record(*STEP) is None
 
 
 def test_a_step_without_contributors_has_a_record_to_vote_no_on() -> None:
-    record = VoteTally(FENCE, 1).add(vote(0, contributions=())).record("prev", (0, 1), 3, 3, "linear", 4096)
-    assert record is not None
+    record = made(vote(0, contributions=()))
     assert record.contributors == ()
     assert record.lr_scale == 1.0
 

@@ -112,21 +112,20 @@ def test_recorded_jitter_makes_no_suspect() -> None:
 shares = st.floats(0, 1)
 
 
-def test_a_quiet_host_asks_for_no_patience() -> None:
-    assert HostLoad(pressure=0.05, runnable=1.5, stolen=0.0).stall_s == 0.0
+@pytest.mark.parametrize(
+    ("pressure", "runnable", "stolen", "patience_s"),
+    [
+        (0.05, 1.5, 0.0, 0.0),  # it is quiet
+        (1.0, 2.0, 0.0, 0.0),  # as many processes as its cores can serve
+        (1.0, 4.0, 0.0, 0.5),
+        (0.0, 1.0, 0.2, 1.0),  # it loses its CPUs to others
+    ],
+)
+def test_how_much_patience_a_host_asks_for(
+    pressure: float, runnable: float, stolen: float, patience_s: float
+) -> None:
+    assert HostLoad(pressure, runnable, stolen).stall_s == patience_s
     assert Stalls().expected_s(100.0) == 0.0
-
-
-def test_as_many_processes_as_cores_can_serve_ask_for_none() -> None:
-    assert HostLoad(pressure=1.0, runnable=2.0, stolen=0.0).stall_s == 0.0
-
-
-def test_four_times_more_processes_than_cores_ask_for_half_a_second() -> None:
-    assert HostLoad(pressure=1.0, runnable=4.0, stolen=0.0).stall_s == 0.5
-
-
-def test_a_host_that_loses_its_cpus_to_others_asks_for_patience() -> None:
-    assert HostLoad(pressure=0.0, runnable=1.0, stolen=0.2).stall_s == 1.0
 
 
 @given(shares, st.floats(0, 1000), shares, shares)

@@ -88,7 +88,7 @@ def test_a_job_that_only_skips_ends_before_its_restarts_are_refilled() -> None:
     for step in range(1, MAX_SKIPS + 1):
         said = driver.feed("reduced poisoned=0")
         driver.feed(f"continue epoch=1 step={step + 1}")
-    assert said[-2] == f"exit 75: {MAX_SKIPS} steps in a row had no finite gradient"
+    assert said[-2].startswith(f"exit 75: {MAX_SKIPS} steps")
 
 
 def test_a_finite_step_in_between_starts_the_count_anew() -> None:

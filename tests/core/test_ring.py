@@ -44,14 +44,6 @@ def in_pieces(draw: st.DrawFn) -> RingPlan:
 plans = st.one_of(whole, in_pieces())
 
 
-def test_the_first_shards_take_the_remainder() -> None:
-    assert shards(10, 4) == (Span(0, 3), Span(3, 6), Span(6, 8), Span(8, 10))
-
-
-def test_fewer_elements_than_members_leave_empty_shards() -> None:
-    assert [s.size for s in shards(2, 5)] == [1, 1, 0, 0, 0]
-
-
 @pytest.mark.parametrize(("elements", "members"), [(10, 0), (10, -1), (-1, 2)])
 def test_impossible_cuts_are_refused(elements: int, members: int) -> None:
     with pytest.raises(ValueError, match=f"cannot cut {elements} elements for {members} members"):
@@ -207,16 +199,6 @@ def test_any_order_of_the_ring_and_any_relays(ring: list[int], able: set[int]) -
 def test_a_ring_of_one_only_stores() -> None:
     assert operations(0, 1) == (Operation(0, OperationKind.STORE, 0),)
     assert fold_order(0, (5,), frozenset({5})) == (5,)
-
-
-def test_the_operations_of_three() -> None:
-    assert operations(0, 3) == (
-        Operation(0, OperationKind.COPY_SEND, 0),
-        Operation(1, OperationKind.REDUCE_SEND, 2),
-        Operation(2, OperationKind.REDUCE_STORE_SEND, 1),
-        Operation(3, OperationKind.STORE_SEND, 0),
-        Operation(4, OperationKind.STORE, 2),
-    )
 
 
 @pytest.mark.parametrize("members", range(2, 17))

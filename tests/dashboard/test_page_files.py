@@ -50,8 +50,3 @@ def test_what_others_wrote_has_its_licence():
     table = (FOLDER / "vendor" / "README.md").read_text()
     for file in (FOLDER / "vendor").iterdir():
         assert f"`{file.name}`" in table or file.name == "README.md"
-
-
-def test_modules_are_short():
-    for file in OWN:
-        assert len(file.read_text().splitlines()) <= 200, file.name

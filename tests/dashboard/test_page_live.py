@@ -6,6 +6,7 @@ import time
 import pytest
 from playwright.sync_api import expect
 
+from tests.support.lighthouse.lighthouse_helpers import commit_row
 from tests.support.lighthouse.page_helpers import Seen, open_page, state, until
 
 
@@ -28,25 +29,8 @@ def said(n):
 
 
 def commit(step):
-    return {
-        "t": time.time(),
-        "step": step,
-        "epoch": 10_000,
-        "attempt": 0,
-        "lineage": hashlib.sha256(str(step).encode()).hexdigest()[:32],
-        "prev": "ab" * 16,
-        "contributors": [0, 1, 2],
-        "total": 20,
-        "loss": 1.2345,
-        "lr": 1e-4,
-        "lr_scale": 0.5,
-        "step_s": 1.0,
-        "waits": {},
-        "ftar_bytes": 10**9,
-        "ftar_s": 0.5,
-        "tokens": 100,
-        "role": "contribute",
-    }
+    lineage = hashlib.sha256(str(step).encode()).hexdigest()[:32]
+    return commit_row(step, t=time.time(), epoch=10_000, lineage=lineage, total=20, loss=1.2345)
 
 
 def told(page, since=0):
@@ -103,12 +87,6 @@ def test_a_replica_with_fewer_ranks_has_a_thinner_bar(live, own):
     until(lambda: live.evaluate(shares)[1] == live.evaluate(shares)[0] // 2)
     live.locator(".lane-name").nth(7).click()
     expect(live.locator(".drawer .details")).to_contain_text("1 of 2")
-
-
-def test_an_event_extends_the_log(live, own):
-    own.tell(1, said(7))
-    until(lambda: told(live) == [7])
-    expect(live.locator(".rows .row").first).to_contain_text("said 7")
 
 
 def test_a_filter_holds_for_what_comes_live(live, own):

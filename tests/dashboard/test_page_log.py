@@ -23,13 +23,6 @@ def journal(shared, **query):
     return httpx.get(f"{shared.url}/v1/events", params=query, headers=headers, trust_env=False).json()["events"]
 
 
-def test_newest_first_without_gaps(page, rows, shared):
-    expected = [event["seq"] for event in journal(shared, limit=100)][::-1]
-    shown = numbers(page)
-    assert shown[:1] == expected[:1]
-    assert shown[: len(expected)] == expected
-
-
 def test_filter_by_replica_event_and_text(page, rows):
     replica = state(page, "s.overview.failures.at(-1).replica")
     own = {f"r{replica}", f"r{replica}.0", f"r{replica}.1"}

@@ -13,9 +13,10 @@ from ft_hsdp.config import load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.page import recorded, serve_run
+from tests.support.lighthouse.lighthouse_helpers import NOW, commit_row
 from tests.support.lighthouse.page_helpers import Seen, open_page, state, until
 
-T0, STEPS = 1_780_000_000.0, 60
+T0, STEPS = NOW, 60
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 SERVE = """
 import sys
@@ -27,27 +28,10 @@ print("ended")
 """
 
 
-def row(replica, step, t, lineage, prev):
-    return {
-        "t": t,
-        "step": step,
-        "epoch": 1 if step <= 30 else 2,
-        "attempt": 0,
-        "lineage": lineage,
-        "prev": prev,
-        "contributors": [0, 1, 2] if step <= 30 else [0, 1],
-        "total": 3,
-        "loss": 5.0 - step / 20,
-        "lr": 1e-3,
-        "lr_scale": 1.0,
-        "step_s": 1.0,
-        "waits": {"ftar": 0.01},
-        "ftar_bytes": 10**8,
-        "ftar_s": 0.1,
-        "tokens": 100,
-        "incarnation": f"{replica}-run-0",
-        "role": "contribute",
-    }
+def row(replica, step):
+    early = step <= STEPS // 2
+    told = {"epoch": 1, "contributors": [0, 1, 2]} if early else {"epoch": 2, "contributors": [0, 1]}
+    return commit_row(step, replica, t=T0 + step + replica / 100, loss=5.0 - step / 20, **told)
 
 
 @pytest.fixture
@@ -58,22 +42,11 @@ def run(tmp_path):
     run = RunDir(folder)
     run.config.write_text(QUICKSTART.read_text())
     for replica in (0, 1):
-        lines = [
-            row(replica, s, T0 + s + replica / 100, f"{s:032x}", f"{s - 1:032x}") for s in range(1, STEPS + 1)
-        ]
+        lines = "".join(json.dumps(row(replica, step)) + "\n" for step in range(1, STEPS + 1))
         run.replica(replica).mkdir(parents=True)
-        run.commits(replica).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    events = [
-        {
-            "t": T0 + r / 10,
-            "event": "ReplicaStarted",
-            "source": "supervisor",
-            "replica": r,
-            "reason": "first start",
-        }
-        | {"incarnation": f"{r}-run-0"}
-        for r in range(3)
-    ]
+        run.commits(replica).write_text(lines)
+    started = {"event": "ReplicaStarted", "source": "supervisor", "reason": "first start"}
+    events = [started | {"t": T0 + r / 10, "replica": r, "incarnation": f"{r}-run-0"} for r in range(3)]
     gone = {"source": "supervisor", "replica": 2, "incarnation": "2-run-0", "kind": "SIGKILL", "reason": "killed"}
     events.append({"t": T0 + 30.5, "event": "ProcessExited", "rank": 0, **gone})
     events.append({"t": T0 + 30.6, "event": "ReplicaExited", **gone})

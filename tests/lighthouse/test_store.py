@@ -5,17 +5,18 @@ What only SQLite can suffer from (rivals, damaged files) follows."""
 from __future__ import annotations
 
 import asyncio
+import base64
 import itertools
 import os
 import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
 from ft_hsdp.core import state_id
@@ -25,11 +26,12 @@ from lighthouse import __main__ as program
 from lighthouse import store as stores
 from lighthouse.ha.election import Election, EtcdStore
 from lighthouse.ha.etcd import Etcd
+from lighthouse.quorum.events import Commanded
 from lighthouse.quorum.rules import NO_EDGES, Barred, Edges, Lease, remembered
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
-from lighthouse.service import Service
 from lighthouse.store import FORMAT, SqliteStore, StoreFailed
-from tests.support.lighthouse.lighthouse_helpers import START, MemoryStore, Script, at, record
+from tests.support.etcd_server import LossyEtcd
+from tests.support.lighthouse.lighthouse_helpers import START, MemoryStore, Script, at, make_service, record
 
 POLICY = Policy(slots=3, steps=10)
 DURABLE = stores._DURABLE
@@ -96,23 +98,26 @@ class InEtcd:
     def __init__(self, request):
         self.server = request.getfixturevalue("etcd")
         self.prefix = f"/store/{next(NAMES)}"
-        self.held = []
 
     def open(self):
-        etcd = Etcd((self.server.url,), 5.0)
-        election = Election(etcd, f"{self.prefix}/leader", "http://here", 60)
+        return self.elected()[0]
+
+    def elected(self):
+        """A store, its client and its election."""
+        client = LossyEtcd((self.server.url,), 5.0)
+        election = Election(client, f"{self.prefix}/leader", "http://here", 60)
         asyncio.run(election.win())
-        store = EtcdStore(etcd, self.prefix, election)
-        store.close = lambda: (election.resign(), etcd.close())
-        return store
+        store = EtcdStore(client, self.prefix, election)
+        store.close = lambda: (election.resign(), client.close())
+        return store, client, election
 
     def key(self, name):
         return f"{self.prefix}/durable/{name}"
 
     def raw(self, name, text):
-        etcd = Etcd((self.server.url,), 5.0)
-        assert etcd.put_if(f"{self.prefix}/none", 0, {self.key(name): text})
-        etcd.close()
+        client = Etcd((self.server.url,), 5.0)
+        assert client.put_if(f"{self.prefix}/none", 0, {self.key(name): text})
+        client.close()
 
     def put(self, name, text):
         self.raw(name, f"{state_id.digest(name, text)} {text}")
@@ -121,10 +126,8 @@ class InEtcd:
         self.raw(name, f"{state_id.digest(name, '40')} 41")
 
     def drop(self, name):
-        etcd = Etcd((self.server.url,), 5.0)
-        key = etcd_wire(self.key(name))
-        etcd._call("/v3/kv/deleterange", {"key": key}, dict)
-        etcd.close()
+        key = base64.b64encode(self.key(name).encode()).decode()
+        httpx.post(f"{self.server.url}/v3/kv/deleterange", json={"key": key}, trust_env=False).raise_for_status()
 
     def format(self, number):
         self.put("format", str(number))
@@ -134,12 +137,6 @@ class InEtcd:
         self.server.kill()
         yield
         self.server.start()
-
-
-def etcd_wire(text):
-    from lighthouse.ha import etcd
-
-    return etcd._wire(text)
 
 
 @pytest.fixture(params=[Memory, Sqlite, InEtcd])
@@ -165,7 +162,7 @@ def busy():
     assert job.s.grant
     more = {"finished": True, "halted": "nobody can tell", "diverged": (0, 1)}
     leases = (Lease(1, "aaaa", 3),)
-    agreed = Agreement("hash", "layout", "numerics", (("train.steps", "10"),))
+    agreed = Agreement("hash", "layout", "numerics", (("train.steps", "10"),), "frozen", (("length", "160"),))
     more |= {"rewound": (1, 2, 3), "rewinding": True}
     more |= {"edges": Edges((((0, 1), 4),), (Barred(1, 0.0, 60.0),), 1)}
     return replace(job.s, **more, drained=frozenset({2}), checkpoint=7, target=2, agreed=agreed, leases=leases)
@@ -178,6 +175,16 @@ def reopened(kind, policy=POLICY):
         return store.load(policy)
     finally:
         store.close()
+
+
+def saved(kind, state=None, **changes):
+    """What a store has after it was opened, given this state in its own term, and closed."""
+    store = kind.open()
+    loaded = store.load(POLICY)
+    state = replace(state or loaded, **{"term": loaded.term, **changes})
+    store.save(state)
+    store.close()
+    return state
 
 
 # The suite that every store passes.
@@ -194,13 +201,8 @@ def test_an_empty_store_takes_a_term_never_used_before(kind):
 
 
 def test_what_was_saved_comes_back(kind):
-    store = kind.open()
-    state = replace(busy(), term=store.load(POLICY).term)
-    store.save(state)
-    store.close()
-    store = kind.open()
-    again = store.load(POLICY)
-    store.close()
+    state = saved(kind, busy())
+    again = reopened(kind)
     names = DURABLE.keys() - {"term"}
     assert {n: getattr(again, n) for n in names} == {n: getattr(state, n) for n in names}
     assert again.grant.reason == state.grant.reason
@@ -210,71 +212,44 @@ def test_what_was_saved_comes_back(kind):
 
 
 def test_what_dies_with_the_process_does_not_come_back(kind):
-    store = kind.open()
-    store.load(POLICY)
-    store.save(replace(busy(), broken=True, since=12.0, final_since=9.0, settled=4))
-    store.close()
-    store = kind.open()
-    again = store.load(POLICY)
-    store.close()
+    saved(kind, busy(), broken=True, since=12.0, final_since=9.0, settled=4)
+    again = reopened(kind)
     assert (again.broken, again.since, again.final_since, again.settled) == (False, None, None, 0)
     assert all(v.incarnation is None and v.ask is None for v in again.views)
 
 
 def test_every_load_is_a_new_term_even_if_nothing_was_granted(kind):
-    terms = []
-    for _ in range(3):
-        store = kind.open()
-        terms.append(store.load(POLICY).term)
-        store.close()
-    assert terms == [terms[0], terms[0] + 1, terms[0] + 2]
-
-
-def test_fresh_stays_until_the_first_grant(kind):
-    for _ in range(2):
-        store = kind.open()
-        assert store.load(POLICY).fresh
-        store.close()
+    states = [reopened(kind) for _ in range(3)]
+    assert [state.term - states[0].term for state in states] == [0, 1, 2]
+    assert all(state.fresh for state in states)
 
 
 def test_the_policy_is_never_stored(kind):
-    store = kind.open()
-    store.load(POLICY)
-    store.close()
-    store = kind.open()
-    assert store.load(replace(POLICY, slots=5, steps=7)).policy == replace(POLICY, slots=5, steps=7)
-    store.close()
+    reopened(kind)
+    other = replace(POLICY, slots=5, steps=7)
+    assert reopened(kind, other).policy == other
 
 
-def test_an_unchanged_state_costs_no_write_and_a_changed_one_only_its_fields(kind, monkeypatch):
+def test_an_unchanged_state_costs_no_write_and_a_changed_one_only_its_fields(kind):
     store = kind.open()
     state = store.load(POLICY)
-    written = []
-    write = store._write
-    monkeypatch.setattr(store, "_write", lambda rows: (written.append(sorted(rows)), write(rows)))
-    store.save(state)
-    store.save(replace(state, settled=3, since=1.0, broken=True))
-    assert not written
-    store.save(replace(state, head=at(1, 1)))
-    store.save(replace(state, head=at(1, 1)))
-    assert written == [["head"]]
+    assert not store.unsaved(replace(state, settled=3, since=1.0, broken=True))
+    moved = replace(state, head=at(1, 1))
+    assert store.unsaved(moved) == {"head"}
+    store.save(moved)
+    assert not store.unsaved(moved)
     store.close()
 
 
 def test_a_halt_outlives_the_lighthouse_if_nobody_can_tell_whose_state_is_right(kind):
-    store = kind.open()
-    state = replace(store.load(POLICY), diverged=(0, 2), halted="replicas 0,2 hold different states")
-    store.save(state)
-    store.close()
+    state = saved(kind, diverged=(0, 2), halted="replicas 0,2 hold different states")
     again = reopened(kind)
     assert (again.diverged, again.halted) == ((0, 2), state.halted)
 
 
 def test_a_halt_by_policy_is_decided_anew(kind):
     """The operator may have chosen another policy, or brought back who held the head."""
-    store = kind.open()
-    store.save(replace(store.load(POLICY), halted="no copy of the head is left"))
-    store.close()
+    saved(kind, halted="no copy of the head is left")
     assert reopened(kind).halted == ""
     assert reopened(kind).halted == ""
 
@@ -315,25 +290,19 @@ def test_what_is_written_outlives_a_sudden_end(lasting):
     ids=["json", "type", "shape", "row"],
 )
 def test_damaged_content_counts_as_a_lost_store_or_is_one_clear_line(kind, damage):
-    store = kind.open()
-    store.load(POLICY)
-    store.close()
+    reopened(kind)
     damage(kind)
     (lost if isinstance(kind, Sqlite) else refused)(kind)
 
 
 def test_a_damaged_value_counts_as_a_lost_store_or_is_one_clear_line(lasting):
-    store = lasting.open()
-    store.save(replace(store.load(POLICY), epoch=4))
-    store.close()
+    saved(lasting, epoch=4)
     lasting.spoil("epoch")
     (lost if isinstance(lasting, Sqlite) else refused)(lasting)
 
 
 def test_a_store_of_a_later_version_is_one_clear_line_and_stays(lasting):
-    store = lasting.open()
-    store.load(POLICY)
-    store.close()
+    reopened(lasting)
     lasting.format(99)
     refused(lasting)
     lasting.format(FORMAT)
@@ -367,10 +336,7 @@ def refused(kind):
 @pytest.mark.parametrize("before", range(1, FORMAT))
 def test_a_store_of_a_format_before_is_read_and_becomes_one_of_this(lasting, before):
     """The fields that it lacks have their defaults."""
-    store = lasting.open()
-    state = replace(busy(), term=store.load(POLICY).term)
-    store.save(state)
-    store.close()
+    state = saved(lasting, busy())
     for name, field in DURABLE.items():
         if field.since > before:
             lasting.drop(name)
@@ -390,9 +356,9 @@ def test_a_store_of_a_format_before_is_read_and_becomes_one_of_this(lasting, bef
 def test_a_deposed_lighthouse_decides_nothing_and_writes_nothing(etcd):
     """Not even what needs no write: its word is not the leader's."""
     kind = InEtcd(SimpleRequest(etcd))
-    old = kind.open()
+    old, client, _ = kind.elected()
     state = old.load(POLICY)
-    old._etcd.revoke(old._election._lease)  # as after a lease that ran out unnoticed
+    client.revoke(client.lease)  # as after a lease that ran out unnoticed
     new = kind.open()
     successor = new.load(POLICY)
     assert successor.term > state.term
@@ -403,7 +369,7 @@ def test_a_deposed_lighthouse_decides_nothing_and_writes_nothing(etcd):
     with pytest.raises(StoreFailed):
         old.save(state)
     assert old.deposed
-    old._etcd.close()
+    client.close()
     new.save(replace(successor, epoch=1))
     new.close()
     assert reopened(kind).epoch == 1
@@ -415,31 +381,23 @@ def test_the_term_is_never_below_the_fence_nor_below_one_that_was_used(etcd):
     state = store.load(POLICY)
     store.save(replace(state, term=0))
     store.close()
-    store = kind.open()
+    store, _, election = kind.elected()
     state = store.load(POLICY)
-    assert state.term == store._election.revision > 1
+    assert state.term == election.revision > 1
     store.save(replace(state, term=10**9))
     store.close()
     assert reopened(kind).term == 10**9 + 1
 
 
-def test_a_write_of_unknown_outcome_deposes(etcd, monkeypatch):
+def test_a_write_of_unknown_outcome_deposes(etcd):
     """It may have happened: only who reads the store anew knows what is in it."""
-    from lighthouse.ha.etcd import EtcdUnreachable
-
     kind = InEtcd(SimpleRequest(etcd))
-    store = kind.open()
+    store, client, _ = kind.elected()
     state = store.load(POLICY)
-    put = store._etcd.put_if
-
-    def lost(*arguments):
-        put(*arguments)
-        raise EtcdUnreachable("the answer was lost")
-
-    monkeypatch.setattr(store._etcd, "put_if", lost)
+    client.loses = True
     with pytest.raises(StoreFailed, match="may be lost or not"):
         store.save(replace(state, epoch=2))
-    monkeypatch.undo()
+    client.loses = False
     with pytest.raises(StoreFailed):
         store.save(replace(state, epoch=3))
     store.close()
@@ -455,9 +413,10 @@ class SimpleRequest:
 
 def test_the_file_is_written_through(tmp_path):
     store = SqliteStore(tmp_path / "s.sqlite")
-    assert store._db is not None
-    assert store._db.execute("PRAGMA synchronous").fetchone() == (2,), "FULL"
-    assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    database = store._db
+    assert database is not None
+    assert database.execute("PRAGMA synchronous").fetchone() == (2,), "FULL"
+    assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     store.close()
 
 
@@ -526,7 +485,7 @@ def test_a_store_that_is_damaged_while_it_is_in_use_loses_nothing(tmp_path):
     store = SqliteStore(kind.path, lambda *event: told.append(event[0]))
     state = replace(busy(), term=store.load(POLICY).term)
     store.save(state)
-    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    kind.sql("PRAGMA wal_checkpoint(TRUNCATE)")
     with kind.path.open("r+b") as file:
         file.write(b"\xee" * 65536)
     store._db.execute("PRAGMA shrink_memory")
@@ -563,17 +522,6 @@ def test_a_place_that_cannot_be_written_is_one_clear_line(tmp_path):
 # The lighthouse's store on a disk without space, which a limit of SQLite itself stands for.
 
 
-class Failing(MemoryStore):
-    """Takes writes only while `well`."""
-
-    well = True
-
-    def _write(self, rows: dict[str, str]) -> None:
-        if not self.well:
-            raise StoreFailed("database or disk is full")
-        super()._write(rows)
-
-
 def test_writes_go_where_space_was_set_aside(tmp_path: Path) -> None:
     """Many more writes than the log holds grow neither the store nor its log."""
     path = tmp_path / "store.sqlite"
@@ -606,20 +554,17 @@ def test_a_disk_that_is_full_at_the_start_is_waited_for(tmp_path: Path, monkeypa
     assert (len(tries), len(slept)) == (3, 2)
 
 
-def test_a_service_says_when_its_store_fails_and_when_that_is_over() -> None:
-    rows: list[Mapping[str, object]] = []
-    store = Failing()
-    service = Service(store.load(POLICY), store, "token", rows.append)
-    store.well = False
-    for target in (2, 1):
+async def test_a_service_says_when_its_store_fails_and_when_that_is_over() -> None:
+    store = MemoryStore()
+    service, rows = make_service(store=store)
+    store.full = True
+    for replica in (0, 1):
         with pytest.raises(StoreFailed):
-            service._saver.save(replace(LighthouseState.empty(POLICY, 1), target=target))
-    store.well = True
-    service._saver.save(replace(LighthouseState.empty(POLICY, 1), target=2))
-    assert [(row["event"], row.get("over", False)) for row in rows] == [
-        ("StoreFailed", False),
-        ("StoreFailed", True),
-    ]
+            service.apply(Commanded("drain", replica, "test", 0.0))
+    store.full = False
+    service.apply(Commanded("drain", 0, "test", 0.0))
+    said = [(row["event"], row.get("over", False)) for row in rows if row["event"].startswith("Store")]
+    assert said == [("StoreFailed", False), ("StoreFailed", True)]
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("nfs4", True), ("cifs", True), ("ext4", False), ("9p", False)])

@@ -10,10 +10,12 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import httpx
 
+from lighthouse.ha.etcd import Etcd, EtcdEntry, EtcdUnreachable
 from tests.support.programs import program
 
 START_S = 20.0
@@ -89,3 +91,33 @@ class EtcdServer:
         self.kill()
         shutil.rmtree(self._folder / "data")
         self.start()
+
+
+class LossyEtcd(Etcd):
+    """A client that remembers its lease, and while ``loses`` loses the answers to what it writes."""
+
+    lease = 0
+    loses = False
+    campaigns = 0
+
+    def grant(self, ttl_s: int) -> tuple[int, float]:
+        """Return the lease and how long it holds."""
+        self.lease, holds_s = super().grant(ttl_s)
+        return self.lease, holds_s
+
+    def create(self, key: str, value: str, lease: int) -> EtcdEntry:
+        """Campaign."""
+        found = super().create(key, value, lease)
+        self.campaigns += 1
+        self._lose()
+        return found
+
+    def put_if(self, key: str, create_revision: int, values: Mapping[str, str]) -> bool:
+        """Write."""
+        led = super().put_if(key, create_revision, values)
+        self._lose()
+        return led
+
+    def _lose(self) -> None:
+        if self.loses:
+            raise EtcdUnreachable("the answer was lost")

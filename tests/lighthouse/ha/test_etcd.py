@@ -6,6 +6,7 @@ import itertools
 import socket
 import time
 
+import httpx
 import pytest
 
 from ft_hsdp.errors import ConfigError
@@ -83,10 +84,13 @@ def test_nobody_answers_in_time(key):
 def test_a_cluster_with_users_wants_the_password_of_the_environment(key, monkeypatch):
     with EtcdServer() as server:
         root = Etcd((server.url,), 5.0)
-        root._call("/v3/auth/user/add", {"name": "root", "password": "secret"}, dict)
-        root._call("/v3/auth/role/add", {"name": "root"}, dict)
-        root._call("/v3/auth/user/grant", {"user": "root", "role": "root"}, dict)
-        root._call("/v3/auth/enable", {}, dict)
+        for path, body in (
+            ("user/add", {"name": "root", "password": "secret"}),
+            ("role/add", {"name": "root"}),
+            ("user/grant", {"user": "root", "role": "root"}),
+            ("enable", {}),
+        ):
+            httpx.post(f"{server.url}/v3/auth/{path}", json=body, trust_env=False).raise_for_status()
         with pytest.raises(EtcdRefused):
             root.get(key)
         root.close()

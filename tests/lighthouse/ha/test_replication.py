@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 
 import httpx
 import pytest
-import uvicorn
 from fastapi import FastAPI
 
 from lighthouse.ha import replication as mirrors
@@ -18,38 +16,29 @@ from lighthouse.http.journal_routes import views
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.overview import JobInfo, JournalEntry
-from tests.support.lighthouse.lighthouse_helpers import TOKEN
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, served, until
 from tests.support.lighthouse.signed import gated
 
 
 class Leader:
-    """A journal that is served; a context."""
+    """A journal that is served."""
 
-    def __init__(self, first=1):
+    def __init__(self, first):
         self.database = MemoryDatabase()
         if first > 1:
             self.database.append([JournalEntry(first - 1, "event", row(first - 1))])
         self.journal = JobJournal(self.database, JobInfo("job", 2, 1, 10))
-        self.sock = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
+        self.app = FastAPI()
+        self.app.include_router(views(self.journal, None, Keys(TOKEN)))
 
-    async def __aenter__(self):
-        app = FastAPI()
-        app.include_router(views(self.journal, None, Keys(TOKEN)))
-        config = uvicorn.Config(gated(app), log_config=None, lifespan="off", timeout_graceful_shutdown=1)
-        self.server = uvicorn.Server(config)
-        self.server.install_signal_handlers = lambda: None
-        self.task = asyncio.create_task(self.server._serve(sockets=[self.sock]))
-        await until(lambda: self.server.started)
-        return self
 
-    async def __aexit__(self, *_):
-        self.journal.close()
-        self.server.should_exit = self.server.force_exit = True
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.task
-        self.sock.close()
-        self.database.close()
+@contextlib.asynccontextmanager
+async def leading(first=1):
+    leader = Leader(first)
+    async with served(gated(leader.app)) as leader.url:
+        yield leader
+        leader.journal.close()
+    leader.database.close()
 
 
 def row(number):
@@ -60,18 +49,10 @@ def kept(database):
     return database.read(0, 1000)
 
 
-async def until(condition):
-    async with asyncio.timeout(5):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
-
-
 @contextlib.asynccontextmanager
 async def mirrored(database, leader, token=None):
     async with httpx.AsyncClient(trust_env=False) as client:
-        made = JournalMirror(database, leader, TOKEN if token is None else token, client)
+        made = JournalMirror(database, leader, TOKEN if token is None else token, client, retry_s=0.05)
         running = asyncio.create_task(made.run())
         try:
             yield
@@ -81,8 +62,8 @@ async def mirrored(database, leader, token=None):
             await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_each_row_is_kept_under_its_number_also_those_of_before(monkeypatch):
-    async with Leader() as leader:
+async def test_each_row_is_kept_under_its_number_also_those_of_before():
+    async with leading() as leader:
         leader.journal.note([row(1), row(2)])
         copy = MemoryDatabase()
         async with mirrored(copy, lambda: leader.url):
@@ -94,11 +75,10 @@ async def test_each_row_is_kept_under_its_number_also_those_of_before(monkeypatc
         copy.close()
 
 
-async def test_it_goes_on_where_it_was_and_turns_to_a_new_leader(monkeypatch):
-    monkeypatch.setattr(mirrors, "RETRY_S", 0.1)
+async def test_it_goes_on_where_it_was_and_turns_to_a_new_leader():
     copy = MemoryDatabase()
     who = [None]
-    async with Leader() as old, Leader(first=500) as new, mirrored(copy, lambda: who[0]):
+    async with leading() as old, leading(first=500) as new, mirrored(copy, lambda: who[0]):
         who[0] = old.url
         old.journal.note([row(1)])
         await until(lambda: copy.last >= 1)
@@ -115,10 +95,9 @@ async def test_it_goes_on_where_it_was_and_turns_to_a_new_leader(monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["", "no key"])
-async def test_a_leader_that_refuses_or_is_gone_is_asked_again(key, monkeypatch):
-    monkeypatch.setattr(mirrors, "RETRY_S", 0.05)
+async def test_a_leader_that_refuses_or_is_gone_is_asked_again(key):
     copy = MemoryDatabase()
-    async with Leader() as leader:
+    async with leading() as leader:
         urls = iter(["http://127.0.0.1:1", leader.url])
         who = [next(urls)]
         async with mirrored(copy, lambda: who[0], key):

@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Continue, Grant
-from ft_hsdp.core.state_id import StateId
 from lighthouse.http.access import Keys
 from lighthouse.http.app import create_app
 from lighthouse.http.quorum_route import BODY_S
-from lighthouse.http.rate_limits import MAX_BODY
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, make_service, name, quiet
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, make_service, quiet
 
 
 class Call:
@@ -50,34 +47,6 @@ async def test_an_ask_in_pieces_is_put_together() -> None:
     status, body = await Call(app, data[:10], data[10:11], data[11:]).result()
     assert status == 200
     assert protocol.decode(body, Grant).ring == (0,)
-
-
-async def test_a_body_that_grows_too_large_in_pieces_is_refused() -> None:
-    app = create_app(make_service(total=1)[0], Keys(TOKEN))
-    status, body = await Call(app, *[b"x" * (MAX_BODY // 2)] * 3).result()
-    assert (status, json.loads(body)) == (413, {"detail": f"body: more than {MAX_BODY} bytes"})
-
-
-async def test_one_wrong_report_ends_nobody_when_another_replica_dies() -> None:
-    service, _ = make_service(total=3, steps=5000)
-    app = create_app(service, Keys(TOKEN))
-
-    def send(request: protocol.QuorumRequest) -> Call:
-        return Call(app, protocol.encode(request))
-
-    for call in [send(ask(r)) for r in range(3)]:
-        await call.result()
-    for r in range(3):
-        await send(ask(r, at(1, 1), epoch=1)).result()
-    false = ask(2, StateId(1, 3990, "ab" * 16), epoch=1)
-    assert protocol.decode((await send(false).result())[1], Continue).step == 3991
-    waiting = [send(ask(r, at(1, 1), epoch=1, after=1)) for r in (0, 2)]
-    await quiet()
-    service.processes(protocol.ProcessReport({1: None}, (name(1),)))
-    for call in waiting:
-        grant = protocol.decode((await call.result())[1], Grant)
-        assert (grant.base, grant.ring) == (at(1, 1), (0, 2))
-    assert not service.state.halted
 
 
 async def test_other_methods_are_named() -> None:

@@ -252,13 +252,14 @@ def test_a_row_that_is_damaged_does_not_hide_the_others(tmp_path):
 def test_a_disk_that_is_full_keeps_what_was_there(tmp_path):
     database = SqliteDatabase(tmp_path / "journal.sqlite")
     database.append([event(1)])
-    pages = database._writer.execute("PRAGMA page_count").fetchone()[0]
-    database._writer.execute(f"PRAGMA max_page_count = {pages}")
+    writer = database._writer
+    pages = writer.execute("PRAGMA page_count").fetchone()[0]
+    writer.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(DatabaseFailed, match="full"):
         database.append([event(n, reason="y" * 4000) for n in range(2, 50)])
     assert database.read(0, 10) == [event(1)]
     assert database.last == 1
-    database._writer.execute("PRAGMA max_page_count = 100000")
+    writer.execute("PRAGMA max_page_count = 100000")
     database.append([event(2)])
     assert database.last == 2
     database.close()

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import json
 import os
 import signal
@@ -253,37 +252,41 @@ def test_a_folder_that_cannot_be_made_is_no_failure(tmp_path: Path, caplog) -> N
 
 
 class Stuck(CurveSink):
-    """Somebody who never takes a point."""
+    """Somebody who takes no point before the end."""
 
-    over = threading.Event()
+    def __init__(self, folder: Path) -> None:
+        self.begun, self.over, self.shut = threading.Event(), threading.Event(), threading.Event()
+        self.taken = 0
+        super().__init__(folder)
 
     def _open(self, written: Mapping[str, Any]) -> None:
         pass
 
     def _write(self, points: Sequence[Point]) -> dict[str, Any]:
+        self.begun.set()
         self.over.wait()
+        self.taken += len(points)
         return {}
 
     def _shut(self) -> None:
-        pass
+        self.shut.set()
 
 
-def test_who_never_takes_a_point_holds_nobody_up_and_gets_no_more_than_its_place(
-    tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.setattr(exporters, "CLOSE_S", 0.1)
+def test_who_never_takes_a_point_holds_nobody_up_and_gets_no_more_than_its_place(tmp_path: Path) -> None:
     sink = Stuck(tmp_path)
     one = row(1)
-    for seq in range(50_000):  # the sink is stuck for good: a commit that waited for it would never return
+    sink.commit(0, one)
+    assert sink.begun.wait(5)
+    for seq in range(1, 50_000):  # the sink is stuck for good: a commit that waited for it would never return
         sink.commit(seq, one)
-    assert len(sink._waiting) <= exporters.WAITING
     sink.close()
-    Stuck.over.set()
-    sink._thread.join(5)
+    sink.over.set()
+    assert sink.shut.wait(5)
+    assert sink.taken <= 1 + exporters.WAITING
 
 
 def test_weights_and_biases_without_its_package_is_one_clear_line(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match=r"^lighthouse\.wandb: got 'p'; allowed: null, or .*not installed"):
         WandbSink("p", "n", tmp_path)
 
@@ -335,7 +338,8 @@ def test_logged_values_are_points_of_their_own_and_do_not_begin_the_curve_anew(t
 
 
 def test_logged_values_have_an_axis_of_their_own_at_weights_and_biases(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    (tmp_path / "wandb.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     told: list[Any] = []
 
     class Run:

@@ -3,8 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from ft_hsdp.analysis.commits import MAX_VALUES
-from lighthouse.overview import logged
-from lighthouse.overview.logged import LoggedCurves
+from lighthouse.overview.logged import KEPT, LoggedCurves
 
 
 def row(t: float, step: int, epoch: int = 1, **values: float) -> dict[str, Any]:
@@ -32,14 +31,13 @@ def test_a_step_that_is_done_again_replaces_its_values() -> None:
     assert curves.between(0.0, 99.0, 100)["loss"]["step"] == [10, 20, 10], "a late value of the same history stays"
 
 
-def test_points_and_names_are_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(logged, "KEPT", 10)
-    curves = LoggedCurves()
-    for step in range(1000):
+def test_points_and_names_are_bounded() -> None:
+    curves, rows = LoggedCurves(), 10 * KEPT
+    for step in range(rows):
         curves.add(row(float(step), step, loss=1.0))
         curves.add({**row(float(step), step), "values": {f"n{step}": 1.0}})
-    shown = curves.between(0.0, 2000.0, 1000)
+    shown = curves.between(0.0, rows, rows)
     assert len(shown) == MAX_VALUES
-    assert 10 <= len(shown["loss"]["t"]) < 20
+    assert KEPT <= len(shown["loss"]["t"]) < 2 * KEPT
     assert shown["loss"]["step"][0] == 0
-    assert len(curves.between(0.0, 2000.0, 5)["loss"]["t"]) <= 10
+    assert len(curves.between(0.0, rows, 5)["loss"]["t"]) <= 10

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import pickle
 from itertools import pairwise
 
 import pytest
@@ -345,12 +345,11 @@ def test_everything_is_bounded():
         )
         rows.append(commit(10 * n + 5, n + 1, n + 1, roles))
     timeline = fold(rows)
-    assert len(timeline.failures.epochs) == len(timeline.failures._numbers) == MAX_EPOCHS
+    assert len(timeline.failures.epochs) == MAX_EPOCHS
     assert len(timeline.failures.all) == MAX_FAILURES
     assert len(timeline.epochs(0, 1e9)) == SHOWN_EPOCHS
     assert all(len(lane.segments) <= MAX_SEGMENTS for lane in timeline.lanes.all)
-    assert all(len(r.lives) <= 4 and len(r.open) <= 4 for r in timeline.failures._replicas)
-    assert len(timeline.failures._fresh) < 64
+    assert len(pickle.dumps(timeline)) < 1 << 20
 
 
 def test_short_segments_are_joined_and_the_worst_stays():
@@ -387,16 +386,3 @@ def test_commits_of_replicas_that_just_go_on_cost_nothing_each():
     assert visits == []
     timeline.lanes.settle()
     assert sorted(visits) == [0, 1, 2]
-
-
-def test_a_whole_day_in_random_order_of_hosts_ends_where_the_day_ends():
-    draw = random.Random(1)
-    rows = [e.row for e in day.day(replicas=5, hours=2, seed=5)]
-    late = [draw.uniform(0, 1) for _ in range(6)]
-    host = [int(r.get("incarnation", "5")[0]) for r in rows]
-    order = [
-        r for _, _, r in sorted((r["t"] + late[h], n, r) for n, (h, r) in enumerate(zip(host, rows, strict=True)))
-    ]
-    want, found = fold(rows, 5), fold(order, 5)
-    assert [f["kind"] for f in found.told(0, 1e12, 1)] == [f["kind"] for f in want.told(0, 1e12, 1)]
-    assert [one.state for one in found.lanes.settle()] == [one.state for one in want.lanes.settle()]

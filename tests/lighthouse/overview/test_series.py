@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
+import pickle
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lighthouse.overview.series import COLUMNS, KEPT, WIDTH, Series
+from lighthouse.overview.series import COLUMNS, Series
 
 
 def record(t, step=0, loss=1.0, step_s=1.0, healthy=3.0, units=6.0, useful=1.0, gap=1.0):
@@ -62,7 +62,6 @@ def test_effective_is_the_useful_share_of_a_bucket():
 
 def test_an_old_hour_is_still_there_when_the_raw_rows_are_gone():
     series = filled(100_000)
-    assert len(series._levels[0]) <= 2 * KEPT * WIDTH
     old = series.between(10_000, 13_600, 600)
     assert 200 <= len(old["t"]) <= 600
     assert old["t"][0] == pytest.approx(10_000, abs=20)
@@ -100,11 +99,8 @@ def test_every_span_of_any_rows_gives_at_most_the_points_asked_for(gaps, start, 
     assert len(found["t"]) <= points
 
 
-def test_a_day_of_steps_is_answered_at_once_in_bounded_memory():
+def test_a_day_of_steps_is_answered_in_bounded_memory():
     series = filled(300_000)
-    began = time.perf_counter()
     for points in (600, 1200):
         assert len(series.between(300_000 - 86_400, 300_000, points)["t"]) <= points
-    print(f"two overviews of a day: {(time.perf_counter() - began) * 1e3:.1f} ms")
-    assert sum(len(level) for level in series._levels) <= 2 * KEPT * WIDTH * len(series._levels)
-    assert len(series._levels) <= 9
+    assert len(pickle.dumps(series)) < 4 << 20

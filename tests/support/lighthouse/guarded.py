@@ -31,7 +31,6 @@ from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, MemoryStor
 async def main() -> None:
     told = json.loads(sys.argv[1])
     context = tls.server(parse({"network": told.get("network", {})}).network)
-    connections.TICK_S = told.get("tick_s", connections.TICK_S)
     connections.HANDSHAKE_S = told.get("handshake_s", connections.HANDSHAKE_S)
     store = MemoryStore()
     state = store.load(Policy(slots=told.get("total", 2), steps=10**6))
@@ -40,7 +39,8 @@ async def main() -> None:
     journal = JobJournal(MemoryDatabase(), JobInfo("job", 2, 1, 10**6))
     journal.begin()
     app = RequestGate(create_app(service, keys, journal), keys, Rates())
-    server = uvicorn.Server(uvicorn.Config(app, **connections.options(connections.Connections(), context)))
+    guests = connections.Connections(tick_s=told.get("tick_s", connections.TICK_S))
+    server = uvicorn.Server(uvicorn.Config(app, **connections.options(guests, context)))
     sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import uvicorn
+
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord, Contribution
-from ft_hsdp.core.grant import Answer, Grant, Report
+from ft_hsdp.core.grant import Answer, Grant, Refused, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.protocol import QuorumRequest
 from lighthouse.quorum.events import (
@@ -26,7 +30,7 @@ from lighthouse.quorum.events import (
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy, with_view
 from lighthouse.quorum.transition import transition
 from lighthouse.service import Service
-from lighthouse.store import FORMAT, Rows, Store
+from lighthouse.store import FORMAT, Rows, Store, StoreFailed
 
 TOKEN = "5e" * 32
 ADMIN = "ad" * 32
@@ -35,10 +39,13 @@ Row = Mapping[str, Any]
 
 CONFIG_HASH = "c" * 32
 LAYOUT = "l" * 32
+NOW = 1_780_000_000.0  # of the rows of journals
 
 
 class MemoryStore(Store):
-    """A store that dies with its process. ``rows`` may be given to another one."""
+    """A store that dies with its process. ``rows`` may be given to another one; while ``full``, writes fail."""
+
+    full = False
 
     def __init__(self, rows: Rows | None = None) -> None:
         super().__init__("in memory")
@@ -52,6 +59,8 @@ class MemoryStore(Store):
         return FORMAT, dict(self.rows)
 
     def _write(self, rows: Rows) -> None:
+        if self.full:
+            raise StoreFailed("lighthouse store: full")
         self.rows.update(rows)
         self.writes += 1
 
@@ -70,6 +79,37 @@ def record(before: StateId, epoch: int, attempt: int = 0, digest: str = "sum") -
     """The record of the step after `before`."""
     put = (Contribution(0, 1, 0, before.step), Contribution(1, 1, 1, before.step))
     return CommitRecord(epoch, attempt, before.step + 1, before.lineage, (0, 1), 3, put, digest)
+
+
+def commit_row(step: int, replica: int = 0, **changes: Any) -> dict[str, Any]:
+    """What a replica logs of a commit."""
+    return {
+        "t": NOW + step,
+        "step": step,
+        "epoch": 1,
+        "attempt": 0,
+        "lineage": f"{step:032x}",
+        "prev": f"{step - 1:032x}",
+        "ring": [0, 1, 2],
+        "contributors": [0, 1, 2],
+        "contributions": [{"replica": 0, "weight": 1}],
+        "digest": "d" * 32,
+        "cursors": [step] * 3,
+        "holes": [],
+        "loss": 2.5,
+        "lr": 0.1,
+        "lr_scale": 1.0,
+        "norm": 1.0,
+        "total": 3,
+        "step_s": 1.0,
+        "waits": {"ftar": 0.1, "commit": 0.01},
+        "ftar_bytes": 2_000_000_000,
+        "ftar_s": 0.5,
+        "tokens": 300,
+        "incarnation": f"{replica}-a-0",
+        "role": "contribute",
+        **changes,
+    }
 
 
 def report(replica: int, state: StateId = START, life: int = 0, **fields: Any) -> Report:
@@ -149,6 +189,13 @@ class Script:
         self.now += seconds
         return self.feed(Ticked(self.now))
 
+    def restart(self) -> None:
+        """The lighthouse ends, and another one begins with what it stored."""
+        store = MemoryStore()
+        store.load(self.s.policy)
+        store.save(self.s)
+        self.s = MemoryStore(store.rows).load(self.s.policy)
+
     def first(self, *replicas: int) -> Grant:
         """The first epoch, of these replicas; the others are down."""
         others = set(range(self.s.policy.slots)) - set(replicas)
@@ -163,6 +210,7 @@ def make_service(
     config_hash: str | None = None,
     rules: Mapping[str, str] | None = None,
     long_poll_s: float = 5.0,
+    clock: Callable[[], float] = time.monotonic,
     **policy: Any,
 ) -> tuple[Any, list[Row]]:
     """A service and the rows of its journal."""
@@ -177,8 +225,15 @@ def make_service(
         name="job",
         agreed=None if config_hash is None else Agreement(config_hash, rules=tuple(sorted((rules or {}).items()))),
         long_poll_s=long_poll_s,
+        clock=clock,
     )
     return service, rows
+
+
+def refusal(answer: object) -> Refused:
+    """An answer that refuses."""
+    assert isinstance(answer, Refused), answer
+    return answer
 
 
 def events(rows: list[Row], *names: str) -> list[Row]:
@@ -189,6 +244,28 @@ def events(rows: list[Row], *names: str) -> list[Row]:
 async def granted(service: Any, *replicas: int) -> list[Any]:
     """The answers of the first epoch of these replicas."""
     return await asyncio.gather(*(service.ask(ask(r)) for r in replicas))
+
+
+async def until(true: Callable[[], object]) -> None:
+    """Wait for a condition that others bring about."""
+    async with asyncio.timeout(10):
+        while not true():  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[str]:
+    """The URL of a server for ``app``."""
+    config = uvicorn.Config(app, port=0, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+    task = asyncio.create_task(server.serve())
+    try:
+        await until(lambda: server.started)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
 
 
 async def quiet() -> None:
