@@ -28,17 +28,17 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 # The size of the house: what is measured, its limit, and the goal. A limit only goes down: it lies at most `SLACK`
 # above the figure, so a change that makes the house smaller lowers the limit, too.
 SIZES: dict[str, tuple[int, int]] = {
-    "statements": (41_850, 39_000),
-    "lines with JavaScript": (81_000, 71_000),
+    "statements": (41_700, 39_000),
+    "lines with JavaScript": (78_200, 71_000),
     "benchmarks outside the package": (3_350, 4_000),  # statements
-    "test lines": (81_500, 66_000),  # the model checker among them
-    "modules with code": (336, 310),
+    "test lines": (78_600, 66_000),  # the model checker among them
+    "modules with code": (333, 310),
     "configuration keys": (129, 120),
     "timeouts among them": (16, 14),
     "event names": (100, 100),
-    "private reads in tests": (225, 120),
-    "monkeypatch.setattr": (180, 150),
-    "asserts on prose": (103, 100),
+    "private reads in tests": (110, 120),
+    "monkeypatch.setattr": (150, 150),
+    "asserts on prose": (35, 100),
     "words of docs and ADRs": (59_500, 60_000),
 }
 SLACK = 0.1  # of the limit, or 2
