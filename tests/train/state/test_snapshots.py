@@ -195,7 +195,7 @@ def test_a_stopped_agent_holds_a_vote_up_once_and_is_replaced(mesh: DeviceMesh, 
     walk(live, sharded, writer, 2)
     assert writer.list()[0].state == live.state
     writer.close()
-    writer = place.writer(live, answer_s=0.3, join_s=0.3)
+    writer = place.writer(live, answer_s=0.3, join_s=1.5)
     os.kill(pid, signal.SIGSTOP)  # for good
     until(lambda: (walk(live, sharded, writer, 1), place.lost(over=True) == 2)[1])
     assert place.lost() == 2
