@@ -110,7 +110,7 @@ class Scene:
 @pytest.fixture
 def fast(monkeypatch):
     """Short waits, so that many rounds fit into a test."""
-    for name, seconds in {"PERIOD_S": 0.05, "TELL_S": 0.1, "BACKOFF_S": 0.02, "BACKOFF_MAX_S": 0.05}.items():
+    for name, seconds in {"PERIOD_S": 0.05, "TELL_S": 1.0, "BACKOFF_S": 0.02, "BACKOFF_MAX_S": 0.05}.items():
         monkeypatch.setattr(reporting, name, seconds)
     monkeypatch.setattr(reporting, "GATHER_S", 0.01)
 

@@ -73,7 +73,7 @@ class Ended:
 
     def __init__(self, folder: Path, code: int, events: tuple[str, ...]) -> None:
         self.run = folder
-        self.process = SimpleNamespace(returncode=code, poll=lambda: code)
+        self.process = SimpleNamespace(poll=lambda: code, wait=lambda: code)
         self._events = events
 
     def events(self, name: str) -> list[str]:

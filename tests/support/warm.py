@@ -24,10 +24,11 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 from ft_hsdp.launch.backend.processes import ONE_THREAD, forgiving
 
@@ -48,9 +49,8 @@ class Forked:
     """A forked launcher, with what tests use of `subprocess.Popen`."""
 
     def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
-        target = (list(command), cwd, dict(env), log)
-        self._process = template().Process(target=_launch, args=target, daemon=True)
-        self._process.start()
+        arguments = (list(command), cwd, dict(env), log)
+        self._process = fork(_launch, arguments)
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -78,18 +78,18 @@ class Forked:
 Process = subprocess.Popen[bytes] | Forked
 
 
-def template() -> multiprocessing.context.ForkServerContext:
-    """What starts forks of the template; the template is started at the first call."""
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(PRELOAD)
-    before = {name: os.environ.get(name) for name in ONE_THREAD}
-    os.environ.update(ONE_THREAD)  # OpenMP reads it when torch is imported
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
-    return forks
+_template = forkserver.ForkServer()  # beside the one that other tests start, which imports nothing
+
+
+def fork(target: Callable[..., None], arguments: tuple[Any, ...]) -> multiprocessing.context.ForkServerProcess:
+    """Call `target` in a fork of the template, which is started at the first call; the process, which runs."""
+    _template.set_forkserver_preload(PRELOAD)
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=arguments, daemon=True)
+    with patch.dict(os.environ, ONE_THREAD):  # OpenMP reads it when torch is imported
+        _template.ensure_running()
+    with patch.object(forkserver, "connect_to_new_process", _template.connect_to_new_process):
+        process.start()
+    return process
 
 
 def start(command: Sequence[str], folder: Path, log: Path, env: Mapping[str, str] = os.environ) -> Process:

@@ -153,8 +153,7 @@ class Job(StartedJob):
         """Train the recorded run again in a fork of a process that has imported torch; the verdict."""
         out = self.run.parent / "replay.json"
         place = (self.run.parent, dict(os.environ))
-        process = warm.template().Process(target=_print_into, args=(out, *place, self.replay_command()[2:]))
-        process.start()
+        process = warm.fork(_print_into, (out, *place, self.replay_command()[2:]))
         process.join(DEADLINE_S)
         if process.is_alive():
             process.kill()
