@@ -20,6 +20,7 @@ import pytest
 from ft_hsdp.launch.run.directory import RunDir
 from tests.support.scenarios.scenario_job import DEADLINE_S, ROOT, SMALL, Job
 from tests.support.torchrun_job import TorchrunJob
+from tests.support.warm import COLD
 
 SCRIPT = """
 import sys, time
@@ -89,8 +90,9 @@ def send(processes: list[psutil.Process], *numbers: int) -> None:
                 process.send_signal(number)
 
 
-def test_a_closed_terminal_and_lost_output_cost_no_step(tmp_path: Path) -> None:
+def test_a_closed_terminal_and_lost_output_cost_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody reads its output, then it has no reader; notices come to all its processes, and then SIGHUP."""
+    monkeypatch.setenv(COLD, "1")  # output as an interpreter makes it
     os.mkfifo(tmp_path / "up.log")
     reader = os.open(tmp_path / "up.log", os.O_RDONLY | os.O_NONBLOCK)
     room = fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
