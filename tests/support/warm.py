@@ -182,6 +182,7 @@ def _become(words: list[str], cwd: Any, env: dict[str, str]) -> None:
     before = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[:] = dict.fromkeys([first, *before, *_installed()])
     sys.argv = words[1:]
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     sys.stdout, sys.stderr = (forgiving(fd) for fd in (1, 2))
     _name(words)
@@ -189,7 +190,8 @@ def _become(words: list[str], cwd: Any, env: dict[str, str]) -> None:
 
 def _installed() -> list[str]:
     """What is on the path of modules without PYTHONPATH and the folder of a script."""
-    return [path for path in sys.path if path.startswith((sys.prefix, sys.base_prefix))]
+    ours = (sys.prefix, sys.base_prefix)
+    return [path for path in sys.path if path.startswith(ours) or path.endswith("site-packages")]
 
 
 def _run_and_exit(run: Any) -> NoReturn:

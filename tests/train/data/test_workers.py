@@ -172,6 +172,7 @@ def test_what_a_dead_worker_has_sent_cannot_be_read(tmp_path: Path) -> None:
         until(lambda: len(Diary(tmp_path).reads()) == 5, "all is read ahead")
         for worker in active_children():
             worker.kill()
+        until(lambda: not active_children(), "they are dead")
         with pytest.raises(Retryable, match=r"^the data of this rank: worker process \d+ has ended with signal 9"):
             reader.batch(at(1), after(2))
 
