@@ -183,6 +183,7 @@ def _become(words: list[str], cwd: Any, env: dict[str, str]) -> None:
     sys.path[:] = dict.fromkeys([first, *before, *_installed()])
     sys.argv = words[1:]
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method(None, force=True)
     sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     sys.stdout, sys.stderr = (forgiving(fd) for fd in (1, 2))
     _name(words)
