@@ -1,10 +1,10 @@
 // Strips of numbers under the lanes, on the same time axis, with one cursor and one zoom.
+// `uPlot` is a global name: its published short build is a plain script, which index.html loads first.
 import { html, useEffect, useRef } from "./html.js";
 import { zoom } from "./model.js";
 import { indexAt, until } from "./series.js";
 import { nowOf, store, useStore, windowOf } from "./store.js";
 import { short, span, tickLabel, ticks, tickStep } from "./time.js";
-import uPlot from "./vendor/uplot.js";
 
 const gutter = () => Number.parseFloat(css("--gutter")); // pixels left of the time axis, for lanes and charts alike
 const HEIGHT = 72;
