@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import ipaddress
 import logging
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from lighthouse.ha.candidate import Candidate
 
 LOOK_S = 1.0  # between two looks at lighthouse.json
+BEAT_S = 0.25  # between two signs of life
 SAY_S = 10.0  # between two lines about a disk that is full
 
 Made = TypeVar("Made")
@@ -52,15 +54,29 @@ _log = logging.getLogger("lighthouse")
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server; it tells its role when it listens, and before it ends."""
+    """uvicorn's server; it tells its role when it listens, and before it ends.
 
-    def __init__(self, config: uvicorn.Config, role: Alone | Candidate) -> None:
+    Args:
+        beats: Whether it shows on its standard output that its event loop runs: on this way no client is before
+            the process that asks.
+    """
+
+    def __init__(self, config: uvicorn.Config, role: Alone | Candidate, beats: bool) -> None:
         super().__init__(config)
         self._role = role
+        self._beating = beats
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._role.begin(self.end)
+        if self._beating:
+            os.set_blocking(sys.stdout.fileno(), False)
+            self._beat()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):  # nobody listens: its supervisor is stopped, or gone
+            os.write(sys.stdout.fileno(), b".")
+        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._role.close()
@@ -153,7 +169,8 @@ def serve(
         port: Instead of network.port; None: that one.
         number: Of this lighthouse among several in the run directory; None: a free one.
         said: URL under which others reach it; None: where it listens.
-        held: Descriptor of a socket that listens already: its owner keeps the port while no lighthouse runs.
+        held: Descriptor of a socket that listens already: its owner keeps the port while no lighthouse runs, and
+            reads signs of life from standard output.
 
     Returns:
         The port if this process must start over because it lost the lead; None: it is done.
@@ -197,7 +214,8 @@ def serve(
             try:
                 sock = listening()
                 leading = _patiently(lambda: lead(store, database, 0))
-                _run(Alone(run, said or url(sock, scheme), claim, *leading), sock, keys, context)
+                role = Alone(run, said or url(sock, scheme), claim, *leading)
+                _run(role, sock, keys, context, held is not None)
             finally:
                 database.close()
         finally:
@@ -212,7 +230,7 @@ def serve(
     bound = int(sock.getsockname()[1])
     candidate = Candidate(config, lock, said or advertised(sock, scheme), keys, lead, events)
     try:
-        _run(candidate, sock, keys, context)
+        _run(candidate, sock, keys, context, held is not None)
     finally:
         candidate.end()
     return bound if candidate.deposed else None
@@ -231,7 +249,9 @@ def _patiently(make: Callable[[], Made]) -> Made:
             time.sleep(STORE_RETRY_S)
 
 
-def _run(role: Alone | Candidate, sock: socket.socket, keys: Keys, context: ssl.SSLContext | None) -> None:
+def _run(
+    role: Alone | Candidate, sock: socket.socket, keys: Keys, context: ssl.SSLContext | None, beats: bool
+) -> None:
     """Serve ``role`` at ``sock`` until it ends. Raises SystemExit after a signal that tells it to end."""
     told: list[int] = []
 
@@ -240,7 +260,7 @@ def _run(role: Alone | Candidate, sock: socket.socket, keys: Keys, context: ssl.
         server.end()
 
     app = RequestGate(role.app, keys, Rates())
-    server = Server(uvicorn.Config(app, **connections.options(connections.Connections(), context)), role)
+    server = Server(uvicorn.Config(app, **connections.options(connections.Connections(), context)), role, beats)
     outlive_notices()
     for number in stop_signals():
         signal.signal(number, end)  # uvicorn has handlers of its own, and raises the signal again at its end
@@ -267,7 +287,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Arguments(prog="python -m lighthouse", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
     parser.add_argument("--port", type=int, help="instead of network.port")
-    parser.add_argument("--fd", type=int, help="a socket that listens, instead of a port")
+    parser.add_argument("--fd", type=int, help="a socket that listens, instead of a port; beats go to stdout")
     parser.add_argument("--seat", type=int, help="which of several lighthouses in this run directory")
     parser.add_argument("--url", help="where others reach it, if that is not where it listens")
     try:

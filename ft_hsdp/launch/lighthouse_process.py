@@ -8,16 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import ssl
 import time
 from collections.abc import Callable
 from typing import Any
 
-import httpx
-
-from ft_hsdp import address, secret, tls
+from ft_hsdp import address
 from ft_hsdp.config import Config
-from ft_hsdp.control.lighthouse_client import http_client, urls_of_run
+from ft_hsdp.control.lighthouse_client import urls_of_run
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.backend.processes import environment, last_line, spare, tied
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, open_log, read_json
@@ -26,7 +23,7 @@ STOP_S = 3.0  # from SIGTERM to SIGKILL
 SPARE_S = 5.0  # from the start of a lighthouse to the start of its spare
 STEADY_S = 10.0  # a lighthouse that ran for so long resets the pause before the next start
 SLOWEST_S = 5.0  # longest pause between two starts
-LOOK_S = 1.0  # between two health checks, and the longest wait for an answer
+LOOK_S = 1.0  # between two health checks, and the longest wait for a beat
 
 
 class LighthouseFailed(FtHsdpError):
@@ -51,7 +48,6 @@ class LighthouseProcess:
         host: str = "127.0.0.1",
         port: int = 0,
         silent_s: float = 10.0,
-        tls: ssl.SSLContext | None = None,
     ) -> None:
         """Make the keeper of a lighthouse; `start` starts the process.
 
@@ -63,13 +59,10 @@ class LighthouseProcess:
             seat: Its number among several lighthouses; None for the only one.
             host: Where it listens.
             port: 0: any.
-            silent_s: Time without an answer after which it is killed, in seconds.
-            tls: For health checks; None: HTTP.
+            silent_s: Time without a sign of life after which it is killed, in seconds.
         """
         self._run = run
         self._silent_s = silent_s
-        self._tls = tls
-        self._token = ""  # of the job, once it is known: its file may be damaged later
         self._emit = emit
         self._listen_s = listen_s
         self._module = module
@@ -156,22 +149,24 @@ class LighthouseProcess:
             checking.cancel()
 
     async def _check_health(self, process: asyncio.subprocess.Process) -> None:
-        """Kill a lighthouse that runs and does not answer, because its event loop hangs or it is stopped.
+        """Kill a lighthouse whose beats end, because its event loop hangs or it is stopped.
 
-        A time in which this process itself was stopped does not count as silence.
+        They come on its standard output, which clients cannot keep busy. A time in which this process itself was
+        stopped does not count as silence.
         """
+        assert process.stdout is not None
         silent_s = 0.0
-        self._token = self._token or secret.current(self._run.token)
-        async with http_client(self._token, LOOK_S, self._tls) as client:
-            while silent_s <= self._silent_s:
-                began = time.monotonic()
-                await asyncio.sleep(LOOK_S)
-                try:
-                    await client.get(f"{self.url}/healthz")
-                    silent_s = 0.0
-                except (httpx.HTTPError, httpx.InvalidURL):
-                    silent_s += min(time.monotonic() - began, 3 * LOOK_S)
-        self._event("LighthouseSilent", f"it has answered nothing for {silent_s:.1f} s and is killed")
+        while silent_s <= self._silent_s:
+            began = time.monotonic()
+            await asyncio.sleep(LOOK_S)
+            try:
+                async with asyncio.timeout(LOOK_S):
+                    if not await process.stdout.read(4096):
+                        return  # it has ended
+                silent_s = 0.0
+            except TimeoutError:
+                silent_s += min(time.monotonic() - began, 3 * LOOK_S)
+        self._event("LighthouseSilent", f"it has given no sign of life for {silent_s:.1f} s and is killed")
         with contextlib.suppress(ProcessLookupError):
             process.kill()
 
@@ -191,7 +186,7 @@ class LighthouseProcess:
                     *command,
                     env=environment(),
                     stdin=stdin,
-                    stdout=log,
+                    stdout=asyncio.subprocess.PIPE,
                     stderr=log,
                     pass_fds=(self._listening.fileno(),),
                 )
@@ -262,7 +257,6 @@ class LighthouseFleet:
                 host=config.network.host,
                 port=first and first + (seat or 0),
                 silent_s=config.timeouts.lighthouse_s,
-                tls=tls.client(config.network),
             )
             for seat in seats
         ]

@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ft_hsdp import protocol, secret
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.http_proof import SCHEME, STALE
+from lighthouse.http.connections import NO_PLACE
 from lighthouse.http.proofs import Proof, SignedCalls
 from lighthouse.http.rate_limits import STREAMS, OpenSlots, Rates, TooMany, rule, source
 
@@ -263,10 +264,11 @@ class RequestGate:
                 error = TooMany("requests without a token that is known", wait) if wait else unknown_token()
                 await refuse(send, error)
                 return
-            # A connection that has shown a token is not closed to make room for others.
+            # A replica's connection is not closed to make room for others; viewers have their share of places.
             connection = scope.get("extensions", {}).get("connection")
-            if connection is not None:
-                connection["known"]()
+            if connection is not None and not connection["known"](role):
+                await refuse(send, HTTPException(503, NO_PLACE, {"Connection": "close"}))
+                return
         if limits.kind != "ask" and (wait := self._rates.take(limits.kind, address, self._clock())):
             await refuse(send, TooMany(f"requests of this kind from {address}", wait))
         elif length is not None and (not length.isdigit() or len(length) > 12 or int(length) > limits.max_body):

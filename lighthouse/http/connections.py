@@ -2,7 +2,8 @@
 
 uvicorn with httptools bounds neither the head of a request nor the time that it takes, and at its limit of
 connections it refuses every new one. Here a connection is a *stranger* until a request on it has shown a token.
-When there are too many strangers the oldest one is closed, so that idle connections cannot keep out a replica.
+Strangers and viewers have a share of the places each, so that neither can keep out a replica: the oldest stranger
+or the idlest viewer makes room for the next one.
 
 This module subclasses internals of uvicorn and of asyncio's TLS; tests/lighthouse/http/test_attacks.py holds what
 it relies on.
@@ -16,7 +17,9 @@ import logging
 import resource
 import ssl
 from asyncio.sslproto import SSLProtocol
+from collections import Counter
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any, Protocol
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -27,28 +30,37 @@ from lighthouse.http.rate_limits import source
 KEEP_ALIVE_S = 75
 CONNECTIONS = 2048
 SPARE_FILES = 128  # descriptors for everything else
-STRANGERS = 512
-STRANGERS_EACH = 256  # from one address: the replicas of one machine may all start at once
+SHARE = 0.25  # of all places: for strangers, half of them for one address, and for viewers
+SAY_TICKS = 60  # between two lines about connections that found no place
 RECEIVE_TICKS = 10  # longest time for the head of a request, and for its body; longest idleness of a stranger
 SEND_TICKS = 10  # longest time in which a client takes nothing of an answer that waits for it
 HANDSHAKE_S = 5
 SHUTDOWN_S = 2  # longest wait for the other side's end of a TLS connection
 HEAD_BYTES = 16 * 1024
 HEADERS = 64
+NO_PLACE = "no connection is free; try again later"
 REQUEST_BYTES = 1024 * 1024  # head, body and what chunks cost; the routes allow less
 TICK_S = 1.0  # everything is timed in these: no timer per connection
+
+
+_log = logging.getLogger(__name__)
 
 
 class _Tracked(Protocol):
     address: str
 
+    @property
+    def busy(self) -> bool: ...
+
     def tick(self) -> None: ...
 
     def drop(self) -> None: ...
 
+    def refuse(self) -> None: ...
+
 
 class Connections:
-    """All connections of a server, and which of them are strangers, oldest first.
+    """All connections of a server: the strangers among them, oldest first, and the viewers, idlest first.
 
     Args:
         most: How many may be open; fewer if the process may not open that many files.
@@ -59,28 +71,28 @@ class Connections:
         self._tick_s = tick_s
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = min(most, max(16, files - SPARE_FILES)) if files != resource.RLIM_INFINITY else most
+        self._share = int(SHARE * self._most)
         self._all: set[_Tracked] = set()
         self._strangers: dict[_Tracked, None] = {}
+        self._viewers: dict[_Tracked, None] = {}
         self._of: dict[str, dict[_Tracked, None]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._closed: Counter[str] = Counter()  # for want of a place, by role, since the last line about it
+        self._quiet = 0  # ticks until the next one
 
     def __len__(self) -> int:
         return len(self._all)
 
-    @property
-    def strangers(self) -> int:
-        """How many have not shown a token yet."""
-        return len(self._strangers)
-
     def enter(self, connection: _Tracked) -> None:
-        """Take a new connection; if there is no room, close the oldest stranger, else the new one."""
+        """Take a new connection, as a stranger; refuse it if none makes room."""
         mine = self._of.get(connection.address, {})
-        if len(mine) >= STRANGERS_EACH:
-            self._expel(next(iter(mine)))
-        elif self._strangers and (len(self._strangers) >= STRANGERS or len(self._all) >= self._most):
-            self._expel(next(iter(self._strangers)))
-        if len(self._all) >= self._most:
-            return connection.drop()
+        if len(mine) >= self._share // 2:
+            self._expel(next(iter(mine)), "stranger")
+        elif self._strangers and (len(self._strangers) >= self._share or len(self._all) >= self._most):
+            self._expel(next(iter(self._strangers)), "stranger")
+        if len(self._all) >= self._most and not self._idlest_goes():
+            self._closed["stranger"] += 1
+            return connection.refuse()
         self._all.add(connection)
         self._strangers[connection] = None
         self._of.setdefault(connection.address, {})[connection] = None
@@ -88,24 +100,50 @@ class Connections:
             self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
         return None
 
-    def known(self, connection: _Tracked) -> None:
+    def known(self, connection: _Tracked, role: str) -> bool:
+        """Note with each request which role a connection has shown; return whether there is a place for it."""
+        self._no_stranger(connection)
+        was = self._viewers.pop(connection, connection)
+        if role == "viewer":
+            if was is connection and len(self._viewers) >= self._share and not self._idlest_goes():
+                self._closed["viewer"] += 1
+                return False
+            self._viewers[connection] = None
+        return True
+
+    def leave(self, connection: _Tracked) -> None:
+        self._no_stranger(connection)
+        self._viewers.pop(connection, None)
+        self._all.discard(connection)
+
+    def _no_stranger(self, connection: _Tracked) -> None:
         if self._strangers.pop(connection, connection) is None:
             mine = self._of[connection.address]
             del mine[connection]
             if not mine:
                 del self._of[connection.address]
 
-    def leave(self, connection: _Tracked) -> None:
-        self.known(connection)
-        self._all.discard(connection)
+    def _idlest_goes(self) -> bool:
+        """Close the viewer that has asked for nothing for the longest time; one that is being answered stays."""
+        idlest = next((viewer for viewer in self._viewers if not viewer.busy), None)
+        if idlest is not None:
+            self._expel(idlest, "viewer")
+        return idlest is not None
 
-    def _expel(self, connection: _Tracked) -> None:
+    def _expel(self, connection: _Tracked, role: str) -> None:
+        self._closed[role] += 1
         self.leave(connection)
         connection.drop()
 
     def _tick(self) -> None:
         for connection in tuple(self._all):
             connection.tick()
+        self._quiet = max(0, self._quiet - 1)
+        if self._closed and not self._quiet:
+            counts = ", ".join(f"{count} of {role}s" for role, count in sorted(self._closed.items()))
+            _log.warning("%d of %d places are taken; closed to keep some free: %s", len(self), self._most, counts)
+            self._closed.clear()
+            self._quiet = SAY_TICKS
         again = bool(self._all)
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick) if again else None
 
@@ -116,7 +154,7 @@ class GuardedConnection(HttpToolsProtocol):
     def __init__(self, connections: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self.address = ""
-        self.stranger = True
+        self._role: str | None = None  # that it has shown; None: of a stranger
         self._connections = connections
         self._got = 0  # bytes of the request that is coming in
         self._due = True  # more of a request is to come
@@ -149,7 +187,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         """Start a request with its first byte, and let the gate say that its token is known."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self.busy:
             raise ValueError("a request before the answer to the last one")
         super().on_message_begin()
         self.scope["extensions"] = {"connection": {"known": self.known}}
@@ -181,22 +219,29 @@ class GuardedConnection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Say in one line what is wrong with the head of a request, and close."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        if self.busy:
             return self.drop()  # an answer is under way: another one would be taken for its end
         status, detail = self._wrong
         body = json.dumps({"detail": detail}).encode()
-        reason = "Bad Request" if status == 400 else "Request Header Fields Too Large"
-        head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+        line = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}"
+        head = f"{line}\r\ncontent-type: application/json\r\nconnection: close\r\n"
         self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
         return None
 
     # Calls of the gate and of `Connections`.
 
-    def known(self) -> None:
-        if self.stranger:
-            self.stranger = False
-            self._connections.known(self)
+    def known(self, role: str) -> bool:
+        """Note that a request has shown a role; return whether there is a place for it."""
+        if self._role in (None, "viewer"):
+            self._role = role
+            return self._connections.known(self, role)
+        return True
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
 
     def tick(self) -> None:
         """Note that `TICK_S` have passed; drop the connection if it is too slow or a stranger that idles."""
@@ -204,14 +249,17 @@ class GuardedConnection(HttpToolsProtocol):
             self._stuck += 1
         else:
             self._stuck = 0
-        idle = self.cycle is None or self.cycle.response_complete
-        if self._due or (idle and self.stranger):
+        if self._due or (self._role is None and not self.busy):
             self._age += 1
         if self._age > RECEIVE_TICKS or self._stuck > SEND_TICKS:
             self.drop()
 
     def drop(self) -> None:
         self.transport.abort()
+
+    def refuse(self) -> None:
+        self._wrong = (503, NO_PLACE)
+        self.send_400_response("")
 
 
 class GuardedTlsConnection(GuardedConnection):
@@ -231,6 +279,8 @@ class Handshake(SSLProtocol):
 
     uvicorn would let the loop do this, where unfinished handshakes are not counted.
     """
+
+    busy = False
 
     def __init__(self, connections: Connections, context: ssl.SSLContext, **uvicorn: Any) -> None:
         self.address = ""
@@ -261,6 +311,8 @@ class Handshake(SSLProtocol):
 
     def drop(self) -> None:
         self._wire.abort()
+
+    refuse = drop
 
 
 class _Wire:

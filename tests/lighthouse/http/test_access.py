@@ -9,6 +9,7 @@ import logging
 import os
 import pickle
 import random
+import re
 import socket
 import struct
 
@@ -282,54 +283,90 @@ async def test_an_address_has_sixteen_streams_and_the_others_have_theirs():
 
 
 class Guest:
-    """A connection."""
+    """A connection, and how it was closed."""
 
-    def __init__(self, address):
-        self.address, self.dropped = address, False
+    def __init__(self, address="192.0.2.1", busy=False):
+        self.address, self.busy, self.closed = address, busy, None
 
     def tick(self):
         pass
 
     def drop(self):
-        self.dropped = True
+        self.closed = "dropped"
+
+    def refuse(self):
+        self.closed = "refused"
+
+
+def arrive(guests, count, role=None, **told):
+    """Connections that come in, show a role, and stay if there is a place for them."""
+    came = [Guest(**told) for _ in range(count)]
+    for guest in came:
+        guests.enter(guest)
+        if guest.closed is None and role is not None and not guests.known(guest, role):
+            guests.leave(guest)
+            guest.closed = "refused"
+    return came
+
+
+def ends(came):
+    return [guest.closed for guest in came]
 
 
 async def test_the_oldest_stranger_makes_room_and_who_is_known_stays():
-    guests = connections.Connections(1000)
-    known = [Guest("192.0.2.1") for _ in range(400)]
-    for guest in known:
-        guests.enter(guest)
-        guests.known(guest)
-    flood = [Guest("192.0.2.1") for _ in range(300)]
-    other = Guest("192.0.2.2")
-    guests.enter(other)
-    for guest in flood:
-        guests.enter(guest)
-    assert [g.dropped for g in flood] == [True] * 44 + [False] * 256
-    assert not other.dropped
-    many = [Guest(f"10.0.{n // 256}.{n % 256}") for n in range(10_000)]
-    for guest in many:
-        guests.enter(guest)
-    assert guests.strangers == connections.STRANGERS
-    assert len(guests) == 400 + connections.STRANGERS
-    assert other.dropped
-    assert not any(g.dropped for g in known + many[-connections.STRANGERS :])
-    for guest in [*known, *many[-connections.STRANGERS :]]:
+    guests = connections.Connections(800)
+    known = arrive(guests, 400, "worker")
+    (other,) = arrive(guests, 1, address="192.0.2.2")
+    flood = arrive(guests, 300)
+    assert ends(flood) == ["dropped"] * 200 + [None] * 100
+    assert other.closed is None
+    many = [arrive(guests, 1, address=f"10.0.{n // 256}.{n % 256}")[0] for n in range(10_000)]
+    assert len(guests) == 600
+    assert other.closed == "dropped"
+    assert set(ends(known + many[-200:])) == {None}
+    for guest in [*known, *many[-200:]]:
         guests.leave(guest)
         guests.leave(guest)
-    assert (len(guests), guests.strangers) == (0, 0)
+    assert len(guests) == 0
 
 
-async def test_when_all_are_known_the_new_one_goes():
+async def test_viewers_have_a_quarter_of_the_places_and_the_idlest_makes_room():
+    guests = connections.Connections(40)
+    busy = arrive(guests, 2, "viewer", busy=True)
+    idle = arrive(guests, 8, "viewer")
+    assert guests.known(idle[0], "viewer")  # asks again
+    later = arrive(guests, 3, "viewer")
+    assert ends(busy + idle) == [None] * 3 + ["dropped"] * 3 + [None] * 4
+    for guest in [*idle, *later]:
+        guest.busy = True
+    assert ends(arrive(guests, 2, "viewer")) == ["refused"] * 2
+    assert guests.known(idle[0], "worker")  # no viewer any more
+    assert ends(arrive(guests, 1, "viewer")) == [None]
+    workers = arrive(guests, 29, "worker")
+    assert set(ends(busy + workers)) == {None}
+
+
+async def test_a_new_one_takes_the_place_of_an_idle_viewer_or_is_refused():
     guests = connections.Connections(20)
-    for n in range(20):
-        guest = Guest(f"192.0.2.{n}")
-        guests.enter(guest)
-        guests.known(guest)
-    late = Guest("192.0.2.99")
-    guests.enter(late)
-    assert late.dropped
-    assert len(guests) == 20
+    workers, viewers = arrive(guests, 18, "worker"), arrive(guests, 2, "viewer")
+    assert ends(arrive(guests, 2, "worker")) == [None] * 2
+    assert ends(viewers) == ["dropped"] * 2
+    assert ends(arrive(guests, 1)) == ["refused"]
+    assert (len(guests), set(ends(workers))) == (20, {None})
+
+
+async def test_a_line_each_minute_tells_of_connections_that_found_no_place(caplog):
+    guests = connections.Connections(40, tick_s=0.001)
+    arrive(guests, 26, "worker")
+    arrive(guests, 12, "viewer", busy=True)
+    arrive(guests, 3)
+    async with asyncio.timeout(10):
+        while len(caplog.records) < 2:
+            arrive(guests, 1)
+            await asyncio.sleep(0.001)
+    assert "2 of viewers" in caplog.messages[0]
+    (strangers,) = re.findall(r"(\d+) of strangers", caplog.messages[1])
+    assert int(strangers) > 20  # of all the time since the first line
 
 
 async def test_a_client_that_reads_nothing_is_cut_off():
@@ -356,7 +393,6 @@ async def test_a_client_that_reads_nothing_is_cut_off():
         while len(guests):  # noqa: ASYNC110 - there is no event for it
             await asyncio.sleep(0.01)
         await done
-    assert guests.strangers == 0
     writer.close()
     server.should_exit = True
     await serving

@@ -91,6 +91,27 @@ def test_a_thousand_connections_that_say_nothing_keep_nobody_out(server, healthy
             sock.close()
 
 
+def test_a_thousand_viewers_keep_nobody_out(server, healthy):
+    """The idlest lose their places to the next; strangers and workers find one."""
+    shown = head("GET", "/v1/status", f"authorization: Bearer {view_key(TOKEN)}\r\n\r\n".encode())
+    opened = []
+    try:
+        for _ in range(1000):
+            opened.append(server.connect())
+            opened[-1].sendall(shown)
+            assert opened[-1].recv(12) in (b"HTTP/1.1 200", b"HTTP/1.1 429")
+        healthy.more()
+        assert server.say(head() + b"connection: close\r\n\r\n")[0].startswith(b"HTTP/1.1 200")
+        for sock in opened:
+            sock.settimeout(0.001)
+        left = [read(sock)[1] for sock in opened]
+        assert left.count("open") <= 512
+        assert set(left[-200:]) == {"open"}
+    finally:
+        for sock in opened:
+            sock.close()
+
+
 def test_a_byte_at_a_time_is_cut_off(server):
     slow = {
         "a head": (b"GET /healthz HTTP/1.1\r\nx: ", b"a"),
