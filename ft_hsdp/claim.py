@@ -29,6 +29,7 @@ from typing import Any
 from ft_hsdp import protocol
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.jsonl import clear_way, here, read_object
+from ft_hsdp.mounts import link_new
 
 FILE, LOCK = "owner.json", ".owner.lock"
 RENEW_S = 2.0  # between two renewals
@@ -242,7 +243,7 @@ def _put(folder: Path, record: Record, *, new: bool = False) -> None:
     try:
         part.write_text(json.dumps(record) + "\n")
         if new:
-            os.link(part, folder / FILE)
+            link_new(part, folder / FILE)
         else:
             part.replace(folder / FILE)
     finally:
@@ -259,7 +260,7 @@ def _clear(folder: Path, judged: Record) -> bool:
     same = read_object(aside) == judged
     if not same:
         with contextlib.suppress(OSError):
-            os.link(aside, folder / FILE)
+            link_new(aside, folder / FILE)
     aside.unlink(missing_ok=True)
     return same
 

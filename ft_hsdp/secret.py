@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import read_regular
+from ft_hsdp.mounts import link_new
 
 _TOKEN = re.compile(r"[!-~]{8,256}")
 TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
@@ -106,7 +107,7 @@ def make_checkpoint_key(file: str | None, folder: Path | None = None) -> bytes:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             part = _fresh(path, secrets.token_hex(32) + "\n")
             with contextlib.suppress(FileExistsError):  # another run made it at this moment
-                os.link(part, path)
+                link_new(part, path)
             part.unlink()
         except OSError as error:
             allowed = f"a file that can be read or made ({error.strerror}); {KEY_VARIABLE} replaces it"

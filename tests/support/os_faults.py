@@ -3,6 +3,9 @@
 They replace functions of Python, lower the limits of a process or flood its listeners, so they are no part of the
 product. `inflict` takes these kinds beside those of `chaos`. Disk and clock are faked within the ranks, below the
 code of ft_hsdp: their job needs ``preload: [tests.support.os_faults]`` and ``debug.faults: true``.
+
+`poor` takes abilities from the file system of a folder; with `POOR` in the environment, in each process that
+imports this module.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +37,9 @@ from ft_hsdp.launch import injection
 from ft_hsdp.launch.chaos import Injection
 from ft_hsdp.launch.injection import Inflicted, Lift
 from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.mounts import Ability
 
+POOR = "FT_HSDP_TESTED_POOR"  # a folder, and what its file system lacks: names of abilities; with colons between
 FAKED = ("disk_full", "slow_disk", "clock")
 KINDS = (*FAKED, "descriptors", "memory", "garbage")
 MODULE = "tests.support.os_faults"
@@ -235,6 +240,54 @@ def _replaced(where: Any, name: str, fake: Any) -> Iterator[None]:
         yield
     finally:
         setattr(where, name, own)
+
+
+@contextlib.contextmanager
+def poor(folder: Path, *lacking: Ability) -> Iterator[None]:
+    """Make the file system of `folder` one that lacks these abilities."""
+    inside = f"{folder.resolve()}{os.sep}"
+    sync, flock, lockf, link, rename, replace = os.fsync, fcntl.flock, fcntl.lockf, os.link, os.rename, os.replace
+
+    def there(what: Any) -> bool:
+        if isinstance(what, str | os.PathLike):
+            return f"{os.path.abspath(what)}{os.sep}".startswith(inside)
+        number = what if isinstance(what, int) else what.fileno()
+        return f"{os.readlink(f'/proc/self/fd/{number}')}{os.sep}".startswith(inside)
+
+    def refused(call: Callable[..., Any], code: int, only: Callable[[Any], bool] = lambda _: True) -> Any:
+        def made(what: Any, *rest: Any, **named: Any) -> Any:
+            if there(what) and only(what):
+                raise OSError(code, os.strerror(code))
+            return call(what, *rest, **named)
+
+        return made
+
+    def is_folder(what: Any) -> bool:
+        return stat.S_ISDIR(os.stat(what).st_mode)
+
+    fakes = {
+        Ability.SYNC: [(os, "fsync", refused(sync, errno.EINVAL, is_folder))],
+        Ability.LOCKS: [
+            (fcntl, "flock", refused(flock, errno.ENOLCK)),
+            (fcntl, "lockf", refused(lockf, errno.ENOLCK)),
+        ],
+        Ability.LINKS: [(os, "link", refused(link, errno.EPERM))],
+        Ability.RENAME: [
+            (os, "rename", refused(rename, errno.ENOSYS, is_folder)),
+            (os, "replace", refused(replace, errno.ENOSYS, is_folder)),
+        ],
+    }
+    with contextlib.ExitStack() as faked:
+        for ability in lacking:
+            for fake in fakes[ability]:
+                faked.enter_context(_replaced(*fake))
+        yield
+
+
+_for_ever = contextlib.ExitStack()
+if POOR in os.environ:
+    _where, *_what = os.environ[POOR].split(":")
+    _for_ever.enter_context(poor(Path(_where), *(Ability[each] for each in _what)))
 
 
 def _fake_disk(order: FaultOrder, run: Path) -> contextlib.AbstractContextManager[None]:

@@ -9,10 +9,11 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 
+from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.doctor.host import gib, weights
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
 from ft_hsdp.launch.run.directory import alive, read_json, run_of
-from ft_hsdp.mounts import existing, mount_of
+from ft_hsdp.mounts import Ability, existing, mount_of, need
 
 
 def installed(_: Subject) -> str:
@@ -89,14 +90,15 @@ def data(subject: Subject) -> str:
 
 
 def disk(subject: Subject) -> str:
-    """Check that there is room on disk for the run and its checkpoints."""
+    """Check that there is room on disk for the run and its checkpoints, and what the run's file system can do."""
     config = subject.config
     built_in = config.entry is None  # else the sizes of data and model are not known
     tokens = 2 * config.data.max_bytes if built_in else 0
     checked = [_room(Path(config.job.runs_dir), "job.runs_dir", LOG_BYTES + tokens)]
+    _missing(Path(config.job.runs_dir), "job.runs_dir", Ability.LOCKS, Ability.RENAME)
     if config.checkpoint.dir is not None:
-        need = (config.checkpoint.keep + 1) * STORED_COPIES * weights(config) if built_in else 0
-        checked.append(_room(Path(config.checkpoint.dir), "checkpoint.dir", need))
+        most = (config.checkpoint.keep + 1) * STORED_COPIES * weights(config) if built_in else 0
+        checked.append(_room(Path(config.checkpoint.dir), "checkpoint.dir", most))
     mount = mount_of(Path(config.job.runs_dir))
     if mount is not None and mount.network and not config.lighthouse.etcd:
         checked.append(f"job.runs_dir is on {mount.kind}, but the lighthouse's SQLite needs a local disk")
@@ -104,18 +106,30 @@ def disk(subject: Subject) -> str:
 
 
 def checkpoint(subject: Subject) -> str:
-    """Report whether checkpoints are on a local disk or on a file system that all machines can share."""
+    """Check what the file system of checkpoints can do; report whether all machines can share it."""
     config = subject.config
     if config.checkpoint.dir is None:
         if not config.checkpoint.every:
             return "checkpoint.every is 0, and there is no checkpoint.dir: none are written"
         return "in the run's folder, where a new run does not find them; set checkpoint.dir to resume"
+    missing = _missing(Path(config.checkpoint.dir), "checkpoint.dir", Ability.RENAME)
     mount = mount_of(Path(config.checkpoint.dir))
     if mount is None:
-        return f"{config.checkpoint.dir} is on an unknown file system"
+        return f"{config.checkpoint.dir} is on an unknown file system{missing}"
     where = "a network file system" if mount.network else "a local disk"
     spans = ", but replicas on other machines need a shared one" if subject.spans and not mount.network else ""
-    return f"{config.checkpoint.dir} is on {where}{spans} ({mount.kind} at {mount.place})"
+    return f"{config.checkpoint.dir} is on {where}{spans} ({mount.kind} at {mount.place}){missing}"
+
+
+def _missing(folder: Path, key: str, *needed: Ability) -> str:
+    """Return what is not needed and not there, as the end of a sentence."""
+    try:
+        missing = need(folder, key, *needed)
+    except ConfigError as error:
+        raise Bad(str(error)) from None
+    except OSError as error:
+        raise Bad(f"{existing(folder)} cannot be written ({error.strerror}); choose another {key}") from None
+    return f"; it goes without {' and '.join(missing)}" if missing else ""
 
 
 def _room(folder: Path, key: str, need: int) -> str:

@@ -22,6 +22,7 @@ from ft_hsdp.claim import Claim, FolderOwner, Record, judge, read, turn
 from ft_hsdp.config import Config, dump, load
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.jsonl import clear_way, here, read_regular, replace_json, set_aside
+from ft_hsdp.mounts import Ability, need
 
 MAX_POLL = 1 << 20  # bytes of a log that are read at once
 KEEP_S = 1.0  # between two looks at the files that a job needs
@@ -173,6 +174,7 @@ def make_run(
     try:
         judged = _check_vacant(run, owner, ended)
         part.path.mkdir(parents=True)
+        need(run.path.parent, "job.runs_dir", Ability.LOCKS, Ability.RENAME)
         write_job_files(part, config, token)
         if said is not None:
             write_json(part.supervisor, said)

@@ -22,6 +22,7 @@ from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.mounts import Ability, need
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, dcp
 from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     CheckpointManifest,
@@ -153,6 +154,7 @@ class Checkpointer:
         if ranks.rank == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
+                need(folder, catalog.KEY, Ability.RENAME)
                 if about.owner is not None:
                     claim = Claim(folder, about.owner)
                     self._claim = claim.take(catalog.KEY, str(folder), "a folder that no other running job has")
