@@ -34,9 +34,8 @@ from lighthouse.quorum.events import (
     Reply,
     Ticked,
 )
-from lighthouse.quorum.holders import StateAgents, holders
 from lighthouse.quorum.rules import Incarnation, replace
-from lighthouse.quorum.state import Agreement, LighthouseState, wanted
+from lighthouse.quorum.state import Agreement, LighthouseState, StateAgents, holders, wanted
 from lighthouse.quorum.transition import lease_of, transition
 from lighthouse.store import StateSaver, Store, StoreFailed
 

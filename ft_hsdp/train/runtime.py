@@ -67,7 +67,7 @@ from ft_hsdp.train.fsdp.adopted_model import AdoptedModel
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.identity import RankIdentity, RankPlace, host_name
 from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane
-from ft_hsdp.train.loop.pauses import Pauses
+from ft_hsdp.train.loop.user_loop import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import Bus, OtherRank, RankZero, ReplicaFacts, same_data
 from ft_hsdp.train.state.copies import CopyKeeper

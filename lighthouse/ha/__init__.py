@@ -15,9 +15,9 @@ Read in this order:
 - `instance`: which of the lighthouses of a run directory this process is, and where the others listen.
 - `etcd`: the few calls of etcd's JSON gateway.
 - `election`: winning and keeping the lead; `EtcdStore`, the durable state in etcd.
-- `standby`: what a lighthouse serves that does not lead, and the switch.
 - `replication`: the copy of the leader's journal.
-- `candidate`: all of it together, from standing by to losing the lead.
+- `candidate`: all of it together, from standing by to losing the lead; what a lighthouse serves that does not
+  lead.
 
 A lighthouse that is alone imports only `instance`, so that it starts fast. Nothing here decides about replicas:
 that is `lighthouse.quorum`, the same code for one lighthouse and for several.

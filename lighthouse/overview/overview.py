@@ -15,10 +15,9 @@ from typing import Any, Literal, NamedTuple
 from ft_hsdp.analysis.failures import EpochSpan, Failure, Failures
 from ft_hsdp.analysis.goodput import Goodput
 from ft_hsdp.event_table import fault, is_over
-from lighthouse.overview.logged import LoggedCurves
 from lighthouse.overview.protection import Protection
 from lighthouse.overview.replicas import Lane, Lanes
-from lighthouse.overview.series import Series
+from lighthouse.overview.series import LoggedCurves, Series
 
 MAX_OUTAGES = 256
 SHOWN_EPOCHS = 1000  # newest epochs in one answer

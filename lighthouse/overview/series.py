@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ft_hsdp.analysis.commits import MAX_VALUES
 
 KEPT = 8192  # records of each level, at least; the oldest are dropped once there are twice as many
+POINTS = 4096  # of a curve of logged values, at least; of twice as many every second one is dropped
 FANOUT = 4
 LEVELS = 9  # the last one spans 8192 x 4^8 commits
 FIELDS = ("t", "step", "loss", "step_s", "gbps", "healthy", "lr_scale", "units", "useful", "gap")
@@ -139,3 +143,46 @@ def _columns(rows: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
     out["healthy"] = [int(x) for x in out["healthy"]]
     out["effective"] = [min(1.0, row[_USEFUL] / row[_GAP]) if row[_GAP] > 0 else None for row in rows]
     return out
+
+
+class Value(NamedTuple):
+    t: float  # Unix seconds
+    step: int
+    epoch: int  # in which it was logged
+    value: float
+
+
+class LoggedCurves:
+    """Takes rows of logged values in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[Value]] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take one row. Values of a step that was rolled back are replaced by those of a later epoch."""
+        t, step, epoch = row["t"], row["step"], row["epoch"]
+        for name, value in row["values"].items():
+            if name not in self._of and len(self._of) >= MAX_VALUES:
+                continue
+            points = self._of.setdefault(name, [])
+            while points and points[-1].step >= step and points[-1].epoch < epoch:
+                points.pop()
+            points.append(Value(max(t, points[-1].t if points else t), step, epoch, value))
+            if len(points) >= 2 * POINTS:
+                del points[1::2]
+
+    def between(self, start: float, end: float, most: int) -> dict[str, dict[str, list[Any]]]:
+        """Return about ``most`` points of each curve from ``start`` to ``end`` (Unix seconds), as columns."""
+        found: dict[str, dict[str, list[Any]]] = {}
+        for name in sorted(self._of):
+            points = self._of[name]
+            first = bisect_left(points, start, key=lambda p: p.t)
+            last = bisect_right(points, end, key=lambda p: p.t)
+            shown = points[first : last : max(1, (last - first) // most)]
+            if shown:
+                found[name] = {
+                    "t": [p.t for p in shown],
+                    "step": [p.step for p in shown],
+                    "value": [p.value for p in shown],
+                }
+        return found

@@ -21,8 +21,8 @@ Read in this order. No module does I/O, reads a clock, draws a random number or 
 checks that), so the model checker `tests.model` explores this very code.
 
 - `rules`: the decision on reports alone: the highest state, who contributes, which members cannot connect.
-- `units`: how many units each member trains, and where. `holders`: where the newest state may be found in memory.
-- `state`: what is known (`LighthouseState`), and the changes that decisions share. `events`: events and effects.
+- `units`: how many units each member trains, and where.
+- `state`: what is known, changes that decisions share, `holders`. `events`: events and effects.
 - `witnesses`: whose word counts. `transition`: one event in, one decision out; which incarnation counts.
 - `membership`: the next membership, settled on a ring that works or by a round; the end of training.
 - `commands`: what an operator can order.

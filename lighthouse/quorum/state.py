@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ft_hsdp.core import state_id
-from ft_hsdp.core.grant import Answer, Continue, Grant, Member, Report
+from ft_hsdp.core.grant import Answer, Continue, Grant, Holders, Hosts, Member, Report, paths
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import EACH_ITS_BATCH, UnitPolicy
 from lighthouse.quorum import rules
@@ -323,3 +323,34 @@ def continue_grant(s: LighthouseState, report: Report) -> Continue:
     """Return the answer that the current grant stands for the step that a member's ``report`` asks for."""
     assert s.grant is not None
     return Continue(s.grant.epoch, report.step, not wanted(s, report.replica), s.checkpoint)
+
+
+StateAgents = tuple[tuple[str, ...], Hosts]
+"""The addresses of the state agents of a replica, of each rank, and its hosts."""
+
+
+def holders(
+    s: LighthouseState, replica: int | None = None, heard: Mapping[int, StateAgents] | None = None
+) -> Holders:
+    """Return what a ``replica`` that recovers, and of which nothing runs any more, has to know.
+
+    No agent is named after states differed and no majority told which is right: copies that have not been
+    dropped yet must not spread. The state agents are those that each replica has told last (``heard``).
+    """
+    grant = s.grant
+    members = grant.members if grant else ()
+    others = [m for m in members if m.replica != replica]
+    # Also while their ring is broken: they hold the head, and form the next epoch in a moment. One that is behind
+    # does not hold it: if it lives alone, the head is what the replica that recovers finds.
+    stands = any(m.holds_base and alive(s, (m.replica, m.incarnation)) for m in others)
+    if s.rewinding or s.diverged:
+        return Holders(stands, s.head)
+    told: list[tuple[int, StateAgents]] = list((heard or {}).items())
+    told += [(m.replica, (m.state, m.hosts)) for m in members]
+    told += [(who, (view.ask.state, view.ask.hosts)) for who, view in enumerate(s.views) if view.ask is not None]
+    agents: dict[int, dict[str, None]] = {}
+    hosts: dict[str, str] = {}
+    for who, (addresses, where) in told:
+        agents.setdefault(who, {}).update(dict.fromkeys(addresses))
+        hosts.update(zip(addresses, paths(where), strict=False))  # () if they are not known
+    return Holders(stands, s.head, {who: tuple(agents[who]) for who in sorted(agents)}, hosts)

@@ -21,7 +21,7 @@ from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.doctor import CHECKS, Bad, CheckState, Finding, Subject, Undecided, examine
 from ft_hsdp.launch.doctor.checks import Check
 from ft_hsdp.launch.run.directory import RunDir, identity, write_json
-from lighthouse.ha.standby import Standby, SwitchableApp
+from lighthouse.ha.candidate import Standby, SwitchableApp
 from tests.support.launch.launch_helpers import DEADLINE_S
 
 PAGE = (Path(__file__).parents[3] / "docs/doctor.md").read_text()

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 from ft_hsdp.analysis.commits import MAX_VALUES
-from lighthouse.overview.logged import KEPT, LoggedCurves
+from lighthouse.overview.series import POINTS, LoggedCurves
 
 
 def row(t: float, step: int, epoch: int = 1, **values: float) -> dict[str, Any]:
@@ -32,12 +32,12 @@ def test_a_step_that_is_done_again_replaces_its_values() -> None:
 
 
 def test_points_and_names_are_bounded() -> None:
-    curves, rows = LoggedCurves(), 10 * KEPT
+    curves, rows = LoggedCurves(), 10 * POINTS
     for step in range(rows):
         curves.add(row(float(step), step, loss=1.0))
         curves.add({**row(float(step), step), "values": {f"n{step}": 1.0}})
     shown = curves.between(0.0, rows, rows)
     assert len(shown) == MAX_VALUES
-    assert KEPT <= len(shown["loss"]["t"]) < 2 * KEPT
+    assert POINTS <= len(shown["loss"]["t"]) < 2 * POINTS
     assert shown["loss"]["step"][0] == 0
     assert len(curves.between(0.0, rows, 5)["loss"]["t"]) <= 10

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lighthouse.quorum.events import OpenRequest
-from lighthouse.quorum.holders import holders
-from lighthouse.quorum.state import LighthouseState
+from lighthouse.quorum.state import LighthouseState, holders
 from tests.support.lighthouse.lighthouse_helpers import START, Script, at, report
 
 

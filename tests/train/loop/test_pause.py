@@ -15,7 +15,7 @@ from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.train.identity import RankPlace
-from ft_hsdp.train.loop.pauses import Pauses, checked_pause
+from ft_hsdp.train.loop.user_loop import Pauses, checked_pause
 from ft_hsdp.train.runtime import RankRuntime
 from tests.support.train.one_rank import OneRank
 from tests.train.test_job import made
