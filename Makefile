@@ -26,7 +26,7 @@ help:
 	@echo "make test    lint, types and all tests but the long ones"
 	@echo "make proof   the longer tests: launchers, spares, drains and kills, verified by replay; twenty minutes or more"
 	@echo "make docs    build the documentation into docs/_build"
-	@echo "make bench   FTAR beside gloo, torchft and OpenMPI"
+	@echo "make bench   FTAR beside gloo and torchft"
 	@echo "make gpu     check and measure the kernels; train configs/gpu.yaml if there is a GPU"
 	@echo "make integrations   test the examples of other trainers, each in an environment of its own: $(FRAMEWORKS)"
 	@echo "make torchft-nightly [NIGHTLY=FOLDER]   test ft_hsdp with torchft's nightly, in an environment of its own in FOLDER"
@@ -158,9 +158,8 @@ docs: $(TOOLS)
 	$(BIN)/python -m sphinx -E -a -W --keep-going -q -b html docs docs/_build
 	@echo "open docs/_build/index.html"
 
-# FTAR beside gloo, torchft and OpenMPI. Use a machine on which nothing else runs.
+# FTAR beside gloo and torchft. Use a machine on which nothing else runs.
 bench: $(TOOLS)
-	$(PIP) install -q -e '.[bench]'
 	$(BIN)/python launcher.py bench ftar rings
 
 # The kernels, and a job of two replicas on one GPU. Without .venv it runs with $(PYTHON) as it is, and fetches nothing.

@@ -4,7 +4,7 @@ In a checkout `launcher.py bench NAME` runs these, too (`ft_hsdp.bench.command` 
 `options`, from the words of a command line, `goals` and `run`, as a bench of `ft_hsdp.bench`, of whose parts it is
 made. Nothing in the product imports this package. What a bench finds stands in docs/measurements.md.
 
-- `rings`, `link`: the all-reduce beside a busy thread and when a member dies; on slow links, with `namespaces`;
+- `rings`, `link`: the all-reduce when a member dies; on slow links, with `namespaces`;
 - `returns` (bench return), `local`, `readers`: a killed replica's way back, its state from the memory of its host,
   and readers of state that are slow or malicious;
 - `under_ray` (bench ray): a step under Ray;

@@ -1,7 +1,5 @@
-"""`bench memory`: what copies of states in host memory cost, and what they save when a host is lost.
+"""`bench memory`: what copies of states in host memory save when a host is lost.
 
-- step: a step of one replica on two hosts, with copies and without: of steps that compute, and that wait as beside
-  an accelerator; and the memory of the hosts, beside what `plan` says;
 - lost: one replica on two hosts, and a spare host. From the kill to the next new step, once with copies in memory
   and once with a checkpoint of each 50th step alone. A step is new when it was not committed before the kill;
 - union: two replicas that lose a host each in the same moment.
@@ -9,46 +7,27 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import random
 import statistics
 import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TextIO
 
 from benchmarks.whole_job import WholeJob
-from ft_hsdp.analysis.costs import Assumptions
-from ft_hsdp.analysis.plan import plan
 from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, least, most
-from ft_hsdp.bench.hsdp.processes import LOOPBACK, PRODUCT, HsdpSetup, job_config
-from ft_hsdp.bench.options import kills_of, measures_of, rounds_of
-from ft_hsdp.bench.overhead import SETUP, Trained, in_turns
+from ft_hsdp.bench.options import kills_of, measures_of
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
 from ft_hsdp.bench.recovery.setup import RecoverySetup
-from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, ratio, ratio_interval, spread
+from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, ratio, spread
 from ft_hsdp.launch.injection import inject_by_hand, parse_options
-from ft_hsdp.launch.run.directory import Row, RunDir, read_jsonl
+from ft_hsdp.launch.run.directory import Row
 
-MEASURES = ("step", "lost", "union")
-COPIES_TIMES = {"waiting": 1.02, "computing": 1.10}  # the goals
-EXPOSED, OF_PLAN = 0.01, 1.05
-LOST_MS, LOST_TIMES, LOST_STEPS = 1500.0, 3.7, 1
-
-BLOCK = 15  # steps
-LEAD = 1  # steps of a block that are not timed: the copies of its first state travel beside the first timed step
-SETTLE_S = 0.5  # after a block: the copies of its last state must not meet the next block
-COPIES: Mapping[str, int] = {"without": 1, "without again": 1, "with": 2}
-STEP_SETUPS: Mapping[str, HsdpSetup] = {
-    "waiting": replace(SETUP, replicas=1, hosts=2, steps=BLOCK, waiting=(1 << 18, 0.5)),
-    "computing": replace(SETUP, replicas=1, hosts=2, steps=BLOCK),
-}
+MEASURES = ("lost", "union")
+LOST_MS, LOST_TIMES, LOST_STEPS = 1500.0, 3.7, 1  # the goals
 
 STEP_S = 0.1
 CHECKPOINT_EVERY = 50
@@ -71,22 +50,15 @@ class MemoryOptions:
 
     measures: tuple[str, ...]
     kills: int  # lost hosts with copies in memory; fewer with checkpoints, and of two replicas at once
-    rounds: int  # blocks of steps
 
 
 def options(args: Namespace) -> MemoryOptions:
     """Return what `bench memory` is to do."""
-    return MemoryOptions(measures_of(args, MEASURES), kills_of(args, 20), rounds_of(args, 20))
+    return MemoryOptions(measures_of(args, MEASURES), kills_of(args, 20))
 
 
 def goals(result: Mapping[str, Any]) -> Verdicts:
     """Yield the verdicts on a result of `bench memory`."""
-    for row in result["step"]:
-        text = f"copies, {row['step']}: a step, times"
-        yield most(text, row, COPIES_TIMES[row["step"]], row["times"]["with"]["ratio"])
-        if row["step"] == "waiting":
-            yield most("votes wait for copies, part of a step", row, EXPOSED, row["exposed"])
-        yield most(f"memory of a host, {row['step']}, times the plan", row, OF_PLAN, row["of_plan"])
     for row in result["lost"]:
         found = row["places"]["memory"]
         yield most("host killed to new step - 1 step, p50 ms", row, LOST_MS, found["beyond"]["p50_ms"])
@@ -102,95 +74,9 @@ def run(options: MemoryOptions, stream: TextIO) -> dict[str, Any]:
     """Return the result, ready for JSON; progress goes to ``stream``. Raises Retryable where a process fails."""
     log, wanted = ProgressLog(stream), options.measures
     result, started = begin_result("memory", log)
-    result["step"] = steps(options.rounds, log) if "step" in wanted else []
     result["lost"] = lost(options.kills, log) if "lost" in wanted else []
     result["union"] = union(max(1, options.kills // 4), log) if "union" in wanted else []
     return finish_result(result, goals(result), log, started)
-
-
-@dataclass(slots=True)
-class Seen:
-    """What is left to see of a contender when its last block is over."""
-
-    commits: list[dict[str, Any]] = field(default_factory=list)  # of replica 0
-    agents: list[int] = field(default_factory=list)  # bytes of the segments of each host's agent
-
-
-def _trained(setup: HsdpSetup, rounds: int) -> tuple[dict[str, list[float]], dict[str, Seen]]:
-    """Train contenders that differ in `memory.copies`, in turns; return their steps, and what was seen."""
-    seen: dict[str, Seen] = {}
-
-    def look(name: str, run: RunDir) -> None:
-        logs = sorted(run.path.parent.glob("agent-*.log"))
-        seen[name] = Seen(read_jsonl(run.commits(0)), [segments(pid_of(log)) for log in logs])
-
-    trained = {
-        name: Trained(PRODUCT, replace(setup, sections={**setup.sections, "memory": {"copies": copies}}))
-        for name, copies in COPIES.items()
-    }
-    return in_turns(trained, rounds, look=look, settle_s=SETTLE_S, lead=LEAD), seen
-
-
-def pid_of(log: Path) -> int:
-    """Return the pid of a state agent, which has written it into ``log``."""
-    said = json.loads(next(line for line in log.read_text().splitlines() if line.startswith("{")))
-    return int(said["pid"])
-
-
-def segments(pid: int) -> int:
-    """Return the bytes of all snapshots and copies in a state agent."""
-    found: dict[tuple[int, int], int] = {}  # a mapping has a descriptor of its own: count a segment once
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if "memfd:ft_hsdp-state" in os.readlink(descriptor):
-                segment = descriptor.stat()
-                found[segment.st_dev, segment.st_ino] = segment.st_size
-    return sum(found.values())
-
-
-def steps(rounds: int, log: ProgressLog, setups: Mapping[str, HsdpSetup] = STEP_SETUPS) -> list[ResultRow]:
-    """Return a row for each kind of step. Raises Retryable where a process fails."""
-    rows = []
-    for kind, setup in setups.items():
-        took, seen = _trained(setup, rounds)
-        commits = seen["with"].commits[-rounds * (setup.steps + LEAD) :]
-        both = max(seen["with"].agents)
-        row: ResultRow = {
-            "step": kind,
-            "replicas": setup.replicas,
-            "ranks": setup.ranks,
-            "hosts": setup.hosts,
-            "rounds": rounds,
-            "modes": {name: spread(seconds) for name, seconds in took.items()},
-            "times": {
-                name: ratio_interval(seconds, took["without"])
-                for name, seconds in took.items()
-                if name != "without"
-            },
-            "exposed": round(sum(copying(each) for each in commits) / sum(each["step_s"] for each in commits), 5),
-            "copied_bytes": round(statistics.median(each.get("copied_bytes", 0) for each in commits)),
-            "host_bytes": both,
-            "of_plan": ratio(both, planned_bytes(setup)),
-        }
-        rows.append(row)
-        log.say(
-            f"{kind}: copies make a step {row['times']['with']['ratio']:.3f} times as long; "
-            f"votes wait {100 * row['exposed']:.2f} % of it"
-        )
-    return rows
-
-
-def planned_bytes(setup: HsdpSetup, copies: int = COPIES["with"]) -> int:
-    """Return what `plan` says of the memory of the fullest host of a job that is trained here."""
-    sections = {**setup.sections, "memory": {"copies": copies}}
-    config = job_config(replace(setup, sections=sections), LOOPBACK, Path("runs"))
-    size = None if setup.waiting is None else config.model.layers * setup.waiting[0]
-    return int(plan(config, Assumptions(), setup.hosts, size)["host_bytes"])
-
-
-def copying(commit: Mapping[str, Any]) -> float:
-    """Return the seconds for which a step's votes waited for copies."""
-    return float(commit["waits"].get("copies", 0.0))
 
 
 def setup_of(name: str, replicas: int = 1) -> RecoverySetup:

@@ -71,9 +71,9 @@ class Network(Loopback, Scope):
         """Return the address of a replica; of the hub, which hangs on the switch without a limit, if None."""
         return f"10.77.0.{254 if replica is None else replica + 1}"
 
-    def inside(self, place: str, *command: str) -> list[str]:
+    def inside(self, replica: int | None, *command: str) -> list[str]:
         """Return the command that does this in a namespace."""
-        return ["ip", "netns", "exec", place, *command]
+        return ["ip", "netns", "exec", self.hub if replica is None else self.replicas[replica], *command]
 
     def port(self, number: int, replica: int) -> int:
         """Return a port that is free, because the namespaces are fresh."""

@@ -1,7 +1,5 @@
-"""`bench rings`: all-reduces beside a busy thread, when a member dies, and how soon a ring is formed again.
+"""`bench rings`: a member of an all-reduce dies, and how soon a ring is formed again.
 
-- spin: what a thread of pure Python in a rank's process costs its all-reduce. The same thread in a process of its
-  own shows what the loss of a core costs; the rest is the interpreter's lock;
 - kill: SIGKILL of one member in the middle of an all-reduce: when the others know, and when they sum again;
 - reconfigure: the time to form a ring again under a new epoch, in the same order and with every edge turned round.
 """
@@ -19,16 +17,14 @@ from typing import Any, TextIO
 
 from ft_hsdp.bench.allreduce import AllReduceOptions, BenchPlan, Measure, options_of, run_measures
 from ft_hsdp.bench.contenders.base import Contender
-from ft_hsdp.bench.goals import Row, Verdicts, least, most
+from ft_hsdp.bench.goals import Row, Verdicts, most
 from ft_hsdp.bench.results import (
     KIB,
     MIB,
     WARM_UP,
     ProgressLog,
     ResultRow,
-    batch,
     interleave,
-    ratio,
     size_name,
     spread,
 )
@@ -36,11 +32,9 @@ from ft_hsdp.bench.workers.link import ask, collect
 from ft_hsdp.bench.workers.rings import WorkerRing, WorkerRings
 from ft_hsdp.errors import Retryable
 
-MODES = ("idle", "thread", "process")  # who spins: nothing, a thread in a rank, another process
 MIDDLE = (0.2, 0.8)  # when the kill comes, as shares of an undisturbed all-reduce
 TRIES = 3  # for each kill that counts: some come after the end
 
-SPIN_SHARE = 0.5
 RAISE_P50_MS, RAISE_MAX_MS = 50.0, 150.0
 NEXT_SUM_MS = 150.0
 RECONFIGURE_MS = 10.0
@@ -53,10 +47,6 @@ def options(args: Namespace) -> AllReduceOptions:
 
 def goals(result: Row) -> Verdicts:
     """Yield the verdicts on a result of `bench rings`."""
-    for row in result.get("spin", ()):
-        if row["contender"] in ("tcp", "shm"):
-            text = f"{row['contender']} beside a spinning thread"
-            yield least(text, row, SPIN_SHARE, row["share_of_idle"]["thread"])
     for row in result.get("kill", ()):
         text = f"{row['contender']}: kill to"
         if row["members"] == 8:
@@ -73,46 +63,6 @@ def goals(result: Row) -> Verdicts:
 def run(options: AllReduceOptions, stream: TextIO) -> dict[str, Any]:
     """Return the result, ready for JSON; as `run_measures`."""
     return run_measures("rings", MEASURES, goals, options, stream)
-
-
-def spin(contenders: Mapping[str, Contender], plan: BenchPlan, log: ProgressLog) -> list[ResultRow]:
-    """Return a row for each contender, ring size and message size: time in each mode, speed that is left."""
-    rows = []
-    for members in plan.members:
-        with WorkerRings(contenders, members) as all_rings:
-            for size in plan.sizes:
-                for row in _spin(all_rings, size, plan.rounds):
-                    rows.append(row)
-                    left = ", ".join(f"{mode} {share:.2f}" for mode, share in row["share_of_idle"].items())
-                    log.say(f"{row['contender']}, {members} members, {size_name(size)}, speed left: {left}")
-    return rows
-
-
-def _spin(all_rings: WorkerRings, size: int, rounds: int) -> list[ResultRow]:
-    all_rings.prepare(size)
-    samples = {
-        (name, mode): partial(_beside, ring, spinner, batch(size))
-        for name, ring in all_rings.rings.items()
-        for mode, spinner in zip(MODES, (None, ring, all_rings.bystander), strict=True)
-    }
-    seconds = interleave(samples, rounds)
-    rows = []
-    for name in all_rings.rings:
-        modes = {mode: spread(seconds[name, mode]) for mode in MODES}
-        left = {mode: ratio(modes["idle"]["p50_ms"], modes[mode]["p50_ms"]) for mode in MODES[1:]}
-        row = {"contender": name, "members": all_rings.members, "bytes": size, "modes": modes}
-        rows.append({**row, "share_of_idle": left})
-    return rows
-
-
-def _beside(ring: WorkerRing, spinner: WorkerRing | None, times: int) -> float:
-    """Return the seconds of an all-reduce while the first process of ``spinner`` spins."""
-    if spinner is None:
-        return ring.time(times)
-    spinner.spin(True)
-    seconds = ring.time(times)
-    spinner.spin(False)
-    return seconds
 
 
 @dataclass(slots=True)
@@ -227,7 +177,6 @@ def _does_not_reconfigure(contender: Contender) -> str:
 
 
 MEASURES: dict[str, Measure] = {
-    "spin": Measure(spin, (2,), (64 * MIB,), ("tcp", "shm", "gloo")),
     "kill": Measure(kill, (8, 4), (64 * MIB,), ("tcp", "shm"), _does_not_recover),
     "reconfigure": Measure(reconfigure, (4,), (), ("tcp", "shm", "torchft"), _does_not_reconfigure),
 }

@@ -3,7 +3,7 @@
 Replicas, supervisors and the lighthouse write three kinds of rows. An event says that something happened, a commit
 that a step was decided; logged values come from a user's loop. Everything that is said about a run afterwards is
 computed here, from these rows, once: the lighthouse's page, summary.json, `explain`, `trace`, the page of `replay`
-and `bench recovery` show the same figures because they call the same code (docs/adr/0018).
+and `bench return` show the same figures because they call the same code (docs/adr/0018).
 
 Read in this order:
 

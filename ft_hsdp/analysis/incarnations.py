@@ -1,7 +1,7 @@
 """Incarnations: when each stage of a replica's start was over. Pure.
 
 An incarnation is one life of a replica's processes, named REPLICA-RUN-RESTARTS. Failures, `explain`, `trace` and
-`bench recovery` read its start off the same record.
+`bench return` read its start off the same record.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """`bench ftar`: the time of one all-reduce, every contender in turn, round after round (ABAB).
 
-`bandwidth` is its only measure. `benchmarks.rings` runs others in the same way: beside a busy thread, and when a
-member dies.
+`bandwidth` is its only measure. `benchmarks.rings` runs others in the same way, in which members die.
 """
 
 from __future__ import annotations

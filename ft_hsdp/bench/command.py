@@ -32,14 +32,18 @@ BENCHES: Mapping[str, str] = {
 
 # What was here before, and what has taken its place.
 MOVED_MEASURES: Mapping[tuple[str, str], str] = {
-    **{("ftar", each): f"bench rings --measure {each}" for each in ("spin", "kill", "reconfigure")},
+    **{("ftar", each): f"bench rings --measure {each}" for each in ("kill", "reconfigure")},
     **{(each, "link"): "bench link" for each in ("ftar", "overhead")},
     **{("recovery", each): f"bench {each}" for each in ("return", "readers", "local")},
     ("overhead", "ray"): "bench ray",
     ("memory", "flips"): "bench flips",
 }
 GONE = "it is gone; docs/measurements.md has its last figures"
-GONE_MEASURES = ("none", "plan", "gaps")  # of bench memory
+GONE_MEASURES = {
+    *(("memory", each) for each in ("none", "plan", "gaps", "step")),
+    *((each, "spin") for each in ("ftar", "rings")),
+    ("recovery", "rejoin"),
+}
 GONE_BENCHES: Mapping[str, str] = {
     "width": "it is gone; in its place: bench lone, bench losses",
     **dict.fromkeys(("strangers", "tls", "driver"), GONE),
@@ -58,8 +62,8 @@ def refuse_gone(names: Sequence[str], args: Namespace) -> None:
     for name in names:
         if (moved := MOVED_MEASURES.get((name, args.measure))) is not None:
             raise ConfigError("--measure", args.measure, f"others with bench {name}; this one is now: {moved}")
-        if name == "memory" and args.measure in GONE_MEASURES:
-            raise ConfigError("--measure", args.measure, f"others with bench memory; {GONE}")
+        if (name, args.measure) in GONE_MEASURES:
+            raise ConfigError("--measure", args.measure, f"others with bench {name}; {GONE}")
     if set(names) == {"recovery"} and args.rounds is not None:
         allowed = "nothing with bench recovery; it is an option of bench readers and bench local"
         raise ConfigError("--rounds", args.rounds, allowed)

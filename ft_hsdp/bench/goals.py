@@ -20,7 +20,6 @@ SPEED: tuple[tuple[str, str, Mapping[int, float]], ...] = (  # contender, anchor
     ("tcp", "gloo", {2: 2.2, 4: 1.5}),
     ("tcp", "torchft", {2: 2.2, 4: 1.5}),
     ("shm", "gloo", {2: 5.0, 4: 2.5}),
-    ("shm", "openmpi", {2: 2.0, 4: 1.5}),
     ("c10d", "gloo", {2: 1.0, 4: 1.0}),
 )
 LATENCY = 2.0
@@ -34,7 +33,6 @@ TORCHFT_FETCHES = ("torchft", "torchft-4")
 NEXT_COMMIT = {"less_one": "SIGKILL to next commit - 1 step", "stall": "all of the step hit - 1 step"}
 NEXT_P50_MS, NEXT_P99_MS = 100.0, 300.0
 STOP_P50_MS, STOP_P99_MS = 1200.0, 2000.0
-REPEAT_SHARE, REJOIN_STEPS = 0.3, 0.1
 
 STEADY = 1.02
 SNAPSHOT = {"computing": 1.10, "waiting": 1.02}
@@ -131,12 +129,6 @@ def recovery(result: Row) -> Verdicts:
     for row in result.get("kill", ()):
         for key, text in NEXT_COMMIT.items():
             yield from _quantiles(text, row, row[key], NEXT_P50_MS, NEXT_P99_MS)
-        if row["repeat"] is not None:
-            yield most("reducing again, of a whole step", row, REPEAT_SHARE, row["repeat"]["steps"])
-    for row in (*result.get("kill", ()), *result.get("rejoin", ())):
-        if row["rejoin_wait"] is not None:
-            text = f"others' waits for a rejoin, steps of {row['step_ms']:.0f} ms"
-            yield most(text, row, REJOIN_STEPS, row["rejoin_wait"]["steps"])
     for row in result.get("stop", ()):
         yield from _quantiles("SIGSTOP to next commit - 1 step", row, row["less_one"], STOP_P50_MS, STOP_P99_MS)
 

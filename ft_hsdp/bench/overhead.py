@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,7 +19,6 @@ from ft_hsdp.bench.hsdp.processes import (
     PRODUCT,
     HsdpSetup,
     Loopback,
-    TrainingProcesses,
     start,
     start_lighthouse,
 )
@@ -28,7 +26,6 @@ from ft_hsdp.bench.options import measures_of, rounds_of
 from ft_hsdp.bench.results import ProgressLog, ResultRow, interleave, ratio_interval, spread
 from ft_hsdp.bench.scope import scratch
 from ft_hsdp.bench.workers.link import greet
-from ft_hsdp.launch.run.directory import RunDir
 
 ROUNDS = {"steady": 70, "snapshot": 30}  # where the user does not say
 TRANSPORTS = ("tcp", "shm")
@@ -65,9 +62,6 @@ def in_turns(
     contenders: Mapping[str, Trained],
     rounds: int,
     python: str = sys.executable,
-    look: Callable[[str, RunDir], None] = lambda *_: None,
-    settle_s: float = 0.0,
-    lead: int = 0,
 ) -> dict[str, list[float]]:
     """Train all contenders on this machine, all alive, one block of one of them at a time (ABAB).
 
@@ -75,9 +69,6 @@ def in_turns(
         contenders: by name.
         rounds: how many blocks of each count.
         python: the interpreter of all processes.
-        look: called for each contender of ft_hsdp after its last block, with its name and its run.
-        settle_s: how long to wait after each block, for what it leaves to be done.
-        lead: steps of each block before those that are timed, as in `TrainingProcesses.train`.
 
     Returns:
         Seconds of a step, of each of so many blocks, by contender.
@@ -86,29 +77,17 @@ def in_turns(
         Retryable: A process fails.
     """
     with scratch() as (stack, folder):
-        hosts = max(each.setup.replicas * each.setup.hosts for each in contenders.values())
-        place = Loopback(hosts, python)
+        place = Loopback(python)
         samples: dict[str, Callable[[], float]] = {}
-        seen: list[tuple[str, RunDir]] = []
         for number, (name, each) in enumerate(contenders.items()):
             own = folder / str(number)
             own.mkdir()
-            run = start_lighthouse(place, each.setup, own, stack) if each.kind == PRODUCT else None
+            if each.kind == PRODUCT:
+                start_lighthouse(place, each.setup, own, stack)
             processes = start(name, each.kind, number, place, each.setup, own, stack)
-            if run is not None:
-                seen.append((name, run))
             greet(processes.links)  # one after the other: two dozen imports at once take too long
-            samples[name] = partial(_block, processes, each.setup.steps, settle_s, lead)
-        took = interleave(samples, rounds)
-        for one in seen:
-            look(*one)
-        return took
-
-
-def _block(processes: TrainingProcesses, steps: int, settle_s: float, lead: int) -> float:
-    seconds = processes.train(steps, lead)
-    time.sleep(settle_s)
-    return seconds
+            samples[name] = partial(processes.train, each.setup.steps)
+        return interleave(samples, rounds)
 
 
 def _compared(took: Mapping[str, list[float]], anchor: str) -> dict[str, dict[str, float]]:

@@ -26,7 +26,7 @@ ResultRow = dict[str, Any]
 """One line of a result, ready for JSON."""
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-PACKAGES = ("torch", "torchft", "mpi4py", "openmpi", "numpy")  # whose versions are written down
+PACKAGES = ("torch", "torchft", "numpy")  # whose versions are written down
 SPARE = 1.2  # memory that must be free, as a multiple of what the tensors take
 DIGITS = 4  # of a millisecond
 RESAMPLES, LEVEL, SEED = 2000, 0.95, 1  # of the interval of a ratio

@@ -13,14 +13,14 @@ from ft_hsdp.fault_injection import INJECTED_BY_TESTS
 from ft_hsdp.launch.render import command as rendering
 
 MEASURES = (
-    "of fetch: large, small; of recovery: kill, torchft, rejoin, stop; of overhead: steady, snapshot; "
-    "of rings: spin, kill, reconfigure; of units: constant, rate, refill, loss, tokens, kills; "
-    "of adopt: step, kill; of memory: step, lost, union; or all"
+    "of fetch: large, small; of recovery: kill, torchft, stop; of overhead: steady, snapshot; "
+    "of rings: kill, reconfigure; of units: constant, rate, refill, loss, tokens, kills; "
+    "of adopt: step, kill; of memory: lost, union; or all"
 )
 BENCH_TIME = (
     "On 2 quiet cores ftar takes about 5 minutes, and 15 GiB of memory; fetch 2, and 10 GiB; quorum 1; "
-    "recovery 8; overhead 12. The others are in the repository alone: rings 5; link 2; return 3; readers 1; "
-    "local 1; ray 8; units 13; adopt 10; memory 30; flips 1; lone 2; losses 20"
+    "recovery 7; overhead 12. The others are in the repository alone: rings 4; link 2; return 3; readers 1; "
+    "local 1; ray 8; units 13; adopt 10; memory 20; flips 1; lone 2; losses 20"
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",
@@ -122,7 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--measure", metavar="WHAT", help=MEASURES)
     bench.add_argument("--sizes", metavar="LIST", help="of messages or states, e.g. 64KiB,1MiB")
     bench.add_argument("--members", metavar="LIST", help="ring sizes, e.g. 2,4")
-    bench.add_argument("--contenders", metavar="LIST", help="tcp,shm,shm-any,c10d,gloo,torchft,openmpi")
+    bench.add_argument("--contenders", metavar="LIST", help="tcp,shm,c10d,gloo,torchft")
     bench.add_argument(
         "--rounds",
         type=int,

@@ -87,7 +87,7 @@ def test_nothing_is_waited_for_after_the_last_step() -> None:
 
 
 def job(*less_one_ms: float, twice: int = 0, skipped: int = 0, digests: str = "aa") -> KilledJob:
-    stalls = [Stall(ms / 1e3 + 0.1, ms / 1e3, ms / 1e3 + 0.02, 0) for ms in less_one_ms]
+    stalls = [Stall(ms / 1e3 + 0.1, ms / 1e3, ms / 1e3 + 0.02) for ms in less_one_ms]
     batches = {"trained": 600, "duplicated": twice, "skipped": skipped}
     replicas = {str(n): {"digest": digest} for n, digest in enumerate(digests)}
     return KilledJob(0.1, stalls, {"steps": 150, "batches": batches, "replicas": replicas})

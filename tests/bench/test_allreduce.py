@@ -46,7 +46,7 @@ def test_contenders_sum_right_and_one_json_document_has_their_ratios(
     assert [note for note in result["notes"] if "ghost" in note and "no-such-package" in note]
     assert [(row["members"], row["bytes"]) for row in result["bandwidth"]] == [(2, 4 * KIB), (2, 8192 * KIB)]
     for row in result["bandwidth"]:
-        assert {*CONTENDERS} - {"ghost", "openmpi"} <= {*row["contenders"]} <= {*CONTENDERS} - {"ghost"}
+        assert {*row["contenders"]} == {*CONTENDERS} - {"ghost"}
         times = row["contenders"]
         assert {found["count"] for found in times.values()} == {2}
         assert all(0 < found["min_ms"] <= found["p50_ms"] <= found["max_ms"] for found in times.values())
@@ -61,14 +61,9 @@ def test_contenders_sum_right_and_one_json_document_has_their_ratios(
 @pytest.mark.proof
 def test_the_other_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     standin(monkeypatch, takes_s=0.05)
-    options = AllReduceOptions(("spin", "kill", "reconfigure"), (5120 * KIB,), (3,), ("standin", "gloo"), rounds=1)
+    options = AllReduceOptions(("kill", "reconfigure"), (5120 * KIB,), (3,), ("standin", "gloo"), rounds=1)
     with open(os.devnull, "w") as nowhere:
         result = run(options, nowhere)
-    assert [spin["contender"] for spin in result["spin"]] == ["standin", "gloo"]
-    for spin in result["spin"]:
-        counts = {mode: found["count"] for mode, found in spin["modes"].items()}
-        assert counts == {"idle": 1, "thread": 1, "process": 1}
-        assert spin["share_of_idle"].keys() == {"thread", "process"}
     (kill,) = result["kill"]
     assert kill["kills"] == 1
     assert kill["raise"]["count"] + kill["finished"] == 2

@@ -35,10 +35,7 @@ def test_a_bench_of_the_repository_is_named_where_there_is_none(
 @pytest.mark.parametrize(
     ("words", "instead"),
     [
-        *[
-            (f"bench ftar --measure {each}", f"bench rings --measure {each}")
-            for each in ("spin", "kill", "reconfigure")
-        ],
+        *[(f"bench ftar --measure {each}", f"bench rings --measure {each}") for each in ("kill", "reconfigure")],
         ("bench ftar --measure link", "bench link"),
         ("bench overhead --measure link", "bench link"),
         ("bench overhead --measure ray", "bench ray"),
@@ -46,7 +43,9 @@ def test_a_bench_of_the_repository_is_named_where_there_is_none(
         ("bench recovery --rounds 3", "bench readers and bench local"),
         ("bench recovery --sizes 1MiB", "bench local"),
         ("bench memory --measure flips", "bench flips"),
-        *[(f"bench memory --measure {each}", "docs/measurements.md") for each in ("none", "plan", "gaps")],
+        *[(f"bench memory --measure {each}", "docs/measurements.md") for each in ("none", "plan", "gaps", "step")],
+        *[(f"bench {each} --measure spin", "docs/measurements.md") for each in ("ftar", "rings")],
+        ("bench recovery --measure rejoin", "docs/measurements.md"),
         ("bench width", "bench lone, bench losses"),
         *[(f"bench width --measure {each}", f"bench {each}") for each in ("lone", "losses")],
         *[(f"bench {each}", "docs/measurements.md") for each in ("strangers", "tls", "driver")],

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import io
-import json
-import os
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,49 +9,21 @@ import pytest
 from benchmarks.flips import PARTS, PLACES, flips
 from benchmarks.memory import (
     MEASURES,
-    STEP_SETUPS,
     MemoryOptions,
     loss,
     options,
-    pid_of,
-    planned_bytes,
-    segments,
 )
-from ft_hsdp.analysis.plan import parameters
 from ft_hsdp.bench.results import ProgressLog
-from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent import store
 from ft_hsdp.state.transfer import shard_manifest
 
 
 def test_options() -> None:
-    assert options(Namespace(measure=None, rounds=None, kills=None)) == MemoryOptions(MEASURES, 20, 20)
-    assert options(Namespace(measure="lost", rounds=2, kills=3)) == MemoryOptions(("lost",), 3, 2)
-    with pytest.raises(ConfigError, match="step, lost, union"):
-        options(Namespace(measure="gaps", rounds=None, kills=None))
-
-
-def test_a_segment_that_an_agent_maps_counts_once(tmp_path: Path) -> None:
-    log = tmp_path / "agent-r0h0.log"
-    log.write_text("started\n" + json.dumps({"pid": os.getpid()}) + "\n")
-    assert pid_of(log) == os.getpid()
-    before = segments(os.getpid())
-    fd = shared_memory.create(5000)
-    try:
-        view = shared_memory.attach(fd, 5000, writable=True)  # the mapping has a descriptor of its own
-        assert (segments(os.getpid()) - before, view.size) == (os.fstat(fd).st_size, 5000)
-    finally:
-        os.close(fd)
-
-
-def test_the_memory_of_hosts_stands_beside_what_plan_says() -> None:
-    waiting = planned_bytes(STEP_SETUPS["waiting"])  # 6 layers of 2^18 elements, 12 bytes each, on two hosts
-    assert waiting == 2 * 2 * 12 * 6 * (1 << 18) // 2
-    assert planned_bytes(STEP_SETUPS["waiting"], copies=1) == waiting // 2
-    computing = parse({"model": {"layers": 6, "dim": 192, "heads": 6}})
-    assert planned_bytes(STEP_SETUPS["computing"]) == pytest.approx(2 * 12 * parameters(computing), abs=4)
+    assert options(Namespace(measure=None, kills=None)) == MemoryOptions(MEASURES, 20)
+    assert options(Namespace(measure="lost", kills=3)) == MemoryOptions(("lost",), 3)
+    with pytest.raises(ConfigError, match="lost, union"):
+        options(Namespace(measure="step", kills=None))
 
 
 def commit(t: float, step: int, incarnation: str = "0-a-0") -> dict[str, Any]:

@@ -53,8 +53,7 @@ class Apart(TorchrunJob):
 
     def _command(self, name: str, arguments: list[str]) -> list[str]:
         number = name.removeprefix("replica")
-        place = self._net.replicas[int(number)] if number.isdecimal() else self._net.hub
-        return self._net.inside(place, *super()._command(name, arguments))
+        return self._net.inside(int(number) if number.isdecimal() else None, *super()._command(name, arguments))
 
     def plug(self, replica: int, *to: str) -> None:
         """Connect the link of a replica `to` the switch, or to nothing."""
@@ -65,7 +64,7 @@ class Apart(TorchrunJob):
         """Host and step of each shard that is in the memory of a replica's hosts, asked from there."""
         addresses = [agent["address"] for agent in agents_of(self.run, replica).values()]
         command = [sys.executable, "-c", HELD, str(self.run / "token"), *addresses]
-        within = self._net.inside(self._net.replicas[replica], *command)
+        within = self._net.inside(replica, *command)
         answer = subprocess.check_output(within, timeout=60, cwd=Path(__file__).parents[2])
         return [(host, step) for host, step in json.loads(answer)]
 

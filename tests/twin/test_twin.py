@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[2]
 ABSENT = {
     "accelerate",
     "lightning",
-    "mpi4py",
     "pandas",
     "ray",
     "torchdata",

@@ -66,7 +66,7 @@ class FTAR(AllReduceRank):
 
 
 class StoreHost(AllReduceRank):
-    """A process outside every ring. It hosts the TCPStore at `address`, and can spin to take a core."""
+    """A process outside every ring. It hosts the TCPStore at `address`."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)

@@ -6,12 +6,9 @@ No torch is imported here: the bench's own process needs none.
 from __future__ import annotations
 
 import importlib.metadata
-import shutil
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,14 +16,13 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 60.0  # longest time of one operation of any contender
-MPIRUN = "mpirun"
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
     """One way to sum."""
 
-    entry: str  # "module:class" of its `AllReduceRank`, or MPIRUN where OpenMPI starts the ranks
+    entry: str  # "module:class" of its `AllReduceRank`
     text: str
     options: Mapping[str, Any] = field(default_factory=dict)
     copies: int = 1  # tensors of the measured size that a rank holds
@@ -76,7 +72,6 @@ def _ftar(transport: str, text: str, *, registered: bool = False) -> Contender:
 CONTENDERS: dict[str, Contender] = {
     "tcp": _ftar("tcp", "FTAR over TCP, out of place"),
     "shm": _ftar("shm", "FTAR over shared memory, registered tensors, out of place", registered=True),
-    "shm-any": _ftar("shm", "FTAR over shared memory, ordinary tensors, out of place"),
     "c10d": _ftar("c10d", "FTAR over torch.distributed's gloo (TCP), out of place"),
     "gloo": Contender(
         "ft_hsdp.bench.contenders.allreduce:Gloo", "torch.distributed.all_reduce over gloo, in place"
@@ -87,20 +82,13 @@ CONTENDERS: dict[str, Contender] = {
         needs=("torchft",),
         reconfigures=True,
     ),
-    "openmpi": Contender(
-        MPIRUN, "OpenMPI's Allreduce over shared memory, out of place", copies=2, needs=("mpi4py", "openmpi")
-    ),
 }
 
 
 def absent(contender: Contender) -> str:
     """Return why a contender cannot take part on this machine, "" if it can."""
     missing = [name for name in contender.needs if version(name) is None]
-    if missing:
-        return f"not installed: {', '.join(missing)}"
-    if contender.entry == MPIRUN and mpirun() is None:
-        return "mpirun was not found"
-    return ""
+    return f"not installed: {', '.join(missing)}" if missing else ""
 
 
 def version(package: str) -> str | None:
@@ -109,8 +97,3 @@ def version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def mpirun() -> str | None:
-    """Return the path of the mpirun that belongs to this Python's OpenMPI."""
-    return shutil.which("mpirun", path=str(Path(sys.executable).parent))

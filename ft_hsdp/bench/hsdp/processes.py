@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ class HsdpSetup:
     steps: int = 1  # of a block
     replicas: int = 3
     ranks: int = 2
-    hosts: int = 1  # of each replica; its ranks are spread over them
     sections: Sections = field(default_factory=dict)  # more of the configuration
     waiting: tuple[int, float] | None = None  # (elements of a layer, seconds) of a model that waits: `Waiting`
     hugging_face: bool = False  # the Llama of transformers instead of the built-in one; of the same shape
@@ -54,10 +52,7 @@ class RankSpec:
     replica: int
     rank: int
     host: str  # its host's address
-    leader: str  # the address of its replica's first host
     first: str  # the address of replica 0
-    name: str  # of its host, if there are several of a replica, else ""
-    first_here: bool  # of its host
     interface: str  # the way to the other replicas
     port: int  # of a store
     config: str  # its own YAML file
@@ -88,21 +83,19 @@ def job_config(setup: HsdpSetup, host: str, runs: Path) -> Config:
 class Loopback:
     """Where replicas are: all on this machine. `benchmarks.namespaces` gives each a network of its own."""
 
-    hub = ""  # where the lighthouse is
     interface = "lo"  # between replicas
 
-    def __init__(self, replicas: int, python: str = sys.executable) -> None:
-        """Prepare a place for ``replicas``, whose processes are run by the interpreter ``python``."""
-        self.replicas: tuple[str, ...] = ("",) * replicas  # where each replica, or host of one, is
+    def __init__(self, python: str = sys.executable) -> None:
+        """Prepare a place whose processes are run by the interpreter ``python``."""
         self._python = python
         self._ports: dict[tuple[int, int], int] = {}
 
     def host(self, replica: int | None = None) -> str:
-        """Return the address of a replica; of the hub, if None."""
+        """Return the address of a replica; of the hub, where the lighthouse is, if None."""
         return LOOPBACK
 
-    def inside(self, place: str, *command: str) -> list[str]:
-        """Return the command that does this at `hub` or at one of `replicas`: a command of `tied`."""
+    def inside(self, replica: int | None, *command: str) -> list[str]:
+        """Return the command that does this at a replica, or at the hub: a command of `tied`."""
         return [self._python, *command[1:]]
 
     def port(self, number: int, replica: int) -> int:
@@ -122,21 +115,11 @@ class TrainingProcesses:
         self.name = name
         self.links = list(links)  # replica by replica
 
-    def train(self, steps: int, lead: int = 0) -> float:
-        """Train so many steps.
-
-        Args:
-            steps: that are timed.
-            lead: steps before them, which are not: the first step after a pause has no copies beside it.
-
-        Returns:
-            Seconds of a step: from a common start, or the slowest rank's end of the lead, until the slowest rank
-            could begin the next, over ``steps``.
-        """
+    def train(self, steps: int) -> float:
+        """Train so many steps; return the seconds of one: until the slowest rank could begin the next."""
         start = time.monotonic() + LEAD_S
-        answers = ask(self.links, {"lead": lead, "steps": steps, "at": start})
-        began = max(answer["began"] for answer in answers) if lead else start
-        return (max(answer["t"] for answer in answers) - began) / steps
+        answers = ask(self.links, {"steps": steps, "at": start})
+        return (max(answer["t"] for answer in answers) - start) / steps
 
     def cpu_s(self) -> float:
         """Return the CPU time of all processes so far, the kernel's for them included."""
@@ -160,38 +143,34 @@ def start(
     """
     run = RunDir(folder / "runs" / "link")
     links = []
-    for replica, rank in product(range(setup.replicas), range(setup.ranks)):
-        first, each = replica * setup.hosts, setup.ranks // setup.hosts
-        at = first + rank // each
-        host, several = place.host(at), f"r{replica}h{at - first}" if setup.hosts > 1 else ""
-        file = folder / f"{at}.yaml"
-        if rank % each == 0:
-            file.write_text(dump(job_config(setup, host, run.path.parent)))
-            if kind == PRODUCT:
-                _start_agent(replica, host, several, run, place.replicas[at], place, stack)
-        spec = RankSpec(
-            kind,
-            setup.replicas,
-            setup.ranks,
-            replica,
-            rank,
-            host,
-            place.host(first),
-            place.host(0),
-            several,
-            rank % each == 0,
-            place.interface,
-            place.port(number, 0 if kind == "hsdp" else replica),
-            str(file),
-            str(run.path),
-            setup.waiting,
-            setup.hugging_face,
-            setup.wait_s,
-        )
-        log = folder / f"{name.replace(' ', '-')}-{replica}-{rank}.log"
-        within = partial(place.inside, place.replicas[at])
-        worker = f"{name} replica {replica} rank {rank}"
-        links.append(spawn_worker(stack, worker, WORKER, [json.dumps(asdict(spec))], log, within=within))
+    for replica in range(setup.replicas):
+        host, within = place.host(replica), partial(place.inside, replica)
+        file = folder / f"{replica}.yaml"
+        file.write_text(dump(job_config(setup, host, run.path.parent)))
+        if kind == PRODUCT:  # the state agent waits for the ranks
+            agent = within(*tied("ft_hsdp.state.agent.server", "--replica", str(replica), "--host", host))
+            env = {TOKEN_VARIABLE: run.token.read_text().strip()}
+            spawn(stack, agent, run.path.parent / f"agent-{replica}.log", env)
+        for rank in range(setup.ranks):
+            spec = RankSpec(
+                kind,
+                setup.replicas,
+                setup.ranks,
+                replica,
+                rank,
+                host,
+                place.host(0),
+                place.interface,
+                place.port(number, 0 if kind == "hsdp" else replica),
+                str(file),
+                str(run.path),
+                setup.waiting,
+                setup.hugging_face,
+                setup.wait_s,
+            )
+            log = folder / f"{name.replace(' ', '-')}-{replica}-{rank}.log"
+            worker = f"{name} replica {replica} rank {rank}"
+            links.append(spawn_worker(stack, worker, WORKER, [json.dumps(asdict(spec))], log, within=within))
     return TrainingProcesses(name, links)
 
 
@@ -199,17 +178,7 @@ def start_lighthouse(place: Loopback, setup: HsdpSetup, folder: Path, stack: Exi
     """Make ft_hsdp's run in ``folder`` and start its lighthouse at the hub; return the run. Raises Retryable."""
     run = RunDir(folder / "runs" / "link")
     write_job_files(run, job_config(setup, place.host(), run.path.parent))
-    command = place.inside(place.hub, *tied("lighthouse", "--run", str(run.path)))
+    command = place.inside(None, *tied("lighthouse", "--run", str(run.path)))
     process = spawn(stack, command, run.lighthouse_log)
     listening(process, run.lighthouse, run.lighthouse_log, "the lighthouse")
     return run
-
-
-def _start_agent(
-    replica: int, host: str, name: str, run: RunDir, where: str, place: Loopback, stack: ExitStack
-) -> None:
-    """Start the state agent of a replica on the host of this name, which waits for its ranks."""
-    command = tied("ft_hsdp.state.agent.server", "--replica", str(replica), "--host", host, "--name", name)
-    log = run.path.parent / f"agent-{replica}{name}.log"
-    token = run.token.read_text().strip()
-    spawn(stack, place.inside(where, *command), log, {TOKEN_VARIABLE: token})

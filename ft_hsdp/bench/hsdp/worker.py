@@ -1,6 +1,6 @@
 """One rank: `python -m ft_hsdp.bench.hsdp.worker FD SPEC` trains so many steps as it is told.
 
-    -> {"lead": 1, "steps": 2, "at": 12.5}  <- {"began": 12.9, "t": 13.6}, before the step that comes next
+    -> {"steps": 2, "at": 12.5}  <- {"t": 13.6}, before the step that comes next
 
 The training loops are ordinary ones, but each is a generator that stops before each step.
 """
@@ -27,18 +27,13 @@ from ft_hsdp.bench.trainee import RandomTokens, Waiting, add_waits, hugging_face
 from ft_hsdp.bench.workers.link import Answer, Obey, run_worker
 from ft_hsdp.config import Config, load
 from ft_hsdp.train.fsdp.adopted_model import parts_of, shard
-from ft_hsdp.train.identity import HOST_VARIABLE
 from ft_hsdp.train.trainer import build, build_optimizer
 
 
 def product(spec: RankSpec, config: Config) -> Iterator[None]:
     """Train with the whole of ft_hsdp, by its public API."""
     os.environ |= {"RANK": str(spec.rank), "WORLD_SIZE": str(spec.ranks), "MASTER_PORT": str(spec.port)}
-    if spec.name:
-        os.environ |= {"MASTER_ADDR": spec.leader, "GLOO_SOCKET_IFNAME": spec.interface, HOST_VARIABLE: spec.name}
-        os.environ |= {"LOCAL_RANK": "0" if spec.first_here else "1"}
-    else:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
     job = ft_hsdp.join(config, spec.replica, Path(spec.run))
     model = _model(spec, config)
     shard(model, parts_of(model), init_device_mesh("cpu", (spec.ranks,)))
@@ -112,12 +107,9 @@ def set_up() -> tuple[Answer, Obey]:
 
     def train(command: Mapping[str, Any]) -> Answer:
         time.sleep(max(0.0, command["at"] - time.monotonic()))
-        for _ in range(command["lead"]):
-            next(steps)
-        began = time.monotonic()
         for _ in range(command["steps"]):
             next(steps)
-        return {"t": time.monotonic(), "began": began}
+        return {"t": time.monotonic()}
 
     return {"address": spec.host}, train
 

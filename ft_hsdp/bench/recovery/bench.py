@@ -1,8 +1,8 @@
-"""`bench recovery`: what a lost rank costs the others, and how soon its replica is back.
+"""`bench recovery`: what a lost rank costs the others.
 
-- kill, rejoin, stop: SIGKILL or SIGSTOP of random ranks at random moments; then the logs are read. After a SIGSTOP
+- kill, stop: SIGKILL or SIGSTOP of random ranks at random moments; then the logs are read. After a SIGSTOP
   the process and its connections stay, but it does nothing more;
-- torchft: its Manager in the same situation.
+- torchft: its Manager in the same situation, with `stop` also after a SIGSTOP.
 """
 
 from __future__ import annotations
@@ -11,36 +11,23 @@ import random
 import signal
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench import goals
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.options import kills_of, measures_of
-from ft_hsdp.bench.recovery.analysis import (
-    PHASES,
-    Kill,
-    came_back,
-    costs,
-    exposed,
-    failures_of,
-    phases,
-    repeated,
-    span,
-    stalls,
-)
+from ft_hsdp.bench.recovery.analysis import Kill, costs, stalls
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest, hit_at_random
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.recovery.torchft_under_test import KILLED, STOPPED, torchft
-from ft_hsdp.bench.results import ProgressLog, ResultRow, ratio
+from ft_hsdp.bench.results import ProgressLog, ResultRow
 from ft_hsdp.errors import Retryable
 
-MEASURES = ("kill", "torchft", "rejoin", "stop")
+MEASURES = ("kill", "torchft", "stop")
 SAY_EVERY = 10
 MOST_STOPS = 50  # each costs a second of silence, and a restart
-LONG_KILLS = 10
-LONG_S = 0.4  # of waiting in the steps of rejoin, whose cost must not depend on the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +35,7 @@ class RecoveryOptions:
     """What `bench recovery` measures."""
 
     measures: tuple[str, ...]
-    kills: int  # SIGKILLs; torchft, long steps and stops get fewer
+    kills: int  # SIGKILLs; torchft and stops get fewer
 
 
 def options(args: Namespace) -> RecoveryOptions:
@@ -72,16 +59,15 @@ def run(options: RecoveryOptions, stream: TextIO, setup: RecoverySetup | None = 
     wanted, count = options.measures, options.kills
     result["kill"] = kills(setup, count, log) if "kill" in wanted else []
     result["torchft"] = torchft(setup, count, log, KILLED, signal.SIGKILL) if "torchft" in wanted else []
-    long = replace(setup, wait_s=LONG_S)
-    result["rejoin"] = kills(long, min(count, LONG_KILLS), log) if "rejoin" in wanted else []
-    few, stopped = min(count, MOST_STOPS), "stop" in wanted
-    result["stop"] = stops(setup, few, log) if stopped else []
-    result["torchft_stop"] = torchft(setup, few, log, STOPPED, signal.SIGSTOP) if stopped else []
+    if "stop" in wanted:
+        few = min(count, MOST_STOPS)
+        result["stop"] = stops(setup, few, log)
+        result["torchft"] += torchft(setup, few, log, STOPPED, signal.SIGSTOP)
     return finish_result(result, goals.recovery(result), log, started)
 
 
 def kills(setup: RecoverySetup, count: int, log: ProgressLog) -> list[ResultRow]:
-    """SIGKILL random ranks; return a row: survivors' next commit, its phases, the return. Raises Retryable."""
+    """SIGKILL random ranks; return a row: survivors' next commit. Raises Retryable."""
     with JobUnderTest(setup) as job:
         done = _hit(job, count, log, job.kill, job.wait_for_survivors)
     return [_row(job, done, "kills", log)]
@@ -115,51 +101,21 @@ def _hit(
 
 
 def _row(job: JobUnderTest, done: Sequence[Kill], what: str, log: ProgressLog) -> ResultRow:
-    row = kill_row(job.setup, done, job.rows, job.events)
+    row = kill_row(job.setup, done, job.rows)
     log.say(f"{len(done)} {what}: next commit less one step, p50 {row['less_one']['p50_ms']:.3g} ms")
     return row
 
 
-def kill_row(
-    setup: RecoverySetup, done: Sequence[Kill], rows: dict[int, list[ResultRow]], events: Sequence[ResultRow]
-) -> ResultRow:
-    """Return the row for some kills.
-
-    Args:
-        setup: what was trained.
-        done: the kills.
-        rows: the commits that each replica logged.
-        events: all events of the run.
-
-    Raises:
-        Retryable: A survivor did not log what it did.
-    """
-    whole = [row for each in rows.values() for row in each if len(row["contributors"]) == setup.replicas]
+def kill_row(setup: RecoverySetup, done: Sequence[Kill], rows: dict[int, list[ResultRow]]) -> ResultRow:
+    """Return the row for some kills; ``rows``: the commits that each replica logged. Raises Retryable."""
     step_s = fault_free_step(row for each in rows.values() for row in each)
-    failures = failures_of(rows, events)
-    waiting_s = sum(map(exposed, whole)) / len(whole)
-    found, parts, returns = [], [], []
-    for kill, cost in zip(done, stalls(done, rows, step_s), strict=True):
-        if cost is None:
-            raise Retryable(f"bench: a survivor of replica {kill.replica} did not log its next commit")
-        found.append(cost)
-        if (failure := failures.get(kill.incarnation)) is not None:
-            others = {replica: each for replica, each in rows.items() if replica != kill.replica}
-            parts.append(phases(kill, failure, cost.last, rows[cost.last], events))
-            returns.append(came_back(kill, failure, others, waiting_s))
-    back = [each for each in returns if each is not None]
-    split = [each for each in parts if each is not None]
-    again = [seconds for each in split if (seconds := repeated(each)) is not None]
-    row: ResultRow = {
+    found = stalls(done, rows, step_s)
+    if None in found:
+        raise Retryable("bench: a survivor did not log its next commit")
+    return {
         "replicas": setup.replicas,
         "ranks": setup.ranks,
         "gradient_bytes_per_rank": 4 * setup.layers * setup.elements // setup.ranks,
         "kills": len(done),
-        **costs(found, step_s),
-        "phases": {name: span([each[name] for each in split]) for name in PHASES} if split else {},
-        "rejoin": span([each.rejoin_s for each in back]) if back else None,
+        **costs([each for each in found if each is not None], step_s),
     }
-    for name, times in {"repeat": again, "rejoin_wait": [each.waited_s for each in back]}.items():
-        figures = span(times) if times else None
-        row[name] = figures and {**figures, "steps": ratio(figures["p50_ms"], row["step_ms"])}
-    return row

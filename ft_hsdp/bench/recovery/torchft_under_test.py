@@ -143,7 +143,7 @@ def torchft(
     for name, setting in settings.items():
         with TorchftUnderTest(setup, setting) as job:
             found = _measure(job, min(most, setting.kills), number)
-        rows.append({"setting": name, "text": setting.text, **found})
+        rows.append({"setting": name, "signal": number.name, "text": setting.text, **found})
         p50_ms = found["less_one"]["p50_ms"]
         log.say(f"torchft, {name}, {number.name}: next commit less one step, p50 {p50_ms:.4g} ms")
     return rows

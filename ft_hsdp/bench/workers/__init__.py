@@ -4,7 +4,7 @@ Read the modules in this order:
 
     link    both ends of a worker's socket: `WorkerLink` in the bench, `run_worker` in the worker
     worker  a member of an all-reduce, and the process from which members are forked
-    rings   the workers of all contenders of `bench ftar`, forked, or started by mpirun
+    rings   the workers of all contenders of `bench ftar`, forked
 
 A worker is set up before its bench measures, and waits for commands in a socket, so it uses no processor while
 another contender is measured. Members are forked from one process that has imported torch, which takes seconds.

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.bench.contenders.base import MPIRUN, Contender, WorkerSpec, mpirun
+from ft_hsdp.bench.contenders.base import Contender, WorkerSpec
 from ft_hsdp.bench.results import check_room
-from ft_hsdp.bench.scope import Process, Scope, spawn
-from ft_hsdp.bench.workers.link import GONE_S, Answer, WorkerLink, ask, collect, greet, spawn_worker
+from ft_hsdp.bench.scope import Scope
+from ft_hsdp.bench.workers.link import Answer, WorkerLink, ask, collect, greet, spawn_worker
 from ft_hsdp.errors import DataCorruption, Retryable
-from ft_hsdp.launch.backend.processes import last_line
 
 STORE = Contender("ft_hsdp.bench.contenders.allreduce:StoreHost", "the store")
 LEAD_S = 0.005  # from the command to the common start: every worker has read it by then
-MPI_START_S = 120.0  # longest time until all of OpenMPI's ranks have greeted
-MPI_MODULE = "ft_hsdp.bench.contenders.openmpi"
-MPI_OPTIONS = ("--oversubscribe", "--mca", "pml", "ob1", "--mca", "btl", "sm,self")  # over shared memory
-MPI_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it refuses root otherwise
 
 
 class WorkerRing:
@@ -84,10 +73,6 @@ class WorkerRing:
         start = self.start(times)
         return (self.last(collect(self.active)) - start) / times
 
-    def spin(self, on: bool) -> None:
-        """Start or stop a thread of pure Python in the first member's process."""
-        ask(self.links[:1], {"do": "spin", "on": on})
-
     def last(self, answers: Sequence[Answer]) -> float:
         """Return the moment when the last member was done. Raises Retryable if one has failed."""
         for link, answer in zip(self.active, answers, strict=True):
@@ -122,7 +107,7 @@ class WorkerRings(Scope):
 
     def _begin(self, folder: Path) -> None:
         self._folder = folder
-        entries = {c.entry.partition(":")[0] for c in (STORE, *self.contenders.values()) if c.entry != MPIRUN}
+        entries = {c.entry.partition(":")[0] for c in (STORE, *self.contenders.values())}
         self._forks = spawn_worker(
             self.stack,
             "the process that forks",
@@ -139,12 +124,9 @@ class WorkerRings(Scope):
         for name, contender in self.contenders.items():
             ring = self.rings[name] = WorkerRing(name, ())
             self.stack.callback(ring.close)
-            if contender.entry == MPIRUN:
-                self._run_mpi(ring)
-            else:
-                for member in range(self.members):
-                    ring.links.append(self._fork(name, contender, member))
-                greet(ring.links)
+            for member in range(self.members):
+                ring.links.append(self._fork(name, contender, member))
+            greet(ring.links)
             ring.join(range(self.members))
 
     def prepare(self, size: int) -> None:
@@ -183,57 +165,8 @@ class WorkerRings(Scope):
     def _spec(self, name: str, contender: Contender, member: int) -> WorkerSpec:
         return WorkerSpec(name, member, self._store, self._token, contender.options)
 
-    def _run_mpi(self, ring: WorkerRing) -> None:
-        """Have mpirun start the ranks; each connects back, and ends when its socket does, and then mpirun ends."""
-        log = self._folder / f"{ring.name}.log"
-        path = str(self._folder / f"{ring.name}.sock")
-        program = mpirun()
-        assert program is not None
-        listener = self.stack.enter_context(socket.socket(socket.AF_UNIX))
-        listener.bind(path)
-        listener.listen(self.members)
-        spec = self._spec(ring.name, self.contenders[ring.name], 0)
-        command = [program, "-n", str(self.members), *MPI_OPTIONS]
-        command += [sys.executable, "-m", MPI_MODULE, path, json.dumps(asdict(spec))]
-        env = {**MPI_ROOT, "TMPDIR": str(self._folder)}
-        process = spawn(self.stack, command, log, env, end=_end_mpi)
-        self.stack.callback(ring.close)  # before mpirun
-        deadline = time.monotonic() + MPI_START_S
-        answers = []
-        for _ in range(self.members):
-            link = WorkerLink(ring.name, _accepted(listener, process, deadline, log), log)
-            ring.links.append(link)
-            answers += collect([link], max(0.0, deadline - time.monotonic()))
-        pairs = sorted(zip(answers, ring.links, strict=True), key=lambda pair: int(pair[0]["member"]))
-        ring.links = [link for _, link in pairs]
-        for answer, link in pairs:
-            link.name = f"{ring.name} rank {answer['member']}"
-            link.greet(answer)
-
 
 def check_memory(contenders: Iterable[Contender], members: int, size: int) -> None:
     """Raise ConfigError where tensors of ``size`` bytes do not fit at all members of all contenders at once."""
     copies = sum(contender.copies for contender in contenders) * members
     check_room(copies, size, "all contenders at once take")
-
-
-def _accepted(listener: socket.socket, process: Process, deadline: float, log: Path) -> socket.socket:
-    listener.settimeout(0.2)
-    while process.poll() is None and time.monotonic() < deadline:
-        with suppress(TimeoutError):
-            sock, _ = listener.accept()
-            sock.setblocking(True)
-            return sock
-    why = last_line(log) or f"no rank within {MPI_START_S:g} s"
-    raise Retryable(f"bench: mpirun did not start its ranks: {why}")
-
-
-def _end_mpi(process: Process) -> None:
-    """Wait until mpirun ends with its ranks, and kill its session if it does not."""
-    for number in (None, signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            if number is not None:
-                os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GONE_S)
-            return

@@ -9,7 +9,6 @@ worker's socket and log. Its workers die with it. A worker knows these commands:
     -> {"do": "check"}                                <- {"wrong": ""}
     -> {"do": "run", "times": 1, "at": 12.5}          <- {"t": 12.6}
     -> {"do": "retry", "epoch": 2, "ring": []}        <- {"t": 12.6}         join, and all-reduce once
-    -> {"do": "spin", "on": true}                     <- {}                  a thread of pure Python
 
 Times are of CLOCK_MONOTONIC, which all processes of a machine share; `at` is when to start. An all-reduce or a
 join that fails in a way that FTAR can recover from is answered {"raised": "PeerDead", "text": "", "t": 12.6}.
@@ -25,7 +24,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -66,8 +64,6 @@ class Worker:
         self._position = 0
         self._members = 1
         self._source = self._sink = torch.empty(0)
-        self._spinner: threading.Thread | None = None
-        self._spins = False
 
     def obey(self, command: Mapping[str, Any]) -> Answer:
         """Do one thing; return the answer."""
@@ -87,8 +83,6 @@ class Worker:
                     return self._prepare(command["bytes"] // 4)
                 case "check":
                     return {"wrong": self._check()}
-                case "spin":
-                    return self._spin(command["on"])
         except RecoverableError as error:
             return {"raised": type(error).__name__, "text": str(error), "t": time.monotonic()}
         return {"t": time.monotonic()}
@@ -122,23 +116,6 @@ class Worker:
         if self.rank.in_place:
             self._source.zero_()  # sums of sums would grow beyond all bounds; zeros stay what they are
         return wrong
-
-    def _spin(self, on: bool) -> Answer:
-        """Start or stop a thread of pure Python that gives up the interpreter only when it is made to."""
-        if on and self._spinner is None:
-            self._spins = True
-            self._spinner = threading.Thread(target=self._turn, name="bench-spinner", daemon=True)
-            self._spinner.start()
-        elif not on and self._spinner is not None:
-            self._spins = False
-            self._spinner.join()
-            self._spinner = None
-        return {}
-
-    def _turn(self) -> None:
-        turns = 0
-        while self._spins:
-            turns += 1
 
 
 def _blocks(tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

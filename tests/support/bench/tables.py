@@ -13,7 +13,7 @@ from ft_hsdp.bench.tables import show
 HEAD: Mapping[str, Any] = {
     "date": "2026-11-21T10:00:00+00:00",
     "machine": {"cpu": "A processor", "cores": 2, "load_1min_before": 0.1, "tcp_congestion_default": "bbr"},
-    "versions": {"torch": "2.13.0", "mpi4py": None},
+    "versions": {"torch": "2.13.0", "torchft": None},
     "contenders": {},
     "notes": [],
 }
