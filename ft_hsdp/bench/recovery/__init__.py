@@ -11,5 +11,8 @@ Read in this order:
 
 `setup` and this package import neither torch nor anything else that takes time to import.
 
+Example:
+    launcher.py bench recovery --measure kill --kills 3 --json
+
 The call path: `bench recovery` -> `bench` -> `job_under_test` -> the logs of the run -> `analysis`.
 """
