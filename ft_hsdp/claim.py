@@ -114,7 +114,7 @@ class Claim:
         """Take this process's share of the lock; one that looks has it for a moment."""
         self._lock = _open(self.folder)
         for _ in range(int(RENEW_S / LOOK_S)):
-            if self._lock is None or _try(self._lock, fcntl.LOCK_SH) is not False:
+            if self._lock is None or try_lock(self._lock, fcntl.LOCK_SH) is not False:
                 break
             time.sleep(LOOK_S)
 
@@ -163,6 +163,9 @@ class Claim:
             if found and not self._owner.wrote(found):
                 self.lost = _who(found)
             elif self.folder.is_dir():
+                if not (self.folder / LOCK).exists():  # the folder was removed, and made again
+                    self.drop()
+                    self._hold()
                 _put(self.folder, self._record(found))
 
     def _record(self, before: Record) -> dict[str, Any]:
@@ -197,7 +200,7 @@ def judge(folder: Path, owner: FolderOwner) -> tuple[str, Record]:
     until = time.monotonic() + (GIVEN_UP_S if found.get("given_up") else LEASE_S)
     try:
         while True:
-            free = None if lock is None else _try(lock, fcntl.LOCK_EX)
+            free = None if lock is None else try_lock(lock, fcntl.LOCK_EX)
             if free:
                 fcntl.flock(lock or 0, fcntl.LOCK_UN)
             if not found and free is not False:
@@ -275,7 +278,7 @@ def turn(folder: Path) -> Iterator[None]:
         return
     try:
         for _ in range(int(LEASE_S / LOOK_S)):
-            if _try(handle, fcntl.LOCK_EX) is not False:
+            if try_lock(handle, fcntl.LOCK_EX) is not False:
                 break
             time.sleep(LOOK_S)
         yield
@@ -290,7 +293,7 @@ def _open(folder: Path) -> int | None:
         return None
 
 
-def _try(handle: int, kind: int) -> bool | None:
+def try_lock(handle: int, kind: int) -> bool | None:
     """Return whether the lock was free; None: the file system has no locks."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 WAIT_S = 0.1  # longest wait of a caller for the thread that writes its line
 CLOSE_S = 2.0  # the same at the end
@@ -110,11 +110,19 @@ def clear_way(path: Path) -> None:
             _log.warning("%s is no file and is set aside: %s", path, set_aside(path).name)
 
 
+def open_regular(path: Path, *, to_lock: bool = False) -> BinaryIO:
+    """Return a file, open to be read. Raises OSError, at once also for a named pipe or a device in its place."""
+    flags = os.O_NONBLOCK | os.O_CLOEXEC | (os.O_RDWR if to_lock else os.O_RDONLY)  # NFS locks what can be written
+    file = open(path, "rb", opener=lambda name, _: os.open(name, flags))  # noqa: SIM115 - the caller's
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return file
+
+
 def read_regular(path: Path) -> bytes:
-    """Return what a file has. Raises OSError, at once also for a named pipe or a device in its place."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
+    """Return what a file has. Raises OSError as `open_regular` does."""
+    with open_regular(path) as file:
         return file.read()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -123,7 +124,9 @@ class JobRun:
         self._supervisors: dict[int, ReplicaSupervisor] = {}  # by replica
         self._outcomes: dict[int, Outcome] = {}  # of the replicas that have ended
         self._stopped_by: int | None = None  # number of the first signal
-        self._written: int | None = None  # step of the newest checkpoint
+        self._written: int | None = None  # step of the newest checkpoint, as it was logged
+        self._seen = False  # one that was written could be seen from here
+        self._checkpoints = Path(config.checkpoint.dir or run.path / "checkpoints")
         self._over = asyncio.Event()  # the job ends
         self._background: list[asyncio.Task[Any]] = []
         self._link: LighthouseLink | None = None
@@ -172,21 +175,33 @@ class JobRun:
         self._terminal.summary(summary, code)
         if unsaved:
             self._terminal.say(unsaved, "red")
-        elif self._stopped_by is not None and self._written is not None:
-            self._terminal.say(how_to_continue(config, run, self._written))
+        elif self._stopped_by is not None and (kept := self._kept()):
+            self._terminal.say(how_to_continue(config, run, kept[-1]))
         return code, summary
 
     def _unsaved(self) -> str:
         """Return in one line that the last state, which is to be kept, is not written; "" if it is."""
-        newest, kept = self._recorder.newest, self._config.checkpoint.dir
+        newest = self._recorder.newest
         if not self._config.keeps_last or newest is None:
             return ""
-        step, written = newest["step"], self._written
-        folder = self._run.path / "checkpoints" if kept is None else Path(kept)
-        if (written is not None and written >= step) or any(folder.glob(f"step-{step}-*")):  # its line may be lost
+        written = max(newest["step"], self._written or 0)  # the line of the newest commit may be lost
+        kept = self._kept()
+        if written in kept:
             return ""
-        older = "there is none of this run" if written is None else f"the newest one is of step {written}"
-        return f"the announced checkpoint of step {step} was not written: {older}"
+        older = f"the newest one is of step {kept[-1]}" if kept else "there is none"
+        was = "is gone" if written == self._written else "was not written"
+        return f"the announced checkpoint of step {written} {was}: {older}"
+
+    def _kept(self) -> list[int]:
+        """Return the steps of the checkpoints that are there, the newest last, whatever was logged.
+
+        Where this process has never seen one, because their folder is on other machines, the log counts.
+        """
+        whole = [file.parent.name for file in self._checkpoints.glob("*/manifest.json") if file.is_file()]
+        named = filter(None, (re.match(r"step-(\d+)-epoch-(\d+)-", name) for name in whole))
+        places = sorted((int(name[2]), int(name[1])) for name in named)
+        logged = [] if self._seen or self._written is None else [self._written]
+        return [*(step for _, step in places), *logged]
 
     async def _start(self, lighthouse: LighthouseHandle) -> None:
         """Start the lighthouses and the backend, side by side."""
@@ -335,6 +350,7 @@ class JobRun:
         self._terminal.event(event)
         if event["event"] == "CheckpointWritten":
             self._written = max(event["step"], self._written or 0)
+            self._seen = self._seen or any(self._checkpoints.glob(f"step-{event['step']}-*"))
         from_no_rank = event.get("source") in ("supervisor", "chaos") or event["event"] == "RankEnded"
         if self._link is not None and from_no_rank:
             self._link.note(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -16,7 +17,9 @@ from ft_hsdp.core.state_id import SLICES
 from ft_hsdp.event_table import tell
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.status import status
+from ft_hsdp.mounts import Ability
 from ft_hsdp.state.checkpoint import catalog
+from tests.support.os_faults import MODULE, POOR
 from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.proof
@@ -77,6 +80,58 @@ def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
         assert {e["step"] for e in job.events("StateRestored")} == {5}
         assert {e["checkpoint"] for e in job.events("CheckpointPassedOver")} == {newest.name}
         assert job.replayed()["equal"]
+
+
+# The folder of checkpoints is on a poor file system, or is removed, or odd things stand in it.
+
+
+def test_a_file_system_without_locks_links_and_fsync_of_folders_takes_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(POOR, ":".join([f"{tmp_path}/checkpoints", Ability.LOCKS, Ability.SYNC, Ability.LINKS]))
+    resumed: set[int] = set()
+    for name, steps in (("one", 10), ("two", 15)):
+        (tmp_path / name).mkdir()
+        with Job(tmp_path / name, steps, **settings(tmp_path), replicas=2, preload=[MODULE]) as job:
+            check(job.end(), steps)
+            assert {e["step"] for e in job.events("StateRestored")} == resumed
+            assert not job.events("CheckpointFailed")
+        resumed = {steps}
+    assert [path.name.split("-")[1] for path in catalog.published(tmp_path / "checkpoints")] == ["15", "10", "5"]
+
+
+def test_a_folder_that_vanishes_is_made_again_and_the_end_says_what_is_there(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+
+    def steps() -> list[int]:
+        return [int(path.name.split("-")[1]) for path in catalog.published(folder)]
+
+    def job(name: str) -> Job:
+        (tmp_path / name).mkdir()
+        return Job(tmp_path / name, 5000, **settings(tmp_path, replicas=2, checkpoint__keep=2))
+
+    with job("one") as one:
+        one.until(steps, "a checkpoint")
+        shutil.rmtree(folder)
+        one.until(lambda: len(steps()) == 2, "two checkpoints in a new folder")
+        odd = catalog.published(folder)[0]
+        os.mkfifo(tmp_path / "pipe")
+        (tmp_path / "pipe").rename(odd / "manifest.json")
+        one.until(lambda: not odd.exists(), "the checkpoint with a pipe as its manifest is retired")
+        one.until(lambda: len(steps()) == 2, "two others")
+        one.process.send_signal(signal.SIGTERM)
+        last = one.end(128 + signal.SIGTERM)["steps"]
+        assert steps()[0] == last
+        assert f"the state of step {last} is in" in one.log.read_text().splitlines()[-1]
+    with job("two") as two:
+        two.until(lambda: two.events("CheckpointWritten"), "a checkpoint of its own")
+        two.process.send_signal(signal.SIGTERM)
+        while two.process.poll() is None:
+            for path in catalog.published(folder):
+                shutil.rmtree(path, ignore_errors=True)
+        summary = two.end(75)
+        assert {e["step"] for e in two.events("StateRestored")} == {last}
+        assert f"of step {summary['steps']} is gone: there is none" in two.log.read_text().splitlines()[-1]
 
 
 # A copy of a state, or a rank's own memory, is damaged or missing: found before it is used, no halt.

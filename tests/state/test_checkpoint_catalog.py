@@ -3,8 +3,10 @@ from __future__ import annotations
 import fcntl
 import hmac
 import json
+import os
 import random
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId, canonical
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.mounts import Ability
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, drafts
 from ft_hsdp.state.checkpoint.catalog import JobData, differing_data
 from ft_hsdp.state.checkpoint.checkpoint_manifest import (
@@ -27,6 +30,7 @@ from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     Unauthentic,
     Unusable,
 )
+from tests.support.os_faults import poor
 
 FILES = {".metadata": b"pickle" * 40, "__0_0.distcp": bytes(range(256)) * 20, "__1_0.distcp": b""}
 KEY = b"operator's key"
@@ -102,6 +106,20 @@ def test_a_checkpoint_is_missed_unless_it_or_a_newer_one_is_there_or_being_writt
     assert not drafts.missed(tmp_path, 4)
 
 
+def test_where_there_are_no_locks_a_living_writer_renews_its_draft(tmp_path: Path) -> None:
+    draft = drafts.Draft(tmp_path, checkpoint_manifest.name_of(StateId(1, 6, "ab" * 16), "0-a-0"))
+    with poor(tmp_path, Ability.LOCKS):
+        draft.begin()
+        os.utime(draft.path / "manifest.json", (1, 1))
+        assert drafts.missed(tmp_path, 6), "it is old"
+        until = time.monotonic() + 60
+        while drafts.missed(tmp_path, 6):
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        draft.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_every_flipped_bit_is_seen(tmp_path) -> None:
     path = checkpoint(tmp_path, 1)
     sample = random.Random(3)
@@ -130,6 +148,9 @@ def test_every_truncation_is_seen_and_every_byte_too_many(tmp_path) -> None:
                 catalog.verify(path, KEY)
         (path / name).unlink()
         assert reason(tmp_path).startswith(f"{name}: No such file")
+        os.mkfifo(path / name)
+        assert reason(tmp_path).startswith(name)
+        (path / name).unlink()
         (path / name).write_bytes(whole)
     catalog.verify(path, KEY)
 

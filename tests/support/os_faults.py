@@ -39,7 +39,7 @@ from ft_hsdp.launch.injection import Inflicted, Lift
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.mounts import Ability
 
-POOR = "FT_HSDP_TESTED_POOR"  # a folder, and what its file system lacks: names of abilities; with colons between
+POOR = "FT_HSDP_TESTED_POOR"  # a folder, and abilities that its file system lacks; with colons between
 FAKED = ("disk_full", "slow_disk", "clock")
 KINDS = (*FAKED, "descriptors", "memory", "garbage")
 MODULE = "tests.support.os_faults"
@@ -287,7 +287,7 @@ def poor(folder: Path, *lacking: Ability) -> Iterator[None]:
 _for_ever = contextlib.ExitStack()
 if POOR in os.environ:
     _where, *_what = os.environ[POOR].split(":")
-    _for_ever.enter_context(poor(Path(_where), *(Ability[each] for each in _what)))
+    _for_ever.enter_context(poor(Path(_where), *map(Ability, _what)))
 
 
 def _fake_disk(order: FaultOrder, run: Path) -> contextlib.AbstractContextManager[None]:

@@ -26,6 +26,7 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.replica_state import CUTS, other_data
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import open_regular
 from ft_hsdp.state.checkpoint import checkpoint_manifest, dcp
 from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     MANIFEST,
@@ -141,7 +142,7 @@ def manifest_of(path: Path) -> CheckpointManifest:
 
 def _read_manifest(path: Path) -> bytes:
     try:
-        with (path / MANIFEST).open("rb") as file:
+        with open_regular(path / MANIFEST) as file:
             data = file.read(MAX_MANIFEST + 1)
     except OSError as error:
         raise Unusable(f"{MANIFEST}: {error.strerror}") from error

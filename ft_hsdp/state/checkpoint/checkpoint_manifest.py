@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from ft_hsdp.core import state_id
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.jsonl import open_regular
 
 FORMAT = 5
 OF_MODELS = 4  # read too: it says nothing of the data
@@ -210,6 +211,6 @@ def describe(path: Path) -> File:
     Raises:
         OSError: The file cannot be read.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         content = hashlib.file_digest(file, blake3.blake3)  # type: ignore[arg-type] # has update and hexdigest
         return File(file.tell(), content.hexdigest())

@@ -3,7 +3,7 @@
 Everything is written into a draft, a folder whose name is not that of a checkpoint, the manifest last, and
 fsynced. Then the folder is renamed. So a crash at any moment leaves a whole checkpoint, or a draft that a later
 start removes. Rank 0 holds a lock on the draft's manifest while it lives: that tells a draft that is being written
-from one that a dead writer left.
+from one that a dead writer left. Where the file system has no locks, it renews the time of the manifest instead.
 
 `Draft` is the folder until it is published. `retire` removes older checkpoints then, and `sweep` the drafts of
 dead writers.
@@ -11,15 +11,22 @@ dead writers.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
 import shutil
+import tempfile
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 from ft_hsdp import fault_injection
+from ft_hsdp.claim import LEASE_S, RENEW_S, try_lock
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import open_regular
+from ft_hsdp.mounts import sync_names
 from ft_hsdp.state.checkpoint import checkpoint_manifest
 from ft_hsdp.state.checkpoint.catalog import PUBLISHED, entries, manifest_of, published
 from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, METADATA, CheckpointManifest, Unusable
@@ -38,17 +45,24 @@ class Draft:
         self.path = unfinished(folder, name)
         self.final = folder / name
         self._manifest: IO[bytes] | None = None
+        self._over = threading.Event()
 
     def begin(self) -> None:
-        """Make the folder and lock it.
+        """Make the folder, also what is above it if that was removed, and lock it.
 
         Raises:
             OSError: The folder cannot be made.
         """
         shutil.rmtree(self.path, ignore_errors=True)  # left by an attempt of this incarnation that failed
-        self.path.mkdir()
+        self.path.mkdir(parents=True)
         self._manifest = (self.path / MANIFEST).open("xb")
-        fcntl.flock(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if try_lock(self._manifest.fileno(), fcntl.LOCK_EX) is None:
+            threading.Thread(target=self._renew, name="draft", daemon=True).start()
+
+    def _renew(self) -> None:
+        while not self._over.wait(RENEW_S):
+            with contextlib.suppress(OSError):
+                os.utime(self.path / MANIFEST)
 
     def written_by(self, rank: int) -> dict[str, Any]:
         """Return {name: size and hash} of the files that DCP wrote on ``rank``. Reads all of them.
@@ -82,10 +96,10 @@ class Draft:
         self._manifest.write(data)
         self._manifest.flush()
         os.fsync(self._manifest.fileno())
-        _sync(self.path)
+        sync_names(self.path)
         fault_injection.reach("checkpoint-rename", manifest.state.step)
         self.path.rename(self.final)
-        _sync(self._folder)
+        sync_names(self._folder)
         try:
             removed = retire(self._folder, keep, self.final.name, manifest.config_hash)
             return {"removed": removed, "trouble": ""}
@@ -95,16 +109,9 @@ class Draft:
     def discard(self) -> None:
         """Remove the draft if it was begun here and not published, and release the lock."""
         if self._manifest is not None:
+            self._over.set()
             shutil.rmtree(self.path, ignore_errors=True)
             self._manifest.close()
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def unfinished(folder: Path, name: str) -> Path:
@@ -158,14 +165,12 @@ def _seems_whole(path: Path) -> bool:
 def sweep(folder: Path) -> list[str]:
     """Remove the unfinished folders of dead writers in ``folder``, and return their names.
 
-    A living writer holds a lock on its manifest.
-
     Raises:
         ConfigError: The folder cannot be read.
     """
     gone = []
     for path in entries(folder):
-        if path.name.startswith((_WRITING, _REMOVING)) and not _locked(path / MANIFEST):
+        if path.name.startswith((_WRITING, _REMOVING)) and not _writing(path / MANIFEST):
             shutil.rmtree(path, ignore_errors=True)  # another replica may be removing it too
             gone.append(path.name)
     return gone
@@ -179,18 +184,19 @@ def missed(folder: Path, due: int) -> bool:
     """
     names = [path.name for path in published(folder)]
     drafts = [path for path in entries(folder) if path.name.startswith(_WRITING)]
-    names += [path.name.removeprefix(_WRITING) for path in drafts if _locked(path / MANIFEST)]
+    names += [path.name.removeprefix(_WRITING) for path in drafts if _writing(path / MANIFEST)]
     steps = [int(match[1]) for name in names if (match := PUBLISHED.fullmatch(name))]
     return max(steps, default=0) < due
 
 
-def _locked(manifest: Path) -> bool:
-    """Return whether a living writer holds the lock on this manifest."""
+def _writing(manifest: Path) -> bool:
+    """Return whether the writer of this manifest lives: it holds the lock, or has renewed the time of late."""
     try:
-        with manifest.open("rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
+        with open_regular(manifest, to_lock=True) as file:
+            free = try_lock(file.fileno(), fcntl.LOCK_EX)
+            if free is not None:
+                return not free
+            with tempfile.NamedTemporaryFile(prefix=".try-", dir=manifest.parents[1]) as now:  # the server's clock
+                return os.fstat(now.fileno()).st_mtime - os.fstat(file.fileno()).st_mtime < LEASE_S
+    except OSError as error:
+        return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)  # no file

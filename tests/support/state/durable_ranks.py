@@ -32,11 +32,13 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.mounts import Ability
 from ft_hsdp.state.checkpoint import catalog, drafts
 from ft_hsdp.state.checkpoint.catalog import resume
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header
 from ft_hsdp.state.transfer.shard_manifest import Layout
 from ft_hsdp.train.state import packing
+from tests.support.os_faults import poor
 from tests.support.state.durable_side import HYPER, KEY, VALUES, Side, header, told, two_layers
 
 WAIT_S = 60.0
@@ -145,10 +147,10 @@ def with_disk_full(side: Side, folder: str, limit: int, on: int) -> Any:
 
 
 def with_folder_gone(side: Side, folder: str) -> Any:
-    """The folder vanishes, then a file stands in its way, then it is back."""
+    """The folder and the one above it vanish, then a file stands in its way, then it is back."""
     checkpointer = side.checkpointer(folder)
     outcomes = []
-    for step, change in enumerate([shutil.rmtree, _file, _folder], 1):
+    for step, change in enumerate([_gone, _file, _folder], 1):
         if side.ranks.rank == 0:
             change(folder)
         dist.barrier()
@@ -157,7 +159,12 @@ def with_folder_gone(side: Side, folder: str) -> Any:
     return {"outcomes": outcomes}
 
 
+def _gone(path: str) -> None:
+    shutil.rmtree(Path(path).parent)
+
+
 def _file(path: str) -> None:
+    shutil.rmtree(path)
     Path(path).write_text("in the way")
 
 
@@ -277,6 +284,25 @@ def swept_while_writing(side: Side, folder: str) -> Any:
     return {"outcomes": [outcome], "swept": swept[0] + [name for each in swept[1:] for name in each]}
 
 
+def save_on(side: Side, folder: str, lacking: list[str]) -> Any:
+    """Publish two steps on a file system that lacks something; another replica tidies up before each rename."""
+    swept: list[str] = []
+    with poor(Path(folder), *map(Ability, lacking)):
+        real = drafts.sync_names
+
+        def sweep(path: Path) -> None:
+            swept.extend(drafts.sweep(Path(folder)) if side.ranks.rank == 0 else [])
+            real(path)
+
+        drafts.sync_names = sweep
+        try:
+            return {**save(side, folder, [1, 2]), "swept": swept}
+        except ConfigError as error:
+            return {"refused": str(error)}
+        finally:
+            drafts.sync_names = real
+
+
 def load_what_vanishes(side: Side, folder: str) -> Any:
     """The newest is verified, and its data is gone before it is read."""
     real = catalog.newest
@@ -333,6 +359,7 @@ DO: dict[str, Callable[..., Any]] = {
         close_at_once,
         zombie,
         swept_while_writing,
+        save_on,
         load_what_vanishes,
         measure,
     )
