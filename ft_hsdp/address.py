@@ -6,10 +6,12 @@ import contextlib
 import errno
 import ipaddress
 import socket
+from collections.abc import Mapping
 
 from ft_hsdp.errors import ConfigError
 
 BACKLOG = 1024  # of a lighthouse
+GLOO_INTERFACES, NCCL_INTERFACES = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 def join(host: str, port: int) -> str:
@@ -131,6 +133,25 @@ def source(host: str | None, port: int, version: int = socket.AF_UNSPEC) -> str:
     with socket.socket(found, socket.SOCK_DGRAM) as sock:
         sock.connect(there)  # the kernel chooses the route
         return str(sock.getsockname()[0])
+
+
+def check_interfaces(environment: Mapping[str, str]) -> None:
+    """Refuse interfaces in an environment that this machine lacks: gloo and NCCL end later, and say it less well.
+
+    Raises:
+        ConfigError: On GLOO_SOCKET_IFNAME, where each name has to be one, or NCCL_SOCKET_IFNAME, of which one has
+            to fit: names begin as it says, or are equal after "="; after "^" it says which are not used.
+    """
+    here = [name for _, name in socket.if_nameindex()]
+    allowed = f"an interface of this machine: {', '.join(here)}"
+    given = environment.get(GLOO_INTERFACES, "")
+    if given and not {name.strip() for name in given.split(",")} <= set(here):
+        raise ConfigError(GLOO_INTERFACES, given, allowed)
+    given = environment.get(NCCL_INTERFACES, "")
+    sign, names = given[:1], tuple(name.split(":")[0] for name in given.lstrip("=^").split(","))
+    fit = [name for name in here if (name in names if sign == "=" else name.startswith(names))]
+    if given and (set(here) <= set(fit) if sign == "^" else not fit):
+        raise ConfigError(NCCL_INTERFACES, given, allowed)
 
 
 def local(sock: socket.socket) -> bool:

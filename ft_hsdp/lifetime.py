@@ -1,4 +1,4 @@
-"""What ends a process: the end of the one that started it, and which signals.
+"""What ends a process: the end of the one that started it, that of the rank that it belongs to, and which signals.
 
 SIGINT, SIGTERM and SIGHUP, that of a terminal that closes, tell a job to end; nohup has SIGHUP ignored. SIGUSR1,
 SIGUSR2 and SIGQUIT are notices of schedulers and users, and by default they would end a process at once.
@@ -13,6 +13,8 @@ import threading
 
 _PR_SET_PDEATHSIG = 1
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
+MARK_VARIABLE = "FT_HSDP_MARK"  # a rank and all that it starts have the same one; its supervisor finds them by it
+UNMARKED = "0" * 32
 
 
 def die_with(parent: int) -> None:
@@ -36,3 +38,21 @@ def outlive_notices() -> None:
         for number in NOTICES:
             if signal.getsignal(number) is signal.SIG_DFL:
                 signal.signal(number, signal.SIG_IGN)
+
+
+def wear(mark: str) -> None:
+    """Have /proc show ``mark`` in the environment of this process, and of all that it forks or starts from now on.
+
+    A forked process shows the environment that its parent began with. So the value is written in its place, which
+    has to be as long; a fork server begins with `UNMARKED`.
+    """
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    if (place := getenv(MARK_VARIABLE.encode())) and len(os.environ[MARK_VARIABLE]) == len(mark):
+        ctypes.memmove(place, mark.encode(), len(mark))
+    os.environ[MARK_VARIABLE] = mark
+
+
+def unmarked() -> dict[str, str]:
+    """Return the environment of a process that is to outlive the rank that starts it."""
+    return {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}

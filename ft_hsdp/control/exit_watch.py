@@ -27,6 +27,7 @@ from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.jsonl import read_object
+from ft_hsdp.lifetime import unmarked
 from ft_hsdp.protocol import ProcessReport
 
 AGAIN_S = 0.5
@@ -65,6 +66,7 @@ def start(watched: Watched, log: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=out,
             stderr=out,
+            env=unmarked(),
             start_new_session=True,
         )
     assert process.stdin is not None

@@ -22,10 +22,10 @@ from ft_hsdp import secret
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.arguments import ORDERS, build_parser
-from ft_hsdp.launch.backend.processes import drain, forgiving
+from ft_hsdp.launch.backend.processes import drain, foreign, forgiving
 from ft_hsdp.launch.render import command as rendering
 from ft_hsdp.launch.run.directory import RunDir, find_run, find_running, read_json
-from ft_hsdp.lifetime import outlive_notices
+from ft_hsdp.lifetime import MARK_VARIABLE, outlive_notices
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # an override without its two dashes
 INTERRUPTED = 130  # exit code after Ctrl-C
@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code as in `ft_hsdp.errors`; 130 after Ctrl-C; 1 from `verify` if the run breaks the protocol.
     """
     _hold_descriptors()
+    if MARK_VARIABLE in os.environ:  # the script of a rank starts this job: the rank's place is not ours
+        for name in foreign(os.environ):
+            del os.environ[name]
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except FtHsdpError as error:

@@ -296,13 +296,15 @@ def _connect_ranks(
     ranks would find the addresses of the incarnation before there.
 
     Raises:
+        ConfigError: The environment names an interface that this machine lacks.
         Retryable: The ranks have not met.
     """
     meeting = timedelta(seconds=config.timeouts.ranks_s)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address.check_interfaces(os.environ)
     interface = _interface(host)
     if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault(address.GLOO_INTERFACES, interface)
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     ours: RankStore | None = None
     store: dist.Store

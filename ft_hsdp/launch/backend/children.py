@@ -21,7 +21,12 @@ from typing import Any
 
 import psutil
 
+from ft_hsdp.lifetime import MARK_VARIABLE
+
 _PR_SET_CHILD_SUBREAPER = 36
+LEAVE_S = 1.0  # from SIGTERM to SIGKILL for what a rank has left behind
+LOOK_S = 0.02  # between two looks at it
+UNKILLABLE_S = 10.0  # for what a kernel does not let go, as a process that waits for a disk
 
 
 def adopt() -> None:
@@ -102,6 +107,45 @@ class Child:
         os.close(self._process)
         self._hang_up()
         self._exited(int(code))
+
+
+def left(mark: str) -> list[psutil.Process]:
+    """Return the processes that a rank which has ended, whose mark is ``mark``, has forked or started, and theirs.
+
+    They are children of this process, which has adopted them, and descendants of these.
+    """
+    wanted = f"{MARK_VARIABLE}={mark}".encode()
+    found = []
+    for pid in _children():
+        with contextlib.suppress(OSError, psutil.Error):
+            if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                root = psutil.Process(pid)
+                found += [root, *root.children(recursive=True)]
+    return found
+
+
+async def end_left(mark: str) -> None:
+    """End the processes that `left` finds: SIGTERM, and SIGKILL after `LEAVE_S`. Gives up after `UNKILLABLE_S`."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    told: set[psutil.Process] = set()
+    while loop.time() - began < UNKILLABLE_S:
+        late, new = loop.time() - began >= LEAVE_S, set(left(mark)) - told
+        told |= new
+        for process in told if late else new:
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(signal.SIGKILL if late else signal.SIGTERM)
+        if not (told := {process for process in told if not _gone(process)}):
+            return
+        await asyncio.sleep(LOOK_S)
+
+
+def _gone(process: psutil.Process) -> bool:
+    """Return whether a process has ended; reap it if it is a child of this one."""
+    try:
+        return os.waitpid(process.pid, os.WNOHANG)[0] == process.pid
+    except ChildProcessError:  # its parent lives
+        return not process.is_running()
 
 
 def reap(sessions: Collection[int], watched: Collection[int]) -> None:

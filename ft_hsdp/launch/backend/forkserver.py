@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from ft_hsdp.launch.backend import children
 from ft_hsdp.launch.backend.children import Child
 from ft_hsdp.launch.backend.processes import environment, tied
 from ft_hsdp.launch.run.directory import open_log
+from ft_hsdp.lifetime import MARK_VARIABLE, UNMARKED
 
 ENTRY = "ft_hsdp.launch.backend.entry:main"
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch._dynamo")
@@ -49,6 +51,7 @@ class _Start:
     exited: OnExit
     warm: OnWarm
     assignment: Assignment | None  # None for a spare's rank
+    mark: str = field(default_factory=lambda: secrets.token_hex(16))  # of the rank and all that it starts
 
 
 class _Server:
@@ -170,6 +173,7 @@ class ForkServer:
         self._running: dict[int, Child] = {}  # by pid
         self._fewer = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ends: set[asyncio.Task[None]] = set()  # of what ranks have left behind
         self._closed = False
 
     @property
@@ -205,18 +209,19 @@ class ForkServer:
             Retryable: The server cannot fork, does not in time, or dies meanwhile.
         """
         server = await self._ready()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise Retryable(f"no line to a rank: {error.strerror}") from None
+        start = _Start(asyncio.get_running_loop().create_future(), ours, on_exit, on_warm, assignment)
         request = {
+            "mark": start.mark,
             "env": dict(env),
             "run": str(self._run),
             "config": str(config),
             "log": str(log),
             "called": assignment is not None,
         }
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError as error:
-            raise Retryable(f"no line to a rank: {error.strerror}") from None
-        start = _Start(asyncio.get_running_loop().create_future(), ours, on_exit, on_warm, assignment)
         try:
             with theirs:
                 return await server.fork(request, theirs, start, self._spawn_s)
@@ -252,6 +257,7 @@ class ForkServer:
                 while self._running:
                     self._fewer.clear()
                     await self._fewer.wait()
+        await asyncio.gather(*self._ends, return_exceptions=True)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -279,7 +285,7 @@ class ForkServer:
                 args = (str(theirs.fileno()), self._entry, str(self._run), *self._preload)
                 process = await asyncio.create_subprocess_exec(
                     *tied("ft_hsdp.launch.backend.zygote", *args),
-                    env=environment(),
+                    env={**environment(), MARK_VARIABLE: UNMARKED},
                     pass_fds=(theirs.fileno(),),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
@@ -317,10 +323,11 @@ class ForkServer:
             self._keep(self._reap())
         return server
 
-    def _keep(self, work: Any) -> None:
+    def _keep(self, work: Any, tasks: set[asyncio.Task[None]] | None = None) -> None:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        kept = self._tasks if tasks is None else tasks
+        kept.add(task)
+        task.add_done_callback(kept.discard)
 
     async def _read(self, server: _Server) -> None:
         await server.read()
@@ -352,6 +359,7 @@ class ForkServer:
 
         def gone(code: int) -> None:
             del self._running[pid]
+            self._keep(children.end_left(start.mark), self._ends)
             self._fewer.set()
             start.exited(pid, code)
 

@@ -13,10 +13,12 @@ import errno
 import importlib
 import io
 import os
+import re
 import secrets
 import socket
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -25,12 +27,18 @@ import psutil
 import ft_hsdp
 from ft_hsdp import address
 from ft_hsdp.jsonl import Queued
-from ft_hsdp.lifetime import die_with
+from ft_hsdp.lifetime import MARK_VARIABLE, die_with
 from ft_hsdp.secret import KEY_VARIABLE, TOKEN_VARIABLE
 
 FIRST_PORT, PORTS = 20000, 12768  # these ports lie below those that Linux gives to outgoing connections
 TRIES = 1000  # random ports that are tried
 SECRETS = (TOKEN_VARIABLE, KEY_VARIABLE, "RAY_AUTH_TOKEN")  # variables that no child needs
+PLACES = re.compile(  # variables by which launchers tell a rank its place: torchrun's, Slurm's, MPI's and PMI's
+    r"(RANK|WORLD_SIZE|MASTER_(ADDR|PORT)|(LOCAL|GROUP|ROLE)_(RANK|WORLD_SIZE|NAME)|(TORCHELASTIC|PET)_.*"
+    r"|SLURM_(PROCID|LOCALID|NTASKS|NPROCS|GTIDS|TASKS_PER_NODE|STEP_(NUM_TASKS|TASKS_PER_NODE))"
+    r"|(OMPI_COMM_WORLD|OMPI_UNIVERSE|MV2_COMM_WORLD|PMI|PMIX)_.*|MPI_LOCAL(RANKID|NRANKS))"
+)
+OURS = re.compile(f"FT_HSDP_(HOSTS?|HOST_RANK|FATAL_UNITS|CONFIG|REPLICA)|{MARK_VARIABLE}")  # in a rank of ours
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -52,11 +60,22 @@ def spare(*module_and_args: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return an environment for children: they find this installation; secrets they read from files."""
+    """Return an environment for children: they find this installation; secrets they read from files.
+
+    It has no place of a rank: this process may be a rank of another launcher, or of another job of ours, whose
+    hosts it does not inherit either.
+    """
     root = str(Path(ft_hsdp.__file__).parents[1])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
+    dropped = foreign(os.environ).union(SECRETS)
+    inherited = {name: value for name, value in os.environ.items() if name not in dropped}
     return {**inherited, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def foreign(environment: Collection[str]) -> set[str]:
+    """Return the variables of an environment that tell another job's rank its place."""
+    inside = MARK_VARIABLE in environment
+    return {n for n in environment if PLACES.fullmatch(n) or (inside and OURS.fullmatch(n))}
 
 
 class _Forgiving(io.FileIO):

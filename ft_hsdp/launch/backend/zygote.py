@@ -3,7 +3,8 @@
 `python -m ft_hsdp.launch.backend.zygote FD ENTRY RUN PRELOAD...` talks JSON over the socket FD, one packet each:
 
     <- {"ready": true} or {"error": "one line"}
-    -> {"spawn": id, "env": {}, "run": path, "config": path, "log": path, "called": bool}, with a descriptor
+    -> {"spawn": id, "mark": text, "env": {}, "run": path, "config": path, "log": path, "called": bool}, with a
+       descriptor
     <- {"spawned": id, "pid": 1} or {"failed": id, "error": "one line"}
 
 The descriptor is the rank's socket to its supervisor. On it the rank reports that it is warm, and gets its
@@ -40,7 +41,7 @@ from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.processes import forgiving
 from ft_hsdp.launch.run.directory import open_log
-from ft_hsdp.lifetime import die_with, outlive_notices, stop_signals
+from ft_hsdp.lifetime import die_with, outlive_notices, stop_signals, wear
 from ft_hsdp.train.identity import FATAL_VARIABLE, HOST_VARIABLE, HOSTS_VARIABLE, IncarnationSource
 
 Entry = Callable[[configuration.Config, IncarnationSource, Path], int]
@@ -175,6 +176,7 @@ class Zygote:
             _redirect(Path(request["log"]))
             rank_end.reserve()
             os.environ.update(request["env"])
+            wear(request["mark"])
             config = configuration.load(Path(request["config"]))
             if request["called"]:
                 ours.take()

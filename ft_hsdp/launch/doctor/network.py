@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from ft_hsdp import tls
+from ft_hsdp.address import check_interfaces
 from ft_hsdp.control.lighthouse_client import get_proved, own_address
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided, is_loopback
@@ -176,7 +177,11 @@ def local_range(file: Path = RANGE) -> tuple[int, int]:
 
 
 def interface(subject: Subject) -> str:
-    """Check that states can be served at `network.state_interface`: listen there, and connect once."""
+    """Check that states can be served at `network.state_interface`: listen there, and connect once.
+
+    Also that the interfaces exist which the environment names for gloo and NCCL.
+    """
+    check_interfaces(os.environ)
     network = subject.config.network
     key, given = (
         ("network.state_interface", network.state_interface)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft_hsdp import caller_gate
+from ft_hsdp.lifetime import unmarked
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
 
@@ -118,7 +119,7 @@ class Starter:
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ft_hsdp.state.agent.server", *place, *name, *life],
-                env={**os.environ, TOKEN_VARIABLE: self.token},
+                env={**unmarked(), TOKEN_VARIABLE: self.token},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

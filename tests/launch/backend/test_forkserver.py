@@ -20,6 +20,7 @@ from ft_hsdp.launch.backend import zygote
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.run.directory import RunDir, alive
+from ft_hsdp.lifetime import MARK_VARIABLE, UNMARKED
 from tests.support.descriptors import raised
 from tests.support.launch.launch_helpers import Plan, until
 
@@ -190,20 +191,30 @@ async def test_a_frozen_server_costs_one_start_and_no_rank(run_dir: RunDir) -> N
     await ranks.server.close()
 
 
-async def test_what_a_rank_leaves_behind_is_reaped(run_dir: RunDir, plan: Plan) -> None:
-    plan({"0": {"0": {"0": ["child"]}}})
+async def test_all_that_a_rank_started_ends_with_it(run_dir: RunDir, plan: Plan) -> None:
+    """Also what leads a session, hears no SIGTERM, or has another environment. Other ranks keep theirs."""
+    plan({"0": {"0": {"0": ["family"], "1": ["family"]}}})
     ranks = Ranks(run_dir)
-    pid = await ranks.spawn_waiting()
-    child = int((run_dir.path / "child").read_text())
+    pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
+    gone, kept = (set(map(int, (run_dir.path / f"family-0-0-{rank}").read_text().split())) for rank in (0, 1))
     other = subprocess.Popen(["true"])  # noqa: ASYNC220 - not from a rank: its owner waits for it
-    ranks.server.signal(pid, signal.SIGKILL)
-    await until(lambda: ranks.exits, "the exit")
-    os.kill(child, signal.SIGKILL)
-    zombies = {psutil.STATUS_ZOMBIE}
-    await until(lambda: {psutil.Process(p).status() for p in (child, other.pid)} == zombies, "both to end")
+    ranks.server.signal(pids[0], signal.SIGKILL)
+    await until(lambda: not any(map(psutil.pid_exists, gone)), "all of the rank to end, and to be reaped")
+    assert len(gone) == len(kept) == 4
+    assert all(map(psutil.pid_exists, kept))
     await ranks.server.close()
-    assert not psutil.pid_exists(child)
+    assert not any(map(psutil.pid_exists, kept))
     assert other.wait() == 0
+
+
+def test_a_process_of_a_job_has_no_place_in_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = ("RANK", "TORCHELASTIC_USE_AGENT_STORE", "PET_NNODES", "SLURM_PROCID", "PMI_RANK", "MASTER_PORT")
+    stays = ("NCCL_DEBUG", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES", "SLURM_TOPOLOGY_ADDR", "SLURM_JOB_ID")
+    for name in (*foreign, *stays, "FT_HSDP_HOST"):
+        monkeypatch.setenv(name, "1")
+    assert environment().keys() & {*foreign, *stays, "FT_HSDP_HOST"} == {*stays, "FT_HSDP_HOST"}
+    monkeypatch.setenv(MARK_VARIABLE, UNMARKED)  # in a rank of ours its host is no wish of an operator
+    assert environment().keys() & {"FT_HSDP_HOST", MARK_VARIABLE} == set()
 
 
 async def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(

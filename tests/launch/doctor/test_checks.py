@@ -150,6 +150,23 @@ def test_states_are_served_where_somebody_can_connect() -> None:
         assert state(network.interface, subject) is ends
 
 
+@pytest.mark.parametrize(
+    ("variable", "value", "ends"),
+    [
+        ("GLOO_SOCKET_IFNAME", "lo", OK),
+        ("GLOO_SOCKET_IFNAME", "lo,ib77", FAIL),
+        ("NCCL_SOCKET_IFNAME", "ib,l", OK),
+        ("NCCL_SOCKET_IFNAME", "=l", FAIL),
+        ("NCCL_SOCKET_IFNAME", "^docker", OK),
+    ],
+)
+def test_interfaces_of_the_environment_exist(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, ends: CheckState
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert state(network.interface, ALONE) is ends
+
+
 # The clock.
 
 

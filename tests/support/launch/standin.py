@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -67,12 +68,8 @@ def main(config: Config, calling: IncarnationSource, run: Path) -> int:
             raise ConfigError("model.dim", 3, "another number")
         case ["stop"]:
             os.kill(os.getpid(), signal.SIGSTOP)
-        case ["child"]:
-            child = os.fork()
-            if child == 0:
-                time.sleep(60)
-                os._exit(0)
-            (run / "child").write_text(str(child))
+        case ["family"]:
+            _leave_behind(run / f"family-{replica}-{restart}-{os.environ['RANK']}")
         case ["deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     host = (os.environ.get(HOST_VARIABLE, ""), os.environ.get(HOST_RANK_VARIABLE, ""))
@@ -81,3 +78,26 @@ def main(config: Config, calling: IncarnationSource, run: Path) -> int:
     print("waiting", file=sys.stderr)
     time.sleep(60)
     return 1
+
+
+STAY = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {STAY}"
+PARENT = f"""
+import os, subprocess, sys
+print(os.getpid(), flush=True)
+subprocess.run([sys.executable, "-c", {STAY!r}], env={{}})
+"""
+
+
+def _leave_behind(file: Path) -> None:
+    """Start processes of each kind that a script may start, and write down the pids of all."""
+    forked = os.fork()
+    if forked == 0:
+        os.setsid()
+        time.sleep(60)
+        os._exit(0)
+    reader, writer = os.pipe()
+    for text in (DEAF, PARENT):
+        subprocess.Popen([sys.executable, "-c", text], stdout=writer, start_new_session=True)
+    with os.fdopen(reader) as pids:
+        file.write_text(f"{forked} {' '.join(pids.readline().strip() for _ in range(3))}")
