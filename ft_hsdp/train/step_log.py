@@ -11,7 +11,7 @@ from pathlib import Path
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.ledger import Ledger, Run
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.jsonl import LineWriter, Lost, replace_json, reserve
+from ft_hsdp.jsonl import Lost, Queued, replace_json, reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ def exposed(now: float, waited: float, reduced: float, held_up: float, copying: 
 class StepLog:
     """Writes fed.jsonl, commits.jsonl, logged.jsonl and final.json; on rank 0.
 
-    A disk that takes no line costs that line, and never a step.
+    A disk that takes no line costs that line, and never a step. A call returns when its line is in the file, or
+    after `jsonl.WAIT_S`.
     """
 
     _folder: Path
@@ -56,11 +57,11 @@ class StepLog:
     tee: Callable[[Mapping[str, object]], None] | None = None  # takes the row of each commit
     lost: Callable[[Lost], None] | None = None  # takes what a disk did not take, later
     tee_logged: Callable[[Mapping[str, object]], None] | None = None  # takes each row of logged values
-    _logged: LineWriter | None = None  # made by the first row
+    _logged: Queued | None = None  # made by the first row
 
     def __post_init__(self) -> None:
-        self._fed = LineWriter(self._folder / "fed.jsonl", self.lost)
-        self._commits = LineWriter(self._folder / "commits.jsonl", self.lost)
+        self._fed = Queued(self._folder / "fed.jsonl", self.lost)
+        self._commits = Queued(self._folder / "commits.jsonl", self.lost)
         self._final = self._folder / "final.json"
         with contextlib.suppress(OSError):
             self._final.unlink()  # of an incarnation before, which was started again
@@ -127,7 +128,7 @@ class StepLog:
         where = {"step": step, "epoch": epoch}
         row = {"t": time.time(), **where, "values": dict(values), "incarnation": self._incarnation}
         if self._logged is None:
-            self._logged = LineWriter(self._folder / "logged.jsonl", self.lost)
+            self._logged = Queued(self._folder / "logged.jsonl", self.lost)
         self._logged.write(row)
         if self.tee_logged is not None:
             self.tee_logged(row)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import replace_json
+from ft_hsdp.jsonl import CLOSE_S, WAIT_S, replace_json
 from ft_hsdp.train.data.facts import sample_facts
 from ft_hsdp.train.data.samples import JobShape
 from ft_hsdp.train.data.step_plan import MicroBatch
@@ -100,6 +101,7 @@ class StreamReader(Generic[Batch]):
     _kept: dict[int, Any] = field(default_factory=dict)  # items from that one on
     _state: tuple[int, int, Any] | None = None  # (next item, epoch, encoded state of the iterable)
     _saved_at: float = 0.0
+    _writer: threading.Thread | None = None  # of the newest saved state: no step waits for a disk
 
     def guess(self, ahead: Iterable[MicroBatch]) -> None:
         """Read the first of ``ahead``; blocks while it, and what comes before it, is read."""
@@ -118,11 +120,16 @@ class StreamReader(Generic[Batch]):
         """Forget the items before ``first``, and save the state of the iterable from time to time."""
         self._first = number = self._item(first)
         self._kept = {n: item for n, item in self._kept.items() if n >= number}
-        if self._state is not None and self._state[0] <= number:
-            self._save(self._state)
+        busy = self._writer is not None and self._writer.is_alive()
+        if self._state is not None and self._state[0] <= number and not busy:
+            self._writer = threading.Thread(target=self._save, args=(self._path, self._state), daemon=True)
+            self._writer.start()
+            self._writer.join(WAIT_S)
             self._state = None
 
     def close(self) -> None:
+        if self._writer is not None:
+            self._writer.join(CLOSE_S)
         self._iterator = self._opened = None
 
     @property
@@ -137,6 +144,8 @@ class StreamReader(Generic[Batch]):
         if at.shard != self._shard:
             self._shard, self._iterator, self._kept = at.shard, None, {}
         here = self._next if self._iterator is not None and self._next <= number else -1
+        if here == number:
+            return
         saved = self._saved()
         if saved is not None and here < saved[0] <= number:
             self._open(*saved)
@@ -206,11 +215,11 @@ class StreamReader(Generic[Batch]):
     def _layout(self) -> list[int]:
         return [self._shape.shards, self._shape.ranks, self._shape.accumulate]
 
-    def _save(self, state: tuple[int, int, Any]) -> None:
+    def _save(self, path: Path, state: tuple[int, int, Any]) -> None:
         number, epoch, encoded = state
         body = {"layout": self._layout, "items": number, "epoch": epoch, "state": encoded}
         try:
-            replace_json(self._path, body)
+            replace_json(path, body)
         except OSError:
             return  # the next one may be written; until then a new process reads more items again
 

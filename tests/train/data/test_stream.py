@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,24 @@ def test_a_new_process_begins_at_the_saved_state_and_passes_over_the_rest(tmp_pa
     reader.guess(map(at, range(12, 20)))
     assert items.read == 13 - saved["items"], "the first batch is read, too"
     assert reader.batch(at(12), []) == 12
+
+
+def test_a_disk_that_hangs_holds_up_no_batch_and_has_the_state_later(tmp_path: Path) -> None:
+    folder = tmp_path / "replicas" / "1"
+    folder.mkdir(parents=True)
+    part = folder / f".stream-1.json.{os.getpid()}.part"
+    os.mkfifo(part)  # whoever opens it to write waits for its reader
+    reader = stream(Items(), tmp_path).reader(1)
+    for n in range(8):
+        reader.trained(at(n))
+        assert reader.batch(at(n), []) == n
+    assert not (folder / "stream-1.json").exists()
+    with part.open():
+        part.unlink(missing_ok=True)
+        reader.close()
+    reader.trained(at(8))
+    reader.close()
+    assert json.loads((folder / "stream-1.json").read_text())["items"] > 0
 
 
 def test_a_state_that_is_ahead_or_of_another_job_is_not_used(tmp_path: Path) -> None:
