@@ -126,10 +126,18 @@ def read_regular(path: Path) -> bytes:
         return file.read()
 
 
+def parsed(data: bytes | str, parse_constant: Callable[[str], Any] | None = None) -> Any:
+    """Return the value of a JSON text. Raises ValueError, also if it is nested too deeply."""
+    try:
+        return json.loads(data, parse_constant=parse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one if there is none that can be read."""
     try:
-        found = json.loads(read_regular(path))
+        found = parsed(read_regular(path))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import json
 import logging
 import socket
 import ssl
@@ -27,6 +26,7 @@ from pydantic import ValidationError
 from ft_hsdp import address, bounded, fault_injection, http_proof, protocol
 from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Holders, Refused
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, ProtocolViolation
+from ft_hsdp.jsonl import read_object
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, Telemetry, Wait
 from ft_hsdp.tls import Trusted
 
@@ -209,7 +209,8 @@ def urls_of_run(document: object) -> tuple[str, ...]:
     """Return the URLs in the document of a run's lighthouse.json, the leader's first; () for another document."""
     if not isinstance(document, Mapping):
         return ()
-    urls: Iterable[Any] = [document.get("url"), *(document.get("urls") or ())]
+    others = document.get("urls")
+    urls: Iterable[Any] = [document.get("url"), *(others if isinstance(others, list) else ())]
     return tuple(dict.fromkeys(url for url in urls if isinstance(url, str)))
 
 
@@ -286,10 +287,9 @@ class Lighthouses:
 
     def _look_again(self) -> None:
         """Take the addresses that lighthouse.json has now, if they are others."""
-        with contextlib.suppress(OSError, ValueError):
-            urls = urls_of_run(json.loads(self._file.read_text())) if self._file is not None else ()
-            if urls and set(urls) != set(self.urls):
-                self.urls, self._at = urls, 0
+        urls = urls_of_run(read_object(self._file)) if self._file is not None else ()
+        if urls and set(urls) != set(self.urls):
+            self.urls, self._at = urls, 0
 
     def _leave(self, url: str, leader: str | None = None) -> bool:
         """Ask another lighthouse than `url` from now on: the `leader` if it is known, else the next.

@@ -24,12 +24,13 @@ from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, Ft
 from ft_hsdp.launch.arguments import ORDERS, build_parser
 from ft_hsdp.launch.backend.processes import drain, foreign, forgiving
 from ft_hsdp.launch.render import command as rendering
-from ft_hsdp.launch.run.directory import RunDir, find_run, find_running, read_json
+from ft_hsdp.launch.run.directory import DAMAGED, RunDir, find_run, find_running, read_json
 from ft_hsdp.lifetime import MARK_VARIABLE, outlive_notices
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # an override without its two dashes
 INTERRUPTED = 130  # exit code after Ctrl-C
 JOBS = ("up", "lighthouse", "replica", "submit")  # commands that run a job, or a part of one
+READING = ("status", "explain", "verify", "trace", "replay")  # commands that read what a run has logged
 EXAMPLES = Path(__file__).parents[1] / "configs"
 BREACH = 1  # exit code of `verify` for a run that breaks the protocol
 
@@ -101,7 +102,15 @@ def _main(argv: Sequence[str]) -> int:
         hint = "; an override is one word: --dotted.key=value" if unknown and "config" in args else ""
         parser.error(f"unrecognized arguments: {' '.join(unknown or overrides)}{hint}")
     args.overrides = overrides
-    return COMMANDS[args.command](args)
+    try:
+        return COMMANDS[args.command](args)
+    except DAMAGED as error:
+        if args.command not in READING or isinstance(error, OSError):
+            raise
+        allowed = (
+            f"one whose files have no odd values ({type(error).__name__}: {error}); `verify` says where they are"
+        )
+        raise ConfigError("RUN", getattr(args, "run", None), allowed) from error
 
 
 def _up(args: argparse.Namespace) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import math
 import os
 import socket
@@ -32,6 +31,7 @@ from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.lighthouse_client import parse_urls, urls_of_run
 from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
+from ft_hsdp.jsonl import read_object
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.train.device import backend, choose, prepare
 from ft_hsdp.train.identity import HOST_RANK_VARIABLE, FromEnvironment, IncarnationSource, RankPlace, begin
@@ -237,10 +237,7 @@ def _find_lighthouse(file: Path, reach_s: float) -> tuple[str, ...]:
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     until = math.inf if again else time.monotonic() + reach_s
     while True:
-        try:
-            urls = urls_of_run(json.loads(file.read_text()))
-        except (OSError, ValueError):
-            urls = ()
+        urls = urls_of_run(read_object(file))
         with contextlib.suppress(OSError, ConfigError):  # a token that is missing or blank may be put back
             if urls and (os.environ.get(TOKEN_VARIABLE) or secret.current(file.parent / "token")):
                 return urls

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import clear_way, here, read_object, replace_json, set_aside
+from ft_hsdp.jsonl import clear_way, here, read_object, read_regular, replace_json, set_aside
 
 MAX_INSTANCES = 5
 
@@ -54,7 +54,7 @@ class InstanceLock:
                 made.write(first)
             return first
         except FileExistsError:
-            said = file.read_text(errors="replace")
+            said = read_regular(file).decode(errors="replace")
         if re.fullmatch(r"[0-9a-f]{16}", said):
             return said
         set_aside(file)

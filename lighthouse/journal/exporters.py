@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import logging
 import math
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import clear_way, replace_json, set_aside
+from ft_hsdp.jsonl import clear_way, parsed, read_regular, replace_json, set_aside
 from lighthouse.journal.database import SqliteDatabase
 
 SAVE_S = 5.0  # between two writes
@@ -187,7 +186,7 @@ class CurveSink(ABC):
         self._folder.mkdir(parents=True, exist_ok=True)
         clear_way(file)
         try:
-            written = json.loads(file.read_bytes())
+            written = parsed(read_regular(file))
             figures = [written.get(name, 0) for name in ("seq", "number", "bytes", "step")]
             if all(isinstance(each, int) and 0 <= each < 1 << 53 for each in figures):
                 return dict(written)

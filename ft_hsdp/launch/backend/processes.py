@@ -26,7 +26,7 @@ import psutil
 
 import ft_hsdp
 from ft_hsdp import address
-from ft_hsdp.jsonl import Queued
+from ft_hsdp.jsonl import Queued, open_regular
 from ft_hsdp.lifetime import MARK_VARIABLE, die_with
 from ft_hsdp.secret import KEY_VARIABLE, TOKEN_VARIABLE
 
@@ -148,8 +148,8 @@ def free_port(host: str = "127.0.0.1") -> int:
 def last_line(log: Path) -> str:
     """Return the last line of a log that is not empty; "" if there is none."""
     try:
-        with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 8192))
+        with open_regular(log) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
             lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
     except OSError:
         return ""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ft_hsdp.jsonl import Lost
+from ft_hsdp.jsonl import Lost, open_regular, read_regular
 
 LIMIT = 1 << 20  # bytes that one answer takes from logs, about
 REPLACED = "final.json"
@@ -84,7 +84,7 @@ class LogSender:
         try:
             if file.stat().st_size <= start:
                 return b""
-            with file.open("rb") as log:
+            with open_regular(file) as log:
                 log.seek(start)
                 data = log.read(LIMIT)
         except OSError:
@@ -104,7 +104,7 @@ class LogSender:
             mark = (info.st_ino, info.st_mtime_ns)
             if mark == self._replaced.get(file):
                 return None
-            data = file.read_bytes()
+            data = read_regular(file)
         except OSError:
             return None
         self._replaced[file] = mark

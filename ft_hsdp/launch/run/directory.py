@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import json
 import logging
 import os
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,11 +21,14 @@ from ft_hsdp import secret
 from ft_hsdp.claim import Claim, FolderOwner, Record, judge, read, turn
 from ft_hsdp.config import Config, dump, load
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
-from ft_hsdp.jsonl import clear_way, here, read_regular, replace_json, set_aside
+from ft_hsdp.jsonl import clear_way, here, open_regular, parsed, read_regular, replace_json, set_aside
 from ft_hsdp.mounts import Ability, need
 
 MAX_POLL = 1 << 20  # bytes of a log that are read at once
 KEEP_S = 1.0  # between two looks at the files that a job needs
+
+DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
+"""What a reader raises that is given a row, or a file of JSON, with odd values."""
 
 Row = dict[str, Any]
 """One line of a JSONL file."""
@@ -253,7 +256,7 @@ def write_config(file: Path, config: Config) -> None:
     """Replace a run's configuration; a reader sees the old one or the new one, whole. Raises OSError."""
     text = dump(config)
     with contextlib.suppress(OSError, ValueError):
-        if file.read_text() == text:
+        if read_regular(file).decode() == text:
             return
     clear_way(file)
     part = file.with_name(f".{file.name}.{secrets.token_hex(6)}")
@@ -267,7 +270,7 @@ class JobFiles:
     def __init__(self, run: RunDir) -> None:
         files = (run.config, run.token, run.admin_token, run.checkpoint_key)
         self._config = run.config
-        self._kept = {file: (_mark(file), file.read_text()) for file in files if file.exists()}
+        self._kept = {file: (_mark(file), read_regular(file).decode()) for file in files if file.exists()}
 
     async def keep(self, claim: Claim, emit: Callable[[Row], None]) -> None:
         """Put back each file that is gone or cannot be used, until cancelled or the run is of another job."""
@@ -382,6 +385,7 @@ def open_log(path: Path) -> BinaryIO:
     """Return the file at `path`, open for appending a process's output; /dev/null if the disk fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        clear_way(path)
         return path.open("ab")
     except OSError as error:
         _log.warning("%s is not written: %s", path, error.strerror)
@@ -389,11 +393,25 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path) -> Any:
-    """Return the JSON in `path`; None if there is no file, or no JSON in it."""
+    """Return the JSON object in `path`; None if there is no file, or no object in it, which is told once."""
     try:
-        return json.loads(read_regular(path))
-    except (OSError, ValueError):
-        return None
+        found = parsed(read_regular(path))
+        if isinstance(found, dict):
+            return found
+        complain(path, "no JSON object")
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        complain(path, error.strerror or str(error))
+    except ValueError as error:
+        complain(path, f"no JSON ({error})")
+    return None
+
+
+@lru_cache(maxsize=256)
+def complain(path: Path, why: str) -> None:
+    """Say in one line, once in this process, that a file cannot be read."""
+    _log.warning("%s: %s", path, why)
 
 
 def read_jsonl(path: Path) -> list[Row]:
@@ -408,6 +426,7 @@ class Tailer:
         self.path = path
         self.bad = 0  # lines that are no JSON objects: the writer was killed while it wrote, or its disk was full
         self.line = 0  # number of lines that were read
+        self.unreadable = ""  # why the file cannot be read, though it is there
         self._offset = 0
 
     def skip(self) -> None:
@@ -433,22 +452,34 @@ class Tailer:
         return self.poll(most)
 
     def all(self) -> Iterator[Row]:
-        """Yield the rows up to the end, with a piece of the file in memory; `line` is the number of each."""
+        """Yield the rows up to the end, with a piece of the file in memory; `line` is the number of each.
+
+        What cannot be read is told in one line.
+        """
+        first = 0
         while lines := self._lines(MAX_POLL):
             for line in lines:
                 self.line += 1
                 if (row := self._row(line)) is not None:
                     yield row
+                elif self.bad and not first:
+                    first = self.line
+        if self.bad:
+            complain(self.path, f"line {first} is no row; {self.bad} such lines")
 
     def _lines(self, most: int) -> list[bytes]:
         """Return the next complete lines. An incomplete one is read again: its writer may remove it."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self._offset)
                 data = file.read(most)
                 while data and b"\n" not in data and (more := file.read(most)):
                     data += more
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            self.unreadable = error.strerror or str(error)
+            complain(self.path, self.unreadable)
             return []
         end = data.rfind(b"\n") + 1
         self._offset += end
@@ -458,7 +489,7 @@ class Tailer:
         if not line.strip():
             return None
         try:
-            row = json.loads(line)
+            row = parsed(line)
         except ValueError:
             row = None
         if isinstance(row, dict) and "torn" not in row and row:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ft_hsdp.core.grant import paths
-from ft_hsdp.launch.run.directory import Row, Tailer
+from ft_hsdp.launch.run.directory import DAMAGED, Row, Tailer
 
 KEPT = 4000  # epochs, and terms, that are kept in memory
 
@@ -80,7 +80,10 @@ class LoggedGrants:
                     if (row.get("config_hash") or self._config) != self._config:
                         self._breach(where, f"config_hash {row['config_hash']}", f"{self._config}, of config.yaml")
                 case "EpochGranted":
-                    return self._granted(where, row)
+                    try:
+                        return self._granted(where, row)
+                    except DAMAGED as error:
+                        self._breach(where, f"a grant with odd values ({error})", "a grant")
         return None
 
     def _granted(self, where: str, row: Row) -> LoggedGrant:

@@ -48,7 +48,16 @@ def event_streams(run: RunDir) -> list[Iterator[Row]]:
 
 
 def _is_event(row: Row) -> bool:
-    return "t" in row and "event" in row
+    """Return whether a row is an event: what all events have is of its type."""
+    t, named = row.get("t"), all(isinstance(row.get(key, ""), str | None) for key in ("reason", "incarnation"))
+    numbered = all(isinstance(row.get(key), int | None) for key in ("replica", "rank"))
+    return (
+        isinstance(t, int | float)
+        and math.isfinite(t)
+        and isinstance(row.get("event"), str)
+        and named
+        and numbered
+    )
 
 
 def commits_of(run: RunDir) -> list[Row]:

@@ -19,8 +19,9 @@ from ft_hsdp.analysis.commits import CommitMerger, Rewind, counted, newest_final
 from ft_hsdp.config import config_hash, load
 from ft_hsdp.core.replica_state import other_data
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import open_regular, parsed
 from ft_hsdp.launch.run.audit import WINDOW
-from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, another, read_json
+from ft_hsdp.launch.run.directory import DAMAGED, Row, RunDir, Tailer, another, read_json
 from ft_hsdp.launch.run.grants import KEPT, LoggedGrant, LoggedGrants
 from ft_hsdp.launch.run.recorder import check_counts_units, event_streams, finals_of
 from ft_hsdp.launch.run.summary import RunTally
@@ -141,9 +142,30 @@ class _Check:
         self._epoch = 0  # of the newest grant that was read
         self._least_epoch = 0  # of the current line of metrics.jsonl: later lines have no smaller one
         self._undone = False  # the run undid some steps
+        self._at = ""  # place of the row that is looked at
 
     def all(self) -> Findings:
+        try:
+            self._check()
+        except DAMAGED as error:
+            what = f"odd values ({type(error).__name__}: {error})"
+            self._breach(self._at, what, "what a process of the job writes; what comes after it is not checked")
+        self.found.grants = self._grants.number
+        return self.found
+
+    def _check(self) -> None:
         run = self._run
+        of_one = (run.commits, run.fed, run.replica_events, run.final)
+        of_replicas = [log(n) for n in self._replicas for log in of_one]
+        for path in (run.events, run.metrics, run.summary, run.lighthouse_events, *of_replicas):
+            try:
+                open_regular(path).close()
+                if path.suffix == ".json" and read_json(path) is None:
+                    self._breach(self._name(path), "no JSON object", "what was written at the end")
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                self._breach(self._name(path), error.strerror or error, "a file that can be read")
         merged = run.events.exists()
         self._strict(run.events, count=True)
         for path in [run.lighthouse_events, *map(run.replica_events, self._replicas)]:
@@ -160,9 +182,8 @@ class _Check:
         self._take_events(math.inf)
         self._take_fed(math.inf)
         self._check_awaited()
+        self._at = "replicas/*/final.json"
         self._check_ends()
-        self.found.grants = self._grants.number
-        return self.found
 
     def _breach(self, where: str, found: object, expected: str) -> None:
         self.found.breaches.append(f"{where}: {found}; expected: {expected}")
@@ -176,12 +197,14 @@ class _Check:
         def refuse(constant: str) -> None:
             raise ValueError(constant)
 
-        if not path.exists():
+        try:
+            opened = open_regular(path)
+        except OSError:
             return
-        with path.open("rb") as file:
+        with opened as file:
             for number, line in enumerate(file, 1):
                 try:
-                    row = json.loads(line, parse_constant=refuse) if line.strip() else {}
+                    row = parsed(line, refuse) if line.strip() else {}
                 except ValueError as error:
                     self._breach(f"{self._name(path)}:{number}", f"no strict JSON ({error})", "a row, or nothing")
                     continue
@@ -206,7 +229,7 @@ class _Check:
         """Check that metrics.jsonl is a chain of commits without gaps."""
         metrics = Tailer(self._run.metrics)
         for line in metrics.all():
-            where = f"metrics.jsonl:{metrics.line}"
+            where = self._at = f"metrics.jsonl:{metrics.line}"
             if "logged" in line:  # values of the user's loop
                 continue
             row = self._row_of(line)
@@ -274,13 +297,17 @@ class _Check:
     def _take_events(self, until: float) -> None:
         """Add the events up to a Unix time to the figures."""
         while self._event is not None and self._event["t"] <= until:
-            self._tally.event(self._event)
+            try:
+                self._tally.event(self._event)
+            except DAMAGED as error:
+                self._breach("events.jsonl", f"{self._event['event']} with odd values ({error})", "an event")
             self._event = next(self._events, None)
 
     def _take_fed(self, until: float) -> None:
         """Add the units that were fed up to a step to the figures."""
         for replica, log in self._fed.items():
             while self._fed_to[replica] <= until and (lines := log.poll(AT_ONCE)):
+                self._at = f"{self._name(self._run.fed(replica))}:{log.line}"
                 for line in lines:
                     self._tally.fed(replica, line)
                     self._fed_to[replica] = line.get("step", 0)
@@ -292,7 +319,7 @@ class _Check:
         taken: list[Row] = []
         while not taken and (rows := self._commits.read()):
             for replica, number, row in rows:
-                where = f"{self._name(self._run.commits(replica))}:{number}"
+                where = self._at = f"{self._name(self._run.commits(replica))}:{number}"
                 if not counted(row):
                     if row.keys() != {"torn"} and row:
                         self._breach(where, "no commit", "a row with all its fields")

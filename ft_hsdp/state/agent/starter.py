@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft_hsdp import caller_gate
+from ft_hsdp.jsonl import clear_way
 from ft_hsdp.lifetime import unmarked
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
@@ -116,6 +117,7 @@ class Starter:
         )
         # A forked rank has its fork server's session, which no terminal ends; its supervisor reaps all in it.
         detached = os.getsid(0) != os.getsid(os.getppid())
+        clear_way(self.log)
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ft_hsdp.state.agent.server", *place, *name, *life],

@@ -14,7 +14,6 @@ their keys need not be text.
 from __future__ import annotations
 
 import base64
-import json
 import math
 import threading
 import time
@@ -28,7 +27,7 @@ import numpy as np
 import torch
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import CLOSE_S, WAIT_S, replace_json
+from ft_hsdp.jsonl import CLOSE_S, WAIT_S, parsed, read_regular, replace_json
 from ft_hsdp.train.data.facts import sample_facts
 from ft_hsdp.train.data.samples import JobShape
 from ft_hsdp.train.data.step_plan import MicroBatch
@@ -225,7 +224,7 @@ class StreamReader(Generic[Batch]):
 
     def _saved(self) -> tuple[int, int, Any] | None:
         try:
-            body = json.loads(self._path.read_text())
+            body = parsed(read_regular(self._path))
             if body["layout"] != self._layout:
                 return None
             return int(body["items"]), int(body["epoch"]), decode_state(body["state"])

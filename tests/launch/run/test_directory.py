@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import LineWriter
+from ft_hsdp.jsonl import LineWriter, read_object
 from ft_hsdp.launch.run.directory import (
     JobFiles,
     RunDir,
@@ -25,6 +25,7 @@ from ft_hsdp.launch.run.directory import (
     identity,
     make_run,
     newest_live,
+    open_log,
     read_json,
     read_jsonl,
     write_job_files,
@@ -50,6 +51,19 @@ def test_the_line_of_a_killed_writer_is_counted_and_passed_over(tmp_path: Path) 
     tailer = Tailer(tmp_path / "log")
     assert tailer.poll() == [{"a": 1}, {"a": 4}]
     assert tailer.bad == 3
+
+
+def test_nothing_odd_in_the_place_of_a_file_holds_up_who_reads_or_writes_it(tmp_path: Path) -> None:
+    for make in (os.mkfifo, os.mkdir):
+        make(tmp_path / "file")
+        assert (read_json(tmp_path / "file"), read_jsonl(tmp_path / "file")) == (None, [])
+        with open_log(tmp_path / "file") as log:
+            log.write(b'{"a": 1}\n')
+        assert read_json(tmp_path / "file") == {"a": 1}
+        (tmp_path / "file").unlink()
+    (tmp_path / "file").write_text("[" * 100_000 + '\n{"a": 1}\n')
+    assert read_jsonl(tmp_path / "file") == [{"a": 1}]
+    assert (read_json(tmp_path / "file"), read_object(tmp_path / "file")) == (None, {})
 
 
 def test_one_look_at_a_long_log_takes_a_piece_of_it(tmp_path: Path) -> None:
