@@ -28,9 +28,8 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 from ft_hsdp import address
-from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
-from ft_hsdp.bench.options import rounds_of
-from ft_hsdp.bench.results import SEED, ProgressLog, ResultRow
+from ft_hsdp.bench.command import rounds_of
+from ft_hsdp.bench.results import SEED, ProgressLog, ResultRow, Verdicts, begin_result, finish_result, most
 from ft_hsdp.core.grant import Holders
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption

@@ -17,23 +17,53 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
+import psutil
+
 from benchmarks.namespaces import Network, unfit
-from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
-from ft_hsdp.bench.hsdp.processes import HsdpSetup, TrainingProcesses, start, start_lighthouse
-from ft_hsdp.bench.options import rounds_of
-from ft_hsdp.bench.results import WARM_UP, ProgressLog, ResultRow, interleave, milliseconds, ratio, spread
-from ft_hsdp.bench.scope import scratch
-from ft_hsdp.bench.workers.link import greet
+from ft_hsdp.bench.command import rounds_of
+from ft_hsdp.bench.jobs import PATIENCE_S, TRAIN, TRANSFORMER, Setup
+from ft_hsdp.bench.overhead import TrainingProcesses, start, start_lighthouse
+from ft_hsdp.bench.processes import greet, scratch
+from ft_hsdp.bench.results import (
+    WARM_UP,
+    ProgressLog,
+    ResultRow,
+    Verdicts,
+    begin_result,
+    finish_result,
+    interleave,
+    milliseconds,
+    most,
+    ratio,
+    spread,
+)
 from ft_hsdp.launch.run.directory import RunDir
 
 KINDS = ("alone", "hsdp", "ft_hsdp")
 LINK_COST = 0.6  # the goal, of the cost of HSDP's exchange
 
 
+JOB = Setup(
+    replicas=3,
+    ranks=2,
+    model=TRANSFORMER,
+    sections={
+        "train": {**TRAIN, "micro_batch": 2, "seq_len": 128},
+        "model": {"dim": 320, "layers": 8, "heads": 5},
+        "ftar": {"timeout_s": PATIENCE_S},
+    },
+)
+"""A transformer of 10 million parameters, 256 tokens a rank and step.
+
+A rank's gradient is 20 MB, and its exchange takes a link of 1 Gbit about as long as backward takes 2 cores.
+"""
+
+
 @dataclass(frozen=True, slots=True)
-class LinkSetup(HsdpSetup):
+class LinkSetup:
     """What is trained, on which links, and how often."""
 
+    job: Setup = JOB
     rounds: int = 20  # blocks of steps of each contender
     rate: str = "1gbit"  # of each replica's link, as tc says it
     bits_per_s: float = 1e9  # the same
@@ -83,17 +113,17 @@ def report(
     costs = {name: medians[name] - medians["alone"] for name in ("hsdp", "ft_hsdp")}
     rows = [row for replica in commits for row in replica]
     exchange_s = _median(rows, lambda row: row["ftar_s"])
-    gradient = 2 * (setup.replicas - 1) / setup.replicas
-    bytes_sent = _median(rows, lambda row: row["ftar_bytes"]) * setup.ranks
+    gradient = 2 * (setup.job.replicas - 1) / setup.job.replicas
+    bytes_sent = _median(rows, lambda row: row["ftar_bytes"]) * setup.job.ranks
     return {
-        "members": setup.replicas,
-        "ranks": setup.ranks,
+        "members": setup.job.replicas,
+        "ranks": setup.job.ranks,
         "rate": setup.rate,
         "congestion": setup.congestion or "the machine's default",
-        "ftar": dict(setup.sections.get("ftar", {})),
+        "ftar": dict(setup.job.sections.get("ftar", {})),
         "rounds": setup.rounds,
-        "steps_per_block": setup.steps,
-        "gradient_bytes_per_rank": round(bytes_sent / setup.ranks / gradient),
+        "steps_per_block": setup.job.steps,
+        "gradient_bytes_per_rank": round(bytes_sent / setup.job.ranks / gradient),
         "least_exchange_ms": milliseconds(8 * bytes_sent / setup.bits_per_s),
         "crews": {name: _figures(each) for name, each in blocks.items()},
         "cost_ms": {name: milliseconds(cost) for name, cost in costs.items()},
@@ -130,15 +160,19 @@ def measure(setup: LinkSetup, log: ProgressLog) -> list[ResultRow]:
         return []
     blocks: dict[str, list[StepBlock]] = {name: [] for name in KINDS}
     with sigterm_unwinds(), scratch() as (stack, folder):
-        network = stack.enter_context(Network(setup.replicas, setup.rate, setup.congestion))
-        run = start_lighthouse(network, setup, folder, stack)
-        all_of_them = [start(name, name, n, network, setup, folder, stack) for n, name in enumerate(KINDS)]
+        network = stack.enter_context(Network(setup.job.replicas, setup.rate, setup.congestion))
+        run = start_lighthouse(network, setup.job, folder, stack)
+        all_of_them = [start(name, name, n, network, setup.job, folder, stack) for n, name in enumerate(KINDS)]
         for each in all_of_them:
             greet(each.links)
-        log.say(f"{setup.replicas} replicas of {setup.ranks} ranks, links of {setup.rate}: {', '.join(KINDS)}")
-        turns = {each.name: partial(_block, each, network, setup.steps, blocks[each.name]) for each in all_of_them}
+        log.say(
+            f"{setup.job.replicas} replicas of {setup.job.ranks} ranks, links of {setup.rate}: {', '.join(KINDS)}"
+        )
+        turns = {
+            each.name: partial(_block, each, network, setup.job.steps, blocks[each.name]) for each in all_of_them
+        }
         interleave(turns, setup.rounds)
-        commits = [_commits(run, replica)[WARM_UP * setup.steps :] for replica in range(setup.replicas)]
+        commits = [_commits(run, replica)[WARM_UP * setup.job.steps :] for replica in range(setup.job.replicas)]
     counted = {name: each[WARM_UP:] for name, each in blocks.items()}
     return [report(setup, counted, commits)]
 
@@ -159,11 +193,17 @@ def sigterm_unwinds() -> Iterator[None]:
 
 def _block(processes: TrainingProcesses, network: Network, steps: int, blocks: list[StepBlock]) -> float:
     """Train a block of steps; return the seconds of a step."""
-    cpu_s, sent = processes.cpu_s(), network.sent()
+    cpu_s, sent = _cpu_s(processes), network.sent()
     seconds = processes.train(steps)
     went = [after - before for after, before in zip(network.sent(), sent, strict=True)]
-    blocks.append(StepBlock(seconds, max(went) / steps, (processes.cpu_s() - cpu_s) / steps))
+    blocks.append(StepBlock(seconds, max(went) / steps, (_cpu_s(processes) - cpu_s) / steps))
     return seconds
+
+
+def _cpu_s(processes: TrainingProcesses) -> float:
+    """Return the CPU time of all processes so far, the kernel's for them included."""
+    times = [psutil.Process(link.process.pid).cpu_times() for link in processes.links]
+    return sum(t.user + t.system for t in times)
 
 
 def _commits(run: RunDir, replica: int) -> list[dict[str, Any]]:

@@ -26,11 +26,20 @@ import torch
 import xxhash
 from safetensors.torch import load_file, save_file
 
-from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, least
-from ft_hsdp.bench.options import rounds_of, sizes_of
-from ft_hsdp.bench.results import MIB, ProgressLog, ResultRow, check_room, ratio, size_name, spread
-from ft_hsdp.bench.scope import scratch, spawn
-from ft_hsdp.bench.workers.link import Answer, Obey, ask, greet, run_worker, spawn_worker
+from ft_hsdp.bench.command import MIB, rounds_of, sizes_of
+from ft_hsdp.bench.processes import Answer, Obey, ask, greet, run_worker, scratch, spawn, spawn_worker
+from ft_hsdp.bench.results import (
+    ProgressLog,
+    ResultRow,
+    Verdicts,
+    begin_result,
+    check_room,
+    finish_result,
+    least,
+    ratio,
+    size_name,
+    spread,
+)
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.launch.backend.processes import tied

@@ -17,12 +17,18 @@ from typing import Any, TextIO
 
 from benchmarks.memory import Loss, loss
 from benchmarks.returns import return_phases, stages_in
-from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
-from ft_hsdp.bench.options import kills_of
-from ft_hsdp.bench.recovery.analysis import Kill
-from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
-from ft_hsdp.bench.recovery.setup import RecoverySetup
-from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, spread
+from ft_hsdp.bench.command import kills_of
+from ft_hsdp.bench.jobs import SEED, JobUnderTest, Kill, Setup
+from ft_hsdp.bench.results import (
+    ProgressLog,
+    ResultRow,
+    Verdicts,
+    begin_result,
+    finish_result,
+    milliseconds,
+    most,
+    spread,
+)
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.injection import inflict, parse_options
 from ft_hsdp.launch.run.directory import Row, RunDir
@@ -111,7 +117,7 @@ def calm(rows: Sequence[Row], steps: int) -> bool:
 def lone(count: int, log: ProgressLog) -> list[ResultRow]:
     """Return a row: the only replica loses a host ``count`` times, and gets it back. Raises Retryable."""
     sections = {"hosts": {"per_replica": HOSTS}, "memory": {"shrink_to": LEFT}, **SHRINKS}
-    setup = RecoverySetup(replicas=1, ranks=RANKS, wait_s=STEP_S, sections=sections)
+    setup = Setup(replicas=1, ranks=RANKS, wait_s=STEP_S, sections=sections)
     chance, kills, losses, growths = random.Random(SEED), list[Kill](), list[Loss](), list[Growth]()
     names = []  # of the incarnations with fewer ranks
     with JobUnderTest(setup) as job:

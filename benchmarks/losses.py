@@ -16,10 +16,9 @@ from typing import Any, TextIO
 from benchmarks.lone import CALM, SHRINKS, LostHost
 from benchmarks.units import GAP, built_in
 from benchmarks.whole_job import WholeJob
-from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, least, most
-from ft_hsdp.bench.options import kills_of
-from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
-from ft_hsdp.bench.results import ProgressLog, ResultRow
+from ft_hsdp.bench.command import kills_of
+from ft_hsdp.bench.jobs import SEED, JobUnderTest
+from ft_hsdp.bench.results import ProgressLog, ResultRow, Verdicts, begin_result, finish_result, least, most
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.verify import verify
 

@@ -18,11 +18,20 @@ from functools import partial
 from typing import Any, TextIO
 
 from benchmarks.whole_job import WholeJob
-from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, least, most
-from ft_hsdp.bench.options import kills_of, measures_of
-from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
-from ft_hsdp.bench.recovery.setup import RecoverySetup
-from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, ratio, spread
+from ft_hsdp.bench.command import kills_of, measures_of
+from ft_hsdp.bench.jobs import SEED, JobUnderTest, Setup
+from ft_hsdp.bench.results import (
+    ProgressLog,
+    ResultRow,
+    Verdicts,
+    begin_result,
+    finish_result,
+    least,
+    milliseconds,
+    most,
+    ratio,
+    spread,
+)
 from ft_hsdp.launch.injection import inject_by_hand, parse_options
 from ft_hsdp.launch.run.directory import Row
 
@@ -79,11 +88,11 @@ def run(options: MemoryOptions, stream: TextIO) -> dict[str, Any]:
     return finish_result(result, goals(result), log, started)
 
 
-def setup_of(name: str, replicas: int = 1) -> RecoverySetup:
+def setup_of(name: str, replicas: int = 1) -> Setup:
     """Return a job whose states are in the memory of several hosts, or in checkpoints: a name in `PLACES`."""
     hosts = {"per_replica": 2, "spare": 1} if replicas == 1 else {"per_replica": 2}
     sections = {"hosts": hosts, "debug": {"faults": True}, **PLACES[name]}
-    return RecoverySetup(replicas=replicas, ranks=2, wait_s=STEP_S, sections=sections)
+    return Setup(replicas=replicas, ranks=2, wait_s=STEP_S, sections=sections)
 
 
 @dataclass(frozen=True, slots=True)

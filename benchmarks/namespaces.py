@@ -11,8 +11,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from ft_hsdp.bench.hsdp.processes import Loopback
-from ft_hsdp.bench.scope import Scope
+from ft_hsdp.bench.overhead import Loopback
+from ft_hsdp.bench.processes import Scope
 from ft_hsdp.errors import Retryable
 
 COMMANDS = ("ip", "tc")

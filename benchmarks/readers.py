@@ -20,17 +20,25 @@ from typing import Any, Self, TextIO
 import psutil
 
 from ft_hsdp import address, handshake
-from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
-from ft_hsdp.bench.options import rounds_of
-from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
-from ft_hsdp.bench.recovery.setup import RecoverySetup
-from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, ratio_interval, spread
+from ft_hsdp.bench.command import rounds_of
+from ft_hsdp.bench.jobs import JobUnderTest, Setup
+from ft_hsdp.bench.results import (
+    ProgressLog,
+    ResultRow,
+    Verdicts,
+    begin_result,
+    finish_result,
+    milliseconds,
+    most,
+    ratio_interval,
+    spread,
+)
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.launch.run.directory import read_json
 from ft_hsdp.launch.run.recorder import events_of
 
-SETUP = RecoverySetup(replicas=2, elements=1 << 20)  # a state of 25 MB, which no kernel's buffer swallows
+SETUP = Setup(replicas=2, elements=1 << 20)  # a state of 25 MB, which no kernel's buffer swallows
 STEPS = 40  # of each window
 PROBE_S = 0.5
 READERS = {"slow": 24, "garbage": 8, "stranger": 8}  # connections of each kind
@@ -62,7 +70,7 @@ def run(rounds: int, stream: TextIO) -> dict[str, Any]:
     return finish_result(result, goals(result), log, started)
 
 
-def readers(rounds: int, log: ProgressLog, setup: RecoverySetup = SETUP, steps: int = STEPS) -> list[ResultRow]:
+def readers(rounds: int, log: ProgressLog, setup: Setup = SETUP, steps: int = STEPS) -> list[ResultRow]:
     """Return a row: so many windows of ``steps`` steps each, with and without readers in turn.
 
     None, and a note, where no state is served. Raises Retryable where the job fails.

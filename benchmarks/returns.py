@@ -11,22 +11,44 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TextIO
 
+from benchmarks.unit_figures import contributes
 from ft_hsdp.analysis.incarnations import incarnations
-from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
-from ft_hsdp.bench.options import kills_of
-from ft_hsdp.bench.recovery.analysis import Kill, contributes, span
-from ft_hsdp.bench.recovery.job_under_test import RECENT, SEED, JobUnderTest, UnderTest, hit_at_random
-from ft_hsdp.bench.recovery.setup import RecoverySetup
-from ft_hsdp.bench.recovery.torchft_under_test import KILLED, TorchftUnderTest, installed
-from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, ratio_interval
+from ft_hsdp.bench.command import kills_of
+from ft_hsdp.bench.jobs import (
+    RECENT,
+    SEED,
+    TRAIN,
+    TRANSFORMER,
+    JobUnderTest,
+    Kill,
+    Setup,
+    TorchftUnderTest,
+    UnderTest,
+    hit_at_random,
+)
+from ft_hsdp.bench.recovery import SETTINGS, installed, span
+from ft_hsdp.bench.results import (
+    ProgressLog,
+    ResultRow,
+    Verdicts,
+    begin_result,
+    finish_result,
+    milliseconds,
+    most,
+    ratio_interval,
+)
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.run.directory import Row, read_json
 
 PEER = "torchft"
 TURNS = 3  # of each contender; one job runs at a time
-SETUPS: Mapping[str, RecoverySetup] = {
-    "waiting": RecoverySetup(),
-    "2 M parameters": RecoverySetup(replicas=2, transformer=True),
+QUICKSTART: Mapping[str, Any] = {
+    "train": {**TRAIN, "micro_batch": 4, "seq_len": 128},
+    "model": {"dim": 160, "layers": 6, "heads": 5},
+}
+SETUPS: Mapping[str, Setup] = {
+    "waiting": Setup(),
+    "2 M parameters": Setup(replicas=2, model=TRANSFORMER, sections=QUICKSTART),
 }
 MOST: Mapping[str, int] = {"waiting": 12, "2 M parameters": 6}  # kills of each contender
 WARM_MS, COLD_TIMES = 500.0, 1.0  # the goals
@@ -126,11 +148,11 @@ class Turn:
     backs: tuple[Back, ...]
 
 
-Contender = Callable[[RecoverySetup, int, random.Random], Turn]
+Contender = Callable[[Setup, int, random.Random], Turn]
 """Runs a job of a setup and kills so often."""
 
 
-def returns(most: int, log: ProgressLog, setups: Mapping[str, RecoverySetup] = SETUPS) -> list[ResultRow]:
+def returns(most: int, log: ProgressLog, setups: Mapping[str, Setup] = SETUPS) -> list[ResultRow]:
     """Return a row for each of ``setups``, with at most ``most`` kills of each contender. Raises Retryable."""
     contenders: dict[str, Contender] = {"warm": partial(our_turn, 1), "cold": partial(our_turn, 0)}
     if installed(log):
@@ -139,7 +161,7 @@ def returns(most: int, log: ProgressLog, setups: Mapping[str, RecoverySetup] = S
 
 
 def _measure(
-    name: str, setup: RecoverySetup, count: int, contenders: Mapping[str, Contender], log: ProgressLog
+    name: str, setup: Setup, count: int, contenders: Mapping[str, Contender], log: ProgressLog
 ) -> ResultRow:
     names = list(contenders)
     turns: dict[str, list[Turn]] = {who: [] for who in names}
@@ -154,7 +176,7 @@ def _measure(
     return return_row(name, setup, turns)
 
 
-def return_row(name: str, setup: RecoverySetup, turns: Mapping[str, Sequence[Turn]]) -> ResultRow:
+def return_row(name: str, setup: Setup, turns: Mapping[str, Sequence[Turn]]) -> ResultRow:
     """Return the row of these turns."""
     backs = {who: [each for turn in its for each in turn.backs] for who, its in turns.items()}
     less_one = {who: [each.less_one_s for each in its] for who, its in backs.items()}
@@ -181,7 +203,7 @@ def _figures(turns: Sequence[Turn], backs: Sequence[Back]) -> ResultRow:
     }
 
 
-def our_turn(spares: int, setup: RecoverySetup, count: int, chance: random.Random) -> Turn:
+def our_turn(spares: int, setup: Setup, count: int, chance: random.Random) -> Turn:
     """Kill ranks of a job under `up`, with spares for so many replicas."""
     setup = replace(setup, sections={**setup.sections, "spares": spares * setup.ranks})
     with JobUnderTest(setup) as job:
@@ -195,9 +217,9 @@ def our_turn(spares: int, setup: RecoverySetup, count: int, chance: random.Rando
     return _turn(job, done, stages_in(job.events))
 
 
-def torchft_turn(setup: RecoverySetup, count: int, chance: random.Random) -> Turn:
+def torchft_turn(setup: Setup, count: int, chance: random.Random) -> Turn:
     """Kill replicas of torchft's loop, tuned; a process that was killed is started afresh at once."""
-    with TorchftUnderTest(setup, KILLED["tuned"]) as job:
+    with TorchftUnderTest(setup, SETTINGS[signal.SIGKILL]["tuned"]) as job:
 
         def then(kill: Kill) -> None:
             job.start(kill.replica)

@@ -15,21 +15,31 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TextIO
 
-from ft_hsdp.bench.allreduce import AllReduceOptions, BenchPlan, Measure, options_of, run_measures
-from ft_hsdp.bench.contenders.base import Contender
-from ft_hsdp.bench.goals import Row, Verdicts, most
+from ft_hsdp.bench.allreduce import (
+    AllReduceOptions,
+    Contender,
+    WorkerRing,
+    WorkerRings,
+    check_memory,
+    options_of,
+    taking_part,
+)
+from ft_hsdp.bench.command import KIB, MIB
+from ft_hsdp.bench.processes import ask, collect
+from ft_hsdp.bench.processes import kill as kill_now
 from ft_hsdp.bench.results import (
-    KIB,
-    MIB,
     WARM_UP,
     ProgressLog,
     ResultRow,
+    Row,
+    Verdicts,
+    begin_result,
+    finish_result,
     interleave,
+    most,
     size_name,
     spread,
 )
-from ft_hsdp.bench.workers.link import ask, collect
-from ft_hsdp.bench.workers.rings import WorkerRing, WorkerRings
 from ft_hsdp.errors import Retryable
 
 MIDDLE = (0.2, 0.8)  # when the kill comes, as shares of an undisturbed all-reduce
@@ -42,7 +52,7 @@ RECONFIGURE_MS = 10.0
 
 def options(args: Namespace) -> AllReduceOptions:
     """Return what `bench rings` is to do."""
-    return options_of(args, MEASURES)
+    return options_of(args, tuple(MEASURES))
 
 
 def goals(result: Row) -> Verdicts:
@@ -61,8 +71,34 @@ def goals(result: Row) -> Verdicts:
 
 
 def run(options: AllReduceOptions, stream: TextIO) -> dict[str, Any]:
-    """Return the result, ready for JSON; as `run_measures`."""
-    return run_measures("rings", MEASURES, goals, options, stream)
+    """Return the result, ready for JSON; progress goes to ``stream``, a line for each figure.
+
+    Raises:
+        ConfigError: The machine does not allow what is asked.
+        Retryable: A worker fails.
+        DataCorruption: A sum is wrong.
+    """
+    log, todo = ProgressLog(stream), {}
+    for name in options.measures:
+        each = MEASURES[name]
+        contenders = taking_part(name, options.contenders or each.contenders, log, each.unfit)
+        plan = BenchPlan(options.members or each.members, options.sizes or each.sizes, options.rounds)
+        check_memory(contenders.values(), max(plan.members), max(plan.sizes, default=0))
+        todo[name] = contenders, plan
+    result, started = begin_result("rings", log)
+    result["contenders"] = {who: each.text for contenders, _ in todo.values() for who, each in contenders.items()}
+    for name, (contenders, plan) in todo.items():
+        result[name] = MEASURES[name].run(contenders, plan, log)
+    return finish_result(result, goals(result), log, started)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchPlan:
+    """Ring sizes, message sizes in bytes, and how often."""
+
+    members: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rounds: int
 
 
 @dataclass(slots=True)
@@ -101,7 +137,6 @@ def _kills(all_rings: WorkerRings, name: str, size: int, rounds: int) -> ResultR
     chance = random.Random(size)
     kills = RingKills()
     ring.prepare(size)
-    ring.check()
     usual = statistics.median([ring.time() for _ in range(2 * WARM_UP)])
     hits = 0
     for number in range(TRIES * rounds):
@@ -134,7 +169,8 @@ def _kill_one(ring: WorkerRing, victim: int, delay_s: float, kills: RingKills) -
     survivors = [link for member, link in enumerate(ring.links) if member != victim]
     start = ring.start()
     time.sleep(max(0.0, start + delay_s - time.monotonic()))
-    killed = ring.links[victim].kill()
+    killed = time.monotonic()
+    kill_now(ring.links[victim].process)
     answers = collect(survivors)
     raised = [float(answer["t"]) - killed for answer in answers if "raised" in answer]
     ring.order.remove(victim)
@@ -174,6 +210,17 @@ def _does_not_recover(contender: Contender) -> str:
 
 def _does_not_reconfigure(contender: Contender) -> str:
     return "" if contender.reconfigures else "it cannot be reconfigured"
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One thing that is measured; members, sizes and contenders are those where the user names none."""
+
+    run: Callable[[Mapping[str, Contender], BenchPlan, ProgressLog], list[ResultRow]]
+    members: tuple[int, ...]
+    sizes: tuple[int, ...]
+    contenders: tuple[str, ...]
+    unfit: Callable[[Contender], str]  # returns why one cannot take part, "" if it can
 
 
 MEASURES: dict[str, Measure] = {

@@ -16,19 +16,26 @@ from typing import Any, TextIO
 import psutil
 
 from ft_hsdp.analysis.goodput import fault_free_step
-from ft_hsdp.bench.contenders.base import version
-from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
-from ft_hsdp.bench.options import rounds_of
-from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
-from ft_hsdp.bench.recovery.setup import RecoverySetup
-from ft_hsdp.bench.results import ProgressLog, ResultRow, ratio_interval, spread
-from ft_hsdp.bench.scope import Process, Scope, spawn
+from ft_hsdp.bench.command import rounds_of
+from ft_hsdp.bench.jobs import JobUnderTest, Setup
+from ft_hsdp.bench.processes import Process, Scope, spawn
+from ft_hsdp.bench.results import (
+    ProgressLog,
+    ResultRow,
+    Verdicts,
+    begin_result,
+    finish_result,
+    most,
+    ratio_interval,
+    spread,
+    version,
+)
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import free_port, last_line, tied
 
 TURNS = 6  # of each launcher, where the user does not say
 RAY = 1.02  # the goal
-RAY_SETUP = RecoverySetup(replicas=3, ranks=2, wait_s=0.5)
+RAY_SETUP = Setup(replicas=3, ranks=2, wait_s=0.5)
 RAY_STEPS = 30  # of each turn
 RAY_START_S = 60.0  # longest time until a cluster runs
 RAY_STOP_S = 30.0  # longest time for it to end
@@ -56,7 +63,7 @@ def run(turns: int, stream: TextIO) -> dict[str, Any]:
     return finish_result(result, goals(result), log, started)
 
 
-def ray(turns: int, log: ProgressLog, setup: RecoverySetup = RAY_SETUP, steps: int = RAY_STEPS) -> list[ResultRow]:
+def ray(turns: int, log: ProgressLog, setup: Setup = RAY_SETUP, steps: int = RAY_STEPS) -> list[ResultRow]:
     """Return a row; none, and a note, where Ray is not installed. Raises Retryable where a process fails.
 
     One job runs at a time, in the order ABBA, and the cluster beside its own job alone: its processes are a part
@@ -86,17 +93,20 @@ def ray(turns: int, log: ProgressLog, setup: RecoverySetup = RAY_SETUP, steps: i
     ]
 
 
-def under_up(setup: RecoverySetup, steps: int) -> float:
+def under_up(setup: Setup, steps: int) -> float:
     """Run a job as `launcher.py up` does; return the median seconds of a step, over so many."""
     with JobUnderTest(setup) as job:
         return _step_s(job, steps)
 
 
-def under_ray(setup: RecoverySetup, steps: int) -> float:
+def under_ray(setup: Setup, steps: int) -> float:
     """Run a job as `launcher.py submit` does; return the median seconds of a step, over so many."""
     with ExitStack() as stack:
         cluster = stack.enter_context(BenchCluster())
-        return _step_s(stack.enter_context(JobUnderTest(setup, (cluster.address,), cluster.env)), steps)
+        return _step_s(
+            stack.enter_context(JobUnderTest(setup, ("submit", "--ray-address", cluster.address), cluster.env)),
+            steps,
+        )
 
 
 def _step_s(job: JobUnderTest, steps: int) -> float:
@@ -106,7 +116,7 @@ def _step_s(job: JobUnderTest, steps: int) -> float:
     return fault_free_step([row for n, rows in job.rows.items() for row in rows[begin[n] :]])
 
 
-LAUNCHERS: Mapping[str, Callable[[RecoverySetup, int], float]] = {"up": under_up, "ray": under_ray}
+LAUNCHERS: Mapping[str, Callable[[Setup, int], float]] = {"up": under_up, "ray": under_ray}
 
 
 class BenchCluster(Scope):

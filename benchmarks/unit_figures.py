@@ -9,9 +9,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ft_hsdp.bench.recovery.analysis import Kill, contributes, gone
+from ft_hsdp.bench.jobs import Kill, gone
 
 Row = Mapping[str, Any]
+
+
+def contributes(row: Row) -> bool:
+    """Return whether the replica that logged a commit contributed to it."""
+    return bool(row["role"] == "contribute")
 
 
 def micro_batches(row: Row, replica: int, ranks: int) -> int:

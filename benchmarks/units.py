@@ -25,12 +25,20 @@ from typing import Any, TextIO
 from benchmarks.unit_figures import beyond, constancy, curve, micro_batch_s, outside, unit_seconds
 from benchmarks.whole_job import WholeJob
 from ft_hsdp.analysis.commits import canonical
-from ft_hsdp.bench.goals import Verdicts, begin_result, finish_result, most
-from ft_hsdp.bench.options import kills_of, measures_of, rounds_of
-from ft_hsdp.bench.recovery.analysis import Kill, gone
-from ft_hsdp.bench.recovery.job_under_test import RECENT, SEED, JobUnderTest, hit_at_random
-from ft_hsdp.bench.recovery.setup import ENDLESS, RecoverySetup
-from ft_hsdp.bench.results import ProgressLog, ResultRow, milliseconds, ratio, ratio_interval, spread
+from ft_hsdp.bench.command import kills_of, measures_of, rounds_of
+from ft_hsdp.bench.jobs import ENDLESS, RECENT, SEED, JobUnderTest, Kill, Setup, gone, hit_at_random
+from ft_hsdp.bench.results import (
+    ProgressLog,
+    ResultRow,
+    Verdicts,
+    begin_result,
+    finish_result,
+    milliseconds,
+    most,
+    ratio,
+    ratio_interval,
+    spread,
+)
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.run.directory import Row, read_jsonl
 from ft_hsdp.launch.run.verify import verify
@@ -122,7 +130,7 @@ def run(options: UnitsOptions, stream: TextIO) -> dict[str, Any]:
     return finish_result(result, goals(result), log, started)
 
 
-def waiting(wait_s: float, quorum: Mapping[str, Any], **more: Any) -> RecoverySetup:
+def waiting(wait_s: float, quorum: Mapping[str, Any], **more: Any) -> Setup:
     """Return a job of 4 replicas whose micro-batches wait, with A = 3.
 
     Args:
@@ -132,7 +140,7 @@ def waiting(wait_s: float, quorum: Mapping[str, Any], **more: Any) -> RecoverySe
     """
     train = {"steps": more.pop("steps", ENDLESS), "threads": 1, "accumulate": ACCUMULATE}
     data = {"assignment": more.pop("assignment", "global")}
-    return RecoverySetup(wait_s=wait_s, sections={"train": train, "data": data, "quorum": dict(quorum), **more})
+    return Setup(wait_s=wait_s, sections={"train": train, "data": data, "quorum": dict(quorum), **more})
 
 
 def constant(log: ProgressLog, away: int = AWAY) -> list[ResultRow]:
@@ -222,10 +230,10 @@ def refill(count: int, log: ProgressLog, wait_s: float = LONG_S) -> list[ResultR
     return [row]
 
 
-def built_in(ranks: int, replicas: int, train: Mapping[str, Any], sections: Mapping[str, Any]) -> RecoverySetup:
+def built_in(ranks: int, replicas: int, train: Mapping[str, Any], sections: Mapping[str, Any]) -> Setup:
     """Return a job of the built-in trainer; ``train`` and ``sections`` are added to the small configuration."""
     merged = {**BUILT_IN, **sections, "train": {**SMALL, **train}}
-    return RecoverySetup(replicas=replicas, ranks=ranks, built_in=True, sections=merged)
+    return Setup(replicas=replicas, ranks=ranks, model="", sections=merged)
 
 
 def loss(log: ProgressLog, steps: int = LOSS_STEPS, seeds: Sequence[int] = SEEDS) -> list[ResultRow]:

@@ -1,11 +1,16 @@
-"""The benches by name; a module is imported when its bench runs, because it imports what it measures."""
+"""The benches by name, and the words of a command line: measures, sizes, and how often.
+
+A module is imported when its bench runs, because it imports what it measures. Each function that reads a word
+raises ConfigError for what is not allowed.
+"""
 
 from __future__ import annotations
 
+import re
 from argparse import ArgumentTypeError, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from ft_hsdp.errors import ConfigError
 
@@ -13,7 +18,7 @@ BENCHES: Mapping[str, str] = {
     "ftar": "ft_hsdp.bench.allreduce",
     "quorum": "ft_hsdp.bench.quorum",
     "fetch": "ft_hsdp.bench.state_fetch",
-    "recovery": "ft_hsdp.bench.recovery.bench",
+    "recovery": "ft_hsdp.bench.recovery",
     "overhead": "ft_hsdp.bench.overhead",
     # A checkout has these, beside the package.
     "rings": "benchmarks.rings",
@@ -30,24 +35,30 @@ BENCHES: Mapping[str, str] = {
     "losses": "benchmarks.losses",
 }
 
-# What was here before, and what has taken its place.
-MOVED_MEASURES: Mapping[tuple[str, str], str] = {
-    **{("ftar", each): f"bench rings --measure {each}" for each in ("kill", "reconfigure")},
-    **{(each, "link"): "bench link" for each in ("ftar", "overhead")},
-    **{("recovery", each): f"bench {each}" for each in ("return", "readers", "local")},
-    ("overhead", "ray"): "bench ray",
-    ("memory", "flips"): "bench flips",
-}
+# What was here before, and what has taken its place: by bench and measure, or by bench.
 GONE = "it is gone; docs/measurements.md has its last figures"
-GONE_MEASURES = {
-    *(("memory", each) for each in ("none", "plan", "gaps", "step")),
-    *((each, "spin") for each in ("ftar", "rings")),
-    ("recovery", "rejoin"),
+MOVED: Mapping[tuple[str, str], str] = {
+    **{("ftar", each): f"this one is now: bench rings --measure {each}" for each in ("kill", "reconfigure")},
+    **{(each, "link"): "this one is now: bench link" for each in ("ftar", "overhead")},
+    **{("recovery", each): f"this one is now: bench {each}" for each in ("return", "readers", "local")},
+    ("overhead", "ray"): "this one is now: bench ray",
+    ("memory", "flips"): "this one is now: bench flips",
+    **{("memory", each): GONE for each in ("none", "plan", "gaps", "step")},
+    **{(each, "spin"): GONE for each in ("ftar", "rings")},
+    ("recovery", "rejoin"): GONE,
 }
 GONE_BENCHES: Mapping[str, str] = {
     "width": "it is gone; in its place: bench lone, bench losses",
     **dict.fromkeys(("strangers", "tls", "driver"), GONE),
 }
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+LARGEST = 4 * GIB
+MOST_ROUNDS = 10_000
+_SIZE = re.compile(r"(\d{1,12}) ?([kmg]i?)?b?", re.IGNORECASE)
+_UNITS = {"": 1, "k": KIB, "m": MIB, "g": GIB}
+
+_T = TypeVar("_T")
 
 
 def bench_name(word: str) -> str:
@@ -60,15 +71,15 @@ def bench_name(word: str) -> str:
 def refuse_gone(names: Sequence[str], args: Namespace) -> None:
     """Raise ConfigError for a measure or an option that the named benches had once; the error says what to use."""
     for name in names:
-        if (moved := MOVED_MEASURES.get((name, args.measure))) is not None:
-            raise ConfigError("--measure", args.measure, f"others with bench {name}; this one is now: {moved}")
-        if (name, args.measure) in GONE_MEASURES:
-            raise ConfigError("--measure", args.measure, f"others with bench {name}; {GONE}")
-    if set(names) == {"recovery"} and args.rounds is not None:
-        allowed = "nothing with bench recovery; it is an option of bench readers and bench local"
-        raise ConfigError("--rounds", args.rounds, allowed)
-    if set(names) == {"recovery"} and args.sizes is not None:
-        raise ConfigError("--sizes", args.sizes, "nothing with bench recovery; it is an option of bench local")
+        if (instead := MOVED.get((name, args.measure))) is not None:
+            raise ConfigError("--measure", args.measure, f"others with bench {name}; {instead}")
+    if set(names) == {"recovery"}:
+        for key, value, others in (
+            ("--rounds", args.rounds, "bench readers and bench local"),
+            ("--sizes", args.sizes, "bench local"),
+        ):
+            if value is not None:
+                raise ConfigError(key, value, f"nothing with bench recovery; it is an option of {others}")
 
 
 def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
@@ -92,3 +103,55 @@ def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
         raise ConfigError("bench", name, allowed) from None
     result: dict[str, Any] = module.run(module.options(args), stream)
     return result
+
+
+def measures_of(args: Namespace, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the measures that are meant, all of ``known`` or one."""
+    word = args.measure or "all"
+    if word not in (*known, "all"):
+        raise ConfigError("--measure", word, f"{', '.join(known)} or all")
+    return known if word == "all" else (word,)
+
+
+def rounds_of(args: Namespace, default: int) -> int:
+    """Return how often what is interleaved is repeated."""
+    return _count("--rounds", default if args.rounds is None else args.rounds)
+
+
+def kills_of(args: Namespace, default: int) -> int:
+    """Return how often something is killed."""
+    return _count("--kills", default if args.kills is None else args.kills)
+
+
+def _count(key: str, count: int) -> int:
+    if not 1 <= count <= MOST_ROUNDS:
+        raise ConfigError(key, count, f"1 to {MOST_ROUNDS}")
+    return count
+
+
+def sizes_of(args: Namespace) -> tuple[int, ...] | None:
+    """Return sizes in bytes; None where none were named."""
+    return listed("--sizes", args.sizes, _size, "multiples of 4 bytes up to 4GiB, e.g. 64KiB,1MiB")
+
+
+def listed(
+    key: str, text: str | None, read: Callable[[str], _T | None], allowed: str, doubles: bool = False
+) -> tuple[_T, ...] | None:
+    """Return the words of a comma list, each read; a word that comes twice counts once unless ``doubles``."""
+    if text is None:
+        return None
+    values: list[_T] = []
+    for word in text.split(","):
+        value = read(word.strip())
+        if value is None:
+            raise ConfigError(key, text, allowed)
+        values.append(value)
+    return tuple(values if doubles else dict.fromkeys(values))
+
+
+def _size(word: str) -> int | None:
+    match = _SIZE.fullmatch(word)
+    if match is None:
+        return None
+    size = int(match[1]) * _UNITS[(match[2] or "")[:1].lower()]
+    return size if 4 <= size <= LARGEST and size % 4 == 0 else None

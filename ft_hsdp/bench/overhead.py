@@ -2,43 +2,91 @@
 
 - steady: a step of ft_hsdp beside the same step of PyTorch's HSDP, which survives nothing;
 - snapshot: a snapshot of each step beside none: of steps that compute, and that wait as beside an accelerator.
+
+All contenders are alive at once, and each trains a block of steps while the others wait, so that what else runs on
+the machine slows all of them. Between two blocks each rank (`training`) stands before its next step. `bench link`
+of the repository trains with the same processes on slow links.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
-from ft_hsdp.bench import goals
-from ft_hsdp.bench.goals import begin_result, finish_result
-from ft_hsdp.bench.hsdp.processes import (
+from ft_hsdp.bench.command import measures_of, rounds_of
+from ft_hsdp.bench.jobs import (
+    PATIENCE_S,
     PRODUCT,
-    HsdpSetup,
-    Loopback,
-    start,
-    start_lighthouse,
+    TRAIN,
+    TRAINING,
+    TRANSFORMER,
+    WAITING,
+    RankSpec,
+    Setup,
+    job_config,
 )
-from ft_hsdp.bench.options import measures_of, rounds_of
-from ft_hsdp.bench.results import ProgressLog, ResultRow, interleave, ratio_interval, spread
-from ft_hsdp.bench.scope import scratch
-from ft_hsdp.bench.workers.link import greet
+from ft_hsdp.bench.processes import LOOPBACK, WorkerLink, ask, greet, listening, scratch, spawn, spawn_worker
+from ft_hsdp.bench.results import (
+    ProgressLog,
+    ResultRow,
+    Row,
+    Verdicts,
+    begin_result,
+    finish_result,
+    interleave,
+    most,
+    ratio_interval,
+    spread,
+)
+from ft_hsdp.config import dump
+from ft_hsdp.launch.backend.processes import free_port, tied
+from ft_hsdp.launch.run.directory import RunDir, write_job_files
+from ft_hsdp.secret import TOKEN_VARIABLE
 
 ROUNDS = {"steady": 70, "snapshot": 30}  # where the user does not say
 TRANSPORTS = ("tcp", "shm")
-SETUP = HsdpSetup(
-    sections={"train": {"micro_batch": 2, "seq_len": 128}, "model": {"dim": 192, "layers": 6, "heads": 6}}
+LEAD_S = 0.005  # from the command to the common start
+SETUP = Setup(
+    replicas=3,
+    ranks=2,
+    model=TRANSFORMER,
+    sections={
+        "train": {**TRAIN, "micro_batch": 2, "seq_len": 128},
+        "model": {"dim": 192, "layers": 6, "heads": 6},
+        "ftar": {"timeout_s": PATIENCE_S},
+    },
 )
 SNAPSHOTS: Mapping[str, str] = {"without": "on_demand", "without again": "on_demand", "with": "every_step"}
-SNAPSHOT_SETUPS: Mapping[str, HsdpSetup] = {"computing": SETUP, "waiting": replace(SETUP, waiting=(1 << 18, 0.5))}
+SNAPSHOT_SETUPS: Mapping[str, Setup] = {
+    "computing": SETUP,
+    "waiting": replace(SETUP, model=WAITING, layers=6, elements=1 << 18, wait_s=0.5),
+}
+STEADY = 1.02  # the goals
+SNAPSHOT = {"computing": 1.10, "waiting": 1.02}
 
 
 def options(args: Namespace) -> Mapping[str, int]:
     """Return the rounds of each measure that is wanted."""
     return {name: rounds_of(args, ROUNDS[name]) for name in measures_of(args, tuple(ROUNDS))}
+
+
+def goals(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench overhead`."""
+    for row in result["steady"]:
+        for name, times in row["times"].items():
+            if name.startswith("ft_hsdp"):
+                yield most(f"{name}: a step, times HSDP's", row, STEADY, times["ratio"])
+    for row in result["snapshot"]:
+        text = f"snapshot each step, {row['step']}: times as long"
+        yield most(text, row, SNAPSHOT[row["step"]], row["times"]["with"]["ratio"])
 
 
 def run(rounds: Mapping[str, int], stream: TextIO) -> dict[str, Any]:
@@ -47,7 +95,7 @@ def run(rounds: Mapping[str, int], stream: TextIO) -> dict[str, Any]:
     result, started = begin_result("overhead", log)
     result["steady"] = steady(rounds["steady"], log) if "steady" in rounds else []
     result["snapshot"] = snapshot(rounds["snapshot"], log) if "snapshot" in rounds else []
-    return finish_result(result, goals.overhead(result), log, started)
+    return finish_result(result, goals(result), log, started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +103,7 @@ class Trained:
     """One contender: its kind ("hsdp" or "ft_hsdp") and what it trains."""
 
     kind: str
-    setup: HsdpSetup
+    setup: Setup
 
 
 def in_turns(
@@ -98,7 +146,7 @@ def _compared(took: Mapping[str, list[float]], anchor: str) -> dict[str, dict[st
 def steady(
     rounds: int,
     log: ProgressLog,
-    setup: HsdpSetup = SETUP,
+    setup: Setup = SETUP,
     transports: tuple[str, ...] = TRANSPORTS,
     python: str = sys.executable,
 ) -> list[ResultRow]:
@@ -108,7 +156,7 @@ def steady(
     """
     contenders = {"hsdp": Trained("hsdp", setup), "hsdp again": Trained("hsdp", setup)}
     for transport in transports:
-        sections = {**setup.sections, "ftar": {"transport": transport}}
+        sections = {**setup.sections, "ftar": {"timeout_s": PATIENCE_S, "transport": transport}}
         contenders[f"ft_hsdp, {transport}"] = Trained(PRODUCT, replace(setup, sections=sections))
     took = in_turns(contenders, rounds, python)
     row: ResultRow = {
@@ -123,7 +171,7 @@ def steady(
     return [row]
 
 
-def snapshot(rounds: int, log: ProgressLog, setups: Mapping[str, HsdpSetup] = SNAPSHOT_SETUPS) -> list[ResultRow]:
+def snapshot(rounds: int, log: ProgressLog, setups: Mapping[str, Setup] = SNAPSHOT_SETUPS) -> list[ResultRow]:
     """Return a row for each kind of step. Raises Retryable where a process fails."""
     rows = []
     for kind, setup in setups.items():
@@ -143,3 +191,95 @@ def snapshot(rounds: int, log: ProgressLog, setups: Mapping[str, HsdpSetup] = SN
         rows.append(row)
         log.say(f"{kind}: a snapshot each step makes it {row['times']['with']['ratio']:.3f} times as long")
     return rows
+
+
+class Loopback:
+    """Where replicas are: all on this machine. `benchmarks.namespaces` gives each a network of its own."""
+
+    interface = "lo"  # between replicas
+
+    def __init__(self, python: str = sys.executable) -> None:
+        """Prepare a place whose processes are run by the interpreter ``python``."""
+        self._python = python
+        self._ports: dict[tuple[int, int], int] = {}
+
+    def host(self, replica: int | None = None) -> str:
+        """Return the address of a replica; of the hub, where the lighthouse is, if None."""
+        return LOOPBACK
+
+    def inside(self, replica: int | None, *command: str) -> list[str]:
+        """Return the command that does this at a replica, or at the hub: a command of `tied`."""
+        return [self._python, *command[1:]]
+
+    def port(self, number: int, replica: int) -> int:
+        """Return a port at a replica for the store of contender ``number``: the same for the same place."""
+        if (number, replica) not in self._ports:
+            self._ports[number, replica] = free_port(LOOPBACK)
+        return self._ports[number, replica]
+
+
+class TrainingProcesses:
+    """All ranks of one contender."""
+
+    def __init__(self, name: str, links: Sequence[WorkerLink]) -> None:
+        self.name = name
+        self.links = list(links)  # replica by replica
+
+    def train(self, steps: int) -> float:
+        """Train so many steps; return the seconds of one: until the slowest rank could begin the next."""
+        start = time.monotonic() + LEAD_S
+        answers = ask(self.links, {"steps": steps, "at": start})
+        return (max(answer["t"] for answer in answers) - start) / steps
+
+
+def start(
+    name: str, kind: str, number: int, place: Loopback, setup: Setup, folder: Path, stack: ExitStack
+) -> TrainingProcesses:
+    """Start a contender's processes.
+
+    Args:
+        name: of the contender.
+        kind: alone, hsdp or ft_hsdp.
+        number: tells contenders apart that run side by side.
+        place: where the replicas are.
+        setup: what is trained.
+        folder: takes the configuration, the run and the logs.
+        stack: what ends the processes.
+    """
+    run = RunDir(folder / "runs" / "bench")
+    links = []
+    for replica in range(setup.replicas):
+        host, within = place.host(replica), partial(place.inside, replica)
+        file = folder / f"{replica}.yaml"
+        file.write_text(dump(job_config(setup, run.path.parent, network={"host": host})))
+        if kind == PRODUCT:  # the state agent waits for the ranks
+            agent = within(*tied("ft_hsdp.state.agent.server", "--replica", str(replica), "--host", host))
+            env = {TOKEN_VARIABLE: run.token.read_text().strip()}
+            spawn(stack, agent, run.path.parent / f"agent-{replica}.log", env)
+        for rank in range(setup.ranks):
+            spec = RankSpec(
+                kind,
+                asdict(setup),
+                replica,
+                rank,
+                host,
+                place.host(0),
+                place.interface,
+                place.port(number, 0 if kind == "hsdp" else replica),
+                str(file),
+                str(run.path),
+            )
+            log = folder / f"{name.replace(' ', '-')}-{replica}-{rank}.log"
+            worker = f"{name} replica {replica} rank {rank}"
+            links.append(spawn_worker(stack, worker, TRAINING, [json.dumps(asdict(spec))], log, within=within))
+    return TrainingProcesses(name, links)
+
+
+def start_lighthouse(place: Loopback, setup: Setup, folder: Path, stack: ExitStack) -> RunDir:
+    """Make ft_hsdp's run in ``folder`` and start its lighthouse at the hub; return the run. Raises Retryable."""
+    run = RunDir(folder / "runs" / "bench")
+    write_job_files(run, job_config(setup, run.path.parent, network={"host": place.host()}))
+    command = place.inside(None, *tied("lighthouse", "--run", str(run.path)))
+    process = spawn(stack, command, run.lighthouse_log)
+    listening(process, run.lighthouse, run.lighthouse_log, "the lighthouse")
+    return run

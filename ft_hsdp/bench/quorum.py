@@ -18,7 +18,9 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
@@ -26,12 +28,22 @@ import httpx
 import psutil
 
 from ft_hsdp import protocol
-from ft_hsdp.bench import goals
-from ft_hsdp.bench.contenders.base import version
-from ft_hsdp.bench.goals import begin_result, finish_result
-from ft_hsdp.bench.options import listed, rounds_of
-from ft_hsdp.bench.results import ProgressLog, ResultRow, interleave, milliseconds, spread
-from ft_hsdp.bench.scope import listening, scratch, spawn
+from ft_hsdp.bench.command import listed, rounds_of
+from ft_hsdp.bench.processes import listening, scratch, spawn
+from ft_hsdp.bench.results import (
+    ProgressLog,
+    ResultRow,
+    Row,
+    Verdicts,
+    begin_result,
+    finish_result,
+    interleave,
+    milliseconds,
+    most,
+    ratio,
+    spread,
+    version,
+)
 from ft_hsdp.config import config_hash, parse
 from ft_hsdp.config.running import MAX_REPLICAS
 from ft_hsdp.core import state_id
@@ -69,6 +81,10 @@ _LENGTH = b"\r\ncontent-length:"
 _PROOF = f"\r\n{HEADER}:".encode()
 
 
+GOAL, GOAL_AT = 1.25, (12, 64)  # times torchft's, with so many members
+GOALS = {"same": "a round", "new": "a round that makes an epoch durable"}
+
+
 @dataclass(frozen=True, slots=True)
 class QuorumOptions:
     """What `bench quorum` measures."""
@@ -86,6 +102,14 @@ def options(args: Namespace) -> QuorumOptions:
 
 def _clients(word: str) -> int | None:
     return int(word) if word.isdecimal() and 1 <= int(word) <= MAX_REPLICAS else None
+
+
+def goals(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench quorum`: ratios of medians."""
+    for row in result["rounds"]:
+        for kind, text in GOALS.items() if row["members"] in GOAL_AT else ():
+            times = ratio(row["rounds"][kind]["p50_ms"], row["rounds"]["torchft"]["p50_ms"])
+            yield most(f"{text}, times torchft's", row, GOAL, times)
 
 
 class LighthouseContender(ABC):
@@ -116,7 +140,7 @@ class Torchft(LighthouseContender):
         self._step = 0
         self._names = [f"replica_{member}:{member:032x}" for member in range(members)]
         file = folder / "torchft.json"
-        command = tied("ft_hsdp.bench.contenders.torchft", str(file), *map(str, (*TIMES_MS, members)))
+        command = tied("ft_hsdp.bench.torchft", str(file), *map(str, (*TIMES_MS, members)))
         super().__init__(stack, command, file, folder / "torchft.log", members)
         self.same()
 
@@ -211,40 +235,29 @@ def run(options: QuorumOptions, stream: TextIO) -> dict[str, Any]:
     result, started = begin_result("quorum", log)
     result["kinds"] = KINDS
     result["rounds"] = [_measure(members, options.rounds, log) for members in options.members]
-    return finish_result(result, goals.quorum(result), log, started)
+    return finish_result(result, goals(result), log, started)
 
 
 def _measure(members: int, rounds: int, log: ProgressLog) -> ResultRow:
-    """Return a row: the times of all kinds of rounds with so many members."""
+    """Return a row: the times of all kinds of rounds with so many members, and the servers' CPU for them."""
     log.say(f"{members} members")
+    cpu: dict[str, list[float]] = {kind: [] for kind in KINDS}
+
+    def watched(kind: str, server: LighthouseContender, take: Callable[[], float]) -> float:
+        before = server.cpu_s()
+        seconds = take()
+        cpu[kind].append(server.cpu_s() - before)
+        return seconds
+
     with scratch() as (stack, folder):
         torchft, ours = Torchft(stack, folder, members), Ours(stack, folder, members)
-        kinds = {"torchft": _Watched(torchft, torchft.same)}
-        kinds |= {"same": _Watched(ours, ours.same), "new": _Watched(ours, ours.new)}
-        seconds = interleave(kinds, rounds)
+        kinds = {"torchft": (torchft, torchft.same), "same": (ours, ours.same), "new": (ours, ours.new)}
+        seconds = interleave({kind: partial(watched, kind, *each) for kind, each in kinds.items()}, rounds)
     found = {kind: spread(values) for kind, values in seconds.items()}
-    cpu = {kind: milliseconds(each.cpu_s / each.rounds) for kind, each in kinds.items()}
+    used = {kind: milliseconds(fmean(values)) for kind, values in cpu.items()}
     for kind, each in found.items():
-        log.say(f"  {kind}: {each['p50_ms']:.3g} ms, server's CPU {cpu[kind]:.2f} ms")
-    return {"members": members, "rounds": found, "cpu_ms": cpu}
-
-
-class _Watched:
-    """Rounds of one kind, and the CPU that the server needs for them."""
-
-    def __init__(self, server: LighthouseContender, take: Callable[[], float]) -> None:
-        self.cpu_s = 0.0
-        self.rounds = 0
-        self._server = server
-        self._take = take
-
-    def __call__(self) -> float:
-        """Ask once; return the seconds."""
-        before = self._server.cpu_s()
-        seconds = self._take()
-        self.cpu_s += self._server.cpu_s() - before
-        self.rounds += 1
-        return seconds
+        log.say(f"  {kind}: {each['p50_ms']:.3g} ms, server's CPU {used[kind]:.2f} ms")
+    return {"members": members, "rounds": found, "cpu_ms": used}
 
 
 class Wire(ABC):

@@ -1,4 +1,4 @@
-"""Figures and what stands beside them: statistics, the order of samples, the machine, and the progress of a bench.
+"""Figures and what stands beside them: statistics, the order of samples, goals, the machine, progress and output.
 
 A figure without its machine cannot be compared. A figure can only be compared with one that was taken a moment
 before or after it, so `interleave` takes the samples of all contenders in turn.
@@ -6,32 +6,42 @@ before or after it, so `interleave` takes the samples of all contenders in turn.
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
 import platform
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import psutil
+import yaml
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 import ft_hsdp
-from ft_hsdp.bench.contenders.base import version
+from ft_hsdp.bench.command import GIB, KIB, MIB
 from ft_hsdp.errors import ConfigError
 
 ResultRow = dict[str, Any]
 """One line of a result, ready for JSON."""
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+Row = Mapping[str, Any]
+
 PACKAGES = ("torch", "torchft", "numpy")  # whose versions are written down
+BUSY = 1.0  # load from which on others have disturbed
 SPARE = 1.2  # memory that must be free, as a multiple of what the tensors take
 DIGITS = 4  # of a millisecond
 RESAMPLES, LEVEL, SEED = 2000, 0.95, 1  # of the interval of a ratio
 WARM_UP = 3  # rounds that do not count
-BATCHES = ((256 * KIB, 20), (4 * MIB, 5))  # up to this size, so many all-reduces in a row make a sample
+WIDTH = 76  # of the lines of figures
 
 _K = TypeVar("_K")
 
@@ -55,43 +65,119 @@ class ProgressLog:
             self.say(f"note: {text}")
 
 
-def machine() -> dict[str, Any]:
-    """Return processor, memory, kernel, and what the kernel does to TCP."""
-    return {
-        "cpu": _cpu(),
+@dataclass(frozen=True, slots=True)
+class GoalVerdict:
+    """One goal beside one figure."""
+
+    text: str  # with the unit of ``limit`` and ``seen``
+    members: int | None
+    bytes: int | None
+    bound: str
+    limit: float
+    seen: float
+    met: bool  # whether the goal is kept
+
+    def where(self) -> str:
+        """Return the ring and the message that it is about."""
+        ring = None if self.members is None else f"N={self.members}"
+        return ", ".join(filter(None, (ring, None if self.bytes is None else size_name(self.bytes))))
+
+
+Verdicts = Iterator[GoalVerdict]
+
+
+def least(text: str, row: Row, limit: float, seen: float) -> GoalVerdict:
+    """Return the verdict on a goal that is kept if ``seen`` is at least ``limit``."""
+    return GoalVerdict(text, _members(row), row.get("bytes"), ">=", limit, seen, seen >= limit)
+
+
+def most(text: str, row: Row, limit: float, seen: float) -> GoalVerdict:
+    """Return the verdict on a goal that is kept if ``seen`` is at most ``limit``."""
+    return GoalVerdict(text, _members(row), row.get("bytes"), "<=", limit, seen, seen <= limit)
+
+
+def _members(row: Row) -> int | None:
+    return row.get("members", row.get("replicas"))
+
+
+def begin_result(bench: str, log: ProgressLog) -> tuple[dict[str, Any], float]:
+    """Return a result without figures, and when it was begun; notes if the machine has other work."""
+    load = round(os.getloadavg()[0], 2)
+    if load > BUSY:
+        log.note(f"the machine was busy: a load of {load:g} before; read nothing into these figures")
+    where = {
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": psutil.virtual_memory().total,
         "kernel": platform.release(),
-        "tcp_congestion_default": _read("/proc/sys/net/ipv4/tcp_congestion_control"),
-        "tcp_congestion_allowed": _read("/proc/sys/net/ipv4/tcp_allowed_congestion_control"),
-        "load_1min_before": round(os.getloadavg()[0], 2),
+        "tcp_congestion_default": _read("/proc/sys/net/ipv4/tcp_congestion_control").strip(),
+        "tcp_congestion_allowed": _read("/proc/sys/net/ipv4/tcp_allowed_congestion_control").strip(),
+        "load_1min_before": load,
     }
+    versions = {"ft_hsdp": ft_hsdp.__version__, "python": platform.python_version()}
+    found = {"machine": where, "versions": {**versions, **{name: version(name) for name in PACKAGES}}}
+    date = datetime.now().astimezone().isoformat(timespec="seconds")
+    return {"bench": bench, "date": date, **found}, time.monotonic()
 
 
-def versions() -> dict[str, str | None]:
-    """Return the versions of this package, Python and `PACKAGES`; None where one is not installed."""
-    found = {package: version(package) for package in PACKAGES}
-    return {"ft_hsdp": ft_hsdp.__version__, "python": platform.python_version(), **found}
+def finish_result(result: dict[str, Any], goals: Verdicts, log: ProgressLog, started: float) -> dict[str, Any]:
+    """Return the result with its goals, notes and duration: ready for JSON."""
+    result["goals"] = [asdict(verdict) for verdict in goals]
+    result["notes"] = log.notes
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return result
 
 
-def now() -> str:
-    """Return local date and time with its offset, ISO 8601."""
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+def version(package: str) -> str | None:
+    """Return the installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
-def _cpu() -> str:
-    for line in _read("/proc/cpuinfo").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "model name":
-            return value.strip()
-    return platform.machine()
+def _field(path: str, wanted: str) -> str:
+    fields = (line.partition(":") for line in _read(path).splitlines())
+    return next((value.strip() for name, _, value in fields if name.strip() == wanted), "")
 
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text().strip()
+        return Path(path).read_text()
     except OSError:
         return ""
+
+
+def show(result: Row, stream: TextIO) -> None:
+    """Print a result: where and with what it was measured, the figures, a table of the goals, the notes."""
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if value)
+    said = [
+        f"{result['date']}, {machine['cpu']}, {machine['cores']} cores, load {machine['load_1min_before']} "
+        f"before; {versions}; TCP congestion control {machine['tcp_congestion_default']} by default",
+        *(
+            f"  {name:<10} {text}"
+            for name, text in {**result.get("contenders", {}), **result.get("kinds", {})}.items()
+        ),
+    ]
+    for measure, rows in result.items():
+        if isinstance(rows, list) and measure not in ("goals", "notes"):
+            for row in json.loads(json.dumps(rows)):
+                figures = yaml.safe_dump(row, sort_keys=False, default_flow_style=None, width=WIDTH)
+                said.append(f"\n{measure}:\n{figures.rstrip()}")
+    for text in said:
+        console.print(escape(text))
+    if result["goals"]:
+        table = Table(title="Goals", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for number, head in enumerate(("goal", "", "wanted", "seen", "")):
+            table.add_column(head, justify="right" if number else "left")
+        for goal in (GoalVerdict(**each) for each in result["goals"]):
+            met = "[green]met[/]" if goal.met else "[red]missed[/]"
+            table.add_row(escape(goal.text), goal.where(), f"{goal.bound} {goal.limit:g}", f"{goal.seen:.3g}", met)
+        console.print(table)
+    for note in result["notes"]:
+        console.print(escape(f"note: {note}"))
 
 
 def size_name(size: int) -> str:
@@ -130,6 +216,11 @@ def ratio(over: float, under: float) -> float:
     return round(over / under, 3)
 
 
+def times_as_fast(row: Row, name: str, other: str) -> float:
+    """Return how many times as fast contender ``name`` of a row is as ``other``: a ratio of medians."""
+    return ratio(row["contenders"][other]["p50_ms"], row["contenders"][name]["p50_ms"])
+
+
 def ratio_interval(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """Return {"ratio", "low", "high"}: a ratio of medians and its 95 % interval, by resampling (the bootstrap).
 
@@ -160,8 +251,3 @@ def interleave(samples: Mapping[_K, Callable[[], float]], rounds: int) -> dict[_
             if number >= 0:
                 values[key].append(value)
     return values
-
-
-def batch(size: int) -> int:
-    """Return the all-reduces in a sample: short ones run in a row, so that the common start does not count."""
-    return next((times for limit, times in BATCHES if size <= limit), 1)

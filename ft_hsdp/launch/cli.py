@@ -208,7 +208,7 @@ def _chaos(args: argparse.Namespace) -> int:
 
 def _bench(args: argparse.Namespace) -> int:
     from ft_hsdp.bench.command import refuse_gone, run_bench
-    from ft_hsdp.bench.tables import show
+    from ft_hsdp.bench.results import show
 
     refuse_gone(args.what, args)
     results = {}

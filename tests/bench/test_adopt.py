@@ -14,10 +14,8 @@ import pytest
 from benchmarks import adopt
 from benchmarks.adopt import AdoptOptions, ExampleUnderTest, KilledJob, example, kill_row
 from benchmarks.under_ray import BenchCluster
-from ft_hsdp.bench.hsdp.processes import HsdpSetup
-from ft_hsdp.bench.recovery.analysis import Stall
-from ft_hsdp.bench.recovery.job_under_test import UnderTest
-from ft_hsdp.bench.recovery.setup import RecoverySetup, job_config
+from ft_hsdp.bench.jobs import TRAIN, Setup, UnderTest, job_config
+from ft_hsdp.bench.recovery import Stall
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.config.entry import locate
 from ft_hsdp.errors import ConfigError, Retryable
@@ -63,7 +61,7 @@ class LoggedJob(UnderTest):
     """A job whose steps are there, one for each look."""
 
     def __init__(self, steps: int, contributors: list[int]) -> None:
-        super().__init__(RecoverySetup(replicas=2))
+        super().__init__(Setup(replicas=2))
         self._coming = iter(range(1, steps + 1))
         self._contributors = contributors
 
@@ -94,7 +92,7 @@ def job(*less_one_ms: float, twice: int = 0, skipped: int = 0, digests: str = "a
 
 
 def row(trainer: str, *jobs: KilledJob) -> dict[str, Any]:
-    return kill_row(trainer, RecoverySetup(replicas=2, ranks=2), jobs)
+    return kill_row(trainer, Setup(replicas=2, ranks=2), jobs)
 
 
 def test_the_jobs_of_a_trainer_are_summed_up() -> None:
@@ -113,13 +111,13 @@ def test_the_jobs_of_a_trainer_are_summed_up() -> None:
 def test_a_tiny_llama_trains_in_turn_with_hsdp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of torch alone, 2 x 2 ranks; each step waits as long as it is told, in both."""
     sections: dict[str, dict[str, Any]] = {
-        "train": {"micro_batch": 1, "seq_len": 8},
+        "train": {**TRAIN, "micro_batch": 1, "seq_len": 8},
         "model": {"dim": 8, "layers": 1, "heads": 1},
         "optim": {"clip": 1.0},
     }
     monkeypatch.setattr(adopt, "interpreter", lambda *_: "")
     monkeypatch.setattr(adopt, "TRANSPORTS", ("shm",))
-    setups = {"waiting": HsdpSetup(replicas=2, sections=sections, wait_s=0.03)}
+    setups = {"waiting": Setup(replicas=2, ranks=2, sections=sections, wait_s=0.03)}
     (found,) = adopt.step(2, ProgressLog(io.StringIO()), setups)
     assert {name: crew["count"] for name, crew in found["crews"].items()} == dict.fromkeys(
         ("hsdp", "hsdp again", "ft_hsdp, shm"), 2

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import lone, losses
 from benchmarks.memory import Loss
-from ft_hsdp.bench.recovery.analysis import Kill
+from ft_hsdp.bench.jobs import Kill
 from ft_hsdp.bench.results import ProgressLog
 
 

@@ -6,7 +6,7 @@ from argparse import Namespace
 import pytest
 
 from ft_hsdp.bench import overhead
-from ft_hsdp.bench.hsdp.processes import HsdpSetup
+from ft_hsdp.bench.jobs import TRAIN, WAITING, Setup
 from ft_hsdp.bench.results import ProgressLog, ratio_interval
 
 
@@ -28,8 +28,8 @@ def test_each_measure_has_its_own_number_of_rounds() -> None:
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
 def test_both_train_in_turn() -> None:
-    sections = {"train": {"micro_batch": 1, "seq_len": 8}, "model": {"dim": 8, "layers": 1, "heads": 1}}
-    setup = HsdpSetup(replicas=1, ranks=1, sections=sections, waiting=(64, 0.01))
+    sections = {"train": {**TRAIN, "micro_batch": 1, "seq_len": 8}}
+    setup = Setup(replicas=1, model=WAITING, layers=1, elements=64, wait_s=0.01, sections=sections)
     (row,) = overhead.steady(2, ProgressLog(io.StringIO()), setup, transports=("tcp",))
     assert {name: crew["count"] for name, crew in row["crews"].items()} == {
         "hsdp": 2,

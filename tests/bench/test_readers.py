@@ -11,7 +11,7 @@ import pytest
 from benchmarks import local, readers
 from benchmarks.local import LocalOptions
 from benchmarks.readers import READERS, BadReaders
-from ft_hsdp.bench.results import MIB
+from ft_hsdp.bench.command import MIB
 from ft_hsdp.handshake import Purpose
 from tests.support.known import admit
 

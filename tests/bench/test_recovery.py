@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.bench import goals
-from ft_hsdp.bench.recovery.analysis import Kill, quantile, stall
-from ft_hsdp.bench.recovery.bench import RecoveryOptions, kill_row, run, stops
-from ft_hsdp.bench.recovery.setup import RecoverySetup
-from ft_hsdp.bench.recovery.torchft_under_test import Setting, torchft
+from ft_hsdp.bench import recovery
+from ft_hsdp.bench.jobs import Kill, Setting, Setup
+from ft_hsdp.bench.recovery import RecoveryOptions, costs, kills, quantile, run, stall, stalls, torchft
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.launch.cli import main
 from tests.support.bench.tables import shown
 
-SMALL = RecoverySetup(replicas=2, layers=1, elements=256, wait_s=0.02)
+SMALL = Setup(replicas=2, layers=1, elements=256, wait_s=0.02)
 
 
 def commit(t: float, step: int, contributors: list[int]) -> dict[str, Any]:
@@ -53,14 +51,14 @@ def test_a_step_that_was_committed_with_the_victim_is_not_the_next_one() -> None
 
 
 def test_a_row_and_its_goals_and_tables() -> None:
-    row = kill_row(RecoverySetup(replicas=3), [KILL], ROWS)
+    row = {"replicas": 3, **costs(stalls([KILL], ROWS, 1.0), 1.0)}
     assert row["step_ms"] == 1000
     result: dict[str, Any] = {
         "kill": [row],
         "torchft": [{"setting": "tuned", "signal": "SIGKILL", **row}],
         "stop": [row],
     }
-    assert {verdict.text: (verdict.seen, verdict.met) for verdict in goals.recovery(result)} == {
+    assert {verdict.text: (verdict.seen, verdict.met) for verdict in recovery.goals(result)} == {
         "SIGKILL to next commit - 1 step, p50 ms": (350, False),
         "SIGKILL to next commit - 1 step, p99 ms": (350, False),
         "all of the step hit - 1 step, p50 ms": (600, False),
@@ -68,8 +66,8 @@ def test_a_row_and_its_goals_and_tables() -> None:
         "SIGSTOP to next commit - 1 step, p50 ms": (350, True),
         "SIGSTOP to next commit - 1 step, p99 ms": (350, True),
     }
-    text = shown(result, goals.recovery(result))
-    assert "torchft: setting tuned" in text
+    text = shown(result, recovery.goals(result))
+    assert "\ntorchft:\nsetting: tuned\n" in text
 
 
 def test_quantiles_are_values_that_were_seen() -> None:
@@ -108,7 +106,7 @@ def test_a_replica_is_killed() -> None:
     assert (row["kills"], row["replicas"]) == (1, 2)
     assert row["next"]["p50_ms"] > 0
     assert result["goals"]
-    assert result["torchft"] == result.get("stop", []) == []
+    assert result["torchft"] == result["stop"] == []
 
 
 @pytest.mark.proof
@@ -117,7 +115,7 @@ def test_a_replica_is_killed() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.soak)])
 def test_torchft_in_the_same_situation(number: signal.Signals) -> None:
     setting = Setting((300, 100), "quick", 10, 2.0)
-    (row,) = torchft(SMALL, 1, ProgressLog(io.StringIO()), {"quick": setting}, number)
+    (row,) = torchft(SMALL, 1, ProgressLog(io.StringIO()), number, {number: {"quick": setting}})
     assert (row["kills"], row["next"]["count"], row["signal"]) == (1, 1, number.name)
     assert row["next"]["p50_ms"] > 200  # it waits for a heartbeat that does not come
 
@@ -126,6 +124,6 @@ def test_torchft_in_the_same_situation(number: signal.Signals) -> None:
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_replica_is_stopped_and_replaced() -> None:
-    (row,) = stops(SMALL, 1, ProgressLog(io.StringIO()))
+    (row,) = kills(SMALL, 1, ProgressLog(io.StringIO()), signal.SIGSTOP)
     assert (row["kills"], row["replicas"]) == (1, 2)
     assert row["next"]["p50_ms"] > 500  # of silence

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import io
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from benchmarks.returns import (
     torchft_turn,
     wait_for_return,
 )
-from ft_hsdp.bench import trainee
-from ft_hsdp.bench.recovery import job_under_test, torchft_under_test
-from ft_hsdp.bench.recovery.analysis import Kill
-from ft_hsdp.bench.recovery.setup import RecoverySetup
+from ft_hsdp.bench import jobs
+from ft_hsdp.bench.jobs import Kill, Setting, Setup, TorchftUnderTest, job_config
 from ft_hsdp.bench.results import ProgressLog
+from ft_hsdp.bench.training import RandomTokens, make_model
 from ft_hsdp.config import load
 from ft_hsdp.errors import Retryable
 from ft_hsdp.train.model import ModelArgs
@@ -83,26 +82,25 @@ def test_phases_add_up_whatever_was_seen() -> None:
     }
 
 
-def test_all_contenders_train_the_same_model() -> None:
+def test_all_contenders_train_the_same_model(tmp_path: Path) -> None:
     """That of the quickstart, at its size; and data with which it can be trained."""
-    config = load(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
-    setup = SETUPS["2 M parameters"]
-    made = trainee.make_model(setup)
+    quickstart = load(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+    setup = Setup(**asdict(SETUPS["2 M parameters"]))
+    config = job_config(setup, tmp_path)
+    made = make_model(setup, config)
     assert isinstance(made.args, ModelArgs)
-    assert made.args == build(config).args
+    assert made.args == build(quickstart).args
     torch.manual_seed(1)
-    data = trainee.make_data(setup)
+    data = RandomTokens(config)
     assert made(data.batch(0, 0, 0)).isfinite()
-    tokens, targets = data.batch(1, 2, 0)  # type: ignore[misc]
-    assert tokens.shape == (config.train.micro_batch, config.train.seq_len)
+    tokens, targets = data.batch(1, 2, 0)
+    assert tokens.shape == (quickstart.train.micro_batch, quickstart.train.seq_len)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert (
-        sum(p.numel() for p in trainee.make_model(RecoverySetup(**asdict(SETUPS["waiting"]))).parameters())
-        == 2 << 17
-    )
+    waits = make_model(SETUPS["waiting"], config)
+    assert sum(p.numel() for p in waits.parameters()) == 2 << 17
 
 
-class Logged(torchft_under_test.TorchftUnderTest):
+class Logged(TorchftUnderTest):
     """A job whose rows are there already."""
 
     def read(self) -> None:
@@ -111,8 +109,8 @@ class Logged(torchft_under_test.TorchftUnderTest):
 
 def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.MonkeyPatch) -> None:
     """A victim may be hit again while rows of the life before are still among its newest."""
-    monkeypatch.setattr(job_under_test, "PATIENCE_S", 0.0)
-    one = Logged(RecoverySetup(replicas=2), torchft_under_test.Setting((), "quick", 1))
+    monkeypatch.setattr(jobs, "PATIENCE_S", 0.0)
+    one = Logged(Setup(replicas=2), Setting((), "quick", 1))
     row = {"t": 1.0, "step": 1, "role": "contribute", "incarnation": "0"}
     one.rows[1] = [row, {**row, "t": 2.0, "incarnation": "1"}]
     kill = Kill(3.0, 1, 0, "1")
@@ -126,7 +124,7 @@ def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_victim_of_each_contender_comes_back() -> None:
-    setup = RecoverySetup(replicas=2, layers=1, elements=256, wait_s=0.02)
+    setup = Setup(replicas=2, layers=1, elements=256, wait_s=0.02)
     (row,) = returns(1, ProgressLog(io.StringIO()), {"waiting": setup})
     assert list(row["contenders"]) == ["warm", "cold", "torchft"]
     assert row["contenders"]["warm"]["starts"] == {"from a spare": 1}
@@ -144,7 +142,7 @@ def test_a_victim_of_each_contender_comes_back() -> None:
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
 def test_the_real_model_is_trained_by_both() -> None:
-    setup = RecoverySetup(replicas=1, transformer=True)
+    setup = replace(SETUPS["2 M parameters"], replicas=1)
     for contender in (partial(our_turn, 0), torchft_turn):
         turn = contender(setup, 0, random.Random(1))
         assert turn.step_s > 0.01

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from benchmarks import under_ray
-from ft_hsdp.bench.recovery.setup import RecoverySetup
+from ft_hsdp.bench.jobs import Setup
 from ft_hsdp.bench.results import ProgressLog, spread
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def test_launchers_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn's figure is paired with the other's beside it."""
     order: list[str] = []
 
-    def turn(name: str, setup: RecoverySetup, steps: int) -> float:
+    def turn(name: str, setup: Setup, steps: int) -> float:
         assert (setup.replicas, steps) == (3, 7)
         order.append(name)
         return len(order) / 100
@@ -40,7 +40,7 @@ def test_launchers_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_job_takes_a_turn_under_each_launcher() -> None:
     pytest.importorskip("ray")
-    setup = RecoverySetup(replicas=2, layers=1, elements=256, wait_s=0.02)
+    setup = Setup(replicas=2, layers=1, elements=256, wait_s=0.02)
     (row,) = under_ray.ray(1, ProgressLog(io.StringIO()), setup, steps=3)
     assert {name: found["count"] for name, found in row["launchers"].items()} == {"up": 1, "ray": 1}
     assert min(found["min_ms"] for found in row["launchers"].values()) > 20  # each waits as long as it is told

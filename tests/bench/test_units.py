@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import units as bench
 from benchmarks.unit_figures import beyond, constancy, curve, micro_batch_s, outside, unit_seconds
-from ft_hsdp.bench.recovery.analysis import Kill
+from ft_hsdp.bench.jobs import Kill
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.errors import ConfigError
 

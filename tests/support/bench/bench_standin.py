@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ft_hsdp.bench.contenders.base import AllReduceRank, WorkerSpec
+from ft_hsdp.bench.allreduce import WorkerSpec
+from ft_hsdp.bench.allreduce_ranks import AllReduceRank
 from ft_hsdp.errors import PeerDead
 
 CONNECT_S = 10.0

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ft_hsdp.bench.goals import Verdicts
-from ft_hsdp.bench.tables import show
+from ft_hsdp.bench.results import Verdicts, show
 
 HEAD: Mapping[str, Any] = {
     "date": "2026-11-21T10:00:00+00:00",

@@ -1,8 +1,8 @@
 """torchft as the nearest peer: its process group, its checkpoint transport, and its lighthouse.
 
-`python -m ft_hsdp.bench.contenders.torchft FILE [HEARTBEAT_MS JOIN_MS [MEMBERS]]` serves its lighthouse, and
-writes the URL to FILE. Without times it has those of torchft's own command. MEMBERS is the fewest that make a
-quorum (1).
+`python -m ft_hsdp.bench.torchft FILE [HEARTBEAT_MS JOIN_MS [MEMBERS]]` serves its lighthouse, and writes the URL
+to FILE. Without times it has those of torchft's own command. MEMBERS is the fewest that make a quorum (1). Its
+training loop is in `training`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torchft.checkpointing.http_transport import HTTPTransport
 from torchft.coordination import LighthouseServer
 from torchft.process_group import ProcessGroupGloo
 
-from ft_hsdp.bench.contenders.base import TIMEOUT_S, AllReduceRank, WorkerSpec
-from ft_hsdp.bench.contenders.fetch import FETCH_S, DonorContender, FetchSpec, ReceiverContender, digest
+from ft_hsdp.bench.allreduce import WorkerSpec
+from ft_hsdp.bench.allreduce_ranks import TIMEOUT_S, StoreRank
+from ft_hsdp.bench.processes import LOOPBACK
+from ft_hsdp.bench.state_fetch import FETCH_S, FetchSpec, ReceiverContender, digest
 from ft_hsdp.compat.torchft import StateTransport
 from ft_hsdp.launch.run.directory import write_json
 
@@ -30,21 +32,19 @@ STEP = 1
 FETCH_TIMEOUT = timedelta(seconds=FETCH_S)
 
 
-class TorchFT(AllReduceRank):
+class TorchFT(StoreRank):
     """`ProcessGroupGloo.allreduce`, configured as torchft's Manager does it."""
 
-    in_place = True
-
     def __init__(self, spec: WorkerSpec) -> None:
-        self._spec = spec
+        super().__init__(spec)
         self._group = ProcessGroupGloo(timeout=timedelta(seconds=TIMEOUT_S))
 
     def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
         """Configure with a fresh prefix of the store."""
         self._group.configure(
-            f"{self._spec.store}/{self._spec.name}/{epoch}",
-            f"replica_{self._spec.member}",
-            [member for member, _ in ring].index(self._spec.member),
+            f"{dict(ring)[0]}/{epoch}",
+            f"replica_{self.spec.member}",
+            [member for member, _ in ring].index(self.spec.member),
             len(ring),
         )
 
@@ -53,7 +53,7 @@ class TorchFT(AllReduceRank):
         self._group.allreduce([sink], ReduceOp.SUM).wait()
 
 
-class TransportDonor(DonorContender):
+class TransportDonor:
     """Offers the state, as fp32 tensors, by a checkpoint transport of torchft's kind."""
 
     def __init__(self, transport: Any, spec: FetchSpec) -> None:
@@ -86,14 +86,14 @@ class StateDonor(TransportDonor):
     """Offers the state by ft_hsdp's StateTransport."""
 
     def __init__(self, spec: FetchSpec) -> None:
-        super().__init__(StateTransport(host="127.0.0.1"), spec)
+        super().__init__(StateTransport(host=LOOPBACK), spec)
 
 
 class StateReceiver(TransportReceiver):
     """Receives the state by ft_hsdp's StateTransport."""
 
     def __init__(self, spec: FetchSpec, where: str) -> None:
-        super().__init__(StateTransport(host="127.0.0.1"), where)
+        super().__init__(StateTransport(host=LOOPBACK), where)
 
 
 class HTTPDonor(TransportDonor):
@@ -111,15 +111,14 @@ class HTTPReceiver(TransportReceiver):
         super().__init__(HTTPTransport(FETCH_TIMEOUT, spec.chunks), f"http://127.0.0.1:{port}/checkpoint/")
 
 
-def main(argv: Sequence[str]) -> None:
+def lighthouse(file: str, *numbers: str) -> None:
     """Serve the lighthouse until killed."""
-    file, *numbers = argv
     names = ("heartbeat_timeout_ms", "join_timeout_ms", "min_replicas")
     given = dict(zip(names, map(int, numbers), strict=False))
-    server = LighthouseServer(bind="127.0.0.1:0", **{"min_replicas": 1, **given})
+    server = LighthouseServer(bind=f"{LOOPBACK}:0", **{"min_replicas": 1, **given})
     write_json(Path(file), {"url": server.address()})
     signal.pause()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    lighthouse(*sys.argv[1:])
