@@ -41,7 +41,7 @@ SPARE = 1.2  # memory that must be free, as a multiple of what the tensors take
 DIGITS = 4  # of a millisecond
 RESAMPLES, LEVEL, SEED = 2000, 0.95, 1  # of the interval of a ratio
 WARM_UP = 3  # rounds that do not count
-WIDTH = 76  # of the lines of figures
+WIDTH = 64  # of the lines of figures
 
 _K = TypeVar("_K")
 
