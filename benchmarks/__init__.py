@@ -7,7 +7,7 @@ made. Nothing in the product imports this package. What a bench finds stands in 
 - `rings`, `link`: the all-reduce when a member dies; on slow links, with `namespaces`;
 - `returns` (bench return), `local`, `readers`: a killed replica's way back, its state from the memory of its host,
   and readers of state that are slow or malicious;
-- `under_ray` (bench ray): a step under Ray;
+- `under_ray` (bench ray): a step under Ray; `snapshots` (bench snapshot): with a snapshot of each state;
 - `units` with `unit_figures` and `token_mean`: work that is counted in units, while replicas are lost;
 - `memory`, `flips`: copies of states in host memory, and bytes that flip in them;
 - `lone`, `losses`: a replica that goes on with fewer ranks, once and at random;

@@ -183,10 +183,10 @@ class ExampleUnderTest(WholeJob):
         (folder / "examples").symlink_to(ROOT / "examples")
         super()._begin(folder)
 
-    def kill(self, replica: int, rank: int) -> Kill:
+    def kill(self, replica: int, rank: int, name: str = "KILL") -> Kill:
         """Send SIGKILL to one rank. `chaos` does not reach into a cluster; this one is on this machine."""
         if not self._on_ray:
-            return super().kill(replica, rank)
+            return super().kill(replica, rank, name)
         listed = read_json(self.run.processes(replica))
         (pid,) = (each["pid"] for each in listed["ranks"] if each["rank"] == rank)
         now = time.time()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_hsdp.bench.jobs import Setup
-from ft_hsdp.bench.training import Wait
+from ft_hsdp.bench.training import Delay
 from ft_hsdp.config import Config
 from ft_hsdp.train.fsdp.adopted_model import parts_of
 from ft_hsdp.train.trainer import build
@@ -49,5 +49,5 @@ def _waiting(model: nn.Module, wait_s: float) -> nn.Module:
     """Have forward and backward of the layers, which return a tensor, wait ``wait_s`` seconds together."""
     layers = parts_of(model)
     for layer in layers:
-        layer.register_forward_hook(lambda _, args, output: Wait.apply(output, wait_s / len(layers)))
+        layer.register_forward_hook(lambda _, args, output: Delay.apply(output, wait_s / len(layers)))
     return model

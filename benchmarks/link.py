@@ -22,8 +22,8 @@ import psutil
 from benchmarks.namespaces import Network, unfit
 from ft_hsdp.bench.command import rounds_of
 from ft_hsdp.bench.jobs import PATIENCE_S, TRAIN, TRANSFORMER, Setup
-from ft_hsdp.bench.overhead import TrainingProcesses, start, start_lighthouse
-from ft_hsdp.bench.processes import greet, scratch
+from ft_hsdp.bench.overhead import start, start_lighthouse, train
+from ft_hsdp.bench.processes import WorkerLink, greet, scratch
 from ft_hsdp.bench.results import (
     WARM_UP,
     ProgressLog,
@@ -162,14 +162,14 @@ def measure(setup: LinkSetup, log: ProgressLog) -> list[ResultRow]:
     with sigterm_unwinds(), scratch() as (stack, folder):
         network = stack.enter_context(Network(setup.job.replicas, setup.rate, setup.congestion))
         run = start_lighthouse(network, setup.job, folder, stack)
-        all_of_them = [start(name, name, n, network, setup.job, folder, stack) for n, name in enumerate(KINDS)]
-        for each in all_of_them:
-            greet(each.links)
+        ranks = {name: start(name, name, n, network, setup.job, folder, stack) for n, name in enumerate(KINDS)}
+        for each in ranks.values():
+            greet(each)
         log.say(
             f"{setup.job.replicas} replicas of {setup.job.ranks} ranks, links of {setup.rate}: {', '.join(KINDS)}"
         )
         turns = {
-            each.name: partial(_block, each, network, setup.job.steps, blocks[each.name]) for each in all_of_them
+            name: partial(_block, each, network, setup.job.steps, blocks[name]) for name, each in ranks.items()
         }
         interleave(turns, setup.rounds)
         commits = [_commits(run, replica)[WARM_UP * setup.job.steps :] for replica in range(setup.job.replicas)]
@@ -191,18 +191,18 @@ def sigterm_unwinds() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _block(processes: TrainingProcesses, network: Network, steps: int, blocks: list[StepBlock]) -> float:
+def _block(ranks: Sequence[WorkerLink], network: Network, steps: int, blocks: list[StepBlock]) -> float:
     """Train a block of steps; return the seconds of a step."""
-    cpu_s, sent = _cpu_s(processes), network.sent()
-    seconds = processes.train(steps)
+    cpu_s, sent = _cpu_s(ranks), network.sent()
+    seconds = train(ranks, steps)
     went = [after - before for after, before in zip(network.sent(), sent, strict=True)]
-    blocks.append(StepBlock(seconds, max(went) / steps, (_cpu_s(processes) - cpu_s) / steps))
+    blocks.append(StepBlock(seconds, max(went) / steps, (_cpu_s(ranks) - cpu_s) / steps))
     return seconds
 
 
-def _cpu_s(processes: TrainingProcesses) -> float:
+def _cpu_s(ranks: Sequence[WorkerLink]) -> float:
     """Return the CPU time of all processes so far, the kernel's for them included."""
-    times = [psutil.Process(link.process.pid).cpu_times() for link in processes.links]
+    times = [psutil.Process(link.process.pid).cpu_times() for link in ranks]
     return sum(t.user + t.system for t in times)
 
 

@@ -25,7 +25,7 @@ from ft_hsdp.bench.allreduce import (
     taking_part,
 )
 from ft_hsdp.bench.command import KIB, MIB
-from ft_hsdp.bench.processes import ask, collect
+from ft_hsdp.bench.processes import collect
 from ft_hsdp.bench.processes import kill as kill_now
 from ft_hsdp.bench.results import (
     WARM_UP,
@@ -174,7 +174,9 @@ def _kill_one(ring: WorkerRing, victim: int, delay_s: float, kills: RingKills) -
     answers = collect(survivors)
     raised = [float(answer["t"]) - killed for answer in answers if "raised" in answer]
     ring.order.remove(victim)
-    again = ring.last(ask(ring.active, ring.membership("retry")))
+    ring.join()
+    ring.start()
+    again = ring.last(collect(ring.active))
     ring.check()
     if raised:
         kills.raised += raised

@@ -244,14 +244,10 @@ class WorkerRing:
             Seconds from a common start until all are ready.
         """
         self.order = list(self.order if order is None else order)
-        start = time.monotonic() + LEAD_S
-        return self.last(ask(self.active, {**self.membership("join"), "at": start})) - start
-
-    def membership(self, what: str) -> dict[str, Any]:
-        """Return the command to join the ring of `order` under a new epoch."""
         self._epoch += 1
         ring = [(member, self.links[member].address) for member in self.order]
-        return {"do": what, "epoch": self._epoch, "ring": ring}
+        start = time.monotonic() + LEAD_S
+        return self.last(ask(self.active, {"do": "join", "epoch": self._epoch, "ring": ring, "at": start})) - start
 
     def prepare(self, size: int) -> None:
         """Allocate ``size`` bytes, and sum known values. Raises DataCorruption if a sum is wrong."""

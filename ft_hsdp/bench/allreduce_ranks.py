@@ -6,7 +6,6 @@
     -> {"do": "prepare", "bytes": 4096}               <- {}
     -> {"do": "check"}                                <- {"wrong": ""}
     -> {"do": "run", "times": 1, "at": 12.5}          <- {"t": 12.6}
-    -> {"do": "retry", "epoch": 2, "ring": []}        <- {"t": 12.6}         join, and all-reduce once
 
 Times are of CLOCK_MONOTONIC, which all processes of a machine share; `at` is when to start. An all-reduce or a
 join that fails in a way that FTAR can recover from is answered {"raised": "PeerDead", "text": "", "t": 12.6}.
@@ -129,9 +128,6 @@ class Worker:
                 case "run":
                     for _ in range(command["times"]):
                         self.rank.all_reduce(self._source, self._sink)
-                case "retry":
-                    self._join(command["epoch"], command["ring"])
-                    self.rank.all_reduce(self._source, self._sink)
                 case "prepare":
                     self._prepare(command["bytes"] // 4)
                 case "check":

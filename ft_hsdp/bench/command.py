@@ -23,6 +23,7 @@ BENCHES: Mapping[str, str] = {
     # A checkout has these, beside the package.
     "rings": "benchmarks.rings",
     "link": "benchmarks.link",
+    "snapshot": "benchmarks.snapshots",
     "return": "benchmarks.returns",
     "readers": "benchmarks.readers",
     "local": "benchmarks.local",
@@ -46,6 +47,8 @@ MOVED: Mapping[tuple[str, str], str] = {
     **{("memory", each): GONE for each in ("none", "plan", "gaps", "step")},
     **{(each, "spin"): GONE for each in ("ftar", "rings")},
     ("recovery", "rejoin"): GONE,
+    ("fetch", "small"): GONE,
+    ("overhead", "snapshot"): "this one is now: bench snapshot",
 }
 GONE_BENCHES: Mapping[str, str] = {
     "width": "it is gone; in its place: bench lone, bench losses",

@@ -253,15 +253,8 @@ class JobUnderTest(UnderTest):
     def _processes(self) -> list[tuple[str, Process, Path]]:
         return [("the job", self._process, self._log)]
 
-    def kill(self, replica: int, rank: int) -> Kill:
-        """Send SIGKILL to one rank."""
-        return self._hit(replica, rank, "KILL")
-
-    def stop(self, replica: int, rank: int) -> Kill:
-        """Send SIGSTOP to one rank."""
-        return self._hit(replica, rank, "STOP")
-
-    def _hit(self, replica: int, rank: int, name: str) -> Kill:
+    def kill(self, replica: int, rank: int, name: str = "KILL") -> Kill:
+        """Send one rank SIGKILL, or SIGSTOP."""
         event = inject_by_hand(self.run, parse_options(replica=replica, rank=rank, signal=name))
         return Kill(event["t"], replica, rank, event["incarnation"])
 

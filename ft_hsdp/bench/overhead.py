@@ -1,11 +1,10 @@
 """`bench overhead`: what fault tolerance costs while nothing fails.
 
-- steady: a step of ft_hsdp beside the same step of PyTorch's HSDP, which survives nothing;
-- snapshot: a snapshot of each step beside none: of steps that compute, and that wait as beside an accelerator.
+A step of ft_hsdp is taken beside the same step of PyTorch's HSDP, which survives nothing.
 
 All contenders are alive at once, and each trains a block of steps while the others wait, so that what else runs on
 the machine slows all of them. Between two blocks each rank (`training`) stands before its next step. `bench link`
-of the repository trains with the same processes on slow links.
+and `bench snapshot` of the repository train with the same processes.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,7 +27,6 @@ from ft_hsdp.bench.jobs import (
     TRAIN,
     TRAINING,
     TRANSFORMER,
-    WAITING,
     RankSpec,
     Setup,
     job_config,
@@ -51,7 +49,6 @@ from ft_hsdp.launch.backend.processes import free_port, tied
 from ft_hsdp.launch.run.directory import RunDir, write_job_files
 from ft_hsdp.secret import TOKEN_VARIABLE
 
-ROUNDS = {"steady": 70, "snapshot": 30}  # where the user does not say
 TRANSPORTS = ("tcp", "shm")
 LEAD_S = 0.005  # from the command to the common start
 SETUP = Setup(
@@ -64,18 +61,13 @@ SETUP = Setup(
         "ftar": {"timeout_s": PATIENCE_S},
     },
 )
-SNAPSHOTS: Mapping[str, str] = {"without": "on_demand", "without again": "on_demand", "with": "every_step"}
-SNAPSHOT_SETUPS: Mapping[str, Setup] = {
-    "computing": SETUP,
-    "waiting": replace(SETUP, model=WAITING, layers=6, elements=1 << 18, wait_s=0.5),
-}
-STEADY = 1.02  # the goals
-SNAPSHOT = {"computing": 1.10, "waiting": 1.02}
+STEADY = 1.02  # the goal
 
 
-def options(args: Namespace) -> Mapping[str, int]:
-    """Return the rounds of each measure that is wanted."""
-    return {name: rounds_of(args, ROUNDS[name]) for name in measures_of(args, tuple(ROUNDS))}
+def options(args: Namespace) -> int:
+    """Return how many blocks of each contender `bench overhead` takes."""
+    measures_of(args, ("steady",))
+    return rounds_of(args, 70)
 
 
 def goals(result: Row) -> Verdicts:
@@ -84,37 +76,25 @@ def goals(result: Row) -> Verdicts:
         for name, times in row["times"].items():
             if name.startswith("ft_hsdp"):
                 yield most(f"{name}: a step, times HSDP's", row, STEADY, times["ratio"])
-    for row in result["snapshot"]:
-        text = f"snapshot each step, {row['step']}: times as long"
-        yield most(text, row, SNAPSHOT[row["step"]], row["times"]["with"]["ratio"])
 
 
-def run(rounds: Mapping[str, int], stream: TextIO) -> dict[str, Any]:
-    """Return the result of the measures in ``rounds``, ready for JSON. Raises Retryable where a process fails."""
+def run(rounds: int, stream: TextIO) -> dict[str, Any]:
+    """Return the result, ready for JSON; progress goes to ``stream``. Raises Retryable where a process fails."""
     log = ProgressLog(stream)
     result, started = begin_result("overhead", log)
-    result["steady"] = steady(rounds["steady"], log) if "steady" in rounds else []
-    result["snapshot"] = snapshot(rounds["snapshot"], log) if "snapshot" in rounds else []
+    result["steady"] = steady(rounds, log)
     return finish_result(result, goals(result), log, started)
 
 
-@dataclass(frozen=True, slots=True)
-class Trained:
-    """One contender: its kind ("hsdp" or "ft_hsdp") and what it trains."""
-
-    kind: str
-    setup: Setup
-
-
 def in_turns(
-    contenders: Mapping[str, Trained],
+    contenders: Mapping[str, tuple[str, Setup]],
     rounds: int,
     python: str = sys.executable,
 ) -> dict[str, list[float]]:
     """Train all contenders on this machine, all alive, one block of one of them at a time (ABAB).
 
     Args:
-        contenders: by name.
+        contenders: kind and setup, by name.
         rounds: how many blocks of each count.
         python: the interpreter of all processes.
 
@@ -127,18 +107,18 @@ def in_turns(
     with scratch() as (stack, folder):
         place = Loopback(python)
         samples: dict[str, Callable[[], float]] = {}
-        for number, (name, each) in enumerate(contenders.items()):
+        for number, (name, (kind, setup)) in enumerate(contenders.items()):
             own = folder / str(number)
             own.mkdir()
-            if each.kind == PRODUCT:
-                start_lighthouse(place, each.setup, own, stack)
-            processes = start(name, each.kind, number, place, each.setup, own, stack)
-            greet(processes.links)  # one after the other: two dozen imports at once take too long
-            samples[name] = partial(processes.train, each.setup.steps)
+            if kind == PRODUCT:
+                start_lighthouse(place, setup, own, stack)
+            links = start(name, kind, number, place, setup, own, stack)
+            greet(links)  # one after the other: two dozen imports at once take too long
+            samples[name] = partial(train, links, setup.steps)
         return interleave(samples, rounds)
 
 
-def _compared(took: Mapping[str, list[float]], anchor: str) -> dict[str, dict[str, float]]:
+def compared(took: Mapping[str, list[float]], anchor: str) -> dict[str, dict[str, float]]:
     """Return how many times as long as the anchor's each other contender's step takes."""
     return {name: ratio_interval(seconds, took[anchor]) for name, seconds in took.items() if name != anchor}
 
@@ -154,43 +134,21 @@ def steady(
 
     Between machines ft_hsdp uses TCP, as HSDP's gloo always does. Raises Retryable where a process fails.
     """
-    contenders = {"hsdp": Trained("hsdp", setup), "hsdp again": Trained("hsdp", setup)}
+    contenders: dict[str, tuple[str, Setup]] = {"hsdp": ("hsdp", setup), "hsdp again": ("hsdp", setup)}
     for transport in transports:
         sections = {**setup.sections, "ftar": {"timeout_s": PATIENCE_S, "transport": transport}}
-        contenders[f"ft_hsdp, {transport}"] = Trained(PRODUCT, replace(setup, sections=sections))
+        contenders[f"ft_hsdp, {transport}"] = (PRODUCT, replace(setup, sections=sections))
     took = in_turns(contenders, rounds, python)
     row: ResultRow = {
         "replicas": setup.replicas,
         "ranks": setup.ranks,
         "rounds": rounds,
         "crews": {name: spread(seconds) for name, seconds in took.items()},
-        "times": _compared(took, "hsdp"),
+        "times": compared(took, "hsdp"),
     }
     for name, found in row["times"].items():
         log.say(f"{name}: {found['ratio']:.3f} times HSDP's step ({found['low']:.3f} to {found['high']:.3f})")
     return [row]
-
-
-def snapshot(rounds: int, log: ProgressLog, setups: Mapping[str, Setup] = SNAPSHOT_SETUPS) -> list[ResultRow]:
-    """Return a row for each kind of step. Raises Retryable where a process fails."""
-    rows = []
-    for kind, setup in setups.items():
-        contenders = {
-            name: Trained(PRODUCT, replace(setup, sections={**setup.sections, "state": {"snapshot": mode}}))
-            for name, mode in SNAPSHOTS.items()
-        }
-        took = in_turns(contenders, rounds)
-        row: ResultRow = {
-            "step": kind,
-            "replicas": setup.replicas,
-            "ranks": setup.ranks,
-            "rounds": rounds,
-            "modes": {name: spread(seconds) for name, seconds in took.items()},
-            "times": _compared(took, "without"),
-        }
-        rows.append(row)
-        log.say(f"{kind}: a snapshot each step makes it {row['times']['with']['ratio']:.3f} times as long")
-    return rows
 
 
 class Loopback:
@@ -218,24 +176,17 @@ class Loopback:
         return self._ports[number, replica]
 
 
-class TrainingProcesses:
-    """All ranks of one contender."""
-
-    def __init__(self, name: str, links: Sequence[WorkerLink]) -> None:
-        self.name = name
-        self.links = list(links)  # replica by replica
-
-    def train(self, steps: int) -> float:
-        """Train so many steps; return the seconds of one: until the slowest rank could begin the next."""
-        start = time.monotonic() + LEAD_S
-        answers = ask(self.links, {"steps": steps, "at": start})
-        return (max(answer["t"] for answer in answers) - start) / steps
+def train(links: Sequence[WorkerLink], steps: int) -> float:
+    """Train so many steps; return the seconds of one: until the slowest rank could begin the next."""
+    start = time.monotonic() + LEAD_S
+    answers = ask(links, {"steps": steps, "at": start})
+    return (max(answer["t"] for answer in answers) - start) / steps
 
 
 def start(
     name: str, kind: str, number: int, place: Loopback, setup: Setup, folder: Path, stack: ExitStack
-) -> TrainingProcesses:
-    """Start a contender's processes.
+) -> list[WorkerLink]:
+    """Start a contender's processes; return the ranks, replica by replica.
 
     Args:
         name: of the contender.
@@ -272,7 +223,7 @@ def start(
             log = folder / f"{name.replace(' ', '-')}-{replica}-{rank}.log"
             worker = f"{name} replica {replica} rank {rank}"
             links.append(spawn_worker(stack, worker, TRAINING, [json.dumps(asdict(spec))], log, within=within))
-    return TrainingProcesses(name, links)
+    return links
 
 
 def start_lighthouse(place: Loopback, setup: Setup, folder: Path, stack: ExitStack) -> RunDir:

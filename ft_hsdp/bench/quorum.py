@@ -13,23 +13,19 @@ import select
 import socket
 import struct
 import time
-from abc import ABC, abstractmethod
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 import httpx
-import psutil
 
 from ft_hsdp import protocol
 from ft_hsdp.bench.command import listed, rounds_of
-from ft_hsdp.bench.processes import listening, scratch, spawn
+from ft_hsdp.bench.processes import LOOPBACK, listening, scratch, spawn
 from ft_hsdp.bench.results import (
     ProgressLog,
     ResultRow,
@@ -38,7 +34,6 @@ from ft_hsdp.bench.results import (
     begin_result,
     finish_result,
     interleave,
-    milliseconds,
     most,
     ratio,
     spread,
@@ -112,25 +107,14 @@ def goals(result: Row) -> Verdicts:
             yield most(f"{text}, times torchft's", row, GOAL, times)
 
 
-class LighthouseContender(ABC):
+class LighthouseContender:
     """A lighthouse in a process, and its members."""
 
-    def __init__(self, stack: ExitStack, command: list[str], file: Path, log: Path, members: int) -> None:
-        process = spawn(stack, command, log)
-        port = urlsplit(listening(process, file, log, "a lighthouse")["url"]).port or 0
-        self._watched = psutil.Process(process.pid)
-        self._members = members
-        self.clients = Clients(("127.0.0.1", port), members, lambda: self.wire(f"127.0.0.1:{port}"))
-        stack.callback(self.clients.close)
-
-    @abstractmethod
-    def wire(self, host: str) -> Wire:
-        """Return the protocol of one client."""
-
-    def cpu_s(self) -> float:
-        """Return the CPU seconds that the server has used."""
-        times = self._watched.cpu_times()
-        return float(times.user + times.system)
+    def __init__(self, stack: ExitStack, command: list[str], file: Path, log: Path, count: int) -> None:
+        url = str(listening(spawn(stack, command, log), file, log, "a lighthouse")["url"])
+        self.address = (LOOPBACK, urlsplit(url).port or 0)
+        self.host = f"{LOOPBACK}:{self.address[1]}"
+        self.members = range(count)
 
 
 class Torchft(LighthouseContender):
@@ -142,18 +126,16 @@ class Torchft(LighthouseContender):
         file = folder / "torchft.json"
         command = tied("ft_hsdp.bench.torchft", str(file), *map(str, (*TIMES_MS, members)))
         super().__init__(stack, command, file, folder / "torchft.log", members)
+        method = "/torchft.LighthouseService/Quorum"
+        self._clients = Clients(stack, self.address, [Grpc(self.host, method) for _ in self.members])
         self.same()
-
-    def wire(self, host: str) -> Wire:
-        """Return the protocol of one client."""
-        return Grpc(host, "/torchft.LighthouseService/Quorum")
 
     def same(self) -> float:
         """Return the seconds of a round in which nothing changes."""
         self._step += 1
-        seconds, answers = self.clients.round([self._message(n) for n in range(self._members)])
+        seconds, answers = self._clients.round([self._message(n) for n in self.members])
         if any(name.encode() not in answer for answer in answers for name in self._names):
-            raise Retryable(f"torchft answered with fewer than {self._members} members")
+            raise Retryable(f"torchft answered with fewer than {len(self.members)} members")
         return seconds
 
     def _message(self, member: int) -> bytes:
@@ -175,23 +157,23 @@ class Ours(LighthouseContender):
         self._epoch = 0
         command = tied("lighthouse", "--run", str(run.path))
         super().__init__(stack, command, run.lighthouse, folder / "lighthouse.log", members)
+        self._clients = Clients(stack, self.address, [self._wire() for _ in self.members])
         self.new()
 
-    def wire(self, host: str) -> Wire:
-        """Return the protocol of one client."""
+    def _wire(self) -> Http1:
         signed = SignedRequest(self._token, NONE, "GET", b"/healthz")
         headers = {"Authorization": signed.authorization}
-        answer = httpx.get(f"http://{host}/healthz", headers=headers, trust_env=False)
+        answer = httpx.get(f"http://{self.host}/healthz", headers=headers, trust_env=False)
         challenge = signed.challenge(answer.headers.get(HEADER), answer.status_code, answer.content)
         if challenge is None:
             raise Retryable("the lighthouse does not know the token")
-        return Http1(host, "/v1/quorum", self._token, challenge)
+        return Http1(self.host, "/v1/quorum", self._token, challenge)
 
     def same(self) -> float:
         """Return the seconds of a round in which nothing changes: the epoch goes on."""
         step = self._state.step + 1
         self._state = StateId(self._epoch, step, state_id.digest("bench", step))
-        seconds, answers = self.clients.round([self._message(n, 0) for n in range(self._members)])
+        seconds, answers = self._clients.round([self._message(n, 0) for n in self.members])
         wanted = protocol.encode(Continue(self._epoch, step + 1))
         if any(answer != wanted for answer in answers):
             raise Retryable(f"the lighthouse answered {answers[0][:200]!r}")
@@ -199,9 +181,9 @@ class Ours(LighthouseContender):
 
     def new(self) -> float:
         """Return the seconds of a round after the ring broke: a new epoch, durable before a member hears of it."""
-        seconds, answers = self.clients.round([self._message(n, self._epoch) for n in range(self._members)])
+        seconds, answers = self._clients.round([self._message(n, self._epoch) for n in self.members])
         grants = [protocol.decode(answer, Grant) for answer in answers]
-        if {len(grant.members) for grant in grants} != {self._members} or grants[0].epoch <= self._epoch:
+        if {len(grant.members) for grant in grants} != {len(self.members)} or grants[0].epoch <= self._epoch:
             raise Retryable(f"the lighthouse answered {answers[0][:200]!r}")
         self._epoch = grants[0].epoch
         return seconds
@@ -214,7 +196,7 @@ class Ours(LighthouseContender):
             self._state.step + 1,
             self._epoch,
             after,
-            equal=tuple(range(self._members)) if self._epoch else (),
+            equal=tuple(range(len(self.members))) if self._epoch else (),
         )
         address = f"127.0.0.1:{29000 + member}"
         return protocol.encode(
@@ -239,48 +221,18 @@ def run(options: QuorumOptions, stream: TextIO) -> dict[str, Any]:
 
 
 def _measure(members: int, rounds: int, log: ProgressLog) -> ResultRow:
-    """Return a row: the times of all kinds of rounds with so many members, and the servers' CPU for them."""
+    """Return a row: the times of all kinds of rounds with so many members."""
     log.say(f"{members} members")
-    cpu: dict[str, list[float]] = {kind: [] for kind in KINDS}
-
-    def watched(kind: str, server: LighthouseContender, take: Callable[[], float]) -> float:
-        before = server.cpu_s()
-        seconds = take()
-        cpu[kind].append(server.cpu_s() - before)
-        return seconds
-
     with scratch() as (stack, folder):
         torchft, ours = Torchft(stack, folder, members), Ours(stack, folder, members)
-        kinds = {"torchft": (torchft, torchft.same), "same": (ours, ours.same), "new": (ours, ours.new)}
-        seconds = interleave({kind: partial(watched, kind, *each) for kind, each in kinds.items()}, rounds)
+        seconds = interleave({"torchft": torchft.same, "same": ours.same, "new": ours.new}, rounds)
     found = {kind: spread(values) for kind, values in seconds.items()}
-    used = {kind: milliseconds(fmean(values)) for kind, values in cpu.items()}
     for kind, each in found.items():
-        log.say(f"  {kind}: {each['p50_ms']:.3g} ms, server's CPU {used[kind]:.2f} ms")
-    return {"members": members, "rounds": found, "cpu_ms": used}
+        log.say(f"  {kind}: {each['p50_ms']:.3g} ms")
+    return {"members": members, "rounds": found}
 
 
-class Wire(ABC):
-    """The protocol of one connection."""
-
-    def greeting(self) -> bytes:
-        """Return what is sent first: nothing."""
-        return b""
-
-    @abstractmethod
-    def request(self, message: bytes) -> bytes:
-        """Return the bytes of a request."""
-
-    @abstractmethod
-    def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
-        """Take what came; return the answer once it is whole, and what must be sent now.
-
-        Raises:
-            Retryable: It is no answer.
-        """
-
-
-class Http1(Wire):
+class Http1:
     """Keep-alive requests to ``path``, signed with ``token`` and the ``challenge`` of the last answer."""
 
     def __init__(self, host: str, path: str, token: str, challenge: str) -> None:
@@ -290,6 +242,7 @@ class Http1(Wire):
         self._token = token
         self._challenge = challenge
         self._received = bytearray()
+        self.greeting = b""  # what is sent first
 
     def request(self, message: bytes) -> bytes:
         """Return the bytes of a request."""
@@ -349,7 +302,7 @@ def _literal(name: str, value: str) -> bytes:
     return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
 
 
-class Grpc(Wire):
+class Grpc:
     """Unary calls of ``method`` ("/package.Service/Method")."""
 
     def __init__(self, host: str, method: str) -> None:
@@ -365,11 +318,9 @@ class Grpc(Wire):
         self._stream = -1
         self._received = bytearray()
         self._body = bytearray()
-
-    def greeting(self) -> bytes:
-        """Return the preface, and room for all answers to come."""
-        windows = frame(SETTINGS, 0, 0, struct.pack("!HI", 4, WINDOW))
-        return PREFACE + windows + frame(WINDOW_UPDATE, 0, 0, struct.pack("!I", WINDOW - FIRST_WINDOW))
+        windows = frame(SETTINGS, 0, 0, struct.pack("!HI", 4, WINDOW))  # room for all answers to come
+        more = frame(WINDOW_UPDATE, 0, 0, struct.pack("!I", WINDOW - FIRST_WINDOW))
+        self.greeting = PREFACE + windows + more
 
     def request(self, message: bytes) -> bytes:
         """Return the bytes of the next call."""
@@ -410,17 +361,17 @@ class Grpc(Wire):
 
 
 class Clients:
-    """So many connections to ``address``, each with a protocol of its own."""
+    """A connection to ``address`` for each of ``wires``, open until ``stack`` ends."""
 
-    def __init__(self, address: tuple[str, int], count: int, wire: Callable[[], Wire]) -> None:
-        self._epoll = select.epoll()
+    def __init__(self, stack: ExitStack, address: tuple[str, int], wires: Sequence[Http1 | Grpc]) -> None:
+        self._epoll = stack.enter_context(select.epoll())
         self._socks: list[socket.socket] = []
-        self._wires = [wire() for _ in range(count)]
+        self._wires = wires
         self._numbers: dict[int, int] = {}  # of clients by descriptor
-        for number, each in enumerate(self._wires):
-            sock = socket.create_connection(address, CONNECT_S)
+        for number, each in enumerate(wires):
+            sock = stack.enter_context(socket.create_connection(address, CONNECT_S))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.sendall(each.greeting())
+            sock.sendall(each.greeting)
             self._socks.append(sock)
             self._numbers[sock.fileno()] = number
             self._epoll.register(sock, select.EPOLLIN)
@@ -455,9 +406,3 @@ class Clients:
                 if answer is not None:
                     answers[number] = answer
         return time.perf_counter() - begin, [answers[number] for number in range(len(requests))]
-
-    def close(self) -> None:
-        """Close the connections of all clients."""
-        for sock in self._socks:
-            sock.close()
-        self._epoll.close()

@@ -14,6 +14,7 @@ import statistics
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TextIO
 
 from ft_hsdp.bench.command import kills_of, measures_of
@@ -122,7 +123,7 @@ def kills(setup: Setup, count: int, log: ProgressLog, number: signal.Signals = s
             if number == signal.SIGSTOP:
                 job.kill(kill.replica, kill.rank)  # a new one takes its place without waiting for its eviction
 
-        found = _costs(job, count, log, job.kill if number == signal.SIGKILL else job.stop, then)
+        found = _costs(job, count, log, partial(job.kill, name=number.name.removeprefix("SIG")), then)
     size = 4 * setup.layers * setup.elements // setup.ranks
     log.say(f"{count} x {number.name}: next commit less one step, p50 {found['less_one']['p50_ms']:.3g} ms")
     return [{"replicas": setup.replicas, "ranks": setup.ranks, "gradient_bytes_per_rank": size, **found}]

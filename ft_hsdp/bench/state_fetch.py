@@ -3,8 +3,7 @@
 Bare sockets and ft_hsdp's fetch receive into memory that is there already, as the state agent's is.
 
 `python -m ft_hsdp.bench.state_fetch FD MODULE:CLASS SPEC [WHERE]` is a donor, or a receiver that is told WHERE
-its donor is. To each command a receiver takes the state, and answers {"t": seconds, "base": bytes, "peak": bytes}:
-base is the resident memory before there was room for a state, peak the most so far.
+its donor is. To each command a receiver takes the state, and answers {"t": seconds}.
 """
 
 from __future__ import annotations
@@ -27,11 +26,10 @@ from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import xxhash
 
 from ft_hsdp import address
-from ft_hsdp.bench.command import GIB, KIB, measures_of, rounds_of, sizes_of
+from ft_hsdp.bench.command import GIB, measures_of, rounds_of, sizes_of
 from ft_hsdp.bench.processes import (
     LOOPBACK,
     Answer,
@@ -49,17 +47,17 @@ from ft_hsdp.bench.results import (
     Row,
     Verdicts,
     begin_result,
+    check_room,
     finish_result,
     interleave,
     least,
-    most,
     size_name,
     spread,
     times_as_fast,
     version,
 )
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import ConfigError, DataCorruption
+from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.fetch import Donor as Address
@@ -77,7 +75,7 @@ LARGE_TENSORS = 16
 CHUNKED = 4  # of torchft's transport, beside one piece
 WORKER = "ft_hsdp.bench.state_fetch"
 
-RAW_SHARE, LARGE_TIMES, SMALL_TIMES, FETCH_MEMORY = 0.8, 1.3, 3.0, 1.1  # the goals
+RAW_SHARE, TIMES = 0.8, 1.3  # the goals
 TORCHFT_FETCHES = ("torchft", "torchft-4")
 
 
@@ -125,33 +123,24 @@ def digest(parts: Iterable[Bytes]) -> str:
 class FetchOptions:
     """What `bench fetch` measures."""
 
-    measures: tuple[str, ...]
-    sizes: tuple[int, ...]  # of states in large tensors, in bytes
+    sizes: tuple[int, ...]  # of states, in bytes
     rounds: int  # fetches of each contender
 
 
 def options(args: Namespace) -> FetchOptions:
     """Return what `bench fetch` is to do."""
-    return FetchOptions(measures_of(args, ("large", "small")), sizes_of(args) or (GIB,), rounds_of(args, 7))
+    measures_of(args, ("large",))
+    return FetchOptions(sizes_of(args) or (GIB,), rounds_of(args, 7))
 
 
 def goals(result: Row) -> Verdicts:
-    """Yield the verdicts on a result of `bench fetch`."""
+    """Yield the verdicts on a result of `bench fetch`; of torchft its best setting counts."""
     for row in result["large"]:
         yield least("fetch, share of bare sockets' speed", row, RAW_SHARE, times_as_fast(row, "fetch", "raw"))
-        yield from _beside_torchft(row, "fetch", LARGE_TIMES)
-        seen = row["memory"]["fetch"]["times_state"]
-        yield most("fetch: memory of the receiver, times the state", row, FETCH_MEMORY, seen)
-    for row in result["small"]:
-        yield from _beside_torchft(row, "transport", SMALL_TIMES)
-
-
-def _beside_torchft(row: Row, name: str, limit: float) -> Verdicts:
-    """Compare with the best setting of torchft."""
-    peers = [peer for peer in TORCHFT_FETCHES if peer in row["contenders"]]
-    if peers and name in row["contenders"]:
-        best = min(peers, key=lambda peer: row["contenders"][peer]["p50_ms"])
-        yield least(f"{name} vs torchft, times as fast", row, limit, times_as_fast(row, name, best))
+        peers = [peer for peer in TORCHFT_FETCHES if peer in row["contenders"]]
+        if peers:
+            best = min(peers, key=lambda peer: row["contenders"][peer]["p50_ms"])
+            yield least("fetch vs torchft, times as fast", row, TIMES, times_as_fast(row, "fetch", best))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,15 +163,11 @@ def contender(text: str, entry: str, needs: str = "ft_hsdp", **spec: Any) -> Fet
 CONTENDERS: dict[str, FetchContender] = {
     "raw": contender("sendfile and recv_into on bare sockets, into memory that is there", "state_fetch:Raw"),
     "fetch": contender("ft_hsdp's fetch with all checks, into memory that is there", "state_fetch:Fetch"),
-    "transport": contender(
-        "ft_hsdp's StateTransport: a state dict, in new memory", "torchft:State", needs="torchft"
-    ),
     "torchft": contender("torchft's HTTPTransport, in one piece", "torchft:HTTP", needs="torchft"),
     "torchft-4": contender(
         f"torchft's HTTPTransport, in {CHUNKED} chunks", "torchft:HTTP", needs="torchft", chunks=CHUNKED
     ),
 }
-SMALL = FetchSpec(2000, 4 * KIB)
 COPIES = 2 * len(CONTENDERS)  # of the state, at most, at the same time
 
 
@@ -194,26 +179,20 @@ def run(options: FetchOptions, stream: TextIO) -> dict[str, Any]:
         Retryable: A process fails.
     """
     log = ProgressLog(stream)
-    largest = max(options.sizes) if "large" in options.measures else SMALL.total
-    free = psutil.virtual_memory().available
-    if COPIES * largest > free:
-        allowed = f"what fits {COPIES} times into {free / GIB:.1f} GiB"
-        raise ConfigError("--sizes", size_name(largest), allowed)
+    check_room(COPIES, max(options.sizes), "donors and receivers take")
     result, started = begin_result("fetch", log)
     there = {name: each for name, each in CONTENDERS.items() if version(each.needs) is not None}
     for name in CONTENDERS.keys() - there.keys():
         log.note(f"{name} is left out: {CONTENDERS[name].needs} is not installed")
     result["contenders"] = {name: each.text for name, each in there.items()}
     specs = [FetchSpec(LARGE_TENSORS, -(-size // LARGE_TENSORS // 4) * 4) for size in options.sizes]
-    result["large"] = [measure(s, there, options.rounds, log) for s in specs if "large" in options.measures]
-    result["small"] = [measure(SMALL, there, options.rounds, log)] if "small" in options.measures else []
+    result["large"] = [measure(spec, there, options.rounds, log) for spec in specs]
     return finish_result(result, goals(result), log, started)
 
 
 def measure(spec: FetchSpec, contenders: Mapping[str, FetchContender], rounds: int, log: ProgressLog) -> ResultRow:
-    """Return a row: times of all contenders, and the most memory that their receivers needed."""
+    """Return a row: times of all contenders."""
     log.say(f"{spec.tensors} tensors of {size_name(spec.nbytes)}: {', '.join(contenders)}")
-    last: dict[str, dict[str, Any]] = {}
     with scratch() as (stack, folder):
         start = partial(_start, spec, folder, stack)
         donors = {name: start(f"{name}'s donor", each.donor, each) for name, each in contenders.items()}
@@ -223,7 +202,7 @@ def measure(spec: FetchSpec, contenders: Mapping[str, FetchContender], rounds: i
             for name, each in contenders.items()
         }
         greet(list(receivers.values()))
-        seconds = interleave({name: partial(_take, name, receivers[name], last) for name in contenders}, rounds)
+        seconds = interleave({name: partial(_take, receivers[name]) for name in contenders}, rounds)
     found = {name: spread(values) for name, values in seconds.items()}
     speeds = {name: spec.total / each["p50_ms"] / 1e6 for name, each in found.items()}
     for name, each in found.items():
@@ -234,7 +213,6 @@ def measure(spec: FetchSpec, contenders: Mapping[str, FetchContender], rounds: i
         "rounds": rounds,
         "contenders": found,
         "gb_per_s": {name: round(speed, 3) for name, speed in speeds.items()},
-        "memory": {name: _memory(spec, last[name]) for name in contenders},
     }
 
 
@@ -245,20 +223,9 @@ def _start(
     return spawn_worker(stack, name, WORKER, arguments, folder / f"{name.replace(' ', '-')}.log")
 
 
-def _take(name: str, receiver: WorkerLink, last: dict[str, dict[str, Any]]) -> float:
-    (last[name],) = ask([receiver], {})
-    return float(last[name]["t"])
-
-
-def _memory(spec: FetchSpec, answer: Mapping[str, Any]) -> dict[str, float]:
-    """Return bytes, and both as times the state: of the whole process, and of what it grew by."""
-    base, peak = answer["base"], answer["peak"]
-    return {
-        "base_bytes": base,
-        "peak_bytes": peak,
-        "times_state": round(peak / spec.total, 3),
-        "growth_times_state": round((peak - base) / spec.total, 3),
-    }
+def _take(receiver: WorkerLink) -> float:
+    (answer,) = ask([receiver], {})
+    return float(answer["t"])
 
 
 class ReceiverContender(ABC):
@@ -358,25 +325,17 @@ def set_up() -> tuple[Answer, Obey]:
     make = getattr(importlib.import_module(module), name)
     known = FetchSpec(**json.loads(spec))
     wanted = digest([known.content()]) if where else ""
-    base = _resident("VmRSS")
     contender = make(known, *where)
 
     def take(_: Mapping[str, Any]) -> Answer:
         start = time.perf_counter()
         contender.take()
         took = time.perf_counter() - start
-        peak = _resident("VmHWM")
         if contender.drop() != wanted:
             raise DataCorruption("what was received is not what was sent")
-        return {"t": took, "base": base, "peak": peak}
+        return {"t": took}
 
     return {"address": getattr(contender, "where", "")}, take
-
-
-def _resident(what: str) -> int:
-    """Return the resident memory of this process in bytes, now (VmRSS) or at most (VmHWM)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,6 @@ from ft_hsdp.bench.allreduce import WorkerSpec
 from ft_hsdp.bench.allreduce_ranks import TIMEOUT_S, StoreRank
 from ft_hsdp.bench.processes import LOOPBACK
 from ft_hsdp.bench.state_fetch import FETCH_S, FetchSpec, ReceiverContender, digest
-from ft_hsdp.compat.torchft import StateTransport
 from ft_hsdp.launch.run.directory import write_json
 
 STEP = 1
@@ -53,23 +51,24 @@ class TorchFT(StoreRank):
         self._group.allreduce([sink], ReduceOp.SUM).wait()
 
 
-class TransportDonor:
-    """Offers the state, as fp32 tensors, by a checkpoint transport of torchft's kind."""
+class HTTPDonor:
+    """Offers the state, as fp32 tensors, by torchft's HTTPTransport in ``spec.chunks`` chunks; 0: in one piece."""
 
-    def __init__(self, transport: Any, spec: FetchSpec) -> None:
+    def __init__(self, spec: FetchSpec) -> None:
         content = torch.from_numpy(spec.content())
         state = {f"{i}": part.view(torch.float32) for i, part in enumerate(content.split(spec.nbytes))}
-        self._transport = transport
+        self._transport = HTTPTransport(FETCH_TIMEOUT, spec.chunks)
         self._transport.send_checkpoint([1], STEP, state, FETCH_TIMEOUT)
         self.where = self._transport.metadata()
 
 
-class TransportReceiver(ReceiverContender):
-    """Receives the state by a transport of that kind."""
+class HTTPReceiver(ReceiverContender):
+    """Receives it on the loopback interface, whatever the host's name leads to."""
 
-    def __init__(self, transport: Any, where: str) -> None:
-        self._transport = transport
-        self._where = where
+    def __init__(self, spec: FetchSpec, where: str) -> None:
+        port = where.split(":")[2].split("/")[0]
+        self._transport = HTTPTransport(FETCH_TIMEOUT, spec.chunks)
+        self._where = f"http://{LOOPBACK}:{port}/checkpoint/"
         self._got: dict[str, Tensor] = {}
 
     def take(self) -> None:
@@ -80,35 +79,6 @@ class TransportReceiver(ReceiverContender):
         """Forget the tensors; return their digest."""
         got, self._got = self._got, {}
         return digest(got[f"{i}"].view(torch.uint8).numpy() for i in range(len(got)))
-
-
-class StateDonor(TransportDonor):
-    """Offers the state by ft_hsdp's StateTransport."""
-
-    def __init__(self, spec: FetchSpec) -> None:
-        super().__init__(StateTransport(host=LOOPBACK), spec)
-
-
-class StateReceiver(TransportReceiver):
-    """Receives the state by ft_hsdp's StateTransport."""
-
-    def __init__(self, spec: FetchSpec, where: str) -> None:
-        super().__init__(StateTransport(host=LOOPBACK), where)
-
-
-class HTTPDonor(TransportDonor):
-    """Offers the state by torchft's HTTPTransport in ``spec.chunks`` chunks; 0: in one piece."""
-
-    def __init__(self, spec: FetchSpec) -> None:
-        super().__init__(HTTPTransport(FETCH_TIMEOUT, spec.chunks), spec)
-
-
-class HTTPReceiver(TransportReceiver):
-    """Receives it on the loopback interface, whatever the host's name leads to."""
-
-    def __init__(self, spec: FetchSpec, where: str) -> None:
-        port = where.split(":")[2].split("/")[0]
-        super().__init__(HTTPTransport(FETCH_TIMEOUT, spec.chunks), f"http://127.0.0.1:{port}/checkpoint/")
 
 
 def lighthouse(file: str, *numbers: str) -> None:

@@ -54,10 +54,6 @@ class Waiting(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(_Layer(elements, wait_s / layers) for _ in range(layers))
 
-    def shards(self) -> list[nn.Module]:
-        """Return the modules to shard, each for itself."""
-        return list(self.layers)
-
     def forward(self, batch: object) -> Tensor:
         """Return a scalar, whatever ``batch`` is."""
         hidden = torch.ones(1, requires_grad=True)
@@ -73,10 +69,10 @@ class _Layer(nn.Module):
         self._wait_s = wait_s
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return Wait.apply(hidden, self._wait_s) * self.weight.mean()
+        return Delay.apply(hidden, self._wait_s) * self.weight.mean()
 
 
-class Wait(torch.autograd.Function):
+class Delay(torch.autograd.Function):
     """Its input, with a wait in forward and in backward."""
 
     @staticmethod

@@ -13,14 +13,13 @@ from ft_hsdp.fault_injection import INJECTED_BY_TESTS
 from ft_hsdp.launch.render import command as rendering
 
 MEASURES = (
-    "of fetch: large, small; of recovery: kill, torchft, stop; of overhead: steady, snapshot; "
-    "of rings: kill, reconfigure; of units: constant, rate, refill, loss, tokens, kills; "
-    "of adopt: step, kill; of memory: lost, union; or all"
+    "of recovery: kill, torchft, stop; of rings: kill, reconfigure; "
+    "of units: constant, rate, refill, loss, tokens, kills; of adopt: step, kill; of memory: lost, union; or all"
 )
 BENCH_TIME = (
-    "On 2 quiet cores ftar takes about 5 minutes, and 15 GiB of memory; fetch 2, and 10 GiB; quorum 1; "
-    "recovery 7; overhead 12. The others are in the repository alone: rings 4; link 2; return 3; readers 1; "
-    "local 1; ray 8; units 13; adopt 10; memory 20; flips 1; lone 2; losses 20"
+    "On 2 quiet cores ftar takes about 6 minutes, and 15 GiB of memory; fetch 2, and 10 GiB; quorum 1; "
+    "recovery 7; overhead 8. The others are in the repository alone: rings 6; link 2; snapshot 4; return 3; "
+    "readers 1; local 1; ray 8; units 13; adopt 10; memory 20; flips 1; lone 2; losses 20"
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",
@@ -127,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--rounds",
         type=int,
         metavar="N",
-        help="of what is interleaved: 20; quorum 300; overhead 70 (steady), 30 (snapshot); readers and local 5; "
+        help="of what is interleaved: 20; quorum 300; overhead 70; snapshot 30; readers and local 5; "
         "ray 6; units 4; flips 10000 (bytes)",
     )
     kills = (

@@ -39,6 +39,8 @@ def test_a_bench_of_the_repository_is_named_where_there_is_none(
         ("bench ftar --measure link", "bench link"),
         ("bench overhead --measure link", "bench link"),
         ("bench overhead --measure ray", "bench ray"),
+        ("bench overhead --measure snapshot", "bench snapshot"),
+        ("bench fetch --measure small", "docs/measurements.md"),
         *[(f"bench recovery --measure {each}", f"bench {each}") for each in ("return", "readers", "local")],
         ("bench recovery --rounds 3", "bench readers and bench local"),
         ("bench recovery --sizes 1MiB", "bench local"),

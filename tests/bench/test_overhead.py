@@ -5,6 +5,7 @@ from argparse import Namespace
 
 import pytest
 
+from benchmarks import snapshots
 from ft_hsdp.bench import overhead
 from ft_hsdp.bench.jobs import TRAIN, WAITING, Setup
 from ft_hsdp.bench.results import ProgressLog, ratio_interval
@@ -19,9 +20,9 @@ def test_a_ratio_has_an_interval_around_it() -> None:
     assert found["low"] < found["ratio"] < found["high"]
 
 
-def test_each_measure_has_its_own_number_of_rounds() -> None:
-    assert overhead.options(Namespace(measure=None, rounds=None)) == {"steady": 70, "snapshot": 30}
-    assert overhead.options(Namespace(measure="snapshot", rounds=1)) == {"snapshot": 1}
+def test_each_bench_has_its_own_number_of_rounds() -> None:
+    assert overhead.options(Namespace(measure=None, rounds=None)) == 70
+    assert snapshots.options(Namespace(measure=None, rounds=1)) == 1
 
 
 @pytest.mark.proof

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 from argparse import Namespace
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -105,7 +105,6 @@ def test_a_server_that_hangs_up_ends_the_round() -> None:
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        clients = Clients(listener.getsockname(), 1, lambda: Http1("host", "/", "token", "challenge"))
-        with closing(clients), pytest.raises((Retryable, ConnectionResetError)):
-            clients.round([b"x"])
+        with ExitStack() as stack, pytest.raises((Retryable, ConnectionResetError)):
+            Clients(stack, listener.getsockname(), [Http1("host", "/", "token", "challenge")]).round([b"x"])
         thread.join()
