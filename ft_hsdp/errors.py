@@ -46,7 +46,7 @@ class ConfigError(FtHsdpError):
         self.allowed = allowed
 
     def __str__(self) -> str:
-        return _line(f"{_line(self.key)}: got {_short(self.value)}; allowed: {self.allowed}")
+        return one_line(f"{one_line(self.key)}: got {_short(self.value)}; allowed: {self.allowed}")
 
 
 class LighthouseUnreachable(FtHsdpError):
@@ -202,12 +202,12 @@ _RESOURCES: dict[int, Callable[[], str]] = {
 """What is used up, by the error number of a system call of this process."""
 
 
-def _line(text: str) -> str:
-    """Return `text` on one line: every run of white space becomes one blank."""
-    return " ".join(text.split())
+def one_line(text: str) -> str:
+    """Return `text` on one line: white space, and what a terminal would not show as it is, become one blank."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
 
 
 def _short(value: object) -> str:
     """Return `value` as the user wrote it, on one line and of bounded length."""
-    text = _line(repr(value))
+    text = one_line(repr(value))
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -22,6 +22,7 @@ NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "orangefs"),
     *("wekafs", "9p", "virtiofs", "pvfs2", "panfs"),
 }
+SOCKETS_IN = 107 - len("/pymp-12345678/listener-12345678")  # bytes of a folder's name, at most
 LOCKLESS = NETWORK - {"9p", "virtiofs"}  # these mostly connect a virtual machine with its host
 """Where a lock on one machine may mean nothing on another: no place for a database."""
 
@@ -177,3 +178,9 @@ def link_new(part: Path, path: Path) -> None:
     except OSError:
         path.unlink()
         raise
+
+
+def too_long_for_sockets() -> str:
+    """Return the folder for temporary files if sockets of multiprocessing in it get too long a name; else ""."""
+    folder = tempfile.gettempdir()
+    return folder if len(os.fsencode(folder)) > SOCKETS_IN else ""

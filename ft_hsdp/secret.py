@@ -152,9 +152,16 @@ def run_key(run: Path, file: str | None) -> bytes:
 
 
 def key_file() -> Path:
-    """Return where this user's checkpoint key is if `checkpoint.key` is not given."""
-    state = os.environ.get("XDG_STATE_HOME", "")
-    return (Path(state) if state else Path.home() / ".local" / "state") / "ft_hsdp" / _KEY
+    """Return where this user's checkpoint key is if `checkpoint.key` is not given.
+
+    Raises:
+        ConfigError: this user has no home.
+    """
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    if state.startswith("~"):
+        allowed = f"a file, or {KEY_VARIABLE}: HOME is not set, and this user has no home"
+        raise ConfigError("checkpoint.key", None, allowed)
+    return Path(state) / "ft_hsdp" / _KEY
 
 
 def _fresh(path: Path, text: str) -> Path:

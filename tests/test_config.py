@@ -1,3 +1,4 @@
+import pwd
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,11 @@ def test_bad_input_gets_one_line(document: dict[Any, Any], overrides: list[str],
         (b"- 1\n", "a YAML mapping"),
         (b"{a: 1}: 2\n", "valid YAML"),
         (b"[" * 20000, "valid YAML"),
+        (b"replicas: 3\nreplicas: 2\n", "valid YAML (line 2, column 1: the key replicas stands there twice"),
+        (b"train: {steps: 9, seed: 1, steps: 10}\n", "(line 1, column 28: the key steps"),
+        (b"train: {steps: 010}\n", "(line 1, column 16: 010 is no decimal number"),
+        (b"timeouts: {step_s: 1:30}\n", "1:30 is no decimal number"),
+        (b"optim: {lr: 1:00.5}\n", "1:00.5 is no decimal number"),
     ],
 )
 def test_a_file_that_is_no_mapping_gets_one_line(tmp_path: Path, content: bytes, allowed: str) -> None:
@@ -288,12 +294,19 @@ def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
     assert load(tmp_path / "c.yaml") == Config()
 
 
-def test_the_last_of_two_equal_keys_wins(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("replicas: 3\nreplicas: 2\n")
-    assert load(tmp_path / "c.yaml").replicas == 2
-    (tmp_path / "c.yaml").write_text("replicas: 3\nreplicas: many\n")
-    with pytest.raises(ConfigError, match="replicas: got 'many'"):
-        load(tmp_path / "c.yaml")
+def test_a_home_is_expanded_and_a_variable_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = parse({"checkpoint": {"dir": "~/c", "key": "~root/k"}}, ["--data.path=~/text", "--job.runs_dir=a~b"])
+    assert (config.checkpoint.dir, config.data.path, config.job.runs_dir) == ("/home/me/c", "/home/me/text", "a~b")
+    assert config.checkpoint.key == f"{pwd.getpwuid(0).pw_dir}/k"
+    for path in ("$SCRATCH/c", "${SCRATCH}", "~nobody-here/c"):
+        refused(lambda path=path: parse({"checkpoint": {"dir": path}}), key="checkpoint.dir")
+
+
+def test_a_merged_mapping_may_be_overridden(tmp_path: Path) -> None:
+    hits = "- &a {replicas: [0], rank: 0, at_step: 3}\n- {<<: *a, rank: 1}\n"
+    (tmp_path / "c.yaml").write_text(f"chaos:\n{hits}")
+    assert [hit.rank for hit in load(tmp_path / "c.yaml").chaos] == [0, 1]
 
 
 def test_overrides_come_last_and_are_yaml() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, Strict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict
 from pydantic_core import PydanticCustomError
 
 DAY_S = 86400.0
@@ -40,7 +42,7 @@ def refuse(key: str, value: object, allowed: str) -> PydanticCustomError:
     """Return the error of a check between keys; a validator raises it.
 
     Args:
-        key: relative to the section that raises the error.
+        key: relative to the section that raises the error; "" if the value is the key's own.
         value: what the user gave.
         allowed: what may stand there, in words.
 
@@ -52,3 +54,16 @@ def refuse(key: str, value: object, allowed: str) -> PydanticCustomError:
         "{key}: got {value}; allowed: {allowed}",
         {"key": key, "value": value, "allowed": allowed},
     )
+
+
+def _expanded(path: str) -> str:
+    found = os.path.expanduser(path)
+    if re.search(r"\$[A-Za-z_{]", path):
+        raise refuse("", path, 'a path without $: let the shell put the variable in, --key="$DIR"')
+    if found.startswith("~"):
+        raise refuse("", path, "a path whose ~ is the home of a user; here it is not known (is HOME set?)")
+    return found
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_expanded)]
+"""A path. ~ is the home of a user of this machine; a variable of the shell is refused."""

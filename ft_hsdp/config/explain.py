@@ -42,7 +42,7 @@ def explain(error: ValidationError, model: type[BaseModel], given: object) -> Co
     loc = problem["loc"]
     if problem["type"] == CROSS_FIELD:
         ctx = problem["ctx"]
-        return ConfigError(dotted([*loc, ctx["key"]]), ctx["value"], ctx["allowed"])
+        return ConfigError(dotted([*loc, *filter(None, [ctx["key"]])]), ctx["value"], ctx["allowed"])
     if problem["type"] in _UNKNOWN_KEY:
         return unknown_key([p for p in loc if p != "[key]"], model, _value_at(given, loc))
     if loc[-1:] == ("[key]",):  # a number or null as a key: YAML reads 7 and null as such without quotes

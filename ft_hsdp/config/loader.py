@@ -22,18 +22,50 @@ from ft_hsdp.errors import ConfigError
 # take part any more. 1, which stood nowhere, counted batches; 2 counts units; 3 names hosts in a grant.
 PROTOCOL_VERSION = 3
 VALUE_LIMIT = 160  # characters of one agreed value
-_FLOAT_TAG = "tag:yaml.org,2002:float"
+_INT_TAG, _FLOAT_TAG, _MERGE_TAG = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "merge"))
+_SURPRISING = re.compile(r"[-+]?0[0-9_]+$|.*:")  # 010 is 8, and 1:30 is 90
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as users expect (YAML 1.1 wants 1.0e-3)."""
+    """YAML in which 1e-3 is a number, as users expect (YAML 1.1 wants 1.0e-3), and that refuses its surprises."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Return a mapping.
+
+        Raises:
+            MarkedYAMLError: A key stands there twice: the last value would count, without a word.
+        """
+        node = super().compose_mapping_node(anchor)
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE_TAG:
+                continue
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(None, None, f"the key {key.value} stands there twice", key.start_mark)
+            seen.add(key.value)
+        return node
+
+    def construct_number(self, node: yaml.ScalarNode) -> int | float:
+        """Return a number in decimal, 0x or 0b.
+
+        Raises:
+            MarkedYAMLError: It is octal, or to the base 60.
+        """
+        if _SURPRISING.match(node.value):
+            why = f"{node.value} is no decimal number in YAML 1.1 (octal, or to the base 60); put text in quotes"
+            raise yaml.MarkedYAMLError(None, None, why, node.start_mark)
+        of_kind = self.construct_yaml_int if node.tag == _INT_TAG else self.construct_yaml_float
+        number: int | float = of_kind(node)
+        return number
 
 
 class _Dumper(yaml.SafeDumper):
     """Writes what `_Loader` reads: text that looks like 1e-3 gets quotes."""
 
 
+_Loader.add_constructor(_INT_TAG, _Loader.construct_number)
+_Loader.add_constructor(_FLOAT_TAG, _Loader.construct_number)
 _Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+0123456789"))
 _Dumper.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+0123456789"))
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from ft_hsdp.config.base import Int, Number, Section, refuse
+from ft_hsdp.config.base import Int, Number, PathText, Section, refuse
 
 
 def _switch(value: object) -> object:
@@ -37,19 +37,18 @@ class NetworkConfig(Section):
         description="whether connections between ranks are encrypted: auto, between hosts; on, all but shared "
         "memory. Connections to the lighthouse are encrypted if it has a certificate",
     )
-    tls_certificate: str | None = Field(
-        None, min_length=1, description="PEM file of the lighthouse's certificate: it then speaks HTTPS"
+    tls_certificate: PathText | None = Field(
+        None, description="PEM file of the lighthouse's certificate: it then speaks HTTPS"
     )
-    tls_key: str | None = Field(None, min_length=1, description="PEM file of the certificate's key")
-    tls_ca: str | None = Field(
+    tls_key: PathText | None = Field(None, description="PEM file of the certificate's key")
+    tls_ca: PathText | None = Field(
         None,
-        min_length=1,
         description="PEM file of the authority that clients' and the lighthouse's certificates must be signed by",
     )
-    client_certificate: str | None = Field(
-        None, min_length=1, description="PEM file of the certificate that clients show if tls_ca is set"
+    client_certificate: PathText | None = Field(
+        None, description="PEM file of the certificate that clients show if tls_ca is set"
     )
-    client_key: str | None = Field(None, min_length=1, description="PEM file of that certificate's key")
+    client_key: PathText | None = Field(None, description="PEM file of that certificate's key")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -139,9 +138,8 @@ class RayConfig(Section):
     runtime_env: dict[str, Any] = Field(
         {}, description="Ray's runtime environment of all its processes, e.g. {working_dir: .}"
     )
-    folder: str = Field(
+    folder: PathText = Field(
         "/tmp/ft_hsdp-{uid}",  # noqa: S108 - its owner and mode are checked
-        min_length=1,
         description="folder on each node for what its ranks write ({uid}: the user's number there), which is "
         "collected into the run's folder; the user's own or root's, where others write only as in /tmp",
     )

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ft_hsdp.config.base import Int, PositiveNumber, PositiveSeconds, Seconds, Section, refuse
+from ft_hsdp.config.base import Int, PathText, PositiveNumber, PositiveSeconds, Seconds, Section, refuse
 from ft_hsdp.memory.hosts import LABEL
 
 MAX_REPLICAS = 64
@@ -25,7 +25,7 @@ class JobConfig(Section):
         description="names the folder of the run",
         json_schema_extra={"not": {"enum": [".", ".."]}},
     )
-    runs_dir: str = Field("runs", min_length=1, description="folder that holds a folder per run")
+    runs_dir: PathText = Field("runs", description="folder that holds a folder per run")
 
     @model_validator(mode="after")
     def _folder(self) -> Self:
@@ -203,16 +203,14 @@ class CheckpointConfig(Section):
         description="while `every` is 0 and there is a `dir`: longest time between two durable checkpoints; 0 "
         "makes none but the last one",
     )
-    dir: str | None = Field(
+    dir: PathText | None = Field(
         None,
-        min_length=1,
         description="folder of the checkpoints: a job that finds one there resumes from it; null means "
         "checkpoints in the folder of the run",
     )
     keep: Int = Field(2, ge=1, le=10**6, description="checkpoints that are kept")
-    key: str | None = Field(
+    key: PathText | None = Field(
         None,
-        min_length=1,
         description="file of the secret that signs checkpoints, made if it is missing; null means "
         "~/.local/state/ft_hsdp/checkpoint.key; FT_HSDP_CHECKPOINT_KEY replaces it",
     )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ft_hsdp.config.base import Int, Number, Section, refuse
+from ft_hsdp.config.base import Int, Number, PathText, Section, refuse
 
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 
@@ -90,9 +90,8 @@ VOCABULARY = {"byte": 257}
 class DataConfig(Section):
     """Where the text comes from."""
 
-    path: str = Field(
+    path: PathText = Field(
         "stdlib",
-        min_length=1,
         description="a file or folder of text, JSONL (field text) or Parquet (column text); "
         "stdlib means the Python sources of the interpreter's standard library",
     )

@@ -13,7 +13,7 @@ import httpx
 from ft_hsdp import secret, tls
 from ft_hsdp.config import Config, load
 from ft_hsdp.control.lighthouse_client import Lighthouses, Unproved, get_proved, http_client, urls_of_run
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, ConfigError, FtHsdpError, LighthouseUnreachable
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, ConfigError, FtHsdpError, LighthouseUnreachable, one_line
 from ft_hsdp.launch.run.directory import RunDir, read_json
 
 Action = Literal["evict", "drain", "undrain", "checkpoint", "scale"]
@@ -103,5 +103,5 @@ async def _post(
     try:
         detail = str(response.json()["detail"])
     except (ValueError, KeyError, TypeError):
-        detail = " ".join(response.text.split())[:200]
+        detail = one_line(response.text)[:200]
     return response.status_code, detail or f"HTTP status {response.status_code}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import io
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from typing import Any
 
 from ft_hsdp import secret
 from ft_hsdp.config import Config, load
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError, one_line
 from ft_hsdp.launch.arguments import ORDERS, build_parser
 from ft_hsdp.launch.backend.processes import drain, foreign, forgiving
 from ft_hsdp.launch.render import command as rendering
@@ -74,6 +75,9 @@ def _hold_descriptors() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
     sys.stdout, sys.stderr = sys.stdout or forgiving(1), sys.stderr or forgiving(2)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # of a terminal that has ASCII alone
 
 
 def _outlive_output(json: bool) -> None:
@@ -379,7 +383,7 @@ def _print_json(value: Any) -> None:
 
 def _print_error(text: str) -> None:
     with contextlib.suppress(OSError):
-        sys.stderr.write(" ".join(text.split()) + "\n")
+        sys.stderr.write(one_line(text) + "\n")
 
 
 def _finish_output() -> None:

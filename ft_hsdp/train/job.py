@@ -511,7 +511,7 @@ class Job(DataSources, UserLoop):
         else:
             self._early.append((time.time(), event, reason, facts))
 
-    def _write_logged(self, step: int, numbers: Mapping[str, float]) -> None:
+    def _write_logged(self, step: int, numbers: Mapping[str, float | None]) -> None:
         state = None if self._runtime is None else self._live_state.state
         if state is None:
             allowed = "a call in the loop over job.batches, or in a callback"

@@ -123,7 +123,7 @@ class StepLog:
         if self.tee is not None:
             self.tee(row)
 
-    def logged(self, step: int, epoch: int, values: Mapping[str, float]) -> None:
+    def logged(self, step: int, epoch: int, values: Mapping[str, float | None]) -> None:
         """Note values that the training loop logs."""
         where = {"step": step, "epoch": epoch}
         row = {"t": time.time(), **where, "values": dict(values), "incarnation": self._incarnation}

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from ft_hsdp import bounded, protocol
 from ft_hsdp.config.running import MAX_REPLICAS
 from ft_hsdp.core.grant import Holders
-from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.errors import ProtocolViolation, one_line
 from ft_hsdp.protocol import MAX_COUNT, ProcessReport, SupervisorReply
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.http.journal_routes import views
@@ -65,7 +65,7 @@ def admin(service: Service, keys: Keys) -> APIRouter:
         request: Request, order: OperatorOrder | None, action: Action, replica: int = 0, target: int = 0
     ) -> OrderAnswer:
         order = order or OperatorOrder()
-        reason = " ".join("".join(c if c.isprintable() else " " for c in order.reason).split())
+        reason = one_line(order.reason)
         address = request.client.host if request.client else "unknown"
         done = service.command(action, replica, reason or "no reason was given", address, order.force, target)
         if isinstance(done, Impossible):

@@ -64,12 +64,15 @@ class Point:
             "gbps": _ratio(row.get("ftar_bytes"), row.get("ftar_s"), 1e-9),
             "tokens_per_s": _ratio(row.get("tokens"), row.get("step_s")),
         }
-        values = {name: float(v) for name, v in figures.items() if _is_number(v) and math.isfinite(v)}
-        return Point(seq, int(row["step"]), float(row["t"]), values)
+        return Point(seq, int(row["step"]), float(row["t"]), _finite(figures))
 
     @staticmethod
     def of_logged(seq: int, row: Mapping[str, Any]) -> Point:
-        return Point(seq, int(row["step"]), float(row["t"]), dict(row["values"]), True)
+        return Point(seq, int(row["step"]), float(row["t"]), _finite(row["values"]), True)
+
+
+def _finite(figures: Mapping[str, object]) -> dict[str, float]:
+    return {name: float(v) for name, v in figures.items() if _is_number(v) and math.isfinite(v)}
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -113,7 +113,7 @@ class _LoggedRow(TypedDict):
     step: Count
     epoch: Count
     values: Annotated[
-        dict[Annotated[str, Field(pattern=f"^(?:{VALUE_NAME.pattern})$")], Finite],
+        dict[Annotated[str, Field(pattern=f"^(?:{VALUE_NAME.pattern})$")], Finite | None],
         Field(min_length=1, max_length=MAX_VALUES),
     ]
 

@@ -162,6 +162,8 @@ class LoggedCurves:
         """Take one row. Values of a step that was rolled back are replaced by those of a later epoch."""
         t, step, epoch = row["t"], row["step"], row["epoch"]
         for name, value in row["values"].items():
+            if value is None:
+                continue
             if name not in self._of and len(self._of) >= MAX_VALUES:
                 continue
             points = self._of.setdefault(name, [])

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 import os
 import socket
@@ -114,6 +116,13 @@ def test_bad_input_gets_one_line_and_its_code(
     assert len(err.splitlines()) == 1
     assert said in err
     assert not Path("runs/job").exists()
+
+
+def test_a_terminal_that_has_ascii_alone_shows_a_name(config: str) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii", write_through=True)
+    with contextlib.redirect_stderr(terminal):
+        assert main(["up", "n\xe4me.yaml"]) == 64
+    assert b"n\\xe4me.yaml" in terminal.buffer.getvalue()
 
 
 @pytest.mark.parametrize("text", ["a: [1, 2\n", "replicas: many\n", "no_such_key: 1\n", "- 1\n", "\x00"])

@@ -32,7 +32,7 @@ from types import TracebackType
 
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import anchored, is_function, stamped, title
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, FtHsdpError
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, FtHsdpError, one_line
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.rank_end import Cause
 from ft_hsdp.train import trainer
@@ -156,8 +156,7 @@ def _own_frames(trace: TracebackType | None) -> TracebackType | None:
 
 def _say(text: str) -> None:
     """Write one line that can be shown anywhere: the last line of its log tells why a rank ended."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
-    sys.stderr.write(f"{line}\n")
+    sys.stderr.write(f"{one_line(text)}\n")
     sys.stderr.flush()
 
 

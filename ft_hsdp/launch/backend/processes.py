@@ -26,6 +26,7 @@ import psutil
 
 import ft_hsdp
 from ft_hsdp import address
+from ft_hsdp.errors import one_line
 from ft_hsdp.jsonl import Queued, open_regular
 from ft_hsdp.lifetime import MARK_VARIABLE, die_with
 from ft_hsdp.secret import KEY_VARIABLE, TOKEN_VARIABLE
@@ -146,11 +147,11 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty; "" if there is none."""
+    """Return the last line of a log that is not empty, without what is not printable; "" if there is none."""
     try:
         with open_regular(log) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 8192))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+            lines = [one_line(line) for line in file.read().decode(errors="replace").splitlines()]
     except OSError:
         return ""
     return next((line for line in reversed(lines) if line), "")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError, LocalResourceError, exhausted, raised_from
+from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError, LocalResourceError, exhausted, one_line, raised_from
 from ft_hsdp.launch.run.directory import RunDir, read_json, try_write_json
 
 _SHORT = frozenset({errno.EAGAIN, errno.ENOSPC, errno.EDQUOT, errno.EADDRINUSE})  # `exhausted` knows the others
@@ -89,7 +89,7 @@ def tell(
     """
     while _spare_descriptors:
         os.close(_spare_descriptors.pop())
-    text = " ".join(f"{type(error).__name__}: {error}".split())
+    text = one_line(f"{type(error).__name__}: {error}")
     body = {"incarnation": incarnation, "cause": cause or cause_of(error), "error": text}
     try_write_json(RunDir(run).rank_end(replica, rank), body)
 

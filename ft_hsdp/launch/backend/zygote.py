@@ -37,7 +37,7 @@ from typing import Any, NoReturn
 
 from ft_hsdp import config as configuration
 from ft_hsdp.core.incarnation import IncarnationId
-from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
+from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError, one_line
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.processes import forgiving
 from ft_hsdp.launch.run.directory import open_log
@@ -236,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         entry = _load(argv[1], argv[3:])
     except BaseException as error:
-        line = " ".join(f"{type(error).__name__}: {error}".split())
+        line = one_line(f"{type(error).__name__}: {error}")
         sock.sendall(json.dumps({"error": f"cannot load {argv[1]}: {line}"}).encode())
         return EXIT_RETRYABLE
     gc.collect()

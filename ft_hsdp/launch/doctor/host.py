@@ -24,7 +24,7 @@ from ft_hsdp.config.entry import title
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
 from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, known, locate
-from ft_hsdp.mounts import mount_of
+from ft_hsdp.mounts import SOCKETS_IN, mount_of, too_long_for_sockets
 from ft_hsdp.state.shared_memory import SEALS
 from ft_hsdp.train.identity import host_name
 
@@ -133,6 +133,7 @@ COPIES = 14
 HOST_COPIES = 7  # the same with the model on a GPU: two snapshots (6) and a margin
 SPARE_COPIES = 2  # of a spare: its model, and the copy from which it is filled
 NCCL_BYTES = 64 * 2**20  # in /dev/shm per rank: its channels to the other ranks of its replica
+DOCKERS = 64 * 2**20 - 1  # bytes of /dev/shm in a container, if nobody asks for more
 SHM = Path("/dev/shm")  # noqa: S108 - it is examined, nothing is written there
 _TRIED = 1 << 16
 
@@ -223,7 +224,7 @@ def memfd(_: Subject) -> str:
 
 
 def shm(subject: Subject) -> str:
-    """Check /dev/shm, if NCCL needs it. ft_hsdp itself does not use it."""
+    """Check /dev/shm, if NCCL needs it, or data workers of a script may. ft_hsdp itself does not use it."""
     config = subject.config
     ranks = subject.replicas * config.ranks_per_replica
     need = ranks * NCCL_BYTES if config.train.device != "cpu" and config.ranks_per_replica > 1 else 0
@@ -240,6 +241,14 @@ def shm(subject: Subject) -> str:
     if need > free:
         raise Bad(
             f"{text}; NCCL needs about {gib(need)}: docker run --shm-size, or a Kubernetes emptyDir of Memory"
+        )
+    if config.entry is not None and size < DOCKERS:
+        raise Undecided(
+            f"{text}; batches of job.loader(num_workers=...) come through it: docker run --shm-size=1g"
+        )
+    if config.entry is not None and (folder := too_long_for_sockets()):
+        raise Undecided(
+            f"{text}; TMPDIR {folder} is too long for sockets of data workers: at most {SOCKETS_IN} bytes"
         )
     return text if need else f"{text}; this job does not need it"
 

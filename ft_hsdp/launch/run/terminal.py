@@ -273,12 +273,7 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
         state = f"{len(states)} different states"
     lines = [
         ("steps", str(summary["steps"])),
-        (
-            "loss",
-            f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}, means of the first and the last tenth"
-            if summary["steps"]
-            else "none: no step was committed",
-        ),
+        ("loss", _losses(summary)),
         ("time", f"{summary['wall_s']:.1f} s, {summary['effective_training_ratio']:.1%} of it effective"),
         ("final state", state),
         (
@@ -294,13 +289,24 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
     for failure in summary["failures"]:
         lines.append(("failure", _failure(failure)))
     if len(summary["failures"]) >= MANY:
-        known = {key: [f[key] for f in summary["failures"] if f[key] is not None] for _, key in SPREADS}
+        counted = {key: [f for f in summary["failures"] if f[key] is not None] for _, key in SPREADS}
+        counted["rejoin_s"] = [f for f in counted["rejoin_s"] if f.get("back", True)]
+        known = {key: [f[key] for f in of] for key, of in counted.items()}
         lines += [(name, _spread(known[key])) for name, key in SPREADS]
     if summary.get("lost"):
         lines.append(("lost", "replicas " + ", ".join(map(str, summary["lost"]))))
     if summary.get("unplaced"):
         lines.append(("no place", "replicas " + ", ".join(map(str, summary["unplaced"]))))
     return lines
+
+
+def _losses(summary: Summary) -> str:
+    if not summary["steps"]:
+        return "none: no step was committed"
+    first, last = summary["loss_first"], summary["loss_last"]
+    if first == last == 0.0:  # the means of no values
+        return "none was told"
+    return f"{first:.4f} -> {last:.4f}, means of the first and the last tenth"
 
 
 def _spread(seconds: Sequence[float]) -> str:

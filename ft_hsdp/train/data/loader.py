@@ -12,7 +12,7 @@ from ft_hsdp.core.replica_state import REPLICA_BATCH
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.data.prefetch import Reader
 from ft_hsdp.train.data.samples import JobShape, SampleReader
-from ft_hsdp.train.data.workers import ReadOptions, open_loader
+from ft_hsdp.train.data.workers import ReadOptions, check_rooms, open_loader
 
 Batch = TypeVar("Batch")
 
@@ -43,6 +43,7 @@ def check(dataset: Any, batch_size: int, options: ReadOptions, others: Mapping[s
     ):
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"job.loader({key})", value, f"an integer from {least}")
+    check_rooms(options)
     if options.timeout < 0:
         raise ConfigError("job.loader(timeout)", options.timeout, "0, or a number of seconds")
 

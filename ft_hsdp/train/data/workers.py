@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import shutil
 import signal
 import threading
 import time
@@ -30,14 +31,16 @@ from multiprocessing.connection import wait
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
-from ft_hsdp.errors import Retryable
+from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.lifetime import die_with, outlive_notices, stop_signals
+from ft_hsdp.mounts import SOCKETS_IN, too_long_for_sockets
 from ft_hsdp.train.data.prefetch import CLOSE_S, Reader
 from ft_hsdp.train.data.samples import FailedRead, JobShape, SampleReader
 from ft_hsdp.train.data.step_plan import MicroBatch
@@ -45,6 +48,8 @@ from ft_hsdp.train.data.step_plan import MicroBatch
 Batch = TypeVar("Batch")
 
 GONE_S = 0.5  # for the end of a worker to show, after what it has sent could not be read
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - torch's workers hand over their tensors there
+WORKER_BYTES = 4 << 20  # of it for a worker, at least; how large a batch is shows later
 LOOK_S = 0.1  # between two looks at the workers while a batch is waited for
 
 
@@ -58,6 +63,23 @@ class ReadOptions:
     timeout: float = 0
     worker_init_fn: Callable[[int], None] | None = None
     multiprocessing_context: Any = None
+
+
+def check_rooms(options: ReadOptions) -> None:
+    """Refuse workers whose sockets or batches have no room: torch would wait for ever, or die without a reason.
+
+    Raises:
+        ConfigError: On TMPDIR: its name is too long for a socket in it. On num_workers: /dev/shm is too small.
+    """
+    if not options.num_workers:
+        return
+    if folder := too_long_for_sockets():
+        allowed = f"a folder whose name has at most {SOCKETS_IN} bytes: the sockets of data workers lie in it"
+        raise ConfigError("TMPDIR", folder, allowed)
+    room = shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
+    if room < options.num_workers * WORKER_BYTES:
+        why = f"{SHARED_MEMORY}, through which their batches come, has {room >> 20} MiB (docker run --shm-size=1g)"
+        raise ConfigError("job.loader(num_workers)", options.num_workers, f"at most {room // WORKER_BYTES}: {why}")
 
 
 @dataclass(slots=True)

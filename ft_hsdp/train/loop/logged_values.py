@@ -18,14 +18,14 @@ from ft_hsdp.train.loop.callbacks import CommittedStep
 NAME_ALLOWED = "1 to 64 letters, digits and . _ / - as the name, which begins with a letter"
 
 
-def checked(values: object, known: set[str]) -> dict[str, float]:
-    """Return the values that a training loop logs, as numbers.
+def checked(values: object, known: set[str]) -> dict[str, float | None]:
+    """Return the values that a training loop logs, as numbers; None stands for one that is not finite.
 
     Args:
         known: The names that were logged before; the new ones are added.
 
     Raises:
-        ConfigError: They are something else, a number is not finite, or there are more than `MAX_VALUES` names.
+        ConfigError: They are something else, or there are more than `MAX_VALUES` names.
     """
     if not isinstance(values, Mapping):
         raise ConfigError("job.log", values, "a mapping of names to numbers")
@@ -43,16 +43,16 @@ def _name(name: object) -> str:
     return name
 
 
-def _number(name: str, value: object) -> float:
-    """Return a value as a number; int and float of numpy have ``item`` as a tensor has."""
+def _number(name: str, value: object) -> float | None:
+    """Return a value as a number, None if it is not finite; numpy's numbers have ``item`` as tensors have."""
     shown = value
     if isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ConfigError(f"job.log({name})", f"a tensor of shape {list(value.shape)}", "a finite number")
+        raise ConfigError(f"job.log({name})", f"a tensor of shape {list(value.shape)}", "a number")
     if not isinstance(value, int | float) and hasattr(value, "item"):
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ConfigError(f"job.log({name})", shown, "a finite number")
-    return float(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"job.log({name})", shown, "a number")
+    return float(value) if math.isfinite(value) else None
 
 
 def checked_step(step: object, newest: int) -> int:

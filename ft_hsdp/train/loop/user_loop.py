@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.loop.callbacks import Callbacks, OnCommit, OnLeave, OnRejoin
 from ft_hsdp.train.loop.logged_values import checked, checked_step
 from ft_hsdp.train.loop.user_state import Registered, UserState
+
+_log = logging.getLogger(__name__)
 
 CommitCallback = TypeVar("CommitCallback", bound=OnCommit)
 RejoinCallback = TypeVar("RejoinCallback", bound=OnRejoin)
@@ -25,6 +28,7 @@ class UserLoop:
         self._longest_pause_s = longest_pause_s
         self._pauses = Pauses()
         self._logged_names: set[str] = set()
+        self._not_finite: set[str] = set()  # names whose value was not, at least once
         self._callbacks = Callbacks()
         self._user = UserState()
 
@@ -113,8 +117,8 @@ class UserLoop:
         contributor to the last committed step counts, so each is written once. It does not block.
 
         Args:
-            values: Finite numbers, or tensors of one element, by name: 1 to 64 letters, digits and ``. _ / -``. A
-                job has at most 64 names.
+            values: Numbers, or tensors of one element, by name: 1 to 64 letters, digits and ``. _ / -``. A job has
+                at most 64 names. One that is not finite is written as null, with a warning for its name.
             step: The committed step that they are of; None: the newest one.
 
         Raises:
@@ -122,6 +126,9 @@ class UserLoop:
                 left it.
         """
         numbers = checked(values, self._logged_names)
+        for name in {name for name, value in numbers.items() if value is None} - self._not_finite:
+            self._not_finite.add(name)
+            _log.warning("job.log: %s is not finite; it is written as null, now and later", name)
         self._write_logged(checked_step(step, self.step), numbers)
 
     @contextlib.contextmanager
@@ -153,7 +160,7 @@ class UserLoop:
         """The committed step that this rank holds: `Job` knows it."""
         raise NotImplementedError
 
-    def _write_logged(self, step: int, numbers: Mapping[str, float]) -> None:
+    def _write_logged(self, step: int, numbers: Mapping[str, float | None]) -> None:
         """Write values of a committed step, if those of this rank count: `Job` does."""
         raise NotImplementedError
 

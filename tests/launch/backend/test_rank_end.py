@@ -8,6 +8,7 @@ import os
 import pytest
 
 from ft_hsdp.errors import Retryable
+from ft_hsdp.launch.backend.processes import last_line
 from ft_hsdp.launch.backend.rank_end import Cause, RankEnd, cause_of, tell, told
 from ft_hsdp.launch.run.directory import RunDir
 
@@ -52,8 +53,10 @@ def test_what_is_to_blame_for_an_error(error: Exception, cause: Cause) -> None:
 
 
 def test_an_end_is_heard_of_by_its_own_incarnation_alone(run_dir: RunDir) -> None:
-    tell(run_dir.path, 1, 0, "1-a-0", KeyError("x\ny"))
-    assert told(run_dir, 1, 0, "1-a-0") == RankEnd(Cause.SCRIPT, "KeyError: 'x\\ny'")
+    tell(run_dir.path, 1, 0, "1-a-0", ValueError("x\ny \x1b[2J\x07\x9b\u202e."))
+    assert told(run_dir, 1, 0, "1-a-0") == RankEnd(Cause.SCRIPT, "ValueError: x y [2J .")
+    run_dir.rank_log(1, 0).write_text("first\n\x1b]0;title\x07 \x9b31m last\n\n")
+    assert last_line(run_dir.rank_log(1, 0)) == "]0;title 31m last"
     assert told(run_dir, 1, 0, "1-a-1") is None, "the next one has said nothing"
     os.truncate(run_dir.rank_end(1, 0), 7)
     assert told(run_dir, 1, 0, "1-a-0") is None, "half a file"

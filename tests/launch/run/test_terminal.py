@@ -187,5 +187,11 @@ def test_many_failures_show_their_spread() -> None:
     }
     lines = dict(summary_lines(summary))
     assert lines["seen after"].startswith("p50 0.055 s")
+    assert lines["back after"].endswith("(10)")
+    for failure in summary["failures"]:
+        failure["back"] = False  # its time is that to the end of the run
+    summary |= {"loss_first": 0.0, "loss_last": 0.0}
+    lines = dict(summary_lines(summary))
+    assert (lines["back after"], lines["loss"]) == ("unknown", "none was told")
     summary["failures"] = summary["failures"][:2]
     assert "seen after" not in dict(summary_lines(summary))

@@ -6,14 +6,14 @@ from ft_hsdp.analysis.commits import MAX_VALUES
 from lighthouse.overview.series import POINTS, LoggedCurves
 
 
-def row(t: float, step: int, epoch: int = 1, **values: float) -> dict[str, Any]:
+def row(t: float, step: int, epoch: int = 1, **values: float | None) -> dict[str, Any]:
     return {"t": t, "step": step, "epoch": epoch, "values": values}
 
 
 def test_each_name_is_a_curve() -> None:
     curves = LoggedCurves()
     curves.add(row(1.0, 10, loss=2.0, accuracy=0.5))
-    curves.add(row(2.0, 20, loss=1.0))
+    curves.add(row(2.0, 20, loss=1.0, accuracy=None))
     assert curves.between(0.0, 9.0, 100) == {
         "accuracy": {"t": [1.0], "step": [10], "value": [0.5]},
         "loss": {"t": [1.0, 2.0], "step": [10, 20], "value": [2.0, 1.0]},

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -240,6 +243,18 @@ def test_what_cannot_be_used_is_refused_in_one_line(dataset: Any, changed: dict[
         check(dataset, changed.get("batch_size", 1), options, others)
     assert refused.value.key == f"job.loader({argument})"
     assert "\n" not in str(refused.value)
+
+
+def test_workers_need_rooms(tmp_path: Path) -> None:
+    """A socket in a folder of a long name cannot be made, and torch's workers would wait for it without an end."""
+    with pytest.raises(ConfigError, match=r"num_workers\): got 1000000; allowed: at most [0-9]+: /dev/shm"):
+        check(Noisy(9), 1, ReadOptions(num_workers=1_000_000), {})
+    long = tmp_path / ("t" * 150)
+    long.mkdir()
+    with mock.patch.object(tempfile, "tempdir", str(long)):
+        check(Noisy(9), 1, ReadOptions(), {})
+        with pytest.raises(ConfigError, match=r"^TMPDIR: got .*at most 75 bytes"):
+            check(Noisy(9), 1, ReadOptions(num_workers=1), {})
 
 
 def test_arguments_that_hold_anyway_are_taken() -> None:

@@ -23,9 +23,12 @@ def test_numbers_of_any_library_are_values() -> None:
     assert checked(values, set()) == {"a": 1.0, "eval/loss": 0.5, "c_d.e-1": 2.0, "f": 3.0}
 
 
-@pytest.mark.parametrize(
-    "value", [float("nan"), float("inf"), torch.tensor(float("nan")), "0.5", True, None, torch.ones(2)]
-)
+def test_a_value_that_is_not_finite_is_null() -> None:
+    values = {"a": float("nan"), "b": -np.inf, "c": torch.tensor(float("inf")), "d": 0}
+    assert checked(values, set()) == {"a": None, "b": None, "c": None, "d": 0.0}
+
+
+@pytest.mark.parametrize("value", ["0.5", True, None, torch.ones(2)])
 def test_what_is_no_number_is_refused_by_name(value: Any) -> None:
     with pytest.raises(ConfigError) as refused:
         checked({"loss": value}, set())
