@@ -1,7 +1,5 @@
 """Who has a folder: real processes, also in a pid namespace of their own, and owners on other hosts."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Durations are measured on monotonic clocks: a wall clock that jumps must not look like a silence."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

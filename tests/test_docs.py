@@ -1,7 +1,5 @@
 """What the protocol, security, papers and memory pages refer to is there."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

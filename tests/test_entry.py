@@ -1,7 +1,5 @@
 """The file behind `entry`: found and read without an import, named by a digest on which all replicas agree."""
 
-from __future__ import annotations
-
 import errno
 import os
 import sys

@@ -1,7 +1,5 @@
 """docs/examples/own_loop.py, as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -22,8 +22,6 @@ TOKEN = "ab" * 32
 
 
 class Listener:
-    """A gate and who was let in."""
-
     def __init__(self, *purposes: Purpose, host: str = "127.0.0.1") -> None:
         self.admitted: asyncio.Queue[tuple[Admitted, socket.socket]] = asyncio.Queue()
         self.failed: list[LocalResourceError] = []
@@ -43,7 +41,6 @@ class Listener:
             self.admitted.get_nowait()[1].close()
 
     async def stranger(self, origin: str = "127.0.0.1") -> socket.socket:
-        """Somebody who connects, and is looked at."""
         sock = socket.socket()
         sock.setblocking(False)
         sock.bind((origin, 0))

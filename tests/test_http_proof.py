@@ -1,7 +1,5 @@
 """Requests and answers prove a token: whatever is changed, repeated or cut off proves nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 

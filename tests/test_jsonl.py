@@ -1,7 +1,5 @@
 """Logs on disks that are full, that fail, that write half a line, that hang: lines are lost, counted and told."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The failures that tests inject beside those of `chaos`."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

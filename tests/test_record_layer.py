@@ -1,7 +1,5 @@
 """What passes between hosts is encrypted: records, connections, a ring and a fetch; and what is not is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """configs/schema.json: what editors complete and check is what `load` takes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

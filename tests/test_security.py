@@ -1,7 +1,5 @@
 """What must not be in the code: nothing is unpickled, nothing runs what a peer sent."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

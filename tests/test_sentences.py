@@ -1,7 +1,5 @@
 """Every event that our processes write, and every kind of failure, has a sentence."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The pages of the documentation site that docs/generate.py makes from the code."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import re

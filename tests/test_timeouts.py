@@ -1,7 +1,5 @@
 """docs/timeouts.md says what the models say, and every wait of the configuration is waited by somebody."""
 
-from __future__ import annotations
-
 import ast
 import re
 import time

@@ -1,7 +1,5 @@
 """TLS from the configuration: what does not fit is one line that names the key, before anybody relies on it."""
 
-from __future__ import annotations
-
 import ssl
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The figures of the papers; where one does not follow from its inputs, the one that does."""
 
-from __future__ import annotations
-
 import pytest
 
 from ft_hsdp.analysis.costs import (

@@ -1,7 +1,5 @@
 """Goodput: the papers' figures, from rows one at a time, the same as summary.json's."""
 
-from __future__ import annotations
-
 import pickle
 from statistics import median
 

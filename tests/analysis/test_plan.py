@@ -1,7 +1,5 @@
 """`plan`: its document, its text, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Survival of lost hosts, exact, beside the formulas of the papers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from fractions import Fraction
 from itertools import combinations
@@ -29,7 +27,6 @@ def ring(hosts: int, copies: int) -> list[frozenset[int]]:
 
 
 def survives(hosts: int, copies: int, lost: int) -> Fraction:
-    """The probability that no shard is lost with ``lost`` hosts."""
     return probability(ways(hosts, copies), lost)
 
 

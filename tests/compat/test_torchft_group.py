@@ -1,7 +1,5 @@
 """ProcessGroupFTAR: what goes through FTAR and what through gloo, sums, errors, and their end."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -3,8 +3,6 @@
 By the transport of torchft, and by ours.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -37,8 +35,6 @@ WITHIN_S = 60.0
 
 
 class Replica:
-    """A process that runs the example."""
-
     def __init__(self, program: list[str], number: int, lighthouse: str, directory: Path) -> None:
         self.log = directory / f"{number}-{time.monotonic_ns()}.log"
         with self.log.open("w") as out:

@@ -1,7 +1,5 @@
 """ProcessGroupFTAR.reconfigure: members by handles, old uuids, bad handles, and members that are lost in it."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -129,7 +127,6 @@ def test_a_member_with_an_old_uuid_is_refused_and_breaks_nothing(three: Ranks) -
 
 
 def keys(group: ProcessGroupFTAR) -> int:
-    """How many keys the store of a group has."""
     host, port = json.loads(group.get_reconfigure_handle())["store"].split(":")
     return TCPStore(host, int(port), is_master=False, wait_for_workers=False).num_keys()
 
@@ -265,7 +262,6 @@ def _processes() -> Iterator[list[GroupProcess]]:
 
 @pytest.fixture
 def processes(_processes: list[GroupProcess]) -> list[GroupProcess]:
-    """Three live processes."""
     while len(_processes) < 3:
         _processes.append(GroupProcess())
     return _processes

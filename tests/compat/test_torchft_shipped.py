@@ -4,8 +4,6 @@ They are those of the wheel that is installed: 0.2.0, or the nightly in the envi
 `make torchft-nightly`. Where the two differ, this module asks for what is there.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import re
@@ -165,8 +163,6 @@ class TestManager(manager_integ_test.ManagerIntegTest):
 
 
 class TestTransport(pg_transport_test.PGTransportTest):
-    """Checkpoints by send and recv."""
-
     test_pg_transport_baby_nccl = test_pg_transport_baby_nccl_inplace = None
 
 

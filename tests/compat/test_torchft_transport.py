@@ -1,7 +1,5 @@
 """StateTransport: torchft's own test of transports, all kinds of state dicts, damage, a Manager that heals."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 `script.py` trains them in a job of 2 replicas x 2 ranks, and `plain.py` with torch alone; the weights must agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -95,7 +93,6 @@ def experts_inside_blocks(model: Any, mesh: DeviceMesh) -> None:
 
 
 def whole(model: Any, mesh: DeviceMesh) -> None:
-    """The root alone."""
     fully_shard(model, mesh=mesh)
 
 
@@ -284,8 +281,6 @@ def counted(batch: tuple[Tensor, Tensor]) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of training script."""
-
     title: str
     model: Callable[[], nn.Module] = Decoder
     shard: Callable[[Any, DeviceMesh], None] = each_block
@@ -427,8 +422,6 @@ def units(step: int, case: Case, replicas: int, ranks: int) -> Iterable[tuple[in
 
 @dataclass(frozen=True)
 class Source:
-    """The batches of a case, by place."""
-
     case: Case
     shards: int
     ranks: int

@@ -1,7 +1,5 @@
 """Small models of the kinds that users train; each is a function of torch's seed alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """A case, trained by torch alone: the whole model in one process, on all units of each step."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.func import functional_call

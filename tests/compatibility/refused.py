@@ -1,7 +1,5 @@
 """What cannot work: one call each, made by a rank of a job that has not checked in, and how it is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 With a third argument its steps take so many seconds, until a test says hurry.
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

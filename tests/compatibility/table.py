@@ -1,7 +1,5 @@
 """The tables of docs/compatibility.md. `python -m tests.compatibility.table` writes them there."""
 
-from __future__ import annotations
-
 import os
 import re
 import tempfile
@@ -44,13 +42,11 @@ def refusals(folder: Path) -> dict[str, str]:
 
 
 def refused(messages: Mapping[str, str]) -> str:
-    """The table of what is refused, with its message."""
     rows = [f"| {title} | `{message.replace('|', '/').replace('`', '')}` |" for title, message in messages.items()]
     return "\n".join(["| script | one line |", "|---|---|", *rows])
 
 
 def written(text: str, name: str, table: str) -> str:
-    """A page with a table in place of the one that has this name."""
     begin, end = BEGIN.format(name), END.format(name)
     between = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
     assert between.search(text), f"{PAGE.name} has no place for {name}"
@@ -58,7 +54,6 @@ def written(text: str, name: str, table: str) -> str:
 
 
 def main() -> None:
-    """Write both tables."""
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{os.path.join(folder, 'store')}"
         dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)

@@ -1,7 +1,5 @@
 """Each kind of script in a job of 2 replicas x 2 ranks, beside plain torch; docs/compatibility.md tells it."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The process that tells the lighthouse of the end of ranks that no supervisor of ours watches."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gzip
@@ -43,7 +41,6 @@ GRANT = protocol.sign(TOKEN, Grant(1, 1, STATE, (Member(0, "0-x-0", "contribute"
 
 @asynccontextmanager
 async def client_of(handler: Callable[[httpx.Request], httpx.Response]) -> AsyncIterator[LighthouseClient]:
-    """A client whose lighthouse is ``handler``."""
     there = httpx.MockTransport(proving(handler, TOKEN))
     http = httpx.AsyncClient(auth=TokenProof(TOKEN), transport=there)
     client = LighthouseClient(("http://lighthouse",), TOKEN, http=http)

@@ -29,8 +29,6 @@ def known(port: int) -> Coroutine[Any, Any, tuple[asyncio.StreamReader, asyncio.
 
 
 class Leader:
-    """A hub and what it heard."""
-
     def __init__(self, ranks: int) -> None:
         self.heard: asyncio.Queue[object] = asyncio.Queue()
         self.lost: asyncio.Queue[int] = asyncio.Queue()
@@ -46,8 +44,6 @@ class Leader:
 
 
 class Rank:
-    """A line and what it heard."""
-
     def __init__(self, token: str = TOKEN) -> None:
         self.orders: asyncio.Queue[object] = asyncio.Queue()
         self.lost = asyncio.Event()

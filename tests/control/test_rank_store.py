@@ -134,8 +134,6 @@ class Rank:
 
 
 class Rank0:
-    """A table that other ranks are given."""
-
     def __init__(self, ranks: int) -> None:
         self.server = TableServer(ranks, TOKEN, KeyTable())
 
@@ -236,7 +234,6 @@ async def test_a_rank_with_too_many_calls_is_hung_up_on() -> None:
 
 @pytest.fixture
 def encrypted() -> Iterator[None]:
-    """All connections of this process are encrypted."""
     record_layer.use("on")
     yield
     record_layer.use("auto")
@@ -263,8 +260,6 @@ async def test_who_does_not_encrypt_is_not_heard_where_that_is_wanted() -> None:
 
 
 class Ranks:
-    """The stores of the ranks of one replica, in one process."""
-
     def __init__(self, ranks: int, timeout_s: float = 10.0) -> None:
         listener = address.bound("127.0.0.1")
         self.port = listener.getsockname()[1]

@@ -1,7 +1,5 @@
 """Many strangers at the gates of listeners."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 

@@ -77,8 +77,6 @@ class Lighthouse:
 
 
 class Scene:
-    """A lighthouse, a client and a reporter."""
-
     def __init__(self, beat: RankBeat | None = BEAT) -> None:
         self.lighthouse = Lighthouse()
         self._beat = beat

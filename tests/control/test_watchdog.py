@@ -1,7 +1,5 @@
 """What a rank watches, with a clock of the test's."""
 
-from __future__ import annotations
-
 import os
 from typing import Any
 from unittest import mock
@@ -57,7 +55,6 @@ class Rank:
         self.now = max(self.now, end)
 
     def stand_still(self, seconds: float) -> None:
-        """Nothing of this process runs."""
         self.now += seconds
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace
@@ -37,7 +35,6 @@ def vote(rank: int, fence: AttemptId = FENCE, **changes: object) -> Vote:
 
 
 def made(*votes: Vote, **more: Any) -> CommitRecord:
-    """The record of these votes."""
     tally = VoteTally(FENCE, len(votes), **more)
     for each in votes:
         tally = tally.add(each)

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import time
 
@@ -17,7 +15,6 @@ def units(runs: list[Run] | tuple[Run, ...]) -> list[Unit]:
 
 
 def trained(ledger: Ledger) -> set[Unit]:
-    """The units inside a state."""
     below = {(s, n) for s, cursor in enumerate(ledger.cursors) for n in range(cursor)}
     return below - set(units(ledger.holes))
 

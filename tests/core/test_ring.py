@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import random
 from collections import deque
@@ -312,7 +310,6 @@ class Member:
             assert len(self.busy) <= self._depth
 
     def check(self) -> None:
-        """The invariants that hold at any time."""
         counters = self.pipeline.counters
         for counter in counters:
             assert 0 <= counter.done <= counter.posted <= counter.ready <= self._plan.rounds

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +6,6 @@ from ft_hsdp.core.units import Places, UnitPolicy, deal, head, joined, redeal, s
 
 
 def numbers(places: Places) -> list[int]:
-    """The places one by one."""
     return [p for first, count in places for p in range(first, first + count)]
 
 

@@ -1,7 +1,5 @@
 """One real browser for all tests of the page, and a lighthouse for it to show."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +55,6 @@ def past(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def shared(past: Path) -> Iterator[Server]:
-    """A lighthouse that all tests look at."""
     server = Server(past)
     yield server
     server.close()
@@ -91,7 +88,6 @@ def blank(browser: Browser, shared: Server, seen: Seen, request: Any) -> Iterato
 
 @pytest.fixture
 def page(blank: Page, shared: Server) -> Page:
-    """The dashboard, opened by its link."""
     blank.goto(f"{shared.url}/#key={KEY}")
     blank.wait_for_selector(".lane-canvas")
     return blank

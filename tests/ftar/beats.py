@@ -6,8 +6,6 @@ quantiles of the intervals, and at the end how long it took the others to find a
 ``--record`` keeps the intervals that one member saw for the simulation in tests/core/test_failure_detector.py.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing
@@ -30,7 +28,6 @@ _context.set_forkserver_preload(["ft_hsdp.ftar"])
 
 
 def spin() -> None:
-    """Keep a core busy."""
     while True:
         sum(range(10_000))
 
@@ -66,8 +63,6 @@ def member(pipe: Connection, number: int) -> None:
 
 
 class Ring:
-    """The members, seen from outside."""
-
     def __init__(self) -> None:
         self.pipes: list[Connection] = []
         self.processes: list[Any] = []
@@ -84,7 +79,6 @@ class Ring:
         self.ended: dict[int, tuple[float, str, list[float]]] = {}
 
     def look(self) -> None:
-        """Hear what the members say."""
         for number, pipe in enumerate(self.pipes):
             while number not in self.ended and pipe.poll():
                 said = pipe.recv()
@@ -94,7 +88,6 @@ class Ring:
                     self.counts[number] = said
 
     def end(self) -> None:
-        """No process stays."""
         for process in self.processes:
             process.kill()
             process.join()
@@ -150,7 +143,6 @@ def soak(beats: int, seconds: float, busy: int) -> tuple[dict[str, Any], list[fl
 
 
 def main() -> int:
-    """Run; 0 if nobody was suspected."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--beats", type=int, default=100_000)
     parser.add_argument("--seconds", type=float, default=0.0)

@@ -1,8 +1,6 @@
 """Cases of the GPU plane on a CPU device, whose kernels are interpreted; test_gpu_plane runs them in a process of
 its own. One interpreted kernel runs at a time in a process, so at most one member has a persistent one."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

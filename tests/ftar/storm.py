@@ -6,8 +6,6 @@ Every all-reduce ends in time; one that succeeded is right at every member that 
 without a new fault the next ring forms and sums; a member that has closed holds nothing any more.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -87,7 +85,6 @@ class Storm:
                 self.open(self.members[number])
 
     def fork(self, number: int) -> Member:
-        """A new process for member ``number``."""
         self.members[number] = member = self._nursery.fork(number)
         self.open(member)
         return member
@@ -102,19 +99,16 @@ class Storm:
         member.address = member.proxy.address if member.proxy else member.listening
 
     def unproxy(self, member: Member) -> None:
-        """End its proxy."""
         if member.proxy is not None:
             self.proxies.drop(member.proxy)
             member.proxy = None
 
     def kill(self, member: Member) -> float:
-        """SIGKILL; when it was done."""
         now = time.monotonic()
         member.signal(signal.SIGKILL)
         return now
 
     def bury(self, member: Member) -> None:
-        """It is dead: forget it."""
         if not select.select([member.pidfd], [], [], DEADLINE_S)[0]:
             raise Broken(f"member {member.number} does not die")
         member.alive = False
@@ -124,7 +118,6 @@ class Storm:
         del self.members[member.number]
 
     def resume(self, member: Member) -> None:
-        """SIGCONT."""
         member.signal(signal.SIGCONT)
         member.stopped = False
 
@@ -137,7 +130,6 @@ class Storm:
             raise Broken(f"member {member.number} still holds after close: {left}")
 
     def close_all(self) -> None:
-        """Close all communicators, in any order."""
         for member in self.chance.sample(list(self.members.values()), len(self.members)):
             self.close_one(member)
 
@@ -221,7 +213,6 @@ class Storm:
 
     @property
     def last(self) -> str:
-        """The last things that were done."""
         return "\n".join(self._trace[-25:])
 
     # Rings.
@@ -274,11 +265,9 @@ class Storm:
         raise Broken(f"epoch {epoch} failed without a fault: {bad}")
 
     def ended(self, members: Iterable[Member]) -> dict[int, Message]:
-        """The ring has to end at all of ``members``."""
         return self.hear_all(list(members), ("ended",), self.epoch)
 
     def undisturbed(self) -> None:
-        """The ring goes on."""
         before = self.progress()
         end = time.monotonic() + DEADLINE_S
         while any(now <= before[n] for n, now in self.progress().items()):

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -40,8 +38,6 @@ class Scripted(Ring):
 
 
 class Scene:
-    """An executor, and what it told its group."""
-
     def __init__(self, patience_s: float = 1.0) -> None:
         self.log: list[str] = []
         self.failed: list[tuple[int, FTARError]] = []

@@ -1,7 +1,5 @@
 """What is particular to process groups of two; the rest is in the conformance suite."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import socket
@@ -35,7 +33,6 @@ def wires() -> tuple[socket.socket, socket.socket]:
 
 @contextlib.contextmanager
 def groups() -> Iterator[tuple[Any, Any]]:
-    """Both ends of a pair."""
     a, b = wires()
     with a, b, ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(connect, sock, rank, SETTINGS) for rank, sock in enumerate((a, b))]

@@ -1,7 +1,5 @@
 """The GPU plane on the CPU: kernels are interpreted, which has to be said before triton is imported."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

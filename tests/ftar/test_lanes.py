@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -120,7 +118,6 @@ def numbers(rank: WideRank, given: Grant) -> list[int]:
 
 
 def in_touch_with(rank: WideRank, ring: WideRing, given: Grant) -> list[WideRank]:
-    """Whoever shares a lane with a rank, and itself."""
     return [r for r in ring.ranks if set(numbers(r, given)) & set(numbers(rank, given))]
 
 

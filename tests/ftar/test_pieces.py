@@ -1,7 +1,5 @@
 """Values in several pieces of memory are summed as if they were put together."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

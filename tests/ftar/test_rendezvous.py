@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 from unittest import mock
@@ -20,7 +18,6 @@ from tests.support.known import streams
 
 
 def ends(peer: Replica) -> tuple[Any, Any]:
-    """What a peer receives from and sends to."""
     left, right = peer.rendezvous.left, peer.rendezvous.right
     assert left is not None
     assert right is not None

@@ -117,7 +117,6 @@ class Scene:
         return lambda elements, itemsize: self.plan
 
     def start(self, position: int) -> None:
-        """Queue the works of one member."""
         actor, name = self.world.actors[position], self.names[position]
         for k, row in enumerate(self.locals):
             local = row[position].clone() if row[position] is not None else None

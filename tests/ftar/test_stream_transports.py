@@ -1,7 +1,5 @@
 """What is particular to edges over stream sockets, and to references to memory of the same host."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import gc

@@ -1,7 +1,5 @@
 """The bench of a step on a GPU, on a CPU: that it runs, not how fast."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

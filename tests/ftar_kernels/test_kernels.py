@@ -84,7 +84,6 @@ def driver(monkeypatch):
 
 @pytest.fixture
 def device_stream(monkeypatch, driver):
-    """A DeviceStream of that driver."""
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda at, device: SimpleNamespace(at=at, device=device))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

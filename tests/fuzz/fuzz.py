@@ -4,8 +4,6 @@ One process for each parser, with a bound on its memory; a line of JSON for each
 crashes, takes more memory or takes too long; the input is in the last lines of what it says.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -18,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 def main() -> int:
-    """Run one parser here, or each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parsers", nargs="*")
     parser.add_argument("--runs", type=int, default=1_000_000)

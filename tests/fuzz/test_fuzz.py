@@ -1,7 +1,5 @@
 """A slice of what `make fuzz` does: the same inputs each time."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess

@@ -6,8 +6,6 @@ for its files and its digest, in two minutes. ``check`` makes them again and nam
 what is trained: another processor may round it differently.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import enum
@@ -66,7 +64,6 @@ def example(hint: Any, numbers: Iterator[int], name: str = "") -> Any:
 
 
 def messages(module: str, table: str, encode: str) -> dict[str, Any]:
-    """Each message of a module, encoded, by its tag."""
     there = importlib.import_module(module)
     found = {}
     for tag, cls in getattr(there, table).items():
@@ -100,7 +97,6 @@ def shape(value: Any) -> Any:
 
 
 def merged(shapes: list[Any]) -> Any:
-    """The keys of all shapes together."""
     found: dict[str, Any] = {}
     for each in shapes:
         if isinstance(each, dict):
@@ -155,14 +151,12 @@ def everything(*, train: bool) -> dict[str, Any]:
 
 
 def differing(one: Any, two: Any, path: str = "") -> list[str]:
-    """The places at which two documents differ."""
     if isinstance(one, dict) and isinstance(two, dict):
         return [d for key in sorted({*one, *two}) for d in differing(one.get(key), two.get(key), f"{path}/{key}")]
     return [] if one == two else [f"{path}: {json.dumps(one)[:200]} is now {json.dumps(two)[:200]}"]
 
 
 def main() -> None:
-    """Record or check."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["record", "check"])
     parser.add_argument("--run", action="store_true", help="train the quickstart for its files and digest, too")

@@ -1,7 +1,5 @@
 """What other programs read of ours is what it was. A change to it changes a file here, in a commit of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

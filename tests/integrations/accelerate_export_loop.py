@@ -3,8 +3,6 @@
 The argument is the folder of what is saved.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

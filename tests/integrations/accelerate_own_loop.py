@@ -1,7 +1,5 @@
 """The model, the data and the seeds of examples/accelerate, in a loop of our own."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The model, the data and the seeds of examples/ray_train, in a loop of our own: what it has to end with."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

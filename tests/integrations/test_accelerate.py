@@ -1,7 +1,5 @@
 """Accelerate: examples/accelerate as its page has it, and what is refused."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A DataLoader as the data of a job, and passes of one epoch. No trainer is needed for this."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Lightning Fabric: examples/fabric as its page has it, and what is refused. Run by `make integration-fabric`."""
 
-from __future__ import annotations
-
 import pickle
 import re
 from collections.abc import Iterator
@@ -91,7 +89,6 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def launched(job: Stub, **settings: Any) -> tuple[Any, Any]:
-    """Fabric with our strategy, after `launch`."""
     from lightning.fabric import Fabric
 
     from ft_hsdp.integrations.fabric import FtHsdpStrategy

@@ -1,7 +1,5 @@
 """Ray Train: examples/ray_train as its page has it, and what is refused. Run by `make integration-ray_train`."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

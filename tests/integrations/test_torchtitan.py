@@ -3,8 +3,6 @@
 Run by `make integration-torchtitan`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterator

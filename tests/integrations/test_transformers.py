@@ -3,8 +3,6 @@
 Run by `make integration-transformers`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

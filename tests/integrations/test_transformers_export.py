@@ -3,8 +3,6 @@
 Run by `make integration-transformers`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

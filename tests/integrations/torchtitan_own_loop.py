@@ -1,7 +1,5 @@
 """The model, the data and the seeds of examples/torchtitan, in a loop of our own: no Trainer, no checkpointing."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

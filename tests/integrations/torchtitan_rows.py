@@ -1,7 +1,5 @@
 """The configuration of examples/torchtitan with a dataset that has an index, and with tokens that do not count."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +43,6 @@ class RowsDataLoader(ParallelAwareDataloader):
 
 
 def llama3_rows() -> Any:
-    """The example with these rows."""
     config = train.llama3_tiny()
     config.dataloader = RowsDataLoader.Config()
     return config

@@ -3,8 +3,6 @@
 The first argument is "tied" or "lora", the second one the folder of what is saved.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

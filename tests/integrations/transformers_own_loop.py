@@ -1,7 +1,5 @@
 """The model, data and seeds of examples/transformers in a loop of our own: what the Trainer has to end with."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The adapters, the data and the seeds of sft_train.py in a loop of our own: what SFTTrainer has to end with."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

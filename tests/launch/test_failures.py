@@ -1,7 +1,5 @@
 """What is done about a failure, from what its supervisor knows: DeadPool's Table II on stand-in ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -190,14 +188,12 @@ class World:
 
 
 def lose(world: World, host: str) -> None:
-    """A host is down from now on."""
     order = world.run.path / fault_injection.FOLDER / "order.json"
     order.parent.mkdir(parents=True, exist_ok=True)
     write_json(order, asdict(fault_injection.FaultOrder("host", 0, host=host)))
 
 
 def back(world: World) -> None:
-    """The host that was lost is back."""
     (world.run.path / fault_injection.FOLDER / "order.json").unlink()
 
 

@@ -1,7 +1,5 @@
 """Real jobs of trainers that hang, have no descriptor left, or whose gradients are not finite."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ def summary_of(run: RunDir) -> dict[str, Any]:
 
 
 def lives(run: RunDir) -> dict[int, int]:
-    """How many incarnations each replica had."""
     return {int(r): s["incarnations"] for r, s in summary_of(run)["replicas"].items()}
 
 

@@ -1,7 +1,5 @@
 """The lighthouses of a job on one machine, as `up` keeps them: real processes, elected by a real etcd."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """A whole job of stand-ins: the real supervision of processes that only pretend to train."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import json

@@ -1,7 +1,5 @@
 """What a replica that is told where its lighthouse is does with a run directory."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

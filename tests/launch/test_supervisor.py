@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -350,7 +348,6 @@ async def test_when_the_fork_server_dies_the_replica_goes_on_and_is_restarted_by
 
 
 def drain(world: World, *replicas: int) -> None:
-    """The lighthouse says who is to be away."""
     world.progress.saw(0, drained=frozenset(replicas))
 
 

@@ -43,13 +43,11 @@ class Rank:
         self.ended = False
 
     def exits(self, code: int) -> None:
-        """End with a code."""
         if not self.ended:
             self.ended = True
             self._watch.exited(self._rank, self, code)
 
     def signal(self, number: int) -> None:
-        """Take a signal."""
         if number == signal.SIGKILL:
             self.exits(-number)
         elif number == signal.SIGTERM:
@@ -165,12 +163,10 @@ class Scene:
         )
 
     def named(self, *names: str) -> list[Row]:
-        """The events of these names."""
         return [event for event in self.events if event["event"] in names]
 
     @property
     def changes(self) -> list[tuple[int, int]]:
-        """The numbers of ranks, from and to."""
         return [(event["from"], event["to"]) for event in self.named("Shrunk", "Grown")]
 
     def trains(self) -> None:

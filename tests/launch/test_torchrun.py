@@ -1,7 +1,5 @@
 """`torchrun ... launcher.py replica CONFIG --replica N`: torchrun supervises the ranks instead of us."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +7,6 @@ from tests.support.etcd_server import EtcdServer
 
 @pytest.fixture(scope="session")
 def etcd_session() -> Iterator[EtcdServer]:
-    """One etcd for all tests of this folder."""
     with EtcdServer() as server:
         yield server
 

@@ -1,7 +1,5 @@
 """Thousands of joins, leaves and beats against a real lighthouse process: nothing of it grows without end."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -45,7 +43,6 @@ class Line:
         self._http.request("POST", path, body, self._signer.headers("POST", path, body))
 
     def answer(self, *expected: type) -> Any:
-        """The answer to it."""
         response = self._http.getresponse()
         body = response.read()
         assert response.status in (200, 204), body

@@ -1,7 +1,5 @@
 """Replicas say on which hosts their ranks run; grants, the store, the journal and the status carry it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

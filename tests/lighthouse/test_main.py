@@ -1,7 +1,5 @@
 """The process: real sockets, real signals, and a store that outlives SIGKILL."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -62,7 +60,6 @@ def lighthouse(run, *arguments, **environment):
 
 
 def listening(run, process):
-    """The URL that it wrote."""
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         file = run / "lighthouse.json"

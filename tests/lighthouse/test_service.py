@@ -1,7 +1,5 @@
 """The service: saves before it answers, waits without spinning, and says no to what cannot be."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -40,7 +38,6 @@ class Looks:
         return time.monotonic()
 
     async def go_on(self) -> bool:
-        """Whether a timer runs."""
         before = self.count
         await asyncio.sleep(4 * services.TICK_S)
         return self.count > before

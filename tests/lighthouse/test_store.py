@@ -2,8 +2,6 @@
 
 What only SQLite can suffer from (rivals, damaged files) follows."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import itertools
@@ -103,7 +101,6 @@ class InEtcd:
         return self.elected()[0]
 
     def elected(self):
-        """A store, its client and its election."""
         client = LossyEtcd((self.server.url,), 5.0)
         election = Election(client, f"{self.prefix}/leader", "http://here", 60)
         asyncio.run(election.win())

@@ -1,7 +1,5 @@
 """What cannot be true, or belongs to another job, is refused and changes nothing."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Placement, submission and loading of blocks: ReStore's figures, and what holds for any numbers."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from itertools import combinations
 from math import ceil

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 
@@ -20,7 +18,6 @@ from ft_hsdp.memory.hosts import Host, Level
 
 
 def member(replica: int, *paths: str, ranks: int = 1, healthy: bool = True) -> MemberHosts:
-    """A replica with some ranks on each host."""
     return MemberHosts(replica, tuple(Host.parse(path) for path in paths for _ in range(ranks)), healthy)
 
 

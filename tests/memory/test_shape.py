@@ -1,7 +1,5 @@
 """Which bytes a rank of one width has for a rank of another width."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -19,8 +19,6 @@ What must hold:
 Explore `LARGE` with `python -m tests.model.copies`: about 370,000 states, half a minute.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import partial

@@ -6,8 +6,6 @@ gang, `SnapshotSlots` which memory is written, `memory.recovery` what is restore
 are copied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 
@@ -60,7 +58,6 @@ class CopyModel:
     # What is there.
 
     def ranks(self, replica: int) -> range:
-        """Return the ranks of a replica, by number."""
         return range(replica * self.bounds.hosts, (replica + 1) * self.bounds.hosts)
 
     def plan(self, w: CopyWorld) -> Plan:
@@ -140,7 +137,6 @@ class CopyModel:
         return with_slots(w, w.places[i], i, staged(written, state))
 
     def skip(self, w: CopyWorld, i: int) -> CopyWorld:
-        """A rank leaves out its snapshot."""
         return w._replace(skipped=put(w.skipped, i, True), skips=w.skips - 1, calm=-1, whole=INITIAL)
 
     def vote(self, w: CopyWorld, i: int, kept: bool, refused: Iterable[tuple[int, int]]) -> CopyWorld:
@@ -164,7 +160,6 @@ class CopyModel:
         return w._replace(pulls=w.pulls | {(holder, owner, state)})
 
     def pulled(self, w: CopyWorld, holder: int, owner: int, state: Step) -> CopyWorld:
-        """A host has copied a shard."""
         w = with_slots(w, holder, owner, staged(slots_of(w, holder, owner), state))
         w = self._read(w, owner, state, -1)
         return w._replace(pulls=w.pulls - {(holder, owner, state)})

@@ -4,8 +4,6 @@ A replica has one rank on each of its hosts. A committed step is a number here, 
 committed. What a rank has in the agent of a host is a small value: the slots of production, frozen.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Visits every state of a bounded world, breadth first, and prints the shortest way to a violation."""
 
-from __future__ import annotations
-
 import sys
 import time
 from array import array
@@ -21,8 +19,6 @@ Place = TypeVar("Place", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """What an exploration found."""
-
     states: int  # worlds that were visited
     transitions: int  # moves that were tried
     seconds: float
@@ -39,11 +35,7 @@ class Exploration:
 
 
 class Space(Protocol[Place]):
-    """What can be searched."""
-
-    def initial(self) -> Place:
-        """Return the first world."""
-        ...
+    def initial(self) -> Place: ...
 
     def successors(self, world: Place) -> Iterable[tuple[str, Callable[[], Place]]]:
         """Return what can happen in a world: a label, and a function that returns the world after it."""

@@ -3,8 +3,6 @@
 They look at the content of replicas, which no core knows, so an identity that lies is found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NoReturn
 

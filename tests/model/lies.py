@@ -1,7 +1,5 @@
 """One member reports one wrong value: what it may say, and what must hold all the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 

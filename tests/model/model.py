@@ -4,8 +4,6 @@ The cores are the production ones. Safety properties are checked where they coul
 fetch and at each word of the lighthouse.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from ft_hsdp.core import effects, events, state_id

@@ -1,7 +1,5 @@
 """Everything that may happen next in a world, each with a sentence for humans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

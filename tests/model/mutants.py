@@ -1,7 +1,5 @@
 """A rule of the product that is broken on purpose: the explorer has to find a counter-example."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

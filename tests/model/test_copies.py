@@ -1,7 +1,5 @@
 """Copies in host memory in every order of snapshots, pulls, votes and lost hosts; and with broken rules."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

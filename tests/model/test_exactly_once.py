@@ -1,7 +1,5 @@
 """Every unit exactly once, and as many as wanted, however units are dealt and whoever dies on the way."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One member reports one wrong value: no other is lost, the job does not halt, and no false state is the head."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Replicas of two widths: hosts that are lost without a spare, and come back, in every order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any

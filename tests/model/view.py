@@ -3,8 +3,6 @@
 `Model` adds what happens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -54,7 +52,6 @@ class ModelView:
         return None if w.replicas[r] < 0 else self.cores.items[w.replicas[r]]
 
     def lighthouse(self, w: World) -> quorum.LighthouseState:
-        """Return the core of the lighthouse."""
         return self.quorums.items[w.lighthouse]
 
     def sum(self, w: World, me: Replica) -> CommitRecord | None:
@@ -110,7 +107,6 @@ class ModelView:
         return [None if self._flipped(w, r) else me for r, me in enumerate(self._replicas(w))]
 
     def held(self, w: World) -> Sequence[Content]:
-        """Return what each replica holds."""
         return [self._contents.items[c] for c in w.content]
 
     def _over(self, w: World) -> bool:

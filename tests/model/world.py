@@ -5,8 +5,6 @@ Gradients are replaced by their meaning: the *content* of a replica is the list 
 the set of (data shard, unit, contributor) inside it. Two replicas that claim one StateId must have one content.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
@@ -103,8 +101,6 @@ class Bounds:
 
 
 class WorldEntry(NamedTuple):
-    """What one incarnation brought into a ring."""
-
     replica: int
     incarnation: str
     term: int  # of its grant
@@ -114,8 +110,6 @@ class WorldEntry(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A snapshot that one replica keeps."""
-
     state: StateId  # its name
     content: int  # id of its content
 
@@ -129,8 +123,6 @@ class Flip(NamedTuple):
 
 
 class CommitSeen(NamedTuple):
-    """A commit that happened."""
-
     content: int  # id of the content after it
     epoch: int
     holders: frozenset[tuple[int, str]]  # members that hold it or could apply it
@@ -241,7 +233,6 @@ def put(row: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
 
 @cache
 def ledger(content: Content, shards: int) -> Ledger:
-    """Return the ledger after `content`."""
     if not content:
         return Ledger.empty(shards)
     *before, newest = content
@@ -249,7 +240,6 @@ def ledger(content: Content, shards: int) -> Ledger:
 
 
 def named(replica: int, life: int, run: str = RUN) -> str:
-    """Return the name of one incarnation of a replica."""
     return str(IncarnationId(replica, run, life))
 
 
@@ -262,7 +252,6 @@ def same_run(one: tuple[int, str], other: tuple[int, str]) -> bool:
 
 
 def replica_at(w: World, place: int) -> int:
-    """Return the id of the replica that has this place."""
     return w.second if place == len(w.replicas) - 1 and w.second >= 0 else place
 
 

@@ -1,7 +1,5 @@
 """Shared by the tests of a backend whose slots only pretend."""
 
-from __future__ import annotations
-
 import pytest
 
 

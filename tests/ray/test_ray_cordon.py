@@ -1,7 +1,5 @@
 """A node that is cordoned: whose ranks leave it, and what Ray is asked for then. Ray is a stand-in here."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -163,8 +161,6 @@ class PretendRay:
 
 
 class PretendSlot(ReplicaSlot):
-    """A slot whose actors are those of a `PretendRay`."""
-
     def __init__(self, ray: PretendRay, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.pretends = ray

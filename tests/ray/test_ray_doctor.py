@@ -1,7 +1,5 @@
 """The doctor beside a real cluster: it looks, and leaves nothing there."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -15,7 +13,6 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.soak]
 
 
 def examined(cluster: Cluster, *words: str, **env: str | None) -> dict[str, Any]:
-    """What `doctor` says of the cluster."""
     done = subprocess.run(
         [sys.executable, "launcher.py", "doctor", "configs/quickstart.yaml", "--json", *words],
         cwd=ROOT,

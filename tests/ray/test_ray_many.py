@@ -1,7 +1,5 @@
 """What takes longer on a real Ray cluster: many losses, places and zones, a killed driver, the Jobs API."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

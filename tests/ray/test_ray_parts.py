@@ -1,7 +1,5 @@
 """What `submit` is made of, without a cluster."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """What changes while a replica or a spare waits on a cluster: nodes, other replicas, what the driver has."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator

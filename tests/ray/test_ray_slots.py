@@ -33,8 +33,6 @@ DEADLINE_S = 20.0
 
 
 class Watched:
-    """A spec: who runs, who is gone."""
-
     def __init__(self) -> None:
         self.running: dict[int, WorkerProcess] = {}
         self.gone: dict[int, int] = {}
@@ -159,7 +157,6 @@ class StandIn:
             group.exited(rank, group.processes[rank], -9)
 
     def die(self) -> None:
-        """The node is lost."""
         self.failed = True
         self.world.room[self.zone] -= 1
         for group in self.groups:
@@ -238,7 +235,6 @@ class World:
         return how
 
     async def ready(self) -> StandIn:
-        """The slot of a spare that is ready."""
         await self.until(lambda: self.backend.warm, "a spare")
         return self.spares[-1]
 
@@ -383,7 +379,6 @@ def silent(*_: object) -> asyncio.Future[Any]:
 
 
 def berth_with(actor: dict[str, Callable[..., Any]], receiver: Any, calls: Any = None) -> ReplicaSlot:
-    """A real slot with one actor that answers so."""
     slot = ReplicaSlot(PlacementRequest("n", 1, {"CPU": 1.0}, "PACK", {}), calls, receiver, lambda _: None, 1.0)
     actors = SimpleNamespace(**{name: SimpleNamespace(remote=answer) for name, answer in actor.items()})
     slot.bundles = [Bundle(0, actors, ActorLocation("h", "h-1", "127.0.0.1", "node", ()))]

@@ -1,7 +1,5 @@
 """A job on a real Ray cluster of four nodes: it loses nodes, goes on smaller, and grows back."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -6,8 +6,6 @@ state, no batch twice, none skipped, all steps, and nothing that `verify` object
 pairs in it are not run again.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json
@@ -47,8 +45,6 @@ END_S = 240.0  # longer than 1.5 x timeouts.final_wait_s and timeouts.stop_s tog
 
 
 class Injured:
-    """A job that is injured pair by pair."""
-
     def __init__(self, job: Job, steps: int) -> None:
         self.job, self.steps = job, steps
         self.run = RunDir(job.run.resolve())
@@ -58,7 +54,6 @@ class Injured:
 
     @property
     def room(self) -> bool:
-        """Whether there are steps for another pair."""
         return self.job.process.poll() is None and self.watch.step < self.steps - CALM_STEPS
 
     def hit(self, fault: Fault) -> tuple[str, float]:
@@ -140,7 +135,6 @@ class Injured:
         self._check(self.job.process.wait())
 
     def _check(self, code: int) -> None:
-        """What must hold at the end."""
         say = self.breaches.append
         try:
             summary = json.loads((self.run.path / "summary.json").read_text())
@@ -162,7 +156,6 @@ class Injured:
         self.breaches.extend(verify(self.run).breaches)
 
     def told(self, seed: int) -> dict[str, Any]:
-        """The job in a report."""
         self.watch.close()
         seen = self.watch.seen
         return {
@@ -189,7 +182,6 @@ def _commit() -> str:
 
 
 def jobs(seed: int, numbers: list[int]) -> Iterator[list[Pair]]:
-    """Pairs that go through one job."""
     together: list[Pair] = []
     for number in numbers:
         two = pair(seed, number)
@@ -250,7 +242,6 @@ def main() -> int:
 
 
 def _line(done: dict[str, Any]) -> str:
-    """A pair in one line."""
     faults = [
         f"{f['name']} ({f['whom']}{'' if f['for_s'] == 0 else ' for ' + format(f['for_s'], 'g') + ' s'})"
         + (" missed" if f["missed"] else "")

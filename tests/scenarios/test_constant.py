@@ -1,7 +1,5 @@
 """configs/constant.yaml, as the docs have a user run it, but shorter."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -16,8 +14,6 @@ RULE = {"at_step": AT, "replicas": [VICTIM], "rank": 0, "signal": "KILL", "down_
 
 
 class Example(Job):
-    """The job of the example."""
-
     def __init__(self, folder: Path, **settings: object) -> None:
         settings = {"job.runs_dir": str(folder / "runs"), **settings}
         overrides = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]

@@ -1,7 +1,5 @@
 """Copies of states on other hosts, in real jobs that lose hosts with all that was in their memory."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -130,7 +128,6 @@ class Standing(Job):
         return int(head["step"]) if head else 0
 
     def stopped(self, replica: int, rank: int) -> bool:
-        """Whether a rank stands still."""
         pid = self.pid(replica, rank)
         return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
 

@@ -1,7 +1,5 @@
 """Ends of a job: signals, lost output, and scripts that end training early. Each keeps the last state."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """A real job, started, asked for its status and ended: its tokens stand in their files and nowhere else."""
 
-from __future__ import annotations
-
 import ipaddress
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A rank dies at each place where the protocol could go wrong; what was trained is replayed from the logs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A replica that cannot reach the lighthouse for longer than its lease: a planned stop, and it comes back."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

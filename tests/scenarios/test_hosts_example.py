@@ -1,7 +1,5 @@
 """The commands of docs/memory.md around configs/hosts.yaml, word for word: a spare host replaces a lost one."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """SIGKILL of real ranks in real jobs."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -243,7 +241,6 @@ def fork_server(job: Job) -> int:
 
 
 def agents(job: Job) -> set[int]:
-    """The pids of the state agents."""
     below = psutil.Process(job.process.pid).children(recursive=True)
     return {c.pid for c in below if "ft_hsdp.state.agent.server" in c.cmdline()}
 

@@ -1,7 +1,5 @@
 """The commands of docs/blocks.md around examples/kmeans, word for word: a lost host changes no bit."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The lighthouse is killed, kept away, stopped, or loses its lead: training goes on under its lease."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -21,7 +19,6 @@ AWAY_S = 2.0
 
 
 def leader(job: Job) -> dict[str, Any]:
-    """What lighthouse.json says."""
     said: dict[str, Any] = json.loads((job.run / "lighthouse.json").read_text())
     return said
 

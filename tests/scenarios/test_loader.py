@@ -1,7 +1,5 @@
 """A job over `job.loader` whose ranks and workers are killed: which samples count, and how often."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections import Counter
@@ -23,7 +21,6 @@ SETTINGS: dict[str, Any] = {"replicas": REPLICAS, "ranks_per_replica": RANKS, "e
 
 
 def fed(folder: Path, replica: int, rank: int) -> dict[int, list[tuple[list[int], list[float]]]]:
-    """What a rank was fed for each step, in every life."""
     found: dict[int, list[tuple[list[int], list[float]]]] = {}
     for line in (folder / f"fed-{replica}-{rank}.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -32,14 +29,12 @@ def fed(folder: Path, replica: int, rank: int) -> dict[int, list[tuple[list[int]
 
 
 def worker_of(job: Job, replica: int, rank: int) -> psutil.Process:
-    """A process that reads for a rank."""
     pid = job.pid(replica, rank)
     assert pid is not None
     return next(c for c in psutil.Process(pid).children() if c.name() == "pt_data_worker")
 
 
 def commits_of(job: Job) -> dict[int, dict[str, Any]]:
-    """The commits of a job, by step."""
     return {row["step"]: row for r in range(REPLICAS) for row in job.rows(f"replicas/{r}/commits.jsonl")}
 
 

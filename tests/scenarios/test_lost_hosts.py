@@ -1,7 +1,5 @@
 """Hosts that are lost with their ranks, their state agent and its memory; one machine stands for all of them."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import suppress

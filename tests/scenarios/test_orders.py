@@ -1,7 +1,5 @@
 """Real replicas are told to end: they leave in peace, keep what they know, and leave no process behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -32,7 +30,6 @@ STEPS = 1500
 
 
 def nothing_runs(job: Job) -> None:
-    """No process of this run is left."""
     of_run = (
         p for p in psutil.process_iter(["cmdline"]) if any(str(job.run) in w for w in p.info["cmdline"] or ())
     )
@@ -134,7 +131,6 @@ data: {{path: stdlib, max_bytes: 1048576}}
 
 
 def _row(job: TorchrunJob, replica: int) -> dict[str, Any]:
-    """What the status says of a replica."""
     rows: list[dict[str, Any]] = status(RunDir(job.run))["replicas"]
     return rows[replica]
 
@@ -201,7 +197,6 @@ SMALLEST = {"ranks_per_replica": 1, "checkpoint__every": 0}
 
 
 def row(job: Job, replica: int) -> dict[str, Any]:
-    """What the lighthouse says of a replica."""
     url = json.loads((job.run / "lighthouse.json").read_text())["url"]
     auth = BlockingProof((job.run / "token").read_text().strip())
     found: dict[str, Any] = httpx.get(f"{url}/v1/status", auth=auth, trust_env=False).json()

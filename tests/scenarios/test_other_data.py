@@ -1,7 +1,5 @@
 """Real jobs whose replicas, lives or runs have different data: refused by name, and the healthy ones go on."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

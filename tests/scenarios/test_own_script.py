@@ -1,7 +1,5 @@
 """Real jobs whose ranks run the script of docs/examples under `up`, as `entry`."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from pathlib import Path

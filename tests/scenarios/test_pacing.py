@@ -1,7 +1,5 @@
 """Copies on other hosts leave in idle spans, in a real job."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

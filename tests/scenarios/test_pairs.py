@@ -1,7 +1,5 @@
 """The plan and the report of the random pairs of faults."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Jobs whose replicas are tensor or expert parallel: 2 replicas x 4 ranks, one SIGKILL."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

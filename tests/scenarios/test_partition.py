@@ -3,8 +3,6 @@
 The lighthouse and each replica are in a network namespace of their own, on a switch.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -74,7 +72,6 @@ class Apart(TorchrunJob):
         return [row for row in rows if row["event"] == name]
 
     def told(self, name: str) -> list[dict[str, Any]]:
-        """The events of one name of the lighthouse."""
         return [row for row in read_jsonl(self.run / "lighthouse" / "events.jsonl") if row["event"] == name]
 
     def contributors(self) -> list[int]:

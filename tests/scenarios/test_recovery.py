@@ -4,8 +4,6 @@ Two replicas of two ranks; each rank is on a host of its own. A rank that stands
 whole job at a step whose state every agent has, so it is known what there is to restore.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """`replay` of a job whose ranks run a script of the user's."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

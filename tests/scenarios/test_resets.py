@@ -1,7 +1,5 @@
 """The connections of a replica to its neighbours are reset: the ring is repaired in place, and no process ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A replica that lost a host and gets no other goes on with fewer ranks, and grows when the host is back."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

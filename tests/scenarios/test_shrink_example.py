@@ -1,7 +1,5 @@
 """The commands of docs/elastic.md around configs/shrink.yaml, word for word: fewer ranks for a while."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """The windows of a replica with fewer ranks: what else happens while it shrinks, fetches or grows."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -26,12 +24,10 @@ def job_of(folder: Path, steps: int, replicas: int, ranks: int, least: int, **mo
 
 
 def lose(job: Job, replica: int, host: str) -> Inflicted:
-    """Lose a host of a replica."""
     return inflict(RunDir(job.run), parse_options(kind="host", replica=replica, host=host))
 
 
 def reset(job: Job, replica: int) -> None:
-    """Reset the connections of a replica to its neighbours."""
     inflict(RunDir(job.run), parse_options(kind="reset", replica=replica))
 
 
@@ -42,7 +38,6 @@ def changes(job: Job, replica: int) -> list[tuple[int, int]]:
 
 
 def starts(job: Job, replica: int) -> int:
-    """How often the ranks of a replica were started."""
     return len(job.events("ReplicaStarted", replica=replica))
 
 
@@ -54,7 +49,6 @@ def contributed(job: Job, since: int, *widths: int) -> bool:
 
 
 def stopped(job: Job, replica: int, rank: int) -> bool:
-    """Whether a rank is stopped by a signal."""
     pid = job.pid(replica, rank)
     try:
         return pid is not None and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

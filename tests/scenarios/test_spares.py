@@ -1,7 +1,5 @@
 """Real replicas that die, and spares that take their places."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -27,7 +25,6 @@ def spares(job: Job, state: str = "ready") -> list[list[int]]:
 
 
 def ready(job: Job) -> list[int]:
-    """Wait for a spare; its pids."""
     job.until(lambda: spares(job), "a spare is ready")
     return spares(job)[0]
 

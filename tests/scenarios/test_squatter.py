@@ -1,7 +1,5 @@
 """A lone lighthouse is gone, and a process without the token listens at its port: nobody believes it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

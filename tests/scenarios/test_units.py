@@ -1,7 +1,5 @@
 """Replicas that are lost, rest and return while the job wants a constant number of units in each step."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable
@@ -24,7 +22,6 @@ THIN = {"ranks_per_replica": 1, "train__micro_batch": 1}
 
 
 def kill(place: str, replica: int, step: int = AT, rank: int = 0) -> dict[str, Any]:
-    """A failpoint."""
     return {place: {"replicas": [replica], "rank": rank, "step": step}}
 
 

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -431,7 +429,6 @@ def holdings() -> Iterator[SnapshotStore]:
 
 @contextmanager
 def stranger() -> Iterator[socket.socket]:
-    """Somebody who connects."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(10)
         sock.connect(messages.agent_name(TOKEN, REPLICA))

@@ -1,7 +1,5 @@
 """Slices of block stores in state agents: agents as processes where one dies, else in this one."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import threading
@@ -64,7 +62,6 @@ def write(agent: BlockAgent, number: int = 0, store: str = STORE) -> str:
 
 
 def complete(slices: SliceStore, number: int, store: str = STORE, budget: int | None = None) -> np.ndarray:
-    """Put a slice there; the memory of it."""
     made = slices.allocate(about(number, store), budget)
     memory = attach(made.fd, NBYTES, writable=True)
     memory[:] = content(number)

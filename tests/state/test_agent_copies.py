@@ -1,7 +1,5 @@
 """Copies of other hosts' shards: agents as processes where a process dies, else in this one."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket
@@ -51,8 +49,6 @@ SHARD = (0, 0)
 
 
 class Owners(InMemorySnapshots):
-    """The agents of the owners' hosts, as one server."""
-
     def __init__(self) -> None:
         super().__init__()
         self._server = StateServer("127.0.0.1", 0, self, TOKEN)
@@ -113,7 +109,6 @@ class Holder:
         self.server = StateServer("127.0.0.1", 0, self.store, TOKEN)
 
     def keep(self, wanted: KeepCopy, keeper: int = KEEPER) -> KeptCopies:
-        """Order a copy and wait for it."""
         self.copies.keep(keeper, wanted)
         return self.wait(wanted.state, keeper)
 

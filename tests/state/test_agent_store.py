@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import os
 import threading
@@ -130,8 +128,6 @@ def test_a_slow_checksum_holds_no_rank_up(holdings: SnapshotStore, monkeypatch: 
 
 
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on."""
-
     def none(nbytes: int) -> int:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 

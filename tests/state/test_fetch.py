@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import random
 import signal
 import socket
@@ -146,8 +144,6 @@ def serving(manifest: Callable[[bytes], bytes] = bytes, data: Callable[[bytes], 
 
 
 def instead(headers: dict[str, str], status: int = 206) -> Answer:
-    """Other headers in front of the data."""
-
     def answer(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
         if h.path.endswith("manifest"):
             return say(h, m)
@@ -234,8 +230,6 @@ def expected(shot: Snapshot) -> ExpectedShard:
 
 
 class Told(list[tuple[int, str]]):
-    """Who was rejected, and why."""
-
     def __call__(self, donor: Donor, why: str) -> None:
         self.append((donor.replica, why))
 

@@ -1,7 +1,5 @@
 """Which shards state agents keep, asked over the network."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading

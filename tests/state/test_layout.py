@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -43,7 +41,6 @@ def test_its_checksums_are_of_the_sources_chunk_by_chunk(chunk: int, monkeypatch
 
 
 def through(source: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What comes out of a buffer that these were packed into."""
     place = Layout.of({str(i): each for i, each in enumerate(source)}, {})
     buffer = torch.empty(place.nbytes, dtype=torch.uint8)
     packing.pack(place, source, buffer)

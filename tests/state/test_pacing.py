@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,7 +62,6 @@ def pacer() -> Iterator[Pacer]:
 
 
 def meter(pacer: Pacer, rank: int = 0, found: list[tuple[Profile, bool]] | None = None) -> SpanMeter:
-    """A rank that writes into its page of `pacer`."""
     seen: list[tuple[Profile, bool]] = [] if found is None else found
     meter = SpanMeter(lambda profile, planned: seen.append((profile, planned)))
     meter.attach(shared_memory.attach(pacer.open(rank), PAGE_BYTES, writable=True))

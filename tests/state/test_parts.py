@@ -1,7 +1,5 @@
 """A rank takes its shard from shards of another number of ranks, over real state servers."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

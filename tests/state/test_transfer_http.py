@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import http.client
 import socket
 import time
@@ -26,8 +24,6 @@ ETAG = f'"{shard_manifest.digest(ENCODED)}"'
 
 
 class Counting(InMemorySnapshots):
-    """Knows what is borrowed."""
-
     @property
     def lent(self) -> int:
         return len(self._lent)

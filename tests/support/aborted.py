@@ -1,7 +1,5 @@
 """What a job's events say was done in vain."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,6 +23,5 @@ def aborted(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _next_epoch(adopted: Iterable[dict[str, Any]], refused: dict[str, Any]) -> int | None:
-    """The epoch that a replica adopted instead of the one that it refused."""
     same = (e for e in adopted if e["replica"] == refused["replica"] and e["t"] >= refused["t"])
     return next((int(e["epoch"]) for e in sorted(same, key=lambda e: e["t"])), None)

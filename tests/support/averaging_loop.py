@@ -3,8 +3,6 @@
 The evaluation of replica 0 takes `EVALUATION_S`, that of the others no time, so they wait for it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
@@ -38,7 +36,6 @@ class Average:
         self.steps = step.step
 
     def state_dict(self) -> dict[str, Any]:
-        """What is committed."""
         return {**self.mean, "steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,5 @@
 """Real certificates for tests: an authority, and what it signs."""
 
-from __future__ import annotations
-
 import datetime
 import ipaddress
 

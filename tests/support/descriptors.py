@@ -1,7 +1,5 @@
 """Sockets with descriptors that select.select cannot take, as a process with many open files has them."""
 
-from __future__ import annotations
-
 import fcntl
 import resource
 import socket

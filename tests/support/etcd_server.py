@@ -70,7 +70,6 @@ class EtcdServer:
             time.sleep(0.05)
 
     def serves(self) -> bool:
-        """Whether it answers."""
         with contextlib.suppress(httpx.HTTPError):
             return httpx.get(f"{self.url}/health", trust_env=False, timeout=2.0).json().get("health") == "true"
         return False
@@ -82,7 +81,6 @@ class EtcdServer:
         self._process.wait(10)
 
     def signal(self, number: signal.Signals) -> None:
-        """Stop it, or have it go on."""
         assert self._process is not None
         self._process.send_signal(number)
 

@@ -18,8 +18,6 @@ taken for one another (2), one each of a corrupt state, a leave that is not anno
 members, and for 4 whichever of these comes first.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os
@@ -57,7 +55,6 @@ class Fault:
 
 
 def read() -> list[Fault]:
-    """Return the faults in faults.txt."""
     entries = [e for e in Path(__file__).with_suffix(".txt").read_text().split("\n\n") if not e.startswith("#")]
     return [_parse(entry.strip("\n").split("\n")) for entry in entries]
 

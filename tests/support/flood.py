@@ -1,7 +1,5 @@
 """Strangers that call listeners, each with a hostile first frame."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,7 +1,5 @@
 """Orders of the fault injector in the process of a test."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """An example of examples/ under test, started by the launcher as its page says."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -62,7 +60,6 @@ class Page:
         return lines[lines.index(self._activate) + 1 :]
 
     def run(self, command: str) -> str:
-        """Run a command to its end; what it prints."""
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         python = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         env = {**self._env, "PATH": path, "PYTHONPATH": python}

@@ -5,8 +5,6 @@ Run it with ``python -m tests.support.house``.
 It prints a table and exits with 1 if a limit is broken; `tests/test_house.py` checks these limits and docstrings.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re
@@ -195,7 +193,6 @@ def packages(root: Path = ROOT) -> Iterator[tuple[str, ast.Module]]:
 
 
 def modules_of(package: Path) -> list[str]:
-    """The names of the modules and packages that lie in ``package``."""
     inside = (*package.glob("*.py"), *(path.parent for path in package.glob("*/__init__.py")))
     return sorted(path.stem for path in inside if not path.stem.startswith("__"))
 
@@ -304,7 +301,6 @@ def _graph(root: Path) -> dict[str, set[str]]:
 
 
 def _imported(nodes: Iterable[ast.AST], known: Collection[str]) -> Iterator[str]:
-    """The modules among ``known`` that ``nodes`` import."""
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:

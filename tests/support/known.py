@@ -1,7 +1,5 @@
 """The handshake for tests that talk to a listener, or stand in for one, by hand."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import os

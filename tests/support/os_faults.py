@@ -8,8 +8,6 @@ code of ft_hsdp: their job needs ``preload: [tests.support.os_faults]`` and ``de
 imports this module.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import errno
@@ -233,7 +231,6 @@ def _clock(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(where: Any, name: str, fake: Any) -> Iterator[None]:
-    """Replace `where.name` by `fake` meanwhile."""
     own = getattr(where, name)
     setattr(where, name, fake)
     try:

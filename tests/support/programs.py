@@ -1,7 +1,5 @@
 """Programs that are not Python's, and what is said of tests that cannot run here."""
 
-from __future__ import annotations
-
 import shutil
 from typing import NoReturn
 

@@ -1,7 +1,5 @@
 """How a configuration, or a use of the library that does not fit it, is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Steps that take time, but no CPU, until there is a file `hurry`: a job lasts as long as a test wants."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A job under test that a command of the launcher runs in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -49,7 +47,6 @@ class StartedJob:
         return [e for e in named if all(e.get(k) == v for k, v in facts.items())]
 
     def tail(self) -> str:
-        """The end of what the job printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-50:])
 
     def until(self, condition: Callable[[], object], what: str, deadline_s: float | None = None) -> None:
@@ -62,7 +59,6 @@ class StartedJob:
             time.sleep(0.02)
 
     def end(self, code: int = 0, deadline_s: float | None = None) -> dict[str, Any]:
-        """Wait for the end of the job; its summary."""
         try:
             got = self.process.wait(deadline_s or self.deadline_s)
         except subprocess.TimeoutExpired:

@@ -37,7 +37,6 @@ class Proxy:
         self._loop.close()
 
     def cut(self) -> None:
-        """Refuse all, and end what is there."""
         self._call(self._cut())
 
     def mend(self) -> None:

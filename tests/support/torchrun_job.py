@@ -1,7 +1,5 @@
 """A job under test whose replicas are started by torchrun, each in a session of its own, beside a lighthouse."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -88,7 +86,6 @@ class TorchrunJob:
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
     def step(self, replica: int) -> int:
-        """The newest step that a replica committed."""
         try:
             text = (self.run / "replicas" / str(replica) / "commits.jsonl").read_text()
         except OSError:
@@ -97,7 +94,6 @@ class TorchrunJob:
         return int(json.loads(whole[whole.rfind("\n") + 1 :])["step"]) if "\n" in text else 0
 
     def kill(self, torchrun: warm.Process, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
-        """Signal one rank of a replica."""
         children = psutil.Process(torchrun.pid).children()
         victim = next(c for c in children if c.environ().get("RANK") == str(rank))
         victim.send_signal(number)
@@ -118,7 +114,6 @@ class TorchrunJob:
         return [json.loads(f.read_text()) for f in files]
 
     def tails(self) -> str:
-        """The ends of all logs."""
         texts = {p.name: p.read_text(errors="replace").splitlines()[-25:] for p in self.folder.glob("*.log")}
         return "\n".join(f"== {name}{os.linesep}" + "\n".join(lines) for name, lines in texts.items())
 

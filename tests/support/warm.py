@@ -9,8 +9,6 @@ and state agents come from where they always come from.
 With FT_HSDP_COLD_JOBS=1 each process is an interpreter of its own, as for a user.
 """
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import ctypes

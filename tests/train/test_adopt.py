@@ -1,7 +1,5 @@
 """Models that `fully_shard` has sharded in the ways of their users: each is adopted or refused in one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,6 @@ DEADLINE_S = 150.0
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank saw, by kind."""
     return rows_by_kind("adopting_ranks", RANKS, tmp_path_factory.mktemp("adopt"), DEADLINE_S)
 
 
@@ -127,8 +124,6 @@ def of_type(*types: torch.dtype) -> Callable[[DeviceMesh], Net]:
 
 
 class Normed(Net):
-    """It has statistics that forward changes."""
-
     def __init__(self) -> None:
         super().__init__()
         self.batch_norm = nn.BatchNorm1d(4)

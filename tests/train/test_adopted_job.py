@@ -1,7 +1,5 @@
 """Jobs whose model was sharded by the user's own calls of `fully_shard`."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What finds that training changes a tensor that no state has."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

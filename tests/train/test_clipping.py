@@ -1,7 +1,5 @@
 """The norm of a parameter group in replicas of unequal width."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

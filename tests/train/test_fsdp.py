@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +22,6 @@ Seen = list[tuple[int, torch.Tensor]]
 
 @dataclass
 class Output:
-    """What models of other libraries return."""
-
     loss: torch.Tensor
     logits: torch.Tensor
     past: torch.Tensor | None

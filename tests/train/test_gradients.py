@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 import threading
 from concurrent.futures import Future
@@ -32,8 +30,6 @@ OTHER = Entry(1, (Contribution(1, 1, 1, 40, 2.0),))
 
 
 class Op:
-    """An all-reduce that was asked for."""
-
     def __init__(
         self,
         key: Key,
@@ -72,8 +68,6 @@ class Group:
 
 
 class Scene:
-    """A reducer of rank 1 of replica 0."""
-
     def __init__(self, at_once: bool = False) -> None:
         self.group, self.votes, self.checked = Group(at_once), list[Vote](), list[str]()
         self.meter = Meter()

@@ -1,7 +1,5 @@
 """Where a rank's host stands, and which rank starts its state agent."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

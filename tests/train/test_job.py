@@ -1,7 +1,5 @@
 """What `job.optimizer` accepts and refuses, in a job of one rank that has not checked in yet."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterator

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -119,7 +117,6 @@ def config() -> Config:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """The directory of a run with a lighthouse."""
     (tmp_path / "token").write_text("ab" * 32)
     (tmp_path / "lighthouse.json").write_text('{"url": "http://127.0.0.1:1"}')
     return tmp_path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -47,8 +45,6 @@ def units(rank: WideRank) -> tuple[Contribution, ...]:
 
 
 class Trainer:
-    """A rank with a reducer, as the trainer has it."""
-
     def __init__(self, rank: WideRank, group: Any = None) -> None:
         self.rank, self.votes = rank, list[Vote]()
         self.reducer = Reducer(
@@ -298,7 +294,6 @@ class ByHand:
 
 
 def memory(asked: list[tuple[Any, Any, Any]]) -> set[int]:
-    """Addresses of what is summed."""
     return {piece.data_ptr() for out, _, _ in asked for piece in pieced(out).pieces if piece.numel()}
 
 

@@ -1,7 +1,5 @@
 """torch's learning rate schedulers in the committed state: each does what it does in a plain loop of torch."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings

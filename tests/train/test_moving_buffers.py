@@ -1,7 +1,5 @@
 """Running statistics that are part of the committed state, on one rank; what several ranks do is added by hand."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

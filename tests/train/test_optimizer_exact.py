@@ -1,7 +1,5 @@
 """Each optimizer of torch, over a rejoin, gives the bits of plain FSDP2 that is fed the same reduced gradients."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.state.exact_ranks import CASES, CLIPPED, EXACT, RANKS, ROWS

@@ -1,7 +1,5 @@
 """Jobs with several optimizers and torch's schedulers, of which a rank is killed, or all processes."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

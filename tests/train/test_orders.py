@@ -1,7 +1,5 @@
 """A fetch that fails, in whatever way, is reported; whoever waits for it would wait without an end."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Models that are tensor or expert parallel inside a replica: adopted, or refused in one line."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ DEADLINE_S = 150.0
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank saw, by kind."""
     return rows_by_kind("parallel_ranks", RANKS, tmp_path_factory.mktemp("parallel"), DEADLINE_S)
 
 

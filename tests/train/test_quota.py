@@ -1,7 +1,5 @@
 """What the main thread trains when the quota of a step becomes known, changes, or never comes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A user's loop on recorded steps: which units it is given, and how their gradients are added up."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

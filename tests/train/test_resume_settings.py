@@ -1,7 +1,5 @@
 """What a resume takes from the script, and what from the checkpoint: an argument that changed wins, no other."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -34,7 +32,6 @@ def job(*optimizers: torch.optim.Optimizer, schedule: Schedule | None = None, se
 
 
 def written(groups: Groups) -> list[dict[str, Any]]:
-    """The hyper-parameters in a checkpoint."""
     hyper: list[dict[str, Any]] = json.loads(json.dumps([*groups.hyper(), {GIVEN: groups.given}], allow_nan=False))
     return hyper
 
@@ -50,7 +47,6 @@ def sgd(m: nn.Linear, second: float = 0.05, **more: Any) -> torch.optim.Optimize
 
 
 def trained(groups: Groups, m: nn.Module, first: int, last: int) -> list[list[float]]:
-    """The rates of each step."""
     rates = []
     for step in range(first, last + 1):
         rates.append(groups.rates(record(step)))

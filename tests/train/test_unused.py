@@ -1,7 +1,5 @@
 """What happens to parameters that a batch leaves unused, on one rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """What a GPU machine without a package registry would run, in an environment like its own (`make twin`)."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What runs in a rank: a user's script as Python would run it, its exit code, and the last line of its log."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Emulated hosts: which host each rank is on, and who takes the place of a lost one."""
 
-from __future__ import annotations
-
 import pytest
 
 from ft_hsdp.launch.backend.hosts import EmulatedHosts, HostSwap

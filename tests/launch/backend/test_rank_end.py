@@ -1,7 +1,5 @@
 """What is to blame for an error that ends a rank, and how its supervisor hears of it."""
 
-from __future__ import annotations
-
 import errno
 import os
 

@@ -1,7 +1,5 @@
 """The state agents of spare hosts, with processes that end at once in their place."""
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Spares of one machine, with ranks that only pretend: who gets them, and what becomes of those that end."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -85,7 +83,6 @@ class World:
 
     @property
     def spares(self) -> list[list[int]]:
-        """Pids of the spares that there are, ready or not."""
         listed = read_json(self.run.spares / "spares.json") or {"spares": []}
         return [[rank["pid"] for rank in spare["ranks"]] for spare in listed["spares"]]
 

@@ -1,7 +1,5 @@
 """Each check by itself: what it takes for well, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 import resource
 import socket

@@ -1,7 +1,5 @@
 """`doctor`: what it says and returns, that it leaves nothing, and that nothing that hangs holds it up."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

@@ -1,7 +1,5 @@
 """`render jobset` and `render rayjob`: what Kubernetes is given is valid, and says what the configuration says."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -98,7 +96,6 @@ def _parts(text: str) -> dict[str, dict[str, Any]]:
 
 
 def _pods(value: Any) -> Iterator[dict[str, Any]]:
-    """The specs of all pods in an object."""
     if isinstance(value, dict):
         if "containers" in value:
             yield value

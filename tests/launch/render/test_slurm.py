@@ -1,7 +1,5 @@
 """`render slurm`: the script submits, tells Slurm's signals apart, and queues again what that may help."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The process beside a lighthouse that merges the logs of a run."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """The lines of `status` say whether a lost host takes a shard of the state with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

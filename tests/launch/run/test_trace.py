@@ -1,7 +1,5 @@
 """A trace is what Perfetto's importer of Chrome's JSON demands, and says what the run's logs say."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """`verify`: a run that is well passes; each kind of breach is planted in a copy of it, and found."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

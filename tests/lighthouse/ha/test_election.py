@@ -1,7 +1,5 @@
 """Who leads, by a real etcd: never two at once, and not for long nobody."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools
@@ -31,8 +29,6 @@ NAMES = itertools.count()
 
 
 class Scene:
-    """Candidates for the lead of one job."""
-
     def __init__(self, server):
         self.server = server
         self.key = f"/election/{next(NAMES)}/leader"
@@ -215,7 +211,6 @@ class Fleet:
             time.sleep(0.02)
 
     def journal(self, seat, event):
-        """How often an event stands in the journal of a seat."""
         name = f"journal-{seat}.sqlite" if seat else "journal.sqlite"
         with contextlib.closing(sqlite3.connect(self.run / "lighthouse" / name)) as db:
             return db.execute("SELECT count(*) FROM rows WHERE event = ?", (event,)).fetchone()[0]

@@ -1,7 +1,5 @@
 """The client of etcd's JSON gateway, on a real etcd: what is asked for happens once, no call waits for ever."""
 
-from __future__ import annotations
-
 import itertools
 import socket
 import time

@@ -1,7 +1,5 @@
 """Answers that etcd does not give: of a proxy, cut short, of other types. Each is one clear error and no crash."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """A standby's copy of the journal, made over real sockets from the routes that a leader serves."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 
@@ -21,8 +19,6 @@ from tests.support.lighthouse.signed import gated
 
 
 class Leader:
-    """A journal that is served."""
-
     def __init__(self, first):
         self.database = MemoryDatabase()
         if first > 1:

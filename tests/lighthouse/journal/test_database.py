@@ -1,7 +1,5 @@
 """The database: one suite for both, and what a file can suffer."""
 
-from __future__ import annotations
-
 import os
 import sqlite3
 import threading
@@ -22,7 +20,6 @@ def commit(seq, step):
 
 @pytest.fixture(params=["sqlite", "memory"])
 def make(request, tmp_path):
-    """Makes an database; they are closed at the end."""
     made = []
 
     def database(**options):

@@ -1,7 +1,5 @@
 """The journal: what it takes, what it keeps, what it shows, and that none of it grows."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math
@@ -28,8 +26,6 @@ ABOUT = JobInfo("job", 3, 2, 100)
 
 
 class Clock:
-    """Both clocks of a journal, in one hand."""
-
     def __init__(self):
         self.seconds = 0.0
 
@@ -52,8 +48,6 @@ class Broken(MemoryDatabase):
 
 
 class Taken:
-    """A sink that remembers."""
-
     def __init__(self):
         self.rows, self.closed = [], 0
 
@@ -92,7 +86,6 @@ def tell(journal, source="0-a-0", **what):
 
 
 def kept(journal):
-    """The rows of its database."""
     return [entry.row for entry in journal.database.read(0, 1000)]
 
 

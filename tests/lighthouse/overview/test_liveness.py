@@ -1,7 +1,5 @@
 """Stragglers: who is busy for longer than the others, and who only seems so."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

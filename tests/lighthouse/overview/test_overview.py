@@ -1,7 +1,5 @@
 """The timeline: lanes, epochs and failures, as summary.json means them, whatever order rows come in."""
 
-from __future__ import annotations
-
 import pickle
 from itertools import pairwise
 
@@ -90,7 +88,6 @@ def lane(timeline, replica):
 
 
 def killed():
-    """Replica 1 is killed at 9.5, is back at 20."""
     life = {"incarnation": "1-a-1"}
     return [
         *START,

@@ -1,7 +1,5 @@
 """What replicas say of the copies of the state, as one word for the job."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from lighthouse.overview.protection import Protected, Protection

@@ -1,7 +1,5 @@
 """Series: curves in bounded memory, thinned out without losing what matters."""
 
-from __future__ import annotations
-
 import math
 import pickle
 

@@ -1,7 +1,5 @@
 """What an operator may order, and what becomes of it: the pure part."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Edges: failed connections between members that live are counted, go round, and cost one member at most."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Where a replica that recovers looks for the newest state, and when it need not look."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from lighthouse.quorum.events import OpenRequest

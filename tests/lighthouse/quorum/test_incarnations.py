@@ -1,7 +1,5 @@
 """Fewer than quorum.min_replicas hold the newest state, and others live that are behind: these fetch it first."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from typing import Any
@@ -290,7 +288,6 @@ class TwoLives(Script):
         return self.s.grant
 
     def asks(self, incarnation: str, state: StateId = START, **fields: Any) -> Any:
-        """An incarnation of replica 1 asks."""
         report = Report(1, incarnation, state, state.step + 1, **fields)
         return self.feed(Asked(OpenRequest(report, 1000 + len(incarnation)), self.now))
 

@@ -1,7 +1,5 @@
 """Transcripts: one test per rule of who may go on, with whom, from which state."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

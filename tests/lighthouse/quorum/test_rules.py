@@ -1,7 +1,5 @@
 """Which state a new membership builds on, and when it may be granted."""
 
-from __future__ import annotations
-
 import doctest
 
 from ft_hsdp.core.commit import AttemptId

@@ -1,7 +1,5 @@
 """A job that is scaled: who is wanted, what contributors are a share of, whom nobody waits for; what is pure."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """How a grant shares the units of a step out."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

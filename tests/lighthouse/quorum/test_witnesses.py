@@ -1,7 +1,5 @@
 """Transcripts: whose word counts. No single report changes what all others do."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A contender for tests: a ring of sockets, a whole tensor a hop, and faults on demand."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -6,8 +6,6 @@ from ft_hsdp.bench.state_fetch import FetchSpec, RawDonor
 
 
 class WrongDonor(RawDonor):
-    """One bit is another."""
-
     def __init__(self, spec: FetchSpec) -> None:
         super().__init__(spec)
         self._buffer.bytes[-1] ^= 1

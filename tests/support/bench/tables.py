@@ -1,7 +1,5 @@
 """The tables of a bench, from its figures alone."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from dataclasses import asdict

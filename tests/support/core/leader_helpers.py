@@ -1,7 +1,5 @@
 """A leader among fakes: a lighthouse that answers on demand, outlets that collect."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import time
@@ -109,7 +107,6 @@ class Scene:
             await asyncio.sleep(0.002)
 
     async def granted(self, given: Grant) -> None:
-        """Check in and get a grant."""
         if not self.lighthouse.asks:
             self.leader.start()
         self.lighthouse.answers.put_nowait(given)

@@ -12,8 +12,6 @@ States are named ``zero`` or after the record that leads to them: ``e1s2`` is st
 second attempt. After a deliberate change of the core, ``python tests/core/transcript.py`` writes all anew.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,7 +74,6 @@ class Driver:
 
     @property
     def me(self) -> Replica:
-        """The replica; there is one from the first line on."""
         assert self.replica is not None
         return self.replica
 

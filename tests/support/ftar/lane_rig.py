@@ -45,7 +45,6 @@ def flat(bucket: dict[str, torch.Tensor], width: int, rank: int) -> torch.Tensor
 def lanes_of(
     shapes: Shapes, width: int, rank: int, usual: LaneRing | None = None, whole: Sequence[int] = ()
 ) -> GradientLanes:
-    """The lanes of a rank whose gradient has these shapes, and then buckets that are not cut."""
     sizes = [sum(-(-shape[0] // width) * math.prod(shape[1:]) for _, shape in bucket) for bucket in shapes]
     counted = [((0, size),) for size in sizes]
     return GradientLanes(shapes, one_lane(usual or LaneRing(rank, ""), [*sizes, *whole], counted), width, rank)
@@ -118,12 +117,10 @@ class WideRing:
         return self
 
     def replica(self, replica: int, width: int) -> list[WideRank]:
-        """A replica more, with ranks of its own."""
         return [WideRank(replica, width, rank, SHAPES, self._transport, *self._more) for rank in range(width)]
 
     @property
     def ranks(self) -> list[WideRank]:
-        """All ranks of all replicas."""
         return [rank for ranks in self.replicas for rank in ranks]
 
     async def __aexit__(self, *_: object) -> None:
@@ -131,7 +128,6 @@ class WideRing:
         await asyncio.gather(*(r.group.close() for r in ranks if r.group.state is not GroupState.CLOSED))
 
     def grant(self, epoch: int) -> Grant:
-        """The membership of all replicas."""
         members = tuple(
             Member(ranks[0].replica, "x", "contribute", tuple(r.address for r in ranks), ("",) * len(ranks))
             for ranks in self.replicas

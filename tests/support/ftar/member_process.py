@@ -1,7 +1,5 @@
 """A member of a ring in a process of its own, which can be killed; the server that forks it has torch already."""
 
-from __future__ import annotations
-
 import multiprocessing
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,8 +28,6 @@ def main(pipe: Connection, member: int, settings: dict[str, Any]) -> None:
 
 
 class MemberProcess:
-    """One such process."""
-
     def __init__(self, member: int, **settings: Any) -> None:
         self.pipe, theirs = _context.Pipe()
         self._process = _context.Process(target=main, args=(theirs, member, settings), daemon=True)
@@ -40,22 +36,18 @@ class MemberProcess:
         self.address: str = self.hear()
 
     def hear(self) -> Any:
-        """What it says next."""
         assert self.pipe.poll(30), "it says nothing"
         return self.pipe.recv()
 
     @property
     def pid(self) -> int:
-        """Its process."""
         assert self._process.pid is not None
         return self._process.pid
 
     def kill(self) -> None:
-        """SIGKILL."""
         self._process.kill()
 
     def end(self) -> None:
-        """Wait for its end."""
         self._process.kill()
         self._process.join(10)
         self._process.close()

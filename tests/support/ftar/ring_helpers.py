@@ -32,7 +32,6 @@ Transport = Literal["auto", "tcp", "shm", "c10d"]
 
 
 async def until(ready: Callable[[], Any], what: str, deadline_s: float = 30.0) -> None:
-    """Wait for a condition."""
     end = time.monotonic() + deadline_s
     while not ready():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
@@ -97,7 +96,6 @@ class Replica:
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """Its current ring."""
         current = lane_of(self.group).current
         assert current is not None
         return current
@@ -141,7 +139,6 @@ class Ring:
         return given
 
     async def check(self, epoch: int, peers: list[Replica] | None = None, n: int = 100) -> None:
-        """The ring sums."""
         chosen = peers or self.peers
         outs = [torch.empty(n) for _ in chosen]
         works = [p.reduce(epoch, out) for p, out in zip(chosen, outs, strict=True)]
@@ -153,6 +150,5 @@ class Ring:
 
 
 async def error(work: Work) -> BaseException | None:
-    """How a work ended."""
     await until(work.done, "the end of a work", 10.0)
     return work.exception()

@@ -1,7 +1,5 @@
 """A ring in one process on any transport: engines in threads on real edges, or actors in virtual time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc
@@ -55,27 +53,19 @@ class Shape:
 
 
 class Rig(Protocol):
-    """A ring of ``names``."""
-
     names: Sequence[int]
     senders: Sequence[Sender]
     receivers: Sequence[Receiver]
 
-    def plan(self, elements: int, itemsize: int) -> RingPlan:
-        """How a message is cut."""
-        ...
+    def plan(self, elements: int, itemsize: int) -> RingPlan: ...
 
     def tensor(self, position: int, values: Tensor) -> Tensor:
         """A copy of ``values`` in memory of that member, of the flavour's kind."""
         ...
 
-    def submit(self, position: int, order: AllReduceOrder) -> Future[AllReduceResult]:
-        """Queue an all-reduce."""
-        ...
+    def submit(self, position: int, order: AllReduceOrder) -> Future[AllReduceResult]: ...
 
-    def wait(self, works: Sequence[Future[AllReduceResult]]) -> None:
-        """Until all are over."""
-        ...
+    def wait(self, works: Sequence[Future[AllReduceResult]]) -> None: ...
 
     def hang_up(self, position: int) -> None:
         """A member closes both its edges."""

@@ -1,7 +1,5 @@
 """Numbers to add, and what their sum has to be, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +13,6 @@ KEY = Key(epoch=1, step=1, attempt=0, bucket=0, prev="00" * 16)
 
 
 def entry(replica: int, weight: int = 1) -> Entry:
-    """What this replica says of itself."""
     return Entry(replica, (Contribution(replica, weight, replica, 10 + replica, replica / 8),) if weight else ())
 
 

@@ -1,7 +1,5 @@
 """World: a whole ring in virtual time: members that do what `engine` does, step by step, on simulated edges."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ themselves. It can be lost, or fall silent. The window is that of the real trans
 slots of chunks unanswered, and answers are held back and come together.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections import deque
@@ -32,7 +30,6 @@ class Clock:
         self._count = itertools.count()
 
     def at(self, when_s: float, what: Callable[[], None]) -> None:
-        """Let ``what`` happen at ``when_s``."""
         heapq.heappush(self._events, (when_s, next(self._count), what))
 
     def run(self, until_s: float) -> None:
@@ -43,8 +40,6 @@ class Clock:
 
 
 class Line:
-    """One direction of a connection."""
-
     def __init__(self, clock: Clock, delay: Delay) -> None:
         self._clock = clock
         self._delay = delay
@@ -171,7 +166,6 @@ class SimSender:
         self.wake()
 
     def ended(self) -> None:
-        """The connection is over."""
         self._fail(PeerDead("right neighbour closed its connection", suspect=self._member))
 
     def _expired(self) -> None:
@@ -205,7 +199,6 @@ class SimSender:
             self._edge.there.carry(self._edge.receiver.ended)
 
     def dispose(self) -> None:
-        """Let go of what is queued."""
         self._queue.clear()
 
 
@@ -238,7 +231,6 @@ class SimReceiver:
         self._receive()
 
     def deliver(self, head: bytes, payload: Tensor | None) -> None:
-        """A chunk comes out of the line."""
         if not self._closed:
             self._raw.append((head, payload))
             self._watch.touch()
@@ -246,7 +238,6 @@ class SimReceiver:
             self.wake()
 
     def ended(self) -> None:
-        """The line has come to its end."""
         self._stop(PeerDead("left neighbour closed its connection", suspect=self._member))
 
     def _expired(self) -> None:
@@ -326,7 +317,6 @@ class SimReceiver:
             self._edge.back.carry(self._edge.sender.ended)
 
     def dispose(self) -> None:
-        """Let go of what has come."""
         self._raw.clear()
         self._inbox.clear()
         self._transfer = None

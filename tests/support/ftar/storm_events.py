@@ -271,7 +271,6 @@ def _again(storm: Storm, victims: list[Member]) -> None:
 
 
 def _forms_or_not(storm: Storm, epoch: int) -> None:
-    """All are going, or all have ended."""
     heard = storm.hear_all(storm.ring, ("going", "ended"), epoch)
     if any("ended" in m for m in heard.values()):
         storm.ended([m for m in storm.ring if "going" in heard[m.number]])

@@ -1,7 +1,5 @@
 """The members of a storm as its driver sees them, and the process from which they are forked."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -34,7 +32,6 @@ class Member:
         self.alive = True
 
     def tell(self, **command: Any) -> None:
-        """Give a command."""
         self.link.send(json.dumps(command).encode())
 
     def signal(self, number: int) -> None:
@@ -65,7 +62,6 @@ class Nursery:
         assert threads == 1, f"{threads} threads in the process that forks"
 
     def fork(self, number: int) -> Member:
-        """A new member."""
         self._count += 1
         log = self._folder / f"{self._count}-member-{number}.log"
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -76,6 +72,5 @@ class Nursery:
         return Member(number, ours, int(pid), pidfd, log)
 
     def close(self) -> None:
-        """End it; its forks die with it."""
         self._sock.close()
         self._process.wait(30)

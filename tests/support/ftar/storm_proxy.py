@@ -92,7 +92,6 @@ class Pair:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _passed(self, data: bytes, forward: bool) -> bytes:
-        """The bytes, or with one bit flipped."""
         at: int | None = random.randrange(len(data))
         if not self.kind:
             return data
@@ -108,7 +107,6 @@ class Pair:
         return bytes(spoilt)
 
     def hurt(self, fault: str, delay_s: float) -> None:
-        """Do it now."""
         if fault == "cut":
             for sock in self.socks:
                 with contextlib.suppress(OSError):
@@ -125,7 +123,6 @@ class Pair:
                 asyncio.get_running_loop().call_later(delay_s, self._open.set)
 
     def end(self) -> None:
-        """Close it."""
         for pump in self._pumps:
             pump.cancel()
         for sock in self.socks:
@@ -198,7 +195,6 @@ class Proxy:
         self._pairs.clear()
 
     def close(self) -> None:
-        """End it."""
         self._serving.cancel()
         self._listener.close()
         self.heal()
@@ -215,27 +211,22 @@ class Proxies:
         self.flipped = 0
 
     def add(self, target: str, inline: bool) -> Proxy:
-        """A proxy in front of ``target``."""
         proxy: Proxy = self.call(lambda: Proxy(target, inline))
         self._all.append(proxy)
         return proxy
 
     def drop(self, proxy: Proxy) -> None:
-        """End one."""
         self._all.remove(proxy)
         self.flipped += proxy.flipped
         self.call(proxy.close)
 
     def call(self, what: Callable[[], object]) -> object:
-        """Do ``what`` on the proxies' thread."""
-
         async def on_loop() -> object:
             return what()
 
         return asyncio.run_coroutine_threadsafe(on_loop(), self._loop).result(10)
 
     def close(self) -> None:
-        """End all."""
         for proxy in list(self._all):
             self.drop(proxy)
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -125,7 +125,6 @@ class Worker:
     # The commands.
 
     def open(self, settings: dict[str, Any], token: str) -> None:
-        """Make the communicator."""
         self._before = held()
         self.comm = Communicator(self.member, token=token, settings=Settings(**settings))
         self._epoch, self._open = 0, True
@@ -153,7 +152,6 @@ class Worker:
         self.say(pong=self._going, state=self.comm.state.name)
 
     def abort(self) -> None:
-        """Give the ring up."""
         self.comm.abort("the storm says so")
 
     def close(self) -> None:
@@ -169,7 +167,6 @@ class Worker:
         self.say(closed=self._left_over())
 
     def _left_over(self) -> str:
-        """What is still held that was not before."""
         end = time.monotonic() + SETTLE_S
         while True:
             gc.collect()
@@ -234,7 +231,6 @@ class Worker:
         return False
 
     def _outcome(self, epoch: int, task: Task) -> BaseException | None:
-        """Wait for the work and check it."""
         try:
             error = task.work.exception(LATE_S)
         except TimeoutError:

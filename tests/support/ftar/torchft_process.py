@@ -1,7 +1,5 @@
 """A ProcessGroupFTAR in a process of its own, which can be killed or stopped in the middle of a reconfigure."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -61,8 +59,6 @@ def main(pipe: Connection) -> None:
 
 
 class GroupProcess:
-    """One such process."""
-
     def __init__(self) -> None:
         self._pipe, theirs = _context.Pipe()
         self._process = _context.Process(target=main, args=(theirs,), daemon=True)
@@ -70,7 +66,6 @@ class GroupProcess:
         theirs.close()
 
     def handle(self) -> str:
-        """Its handle for the next reconfigure."""
         self._pipe.send("handle")
         said: str = self.hear()
         return said
@@ -85,12 +80,10 @@ class GroupProcess:
         return self._pipe.recv()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
         assert self._process.pid is not None
         os.kill(self._process.pid, number)
 
     def end(self) -> None:
-        """End it."""
         self._process.kill()
         self._process.join(10)
         self._process.close()

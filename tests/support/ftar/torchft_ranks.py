@@ -1,7 +1,5 @@
 """A few ranks of ProcessGroupFTAR as threads of one process, around a store."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -24,11 +22,9 @@ class Ranks:
         self.configure(self.groups)
 
     def prefix(self) -> str:
-        """An address for one `configure`."""
         return f"127.0.0.1:{self.store.port}/prefix{next(self._prefixes)}"
 
     def configure(self, groups: list[ProcessGroupFTAR]) -> None:
-        """A ring of ``groups``, in this order."""
         address = self.prefix()
         self.each(lambda group, rank: group.configure(address, str(rank), rank, len(groups)), groups)
 
@@ -41,6 +37,5 @@ class Ranks:
         return [w.result(60) for w in waiting]
 
     def close(self) -> None:
-        """Shut all down."""
         self.each(lambda group, rank: group.shutdown())
         self._threads.shutdown()

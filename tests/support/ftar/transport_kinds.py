@@ -1,7 +1,5 @@
 """All that the conformance suite runs on: each transport, and each way in which it may carry a payload."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -1,7 +1,5 @@
 """A mutator with a seed, and a loop that feeds what it makes to a parser within bounds on time and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import resource
@@ -67,7 +65,6 @@ class Mutator:
             self._pool[self._chance.randrange(len(self._pool))] = data
 
     def next(self) -> bytes:
-        """One more."""
         chance = self._chance
         data = bytearray(self._pool[int(chance.random() * len(self._pool))])
         for _ in range(1 + int(chance.random() ** 3 * 8)):

@@ -1,7 +1,5 @@
 """Every parser of bytes from outside, with inputs that it accepts."""
 
-from __future__ import annotations
-
 import asyncio
 import atexit
 import contextlib
@@ -133,7 +131,6 @@ class _Bytes:
 
 
 def _finish(coroutine: Any) -> Any:
-    """Run what never has to wait."""
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -142,7 +139,6 @@ def _finish(coroutine: Any) -> Any:
 
 
 def _control(data: bytes) -> None:
-    """Frames between neighbours."""
     loop: Any = _Bytes(data)
     asyncio._set_running_loop(loop)
     try:
@@ -194,7 +190,6 @@ def _held(data: bytes) -> None:
 
 
 def _agent(data: bytes) -> None:
-    """Orders to the agent, and its answers."""
     if len(data) >= protocol.LENGTH.size:
         protocol.frame_length(data[: protocol.LENGTH.size], messages.MAX_MESSAGE)
         messages.decode(data[protocol.LENGTH.size :], *messages.MESSAGES.values())
@@ -220,13 +215,11 @@ SHELF.put(shard_manifest.ShardManifest(BASE, 0, 1, "0" * 32, 0, (), (), ()), Sna
 
 
 def _request(data: bytes) -> None:
-    """Requests to a state server."""
     where: Any = SimpleNamespace(source=SHELF)
     _Handler(data, ("x", 1), where)  # type: ignore[arg-type]
 
 
 def _answer(data: bytes) -> None:
-    """What a state server says."""
     stream = io.BytesIO(data)
     sock: Any = SimpleNamespace(recv=stream.read)
     answer = DonorConnection("x:1", TOKEN)._head(sock)
@@ -234,8 +227,6 @@ def _answer(data: bytes) -> None:
 
 
 class _Transport(asyncio.Transport):
-    """Nowhere."""
-
     def __init__(self) -> None:
         super().__init__()
         self.closed = False

@@ -1,7 +1,5 @@
 """Prints what each parser of outside bytes says to the same inputs: one line of JSON, {parser: [verdict, ...]}."""
 
-from __future__ import annotations
-
 import json
 import sys
 

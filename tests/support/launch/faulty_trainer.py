@@ -1,7 +1,5 @@
 """Trainers of which something fails: each function is an entry for the fork server."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

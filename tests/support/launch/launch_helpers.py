@@ -1,7 +1,5 @@
 """Waiting in tests: always for a condition, always with a deadline; and whole jobs of trainers that are given."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 import time
@@ -21,7 +19,6 @@ Plan = Callable[[dict[str, Any]], None]
 
 
 async def until(ready: Callable[[], Any], what: str) -> None:
-    """Wait for a condition."""
     deadline = time.monotonic() + DEADLINE_S
     while not ready():
         assert time.monotonic() < deadline, f"waited too long for {what}"

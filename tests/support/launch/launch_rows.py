@@ -1,7 +1,5 @@
 """Rows of logs as replicas write them, for the tests of what reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -74,7 +72,6 @@ def fed(rows: Sequence[Row]) -> dict[int, list[Row]]:
 
 
 def event(name: str, t: float, **fields: Any) -> Row:
-    """An event."""
     return {"t": t, "event": name, "source": "supervisor", "reason": "because", **fields}
 
 

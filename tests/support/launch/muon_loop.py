@@ -6,8 +6,6 @@ ever rounded, so they do not depend on the number of ranks, which add in another
 AdamW has its place then.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -85,7 +85,6 @@ class Cluster:
         return list(self._order({"add": wanted})["nodes"])
 
     def remove(self, node: int) -> None:
-        """Kill the processes of a node."""
         self._order({"remove": node})
 
     def ask(self) -> dict[str, Any]:
@@ -177,7 +176,6 @@ class Job(StartedJob):
         super().__init__(command, folder, folder / "runs" / "job", folder / "submit.log", cluster.env)
 
     def newest(self) -> dict[str, Any]:
-        """The newest commit that was logged."""
         rows = [r[-1] for n in range(8) if (r := self.rows(f"replicas/{n}/commits.jsonl"))]
         return max(rows, key=lambda r: r["step"], default={"step": 0, "contributors": []})
 
@@ -219,5 +217,4 @@ def command(
 
 
 def kill(pid: int) -> None:
-    """SIGKILL a process."""
     os.kill(pid, signal.SIGKILL)

@@ -7,8 +7,6 @@ Orders come as JSON lines on stdin and are answered on stdout: {"add": [{"cpus":
 {"address", "dashboard"}. All nodes end with stdin.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

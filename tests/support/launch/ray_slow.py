@@ -4,8 +4,6 @@ Once there is a file `hurry` beside ray.folder, they take none. A rank on a host
 `broken-HOST` ends with 76.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -27,7 +25,6 @@ class Slow:
         self._hurry = hurry
 
     def batch(self, *where: int) -> Any:
-        """A batch of the data."""
         if self._hurry.with_name(f"broken-{os.environ[HOST_VARIABLE]}").exists():
             os._exit(EXIT_HARDWARE)
         if not self._hurry.exists():

@@ -28,8 +28,6 @@ STATUSES = (200, 200, 401, 403, 410, 422, 503, 302)
 
 
 class Squatter(BaseHTTPRequestHandler):
-    """Answers every request, each in another way."""
-
     protocol_version = "HTTP/1.1"
     server: SquatterServer
 

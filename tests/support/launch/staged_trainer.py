@@ -1,7 +1,5 @@
 """The trainer on the CPU with the GPU data plane, whose kernels are interpreted: an entry for the fork server."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ plan.json: {"<replica>": {"<restart>": {"<rank>": action}}}; an action is a list
 {"spare": {"<rank>": action}} is what the ranks of spares do before they are called.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A lighthouse that only listens: what its supervisor needs to be tested. `--fd` is the listening socket."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

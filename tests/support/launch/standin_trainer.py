@@ -1,7 +1,5 @@
 """Replicas that log as if they trained: a step every 30 ms, all on one history, until the last step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

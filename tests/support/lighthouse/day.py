@@ -1,7 +1,5 @@
 """A day of a job as the lighthouse's database holds it, made up from a seed: for tests of size and of the page."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

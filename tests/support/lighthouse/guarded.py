@@ -3,8 +3,6 @@
 JSON: total (replicas), tick_s and handshake_s (of the door), network (that section of the configuration).
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

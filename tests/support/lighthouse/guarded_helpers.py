@@ -1,7 +1,5 @@
 """Starts `guarded`, and talks to it: as somebody who belongs there, and in raw bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -30,8 +28,6 @@ AUTHORIZED = b"authorization: of this request\r\n"  # stands for the header in `
 
 
 class Server:
-    """A lighthouse that runs in a process of its own."""
-
     def __init__(self, process, url, log):
         self.process = process
         self.url = url
@@ -44,7 +40,6 @@ class Server:
         return httpx.Client(**{**defaults, **arguments})
 
     def headers(self, method, path, body=b""):
-        """Of a worker's request."""
         return self._signer.headers(method, path, body)
 
     def signed(self, data, body=b""):
@@ -140,7 +135,6 @@ class Healthy:
         self._thread.join(10)
 
     def more(self, answers=5, seconds=10.0):
-        """Wait for this many more answers."""
         wanted, deadline = self.answers + answers, time.monotonic() + seconds
         while self.answers < wanted:
             assert self.problem is None, self.problem

@@ -1,7 +1,5 @@
 """What the tests of the lighthouse share: short names for states and reports, and a script of events."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -66,23 +64,19 @@ class MemoryStore(Store):
 
 
 def at(epoch: int, step: int, history: str = "") -> StateId:
-    """A committed state."""
     return StateId(epoch, step, state_id.digest(epoch, step, history))
 
 
 def name(replica: int, life: int = 0) -> str:
-    """An incarnation."""
     return f"{replica}-run-{life}"
 
 
 def record(before: StateId, epoch: int, attempt: int = 0, digest: str = "sum") -> CommitRecord:
-    """The record of the step after `before`."""
     put = (Contribution(0, 1, 0, before.step), Contribution(1, 1, 1, before.step))
     return CommitRecord(epoch, attempt, before.step + 1, before.lineage, (0, 1), 3, put, digest)
 
 
 def commit_row(step: int, replica: int = 0, **changes: Any) -> dict[str, Any]:
-    """What a replica logs of a commit."""
     return {
         "t": NOW + step,
         "step": step,
@@ -118,7 +112,6 @@ def report(replica: int, state: StateId = START, life: int = 0, **fields: Any) -
 
 
 def ask(replica: int, state: StateId = START, life: int = 0, **fields: Any) -> QuorumRequest:
-    """The message of a replica that asks."""
     host = f"127.0.0.1:{7000 + replica}"
     return QuorumRequest(report(replica, state, life, **fields), (host,), (host,), CONFIG_HASH, LAYOUT)
 
@@ -132,7 +125,6 @@ class Out:
     evicted: list[str]
 
     def grant(self, replica: int) -> Grant:
-        """The grant that `replica` got."""
         answer = self.answers[replica]
         assert isinstance(answer, Grant), answer
         return answer
@@ -151,7 +143,6 @@ class Script:
         self._id = 0
 
     def feed(self, event: Event) -> Out:
-        """One event."""
         self.s, effects = transition(self.s, event)
         return Out(
             {e.replica: e.answer for e in effects if isinstance(e, Reply)},
@@ -160,7 +151,6 @@ class Script:
         )
 
     def ask(self, replica: int, state: StateId = START, life: int = 0, **fields: Any) -> Out:
-        """A replica asks."""
         self._id += 1
         if state.step > 0 and not self.lone and self.s.policy.slots > 1:
             self.s = with_view(self.s, (replica + 1) % self.s.policy.slots, claim=state)
@@ -213,7 +203,6 @@ def make_service(
     clock: Callable[[], float] = time.monotonic,
     **policy: Any,
 ) -> tuple[Any, list[Row]]:
-    """A service and the rows of its journal."""
     rows: list[Row] = []
     store = store or MemoryStore()
     state = store.load(Policy(**{"slots": total, "steps": 10, **policy}))
@@ -231,13 +220,11 @@ def make_service(
 
 
 def refusal(answer: object) -> Refused:
-    """An answer that refuses."""
     assert isinstance(answer, Refused), answer
     return answer
 
 
 def events(rows: list[Row], *names: str) -> list[Row]:
-    """The rows of these events; of all without names."""
     return [r for r in rows if not names or r["event"] in names]
 
 
@@ -255,7 +242,6 @@ async def until(true: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def served(app: Any) -> AsyncIterator[str]:
-    """The URL of a server for ``app``."""
     config = uvicorn.Config(app, port=0, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

@@ -1,7 +1,5 @@
 """A lighthouse with every metric: a journal that is told what to show, a meter, and the real route."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from typing import Any
@@ -94,8 +92,6 @@ OVERVIEW: dict[str, Any] = {
 
 
 class ShownJournal:
-    """Shows ``shown``."""
-
     def __init__(self) -> None:
         self.shown = copy.deepcopy(OVERVIEW)
         self.written = [{"seq": 3, "t": 940.0, "event": "CheckpointWritten", "facts": {"step": 10}}]
@@ -117,8 +113,6 @@ class ShownJournal:
 
 
 class Scene:
-    """A scraper before the lighthouse."""
-
     journal: Any  # shows what the metrics ask of a `JobJournal`
 
     def __init__(self, journal: Any = None, meter: Meter | None = None) -> None:
@@ -143,7 +137,6 @@ class Scene:
         return str(answer.text)
 
     def families(self) -> dict[str, Any]:
-        """The metrics of a scrape, by name."""
         return {family.name: family for family in text_string_to_metric_families(self.text())}
 
     def values(self) -> dict[str, float]:

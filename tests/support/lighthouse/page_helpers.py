@@ -1,7 +1,5 @@
 """What the tests of the page share: a server in its own process, and a page that must stay clean."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -42,7 +40,6 @@ def write_past(path: Path, hours: float) -> None:
 
 
 def until(what: Any, seconds: float = WAIT_S) -> Any:
-    """The first true answer of ``what``."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := what():
@@ -87,7 +84,6 @@ class Server:
             return False
 
     def kill(self) -> None:
-        """SIGKILL."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -111,7 +107,6 @@ class Server:
         commits: tuple[dict[str, Any], ...] = (),
         logged: tuple[dict[str, Any], ...] = (),
     ) -> None:
-        """What replica ``replica`` reports."""
         body = protocol.encode(Telemetry(f"{replica}-run-0", events, commits, logged=logged))
         answer = httpx.post(f"{self.url}/v1/telemetry", content=body, auth=BlockingProof(TOKEN), trust_env=False)
         assert answer.status_code == 204, answer.text

@@ -3,8 +3,6 @@
 Its application is the real one; replica 3 has a supervisor that reports.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 import sys

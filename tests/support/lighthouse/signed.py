@@ -1,7 +1,5 @@
 """Signed requests: to an application in process, in raw bytes, and the answers of a made-up lighthouse."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Generator
@@ -26,7 +24,6 @@ def gated(app: Any, keys: Keys | None = None) -> RequestGate:
 
 
 def proving(handler: Handler, token: str) -> Handler:
-    """A handler whose answers are proved with ``token``."""
     return lambda request: proved(handler(request), request.headers["Authorization"], token)
 
 
@@ -50,8 +47,6 @@ def line_of(head: str, status: int, body: bytes, token: str) -> str:
 
 
 class BlockingProof(TokenProof):
-    """The same for a client that blocks."""
-
     def sync_auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
         """Send a request until its challenge is accepted."""
         request.read()
@@ -69,7 +64,6 @@ class Signer:
         self._url, self._token, self._until = url, token, 0.0
 
     def headers(self, method: str, target: str, body: bytes = b"") -> dict[str, str]:
-        """The headers of one request."""
         if time.monotonic() > self._until:
             self._challenge, self._until = self._current(), time.monotonic() + CHALLENGE_S / 2
         signed = SignedRequest(self._token, self._challenge, method, target.encode(), body)

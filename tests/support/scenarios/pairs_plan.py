@@ -1,7 +1,5 @@
 """Pairs of faults: which two, on whom, for how long, and how far apart. Drawn from a seed; pure."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any
@@ -68,14 +66,12 @@ class Pair:
 
 
 def pair(seed: int, number: int) -> Pair:
-    """The pair with this number."""
     rng = random.Random(f"{seed}/{number}")
     first, second = (_fault(rng, rng.choice(KINDS)) for _ in range(2))
     return Pair(number, first, second, round(rng.uniform(0.0, first.injection.for_s + 3.0), 2))
 
 
 def _fault(rng: random.Random, name: str) -> Fault:
-    """A fault of one kind."""
     replica, rank = rng.randrange(REPLICAS), rng.randrange(RANKS)
     for_s = round(rng.uniform(0.3, 4.0), 2)
     if name in ENDING or (name not in SHORT and rng.random() < GOOD):

@@ -1,7 +1,5 @@
 """What the pairs of faults cost, over all runs that a report file holds."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,7 +15,6 @@ def read(file: Path) -> list[Row]:
 
 
 def append(file: Path, job: Row) -> None:
-    """Add a job."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a") as lines:
         lines.write(json.dumps(job) + "\n")
@@ -54,7 +51,6 @@ def slopes(jobs: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def lines(jobs: Sequence[Row]) -> list[str]:
-    """The report, for people."""
     pairs = [pair for job in jobs for pair in job["pairs"]]
     kinds = Counter(fault["name"] for pair in pairs for fault in pair["faults"] if not fault["missed"])
     missed = sum(fault["missed"] != "" for pair in pairs for fault in pair["faults"])

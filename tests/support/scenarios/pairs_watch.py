@@ -1,7 +1,5 @@
 """A job as seen from outside while it is injured: its commits on our own clock, and what its processes take."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -72,11 +70,9 @@ class Watch:
 
     @property
     def step(self) -> int:
-        """The newest step."""
         return self.seen[-1].step if self.seen else 0
 
     def since(self, t: float) -> list[Seen]:
-        """The commits after ``t``."""
         return [s for s in self.seen if s.t > t]
 
     def stalled_s(self, since: float, until: float) -> float:

@@ -1,7 +1,5 @@
 """A real job under test: `launcher.py up` in a process of its own, with real ranks, sockets and signals."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -76,7 +74,6 @@ class Job(StartedJob):
         return max((r[-1]["step"] for r in rows if r), default=0)
 
     def pid(self, replica: int, rank: int) -> int | None:
-        """The pid of a live rank."""
         try:
             processes = json.loads((self.run / "replicas" / str(replica) / "processes.json").read_text())
         except OSError:

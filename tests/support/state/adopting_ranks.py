@@ -1,7 +1,5 @@
 """One rank of RANKS, with RANK and STORE in the environment: adopts each kind of model; a JSON line for each."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

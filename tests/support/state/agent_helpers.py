@@ -1,7 +1,5 @@
 """State agents as processes, and what ranks write into them."""
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -79,7 +77,6 @@ class Running:
     address: str
 
     def ask(self, step: int, rank: int, what: str) -> tuple[int, bytes]:
-        """Status and body of a GET."""
         held = state(step)
         connection = KnownConnection(self.address, TOKEN, DEADLINE_S)
         path = f"/v1/state/{held.commit_epoch}/{held.step}/{held.lineage}/{rank}/{what}"

@@ -1,7 +1,5 @@
 """A rank (`python -m ... REPLICA RANK STEPS`) that writes some snapshots, half of one more, and stays."""
 
-from __future__ import annotations
-
 import sys
 
 from tests.support.state.agent_helpers import connect, content, state, write

@@ -1,7 +1,5 @@
 """A replica's stores of blocks: agents are processes, the ranks are threads that exchange bytes."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +43,6 @@ class Group:
 
 
 class Rank:
-    """What a store needs of a job."""
-
     def __init__(self, rank: int, ranks: int, host: str, budget_gb: float | None) -> None:
         self.rank = rank
         self.ranks = ranks

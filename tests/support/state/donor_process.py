@@ -3,8 +3,6 @@
 It prints its address. With KILL_AT > 0 it kills itself, without a word, once it has sent that many bytes of data.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

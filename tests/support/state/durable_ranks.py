@@ -4,8 +4,6 @@ Reads lines of JSON, {"ranks": W, "do": NAME, ...}, and answers each with what t
 JSON of what the function returned, or {"exit": how it ended}.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json
@@ -367,7 +365,6 @@ DO: dict[str, Callable[..., Any]] = {
 
 
 def rank_main(rank: int, order: dict[str, Any], place: Path) -> None:
-    """One forked rank."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(1, signal.SIGKILL)
     dist.init_process_group("gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=order["ranks"])

@@ -3,8 +3,6 @@
 RANK and STORE are in the environment. Prints a JSON line: for each case "equal", or what happened.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json
@@ -75,7 +73,6 @@ def others(model: nn.Module) -> Params:
 
 
 def every() -> Iterator[tuple[str, Make]]:
-    """Each optimizer of torch, with each of its options by itself."""
     kinds = [k for k in vars(torch.optim).values() if isinstance(k, type) and issubclass(k, torch.optim.Optimizer)]
     for kind in kinds:
         if kind is torch.optim.Optimizer:

@@ -1,7 +1,5 @@
 """A fine-tune of small adapters on a frozen base, sharded by its own calls of `fully_shard`."""
 
-from __future__ import annotations
-
 import argparse
 
 import torch

@@ -1,7 +1,5 @@
 """Agents of several hosts in one process, and the ranks of a replica, on threads, that restore from them."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Sequence
@@ -34,7 +32,6 @@ DEADLINE_S = 30.0
 
 
 def state(step: int) -> StateId:
-    """A committed state."""
     return StateId(1, step, f"{step:032x}")
 
 
@@ -47,7 +44,6 @@ def content(step: int, rank: int) -> Bytes:
 
 
 def manifest_of(step: int, rank: int) -> ShardManifest:
-    """Its manifest."""
     made = ShardManifest(state(step), rank, RANKS, LAYOUT, NBYTES, (), (step,), ({"lr": 0.1},))
     return shard_manifest.seal(made, content(step, rank).data)
 
@@ -67,18 +63,15 @@ class AgentOfHost(InMemorySnapshots):
         self.address = self._server.address
 
     def keep(self, step: int, rank: int) -> None:
-        """Keep a shard."""
         room = SnapshotBuffer(NBYTES)
         room.bytes[:] = content(step, rank)
         self.add(manifest_of(step, rank), room)
 
     def add(self, manifest: ShardManifest, room: SnapshotBuffer) -> None:
-        """Keep what was written into ``room``."""
         self.put(manifest, room)
         self.rooms[manifest.state, manifest.rank] = room
 
     def flip(self, step: int, rank: int) -> None:
-        """Flip a bit of a shard."""
         self.rooms[state(step), rank].bytes[NBYTES // 2] ^= 1
         self.damaged.add((state(step), rank))
 
@@ -96,7 +89,6 @@ class AgentOfHost(InMemorySnapshots):
         ]
 
     def close(self) -> None:
-        """The host is gone."""
         self._server.close()
 
 
@@ -114,7 +106,6 @@ class OwnAgent:
         return tuple(CompleteSnapshot(kept, settled=True) for kept in steps)
 
     def acquire(self, wanted: StateId) -> tuple[ShardManifest, Bytes] | None:
-        """A snapshot, if it is whole."""
         room = self._agent.rooms.get((wanted, self._rank))
         if room is None or self._agent.forgets or (wanted, self._rank) in self._agent.damaged:
             return None
@@ -124,23 +115,18 @@ class OwnAgent:
         """Nothing is kept back here."""
 
     def release(self) -> None:
-        """The fetch has failed."""
         self._room = None
 
     def allocate(self, _: StateId) -> Bytes:
-        """Memory for a fetch."""
         self._room = SnapshotBuffer(NBYTES)
         return self._room.bytes
 
     def complete(self, manifest: ShardManifest) -> None:
-        """The fetch is done."""
         assert self._room is not None
         self._agent.add(manifest, self._room)
 
 
 class Live:
-    """The live state of a rank."""
-
     layout = SimpleNamespace(fingerprint=LAYOUT, nbytes=NBYTES)
 
     def __init__(self, rank: int) -> None:
@@ -151,7 +137,6 @@ class Live:
         self.read = 0  # checkpoints
 
     def load(self, manifest: ShardManifest, packed: Bytes) -> None:
-        """Take a shard over."""
         assert (manifest.rank, manifest.ranks) == (self._rank, RANKS)
         self.right = bool((packed == content(manifest.state.step, self._rank)).all())
         self.state = manifest.state
@@ -165,8 +150,6 @@ class Together:
         self._told: list[bytes] = [b""] * RANKS
 
     def of(self, rank: int) -> Any:
-        """The group, as one rank has it."""
-
         def gather(mine: bytes) -> list[bytes]:
             self._told[rank] = mine
             self._barrier.wait()
@@ -195,8 +178,6 @@ class Lighthouse:
 
 
 class Restored:
-    """What became of the ranks."""
-
     nbytes = NBYTES
 
     def __init__(self, lives: Sequence[Live], file: Path) -> None:
@@ -206,7 +187,6 @@ class Restored:
         self._rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
     def events(self, name: str, **where: object) -> list[dict[str, Any]]:
-        """The rows of an event."""
         return [r for r in self._rows if r["event"] == name and where.items() <= r.items()]
 
 

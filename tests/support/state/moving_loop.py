@@ -1,7 +1,5 @@
 """A model with what training changes beside the trainable parameters; its arguments say what is declared how."""
 
-from __future__ import annotations
-
 import json
 import sys
 

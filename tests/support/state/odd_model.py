@@ -1,7 +1,5 @@
 """A model whose shapes fit no number of ranks, with a parameter that not every batch uses."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

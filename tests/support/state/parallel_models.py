@@ -3,8 +3,6 @@
 Each is a function of torch's seed alone, and runs in one process as it is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -138,7 +136,6 @@ class Llama(nn.Module):
 
 
 def mesh_of(ranks: int, inner: int, names: tuple[str, str]) -> DeviceMesh:
-    """The mesh of a replica, (ranks / inner, inner)."""
     return init_device_mesh("cpu", (ranks // inner, inner), mesh_dim_names=names)
 
 

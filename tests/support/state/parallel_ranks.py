@@ -1,7 +1,5 @@
 """One rank of RANKS, with RANK and STORE in the environment: adopts a model of each kind; a JSON line for each."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -47,8 +45,6 @@ from tests.support.state.parallel_models import (
 
 @dataclass(frozen=True)
 class Kind:
-    """A model, and how its replica is parallel."""
-
     shard: Callable[[Any, DeviceMesh], None]
     names: tuple[str, str]
     experts: bool = False

@@ -1,7 +1,5 @@
 """A script: the shards that FSDP2 and AdamW really make, on each rank of several widths, without communication."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Models of the kinds that users shard by themselves, each with the calls of `fully_shard` that they make."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -47,8 +45,6 @@ class Experts(nn.Module):
 
 
 class Routed(Layer):
-    """A layer with experts."""
-
     def __init__(self) -> None:
         super().__init__()
         self.experts = Experts()
@@ -101,8 +97,6 @@ class Chunked(Net):
 
 
 class Skips(Net):
-    """It has a layer that no batch uses."""
-
     def __init__(self) -> None:
         super().__init__()
         self.unused = Layer()
@@ -114,7 +108,6 @@ def tokens(seed: int) -> Tensor:
 
 
 def once(model: nn.Module, seed: int) -> Tensor:
-    """One forward of one batch."""
     loss: Tensor = model(tokens(seed))
     return loss
 
@@ -126,7 +119,6 @@ def twice(model: nn.Module, seed: int) -> Tensor:
 
 
 def in_chunks(model: nn.Module, seed: int) -> Tensor:
-    """The loss of `Chunked`."""
     assert isinstance(model, Chunked)
     batch = tokens(seed)
     pieces = zip(model(batch).split(3, dim=1), batch[:, 1:].split(3, dim=1), strict=True)
@@ -148,8 +140,6 @@ def usual(model: Net, mesh: DeviceMesh, policy: MixedPrecisionPolicy = FP32) -> 
 
 @dataclass(frozen=True)
 class Kind:
-    """A model and how it is sharded."""
-
     make: Callable[[], Net] = Net
     shard: Callable[[Net, DeviceMesh], None] = usual
     loss: Callable[[nn.Module, int], Tensor] = once
@@ -267,13 +257,11 @@ def checkpoint_in_forward(model: Net) -> None:
 
 
 def compile_layers(model: Net) -> None:
-    """Compile each layer."""
     for layer in model.layers.values():
         layer.compile(backend="aot_eager")
 
 
 def to_bf16(model: Net) -> None:
-    """All parameters in bf16."""
     model.bfloat16()
 
 

@@ -7,8 +7,6 @@ after the other, at the speed of one link. What readers send is not limited: it 
 It needs no rights and works on every machine, unlike the kernel's traffic control (`benchmarks.namespaces`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

@@ -1,7 +1,5 @@
 """Starts the ranks of one replica, which print JSON lines of what they saw."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -44,7 +42,6 @@ def rows_of_ranks(module: str, ranks: int, folder: Path, timeout_s: float) -> li
 
 
 def rows_by_kind(module: str, ranks: int, folder: Path, timeout_s: float) -> dict[str, list[Row]]:
-    """Return the lines of `rows_of_ranks` by their "kind", in the order of the ranks."""
     by_kind: dict[str, list[Row]] = {}
     for rows in rows_of_ranks(module, ranks, folder, timeout_s):
         for row in rows:

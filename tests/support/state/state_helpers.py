@@ -1,7 +1,5 @@
 """A small packed shard and its snapshot; what a process may lack."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 
@@ -21,14 +19,11 @@ HYPER = ({"lr": 0.1, "betas": [0.9, 0.95], "foreach": None},)
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A packed shard and its manifest."""
-
     manifest: ShardManifest
     room: SnapshotBuffer
 
     @property
     def data(self) -> memoryview:
-        """The packed bytes."""
         return self.room.memory
 
 
@@ -66,7 +61,6 @@ def tensors(seed: int = 0, size: int = 1000) -> dict[str, torch.Tensor]:
 
 
 def sealed(state: StateId = STATE, rank: int = 0, size: int = 1000, seed: int = 0) -> tuple[Snapshot, Layout]:
-    """A snapshot and its layout."""
     params = tensors(seed, size)
     place = Layout.of(params, {})
     room = SnapshotBuffer(place.nbytes)

@@ -4,8 +4,6 @@ The agents of the hosts "a" and "b" run already. Two ranks are on each. Each ran
 imported once, before the ranks are forked.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

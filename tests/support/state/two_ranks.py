@@ -1,7 +1,5 @@
 """One rank of two: RANK and STORE in the environment; prints a JSON line of what it saw."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """One state, cut for any number of ranks: its shards, their manifests, and servers that have them."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from ft_hsdp.core.state_id import StateId
@@ -35,7 +33,6 @@ def tensors() -> tuple[PackedTensor, ...]:
 
 
 def layout(width: int, rank: int) -> Layout:
-    """The layout of the shard of a rank."""
     return parts.layout_at(tensors(), width, rank)
 
 
@@ -60,7 +57,6 @@ def content(width: int, rank: int) -> Bytes:
 
 
 def manifest(width: int, rank: int, lr: float = 0.1) -> ShardManifest:
-    """Its manifest."""
     place = layout(width, rank)
     made = ShardManifest(STATE, rank, width, place.fingerprint, place.nbytes, place.tensors, (7,), ({"lr": lr},))
     return shard_manifest.seal(made, content(width, rank).data)

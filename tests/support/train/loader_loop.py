@@ -3,8 +3,6 @@
 `loader_loop.py stream`: the source of replica 0 has a state that is saved, that of replica 1 has none.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

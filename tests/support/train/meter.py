@@ -1,7 +1,5 @@
 """A meter of idle spans that writes down what it is told."""
 
-from __future__ import annotations
-
 
 class Meter:
     """Stands where `state.pacing.SpanMeter` stands, without a page."""

@@ -1,7 +1,5 @@
 """The parts of a rank, wired as `Job` wires them, in a replica of one rank without connections to others."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -70,15 +68,12 @@ class OneRank:
         self.batches = iter(())
 
     def feed(self, *places: tuple[int, int]) -> None:
-        """Begin a step of these places."""
         self.batches = self.driver.feed(self.source, RunBatch(STEP, places, 0))
 
     def micro_batch(self) -> bool:
-        """Train one more; whether there was one."""
         return next(self.batches, None) is not None
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """The whole gradient of each parameter."""
         grads: dict[str, Any] = {name: p.grad for name, p in self.params.items()}
         return {name: grad.full_tensor() for name, grad in grads.items()}
 
@@ -90,6 +85,5 @@ class OneRank:
         return CommitRecord(1, 0, state.step + 1, state.lineage, (0, 1), 2, rows, "d", norm=0.5, wanted=2)
 
     def commit(self) -> None:
-        """Apply it."""
         reduced = [torch.ones(n) for n in self.adopted.sizes]
         self.driver.carry_out(ApplyOrder(self.record(), reduced))

@@ -4,8 +4,6 @@
 `LIVE`: a stream whose `state_dict` returns the mapping that it goes on to change.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterator
@@ -24,8 +22,6 @@ READ_S = 0.03  # of a batch, so that a state was saved by the step of the loss
 
 
 class Live:
-    """Endless numbers of a shard."""
-
     def __init__(self, shard: int, shards: int) -> None:
         self.shard, self.shards, self.state = shard, shards, {"next": 0}
 

@@ -166,8 +166,6 @@ class Noise(list[int]):
 
 
 class Fetched:
-    """Samples that are fetched together."""
-
     def __init__(self, add: int = 0) -> None:
         self.add = add
 

@@ -1,7 +1,5 @@
 """Which samples are in which batch, and what is random about them. Nothing here starts a worker."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections import Counter

@@ -1,7 +1,5 @@
 """Which items of a stream are given out, over dropped steps, ends of epochs and new processes."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

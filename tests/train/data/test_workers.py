@@ -1,7 +1,5 @@
 """Batches that torch's workers read ahead: what is expected, what is wrong, and workers that fail."""
 
-from __future__ import annotations
-
 import multiprocessing.context
 import os
 import random

@@ -1,7 +1,5 @@
 """What the user's loop hears of committed steps, fetched states and the end, and how it tells its loss."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

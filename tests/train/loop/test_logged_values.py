@@ -1,7 +1,5 @@
 """What `job.log` takes, whose values count, and where they go."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A job whose loop averages weights, evaluates in a pause and logs, over the loss of a rank; as a user runs it."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

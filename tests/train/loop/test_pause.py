@@ -1,7 +1,5 @@
 """`job.pause`: what it takes, and what a rank says of itself meanwhile."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

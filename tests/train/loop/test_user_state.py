@@ -1,7 +1,5 @@
 """State of the user inside the committed state: what it may hold, and that it goes wherever the state goes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

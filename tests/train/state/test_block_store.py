@@ -1,7 +1,5 @@
 """A store of blocks: agents are processes, the ranks of a replica are threads that exchange bytes."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """Which rank orders which copies, how long a vote waits for them, and when a job says that it is protected."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -88,8 +86,6 @@ def grant(epoch: int, step: int, members: Mapping[int, tuple[str, ...]], behind:
 
 
 class Rank:
-    """The keeper of one rank."""
-
     def __init__(
         self, folder: Path, replica: int, rank: int, replicas: int = 1, agent: Agent | None = None, **config: Any
     ) -> None:
@@ -112,7 +108,6 @@ class Rank:
         )
 
     def vote(self, step: int) -> Vote:
-        """Its vote on a step, once it comes."""
         votes: list[Vote] = []
         came = threading.Event()
 

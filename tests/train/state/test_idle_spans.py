@@ -1,7 +1,5 @@
 """A rank's communication is watched while copies of its replica's shards are made, and only then."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

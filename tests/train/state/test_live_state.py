@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import contextlib
 import threading
 from dataclasses import replace
@@ -90,7 +88,6 @@ def sums(sharded: AdoptedModel, seed: int = 0) -> list[torch.Tensor]:
 
 
 def steps(live: LiveState, sharded: AdoptedModel, count: int) -> list[StateId]:
-    """Apply steps; the states on the way."""
     states = []
     for _ in range(count):
         assert live.state is not None
@@ -181,7 +178,6 @@ def test_a_record_that_does_not_build_on_the_state_is_refused(mesh: DeviceMesh, 
 
 
 def packed(live: LiveState) -> tuple[ShardManifest, Bytes]:
-    """What a snapshot of ``held`` is now."""
     into = np.full(live.layout.nbytes, 0xFF, dtype=np.uint8)
     assert live.state is not None
     manifest = live.pack(live.state, into)

@@ -1,7 +1,5 @@
 """With which state a replica comes back whose number of ranks is not that of the shards in memory."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -117,8 +115,6 @@ class Line:
 
 
 class Live:
-    """The live state of a rank."""
-
     def __init__(self, width: int, rank: int) -> None:
         self._width, self._rank = width, rank
         self.layout: Any = layout(width, rank)

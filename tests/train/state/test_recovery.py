@@ -1,7 +1,5 @@
 """With which state the ranks of a replica come back, whatever of its copies is damaged or gone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -98,7 +96,6 @@ Make = Callable[..., AgentOfHost]
 
 
 def told(found: Restored, **wanted: object) -> None:
-    """Check the one record of a recovery."""
     (row,) = found.events("StateRestored")
     assert {key: row[key] for key in wanted} == wanted
 

@@ -1,7 +1,5 @@
 """A snapshot writer with a real state agent, which is killed and stopped under it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -83,7 +81,6 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def done(writer: SnapshotWriter) -> bool:
-    """Wait for all that the writer was told."""
     event = threading.Event()
     writer.after(event.set)
     return event.wait(DEADLINE_S)
