@@ -1,5 +1,3 @@
-"""Shared by all tests."""
-
 import asyncio
 import atexit
 import functools

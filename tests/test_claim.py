@@ -1,5 +1,3 @@
-"""Who has a folder: real processes, also in a pid namespace of their own, and owners on other hosts."""
-
 import json
 import os
 import shutil

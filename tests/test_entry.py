@@ -1,5 +1,3 @@
-"""The file behind `entry`: found and read without an import, named by a digest on which all replicas agree."""
-
 import errno
 import os
 import sys

@@ -1,5 +1,3 @@
-"""The failures that tests inject beside those of `chaos`."""
-
 import errno
 import os
 import subprocess

@@ -1,5 +1,3 @@
-"""`plan`: its document, its text, and what it refuses."""
-
 import json
 import re
 import shlex

@@ -121,9 +121,6 @@ def expert_parallel(model: Any, mesh: DeviceMesh) -> None:
     parallel_models.expert_parallel(model, parallel_models.mesh_of(mesh.size(), 2, ("efsdp", "ep")))
 
 
-# Models that are changed before they are sharded.
-
-
 def with_lora() -> Decoder:
     model = Decoder().requires_grad_(False)
     for block in model.blocks():
@@ -163,9 +160,6 @@ def compiled() -> Decoder:
     for block in model.blocks():
         block.compile(backend="aot_eager")
     return model
-
-
-# Optimizers and schedules.
 
 
 def adamw(model: nn.Module) -> Optimizer:
@@ -222,9 +216,6 @@ def pretrained() -> dict[str, Tensor]:
     return weights
 
 
-# What a script does beside training.
-
-
 class Average:
     """An average of the weights, as docs/library.md has it."""
 
@@ -257,9 +248,6 @@ def evaluate(job: Any, model: nn.Module) -> None:
             loss = of_logits(model, tokens(10_000 + job.rank))
             model.train()
         job.log({"eval/loss": loss})
-
-
-# Losses.
 
 
 def of_logits(model: nn.Module, batch: Tensor) -> Tensor:

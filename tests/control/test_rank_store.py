@@ -1,5 +1,3 @@
-"""The ranks' key table: its operations, its bounds, and what callers can do to it."""
-
 from __future__ import annotations
 
 import asyncio

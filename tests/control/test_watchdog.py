@@ -1,5 +1,3 @@
-"""What a rank watches, with a clock of the test's."""
-
 import os
 from typing import Any
 from unittest import mock

@@ -1,5 +1,3 @@
-"""The drawer of a replica, and what an operator may do from it."""
-
 import re
 
 import pytest

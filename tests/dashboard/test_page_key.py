@@ -1,5 +1,3 @@
-"""The key: from the link into this tab, and nowhere else."""
-
 from playwright.sync_api import expect
 
 from tests.support.lighthouse.page_helpers import KEY

@@ -1,5 +1,3 @@
-"""Live: commits extend the charts, events the log; nothing is lost or doubled over a lighthouse that dies."""
-
 import hashlib
 import time
 

@@ -1,5 +1,3 @@
-"""The log: filters, links to rows, and as much of the past as one scrolls for."""
-
 import httpx
 import pytest
 from playwright.sync_api import expect

@@ -1,5 +1,3 @@
-"""How it looks: painted soon from a whole day, light and dark, and on a phone."""
-
 import re
 
 import pytest

@@ -1,5 +1,3 @@
-"""The panel that says what is trained, and how."""
-
 import pytest
 from playwright.sync_api import Browser, Page, expect
 

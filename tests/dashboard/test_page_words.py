@@ -1,5 +1,3 @@
-"""Durations, ticks and columns as the page's modules make them, asked in the browser that runs them."""
-
 import pytest
 
 from tests.support.lighthouse.page_helpers import KEY, Seen, open_page

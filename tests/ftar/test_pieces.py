@@ -1,5 +1,3 @@
-"""Values in several pieces of memory are summed as if they were put together."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""What every transport has to do: the conformance suite."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""A DataLoader as the data of a job, and passes of one epoch. No trainer is needed for this."""
-
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any

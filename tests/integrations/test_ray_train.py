@@ -186,9 +186,6 @@ sys.exit(7 if alone and all(seen) and not signal.sigpending() else 1)
     assert ray_train._run([]) == 137
 
 
-# In a rank.
-
-
 class Stub(SimpleNamespace):
     """What the functions of ``ray.train`` ask of a job."""
 

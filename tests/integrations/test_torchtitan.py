@@ -126,9 +126,6 @@ def test_a_kill_of_a_tensor_parallel_replica_leaves_no_trace(tmp_path: Path) -> 
         assert len(job.events("ReplicaStarted", replica=VICTIM)) == 2
 
 
-# Attention on CPUs.
-
-
 def drawn(heads: int = 4, kv_heads: int = 4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values [2, heads, 48, 16]."""
     torch.manual_seed(0)

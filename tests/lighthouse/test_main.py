@@ -1,5 +1,3 @@
-"""The process: real sockets, real signals, and a store that outlives SIGKILL."""
-
 import json
 import os
 import signal

@@ -1,5 +1,3 @@
-"""The service: saves before it answers, waits without spinning, and says no to what cannot be."""
-
 import asyncio
 import json
 import time
@@ -41,9 +39,6 @@ class Looks:
         before = self.count
         await asyncio.sleep(4 * services.TICK_S)
         return self.count > before
-
-
-# Answers.
 
 
 async def test_a_grant_is_signed_and_holds_the_addresses():
@@ -110,9 +105,6 @@ async def test_an_older_ask_of_the_same_replica_withdraws_nothing():
     assert isinstance(await new, Grant)
 
 
-# The store comes first.
-
-
 async def test_nothing_is_told_that_is_not_durable():
     store = MemoryStore()
     service, rows = make_service(store=store)
@@ -149,9 +141,6 @@ async def test_a_store_that_fails_at_a_tick_is_tried_again(monkeypatch, caplog):
     assert "lighthouse store: full" in caplog.text
 
 
-# Supervisors.
-
-
 async def test_an_order_to_evict_stands_until_the_exit_is_reported():
     service, rows = make_service(silence_grace_s=0.05, evict_s=0.1)
     service.processes(ProcessReport({0: name(0), 1: name(1)}))
@@ -177,9 +166,6 @@ async def test_who_comes_back_in_time_is_not_evicted():
     await asyncio.sleep(0.6)
     assert not events(rows, "ReplicaEvicted")
     assert (await service.ask(ask(0, at(2, 1), epoch=2))) == (await back)
-
-
-# What people see.
 
 
 async def test_the_journal_says_once_what_is_waited_for():

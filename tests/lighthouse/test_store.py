@@ -184,9 +184,6 @@ def saved(kind, state=None, **changes):
     return state
 
 
-# The suite that every store passes.
-
-
 def test_an_empty_store_takes_a_term_never_used_before(kind):
     before = int(time.time())
     store = kind.open()
@@ -345,9 +342,6 @@ def test_a_store_of_a_format_before_is_read_and_becomes_one_of_this(lasting, bef
     assert again.lives == (() if before < 4 else state.lives)
     assert again.edges == (NO_EDGES if before < 5 else remembered(state.edges))
     assert reopened(lasting).term == again.term + 1
-
-
-# What each does in its own way.
 
 
 def test_a_deposed_lighthouse_decides_nothing_and_writes_nothing(etcd):

@@ -7,71 +7,25 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.core import effects, events, state_id
+from ft_hsdp.core import effects, events
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.grant import Grant, Member, Report
 from ft_hsdp.core.replica_state import Replica
 from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum import membership, rules, witnesses
-from lighthouse.quorum.events import Asked, Effect, Evict, Note, OpenRequest, ProcessesReported, Reply, Ticked
-from lighthouse.quorum.rules import highest
-from lighthouse.quorum.state import LighthouseState, Policy
-from lighthouse.quorum.transition import transition
+from lighthouse.quorum.state import LighthouseState
 from tests.model import moves
 from tests.model.invariants import Violation
 from tests.model.mutants import broken
 from tests.model.scenario import Scenario
 from tests.model.world import Bounds
 
-ZERO = state_id.initial("config", "weights")
 ADOPT = ("replica 0 gets epoch 1", "replica 1 gets epoch 1", "replica 2 gets epoch 1")
-LONG = 1e6
 
 
 def scenario(**faults: int) -> Scenario:
     allowed: dict[str, Any] = {"deaths": 0, "pauses": 0, "restarts": 0, **faults}
     return Scenario(Bounds(**allowed))
-
-
-class Lighthouse:
-    """The lighthouse's core, and what it did on the last event."""
-
-    def __init__(self, state: LighthouseState) -> None:
-        self.state = state
-        self.effects: tuple[Effect, ...] = ()
-
-    def ask(self, r: int, state: StateId = ZERO, life: int = 0, **more: object) -> Lighthouse:
-        report = Report(r, f"{r}-{life}", state, state.step + 1, **more)  # type: ignore[arg-type]
-        return self.take(Asked(OpenRequest(report, 0), 0.0))
-
-    def runs(self, running: dict[int, str | None], *exited: tuple[int, str]) -> Lighthouse:
-        """What runs, and what has exited; a replica of which nothing runs is given up."""
-        lost = frozenset(r for r, runs in running.items() if runs is None)
-        return self.take(ProcessesReported(running, frozenset(exited), lost, 0.0))
-
-    def take(self, event: Asked | ProcessesReported | Ticked) -> Lighthouse:
-        self.state, self.effects = transition(self.state, event)
-        return self
-
-    def granted(self) -> Grant | None:
-        """The grant that was given out on the last event, if any."""
-        answers = [e.answer for e in self.effects if isinstance(e, Reply)]
-        return next((a for a in answers if isinstance(a, Grant)), None)
-
-    def ring(self) -> tuple[int, ...] | None:
-        """Who is in the grant that was given out on the last event."""
-        grant = self.granted()
-        return grant.ring if grant is not None else None
-
-    def base(self) -> StateId | None:
-        """What the grant that was given out on the last event builds on."""
-        grant = self.granted()
-        return grant.base if grant is not None else None
-
-
-def lighthouse(term: int = 1, steps: int = 9) -> Lighthouse:
-    return Lighthouse(LighthouseState.empty(Policy(3, steps), term))
 
 
 def test_a_record_is_only_good_for_exactly_the_state_that_it_leads_to() -> None:
@@ -95,52 +49,6 @@ def test_a_record_is_only_good_for_exactly_the_state_that_it_leads_to() -> None:
     assert zero.prepared.state_id.step == 1
     s.run_out()
     assert len(set(s.world.content)) == 1
-
-
-def test_initial_weights_are_a_committed_state() -> None:
-    house = lighthouse().ask(0).ask(1).ask(2)
-    assert house.granted() is not None
-    # 0 may have committed steps that nobody has reported; 1 and 2 come back empty.
-    house.runs({1: "1-1"}, (1, "1-0")).runs({2: "2-1"}, (2, "2-0"))
-    house.ask(1, life=1).ask(2, life=1).take(Ticked(LONG))
-    assert house.granted() is None
-    house.runs({0: None}, (0, "0-0"))
-    assert house.ring() == (1, 2)
-
-
-def test_a_grace_is_not_a_death() -> None:
-    house = lighthouse().ask(0).ask(1).ask(2)
-    # 0 has the ring for itself, and commits steps that nobody hears of; then 1 and 2 come back.
-    house.ask(0, epoch=1, after=1).take(Ticked(LONG))
-    assert house.ring() == (0,)
-    house.ask(1, epoch=1, after=1).ask(2, epoch=1, after=1)
-    for _ in range(3):
-        house.take(Ticked(LONG))
-        assert house.granted() is None
-    house.runs({0: None}, (0, "0-0"))
-    assert house.base() == ZERO
-
-
-def test_a_head_goes_back_one_step_only_when_its_holders_have_exited() -> None:
-    done = record(1, 1, ZERO.lineage)
-    one = done.state_id
-    house = lighthouse().ask(0).ask(1).ask(2)
-    house.ask(0, one, epoch=1, after=1, committed=done).take(Ticked(LONG))
-    assert house.base() == one
-    house.runs({0: "0-0", 1: "1-0", 2: "2-0"}).ask(1, epoch=1, after=2).ask(2, epoch=1, after=2)
-    house.take(Ticked(LONG))
-    assert house.granted() is None
-    assert not any(isinstance(e, Note) and e.event == "HeadRolledBack" for e in house.effects)
-    house.runs({0: None}, (0, "0-0"))
-    assert any(isinstance(e, Note) and e.event == "HeadRolledBack" for e in house.effects)
-    assert house.base() == ZERO
-
-
-def test_the_silent_are_evicted_before_anything_is_decided_without_them() -> None:
-    house = lighthouse().ask(0).ask(1).ask(2)
-    house.ask(1, epoch=1, after=1, doubt=StateId(1, 1, "one")).take(Ticked(LONG))
-    assert house.granted() is None
-    assert {e.incarnation for e in house.effects if isinstance(e, Evict)} == {"0-0", "2-0"}
 
 
 SOLO_ON_A_LEASE = (
@@ -171,22 +79,6 @@ def test_a_new_epoch_overlaps_with_every_epoch_since_the_head() -> None:
             s.play("replica 1 holds the sum of epoch 4 step 2")
 
 
-def record(epoch: int, step: int, prev: str = ZERO.lineage) -> CommitRecord:
-    return CommitRecord(epoch, 0, step, prev, (0, 1, 2), 3, (Contribution(0, 1, 0, step - 1),), "sum")
-
-
-def test_the_highest_record_is_the_base_and_an_epoch_beats_a_step() -> None:
-    old, new = record(1, 2, "x"), record(2, 1)
-    reports = [
-        Report(0, "0-0", ZERO, 1, prepared=new),
-        Report(1, "1-0", StateId(1, 1, "x"), 2, prepared=old),
-        Report(2, "2-0", ZERO, 1),
-    ]
-    assert highest(reports).state == new.state_id
-    assert highest(reports[1:]).state == old.state_id
-    assert highest(reports[2:]).state == ZERO
-
-
 def test_whoever_is_ahead_of_a_grant_is_never_behind() -> None:
     me = Replica(0, "0-0", 9, StateId(4, 3, "mine"), StateId(4, 3, "mine"))
     stale = Grant(
@@ -196,25 +88,6 @@ def test_whoever_is_ahead_of_a_grant_is_never_behind() -> None:
     assert after.state == me.state
     assert not any(isinstance(e, effects.Fetch | effects.DropGradient | effects.Configure) for e in done)
     assert [e.report.after for e in done if isinstance(e, effects.RequestGrant)] == [5]
-
-
-def test_an_empty_store_starts_a_new_term_and_names_everybody() -> None:
-    house = lighthouse(term=1).ask(0, StateId(7, 3, "x"), epoch=7, max_term=5).take(Ticked(LONG))
-    assert house.granted() is None
-    house.ask(1, StateId(7, 3, "x"), epoch=7, max_term=5).take(Ticked(LONG))
-    assert house.granted() is None
-    house.ask(2, ZERO)
-    grant = house.granted()
-    assert grant is not None
-    assert (grant.term > 5, grant.epoch > 7, grant.ring) == (True, True, (0, 1, 2))
-    assert [m.replica for m in grant.donors] == [0, 1]
-
-
-def test_only_known_exits_let_an_empty_store_start_without_somebody() -> None:
-    house = lighthouse().ask(0).ask(1).take(Ticked(LONG))
-    assert house.granted() is None
-    house.runs({2: None}, (2, "2-0"))
-    assert house.ring() == (0, 1)
 
 
 # Found by exploring the production cores.

@@ -1,5 +1,3 @@
-"""What `submit` is made of, without a cluster."""
-
 import os
 import shlex
 import shutil

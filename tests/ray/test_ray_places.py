@@ -54,9 +54,6 @@ async def settling(world: World, replica: int, **config: Any) -> AsyncIterator[N
         await asyncio.gather(task, return_exceptions=True)
 
 
-# A replica that lost a node, and waits for another one.
-
-
 async def test_it_takes_the_ready_spare_once_another_replica_trains_again(tmp_path: Path) -> None:
     async with World(tmp_path, {"": 3}, timeouts=SOON, strategy="SPREAD").running() as world:
         await world.train(0, 1)
@@ -136,9 +133,6 @@ async def test_a_replica_without_the_state_does_not_count_as_one_that_trains(tmp
             async with placing(world, 1):
                 await world.sought(1)
                 assert world.of(1) is hurt
-
-
-# Faults of a start.
 
 
 async def test_a_node_that_is_cordoned_while_a_spare_starts_there_gets_no_spare(tmp_path: Path) -> None:

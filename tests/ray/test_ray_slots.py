@@ -1,5 +1,3 @@
-"""Who gets which place in a cluster: replicas and spares, with slots that only pretend."""
-
 from __future__ import annotations
 
 import asyncio

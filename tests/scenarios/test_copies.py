@@ -1,5 +1,3 @@
-"""Copies of states on other hosts, in real jobs that lose hosts with all that was in their memory."""
-
 import contextlib
 import json
 import os

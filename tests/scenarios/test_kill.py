@@ -1,5 +1,3 @@
-"""SIGKILL of real ranks in real jobs."""
-
 import os
 import random
 import signal

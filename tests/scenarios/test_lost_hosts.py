@@ -1,5 +1,3 @@
-"""Hosts that are lost with their ranks, their state agent and its memory; one machine stands for all of them."""
-
 import json
 import os
 from contextlib import suppress

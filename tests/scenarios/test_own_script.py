@@ -1,5 +1,3 @@
-"""Real jobs whose ranks run the script of docs/examples under `up`, as `entry`."""
-
 import shutil
 import signal
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Copies on other hosts leave in idle spans, in a real job."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""`replay` of a job whose ranks run a script of the user's."""
-
 import json
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""Real replicas that die, and spares that take their places."""
-
 import json
 import os
 import random

@@ -1,5 +1,3 @@
-"""Replicas that are lost, rest and return while the job wants a constant number of units in each step."""
-
 import os
 import signal
 from collections.abc import Callable

@@ -162,9 +162,6 @@ def small(step: int, owners: Owners, rank: int = 0, **more: Any) -> KeepCopy:
     return order(step, owners.address, rank, SMALL, **more)
 
 
-# Agents as processes.
-
-
 @contextmanager
 def two_hosts() -> Iterator[tuple[Running, Running]]:
     """The agents of the two hosts of a replica; rank 0 is on the first one."""
@@ -286,9 +283,6 @@ def test_an_agent_refuses_what_it_has_no_room_for():
         assert "no rank 2" in keeper.keep(order(1, first.address, rank=2))
         assert keeper.kept(state(1), 0.0) == KeptCopies((), ())
         keeper.close()
-
-
-# In this process.
 
 
 def test_nothing_runs_where_nothing_is_ordered(holder: Holder, owners: Owners):

@@ -444,9 +444,6 @@ def test_cancel_and_the_deadline_while_a_donor_says_nothing(where: str) -> None:
         timer.join()
 
 
-# Donors that disagree.
-
-
 def test_two_that_disagree_end_it_and_nothing_is_taken() -> None:
     said = pytest.raises(DataCorruption, match=r"no majority: replica 0 has \w{12}, replica 1 has \w{12}")
     with good(snapshot()) as (one, _), good(snapshot(seed=1)) as (two, _), said:
@@ -525,9 +522,6 @@ def test_runs_get_shorter_and_nothing_is_lost() -> None:
     assert chunks.done
 
 
-# Damage.
-
-
 def test_flipped_bits_on_the_wire_are_noticed() -> None:
     bits = random.Random(2).sample(range(LAYOUT.nbytes * 8), 10)
     with evil(serving(data=lambda d: flipped(d, bits[-1]))) as bad:
@@ -535,9 +529,6 @@ def test_flipped_bits_on_the_wire_are_noticed() -> None:
             error, _, told = run([bad])
             assert f"chunk {bits.pop() // 8 // shard_manifest.CHUNK_BYTES} has a wrong checksum" in str(error)
             assert told.who == [0]
-
-
-# A donor that dies.
 
 
 @contextmanager

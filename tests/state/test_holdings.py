@@ -1,5 +1,3 @@
-"""Which shards state agents keep, asked over the network."""
-
 import json
 import socket
 import threading

@@ -1,5 +1,3 @@
-"""Orders of the fault injector in the process of a test."""
-
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A job under test that a command of the launcher runs in a process of its own."""
-
 import json
 import os
 import subprocess

@@ -1,5 +1,3 @@
-"""The norm of a parameter group in replicas of unequal width."""
-
 import math
 
 import pytest

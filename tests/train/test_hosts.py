@@ -1,5 +1,3 @@
-"""Where a rank's host stands, and which rank starts its state agent."""
-
 import os
 import socket
 from pathlib import Path

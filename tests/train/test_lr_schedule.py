@@ -1,5 +1,3 @@
-"""torch's learning rate schedulers in the committed state: each does what it does in a plain loop of torch."""
-
 import copy
 import json
 import warnings

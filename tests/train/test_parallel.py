@@ -1,5 +1,3 @@
-"""Models that are tensor or expert parallel inside a replica: adopted, or refused in one line."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""What the main thread trains when the quota of a step becomes known, changes, or never comes."""
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""What happens to parameters that a batch leaves unused, on one rank."""
-
 import pytest
 import torch
 from torch import Tensor, nn

@@ -1,5 +1,3 @@
-"""Emulated hosts: which host each rank is on, and who takes the place of a lost one."""
-
 import pytest
 
 from ft_hsdp.launch.backend.hosts import EmulatedHosts, HostSwap

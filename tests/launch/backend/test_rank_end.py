@@ -1,5 +1,3 @@
-"""What is to blame for an error that ends a rank, and how its supervisor hears of it."""
-
 import errno
 import os
 

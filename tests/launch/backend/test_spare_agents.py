@@ -1,5 +1,3 @@
-"""The state agents of spare hosts, with processes that end at once in their place."""
-
 import asyncio
 from types import SimpleNamespace
 

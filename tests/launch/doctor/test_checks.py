@@ -1,5 +1,3 @@
-"""Each check by itself: what it takes for well, and what it refuses."""
-
 import json
 import resource
 import socket
@@ -64,9 +62,6 @@ def allow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Allowance], None]:
     return lambda left: monkeypatch.setattr(host_checks, "allowance", lambda: left)
 
 
-# Who is asked.
-
-
 @pytest.mark.parametrize(
     ("subject", "spans", "replicas"),
     [
@@ -83,9 +78,6 @@ def allow(monkeypatch: pytest.MonkeyPatch) -> Callable[[Allowance], None]:
 )
 def test_who_spans_machines_and_what_runs_here(subject: Subject, spans: bool, replicas: int) -> None:
     assert (subject.spans, subject.replicas) == (spans, replicas)
-
-
-# Names, with this machine's real resolver.
 
 
 @pytest.mark.parametrize("name", ["localhost", "no-such-host.invalid", "192.0.2.77"])
@@ -111,9 +103,6 @@ def test_the_address_of_a_host_is_one_that_others_can_reach(
     host: str, lighthouses: tuple[str, ...], ends: CheckState
 ) -> None:
     assert state(network.host, Subject(parse({"network": {"host": host}}), lighthouses)) is ends
-
-
-# Ports.
 
 
 def test_ports_that_are_free_and_taken() -> None:
@@ -163,9 +152,6 @@ def test_interfaces_of_the_environment_exist(
 ) -> None:
     monkeypatch.setenv(variable, value)
     assert state(network.interface, ALONE) is ends
-
-
-# The clock.
 
 
 def test_the_kernel_can_be_asked_for_its_clock() -> None:
@@ -236,9 +222,6 @@ def test_the_tightest_limit_of_a_container(tmp_path: Path, files: dict[str, str]
 
 def test_a_machine_without_control_groups_has_no_limits(tmp_path: Path) -> None:
     assert allowance(tmp_path / "none", tmp_path) == Allowance()
-
-
-# Memory, processors, files, threads.
 
 
 def test_memory_of_ranks_spares_and_snapshots(allow: Callable[[Allowance], None]) -> None:
@@ -337,8 +320,6 @@ def test_memory_that_rdma_pins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         assert state(host_checks.memlock, GPUS) is OK
 
 
-# Storage.
-
 MOUNTINFO = """\
 21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
 30 21 0:40 / {0}/net rw,relatime - nfs4 server:/x rw
@@ -402,9 +383,6 @@ def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:
         storage.data(Subject(parse({"data": {"path": str(text / "c")}})))
 
 
-# The user's script.
-
-
 def test_a_script_is_compiled_and_its_imports_are_looked_for_and_it_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -435,9 +413,6 @@ def test_the_sizes_of_a_users_model_and_data_are_not_known() -> None:
     assert "entry" in wanted
     assert "data" not in wanted
     assert {"entry", "data"} & {check.name for check in CHECKS if check.wanted(ALONE)} == {"data"}
-
-
-# Services, versions, devices.
 
 
 def test_etcd_answers_or_not() -> None:

@@ -1,5 +1,3 @@
-"""`doctor`: what it says and returns, that it leaves nothing, and that nothing that hangs holds it up."""
-
 import json
 import re
 import socket

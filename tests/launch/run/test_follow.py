@@ -1,5 +1,3 @@
-"""The process beside a lighthouse that merges the logs of a run."""
-
 import json
 import subprocess
 import time

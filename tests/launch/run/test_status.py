@@ -1,5 +1,3 @@
-"""The lines of `status` say whether a lost host takes a shard of the state with it."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""`verify`: a run that is well passes; each kind of breach is planted in a copy of it, and found."""
-
 import json
 import shutil
 from collections.abc import Callable

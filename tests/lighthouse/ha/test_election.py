@@ -1,5 +1,3 @@
-"""Who leads, by a real etcd: never two at once, and not for long nobody."""
-
 import asyncio
 import contextlib
 import itertools

@@ -1,5 +1,3 @@
-"""The database: one suite for both, and what a file can suffer."""
-
 import os
 import sqlite3
 import threading

@@ -1,5 +1,3 @@
-"""The journal: what it takes, what it keeps, what it shows, and that none of it grows."""
-
 import asyncio
 import json
 import math
@@ -87,9 +85,6 @@ def tell(journal, source="0-a-0", **what):
 
 def kept(journal):
     return [entry.row for entry in journal.database.read(0, 1000)]
-
-
-# What comes in.
 
 
 @pytest.fixture
@@ -270,9 +265,6 @@ def test_rows_that_a_sender_dropped_are_told_of_once(journal):
     assert journal.database.last == newest + 1, "it is forgotten"
 
 
-# A disk that is full, a sink that fails.
-
-
 def test_a_disk_that_is_full_costs_rows_and_nothing_else(caplog):
     database, sink = Broken(), Taken()
     journal = make(database, [sink])
@@ -305,9 +297,6 @@ def test_a_sink_that_fails_harms_nobody(caplog):
     journal.note([event("TooLate")])
     tell(journal, events=(event(),))
     assert len(kept(journal)) == 1
-
-
-# What goes out.
 
 
 def test_the_overview_has_what_only_the_living_know():
@@ -404,9 +393,6 @@ def test_events_are_told_with_facts_apart(journal):
     assert journal.events(limit=10, replica=2) == {"events": [], "first": 0, "last": 0}
 
 
-# Followers.
-
-
 async def collect(rows, n):
     found = []
     async for seq, _, _ in rows:
@@ -475,8 +461,6 @@ async def test_followers_are_limited_and_end_with_the_journal(journal):
     journal.close()
     assert await asyncio.gather(*tasks[1:]) == [[]] * (STREAMS - 1)
 
-
-# A day.
 
 EVENING = Clock()
 EVENING.seconds = 90_000.0

@@ -1,5 +1,3 @@
-"""Stragglers: who is busy for longer than the others, and who only seems so."""
-
 import pickle
 
 import pytest

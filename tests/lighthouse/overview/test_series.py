@@ -1,5 +1,3 @@
-"""Series: curves in bounded memory, thinned out without losing what matters."""
-
 import math
 import pickle
 

@@ -1,5 +1,3 @@
-"""What an operator may order, and what becomes of it: the pure part."""
-
 from typing import Any
 
 import pytest
@@ -52,9 +50,6 @@ def step(job: Script, number: int, *replicas: int, epoch: int = 1, **fields: Any
     return answers
 
 
-# Evict.
-
-
 @pytest.fixture
 def job() -> Script:
     return working()
@@ -86,9 +81,6 @@ def test_what_cannot_be_evicted(job: Script, replica: int, known: Supervised, st
 
 def test_an_eviction_that_stands_is_not_ordered_again(job: Script) -> None:
     assert not possible(job, "evict", 1, Supervised({1}, {(1, name(1))})).due
-
-
-# Drain.
 
 
 def test_a_replica_that_its_supervisor_has_given_up_can_be_kept_away(job: Script) -> None:
@@ -250,9 +242,6 @@ def test_an_undrained_replica_joins_as_any_other(job: Script) -> None:
     job.ask(1, START, life=1)
     out = job.ask(0, at(2, 4), epoch=2)
     assert {m.replica: m.role for m in out.grant(1).members}[1] == "behind"
-
-
-# Checkpoint.
 
 
 def test_a_checkpoint_is_demanded_until_somebody_has_heard_that_it_was_written(job: Script) -> None:

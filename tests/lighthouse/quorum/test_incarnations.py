@@ -213,9 +213,6 @@ def test_one_of_a_forgotten_run_can_bring_nothing_back(job: Script) -> None:
     assert job.s.views[1].incarnation == "1-new-0"
 
 
-# Epochs.
-
-
 def test_epochs_without_a_commit_do_not_pile_up() -> None:
     """A member crashes as soon as it is in the ring, for ever."""
     job = Script(total=3)
@@ -412,9 +409,6 @@ def test_a_grant_names_each_replica_once() -> None:
     twice = (Member(1, OLD, "contribute"), Member(1, NEW, "behind"))
     with pytest.raises(AssertionError, match=r"each replica once, not \[1, 1\]"):
         rules.grant(1, 1, Base(START, None, ()), twice, 2, "why")
-
-
-# Two supervisors of one replica.
 
 
 class TwoSupervisors(Script):

@@ -16,9 +16,6 @@ def roles(grant):
     return {m.replica: m.role for m in grant.members}
 
 
-# The first epoch.
-
-
 @pytest.fixture
 def job() -> Script:
     return Script()
@@ -55,9 +52,6 @@ def test_an_ask_that_was_withdrawn_does_not_count():
     job.withdraw(0)
     assert not job.ask(1).answers
     assert set(job.ask(0).answers) == {0, 1}
-
-
-# A membership that works.
 
 
 def test_steady_state_answers_continue_at_once(job: Script):
@@ -175,9 +169,6 @@ def test_who_leaves_on_purpose_is_gone_at_the_next_step_without_a_break(job: Scr
     assert out.grant(0).base == at(1, 1)
 
 
-# A ring that broke.
-
-
 def test_a_known_exit_shrinks_the_membership_at_once(job: Script):
     job.first(0, 1, 2)
     job.runs({2: None}, exited=[(2, 0)])
@@ -272,9 +263,6 @@ def test_min_replicas_bounds_a_membership_that_shrinks_between_two_steps():
     assert job.ask(0, at(1, 1), epoch=1).answers == {0: Continue(1, 2)}
 
 
-# Commits in doubt.
-
-
 def test_a_prepared_record_is_the_base_and_its_holder_contributes():
     job = Script(total=2)
     job.first(0, 1)
@@ -292,9 +280,6 @@ def test_a_void_attempt_is_no_base_and_the_grant_says_so():
     out = job.ask(1, epoch=1, after=1, void=AttemptId(1, 1, 0))
     assert out.grant(0).base == START
     assert out.grant(0).void == (AttemptId(1, 1, 0),)
-
-
-# The head.
 
 
 def broken_with_head_at_0(**policy):
@@ -452,9 +437,6 @@ def test_a_joiner_that_holds_more_than_the_ring_breaks_it(job: Script, epoch):
     assert out.grant(2).epoch > 5
 
 
-# Incarnations.
-
-
 def test_an_old_incarnation_is_fenced(job: Script):
     job.first(0, 1, 2)
     job.runs({0: 1})
@@ -473,9 +455,6 @@ def test_the_exit_of_a_replica_closes_its_ask(job: Script):
     job.ask(0)
     job.runs({0: None}, exited=[(0, 0)])
     assert job.s.views[0].ask is None
-
-
-# The end.
 
 
 def test_all_at_the_final_state_finish_together():
@@ -524,9 +503,6 @@ def test_the_end_waits_no_longer_than_its_deadline_and_not_for_the_lost():
     assert job.ask(0, at(1, 1), epoch=1).answers == {0: Finish()}
 
 
-# A lighthouse that comes back.
-
-
 def test_epochs_go_on_after_a_restart_with_the_store(job: Script):
     job.first(0, 1, 2)
     job.restart()
@@ -547,9 +523,6 @@ def test_epochs_and_terms_never_regress_over_a_wiped_store(taken, term):
     grant = job.ask(2).grant(0)
     assert (grant.term, grant.epoch) == (term, 8)
     assert roles(grant) == {0: "contribute", 1: "contribute", 2: "behind"}
-
-
-# A store that is an older copy.
 
 
 def behind(**known):

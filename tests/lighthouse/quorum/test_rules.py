@@ -1,5 +1,3 @@
-"""Which state a new membership builds on, and when it may be granted."""
-
 import doctest
 
 from ft_hsdp.core.commit import AttemptId

@@ -169,9 +169,6 @@ def test_who_was_a_member_of_a_store_that_is_lost_is_waited_for_although_it_is_b
     assert job.ask(2, at(1, 1), epoch=4, max_term=7).grant(2).ring == (0, 1, 2)
 
 
-# Leaving on request.
-
-
 def test_who_leaves_before_it_joins_is_let_go_at_once() -> None:
     job = Script(total=2)
     job.runs({0: 0, 1: 0})
@@ -191,9 +188,6 @@ def test_who_alone_holds_the_newest_state_is_heard_although_it_leaves() -> None:
     job.runs({0: 1, 1: 1}, [(0, 0), (1, 0)])
     assert Refused not in {type(a) for a in job.ask(1, at(1, 1), life=1, departs=True).answers.values()}
     assert job.ask(0, life=1, departs=True).answers == {0: Refused("replica 0 leaves on request", 0)}
-
-
-# The page.
 
 
 def test_the_lanes_of_those_beyond_are_drained_and_only_those_that_lived_are_shown() -> None:

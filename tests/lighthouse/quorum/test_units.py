@@ -1,5 +1,3 @@
-"""How a grant shares the units of a step out."""
-
 from dataclasses import replace
 from typing import Any
 

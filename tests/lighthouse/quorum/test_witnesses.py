@@ -137,9 +137,6 @@ def test_when_all_others_leave_the_record_of_the_step_is_enough():
     assert job.ask(0, X, epoch=1, leaving=(1,), committed=ONE).grant(0).ring == (0,)
 
 
-# Rounds.
-
-
 def test_a_record_on_the_head_is_enough_while_the_others_are_silent(job: Script):
     assert not job.ask(0, X, epoch=1, after=1, committed=ONE, suspects=(1, 2)).answers
     assert job.wait(1.0).grant(0).base == X
@@ -237,9 +234,6 @@ def test_states_that_differ_halt_the_job_only_if_two_say_so(job: Script):
     job.ask(1, X, epoch=1, after=1)
     assert set(job.ask(2, X, epoch=1, after=1).answers) == {0, 1, 2}
     assert not job.s.halted
-
-
-# The end.
 
 
 def test_the_final_state_needs_a_second_one_too():

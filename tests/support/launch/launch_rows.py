@@ -1,5 +1,3 @@
-"""Rows of logs as replicas write them, for the tests of what reads them."""
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

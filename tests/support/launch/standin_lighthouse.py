@@ -1,5 +1,3 @@
-"""A lighthouse that only listens: what its supervisor needs to be tested. `--fd` is the listening socket."""
-
 import argparse
 import json
 import os

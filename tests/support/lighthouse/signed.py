@@ -1,5 +1,3 @@
-"""Signed requests: to an application in process, in raw bytes, and the answers of a made-up lighthouse."""
-
 import itertools
 import time
 from collections.abc import Callable, Generator

@@ -1,5 +1,3 @@
-"""What the pairs of faults cost, over all runs that a report file holds."""
-
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,3 @@
-"""A rank's live state for the tests of checkpoints."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,6 +1,3 @@
-"""A meter of idle spans that writes down what it is told."""
-
-
 class Meter:
     """Stands where `state.pacing.SpanMeter` stands, without a page."""
 

@@ -1,5 +1,3 @@
-"""Which items of a stream are given out, over dropped steps, ends of epochs and new processes."""
-
 import json
 import os
 from collections.abc import Iterator

@@ -107,9 +107,6 @@ def test_callbacks_are_functions_and_come_before_the_first_batch(kind: str) -> N
         callbacks.add(kind, lambda _: None)
 
 
-# The loss.
-
-
 def told(one: OneRank) -> list[float]:
     """The loss in each bucket that the reducer got, by bucket."""
     calls = one.runtime.reducer.ready.call_args_list

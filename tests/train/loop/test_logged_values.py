@@ -1,5 +1,3 @@
-"""What `job.log` takes, whose values count, and where they go."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""`job.pause`: what it takes, and what a rank says of itself meanwhile."""
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

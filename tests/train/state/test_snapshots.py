@@ -1,5 +1,3 @@
-"""A snapshot writer with a real state agent, which is killed and stopped under it."""
-
 import contextlib
 import json
 import os
