@@ -3,10 +3,8 @@ import contextlib
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,6 +12,7 @@ from ft_hsdp import fault_injection
 from ft_hsdp.config import FailpointConfig, parse
 from ft_hsdp.fault_injection import LIGHTHOUSE, FaultOrder
 from tests.support.forced_faults import ME, Enforced, enforcing
+from tests.support.waiting import until
 
 POINTS = parse({}, ["--debug.failpoints={vote: {replicas: [0, 2], rank: 1, life: 1, step: 5, signal: STOP}}"])
 
@@ -115,13 +114,6 @@ def test_a_process_obeys_while_the_order_is_there(tmp_path: Path) -> None:
     assert not fault_injection.cut(9)
     (folder / "mine.json").unlink()
     until(lambda: not fault_injection.cut(8))
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_an_order_resets_the_connections_to_the_neighbours_once(

@@ -3,7 +3,6 @@
 import gc
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -24,6 +23,7 @@ from ft_hsdp.compat.torchft import ProcessGroupFTAR
 from ft_hsdp.compat.torchft.work import BUNDLE_BYTES
 from ft_hsdp.ftar.lane import GroupState
 from tests.support.ftar.torchft_ranks import Ranks
+from tests.support.waiting import until
 
 WITHIN_S = 30.0
 
@@ -32,13 +32,6 @@ def average() -> AllreduceOptions:
     opts = AllreduceOptions()
     opts.reduceOp = ReduceOp.AVG
     return opts
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + WITHIN_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.005)
 
 
 def raised(call: Callable[[], Any]) -> str:

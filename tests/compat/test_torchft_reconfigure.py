@@ -4,7 +4,6 @@ import json
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +18,7 @@ from ft_hsdp.compat.torchft.handles import MAX_HANDLE, MAX_MEMBERS, encode, memb
 from ft_hsdp.errors import InvalidArgument
 from tests.support.ftar.torchft_process import GroupProcess, options
 from tests.support.ftar.torchft_ranks import Ranks
+from tests.support.waiting import until
 
 WITHIN_S = 30.0
 ID = "0" * 32
@@ -153,10 +153,7 @@ def test_a_reconfigure_can_be_cancelled_by_abort_and_by_a_newer_one(three: Ranks
             target=lambda asked=asked, said=said: said.append(refused(group, asked, RuntimeError))
         )
         thread.start()
-        deadline = time.monotonic() + WITHIN_S
-        while keys(other) <= before:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        until(lambda other=other, before=before: keys(other) > before, "it is under way", WITHIN_S)
         cancel()
         thread.join(WITHIN_S)
         assert said

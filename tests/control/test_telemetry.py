@@ -18,6 +18,7 @@ from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.control.telemetry import Reporter, Rows
 from ft_hsdp.protocol import RankBeat, Telemetry
 from tests.support.lighthouse.signed import line_of
+from tests.support.waiting import async_until
 
 TOKEN = "ab" * 32
 BEAT = RankBeat(0, 7, "here", 3)
@@ -95,10 +96,7 @@ class Scene:
         await self.lighthouse.die()
 
     async def until(self, ready: Callable[[], Any], what: str, seconds: float = 5) -> None:
-        end = time.monotonic() + seconds
-        while not ready():
-            assert time.monotonic() < end, f"{what}; taken: {self.lighthouse.taken}"
-            await asyncio.sleep(0.005)
+        await async_until(ready, what, seconds, lambda: f"taken: {self.lighthouse.taken}")
 
     def say(self, *names: object) -> None:
         for name in names:

@@ -5,7 +5,8 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.support.lighthouse.lighthouse_helpers import commit_row
-from tests.support.lighthouse.page_helpers import Seen, open_page, state, until
+from tests.support.lighthouse.page_helpers import Seen, open_page, state
+from tests.support.waiting import until
 
 
 @pytest.fixture

@@ -2,7 +2,8 @@ import httpx
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.lighthouse.page_helpers import KEY, state, until
+from tests.support.lighthouse.page_helpers import KEY, state
+from tests.support.waiting import until
 
 
 @pytest.fixture

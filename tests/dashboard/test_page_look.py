@@ -3,7 +3,8 @@ import re
 import pytest
 from playwright.sync_api import expect
 
-from tests.support.lighthouse.page_helpers import KEY, Seen, Server, open_page, until, write_past
+from tests.support.lighthouse.page_helpers import KEY, Seen, Server, open_page, write_past
+from tests.support.waiting import until
 
 PHONE = {"viewport": {"width": 400, "height": 800}}
 

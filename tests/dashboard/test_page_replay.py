@@ -14,7 +14,8 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.page import recorded, serve_run
 from tests.support.lighthouse.lighthouse_helpers import NOW, commit_row
-from tests.support.lighthouse.page_helpers import Seen, open_page, state, until
+from tests.support.lighthouse.page_helpers import Seen, open_page, state
+from tests.support.waiting import until
 
 T0, STEPS = NOW, 60
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

@@ -40,9 +40,10 @@ from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import receiver
 from ft_hsdp.ftar.transport.arena import Arena
 from ftar_kernels import plane as kernels
-from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, grant, until
+from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, grant
 from tests.support.ftar.ring_rig import DEADLINE_S, DyingPlane, edges
 from tests.support.ftar.ring_values import KEY, entry, folded, same, values
+from tests.support.waiting import async_until
 
 CPU = torch.device("cpu")
 CHUNK, SLOTS, N = 256, 2, 901
@@ -358,7 +359,7 @@ async def test_groups_use_it_from_epoch_to_epoch() -> None:
         given = grant(epoch, {n: addresses[n] for n in names})
         for n in names:
             groups[n].configure(given)
-        await until(lambda e=epoch, m=names: all((n, e) in connected for n in m), "the ring")  # type: ignore[misc]
+        await async_until(lambda e=epoch, m=names: all((n, e) in connected for n in m), "the ring")  # type: ignore[misc]
         outs = [Arena().empty(N) for _ in names]
         key = Key(epoch, 1, 0, 0, "00" * 16)
         works = [groups[n].all_reduce(key, locals_[n], outs[n], entry(n)) for n in names]

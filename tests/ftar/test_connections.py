@@ -17,8 +17,9 @@ from ft_hsdp.ftar.connections import Listener, MemberIdentity
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingAbort, RingData
-from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Ring, grant, until
+from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Ring, grant
 from tests.support.known import streams
+from tests.support.waiting import async_until
 
 ME, OTHER = MemberIdentity(0, 0, LAYOUT, TOKEN), MemberIdentity(1, 0, LAYOUT, TOKEN)
 
@@ -95,7 +96,7 @@ async def test_a_caller_that_is_let_in_as_the_listener_closes_is_hung_up_on() ->
     with theirs:
         here._admitted(handshake.Admitted(Purpose.RING, b"", b""), ours)
         here.close()  # before the loop has begun to read its hello
-        await until(lambda: ours.fileno() < 0, "its connection is closed", 20.0)
+        await async_until(lambda: ours.fileno() < 0, "its connection is closed", 20.0)
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "unix"])
@@ -113,7 +114,7 @@ async def test_data_connections_come_with_a_ticket(local: bool) -> None:
     first, second = await call(good), await call(RingData(ticket, 2))
     got = await calls.get()
     assert got[0] == good
-    await until(lambda: not calls.empty(), "the second call")
+    await async_until(lambda: not calls.empty(), "the second call")
     refused = await call(RingData("ab" * 16, 0))
     assert await asyncio.get_running_loop().sock_recv(refused, 1) == b""
     refused.close()
@@ -172,7 +173,7 @@ async def test_a_member_without_descriptors_names_itself(side: str) -> None:
             ring.peers[1].group.crashed = lambda message, error: ended.append(error)  # type: ignore[method-assign]
             for peer in ring.peers:
                 peer.group.configure(grant(1, ring.addresses))
-            await until(lambda: all(p.broken for p in ring.peers), "all know")
+            await async_until(lambda: all(p.broken for p in ring.peers), "all know")
             assert [p.broken[0].suspect for p in ring.peers] == [1, 1, 1]
             assert all("RLIMIT_NOFILE" in p.broken[0].cause for p in ring.peers)
     assert ended

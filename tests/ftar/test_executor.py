@@ -13,6 +13,7 @@ from ft_hsdp.ftar.executor import Executor, Work
 from ft_hsdp.ftar.frame import Key
 from ft_hsdp.ftar.settings import Settings
 from tests.support.ftar.ring_values import KEY, entry
+from tests.support.waiting import until
 
 
 class Scripted(Ring):
@@ -71,8 +72,7 @@ def test_it_lets_go_even_if_the_next_work_was_queued_before_its_end(scene: Scene
     first = scene.ring(1)
     first.go.clear()
     works = [scene.queue(1), scene.queue(2)]
-    while not scene.log:
-        time.sleep(0.001)
+    until(lambda: scene.log)
     scene.executor.over(1, StaleEpoch("a newer epoch"))
     scene.ring(2)
     first.go.set()

@@ -22,8 +22,9 @@ from ft_hsdp.ftar.lane import GroupState, changed
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingHello
-from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Ring, Transport, cut, error, grant, until
+from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Ring, Transport, cut, error, grant
 from tests.support.known import streams
+from tests.support.waiting import async_until
 
 
 @pytest.mark.parametrize(("members", "transport"), [(1, "auto"), (2, "tcp"), (2, "auto"), (5, "tcp"), (3, "auto")])
@@ -46,17 +47,17 @@ async def test_the_states_of_a_group() -> None:
         a.configure(grant(1, ring.addresses))
         assert (a.state, a.epoch) == (GroupState.CONFIGURING, 1)
         b.configure(grant(1, ring.addresses))
-        await until(lambda: a.state is GroupState.READY, "the ring stands")
+        await async_until(lambda: a.state is GroupState.READY, "the ring stands")
         work = ring.peers[0].reduce(1, torch.empty(9))
-        await until(lambda: a.state is GroupState.RUNNING, "the work begins")
+        await async_until(lambda: a.state is GroupState.RUNNING, "the work begins")
         assert work.status == "PENDING"
         await asyncio.wrap_future(ring.peers[1].reduce(1, torch.empty(9)))
         await asyncio.wrap_future(work)
         assert work.status == "SUCCESS"
-        await until(lambda: a.state is GroupState.READY, "the work is over")
+        await async_until(lambda: a.state is GroupState.READY, "the work is over")
         b.stop(1, "for a test")
         assert b.state is GroupState.BROKEN
-        await until(lambda: a.state is GroupState.BROKEN, "the other hears of it")
+        await async_until(lambda: a.state is GroupState.BROKEN, "the other hears of it")
     assert (a.state, b.state) == (GroupState.CLOSED, GroupState.CLOSED)
 
 
@@ -81,7 +82,7 @@ async def test_a_stale_caller_gets_the_newer_grant() -> None:
         newer = await ring.form(4, ring.peers[:2])
         late = ring.peers[2]
         late.group.configure(grant(3, {2: late.address, 0: ring.addresses[0]}))
-        await until(lambda: late.broken, "it is refused")
+        await async_until(lambda: late.broken, "it is refused")
         assert late.shown == [newer]
         assert (late.broken[0].epoch, late.broken[0].planned) == (3, True)
         await ring.check(4, ring.peers[:2])
@@ -93,11 +94,11 @@ async def test_a_caller_of_the_future_is_reported_and_waits() -> None:
         future = grant(2, ring.addresses)
         early, other = ring.peers
         early.group.configure(future)
-        await until(lambda: other.shown, "the grant is shown")
+        await async_until(lambda: other.shown, "the grant is shown")
         assert all(g == future for g in other.shown)
         assert early.connected == [1]
         other.group.configure(future)
-        await until(lambda: early.connected[-1] == other.connected[-1] == 2, "both are connected")
+        await async_until(lambda: early.connected[-1] == other.connected[-1] == 2, "both are connected")
         await ring.check(2)
 
 
@@ -121,7 +122,7 @@ async def test_a_caller_that_comes_while_its_ring_breaks_is_told_so_at_once() ->
                 called.group.configure(given)
                 await asyncio.sleep(0)
             caller.group.configure(given)
-            await until(lambda: caller.broken, "the caller hears of it")
+            await async_until(lambda: caller.broken, "the caller hears of it")
         assert (caller.broken[0].cause, caller.broken[0].suspect) == ("for a test", 2)
 
 
@@ -129,9 +130,9 @@ async def test_a_parked_caller_is_refused_once_its_epoch_is_over() -> None:
     async with Ring(0, 1) as ring:
         early, other = ring.peers
         early.group.configure(grant(2, ring.addresses))
-        await until(lambda: other.shown, "the grant is shown")
+        await async_until(lambda: other.shown, "the grant is shown")
         other.group.stop(2, "holds a newer state")
-        await until(lambda: early.broken, "it is refused")
+        await async_until(lambda: early.broken, "it is refused")
         assert early.broken[0].cause == "holds a newer state"
         assert early.broken[0].planned, "nothing failed: no ring is reported as broken"
 
@@ -243,14 +244,14 @@ async def test_one_that_leaves_in_an_all_reduce_is_known_to_all_of_eight(transpo
         await ring.form(1)
         works = [p.reduce(1, torch.empty(900)) for p in ring.peers[:7]]  # replica 7 does not take part
         behind = [p.reduce(1, torch.empty(9), 2) for p in ring.peers[:7]]
-        await until(lambda: all(p.group.state is GroupState.RUNNING for p in ring.peers[:7]), "they wait")
+        await async_until(lambda: all(p.group.state is GroupState.RUNNING for p in ring.peers[:7]), "they wait")
         await ring.peers[7].group.close()
         for work, skipped in zip(works, behind, strict=True):
             assert isinstance(await error(work), FTARError)
             assert work.status == "RETRYABLE"
             assert isinstance(await error(skipped), Skipped)
             assert skipped.status == "SKIPPED"
-        await until(lambda: all(p.broken for p in ring.peers[:7]), "all know")
+        await async_until(lambda: all(p.broken for p in ring.peers[:7]), "all know")
         assert {(a.cause, a.planned) for p in ring.peers[:7] for a in p.broken} == {("the replica ends", True)}
         assert all(len(p.broken) == 1 for p in ring.peers[:7]), "told more than once"
         assert isinstance(works[3].exception(), RemoteAbort)
@@ -264,7 +265,7 @@ async def test_a_break_names_the_suspect_to_the_farthest_of_eight() -> None:
         await ring.form(1)
         works = [p.reduce(1, torch.empty(900)) for p in ring.peers if p.replica != 3]
         cut(ring.peers[2].rendezvous.right)
-        await until(lambda: all(p.broken for p in ring.peers), "all know")
+        await async_until(lambda: all(p.broken for p in ring.peers), "all know")
         assert not any(p.broken[0].planned for p in ring.peers)
         assert {p.broken[0].suspect for p in ring.peers} <= {2, 3}
         errors = [await error(w) for w in works]
@@ -279,7 +280,7 @@ async def test_an_abort_is_told_to_all() -> None:
         await ring.form(1)
         work = ring.peers[2].reduce(1, torch.empty(9))
         ring.peers[0].group.abort(RemoteAbort("had enough", suspect=3))
-        await until(lambda: all(p.broken for p in ring.peers), "all know")
+        await async_until(lambda: all(p.broken for p in ring.peers), "all know")
         assert {(p.broken[0].cause, p.broken[0].suspect) for p in ring.peers} == {("had enough", 3)}
         failed = await error(work)
         assert isinstance(failed, RemoteAbort)
@@ -291,14 +292,14 @@ async def test_a_neighbour_that_never_comes_is_the_suspect() -> None:
         given = grant(1, ring.addresses)
         for peer in ring.peers[:2]:  # replica 2 listens but knows of nothing
             peer.group.configure(given)
-        await until(lambda: all(p.broken for p in ring.peers[:2]), "they give up", 2.0)
+        await async_until(lambda: all(p.broken for p in ring.peers[:2]), "they give up", 2.0)
         # 1 waits for the welcome of its right neighbour, 0 for the call of its left one.
         assert [p.broken[0].suspect for p in ring.peers[:2]] == [2, 2]
         with socket.create_server(("127.0.0.1", 0)) as taken:
             gone = f"127.0.0.1:{taken.getsockname()[1]}"
         alone = ring.peers[0]
         alone.group.configure(grant(2, {0: alone.address, 1: gone}))
-        await until(lambda: len(alone.broken) == 2, "nobody listens there", 2.0)
+        await async_until(lambda: len(alone.broken) == 2, "nobody listens there", 2.0)
         assert (alone.broken[1].epoch, alone.broken[1].suspect) == (2, 1)
 
 
@@ -311,16 +312,16 @@ async def test_tokens_go_round_to_the_right() -> None:
         await ring.form(1)
         for sender in ring.peers:
             sender.group.send_token(token(1, step=sender.replica + 1))
-        await until(lambda: all(p.tokens for p in ring.peers), "the tokens")
+        await async_until(lambda: all(p.tokens for p in ring.peers), "the tokens")
         assert [p.tokens for p in ring.peers] == [[token(1, 3)], [token(1, 1)], [token(1, 2)]]
         for step in range(20):
             ring.peers[0].group.send_token(token(1, step))
-        await until(lambda: len(ring.peers[1].tokens) == 21, "all of them")
+        await async_until(lambda: len(ring.peers[1].tokens) == 21, "all of them")
         assert [t.fence.step for t in ring.peers[1].tokens[1:]] == list(range(20)), "the order is lost"
         ring.peers[0].group.send_token(token(2))  # of another epoch
         ring.peers[0].group.stop(1, "for a test")
         ring.peers[0].group.send_token(token(1))  # of a ring that is over
-        await until(lambda: ring.peers[1].broken, "the end of the ring")
+        await async_until(lambda: ring.peers[1].broken, "the end of the ring")
         assert len(ring.peers[1].tokens) == 21
 
 
@@ -330,7 +331,7 @@ async def test_nonsense_on_a_control_connection_breaks_the_ring() -> None:
         right = ring.peers[0].rendezvous.right
         assert right is not None
         right.send_heartbeat(protocol.LENGTH.pack(4) + b"nope")
-        await until(lambda: all(p.broken for p in ring.peers), "the ring breaks")
+        await async_until(lambda: all(p.broken for p in ring.peers), "the ring breaks")
         assert (ring.peers[1].broken[0].suspect, "protocol" in ring.peers[1].broken[0].cause) == (0, True)
 
 
@@ -357,9 +358,9 @@ async def test_nothing_leaks_over_many_rings(transport: Transport) -> None:
         await ring.form(100)
         await ring.check(100)
         gc.collect()
-        await until(lambda: count() <= before, f"{count()} files and threads, before {before}")
+        await async_until(lambda: count() <= before, f"{count()} files and threads, before {before}")
     gc.collect()
-    await until(lambda: count() <= at_first, f"{count()} files and threads, at first {at_first}")
+    await async_until(lambda: count() <= at_first, f"{count()} files and threads, at first {at_first}")
 
 
 async def test_an_error_of_ours_does_not_end_the_thread() -> None:
@@ -371,7 +372,7 @@ async def test_an_error_of_ours_does_not_end_the_thread() -> None:
         with mock.patch.object(ring.peers[0].plane, "open", side_effect=MemoryError("none left")):
             wrong = ring.peers[0].reduce(1, torch.empty(3))
             assert isinstance(await error(wrong), MemoryError)
-        await until(lambda: heard == [wrong.exception()], "the loop's owner hears of it")
+        await async_until(lambda: heard == [wrong.exception()], "the loop's owner hears of it")
         assert wrong.status == "FATAL"
         await ring.form(2)
         await ring.check(2)

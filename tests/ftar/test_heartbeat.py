@@ -23,7 +23,8 @@ from ft_hsdp.ftar.lane import GroupState
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.protocol import RingBeat
 from tests.support.ftar.member_process import TOKEN, MemberProcess
-from tests.support.ftar.ring_helpers import Replica, Ring, Transport, error, lane_of, until
+from tests.support.ftar.ring_helpers import Replica, Ring, Transport, error, lane_of
+from tests.support.waiting import async_until, until
 
 MINUTE_S = 60.0
 
@@ -50,7 +51,7 @@ async def test_who_falls_silent_is_suspected_by_all(victim: int) -> None:
         for peer in others:
             (abort,) = peer.broken
             assert (abort.suspect, abort.planned, abort.stuck) == (victim, False, False)
-        await until(lambda: ring.peers[victim].broken, "the silent one hears of it")
+        await async_until(lambda: ring.peers[victim].broken, "the silent one hears of it")
         await ring.form(2, others)
         await ring.check(2, others)
 
@@ -79,7 +80,7 @@ async def test_after_standing_still_a_silence_is_found_again_in_a_ring_without_w
         stand_still(1.0)
         await asyncio.sleep(0.2)
         mute(ring.peers[1])
-        await until(lambda: ring.peers[0].broken, "it is suspected")
+        await async_until(lambda: ring.peers[0].broken, "it is suspected")
         assert ring.peers[0].broken[0].suspect == 1
 
 
@@ -96,7 +97,7 @@ async def test_only_who_does_not_enter_is_blamed(victim: int, transport: Transpo
         failures = [await error(work) for work in works]
         assert [f.suspect for f in failures if isinstance(f, PeerTimeout | RemoteAbort)] == [victim] * 2
         assert isinstance(failures[1], PeerTimeout), "its right neighbour says so"
-        await until(lambda: ring.peers[victim].broken, "it is told")
+        await async_until(lambda: ring.peers[victim].broken, "it is told")
         for peer in ring.peers:
             (abort,) = peer.broken
             assert (abort.suspect, abort.stuck) == (victim, True)
@@ -172,7 +173,7 @@ async def test_beats_do_not_outlive_their_ring() -> None:
             await ring.form(epoch)
         left = ring.peers[0].rendezvous.left
         assert left is not None
-        await until(lambda: left.newest.epoch == 3, "beats of the new epoch")
+        await async_until(lambda: left.newest.epoch == 3, "beats of the new epoch")
         for peer in ring.peers:
             peer.group.stop(3, "for a test")
         with mock.patch.object(Peer, "send_heartbeat") as sent:
@@ -204,12 +205,12 @@ async def test_any_bytes_are_a_sign_of_life() -> None:
         before = peer.heard_at
         await asyncio.sleep(0.01)
         theirs.send(piece)
-        await until(lambda before=before: peer.heard_at > before, "it is heard")  # type: ignore[misc]
+        await async_until(lambda before=before: peer.heard_at > before, "it is heard")  # type: ignore[misc]
     assert not said
     theirs.send(frame[-1:])
-    await until(lambda: said, "the message")
+    await async_until(lambda: said, "the message")
     theirs.send(protocol.frame(RingBeat(7, 3, 9)))
-    await until(lambda: peer.newest == RingBeat(7, 3, 9), "a beat")
+    await async_until(lambda: peer.newest == RingBeat(7, 3, 9), "a beat")
     assert said == [token], "a beat is for nobody else"
     theirs.close()
     await peer.close()
@@ -232,7 +233,7 @@ async def test_no_beat_comes_between_the_parts_of_a_message() -> None:
     await sending
     assert bytes(got) == protocol.frame(long)
     peer.send_heartbeat(frame)
-    await until(lambda: theirs.recv(100) == frame, "a beat")
+    await async_until(lambda: theirs.recv(100) == frame, "a beat")
     theirs.close()
     await peer.close()
 
@@ -272,13 +273,13 @@ async def test_an_overloaded_neighbour_has_the_time_that_it_asked_for() -> None:
         async with Ring(0, 1, timeout_s=MINUTE_S) as ring:
             await ring.form(1)
             edges = ring.peers[0].rendezvous.edges
-            await until(lambda: all(n.newest.epoch == 1 for n in edges), "both have said something")
+            await async_until(lambda: all(n.newest.epoch == 1 for n in edges), "both have said something")
             mute(ring.peers[1])
             await asyncio.sleep(0.05)  # until what it has said is read
             silent_from = time.monotonic()
             for peer in edges:
                 peer.newest = replace(peer.newest, stall_ms=3000, pid=0)
-            await until(lambda: ring.peers[0].broken, "it is suspected")
+            await async_until(lambda: ring.peers[0].broken, "it is suspected")
             assert time.monotonic() - silent_from > 3.0
             assert ring.peers[0].broken[0].suspect == 1
 
@@ -300,10 +301,10 @@ def test_no_load_explains_a_stopped_process() -> None:
         comm.reconfigure(1, members)
         assert comm.all_reduce(torch.ones(9)).wait(20)[0].item() == 14.0
         assert victim.hear() == 14.0
-        deadline = time.monotonic() + 20
-        while not any(call.args[0].newest.pid == victim.pid for call in beats.call_args_list):
-            assert time.monotonic() < deadline, "it has not said which process it is"
-            time.sleep(0.01)
+        until(
+            lambda: any(call.args[0].newest.pid == victim.pid for call in beats.call_args_list),
+            "it says who it is",
+        )
         os.kill(victim.pid, signal.SIGSTOP)
         failed = comm.all_reduce(torch.ones(9)).exception(20)
         assert isinstance(failed, PeerDead), failed

@@ -13,7 +13,8 @@ from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.ftar.transport.tcp import Tcp
 from tests.support.ftar.lane_rig import WideRank, WideRing, flat, values
-from tests.support.ftar.ring_helpers import Transport, cut, error, lane_of, until
+from tests.support.ftar.ring_helpers import Transport, cut, error, lane_of
+from tests.support.waiting import async_until
 
 
 @pytest.mark.parametrize(
@@ -71,10 +72,10 @@ async def test_the_widths_change_from_epoch_to_epoch() -> None:
             await rank.group.close()
         ring.replicas[1] = wide
         await ring.check(await ring.form(4))
-        await until(lambda: threads() - before[0] == 8, "lanes that ended leave no thread", 20.0)
+        await async_until(lambda: threads() - before[0] == 8, "lanes that ended leave no thread", 20.0)
         assert all(r.connected == [1, 2, 3, 4] for r in ring.replicas[0])
     gc.collect()
-    await until(lambda: (threads(), len(os.listdir("/proc/self/fd"))) <= before, "nothing is left", 20.0)
+    await async_until(lambda: (threads(), len(os.listdir("/proc/self/fd"))) <= before, "nothing is left", 20.0)
 
 
 async def test_new_lanes_do_not_wait_for_a_neighbour_that_ended_as_it_connected(
@@ -94,9 +95,9 @@ async def test_new_lanes_do_not_wait_for_a_neighbour_that_ended_as_it_connected(
             given = ring.grant(1)
             for rank in ring.ranks:
                 rank.group.configure(given)
-            await until(lambda: len(called) == 4, "all have called and were answered", 20.0)
+            await async_until(lambda: len(called) == 4, "all have called and were answered", 20.0)
             await asyncio.gather(*(rank.group.close() for rank in ring.replicas[1]))
-            await until(lambda: all(rank.broken for rank in ring.replicas[0]), "the others hear of it", 20.0)
+            await async_until(lambda: all(rank.broken for rank in ring.replicas[0]), "the others hear of it", 20.0)
         ring.replicas[1] = ring.replica(1, 1)
         await ring.check(await ring.form(2))
 
@@ -136,7 +137,7 @@ async def test_a_loss_in_one_lane_ends_all_lanes_with_one_verdict(victim: tuple[
         assert lane.current is not None
         cut(lane.current.right)
         in_touch = in_touch_with(told, ring, given)
-        await until(lambda: all(r.broken for r in in_touch), "all that share a lane with it know", 20.0)
+        await async_until(lambda: all(r.broken for r in in_touch), "all that share a lane with it know", 20.0)
         blamed = {replica, lane.current.member_at(+1).replica}
         for rank in in_touch:
             assert len(rank.broken) == 1
@@ -158,7 +159,7 @@ async def test_an_error_of_this_rank_is_blamed_on_nobody_else() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # the rank would end
         here.group._exhausted(LocalResourceError("no descriptor is left"))
         neighbours = in_touch_with(here, ring, given)
-        await until(lambda: all(r.broken for r in neighbours), "all that share a lane with it know", 20.0)
+        await async_until(lambda: all(r.broken for r in neighbours), "all that share a lane with it know", 20.0)
         assert {(len(r.broken), r.broken[0].suspect) for r in neighbours} == {(1, 0)}
 
 
@@ -172,17 +173,17 @@ async def test_a_member_that_leaves_on_purpose_lets_running_lanes_finish() -> No
         place = numbers(wide, given).index(running)
         _, works = wide.reduce(given, [flat(b, 4, 2) for b in values(0)][:1], only=[place])
         runs, rests = lane_of(wide.group, running), lane_of(wide.group, idle)
-        await until(lambda: runs.state is GroupState.RUNNING, "it waits", 20.0)
+        await async_until(lambda: runs.state is GroupState.RUNNING, "it waits", 20.0)
         other = ring.replicas[1][2]  # the other member of the lane that does not run
         assert idle in numbers(other, given)
         other.group.stop(1, "the replica leaves")
-        await until(lambda: rests.over, "the idle lane is over", 20.0)
+        await async_until(lambda: rests.over, "the idle lane is over", 20.0)
         assert not runs.over
         assert not wide.broken, "the owner would stop what still runs"
         place = numbers(narrow, given).index(running)
         works += narrow.reduce(given, [flat(b, 3, 1) for b in values(1)][:1], only=[place])[1]
         assert [await error(w) for w in works] == [None, None]
-        await until(lambda: wide.broken, "then it ends", 20.0)
+        await async_until(lambda: wide.broken, "then it ends", 20.0)
         assert [(a.planned, a.cause) for a in wide.broken] == [(True, "the replica leaves")]
 
 
@@ -194,7 +195,7 @@ async def test_a_lane_of_another_layout_is_refused() -> None:
         given = ring.grant(1)
         for rank in ring.ranks:
             rank.group.configure(given)
-        await until(lambda: odd.broken, "nobody takes it in", 30.0)
+        await async_until(lambda: odd.broken, "nobody takes it in", 30.0)
         assert not odd.connected
 
 
@@ -208,5 +209,5 @@ async def test_a_dead_lane_is_not_reported_as_a_stuck_one() -> None:
         failed = [await error(w) for w in works]
         assert [getattr(e, "suspect", None) for e in failed] == [1]
         assert not isinstance(failed[0], PeerDead)
-        await until(lambda: wide.broken, "it is told", 20.0)
+        await async_until(lambda: wide.broken, "it is told", 20.0)
         assert (wide.broken[0].stuck, wide.broken[0].suspect) == (True, 1)

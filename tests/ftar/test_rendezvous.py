@@ -13,8 +13,9 @@ from ft_hsdp.ftar.lane import GroupState
 from ft_hsdp.ftar.rendezvous import choose
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingBarrier
-from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Replica, Ring, Transport, error, grant, until
+from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Replica, Ring, Transport, error, grant
 from tests.support.known import streams
+from tests.support.waiting import async_until
 
 
 def ends(peer: Replica) -> tuple[Any, Any]:
@@ -31,13 +32,15 @@ async def test_nobody_begins_before_all_are_connected() -> None:
         for peer in ring.peers:
             if peer is not late:
                 peer.group.configure(given)
-        await until(lambda: late.shown, "it is called")
+        await async_until(lambda: late.shown, "it is called")
         first = ring.peers[0].rendezvous
-        await until(lambda: first.right and first.right.sender and first.left and first.left.receiver, "two edges")
+        await async_until(
+            lambda: first.right and first.right.sender and first.left and first.left.receiver, "two edges"
+        )
         await asyncio.sleep(0.05)
         assert [p.group.state for p in ring.peers if p is not late] == [GroupState.CONFIGURING] * 4
         late.group.configure(given)
-        await until(lambda: all(p.connected == [1] for p in ring.peers), "the ring")
+        await async_until(lambda: all(p.connected == [1] for p in ring.peers), "the ring")
         await ring.check(1)
 
 
@@ -57,11 +60,11 @@ async def test_nobody_begins_before_the_token_has_been_everywhere(held: int) -> 
             given = grant(1, ring.addresses)
             for peer in ring.peers:
                 peer.group.configure(given)
-            await until(lambda: all(len(p.group.transports) == 2 for p in ring.peers), "all edges")
+            await async_until(lambda: all(len(p.group.transports) == 2 for p in ring.peers), "all edges")
             await asyncio.sleep(0.05)
             assert not any(p.connected for p in ring.peers)
             go.set()
-            await until(lambda: all(p.connected for p in ring.peers), "the ring")
+            await async_until(lambda: all(p.connected for p in ring.peers), "the ring")
 
 
 async def test_edges_far_from_a_change_are_kept() -> None:
@@ -110,7 +113,7 @@ async def test_an_edge_is_not_kept_in_the_middle_of_a_work() -> None:
         await ring.form(1)
         before = ends(ring.peers[0])[1]
         works = [p.reduce(1, torch.empty(900)) for p in ring.peers[:2]]
-        await until(lambda: all(p.group.state is GroupState.RUNNING for p in ring.peers[:2]), "they wait")
+        await async_until(lambda: all(p.group.state is GroupState.RUNNING for p in ring.peers[:2]), "they wait")
         await ring.form(2)
         assert ends(ring.peers[0])[1] is not before
         for work in works:
@@ -125,7 +128,7 @@ async def test_a_spare_edge_whose_neighbour_is_gone_is_made_anew() -> None:
         right = ring.peers[0].rendezvous.right
         assert right is not None
         ring.peers[1].group.stop(1, "comes back")
-        await until(lambda: ring.peers[0].broken, "it hears of it")
+        await async_until(lambda: ring.peers[0].broken, "it hears of it")
         await ring.form(2)
         assert ring.peers[0].rendezvous.right is not right
         await ring.check(2)
@@ -138,7 +141,7 @@ async def test_members_that_do_not_fit_do_not_connect(change: str) -> None:
     given = grant(1, {0: a.address, 1: b.address})
     for peer in (a, b):
         peer.group.configure(given)
-    await until(lambda: a.broken and b.broken, "they give up")
+    await async_until(lambda: a.broken and b.broken, "they give up")
     assert a.broken[0].suspect == 1
     assert not a.connected + b.connected
     await asyncio.gather(a.group.close(), b.group.close())
@@ -149,7 +152,7 @@ async def test_another_grant_for_the_same_epoch_is_not_joined() -> None:
         a, b = ring.peers
         a.group.configure(grant(1, ring.addresses))
         b.group.configure(grant(1, dict(reversed(ring.addresses.items()))))
-        await until(lambda: a.broken and b.broken, "they give up")
+        await async_until(lambda: a.broken and b.broken, "they give up")
         assert not a.connected + b.connected
 
 
@@ -197,4 +200,4 @@ async def test_a_host_that_only_claims_to_be_ours_gets_no_edge() -> None:
         assert await asyncio.wait_for(data_reader.read(), 2) == b""
         for stream in (writer, data_writer):
             stream.close()
-        await until(lambda: ring.peers[0].broken, "it gives up")
+        await async_until(lambda: ring.peers[0].broken, "it gives up")

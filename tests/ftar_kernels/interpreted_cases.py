@@ -16,18 +16,12 @@ from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import Aborted, Expired, StagedPlane, Stuck
 from ftar_kernels.staging import host_buffer
 from ftar_kernels.streamops import HostStream
+from tests.support.waiting import until
 
 CPU = torch.device("cpu")
 DEADLINE_S = 30.0
 NOTHING = Command(OperationKind.STORE, 0, 0)
 assert INTERPRETED
-
-
-def until(ready):
-    end = time.monotonic() + DEADLINE_S
-    while not ready():
-        assert time.monotonic() < end, "not in time"
-        time.sleep(1e-4)
 
 
 @pytest.fixture(params=checks.PLANES)

@@ -23,7 +23,8 @@ from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, write_json
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from ft_hsdp.memory.replacement import Action
-from tests.support.launch.launch_helpers import Plan, until
+from tests.support.launch.launch_helpers import Plan
+from tests.support.waiting import async_until
 
 
 def end(code: int | None = 75, step: int | None = 7, host: str = "r0h0", committed: int = 0) -> IncarnationEnd:
@@ -173,14 +174,14 @@ class World:
 
     async def life(self, number: int) -> str:
         """Wait for a life of the replica; its incarnation."""
-        await until(lambda: len(self.named("ReplicaStarted")) > number, f"life {number}")
+        await async_until(lambda: len(self.named("ReplicaStarted")) > number, f"life {number}")
         assert self.supervisor.current is not None
         return self.supervisor.current.name
 
     async def end(self, number: int) -> None:
         """End a life, and let the others commit, for which the next one waits."""
         (self.run.path / f"end-{number}").touch()
-        await until(lambda: len(self.named("ReplicaExited")) > number, f"the end of life {number}")
+        await async_until(lambda: len(self.named("ReplicaExited")) > number, f"the end of life {number}")
         self.progress.saw(self.progress.step + 1)
 
     def named(self, name: str) -> list[Row]:
@@ -216,7 +217,7 @@ async def test_a_broken_host_is_cordoned_and_its_rank_moves(run_dir: RunDir, pla
     plan({"0": {"0": {"1": ["exit", 76]}}})
     world = World(run_dir)
     async with play(world):
-        await until(lambda: world.named("ReplicaExited"), "the end of the first life")
+        await async_until(lambda: world.named("ReplicaExited"), "the end of the first life")
         world.progress.saw(1)
         await world.life(1)
         (cordoned,) = world.named("HostCordoned")
@@ -248,7 +249,7 @@ async def test_a_broken_host_is_cordoned_while_others_train_and_the_replica_wait
     async with play(world):
         await world.life(0)
         await world.end(0)
-        await until(lambda: world.named("ReplicaUnplaced"), "the wait")
+        await async_until(lambda: world.named("ReplicaUnplaced"), "the wait")
         assert [e["host"] for e in world.named("HostCordoned")] == ["r0h1"]
         assert "r0h1 is cordoned" in world.named("ReplicaUnplaced")[0]["reason"]
         back(world)
@@ -374,7 +375,7 @@ async def test_a_host_that_is_back_before_the_replica_is_has_lost_its_rank_all_t
         await world.life(0)
         write_json(order, asdict(fault_injection.FaultOrder("host", 0, host="r0h0")))
         (run_dir.path / "end-0").touch()
-        await until(lambda: world.named("RestartScheduled"), "the end of life 0")
+        await async_until(lambda: world.named("RestartScheduled"), "the end of life 0")
         order.unlink()
         world.progress.saw(1)
         await world.life(1)

@@ -18,7 +18,7 @@ from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet,
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json, write_job_files
 from ft_hsdp.launch.run.status import lines, status
 from tests.support.etcd_server import EtcdServer
-from tests.support.launch.launch_helpers import until
+from tests.support.waiting import async_until
 
 pytestmark = pytest.mark.multiproc
 
@@ -53,8 +53,8 @@ async def test_two_of_them_share_a_run_and_each_comes_back_at_its_address(tmp_pa
             assert picture["epoch"] == 0, "the leader was not asked"
             assert any(line.endswith("standby") for line in lines(run, picture))
             os.kill(said["pid"], signal.SIGKILL)
-            await until(lambda: read_json(run.lighthouse)["pid"] != said["pid"], "one of them leads")
-            await until(lambda: [e for e in events if e.get("over")], "it is started again")
+            await async_until(lambda: read_json(run.lighthouse)["pid"] != said["pid"], "one of them leads")
+            await async_until(lambda: [e for e in events if e.get("over")], "it is started again")
             assert said["url"] in both.urls
             assert set(read_json(run.lighthouse)["urls"]) == set(both.urls)
         finally:
@@ -106,15 +106,15 @@ async def test_a_spare_takes_the_place_of_a_lighthouse_that_is_killed(
     keeping = asyncio.create_task(alone.keep())
     try:
         said = read_json(run.lighthouse)
-        await until(lambda: processes(run) - {said["pid"]}, "a spare")
+        await async_until(lambda: processes(run) - {said["pid"]}, "a spare")
         (heir,) = processes(run) - {said["pid"]}
         os.kill(said["pid"], signal.SIGKILL)
-        await until(lambda: read_json(run.lighthouse)["pid"] == heir, "the spare listens")
+        await async_until(lambda: read_json(run.lighthouse)["pid"] == heir, "the spare listens")
         assert read_json(run.lighthouse)["url"] == said["url"]
-        await until(lambda: processes(run) - {said["pid"], heir}, "another spare")
+        await async_until(lambda: processes(run) - {said["pid"], heir}, "another spare")
         for pid in processes(run):
             os.kill(pid, signal.SIGKILL)
-        await until(lambda: read_json(run.lighthouse)["pid"] != heir and len(events) >= 4, "it is back")
+        await async_until(lambda: read_json(run.lighthouse)["pid"] != heir and len(events) >= 4, "it is back")
     finally:
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
@@ -133,7 +133,7 @@ async def test_the_port_of_a_dead_lighthouse_stays_with_the_job(tmp_path: Path) 
         said = read_json(run.lighthouse)
         port = int(said["url"].rpartition(":")[2])
         os.kill(said["pid"], signal.SIGKILL)
-        await until(lambda: not processes(run), "it is gone")
+        await async_until(lambda: not processes(run), "it is gone")
         for host in ("127.0.0.1", "0.0.0.0", ""):
             with pytest.raises(OSError, match="in use"):
                 socket.create_server((host, port))
@@ -159,7 +159,7 @@ async def test_a_lighthouse_that_gives_no_sign_of_life_is_replaced(tmp_path: Pat
         assert read_json(run.lighthouse) == said
         assert events == []
         os.kill(said["pid"], signal.SIGSTOP)
-        await until(lambda: [e for e in events if e.get("over")], "another one listens")
+        await async_until(lambda: [e for e in events if e.get("over")], "another one listens")
         assert read_json(run.lighthouse)["url"] == said["url"]
         assert read_json(run.lighthouse)["pid"] != said["pid"]
         assert [e["event"] for e in events][:2] == ["LighthouseSilent", "LighthouseExited"]

@@ -15,9 +15,9 @@ from ft_hsdp.control.lighthouse_client import Lighthouses, deliver
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
-from tests.support.launch.launch_helpers import until
 from tests.support.launch.squatter import STATUSES, SquatterServer
 from tests.support.lighthouse.signed import line_of
+from tests.support.waiting import async_until
 
 ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False, "halted": "", "drained": []} | {
     "leases": {},
@@ -133,7 +133,7 @@ async def test_no_answer_of_the_lighthouse_reaches_the_supervisor_as_an_error(
 async def test_a_change_at_the_moment_of_its_cancellation_does_not_keep_it_alive() -> None:
     link = LighthouseLink(("http://127.0.0.1:1",), "secret", Progress(), lambda *_: None)
     running = asyncio.create_task(link.run())
-    await until(lambda: link.problem, "the first report")
+    await async_until(lambda: link.problem, "the first report")
     for _ in range(20):
         await asyncio.sleep(0)
     link.started(0, "0-a-0")
@@ -160,14 +160,14 @@ async def test_it_goes_on_through_an_outage_and_reports_what_changed_meanwhile()
     port = server.sockets[0].getsockname()[1]
     link = LighthouseLink((f"http://127.0.0.1:{port}",), "secret", Progress(), lambda *_: None)
     running = asyncio.create_task(link.run())
-    await until(lambda: pictures, "the first report")
+    await async_until(lambda: pictures, "the first report")
     server.close()
     await server.wait_closed()
     link.started(0, "0-a-0")
-    await until(lambda: link.problem, "the outage")
+    await async_until(lambda: link.problem, "the outage")
     link.exited(0, "0-a-0")
     back = await asyncio.start_server(serve, "127.0.0.1", port)
-    await until(lambda: link.settled, "the report after the outage")
+    await async_until(lambda: link.settled, "the report after the outage")
     assert pictures[-1]["exited"] == ["0-a-0"]
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -213,9 +213,9 @@ async def test_what_happens_here_goes_to_the_lighthouse_too_and_the_end_is_in_it
         link = LighthouseLink((lighthouse.url,), "secret", Progress(), lambda *_: None)
         link.note({"event": "before"})
         running = asyncio.create_task(link.run())
-        await until(lambda: lighthouse.events, "the first row")
+        await async_until(lambda: lighthouse.events, "the first row")
         link.note({"event": "ReplicaStarted"})
-        await until(lambda: len(lighthouse.events) == 2, "the second row")
+        await async_until(lambda: len(lighthouse.events) == 2, "the second row")
         link.note({"event": "ReplicaExited"})
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -253,8 +253,8 @@ async def test_nothing_is_done_on_the_word_of_a_squatter() -> None:
         for _ in range(len(STATUSES)):
             before = squatter.asked("/v1/processes")
             link.rests(7)  # a change: it is reported at once
-            await until(lambda before=before: squatter.asked("/v1/processes") > before, "another report")
-        await until(lambda: link.problem, "the report is over")
+            await async_until(lambda before=before: squatter.asked("/v1/processes") > before, "another report")
+        await async_until(lambda: link.problem, "the report is over")
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         came = str(squatter.seen)

@@ -21,7 +21,7 @@ from ft_hsdp.launch.run.directory import read_json, read_jsonl
 from ft_hsdp.launch.run.status import status
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
-from tests.support.launch.launch_helpers import until
+from tests.support.waiting import async_until
 
 KILL = {"at_step": 8, "replicas": [1], "rank": 1}
 
@@ -72,7 +72,7 @@ async def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -
 
     (job.run.path / "hold").touch()
     going = asyncio.create_task(job.go())
-    await until(lambda: read_jsonl(job.run.replica_events(1)), "the new replica 1")
+    await async_until(lambda: read_jsonl(job.run.replica_events(1)), "the new replica 1")
     (job.run.path / "hold").unlink()
     code, summary = await going
     assert code == 0
@@ -164,7 +164,7 @@ async def test_a_signal_stops_everything(tmp_path: Path, number: int, code: int)
     job = Fake(tmp_path)
     (job.run.path / "hang").touch()
     going = asyncio.create_task(job.go())
-    await until(lambda: len(job.run.replicas()) == 3 and job.events("ReplicaStarted"), "the start")
+    await async_until(lambda: len(job.run.replicas()) == 3 and job.events("ReplicaStarted"), "the start")
     picture = await asyncio.to_thread(status, job.run)
     assert len(picture["replicas"]) == 3
     os.kill(os.getpid(), number)
@@ -176,9 +176,9 @@ async def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
     job = Fake(tmp_path, timeouts={"stop_s": 60.0})  # longer than this test may take
     (job.run.path / "deaf").touch()
     going = asyncio.create_task(job.go())
-    await until(lambda: len(list(job.run.path.glob("deaf-*"))) == 6, "ranks that do not leave")
+    await async_until(lambda: len(list(job.run.path.glob("deaf-*"))) == 6, "ranks that do not leave")
     os.kill(os.getpid(), signal.SIGINT)
-    await until(lambda: "stopping: " in job.out.getvalue(), "the first word")
+    await async_until(lambda: "stopping: " in job.out.getvalue(), "the first word")
     os.kill(os.getpid(), signal.SIGINT)
     assert (await going)[0] == 130
     assert "stopping at once" in job.out.getvalue()
@@ -189,10 +189,10 @@ async def test_a_lighthouse_that_dies_comes_back_at_its_address(tmp_path: Path) 
     job = Fake(tmp_path)
     (job.run.path / "hold").touch()
     going = asyncio.create_task(job.go())
-    await until(lambda: job.run.lighthouse.exists() and job.run.replicas(), "the start")
+    await async_until(lambda: job.run.lighthouse.exists() and job.run.replicas(), "the start")
     before = read_json(job.run.lighthouse)
     os.kill(before["pid"], signal.SIGKILL)
-    await until(lambda: read_json(job.run.lighthouse)["pid"] != before["pid"], "the new one")
+    await async_until(lambda: read_json(job.run.lighthouse)["pid"] != before["pid"], "the new one")
     assert read_json(job.run.lighthouse)["url"] == before["url"]
     (job.run.path / "hold").unlink()
     assert (await going)[0] == 0

@@ -18,7 +18,8 @@ from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
-from tests.support.launch.launch_helpers import Plan, until
+from tests.support.launch.launch_helpers import Plan
+from tests.support.waiting import async_until
 
 SHORT_START = {"start_s": 0.5, "ranks_s": 0.5, "connect_s": 0.5, "supervisor_lease_s": 0.2}
 SHORT_END = {"final_wait_s": 3.0, "return_wait_s": 3.0, "load_s": 15.0}  # and half of it for a last checkpoint
@@ -121,9 +122,9 @@ class World:
     async def waiting(self, restart: int) -> list[int]:
         """Pids of the ranks of a restart, once they are all up."""
         files = [self.run.path / f"waiting-1-{restart}-{rank}" for rank in (0, 1)]
-        await until(lambda: all(file.exists() for file in files), f"the ranks of restart {restart}")
+        await async_until(lambda: all(file.exists() for file in files), f"the ranks of restart {restart}")
         # A rank may be up before the supervisor has heard that all are.
-        await until(lambda: len(self.named("ReplicaStarted")) > restart, f"the event of restart {restart}")
+        await async_until(lambda: len(self.named("ReplicaStarted")) > restart, f"the event of restart {restart}")
         assert self.supervisor.current is not None
         return [rank.pid for rank in self.supervisor.current.ranks.values()]
 
@@ -146,7 +147,7 @@ async def test_sigkill_of_one_rank_kills_the_stopped_other_one_and_restarts_both
     async with World(run_dir).running() as world:
         pids = world.book.watched = await world.waiting(0)
         os.kill(pids[1 - victim], signal.SIGSTOP)
-        await until(lambda: psutil.Process(pids[1 - victim]).status() == psutil.STATUS_STOPPED, "the stop")
+        await async_until(lambda: psutil.Process(pids[1 - victim]).status() == psutil.STATUS_STOPPED, "the stop")
         os.kill(pids[victim], signal.SIGKILL)
         again = await world.waiting(1)
         listed = json.loads(run_dir.processes(1).read_text())
@@ -170,7 +171,7 @@ async def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_togeth
     plan({"1": {"0": {"0": ["final", False], "1": ["exit-when", "go", 0]}}})
     async with World(run_dir).running() as world:
         current = world.supervisor
-        await until(lambda: current.current and current.current.first, "the first exit")
+        await async_until(lambda: current.current and current.current.first, "the first exit")
         (run_dir.path / "go").touch()
         assert (await world.task).kind == "done"
         assert world.book.names == ["started", "exited", "ended"]
@@ -189,7 +190,7 @@ async def test_a_replica_that_leaves_because_one_rank_was_told_to_end_may_do_so_
 ) -> None:
     plan({"1": {"0": {"0": ["exit-when", "go", 0], "1": ["exit", 143]}}})
     async with World(run_dir).running() as world:
-        await until(lambda: world.supervisor.current and world.supervisor.current.first, "the first exit")
+        await async_until(lambda: world.supervisor.current and world.supervisor.current.first, "the first exit")
         (run_dir.path / "go").touch()
         await world.waiting(1)
         (exited,) = world.named("ReplicaExited")
@@ -201,7 +202,7 @@ async def test_a_replica_beyond_those_that_the_job_begins_with_rests_until_it_is
     run_dir: RunDir, heard: bool
 ) -> None:
     async with World(run_dir, replicas=1).running() as world:
-        await until(lambda: world.supervisor.resting, "the rest")
+        await async_until(lambda: world.supervisor.resting, "the rest")
         if heard:
             drain(world, 1)
             await asyncio.sleep(0)
@@ -299,7 +300,7 @@ async def test_a_restart_waits_for_the_survivors_next_commit_and_for_the_steps_i
         world.progress.saw(step=5)
         world.supervisor.stay_away(until_step=8)
         os.kill(pids[0], signal.SIGKILL)
-        await until(lambda: world.named("RestartScheduled"), "the decision")
+        await async_until(lambda: world.named("RestartScheduled"), "the decision")
         for step in (6, 7):
             world.progress.saw(step=step)
             await asyncio.sleep(0)
@@ -315,7 +316,7 @@ async def test_without_survivors_nothing_holds_a_restart_back(run_dir: RunDir) -
         pids = await world.waiting(0)
         world.supervisor.stay_away(until_step=100)
         os.kill(pids[0], signal.SIGKILL)
-        await until(lambda: world.named("RestartScheduled"), "the decision")
+        await async_until(lambda: world.named("RestartScheduled"), "the decision")
         world.survivors = False
         world.progress.wake()
         await world.waiting(1)
@@ -339,7 +340,7 @@ async def test_when_the_fork_server_dies_the_replica_goes_on_and_is_restarted_by
         server = world.backend.server_pid
         assert server is not None
         os.kill(server, signal.SIGKILL)
-        await until(lambda: world.backend.server_pid not in (None, server), "another server")
+        await async_until(lambda: world.backend.server_pid not in (None, server), "another server")
         assert all(alive({"pid": pid}) for pid in pids)
         os.kill(pids[0], signal.SIGKILL)
         await world.waiting(1)
@@ -359,12 +360,12 @@ async def test_a_drained_replica_that_has_left_stays_away_until_it_is_undrained_
     plan({"1": {"0": leaves, "1": again}})
     async with World(run_dir, budget=0).running() as world:
         for life in (0, 1):
-            await until(lambda: len(world.named("ReplicaStarted")) == life + 1, "a start")  # noqa: B023
+            await async_until(lambda: len(world.named("ReplicaStarted")) == life + 1, "a start")  # noqa: B023
             drain(world, 1)
             await asyncio.sleep(0)
             assert not world.supervisor.resting
             (run_dir.path / f"go-{life}").touch()
-            await until(lambda: world.supervisor.resting, "the rest")
+            await async_until(lambda: world.supervisor.resting, "the rest")
             assert world.named("ReplicaExited")[-1]["kind"] == "stopped"
             for _ in range(50):
                 await asyncio.sleep(0)
@@ -385,7 +386,7 @@ async def test_a_script_that_leaves_for_good_because_it_was_sent_away_is_not_don
     plan({"1": {"0": {"0": rank, "1": rank}, "1": {"0": ["exit", 0], "1": ["exit", 0]}}})
     async with World(run_dir, budget=0).running() as world:
         ready = [run_dir.path / f"go-awaited-{n}" for n in (0, 1)]
-        await until(lambda: all(file.exists() for file in ready), "the start")
+        await async_until(lambda: all(file.exists() for file in ready), "the start")
         stopping = asyncio.create_task(world.supervisor.stop(grace_s=9) if how == "stop" else asyncio.sleep(0))
         if how == "drain":
             drain(world, 1)
@@ -396,19 +397,19 @@ async def test_a_script_that_leaves_for_good_because_it_was_sent_away_is_not_don
             assert ("ended" in world.book.names) is of_job
             await stopping
             return
-        await until(lambda: world.supervisor.resting, "the rest")
+        await async_until(lambda: world.supervisor.resting, "the rest")
         assert world.named("ReplicaExited")[-1]["kind"] == "stopped"
         drain(world, 0)
-        await until(lambda: len(world.named("ReplicaExited")) == 2, "the next life")
+        await async_until(lambda: len(world.named("ReplicaExited")) == 2, "the next life")
         assert world.named("ReplicaExited")[-1]["kind"].startswith("exit 0"), "the file is of the first"
 
 
 async def test_a_replica_may_hear_of_its_drain_before_its_supervisor_does(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["exit", 0], "1": ["exit", 0]}}})
     async with World(run_dir, budget=0).running() as world:
-        await until(lambda: "exited" in world.book.names, "the exit")
+        await async_until(lambda: "exited" in world.book.names, "the exit")
         drain(world, 1)
-        await until(lambda: world.supervisor.resting, "the rest")
+        await async_until(lambda: world.supervisor.resting, "the rest")
         assert world.named("ReplicaExited")[0]["kind"] == "stopped"
 
 
@@ -417,7 +418,7 @@ async def test_a_crash_of_a_drained_replica_is_no_reason_to_start_it(run_dir: Ru
         pids = await world.waiting(0)
         drain(world, 1)
         os.kill(pids[0], signal.SIGKILL)
-        await until(lambda: world.supervisor.resting, "the rest")
+        await async_until(lambda: world.supervisor.resting, "the rest")
         assert world.named("ReplicaExited")[0]["kind"] == "SIGKILL"
 
 
@@ -427,10 +428,10 @@ async def test_a_replica_that_is_drained_while_it_waits_for_its_restart_does_not
     async with world.running():
         pids = await world.waiting(0)
         os.kill(pids[0], signal.SIGKILL)
-        await until(lambda: world.named("RestartScheduled"), "the decision")
+        await async_until(lambda: world.named("RestartScheduled"), "the decision")
         drain(world, 1)
         world.progress.saw(step=5)
-        await until(lambda: world.supervisor.resting, "the rest")
+        await async_until(lambda: world.supervisor.resting, "the rest")
         assert world.book.names == ["started", "exited"]
 
 
@@ -443,7 +444,7 @@ async def test_a_drained_replica_ends_with_its_job(run_dir: RunDir, how: str, ki
         pids = await world.waiting(0)
         drain(world, 1)
         os.kill(pids[0], signal.SIGKILL)
-        await until(lambda: world.supervisor.resting, "the rest")
+        await async_until(lambda: world.supervisor.resting, "the rest")
         if how == "stop":
             await world.supervisor.stop(grace_s=1)
         else:
@@ -461,7 +462,7 @@ async def test_of_two_supervisors_one_stands_by_and_takes_over(run_dir: RunDir) 
         world.progress.wake()
 
     async with world.running():
-        await until(lambda: world.named("SupervisorStandsBy"), "the first word")
+        await async_until(lambda: world.named("SupervisorStandsBy"), "the first word")
         assert world.book.names == []
         (said,) = world.named("SupervisorStandsBy")
         assert "bbbb" in said["reason"]
@@ -470,14 +471,14 @@ async def test_of_two_supervisors_one_stands_by_and_takes_over(run_dir: RunDir) 
         first = world.book.told[0][2]
         leased("cccc")
         world.supervisor.evict(first, "supervisor cccc has taken replica 1 over")
-        await until(lambda: len(world.named("SupervisorStandsBy")) == 2, "the second word")
+        await async_until(lambda: len(world.named("SupervisorStandsBy")) == 2, "the second word")
         assert world.book.names == ["started", "exited"]
         leased("")
         await world.waiting(1)
         assert not world.named("RestartScheduled")
         leased("cccc")
         world.supervisor.evict(world.book.told[-1][2], "supervisor cccc has taken replica 1 over")
-        await until(lambda: len(world.named("SupervisorStandsBy")) == 3, "the third word")
+        await async_until(lambda: len(world.named("SupervisorStandsBy")) == 3, "the third word")
         world.progress.saw(9, finished=True)
         assert (await world.task).kind == "drained"
         assert world.book.leased == [], "who ends gives its lease back"
@@ -490,7 +491,7 @@ async def test_without_a_lighthouse_that_renews_its_lease_a_supervisor_starts_no
     world = World(run_dir)
     world.book.holds = lambda replica: False  # type: ignore[method-assign]
     async with world.running():
-        await until(lambda: world.named("SupervisorStandsBy"), "the word")
+        await async_until(lambda: world.named("SupervisorStandsBy"), "the word")
         await world.supervisor.stop(1.0)
         assert (await world.task).kind == "stopped"
         assert world.book.names == []
@@ -502,7 +503,7 @@ async def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: R
     async with World(run_dir, timeouts=waits).running() as world:
         if hang == "stopped":
             os.kill((await world.waiting(0))[1], signal.SIGSTOP)
-        await until(lambda: world.named("ReplicaExited"), "the end of the incarnation")
+        await async_until(lambda: world.named("ReplicaExited"), "the end of the incarnation")
         exited = world.named("ReplicaExited")[0]
         assert exited["kind"] == "evicted"
         assert ("checked in" if hang == "before check-in" else "rank 1") in exited["reason"]
@@ -516,20 +517,24 @@ async def test_a_start_that_a_shortage_prevents_costs_no_budget_and_is_told_once
     full = {"0": ["raise", "os", 24, "Too many open files"]}
     plan({"1": {str(n): full for n in range(500)}})
     async with World(run_dir, budget=0).running() as world:
-        await until(lambda: len(world.named("RestartScheduled")) >= 2, "restarts after ranks without descriptors")
+        await async_until(
+            lambda: len(world.named("RestartScheduled")) >= 2, "restarts after ranks without descriptors"
+        )
         plan({"1": {str(n): {"0": ["raise", "memory"]} for n in range(500)}})
         server = psutil.Process(world.backend.server_pid)
         limits = server.rlimit(psutil.RLIMIT_NOFILE)
         server.rlimit(psutil.RLIMIT_NOFILE, (server.num_fds(), limits[1]))
-        await until(lambda: [e for e in world.named("ReplicaExited") if e["kind"] == "not started"], "no fork")
+        await async_until(
+            lambda: [e for e in world.named("ReplicaExited") if e["kind"] == "not started"], "no fork"
+        )
         plan({})
         server.rlimit(psutil.RLIMIT_NOFILE, limits)
-        await until(lambda: world.supervisor.running, "a start")
+        await async_until(lambda: world.supervisor.running, "a start")
         assert len(world.named("StartPrevented")) == 1, "it has not checked in"
         who = {"event": "CheckedIn", "incarnation": world.supervisor.current.name}  # type: ignore[union-attr]
         with run_dir.replica_events(1).open("a") as log:
             log.write(json.dumps(who) + "\n")
-        await until(lambda: len(world.named("StartPrevented")) > 1, "the end of the shortage")
+        await async_until(lambda: len(world.named("StartPrevented")) > 1, "the end of the shortage")
         told, over = world.named("StartPrevented")
         assert over["over"]
         assert (told["cause"], "Too many open" in told["reason"]) == ("shortage", True)
@@ -547,7 +552,7 @@ async def test_a_shortage_that_lasts_too_long_ends_the_replica_with_its_key(run_
 
 async def test_a_script_that_never_joins_is_named(run_dir: RunDir) -> None:
     async with World(run_dir, timeouts=SHORT_START, entry="mine/train.py").running() as world:
-        await until(lambda: world.named("ReplicaExited"), "the end of the incarnation")
+        await async_until(lambda: world.named("ReplicaExited"), "the end of the incarnation")
         said = world.named("ReplicaExited")[0]["reason"]
         assert said.startswith("train.py")
         assert "timeouts.start_s" in said

@@ -26,7 +26,7 @@ from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from ft_hsdp.memory.replacement import MOVE_AFTER
-from tests.support.launch.launch_helpers import until
+from tests.support.waiting import async_until
 
 PLACE_S = 0.05
 ALL = ["r0h0", "r0h1", "r0h2", "r0h3"]
@@ -83,7 +83,7 @@ class Hosts:
         self.searches += 1
         self.waiting.add(replica)
         try:
-            await until(lambda: self.hosts.place(replica, *self.away(replica)) is not None, "a place")
+            await async_until(lambda: self.hosts.place(replica, *self.away(replica)) is not None, "a place")
         finally:
             self.waiting.discard(replica)
 
@@ -185,7 +185,7 @@ class Scene:
 
     async def runs(self, count: int) -> None:
         """Wait until that many incarnations were started, and the last one runs."""
-        await until(lambda: len(self.named("ReplicaStarted")) >= count, f"start {count}")
+        await async_until(lambda: len(self.named("ReplicaStarted")) >= count, f"start {count}")
 
     async def loses(self, *hosts: str, starts: int) -> None:
         """Lose hosts with their ranks, and wait for the next start."""
@@ -234,7 +234,7 @@ async def test_a_replica_shrinks_and_grows_when_its_host_is_back(run_dir: RunDir
 async def test_one_that_waits_goes_on_as_soon_as_enough_hosts_are_back(run_dir: RunDir) -> None:
     async with play(run_dir) as scene:
         scene.backend.down = ["r0h1", "r0h2", "r0h3"]
-        await until(lambda: scene.backend.lent == [0], "it lends the host that is left")
+        await async_until(lambda: scene.backend.lent == [0], "it lends the host that is left")
         await asyncio.sleep(3 * PLACE_S)
         assert len(scene.named("ReplicaUnplaced")) == 1, "it is said once"
         scene.backend.down = ["r0h2", "r0h3"]
@@ -247,7 +247,7 @@ async def test_one_that_lost_a_host_before_the_first_commit_goes_on_after_it(run
     async with play(run_dir) as scene:
         scene.progress.step = 0
         scene.backend.down = ["r0h3"]
-        await until(lambda: scene.named("ReplicaUnplaced"), "it waits")
+        await async_until(lambda: scene.named("ReplicaUnplaced"), "it waits")
         await asyncio.sleep(2 * PLACE_S)
         assert not scene.backend.started
         scene.progress.saw(1)
@@ -354,7 +354,7 @@ async def test_fewer_ranks_that_do_not_fit_cost_no_budget_and_no_host(run_dir: R
         await scene.runs(1)
         scene.others_run = True
         await scene.loses("r0h3", starts=3)
-        await until(lambda: scene.backend.lent == [0], "it lends its hosts")
+        await async_until(lambda: scene.backend.lent == [0], "it lends its hosts")
         assert [len(hosts) for hosts in scene.backend.started] == [4, 3, 3]
         (told,) = scene.named("TooFewRanks")
         assert told["ranks"] == 3
@@ -376,7 +376,7 @@ async def test_all_ranks_begin_anew_also_for_fewer_ones(run_dir: RunDir) -> None
         scene.backend.begins = lambda: scene.ends_narrow(-signal.SIGKILL)
         await scene.runs(1)
         await scene.loses("r0h3", starts=3)
-        await until(lambda: scene.backend.lent == [0], "it lends its hosts")
+        await async_until(lambda: scene.backend.lent == [0], "it lends its hosts")
         scene.backend.begins = lambda: None
         scene.backend.down = []
         await scene.runs(4)
@@ -392,7 +392,7 @@ async def test_what_says_nothing_about_their_number_is_judged_as_before(run_dir:
         await scene.runs(1)
         await scene.loses("r0h3", starts=2)
         scene.backend.ranks[0].exits(code)
-        await until(lambda: len(scene.named("RestartScheduled")) == 2, "what is done about it")
+        await async_until(lambda: len(scene.named("RestartScheduled")) == 2, "what is done about it")
         assert scene.backend.cordoned == (["r0h0"] if code == EXIT_HARDWARE else [])
         assert "fewer ranks" not in scene.named("RestartScheduled")[1]["reason"]
 
@@ -408,7 +408,7 @@ async def test_fewer_ranks_that_have_contributed_use_the_budget(run_dir: RunDir)
             scene.backend.ranks[0].exits(1)
             await scene.runs(starts)
         scene.backend.ranks[0].exits(1)
-        await until(lambda: scene.named("ReplicaLost"), "the end of the budget")
+        await async_until(lambda: scene.named("ReplicaLost"), "the end of the budget")
         assert not scene.named("TooFewRanks")
 
 
@@ -418,9 +418,9 @@ async def test_fewer_ranks_that_have_contributed_use_the_budget(run_dir: RunDir)
 async def test_the_others_need_not_wait_for_one_without_a_place_until_it_starts(run_dir: RunDir) -> None:
     async with play(run_dir) as scene:
         scene.backend.down = [*ALL]
-        await until(lambda: scene.named("ReplicaUnplaced"), "the word that there is no place")
+        await async_until(lambda: scene.named("ReplicaUnplaced"), "the word that there is no place")
         assert scene.link.current_report == {"running": {}, "exited": [], "lost": [0], "ended": []}
-        await until(lambda: scene.backend.lent == [0], "the others may have its hosts")
+        await async_until(lambda: scene.backend.lent == [0], "the others may have its hosts")
         scene.backend.down = []
         await scene.runs(1)
         report = scene.link.current_report
@@ -431,7 +431,7 @@ async def test_the_others_need_not_wait_for_one_without_a_place_until_it_starts(
 async def test_it_looks_for_a_place_until_the_job_ends(run_dir: RunDir, how: str, kind: str) -> None:
     async with play(run_dir, kind) as scene:
         scene.backend.down = [*ALL]
-        await until(lambda: scene.named("ReplicaUnplaced"), "the word that there is no place")
+        await async_until(lambda: scene.named("ReplicaUnplaced"), "the word that there is no place")
         if how != "stop":
             scene.progress.saw(9, finished=how == "finished", halted="no copy is left" if how == "halted" else "")
             await scene.task
@@ -441,11 +441,11 @@ async def test_it_looks_for_a_place_until_the_job_ends(run_dir: RunDir, how: str
 async def test_a_drain_ends_the_search_and_counts_against_no_budget(run_dir: RunDir) -> None:
     async with play(run_dir) as scene:
         scene.backend.down = [*ALL]
-        await until(lambda: scene.named("ReplicaUnplaced"), "the word that there is no place")
+        await async_until(lambda: scene.named("ReplicaUnplaced"), "the word that there is no place")
         scene.progress.saw(6, drained=frozenset({0}))
-        await until(lambda: scene.supervisor.resting, "the rest")
+        await async_until(lambda: scene.supervisor.resting, "the rest")
         scene.progress.saw(6, drained=frozenset())
-        await until(lambda: len(scene.named("ReplicaUnplaced")) == 2, "another search")
+        await async_until(lambda: len(scene.named("ReplicaUnplaced")) == 2, "another search")
         scene.backend.down = []
         await scene.runs(1)
         assert not scene.named("RestartScheduled")
@@ -454,5 +454,5 @@ async def test_a_drain_ends_the_search_and_counts_against_no_budget(run_dir: Run
 async def test_a_start_that_takes_long_is_given_up_when_the_replica_is_stopped(run_dir: RunDir) -> None:
     async with play(run_dir) as scene:
         scene.backend.startable.clear()
-        await until(lambda: scene.supervisor.current is not None, "the start")
+        await async_until(lambda: scene.supervisor.current is not None, "the start")
     assert scene.backend.cancelled == 1

@@ -8,7 +8,6 @@ import sqlite3
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from ft_hsdp.config import config_hash, dump, parse
 from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.protocol import Telemetry
 from tests.support.lighthouse.lighthouse_helpers import START, TOKEN, ask, name, record
+from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"replicas": 2, "train": {"steps": 10**6}}
@@ -66,11 +66,7 @@ def place(tmp_path: Path) -> Iterator[tuple[Path, int, int]]:
     command = [sys.executable, "-m", "lighthouse", "--run", str(run)]
     with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stderr=subprocess.DEVNULL) as process:
         try:
-            deadline = time.monotonic() + 30
-            while not (run / "lighthouse.json").exists():
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            until((run / "lighthouse.json").exists, "it listens")
             url = json.loads((run / "lighthouse.json").read_text())["url"]
             yield run, int(url.rpartition(":")[2]), process.pid
         finally:

@@ -23,6 +23,7 @@ from lighthouse import __main__ as program
 from lighthouse import runtime
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, name
 from tests.support.lighthouse.signed import BlockingProof, Signer
+from tests.support.waiting import until
 
 REPO = Path(__file__).resolve().parents[2]
 START_S = 30.0
@@ -58,17 +59,17 @@ def lighthouse(run, *arguments, **environment):
 
 
 def listening(run, process):
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        file = run / "lighthouse.json"
-        if file.is_file() and (said := json.loads(file.read_text()))["pid"] == process.pid:
-            assert said.keys() == {"pid", "created", "url", "urls", "host", "boot"}
-            assert said["urls"] == [said["url"]]
-            return said["url"]
-        if process.poll() is not None:
-            pytest.fail(f"exit {process.returncode}: {process.stderr.read().decode()}")
-        time.sleep(0.02)
-    pytest.fail("it does not listen")
+    file = run / "lighthouse.json"
+
+    def own() -> bool:
+        assert process.poll() is None, f"exit {process.returncode}: {process.stderr.read().decode()}"
+        return file.is_file() and json.loads(file.read_text())["pid"] == process.pid
+
+    until(own, "it listens", START_S)
+    said = json.loads(file.read_text())
+    assert said.keys() == {"pid", "created", "url", "urls", "host", "boot"}
+    assert said["urls"] == [said["url"]]
+    return said["url"]
 
 
 def ends(process, seconds=10.0):
@@ -109,13 +110,6 @@ def first_epoch(url):
 
 def replicas(http):
     return http.get("/v1/status").json()["replicas"]
-
-
-def until(condition, seconds=5.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.02)
 
 
 def test_its_file_names_no_other_process_that_has_its_pid(run):

@@ -21,8 +21,8 @@ from tests.support.lighthouse.lighthouse_helpers import (
     make_service,
     name,
     quiet,
-    until,
 )
+from tests.support.waiting import async_until
 
 
 class Looks:
@@ -73,7 +73,7 @@ async def test_a_grace_runs_out_by_itself_and_the_timer_stops():
     assert isinstance(answer, Grant)
     assert answer.ring == (0,)
     assert await looks.go_on(), "the silent one is still to be evicted"
-    await until(lambda: events(rows, "ReplicaEvicted"))
+    await async_until(lambda: events(rows, "ReplicaEvicted"))
     assert not await looks.go_on()
 
 

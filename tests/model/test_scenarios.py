@@ -1,7 +1,5 @@
 """The counter-examples behind the protocol's rules, played with the production cores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

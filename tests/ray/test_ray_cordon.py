@@ -16,6 +16,7 @@ from ft_hsdp.launch.ray.logs import LogReceiver
 from ft_hsdp.launch.ray.placement import FreeNode, PlacementRequest
 from ft_hsdp.launch.ray.slot import ReplicaSlot
 from tests.ray.test_ray_slots import World
+from tests.support.waiting import async_until
 
 pytestmark = pytest.mark.usefixtures("_quick")
 
@@ -101,7 +102,7 @@ async def test_a_spare_on_a_cordoned_node_is_lost_and_one_elsewhere_is_room(
         after = await world.ready()
         world.of(0).bundles[0].location.node = "h0"
         assert world.backend.cordon(0, "h0", WHY, waits=True)
-        await world.until(lambda: after.removed, "the end of the spare there")
+        await async_until(lambda: after.removed, "the end of the spare there")
         assert len(named(world, "SpareLost")) == 1
 
 

@@ -17,6 +17,7 @@ from ft_hsdp.launch.ray.actor import OWNER
 from ft_hsdp.launch.run.directory import alive, read_json
 from tests.ray.test_ray_submit import audit
 from tests.support.launch.ray_cluster import SLOW, SMALL, Cluster, Job, command, kill
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 
@@ -26,13 +27,12 @@ GONE_S = 30.0
 
 def nothing_is_left(cluster: Cluster) -> None:
     """Of a job that has ended; Ray may need a moment where it has to find out by itself."""
-    end = time.monotonic() + GONE_S
-    while True:
-        known, running = cluster.ask(), cluster.ours()
-        if not (known["actors"] or known["groups"] or running):
-            return
-        assert time.monotonic() < end, (known, running)
-        time.sleep(0.2)
+
+    def gone() -> bool:
+        known = cluster.ask()
+        return not (known["actors"] or known["groups"] or cluster.ours())
+
+    until(gone, "all has ended", GONE_S, lambda: f"{cluster.ask()} {cluster.ours()}")
 
 
 @pytest.mark.soak
@@ -270,11 +270,8 @@ def stopped_in_peace(cluster: Cluster, words: list[str], folder: Path) -> None:
         start_new_session=True,
     ) as client:
         try:
-            end = time.monotonic() + 180
-            while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
-                assert client.poll() is None
-                assert time.monotonic() < end
-                time.sleep(0.1)
+            metrics = run / "metrics.jsonl"
+            until(lambda: metrics.exists() and metrics.stat().st_size, "it trains", 180.0)
             driver = psutil.Process(read_json(run / "supervisor.json")["pid"])
             assert (
                 int(driver.environ()["RAY_JOB_STOP_WAIT_TIME_S"]) > 3

@@ -16,6 +16,7 @@ from ft_hsdp.launch.ray import backend, submit
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from tests.launch.test_supervisor import Book
 from tests.ray.test_ray_slots import Watched, World
+from tests.support.waiting import async_until
 
 pytestmark = pytest.mark.usefixtures("_quick")
 
@@ -63,7 +64,7 @@ async def test_it_takes_the_ready_spare_once_another_replica_trains_again(tmp_pa
         async with placing(world, 1) as (waits,):
             await world.sought(1)
             await world.train(0)
-            await world.until(waits.done, "the spare, or its room")
+            await async_until(waits.done, "the spare, or its room")
             assert world.of(1) is spare or spare.removed
 
 
@@ -74,9 +75,9 @@ async def test_it_takes_the_ready_spare_when_its_other_node_is_lost_too(tmp_path
         world.kill(0)
         hurt.lose(1)
         async with placing(world, 1) as (waits,):
-            await world.until(lambda: hurt.missing == [1], "the wait for another node")
+            await async_until(lambda: hurt.missing == [1], "the wait for another node")
             hurt.dead.add(0)
-            await world.until(waits.done, "the spare")
+            await async_until(waits.done, "the spare")
             assert world.of(1) is spare
 
 
@@ -88,19 +89,19 @@ async def test_two_of_them_get_the_nodes_of_a_spare_if_nobody_trains(tmp_path: P
         world.of(0).lose(1)
         world.of(1).lose(1)
         async with placing(world, 0, 1) as waits:
-            await world.until(lambda: any(task.done() for task in waits), "the nodes of the spare")
+            await async_until(lambda: any(task.done() for task in waits), "the nodes of the spare")
             assert spare.removed
 
 
 async def test_a_spare_that_looks_for_the_same_nodes_stops(tmp_path: Path) -> None:
     async with World(tmp_path, {"": 2}, timeouts=SOON, strategy="SPREAD").running() as world:
         await world.train(0, 1)
-        await world.until(lambda: world.spares and world.spares[0].asked, "a spare that looks for a place")
+        await async_until(lambda: world.spares and world.spares[0].asked, "a spare that looks for a place")
         (spare,) = world.spares
         world.kill(0)
         world.of(1).lose(1)
         async with placing(world, 1):
-            await world.until(lambda: spare.removed, "the spare to leave the room to the replica")
+            await async_until(lambda: spare.removed, "the spare to leave the room to the replica")
 
 
 # Only who has committed a step has the state.
@@ -117,10 +118,10 @@ async def test_what_is_left_of_a_slot_is_kept_until_the_replica_commits(tmp_path
         await world.start(1)  # in the slot of the spare
         assert not world.spares
         async with settling(world, 1, spares=2, timeouts=soon):
-            await world.until(lambda: world.spares, "the end of that time")
+            await async_until(lambda: world.spares, "the end of that time")
             assert not hurt.removed, "its agents may have the only copy of a shard"
         world.backend.committed(world.spec)
-        await world.until(lambda: hurt.removed, "the end of what is kept")
+        await async_until(lambda: hurt.removed, "the end of what is kept")
 
 
 async def test_a_replica_without_the_state_does_not_count_as_one_that_trains(tmp_path: Path) -> None:
@@ -139,12 +140,12 @@ async def test_a_node_that_is_cordoned_while_a_spare_starts_there_gets_no_spare(
     async with World(tmp_path, {"": 4}, strategy="SPREAD").running() as world:
         await world.train(0, 1)
         world.actors = False
-        await world.until(lambda: world.spares and world.spares[0].reserved, "a spare whose actors start")
+        await async_until(lambda: world.spares and world.spares[0].reserved, "a spare whose actors start")
         (spare,) = world.spares
         assert world.backend.cordon(0, "h0", "test", waits=True)  # the first node of each slot here
         world.actors = True
-        await world.until(lambda: spare.groups and spare.groups[0].complete, "its ranks")
-        await world.until(lambda: spare.groups[0].gone, "their end")
+        await async_until(lambda: spare.groups and spare.groups[0].complete, "its ranks")
+        await async_until(lambda: spare.groups[0].gone, "their end")
 
 
 async def test_an_error_of_the_system_does_not_end_the_making_of_spares(
@@ -162,7 +163,7 @@ async def test_an_error_of_the_system_does_not_end_the_making_of_spares(
     async with World(tmp_path, {"": 3}).running() as world:
         await world.train(0, 1)
         await failed.wait()
-        await world.until(lambda: world.backend.warm, "another spare")
+        await async_until(lambda: world.backend.warm, "another spare")
 
 
 async def test_a_script_that_is_gone_on_the_driver_is_no_fault_of_a_node(
@@ -189,7 +190,7 @@ async def test_the_slot_of_a_spare_whose_ranks_still_die_is_not_used_again(tmp_p
         spare = await world.ready()
         world.deaf = True
         spare.end(spare.groups[0], 0)
-        await world.until(lambda: spare.removed, "the end of its slot")
+        await async_until(lambda: spare.removed, "the end of its slot")
         spare.end(spare.groups[0], 1)
 
 

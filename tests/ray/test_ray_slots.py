@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -24,6 +23,7 @@ from ft_hsdp.launch.ray.slot import Bundle, ReplicaSlot
 from ft_hsdp.launch.ray.slots import ReplicaSlots, SlotOwner
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.secret import write_private
+from tests.support.waiting import async_until
 
 pytestmark = pytest.mark.usefixtures("_quick")
 
@@ -117,7 +117,7 @@ class StandIn:
                 await asyncio.sleep(0.002)
 
     async def start_actors(self, setup: object) -> None:
-        await self.world.until(lambda: self.world.actors, "actors")
+        await async_until(lambda: self.world.actors, "actors")
         if self.gone:
             raise Retryable("its node is gone")
         for rank in self.missing or range(self.request.size):
@@ -205,12 +205,6 @@ class World:
                 self.config, self.run, lambda: ("http://127.0.0.1:1",), "", self.events.append
             )
 
-    async def until(self, ready: Callable[[], Any], what: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while not ready():
-            assert time.monotonic() < deadline, f"waited too long for {what}"
-            await asyncio.sleep(0.002)
-
     def of(self, replica: int) -> StandIn:
         slot = self.every.of(replica)
         assert isinstance(slot, StandIn)
@@ -233,7 +227,7 @@ class World:
         return how
 
     async def ready(self) -> StandIn:
-        await self.until(lambda: self.backend.warm, "a spare")
+        await async_until(lambda: self.backend.warm, "a spare")
         return self.spares[-1]
 
     @property
@@ -242,7 +236,7 @@ class World:
 
     async def sought(self, replica: int, waits: int = 1) -> None:
         """Wait until a replica has waited for its place for so many times the longest wait."""
-        await self.until(
+        await async_until(
             lambda: isinstance(slot := self.every.of(replica), StandIn) and slot.searches > waits,
             "the end of its patience",
         )
@@ -277,9 +271,9 @@ async def test_a_replica_whose_berth_is_lost_takes_the_spare_s(tmp_path: Path) -
         assert {n: p.pid for n, p in watched.running.items()} == {
             n: p.pid for n, p in spare.groups[0].processes.items()
         }
-        await world.until(lambda: old.removed, "the old slot to be given back")
+        await async_until(lambda: old.removed, "the old slot to be given back")
         world.backend.settled(world.spec)
-        await world.until(lambda: len(world.slots) == 5, "another spare that looks for a place")
+        await async_until(lambda: len(world.slots) == 5, "another spare that looks for a place")
         assert world.spares[0].request.name == "ft_hsdp-a-spare:2"  # the name is the replica's slot's now
         assert not world.backend.warm
         world.room[""] += 1
@@ -292,15 +286,15 @@ async def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: 
     async with World(tmp_path, {"": 3 if stage == "no room" else 4}).running() as world:
         await world.train(0, 1, 2)
         world.actors, world.warms = stage != "no actors", False
-        await world.until(lambda: world.spares, "a spare")
+        await async_until(lambda: world.spares, "a spare")
         spare = world.spares[0]
         if stage != "no room":
-            await world.until(lambda: spare.reserved, "its place")
+            await async_until(lambda: spare.reserved, "its place")
         if stage == "not warm":
-            await world.until(lambda: spare.groups and spare.groups[0].complete, "its ranks")
+            await async_until(lambda: spare.groups and spare.groups[0].complete, "its ranks")
         world.of(1).die()
         starting = asyncio.create_task(world.start(1))
-        await world.until(lambda: world.every.of(1) is spare, "the move")
+        await async_until(lambda: world.every.of(1) is spare, "the move")
         world.room[""] += 1
         world.actors = True
         assert (await starting)[0] == WARMING
@@ -312,10 +306,10 @@ async def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: 
 async def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path) -> None:
     async with World(tmp_path, {"": 2}).running() as world:
         await world.train(0, 1)
-        await world.until(lambda: world.spares, "a spare that looks for a place")
+        await async_until(lambda: world.spares, "a spare that looks for a place")
         (spare,) = world.spares
         looking = asyncio.create_task(world.start(2))
-        await world.until(lambda: not world.spares, "its withdrawal")
+        await async_until(lambda: not world.spares, "its withdrawal")
         assert world.of(2) is spare
         assert len(world.slots) == 3
         world.warms = False  # else the spare may be ready before the replica is started
@@ -323,17 +317,17 @@ async def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path
         assert (await looking)[0] == WARMING
         assert not world.spares
         world.backend.settled(world.spec)
-        await world.until(lambda: world.spares, "another one")
+        await async_until(lambda: world.spares, "another one")
 
 
 async def test_a_replica_that_is_not_wanted_any_more_looks_for_no_place(tmp_path: Path) -> None:
     async with World(tmp_path, {"": 2}).running() as world:
         await world.train(0, 1)
-        await world.until(lambda: world.spares, "a spare that looks for a place")
+        await async_until(lambda: world.spares, "a spare that looks for a place")
         looking = asyncio.create_task(world.backend.place(2))
-        await world.until(lambda: not world.spares, "its withdrawal")
+        await async_until(lambda: not world.spares, "its withdrawal")
         looking.cancel()
-        await world.until(lambda: len(world.spares) == 1, "a spare instead")
+        await async_until(lambda: len(world.spares) == 1, "a spare instead")
         assert [b.removed for b in world.slots] == [False, False, True, False]
 
 
@@ -341,7 +335,7 @@ async def test_the_place_of_a_replica_that_rests_is_the_next_spare_s_or_another_
     async with World(tmp_path, {"": 3}).running() as world:
         await world.train(0, 1, 2)
         drained, old = world.of(2), world.of(1)
-        await world.until(lambda: world.spares, "a spare that looks for a place")
+        await async_until(lambda: world.spares, "a spare that looks for a place")
         world.backend.vacated(2)
         await world.ready()
         assert drained.removed
@@ -416,7 +410,7 @@ async def test_a_replica_that_only_lost_ranks_moves_and_its_berth_is_the_next_sp
         assert await world.ready() is old
         assert len(world.slots) == 4
         old.die()
-        await world.until(lambda: old.removed, "the end of the lost spare")
+        await async_until(lambda: old.removed, "the end of the lost spare")
         assert [e["event"] for e in world.events].count("SpareLost") == 1
 
 
@@ -455,9 +449,9 @@ async def test_where_a_zone_has_no_room_a_spare_is_made_in_another(
         spare = await world.ready()
         assert spare.zone == "q"
         assert [b.removed for b in world.slots if b.zone == "p"] == [False, False, True]
-        await world.until(lambda: len(world.slots) >= 7, "a look around for the second one")
+        await async_until(lambda: len(world.slots) >= 7, "a look around for the second one")
         world.room["p"] += 1
-        await world.until(lambda: [s.zone for s in world.spares if s.bundles] == ["q", "p"], "the second one")
+        await async_until(lambda: [s.zone for s in world.spares if s.bundles] == ["q", "p"], "the second one")
 
 
 @pytest.mark.parametrize("zones", [["p", "q"], []])
@@ -504,7 +498,7 @@ async def test_a_spare_that_was_about_to_look_leaves_the_room_to_a_replica(
         looking = asyncio.create_task(world.backend.place(1))
         await world.sought(1)
         goes_on.set()
-        await world.until(lambda: len(world.slots) == 3 and world.slots[2].removed, "the spare to wait")
+        await async_until(lambda: len(world.slots) == 3 and world.slots[2].removed, "the spare to wait")
         assert [slot.asked for slot in world.slots] == [True, True, False]
         world.room[""] += 1
         await looking
@@ -517,9 +511,9 @@ async def test_the_end_of_the_job_is_the_end_of_spares_that_are_made(tmp_path: P
     async with World(tmp_path, {"": 2 if stage == "no room" else 3}).running() as world:
         await world.train(0, 1)
         world.actors, world.warms = stage != "no actors", False
-        await world.until(lambda: len(world.slots) == 3, "a spare")
+        await async_until(lambda: len(world.slots) == 3, "a spare")
         if stage == "not warm":
-            await world.until(lambda: world.spares[0].groups, "its ranks")
+            await async_until(lambda: world.spares[0].groups, "its ranks")
 
 
 # A replica of two nodes that loses one of them.
@@ -532,7 +526,7 @@ async def test_the_node_that_is_lost_is_replaced_and_the_other_one_stays(tmp_pat
         kept = hurt.bundles[0]
         hurt.lose(1)
         placing = asyncio.create_task(world.train(1))
-        await world.until(lambda: hurt.missing == [1] and not hurt.reserved, "the wait for a place")
+        await async_until(lambda: hurt.missing == [1] and not hurt.reserved, "the wait for a place")
         assert not hurt.removed
         world.room[""] += 1
         assert await placing == "on h0, h2"
@@ -556,7 +550,7 @@ async def test_a_spare_that_is_ready_comes_before_another_node(tmp_path: Path) -
         hurt.lose(1)
         assert await world.train(1) == WARM
         assert world.of(1) is spare
-        await world.until(lambda: hurt.removed, "what is left of the old place")
+        await async_until(lambda: hurt.removed, "what is left of the old place")
 
 
 async def test_two_replicas_lose_a_node_each_at_once_and_what_is_left_of_both_stays(tmp_path: Path) -> None:
@@ -571,7 +565,7 @@ async def test_two_replicas_lose_a_node_each_at_once_and_what_is_left_of_both_st
         assert (how, world.of(0)) == (WARM, spare)
         second.lose(0)
         placing = asyncio.create_task(world.backend.place(1))
-        await world.until(lambda: second.missing == [0], "the wait for another node")
+        await async_until(lambda: second.missing == [0], "the wait for another node")
         assert not first.removed, "its agent may have the only copy of a shard"
         world.kill(0)
         world.backend.settled(life)
@@ -581,7 +575,7 @@ async def test_two_replicas_lose_a_node_each_at_once_and_what_is_left_of_both_st
         world.backend.settled(world.spec)
         assert not first.removed, "nor has this one"
         world.backend.committed(world.spec)
-        await world.until(lambda: first.removed, "the end of what is left of the old slot")
+        await async_until(lambda: first.removed, "the end of what is left of the old slot")
         world.room[""] += 1
         await placing
 
@@ -599,12 +593,12 @@ async def test_a_replica_that_loses_the_slot_of_a_spare_at_once_has_what_is_left
         spare.die()
         world.backend.settled(world.spec)
         placing = asyncio.create_task(world.start(1))
-        await world.until(lambda: world.of(1) is hurt and hurt.missing == [1], "the repair of its own")
+        await async_until(lambda: world.of(1) is hurt and hurt.missing == [1], "the repair of its own")
         world.room[""] += 1
         await placing
         assert not hurt.removed
         world.backend.vacated(1)
-        await world.until(lambda: hurt.removed, "its end")
+        await async_until(lambda: hurt.removed, "its end")
 
 
 @pytest.mark.parametrize("others", [True, False])
@@ -620,8 +614,8 @@ async def test_the_nodes_of_a_replica_are_kept_in_vain_only_where_the_state_is_n
         placing = asyncio.create_task(world.train(1))
         world.room[""] = 0
         if others:
-            await world.until(lambda: hurt.removed, "its end")
-            await world.until(lambda: world.of(1) is not hurt, "another one")
+            await async_until(lambda: hurt.removed, "its end")
+            await async_until(lambda: world.of(1) is not hurt, "another one")
         else:
             await world.sought(1)
             assert world.of(1) is hurt

@@ -42,6 +42,7 @@ from tests.support.state.agent_helpers import (
     steps,
     write,
 )
+from tests.support.waiting import until
 
 SMALL = 3000  # bytes of a shard in this process
 KEEPER = 1  # the rank that orders, on the other host
@@ -91,10 +92,7 @@ class Owners(InMemorySnapshots):
 
     def was_asked(self) -> None:
         """Wait until somebody asks for something."""
-        until = time.monotonic() + DEADLINE_S
-        while not self.priorities:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        until(lambda: self.priorities, "it was asked", DEADLINE_S)
 
     def close(self) -> None:
         self._server.close()

@@ -1,7 +1,7 @@
 import http.client
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,6 +15,7 @@ from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.http import StateServer
 from tests.support.known import KnownConnection, known
 from tests.support.state.state_helpers import STATE, TOKEN, no_thread, sealed
+from tests.support.waiting import until
 
 PATH = f"/v1/state/{STATE.commit_epoch}/{STATE.step}/{STATE.lineage}/0"
 SNAPSHOT, _ = sealed(size=1 << 20)
@@ -68,13 +69,6 @@ def answer(
     finally:
         connection.close()
     return response.status, body, dict(response.headers)
-
-
-def until(condition: Callable[[], bool], why: str) -> None:
-    deadline = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline, why
-        time.sleep(0.01)
 
 
 def test_manifest_and_data(address: str) -> None:

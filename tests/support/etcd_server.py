@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import httpx
 
 from lighthouse.ha.etcd import Etcd, EtcdEntry, EtcdUnreachable
 from tests.support.programs import program
+from tests.support.waiting import until
 
 START_S = 20.0
 
@@ -63,11 +63,7 @@ class EtcdServer:
         command = [self._program, *(f"--{name}={value}" for name, value in flags.items())]
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        deadline = time.monotonic() + START_S
-        while not self.serves():
-            assert self._process.poll() is None, (self._folder / "log").read_text()
-            assert time.monotonic() < deadline, "etcd does not serve"
-            time.sleep(0.05)
+        until(self.serves, "etcd serves", START_S, (self._folder / "log").read_text)
 
     def serves(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):

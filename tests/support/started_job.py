@@ -1,12 +1,12 @@
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 from tests.support import warm
+from tests.support.waiting import until
 
 
 class StartedJob:
@@ -49,12 +49,10 @@ class StartedJob:
 
     def until(self, condition: Callable[[], object], what: str, deadline_s: float | None = None) -> None:
         """Wait for a condition; fail if the job ends or the deadline passes first."""
-        deadline_s = deadline_s or self.deadline_s
-        end = time.monotonic() + deadline_s
-        while not condition():
-            assert self.process.poll() is None, f"the job ended before {what}:\n{self.tail()}"
-            assert time.monotonic() < end, f"not within {deadline_s} s: {what}\n{self.tail()}"
-            time.sleep(0.02)
+        until(lambda: condition() or self._runs(what), what, deadline_s or self.deadline_s, self.tail)
+
+    def _runs(self, what: str) -> None:
+        assert self.process.poll() is None, f"the job ended before {what}:\n{self.tail()}"
 
     def end(self, code: int = 0, deadline_s: float | None = None) -> dict[str, Any]:
         try:

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
@@ -14,6 +13,7 @@ import psutil
 
 from ft_hsdp.launch.backend.processes import environment
 from tests.support import warm
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
@@ -99,11 +99,7 @@ class TorchrunJob:
         victim.send_signal(number)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait for a condition; fail at the deadline."""
-        end = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}\n{self.tails()}"
-            time.sleep(0.02)
+        until(condition, what, DEADLINE_S, self.tails)
 
     def finals(self, torchruns: list[warm.Process]) -> list[dict[str, Any]]:
         """Wait for the end of all replicas; their final states."""

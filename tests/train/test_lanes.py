@@ -26,7 +26,7 @@ from ft_hsdp.train.replay.lanes import SharedLanes
 from ft_hsdp.train.state import lane_slices
 from ft_hsdp.train.state.packing import as_bytes
 from tests.support.ftar.lane_rig import COUNTS, SHAPES, WideRank, WideRing, flat, joined, lanes_of, values
-from tests.support.ftar.ring_helpers import until
+from tests.support.waiting import async_until
 
 PREV = "ab" * 16
 
@@ -163,7 +163,7 @@ async def test_replicas_of_any_width_make_one_record_and_one_gradient(
         fence = AttemptId(1, 1, 0)
         for trainer in every:
             trainer.train(fence)
-        await until(lambda: all(t.votes for t in every), "all ranks vote", 30.0)
+        await async_until(lambda: all(t.votes for t in every), "all ranks vote", 30.0)
         first, *others = (record(replica, given) for replica in trainers)
         assert all(other == first for other in others), "digest, norm, weights and losses, to the last bit"
         weights = {c.replica: c.weight for c in first.contributions}
@@ -211,7 +211,7 @@ async def test_a_retry_after_the_widths_changed_brings_the_same_gradient_again()
             trainer.begin(fence)
         for trainer in narrow:
             trainer.train(fence)
-        await until(lambda: all(t.votes for t in (*wide, *narrow)), "all ranks vote", 30.0)
+        await async_until(lambda: all(t.votes for t in (*wide, *narrow)), "all ranks vote", 30.0)
         made = record(wide, given)
         assert record(narrow, given) == made
         gradients([wide, narrow], made)
@@ -244,7 +244,7 @@ async def test_a_chunk_of_a_broken_ring_that_is_added_late_does_not_come_into_th
             await ring.form(1)
             for trainer in every:
                 trainer.train(AttemptId(1, 1, 0))
-            await until(entered.is_set, "an engine is in the middle of a chunk", 30.0)
+            await async_until(entered.is_set, "an engine is in the middle of a chunk", 30.0)
             for trainer in every:  # as `train.orders` does it
                 trainer.reducer.cancel()
                 trainer.rank.group.stop(1, "a lane broke")
@@ -255,7 +255,9 @@ async def test_a_chunk_of_a_broken_ring_that_is_added_late_does_not_come_into_th
                 trainer.begin(AttemptId(2, 1, 0))
         finally:
             release.set()
-        await until(lambda: all(t.votes and t.votes[-1].fence.epoch == 2 for t in every), "all vote again", 30.0)
+        await async_until(
+            lambda: all(t.votes and t.votes[-1].fence.epoch == 2 for t in every), "all vote again", 30.0
+        )
         first, second = (record(replica, given) for replica in trainers)
         assert first == second
         gradients(trainers, first)
@@ -368,7 +370,7 @@ async def test_a_poisoned_rank_poisons_its_replica_in_the_record_of_all() -> Non
         bad.reducer.ready = spoil  # type: ignore[method-assign]
         for trainer in (*trainers[0], *trainers[1]):
             trainer.train(AttemptId(1, 1, 0))
-        await until(lambda: all(t.votes for replica in trainers for t in replica), "all ranks vote", 30.0)
+        await async_until(lambda: all(t.votes for replica in trainers for t in replica), "all ranks vote", 30.0)
         made = [record(replica, given) for replica in trainers]
         assert [m.poisoned for m in made] == [(1,), (1,)]
 
@@ -384,7 +386,7 @@ async def test_equal_widths_are_one_lane_with_the_bits_and_the_bytes_of_whole_bu
         await ring.form(1)
         for trainer in every:
             trainer.train(fence)
-        await until(lambda: all(t.votes for t in every), "all ranks vote", 30.0)
+        await async_until(lambda: all(t.votes for t in every), "all ranks vote", 30.0)
         assert all(len(t.rank.group.transports) == 2 for t in every), "one ring, with two edges"
         voted = [lane for t in every for lane in t.votes[0].sums]
         sums = [t.reducer.take() for t in every]
@@ -402,7 +404,7 @@ async def test_equal_widths_are_one_lane_with_the_bits_and_the_bytes_of_whole_bu
             ]
             for t, into in zip(every, outs, strict=True)
         ]
-        await until(
+        await async_until(
             lambda: all(work.done() for of_rank in works for work in of_rank), "all buckets are summed", 30.0
         )
     assert [sum(work.result().bytes_sent for work in of_rank) for of_rank in works] == sent

@@ -20,7 +20,8 @@ from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.run.directory import RunDir, alive
 from ft_hsdp.lifetime import MARK_VARIABLE, UNMARKED
 from tests.support.descriptors import raised
-from tests.support.launch.launch_helpers import Plan, until
+from tests.support.launch.launch_helpers import Plan
+from tests.support.waiting import async_until
 
 STANDIN = "tests.support.launch.standin:main"
 
@@ -55,7 +56,7 @@ class Ranks:
             on_exit=lambda pid, code: self.exits.update({pid: code}),
             on_warm=warm.append,
         )
-        await until(lambda: warm == [pid], "it to be warm")
+        await async_until(lambda: warm == [pid], "it to be warm")
         return pid
 
     def assignment(self, rank: int, restart: int) -> dict[str, object]:
@@ -63,7 +64,7 @@ class Ranks:
 
     async def spawn_waiting(self, rank: int = 0, restart: int = 0) -> int:
         pid = await self.spawn(rank, restart)
-        await until((self.run.path / f"waiting-0-{restart}-{rank}").exists, "the rank to wait")
+        await async_until((self.run.path / f"waiting-0-{restart}-{rank}").exists, "the rank to wait")
         return pid
 
 
@@ -90,7 +91,7 @@ async def test_a_rank_ends_with_the_code_of_its_entry_and_its_output_is_in_its_l
     plan({"0": {"0": {"0": action}}})
     ranks = Ranks(run_dir)
     pid = await ranks.spawn()
-    await until(lambda: ranks.exits, "the exit")
+    await async_until(lambda: ranks.exits, "the exit")
     assert ranks.exits == {pid: code}
     assert said in run_dir.rank_log(0, 0).read_text()
     await ranks.server.close()
@@ -99,10 +100,10 @@ async def test_a_rank_ends_with_the_code_of_its_entry_and_its_output_is_in_its_l
 async def test_the_exit_by_a_signal_is_negative_and_reaches_stopped_ranks(ranks: Ranks) -> None:
     pid = await ranks.spawn_waiting()
     ranks.server.signal(pid, signal.SIGSTOP)
-    await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
+    await async_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
     assert not ranks.exits
     ranks.server.signal(pid, signal.SIGKILL)
-    await until(lambda: ranks.exits, "the exit")
+    await async_until(lambda: ranks.exits, "the exit")
     assert ranks.exits == {pid: -signal.SIGKILL}
 
 
@@ -119,7 +120,7 @@ async def test_a_rank_has_one_thread_no_descriptor_of_the_server_and_names_its_r
     assert str(run_dir.path) in rank.cmdline()
     assert os.getsid(pid) != os.getsid(0)
     await ranks.server.close()
-    await until(lambda: not alive({"pid": pid}), "the rank to die with its server")
+    await async_until(lambda: not alive({"pid": pid}), "the rank to die with its server")
 
 
 async def test_when_the_server_dies_its_ranks_go_on_and_another_one_is_started(ranks: Ranks) -> None:
@@ -127,7 +128,7 @@ async def test_when_the_server_dies_its_ranks_go_on_and_another_one_is_started(r
     first = ranks.server.pid
     assert first is not None
     os.kill(first, signal.SIGKILL)
-    await until(lambda: ranks.server.pid not in (None, first), "another server, though nobody asked for it")
+    await async_until(lambda: ranks.server.pid not in (None, first), "another server, though nobody asked for it")
     assert ranks.lost == [(first, "the fork server died")]
     assert ranks.exits == {}
     assert all(alive({"pid": pid}) for pid in pids)
@@ -135,7 +136,7 @@ async def test_when_the_server_dies_its_ranks_go_on_and_another_one_is_started(r
     await ranks.spawn_waiting(2)
     os.kill(pids[0], signal.SIGTERM)
     ranks.server.signal(pids[1], signal.SIGKILL)
-    await until(lambda: len(ranks.exits) == 2, "exits of ranks of the server that is gone")
+    await async_until(lambda: len(ranks.exits) == 2, "exits of ranks of the server that is gone")
     assert ranks.exits == {pids[0]: -signal.SIGTERM, pids[1]: -signal.SIGKILL}
     await ranks.server.close()
     assert len(ranks.exits) == 3
@@ -173,18 +174,18 @@ async def test_a_frozen_server_costs_one_start_and_no_rank(run_dir: RunDir) -> N
     assert first is not None
     os.kill(first, signal.SIGSTOP)
     ranks.server.signal(pid, signal.SIGSTOP)  # without the server
-    await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
+    await async_until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
     with pytest.raises(Retryable, match=r"^the fork server did not fork within 0\.5 s$"):
         await ranks.spawn(1)
     assert [pid for pid, _ in ranks.lost] == [first]
-    await until(lambda: not alive({"pid": first}), "its end: it may not fork later")
+    await async_until(lambda: not alive({"pid": first}), "its end: it may not fork later")
     ranks.server.assign(uncalled, ranks.assignment(2, 0))
-    await until((ranks.run.path / "waiting-0-0-2").exists, "the spare of the old server, which is called")
+    await async_until((ranks.run.path / "waiting-0-0-2").exists, "the spare of the old server, which is called")
     await ranks.spawn_waiting(1)
     assert ranks.exits == {}
     assert alive({"pid": pid})
     ranks.server.signal(pid, signal.SIGKILL)
-    await until(lambda: ranks.exits, "the exit of a rank of the old server")
+    await async_until(lambda: ranks.exits, "the exit of a rank of the old server")
     assert ranks.exits == {pid: -signal.SIGKILL}
     await ranks.server.close()
 
@@ -229,7 +230,7 @@ async def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(
     server = ranks.server.pid
     assert server is not None
     start = asyncio.create_task(ranks.spawn())
-    await until(lambda: forked(server), "the rank")
+    await async_until(lambda: forked(server), "the rank")
     (rank,) = forked(server)
     rank.suspend()  # it cannot end by itself
     start.cancel()
@@ -270,7 +271,7 @@ async def test_a_scheduler_that_tells_every_process_to_end_does_not_kill_ranks_t
     assert ranks.server.pid is not None
     os.kill(ranks.server.pid, signal.SIGTERM)
     ranks.server.signal(pids[0], signal.SIGTERM)
-    await until(lambda: ranks.exits, "the rank's own end")
+    await async_until(lambda: ranks.exits, "the rank's own end")
     assert ranks.exits == {pids[0]: -signal.SIGTERM}, "a stand-in does not leave, but it was told"
     assert alive({"pid": pids[1]})
 
@@ -317,7 +318,7 @@ asyncio.run(main())
         pids = [int(word) for word in supervisor.stdout.readline().split()]
         assert len(pids) == 2
         supervisor.kill()
-    asyncio.run(until(lambda: not any(alive({"pid": pid}) for pid in pids), "server and rank to die"))
+    asyncio.run(async_until(lambda: not any(alive({"pid": pid}) for pid in pids), "server and rank to die"))
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -21,7 +21,8 @@ from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, write_json
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
-from tests.support.launch.launch_helpers import Plan, until
+from tests.support.launch.launch_helpers import Plan
+from tests.support.waiting import async_until
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ class World:
         watched, spec = Watched(), self.spec(replica, restarts)
         how = await self.backend.start(spec, watched)
         waiting = [self.run.path / f"waiting-{replica}-{restarts}-{rank}" for rank in (0, 1)]
-        await until(lambda: all(map(os.path.exists, waiting)), f"the ranks of {spec.name}")
+        await async_until(lambda: all(map(os.path.exists, waiting)), f"the ranks of {spec.name}")
         self.backend.settled(spec)
         return how, watched
 
@@ -93,7 +94,7 @@ class World:
         return [int(word) for word in file.read_text().split()] if file.exists() else []
 
     async def ready(self) -> list[int]:
-        await until(lambda: self.backend.warm, "a spare")
+        await async_until(lambda: self.backend.warm, "a spare")
         return self.spares[0]
 
     @asynccontextmanager
@@ -103,7 +104,7 @@ class World:
             yield self
         finally:
             await self.backend.close()
-        await until(lambda: not any(alive({"pid": pid}) for pid in self.made), "the spares to be gone")
+        await async_until(lambda: not any(alive({"pid": pid}) for pid in self.made), "the spares to be gone")
 
 
 async def test_a_spare_becomes_the_incarnation_it_is_called_and_another_takes_its_place(run_dir: RunDir) -> None:
@@ -116,7 +117,7 @@ async def test_a_spare_becomes_the_incarnation_it_is_called_and_another_takes_it
         assert "rank 0 of 3" in run_dir.rank_log(1, 0).read_text()
         assert await world.ready() != pids
         promoted.running[0].signal(signal.SIGKILL)
-        await until(lambda: promoted.gone, "the exit")
+        await async_until(lambda: promoted.gone, "the exit")
         assert promoted.gone == {0: -signal.SIGKILL}
         assert [e["spare"] for e in world.named("SpareWarmed")] == [1, 2]
         assert not world.named("SpareLost")
@@ -125,7 +126,7 @@ async def test_a_spare_becomes_the_incarnation_it_is_called_and_another_takes_it
 async def test_no_spare_is_called_twice(run_dir: RunDir) -> None:
     async with World(run_dir, spares=2).running() as world:
         await world.start(0)
-        await until(lambda: len(world.named("SpareWarmed")) == 2, "two spares")
+        await async_until(lambda: len(world.named("SpareWarmed")) == 2, "two spares")
         found = await asyncio.gather(*(world.start(replica) for replica in (1, 2, 3)))
         assert sorted(how for how, _ in found) == sorted([WARM, WARM, COLD])
         pids = [pid for _, watched in found for pid in watched.pids]
@@ -146,8 +147,8 @@ async def test_one_that_is_not_warm_yet_is_called_rather_than_a_cold_start(run_d
     plan({"spare": {"1": ["until", "go"]}})
     async with World(run_dir).running() as world:
         await world.start(0)
-        await until(lambda: len(world.made) == 2, "a spare that gets warm")
-        await until(lambda: [len(pids) for pids in world.spares] == [2], "both of its ranks")
+        await async_until(lambda: len(world.made) == 2, "a spare that gets warm")
+        await async_until(lambda: [len(pids) for pids in world.spares] == [2], "both of its ranks")
         assert not world.backend.warm
         (run_dir.path / "go").touch()
         how, promoted = await world.start(1)
@@ -162,10 +163,10 @@ async def test_a_spare_that_is_killed_is_replaced_as_a_whole(run_dir: RunDir, vi
         _, first = await world.start(0)
         pids = await world.ready()
         os.kill(pids[victim], signal.SIGKILL)
-        await until(lambda: world.named("SpareLost"), "its loss")
+        await async_until(lambda: world.named("SpareLost"), "its loss")
         assert not world.backend.warm
         assert await world.ready() != pids
-        await until(lambda: not any(alive({"pid": pid}) for pid in pids), "the end of both ranks")
+        await async_until(lambda: not any(alive({"pid": pid}) for pid in pids), "the end of both ranks")
         assert "ended with SIGKILL" in world.named("SpareLost")[0]["reason"]
         assert not first.gone
 
@@ -177,7 +178,7 @@ async def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pa
     plan({"spare": {"1": ["exit", 75]}})
     async with World(run_dir).running() as world:
         await world.start(0)
-        await until(lambda: len(world.named("SpareLost")) >= 4, "four attempts")
+        await async_until(lambda: len(world.named("SpareLost")) >= 4, "four attempts")
         pauses = [e["delay_s"] for e in world.named("SpareLost")[:4]]
         assert pauses == [0.02, 0.04, 0.08, 0.16]
         assert "exit 75" in world.named("SpareLost")[0]["reason"]
@@ -189,7 +190,7 @@ async def test_the_end_of_the_job_is_the_end_of_spares_that_get_warm(run_dir: Ru
     plan({"spare": {"0": ["hang"], "1": ["hang"]}})
     async with World(run_dir).running() as world:
         await world.start(0)
-        await until(lambda: len(world.made) == 2, "a spare that gets warm")
+        await async_until(lambda: len(world.made) == 2, "a spare that gets warm")
     assert world.spares == []
 
 
@@ -200,8 +201,8 @@ async def test_when_the_fork_server_dies_its_spares_stay_and_can_be_called(run_d
         server = world.backend.server_pid
         assert server is not None
         os.kill(server, signal.SIGKILL)
-        await until(lambda: world.named("ForkServerLost"), "the event")
-        await until(lambda: world.backend.server_pid not in (None, server), "another server")
+        await async_until(lambda: world.named("ForkServerLost"), "the event")
+        await async_until(lambda: world.backend.server_pid not in (None, server), "another server")
         assert not world.named("SpareLost")
         assert await world.ready() == pids
         how, promoted = await world.start(1)
@@ -230,15 +231,15 @@ async def test_a_lost_replica_gets_the_spare_at_once_whatever_the_survivors_do(r
     )
     async with world.running():
         task = asyncio.create_task(supervisor.run())
-        await until((run_dir.path / "waiting-1-0-1").exists, "the first life")
+        await async_until((run_dir.path / "waiting-1-0-1").exists, "the first life")
         assert supervisor.current is not None
         first = supervisor.current
         with run_dir.commits(1).open("a") as file:
             file.write(f'{{"step": 1, "role": "contribute", "incarnation": "{first.name}"}}\n')
         pids = await world.ready()
         os.kill(next(iter(first.ranks.values())).pid, signal.SIGKILL)
-        await until((run_dir.path / "waiting-1-1-1").exists, "the second life")
-        await until(lambda: len(world.named("ReplicaStarted")) == 2, "its event")
+        await async_until((run_dir.path / "waiting-1-1-1").exists, "the second life")
+        await async_until(lambda: len(world.named("ReplicaStarted")) == 2, "its event")
         started = world.named("ReplicaStarted")
         assert [e["how"] for e in started] == [COLD, WARM]
         assert started[1]["pids"] == pids
@@ -308,7 +309,7 @@ async def test_replicas_have_gpus_of_their_own_while_they_suffice(
         assert [gpus_of(run_dir, replica) for replica in range(4)] == wanted
         for process in started[2].running.values():
             process.signal(signal.SIGKILL)
-        await until(lambda: len(started[2].gone) == 2, "the exits")
+        await async_until(lambda: len(started[2].gone) == 2, "the exits")
         await world.start(2, restarts=1)
         assert gpus_of(run_dir, 2) == wanted[2]
         await world.start(4)

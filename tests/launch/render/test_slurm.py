@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ft_hsdp.launch.render.settings import Site
 from ft_hsdp.launch.render.slurm import slurm
 from tests.support.aborted import aborted
 from tests.support.launch.slurm_cluster import SlurmCluster
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
 BUDGET = 4
@@ -90,10 +90,7 @@ class Fakes:
         return file.read_text().splitlines() if file.exists() else []
 
     def until_it_runs(self, program: str = "python") -> None:
-        deadline = time.monotonic() + 20
-        while not (self.folder / f"{program}.runs").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until((self.folder / f"{program}.runs").exists, f"{program} runs")
 
 
 @pytest.fixture

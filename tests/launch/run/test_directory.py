@@ -29,7 +29,7 @@ from ft_hsdp.launch.run.directory import (
     write_job_files,
     write_json,
 )
-from tests.support.launch.launch_helpers import until
+from tests.support.waiting import async_until
 
 
 def test_a_line_that_is_not_whole_waits_for_its_end(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ async def test_what_a_job_needs_is_put_back(run_dir: RunDir) -> None:
     run_dir.config.write_bytes(b"\xff: [")
     run_dir.checkpoint_key.unlink()
     run_dir.checkpoint_key.mkdir()
-    await until(lambda: len(told) == 4, "all four")
+    await async_until(lambda: len(told) == 4, "all four")
     assert (run_dir.token.read_text(), run_dir.admin_token.read_text()) == ("a" * 64, admin)
     assert run_dir.checkpoint_key.read_text() == key
     assert load(run_dir.config) == Config()
@@ -231,7 +231,7 @@ async def test_what_a_job_needs_is_put_back(run_dir: RunDir) -> None:
     os.mkfifo(run_dir.config)
     os.mkfifo(run_dir.supervisor)
     assert read_json(run_dir.supervisor) is None
-    await until(lambda: len(told) == 6, "another look, which a pipe does not hold up")
+    await async_until(lambda: len(told) == 6, "another look, which a pipe does not hold up")
     keeping.cancel()
     assert run_dir.token.read_text() == "b" * 64
     claim.release()

@@ -1,7 +1,6 @@
 import json
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from ft_hsdp.config import parse
 from ft_hsdp.launch.run import follow
 from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl, write_job_files
 from tests.support.launch.launch_rows import commit
+from tests.support.waiting import until
 
 FINISHED = {"t": 9.0, "event": "JobFinished", "source": "lighthouse", "reason": "final state (1, 2, ab)"}
 
@@ -37,13 +37,6 @@ def append(path: Path, *rows: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a") as file:
         file.write("".join(f"{json.dumps(row)}\n" for row in rows))
-
-
-def until(ready: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + 30
-    while not ready():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
 
 
 def test_the_figures_are_written_when_the_job_has_its_final_state(run: RunDir) -> None:

@@ -21,6 +21,7 @@ from lighthouse.ha.election import Election, boot_time
 from tests.support.etcd_server import LossyEtcd
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at
 from tests.support.lighthouse.signed import BlockingProof
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
 NAMES = itertools.count()
@@ -203,10 +204,7 @@ class Fleet:
         return next(seat for seat in seats if self.role(seat) == "leader")
 
     def until(self, condition, what, within_s=10.0):
-        end = time.monotonic() + within_s
-        while not condition():
-            assert time.monotonic() < end, f"not within {within_s} s: {what}\n{self.log()}"
-            time.sleep(0.02)
+        until(condition, what, within_s, self.log)
 
     def journal(self, seat, event):
         name = f"journal-{seat}.sqlite" if seat else "journal.sqlite"

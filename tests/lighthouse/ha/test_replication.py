@@ -14,8 +14,9 @@ from lighthouse.http.journal_routes import views
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.overview import JobInfo, JournalEntry
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, served, until
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, served
 from tests.support.lighthouse.signed import gated
+from tests.support.waiting import async_until
 
 
 class Leader:
@@ -63,9 +64,9 @@ async def test_each_row_is_kept_under_its_number_also_those_of_before():
         leader.journal.note([row(1), row(2)])
         copy = MemoryDatabase()
         async with mirrored(copy, lambda: leader.url):
-            await until(lambda: copy.last == leader.database.last)
+            await async_until(lambda: copy.last == leader.database.last)
             leader.journal.note([row(n) for n in range(3, 60)])
-            await until(lambda: copy.last == leader.database.last)
+            await async_until(lambda: copy.last == leader.database.last)
         assert kept(copy) == kept(leader.database)
         assert len(kept(copy)) >= 59
         copy.close()
@@ -77,11 +78,11 @@ async def test_it_goes_on_where_it_was_and_turns_to_a_new_leader():
     async with leading() as old, leading(first=500) as new, mirrored(copy, lambda: who[0]):
         who[0] = old.url
         old.journal.note([row(1)])
-        await until(lambda: copy.last >= 1)
+        await async_until(lambda: copy.last >= 1)
         before = kept(copy)
         who[0] = new.url
         new.journal.note([row(500)])
-        await until(lambda: copy.last >= 500)
+        await async_until(lambda: copy.last >= 500)
         assert kept(copy)[: len(before)] == before
         assert kept(copy)[len(before) :] == [e for e in kept(new.database) if e.seq > before[-1].seq]
         old.journal.note([row(99)])

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from lighthouse.journal import exporters
 from lighthouse.journal.database import MemoryDatabase, SqliteDatabase
 from lighthouse.journal.exporters import CurveSink, Point, TensorBoardSink, WandbSink
 from lighthouse.overview.overview import JournalEntry
+from tests.support.waiting import until
 
 TAGS = ("loss", "lr", "lr_scale", "step_s", "healthy", "units", "units_wanted", "gbps", "tokens_per_s")
 
@@ -63,13 +64,6 @@ def events(folder: Path) -> list[Any]:
 
 def steps(folder: Path) -> list[int]:
     return [event.step for event in events(folder) if event.HasField("summary")]
-
-
-def until(ready: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + 5
-    while not ready():
-        assert time.monotonic() < end, what
-        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)
@@ -304,10 +298,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch) -> None:
         text = file.read_bytes()
         return min(text.count(tag.encode()) for tag in TAGS)
 
-    deadline = time.monotonic() + 60
-    while fewest() < 3:  # a process of the package writes it
-        assert time.monotonic() < deadline, "the file lacks points"
-        time.sleep(0.05)
+    until(lambda: fewest() >= 3, "a process of the package writes the points", 60.0)
     assert '"seq": 3' in (tmp_path / exporters.WRITTEN).read_text()
 
 

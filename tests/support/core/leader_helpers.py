@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import QuorumRequest
+from tests.support.waiting import async_until
 
 STATE = StateId(0, 0, "0" * 32)
 OTHER = StateId(1, 3, "1" * 32)
@@ -101,10 +101,7 @@ class Scene:
         return [o for o in self.orders if isinstance(o, kind)]
 
     async def until(self, ready: Callable[[], Any], what: str) -> None:
-        end = time.monotonic() + 5
-        while not ready():
-            assert time.monotonic() < end, f"{what}; orders: {self.orders}"
-            await asyncio.sleep(0.002)
+        await async_until(ready, what, 5.0, lambda: f"orders: {self.orders}")
 
     async def granted(self, given: Grant) -> None:
         if not self.lighthouse.asks:

@@ -19,7 +19,8 @@ from ft_hsdp.ftar.lane import GroupState
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.protocol import RingAbort
 from ft_hsdp.train.lanes import GradientLanes, one_lane
-from tests.support.ftar.ring_helpers import BASE, TOKEN, Transport, until
+from tests.support.ftar.ring_helpers import BASE, TOKEN, Transport
+from tests.support.waiting import async_until
 
 Shapes = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
 SHAPES: Shapes = ((("a", (10, 4)), ("b", (7,)), ("c", (3, 5))), (("d", (40, 30)),), (("e", (12,)),))
@@ -139,7 +140,9 @@ class WideRing:
         given = self.grant(epoch)
         for rank in self.ranks:
             rank.group.configure(given)
-        await until(lambda: all(epoch in r.connected for r in self.ranks), f"the lanes of epoch {epoch}", 90.0)
+        await async_until(
+            lambda: all(epoch in r.connected for r in self.ranks), f"the lanes of epoch {epoch}", 90.0
+        )
         return given
 
     async def check(self, given: Grant, step: int = 1) -> None:

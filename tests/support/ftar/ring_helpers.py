@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -24,18 +23,12 @@ from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.protocol import RingAbort
 from tests.support.ftar.ring_values import entry
+from tests.support.waiting import async_until
 
 TOKEN = "ab" * 32
 LAYOUT = "layout"
 BASE = StateId(0, 0, "0" * 32)
 Transport = Literal["auto", "tcp", "shm", "c10d"]
-
-
-async def until(ready: Callable[[], Any], what: str, deadline_s: float = 30.0) -> None:
-    end = time.monotonic() + deadline_s
-    while not ready():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        await asyncio.sleep(0.002)
 
 
 def grant(epoch: int, addresses: dict[int, str], token: str = TOKEN) -> Grant:
@@ -135,7 +128,7 @@ class Ring:
         given = grant(epoch, {p.replica: p.address for p in chosen})
         for peer in chosen:
             peer.group.configure(given)
-        await until(lambda: all(epoch in p.connected for p in chosen), f"the ring of epoch {epoch}")
+        await async_until(lambda: all(epoch in p.connected for p in chosen), f"the ring of epoch {epoch}")
         return given
 
     async def check(self, epoch: int, peers: list[Replica] | None = None, n: int = 100) -> None:
@@ -150,5 +143,5 @@ class Ring:
 
 
 async def error(work: Work) -> BaseException | None:
-    await until(work.done, "the end of a work", 10.0)
+    await async_until(work.done, "the end of a work", 10.0)
     return work.exception()

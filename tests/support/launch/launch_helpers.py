@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,6 @@ from ft_hsdp.launch.run.terminal import Terminal
 DEADLINE_S = 40.0
 
 Plan = Callable[[dict[str, Any]], None]
-
-
-async def until(ready: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not ready():
-        assert time.monotonic() < deadline, f"waited too long for {what}"
-        await asyncio.sleep(0.005)
 
 
 def train(folder: Path, entry: str, deadline_s: float = 120.0, code: int = 0, **settings: Any) -> RunDir:

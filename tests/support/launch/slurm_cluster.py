@@ -11,10 +11,10 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 from tests.support.programs import program
+from tests.support.waiting import until
 
 START_S = 30.0
 CONFIG = """
@@ -126,11 +126,9 @@ class SlurmCluster:
 
     def until(self, condition, what: str, timeout_s: float = START_S) -> None:
         """Wait for a condition; fail at the deadline, with the queue and the daemons' last words."""
-        end = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > end:
-                log = self._folder / "log"
-                queue = self.run("squeue", "--array", check=False) if self._started else ""
-                said = log.read_text(errors="replace")[-2000:] if log.exists() else ""
-                raise AssertionError(f"not within {timeout_s} s: {what}\n{queue}\n{said}")
-            time.sleep(0.1)
+        until(condition, what, timeout_s, self._said)
+
+    def _said(self) -> str:
+        log = self._folder / "log"
+        queue = self.run("squeue", "--array", check=False) if self._started else ""
+        return f"{queue}\n{log.read_text(errors='replace')[-2000:] if log.exists() else ''}"

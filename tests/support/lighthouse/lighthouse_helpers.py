@@ -29,6 +29,7 @@ from lighthouse.quorum.state import Agreement, LighthouseState, Policy, with_vie
 from lighthouse.quorum.transition import transition
 from lighthouse.service import Service
 from lighthouse.store import FORMAT, Rows, Store, StoreFailed
+from tests.support.waiting import async_until
 
 TOKEN = "5e" * 32
 ADMIN = "ad" * 32
@@ -233,13 +234,6 @@ async def granted(service: Any, *replicas: int) -> list[Any]:
     return await asyncio.gather(*(service.ask(ask(r)) for r in replicas))
 
 
-async def until(true: Callable[[], object]) -> None:
-    """Wait for a condition that others bring about."""
-    async with asyncio.timeout(10):
-        while not true():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.01)
-
-
 @asynccontextmanager
 async def served(app: Any) -> AsyncIterator[str]:
     config = uvicorn.Config(app, port=0, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
@@ -247,7 +241,7 @@ async def served(app: Any) -> AsyncIterator[str]:
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     task = asyncio.create_task(server.serve())
     try:
-        await until(lambda: server.started)
+        await async_until(lambda: server.started)
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True

@@ -19,6 +19,7 @@ from lighthouse.overview.overview import JournalEntry
 from tests.support.lighthouse.page_server import ADMIN as ADMIN
 from tests.support.lighthouse.page_server import REPLICAS, TOKEN
 from tests.support.lighthouse.signed import BlockingProof
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
 KEY = view_key(TOKEN)
@@ -37,15 +38,6 @@ def write_past(path: Path, hours: float) -> None:
     for first in range(0, len(entries), 5000):
         database.append(entries[first : first + 5000])
     database.close()
-
-
-def until(what: Any, seconds: float = WAIT_S) -> Any:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := what():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"{what} stayed false for {seconds:g} s")
 
 
 class Server:

@@ -26,6 +26,7 @@ from ft_hsdp.errors import Retryable
 from ft_hsdp.train.data.samples import JobShape, SampleReader
 from ft_hsdp.train.data.step_plan import MicroBatch
 from ft_hsdp.train.data.workers import ReadOptions, open_loader
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
 DEADLINE_S = 20.0
@@ -73,13 +74,6 @@ def reading(data: Dataset[Any], workers: int = 2, factor: int = 2, **options: An
     finally:
         reader.close()
         until(lambda: not active_children(), "the workers end")
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])

@@ -1,4 +1,3 @@
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from ft_hsdp.train.identity import RankPlace
 from ft_hsdp.train.loop.user_loop import Pauses, checked_pause
 from ft_hsdp.train.runtime import RankRuntime
 from tests.support.train.one_rank import OneRank
+from tests.support.waiting import until
 from tests.train.test_job import made
 
 CONFIG = parse({"replicas": 2, "ranks_per_replica": 1, "timeouts": {"pause_s": 100}})
@@ -46,9 +46,7 @@ def test_a_pause_is_announced_while_it_lasts(runtime: RankRuntime, paused: Pause
 
 def test_a_pause_that_lasts_too_long_is_none(runtime: RankRuntime, paused: Pauses) -> None:
     paused.begin("evaluation", 0.02)
-    end = time.monotonic() + 5
-    while paused.left_s():
-        assert time.monotonic() < end
+    until(lambda: not paused.left_s())
     assert (runtime.main_progress(), paused.what) == (0, "")
 
 

@@ -26,8 +26,9 @@ from tests.support.state.memory_of_hosts import (
     state,
 )
 from tests.support.tcp_proxy import Proxy
+from tests.support.waiting import until
 from tests.train.state.test_live_state import hold
-from tests.train.state.test_snapshots import Place, done, until, walk
+from tests.train.state.test_snapshots import Place, done, walk
 from tests.train.state.test_snapshots import place as place
 
 ALONE = Recoverer(0, 1, "h0", TOKEN, lambda _: None, 0.0, 30.0)  # the lighthouse does not answer

@@ -5,8 +5,7 @@ import secrets
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.train.state import snapshots
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
+from tests.support.waiting import until
 from tests.train.state.test_live_state import START, hold, steps
 
 DEADLINE_S = 20.0
@@ -82,13 +82,6 @@ def done(writer: SnapshotWriter) -> bool:
     event = threading.Event()
     writer.after(event.set)
     return event.wait(DEADLINE_S)
-
-
-def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def walk(live: LiveState, sharded: Any, writer: SnapshotWriter, count: int) -> None:
