@@ -15,7 +15,9 @@ from ft_hsdp.train.fsdp import param_groups
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, parts_of
 from ft_hsdp.train.fsdp.frozen import content_digest
 from ft_hsdp.train.fsdp.frozen import tensors as beside_the_state
-from tests.support.state.shapes import KINDS, Layer, Net, once, twice, usual
+from tests.compatibility.cases import tail_as_a_list
+from tests.compatibility.models import Block, Decoder
+from tests.support.state.shapes import KINDS, once, twice
 from tests.support.state.started_ranks import rows_by_kind
 
 RANKS = 2
@@ -59,62 +61,64 @@ def test_buckets_are_in_the_order_in_which_backward_ends_with_modules(
     found: dict[str, list[dict[str, Any]]],
 ) -> None:
     first = {kind: [bucket[0] for bucket in rows[0]["buckets"]] for kind, rows in found.items()}
-    assert first["usual"] == ["norm.weight", "layers.1.norm.weight", "layers.0.norm.weight", "embed.weight"]
-    assert first["tied"] == ["layers.1.norm.weight", "layers.0.norm.weight", "embed.weight"]
-    inner_first = ["layers.1.experts.up", "layers.1.norm.weight", "layers.0.experts.up", "layers.0.norm.weight"]
-    for kind in first.keys() & {"nested", "two groups", "checkpoint, nested"}:
-        assert first[kind] == ["norm.weight", *inner_first, "embed.weight"]
+    assert first["list"] == ["norm.weight", "layers.1.norm.weight", "layers.0.norm.weight", "embed.weight"]
+    assert first["tied_list"] == ["layers.1.norm.weight", "layers.0.norm.weight", "embed.weight"]
+    experts = [[f"layers.{n}.ffn.experts.{i}.0.weight" for i in (2, 1, 0)] for n in (1, 0)]
+    nested = [*experts[0], "layers.1.norm.weight", *experts[1], "layers.0.norm.weight", "embed.weight"]
+    assert first["moe"] == first["checkpoint, nested"] == nested, "inner groups come first"
+    if "two groups" in first:
+        assert first["two groups"][1:3] == ["layers.1.ffn.router.weight", "layers.1.norm.weight"]
 
 
 def adopt(model: nn.Module) -> AdoptedModel:
     return AdoptedModel(model, 1, lambda *_: None)
 
 
-def sharded(mesh: DeviceMesh, **options: Any) -> Net:
-    model = Net()
+def sharded(mesh: DeviceMesh, **options: Any) -> Decoder:
+    model = Decoder()
     fully_shard(model, mesh=mesh, **options)
     return model
 
 
-def ignoring(mesh: DeviceMesh) -> Net:
-    model = Net()
+def ignoring(mesh: DeviceMesh) -> Decoder:
+    model = Decoder()
     left_out: Any = {model.head.weight, model.norm.bias}
     fully_shard(model, mesh=mesh, ignored_params=left_out)
     return model
 
 
-def without_root(mesh: DeviceMesh) -> Net:
-    model = Net()
+def without_root(mesh: DeviceMesh) -> Decoder:
+    model = Decoder()
     fully_shard(model.embed, mesh=mesh)
     return model
 
 
-def on_meta(mesh: DeviceMesh) -> Net:
+def on_meta(mesh: DeviceMesh) -> Decoder:
     with torch.device("meta"):
-        model = Net()
-    usual(model, mesh)
+        model = Decoder()
+    tail_as_a_list(model, mesh)
     return model
 
 
-def replicated(mesh: DeviceMesh) -> Net:
+def replicated(mesh: DeviceMesh) -> Decoder:
     return sharded(init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard")))
 
 
-def hooked(mesh: DeviceMesh) -> Net:
+def hooked(mesh: DeviceMesh) -> Decoder:
     model = sharded(mesh)
     model.head.weight.register_post_accumulate_grad_hook(lambda param: None)
     return model
 
 
-def adopted(mesh: DeviceMesh) -> Net:
+def adopted(mesh: DeviceMesh) -> Decoder:
     model = sharded(mesh)
     adopt(model)
     return model
 
 
-def of_type(*types: torch.dtype) -> Callable[[DeviceMesh], Net]:
-    def make(mesh: DeviceMesh) -> Net:
-        model = Net()
+def of_type(*types: torch.dtype) -> Callable[[DeviceMesh], Decoder]:
+    def make(mesh: DeviceMesh) -> Decoder:
+        model = Decoder()
         for module, dtype in zip((model, model.head), types, strict=False):
             module.to(dtype)
         fully_shard(model, mesh=mesh)
@@ -123,19 +127,19 @@ def of_type(*types: torch.dtype) -> Callable[[DeviceMesh], Net]:
     return make
 
 
-class Normed(Net):
+class Normed(Decoder):
     def __init__(self) -> None:
         super().__init__()
         self.batch_norm = nn.BatchNorm1d(4)
 
 
-def with_statistics(mesh: DeviceMesh) -> Net:
+def with_statistics(mesh: DeviceMesh) -> Decoder:
     model = Normed()
     fully_shard(model, mesh=mesh)
     return model
 
 
-def frozen(mesh: DeviceMesh) -> Net:
+def frozen(mesh: DeviceMesh) -> Decoder:
     model = sharded(mesh)
     model.requires_grad_(False)
     return model
@@ -146,7 +150,7 @@ def frozen(mesh: DeviceMesh) -> Net:
     [
         (ignoring, "norm.bias and 1 more"),
         (without_root, "layers.0.norm.weight and"),
-        (lambda mesh: Net(), "embed.weight and"),
+        (lambda mesh: Decoder(), "embed.weight and"),
         (on_meta, "on the meta device"),
         (replicated, "that replicates"),
         (lambda mesh: sharded(mesh, offload_policy=CPUOffloadPolicy(pin_memory=False)), "CPUOffloadPolicy"),
@@ -155,12 +159,12 @@ def frozen(mesh: DeviceMesh) -> Net:
         (of_type(torch.float64), "of float64"),
         (of_type(torch.float16), "of float16"),
         (of_type(torch.float32, torch.bfloat16), "of bfloat16 and float32"),
-        (frozen, "FSDPNet without"),
+        (frozen, "FSDPDecoder without"),
         (with_statistics, "batch_norm with statistics"),
     ],
 )
 def test_what_cannot_be_adopted_is_refused_in_one_line(
-    mesh: DeviceMesh, make: Callable[[DeviceMesh], Net], named: str
+    mesh: DeviceMesh, make: Callable[[DeviceMesh], Decoder], named: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         adopt(make(mesh))
@@ -182,10 +186,10 @@ def test_the_gradient_is_a_mean_whatever_fsdp_divides_by(
     mesh: DeviceMesh, loss: Callable[[nn.Module, int], torch.Tensor], factor: float | None
 ) -> None:
     torch.manual_seed(0)
-    plain = Net()
+    plain = Decoder()
     torch.manual_seed(0)
-    model = Net()
-    usual(model, mesh)
+    model = Decoder()
+    tail_as_a_list(model, mesh)
     if factor is not None:
         for module in param_groups.fsdp_modules(model):
             module.set_gradient_divide_factor(factor)
@@ -239,7 +243,7 @@ def test_a_micro_batch_is_trained_once_its_backward_ran(mesh: DeviceMesh, last: 
 
 
 def test_a_parameter_that_is_unfrozen_later_is_refused(mesh: DeviceMesh) -> None:
-    model = Net()
+    model = Decoder()
     model.head.requires_grad_(False)
     fully_shard(model, mesh=mesh)
     adopt(model)
@@ -253,7 +257,7 @@ def test_a_model_may_run_before_it_is_adopted(mesh: DeviceMesh) -> None:
     model = sharded(mesh)
     loss = once(model, 0)
     taken = adopt(model)
-    assert set(taken.params) == {n for n, _ in Net().named_parameters()}
+    assert set(taken.params) == {n for n, _ in Decoder().named_parameters()}
     assert torch.equal(once(model, 0), loss)
 
 
@@ -270,14 +274,14 @@ def test_weights_may_be_loaded_in_place_after_adoption(mesh: DeviceMesh) -> None
     model = sharded(mesh)
     taken = adopt(model)
     torch.manual_seed(7)
-    weights: dict[str, Any] = dict(Net().state_dict())
+    weights: dict[str, Any] = dict(Decoder().state_dict())
     set_model_state_dict(model, dict(weights), options=StateDictOptions(full_state_dict=True))
     once(model, 0).backward()
     taken.finish()
     assert all(torch.equal(p.full_tensor(), weights[n]) for n, p in taken.params.items())
 
 
-def replace(model: Net) -> None:
+def replace(model: Decoder) -> None:
     model.load_state_dict({n: p.detach().clone() for n, p in model.named_parameters()}, assign=True)
 
 
@@ -287,7 +291,7 @@ def replace(model: Net) -> None:
     ids=["replaced", "frozen"],
 )
 def test_parameters_that_are_replaced_or_frozen_later_are_refused(
-    mesh: DeviceMesh, change: Callable[[Net], object]
+    mesh: DeviceMesh, change: Callable[[Decoder], object]
 ) -> None:
     model = sharded(mesh)
     taken = adopt(model)
@@ -305,7 +309,7 @@ class Both(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(nn.ModuleList(Layer() for _ in range(2)) for _ in range(2))
+        self.stages = nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2))
         self.others = nn.ModuleDict({"embed": nn.Embedding(2, 2), "norm": nn.LayerNorm(2)})
         self.stages[0][0].experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))  # type: ignore[index]
 
@@ -314,7 +318,7 @@ def test_the_parts_of_a_model_are_what_its_outermost_lists_hold() -> None:
     model = Both()
     layers = [layer for stage in model.stages for layer in stage.children()]
     assert parts_of(model) == layers
-    net = Net()
+    net = Decoder(named_layers=True)
     assert parts_of(net) == list(net.layers.values())
 
 
