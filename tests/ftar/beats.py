@@ -8,7 +8,6 @@ quantiles of the intervals, and at the end how long it took the others to find a
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import signal
@@ -20,14 +19,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this file is a command, too
+
+from tests.support.forked import Forked
+
 TOKEN = "ab" * 32
 MEMBERS = 4
 KEPT = 5000  # intervals that are recorded
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["ft_hsdp.ftar"])
 
 
-def spin() -> None:
+def spin(_: Connection) -> None:
     while True:
         sum(range(10_000))
 
@@ -63,34 +64,24 @@ def member(pipe: Connection, number: int) -> None:
 
 
 class Ring:
+    """The members, seen from outside."""
+
     def __init__(self) -> None:
-        self.pipes: list[Connection] = []
-        self.processes: list[Any] = []
-        for number in range(MEMBERS):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=member, args=(theirs, number), daemon=True)
-            process.start()
-            self.pipes.append(ours)
-            self.processes.append(process)
-        members = [(n, pipe.recv()) for n, pipe in enumerate(self.pipes)]
-        for pipe in self.pipes:
-            pipe.send(members)
-        self.counts = [pipe.recv() for pipe in self.pipes]
+        self.members = [Forked(member, number) for number in range(MEMBERS)]
+        addresses = [(n, each.hear()) for n, each in enumerate(self.members)]
+        for each in self.members:
+            each.pipe.send(addresses)
+        self.counts = [each.hear() for each in self.members]
         self.ended: dict[int, tuple[float, str, list[float]]] = {}
 
     def look(self) -> None:
-        for number, pipe in enumerate(self.pipes):
-            while number not in self.ended and pipe.poll():
-                said = pipe.recv()
+        for number, each in enumerate(self.members):
+            while number not in self.ended and each.pipe.poll():
+                said = each.hear()
                 if isinstance(said, tuple):
                     self.ended[number] = said
                 else:
                     self.counts[number] = said
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.kill()
-            process.join()
 
 
 def soak(beats: int, seconds: float, busy: int) -> tuple[dict[str, Any], list[float]]:
@@ -98,9 +89,7 @@ def soak(beats: int, seconds: float, busy: int) -> tuple[dict[str, Any], list[fl
 
     Returns what was seen, and one member's intervals. The busy processes run on: a stop is found beside them, too.
     """
-    spinners = [_context.Process(target=spin, daemon=True) for _ in range(busy)]
-    for spinner in spinners:
-        spinner.start()
+    spinners = [Forked(spin) for _ in range(busy)]
     ring = Ring()
     try:
         began = time.monotonic()
@@ -111,7 +100,7 @@ def soak(beats: int, seconds: float, busy: int) -> tuple[dict[str, Any], list[fl
         took = time.monotonic() - began
         found: list[float] = []
         if not false:
-            os.kill(ring.processes[1].pid, signal.SIGSTOP)
+            ring.members[1].signal(signal.SIGSTOP)
             stopped = time.monotonic()
             while len(ring.ended) < MEMBERS - 1 and time.monotonic() < stopped + 30:
                 time.sleep(0.01)
@@ -119,10 +108,8 @@ def soak(beats: int, seconds: float, busy: int) -> tuple[dict[str, Any], list[fl
             assert all("replica 1" in text for _, text, _ in ring.ended.values()), ring.ended
             found = [at - stopped for at, _, _ in ring.ended.values()]
     finally:
-        for process in spinners:
-            process.kill()
-            process.join()
-        ring.end()
+        for process in (*spinners, *ring.members):
+            process.end()
     heard = [intervals for _, _, intervals in ring.ended.values()]
     every = sorted(i for each in heard for i in each)
     quantiles = (

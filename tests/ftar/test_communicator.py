@@ -1,3 +1,4 @@
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -217,7 +218,7 @@ def test_sigkill_of_a_neighbour(transport: str, when: str) -> None:
                 victim.pipe.send("take part")
                 assert victim.hear() == "under way"
             works = [[c.all_reduce(x) for _ in range(200)] for c, x in zip(comms, given, strict=True)]
-            victim.kill()
+            victim.signal(signal.SIGKILL)
             for queue in works:
                 errors = [w.exception(20) for w in queue]
                 failed = [e for e in errors if e is not None]

@@ -10,39 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 import ft_hsdp
 from docs.examples.own_loop import Classifier, Spirals
+from tests.compatibility.cases import Average
 
 EVALUATION_S = 2.5
 EVERY = 10
-
-
-class Average:
-    """A moving average of sharded weights, and how many steps are in it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.params = dict(model.named_parameters())
-        self.mean = {name: p.detach().clone() for name, p in self.params.items()}
-        self.steps = 0
-
-    def update(self, step: ft_hsdp.CommittedStep) -> None:
-        """Take the weights of a committed step in."""
-        with torch.no_grad():
-            for name, mean in self.mean.items():
-                mean.lerp_(self.params[name], 0.05)
-        self.steps = step.step
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.mean, "steps": self.steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take a committed state over."""
-        for name, mean in self.mean.items():
-            mean.copy_(state[name])
-        self.steps = state["steps"]
 
 
 def digest(tensors: dict[str, Any]) -> str:

@@ -9,26 +9,43 @@ import pytest
 import torch
 
 from ft_hsdp.errors import EXIT_CONFIG
+from tests.compatibility.cases import CASES
 from tests.compatibility.test_compatibility import SCRIPT
 from tests.support.scenarios.scenario_job import ROOT, Job, check
-from tests.support.state import lora_loop
 
 pytestmark = pytest.mark.multiproc
 
-LORA: dict[str, Any] = {
-    "replicas": 2,
-    "ranks_per_replica": 2,
-    "entry": str(ROOT / "tests" / "support" / "state" / "lora_loop.py"),
-}
-TENSORS = 3  # an adapter's matrix, and AdamW's two of its size
+TWO: dict[str, Any] = {"replicas": 2, "ranks_per_replica": 2}
+OTHER = """
+import dataclasses
+import ft_hsdp
+from tests.compatibility import cases, script
+
+join, lora, joined = ft_hsdp.join, cases.CASES["lora"], []
+
+def noted():
+    joined.append(join())
+    return joined[0]
+
+def other():
+    model = lora.model()
+    model.embed.weight.data.mul_(joined[0].replica + 1)
+    return model
+
+ft_hsdp.join, cases.CASES["lora"] = noted, dataclasses.replace(lora, model=other)
+script.main()
+"""
 
 
 @pytest.mark.proof
 def test_healing_a_lora_job_fetches_the_adapters_alone(tmp_path: Path) -> None:
     steps = 80
-    with Job(tmp_path, steps, **LORA) as job:
+    settings = {**TWO, "entry": str(SCRIPT), "args": ["lora", str(tmp_path / "weights.pt"), "0.1"]}
+    with Job(tmp_path, steps, **settings) as job:
         job.until(lambda: job.step() >= 10, "step 10")
         job.signal(1, 1, signal.SIGKILL)
+        job.until(lambda: job.events("Rejoined", replica=1), "it is back")
+        job.hurry()
         summary = job.end()
         check(summary, steps)
         assert [summary["replicas"][r]["incarnations"] for r in "01"] == [1, 2]
@@ -36,14 +53,19 @@ def test_healing_a_lora_job_fetches_the_adapters_alone(tmp_path: Path) -> None:
         assert [r["step"] for r in rows] == list(range(1, steps + 1)), "the survivor missed a step"
         assert rows[-1]["loss"] < rows[0]["loss"]
         fetched = [e["bytes"] for e in job.events("FetchCompleted", replica=1)]
-    adapters = lora_loop.LAYERS * 2 * lora_loop.RANK * lora_loop.WIDTH * 4
+    params = list(CASES["lora"].model().parameters())
+    adapters = sum(p.nbytes for p in params if p.requires_grad)
+    assert sum(p.nbytes for p in params) > 20 * adapters
     assert len(fetched) >= 2, "a fetch of each rank"
-    assert 2 * max(fetched) <= 1.1 * TENSORS * adapters
+    assert max(fetched) <= 2 * adapters, "half of the adapters, and of AdamW's two tensors of their size"
 
 
 @pytest.mark.proof
 def test_a_replica_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
-    with Job(tmp_path, 100_000, **LORA, args=["--other", "1"]) as job:
+    script = tmp_path / "train.py"
+    script.write_text(OTHER)
+    settings = {**TWO, "entry": str(script), "args": ["lora", str(tmp_path / "weights.pt"), "0.1"]}
+    with Job(tmp_path, 100_000, **settings) as job:
         refused = "digest of the frozen weights and buffers"
         job.until(lambda: any(refused in str(e) for e in job.rows("events.jsonl")), "one of the two is refused")
 

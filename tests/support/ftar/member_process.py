@@ -1,12 +1,11 @@
 """A member of a ring in a process of its own, which can be killed; the server that forks it has torch already."""
 
-import multiprocessing
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.support.forked import Forked
+
 TOKEN = "ab" * 32
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["ft_hsdp.ftar"])
 
 
 def main(pipe: Connection, member: int, settings: dict[str, Any]) -> None:
@@ -27,28 +26,7 @@ def main(pipe: Connection, member: int, settings: dict[str, Any]) -> None:
     comm.close()
 
 
-class MemberProcess:
+class MemberProcess(Forked):
     def __init__(self, member: int, **settings: Any) -> None:
-        self.pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=main, args=(theirs, member, settings), daemon=True)
-        self._process.start()
-        theirs.close()
+        super().__init__(main, member, settings)
         self.address: str = self.hear()
-
-    def hear(self) -> Any:
-        assert self.pipe.poll(30), "it says nothing"
-        return self.pipe.recv()
-
-    @property
-    def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
-
-    def kill(self) -> None:
-        self._process.kill()
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.join(10)
-        self._process.close()
-        self.pipe.close()

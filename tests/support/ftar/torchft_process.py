@@ -1,8 +1,5 @@
 """A ProcessGroupFTAR in a process of its own, which can be killed or stopped in the middle of a reconfigure."""
 
-import multiprocessing
-import os
-import signal
 import threading
 import time
 from contextlib import nullcontext
@@ -12,8 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["ft_hsdp.compat.torchft"])
+from tests.support.forked import Forked
 
 # Where a process can be told to stay: the others know that it came, but not its address; it is in their ring.
 PLACES = {"claimed": "TorchftMember.admit", "in the ring": "connect_gloo"}
@@ -58,33 +54,15 @@ def main(pipe: Connection) -> None:
     group.shutdown()
 
 
-class GroupProcess:
+class GroupProcess(Forked):
     def __init__(self) -> None:
-        self._pipe, theirs = _context.Pipe()
-        self._process = _context.Process(target=main, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
+        super().__init__(main)
 
     def handle(self) -> str:
-        self._pipe.send("handle")
+        self.pipe.send("handle")
         said: str = self.hear()
         return said
 
     def begin(self, uuid: int, handles: list[str], timeout_s: float, place: str = "") -> None:
         """Let it reconfigure, sum ones and gather; at ``place`` it stays for ever. `hear` says what came of it."""
-        self._pipe.send((uuid, handles, timeout_s, place))
-
-    def hear(self) -> Any:
-        """What it says next: "there", or (sum or error, seconds)."""
-        assert self._pipe.poll(30), "it says nothing"
-        return self._pipe.recv()
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.join(10)
-        self._process.close()
-        self._pipe.close()
+        self.pipe.send((uuid, handles, timeout_s, place))
