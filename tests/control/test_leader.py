@@ -11,7 +11,7 @@ import pytest
 from ft_hsdp.control import leader as control
 from ft_hsdp.core import effects, state_id
 from ft_hsdp.core.commit import AttemptId, Contribution, Vote
-from ft_hsdp.core.grant import CatchUp, Continue, Finish
+from ft_hsdp.core.grant import Continue, Finish
 from ft_hsdp.core.replica_state import Phase, ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import LighthouseUnreachable
@@ -55,11 +55,6 @@ def both_vote(s: Scene, fence: AttemptId, members: tuple[int, ...] = (0,), **mor
 def both_stopped(s: Scene) -> None:
     for rank in (0, 1):
         s.leader.received(RankStopped(rank, 1))
-
-
-def both_fetched(s: Scene) -> None:
-    for rank in (0, 1):
-        s.leader.received(RankFetched(rank, OTHER))
 
 
 async def test_a_checkpoint_is_written_when_its_time_is_up(scene: Callable[..., Scene]) -> None:
@@ -189,20 +184,6 @@ async def test_a_step_that_is_longer_than_the_lease_does_not_end_it(scene: Calla
     assert not s.events("LeaseEnded")
 
 
-async def test_a_broken_ring_has_no_lease(scene: Callable[..., Scene]) -> None:
-    s = scene(Down())
-    await s.granted(grant(1, 0, 1))
-    s.leader.received(RankBroken(0, 1, "gone"))
-    both_stopped(s)
-    await s.until(lambda: len(s.lighthouse.asks) >= 3, "it keeps asking")
-    assert len(s.named(effects.Reduce)) == 1
-    assert not s.named(effects.Exit), "a member does not give up"
-    s.lighthouse.answers.put_nowait(grant(2, 0))
-    await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(2, 1, 0), "the same step on another ring")
-    assert len(s.named(effects.RunBatch)) == 1, "the batch was fed again"
-    assert len(s.events("StepRetried")) == 1
-
-
 async def test_who_never_joined_ends_with_69(scene: Callable[..., Scene]) -> None:
     s = scene(Down(), join_timeout_s=0.3)
     s.leader.start()
@@ -234,22 +215,6 @@ async def test_a_token_in_time_is_followed_by_no_alarm(scene: Callable[..., Scen
     assert s.tokens[1] == replace(s.tokens[0], verdict=True)
     await asyncio.sleep(0.2)
     assert not s.named(effects.StopRing)
-
-
-async def test_stale_votes_are_not_counted(s: Scene) -> None:
-    s.vote(0, AttemptId(1, 1, 0))  # before any step
-    await s.granted(grant(1, 0))
-    fence = AttemptId(1, 1, 0)
-    s.vote(0, fence)
-    for other in (AttemptId(0, 1, 0), AttemptId(1, 2, 0), AttemptId(1, 1, 1)):
-        s.vote(1, other)
-    s.vote(0, fence, digest="again")
-    assert not s.named(effects.Commit)
-    s.vote(1, fence)
-    assert len(s.named(effects.Commit)) == 1
-    s.vote(0, fence)
-    s.vote(1, fence)
-    assert len(s.named(effects.Commit)) == 1
 
 
 async def test_ranks_that_saw_different_contributors_end_the_replica(s: Scene) -> None:
@@ -457,48 +422,6 @@ async def test_the_loss_of_a_writer_is_said_with_what_follows(scene: Callable[..
     assert s.leader.replica.requested_checkpoint == 1
 
 
-async def test_who_holds_what_others_lack_has_it_kept_and_asks_again(s: Scene) -> None:
-    await s.granted(grant(1, 0, 1))
-    s.leader.received(RankBroken(0, 1, "replica 1 is gone", suspect=1))
-    both_stopped(s)
-    await s.until(lambda: len(s.lighthouse.asks) == 2, "asks")
-    s.lighthouse.answers.put_nowait(CatchUp(STATE, grant(1, 0).members, "too few hold it"))
-    await s.until(lambda: len(s.lighthouse.asks) == 3, "asks again")
-    assert s.named(effects.Keep) == [effects.Keep(STATE)]
-    assert not s.named(effects.Fetch)
-    assert s.lighthouse.asks[2].report.after == 1
-
-
-async def test_a_fetch_without_a_ring_that_fails_is_asked_for_again(s: Scene) -> None:
-    s.leader.start()
-    told = CatchUp(OTHER, grant(1, 1).members, "too few hold it")
-    for tries in (1, 2):
-        s.lighthouse.answers.put_nowait(told)
-        await s.until(lambda n=tries: len(s.named(effects.Fetch)) == n, "fetches")  # type: ignore[misc]
-        if tries == 1:
-            for rank in (0, 1):
-                s.leader.received(RankFetchFailed(rank, OTHER, "the donor is gone"))
-            await s.until(lambda: len(s.lighthouse.asks) == 2, "asks again")
-    assert not s.named(effects.Exit)
-    assert s.lighthouse.asks[1].report.doubt == OTHER
-    both_fetched(s)
-    await s.until(lambda: len(s.lighthouse.asks) == 3, "asks with what it has fetched")
-    assert s.lighthouse.asks[2].report.state == OTHER
-    assert s.named(effects.InstallSnapshot) == [effects.InstallSnapshot(OTHER)]
-
-
-async def test_a_vote_is_held_back_until_the_fetch_is_done(scene: Callable[..., Scene]) -> None:
-    s = scene(catchup_wait_s=30.0)
-    await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
-    both_vote(s, AttemptId(2, 4, 0), (1,))
-    assert not s.tokens, "it voted before its base was here"
-    both_fetched(s)
-    (token,) = s.tokens
-    assert token.equal == (0,)
-    s.leader.token(replace(token, equal=(0, 1)))
-    assert s.leader.replica.state.step == 4
-
-
 async def test_a_slow_fetch_is_waited_for_once_and_no_longer_than_the_limit(scene: Callable[..., Scene]) -> None:
     s = scene(catchup_wait_s=0.05)
     await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
@@ -528,14 +451,6 @@ async def test_a_step_of_which_nothing_counts_is_journalled(s: Scene) -> None:
     assert not s.named(effects.Commit)[0].record.updates
     (event,) = s.events("StepSkipped")
     assert event["replicas"] == []
-
-
-async def test_a_replica_checks_in_with_the_state_that_it_found(s: Scene) -> None:
-    s.leader.replica = control.initial(0, "0-x-1", 9, OTHER)
-    s.leader.start()
-    await s.until(lambda: s.lighthouse.asks, "asks")
-    report = s.lighthouse.asks[0].report
-    assert (report.state, report.step, report.epoch, report.doubt) == (OTHER, 4, 0, None)
 
 
 async def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took(

@@ -254,16 +254,6 @@ async def test_a_replica_that_is_refused_again_while_others_train_is_given_up(ru
         assert "model.dim: got 3" in outcome.reason
 
 
-async def test_a_crash_loop_uses_up_the_budget_and_the_replica_is_lost(run_dir: RunDir, plan: Plan) -> None:
-    plan({"1": {str(n): {"0": ["exit", 75]} for n in range(5)}})
-    async with World(run_dir, budget=2).running() as world:
-        outcome = await world.task
-        assert outcome.kind == "lost"
-        assert world.book.names == ["started", "exited"] * 3 + ["lost"]
-        assert len(world.named("ReplicaStarted")) == 3
-        assert [e["delay_s"] for e in world.named("RestartScheduled")] == [0.0, 0.0]
-
-
 @pytest.mark.usefixtures("_soon")
 async def test_lives_that_find_no_lighthouse_cost_nothing_of_the_budget(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {str(n): {"0": ["exit", 69], "1": ["exit", 69]} for n in range(4)}})
@@ -329,22 +319,6 @@ async def test_stop_ends_ranks_that_are_deaf_or_stopped(run_dir: RunDir, plan: P
         os.kill(pids[1], signal.SIGSTOP)
         await world.supervisor.stop(grace_s=0.3)
         assert (await world.task).kind == "stopped"
-        assert not any(alive({"pid": pid}) for pid in pids)
-
-
-async def test_when_the_fork_server_dies_the_replica_goes_on_and_is_restarted_by_a_new_one(
-    run_dir: RunDir,
-) -> None:
-    async with World(run_dir).running() as world:
-        pids = world.book.watched = await world.waiting(0)
-        server = world.backend.server_pid
-        assert server is not None
-        os.kill(server, signal.SIGKILL)
-        await async_until(lambda: world.backend.server_pid not in (None, server), "another server")
-        assert all(alive({"pid": pid}) for pid in pids)
-        os.kill(pids[0], signal.SIGKILL)
-        await world.waiting(1)
-        assert world.book.alive_at_exit == []
         assert not any(alive({"pid": pid}) for pid in pids)
 
 

@@ -7,8 +7,6 @@ import base64
 import itertools
 import os
 import sqlite3
-import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -418,22 +416,6 @@ def test_one_lighthouse_at_a_time(tmp_path):
     assert caught.value.exit_code == 64
     assert len(str(caught.value).splitlines()) == 1
     first.close()
-    SqliteStore(tmp_path / "s.sqlite").close()
-
-
-def test_the_death_of_its_holder_frees_the_store(tmp_path):
-    code = (
-        "import sys, pathlib, time; from lighthouse.store import SqliteStore;"
-        "store = SqliteStore(pathlib.Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "s.sqlite")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ConfigError, match=str(holder.pid)):
-            SqliteStore(tmp_path / "s.sqlite")
-        holder.kill()
-        holder.wait(10)
     SqliteStore(tmp_path / "s.sqlite").close()
 
 

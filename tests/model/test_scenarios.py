@@ -5,11 +5,8 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.core import effects, events
-from ft_hsdp.core import replica as core
-from ft_hsdp.core.grant import Grant, Member, Report
+from ft_hsdp.core.grant import Report
 from ft_hsdp.core.replica_state import Replica
-from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum import membership, rules, witnesses
 from lighthouse.quorum.state import LighthouseState
 from tests.model import moves
@@ -75,17 +72,6 @@ def test_a_new_epoch_overlaps_with_every_epoch_since_the_head() -> None:
         s = scenario(**faults).play(*SOLO_ON_A_LEASE, "replica 1 gets epoch 4")
         with pytest.raises(Violation, match="two histories"):
             s.play("replica 1 holds the sum of epoch 4 step 2")
-
-
-def test_whoever_is_ahead_of_a_grant_is_never_behind() -> None:
-    me = Replica(0, "0-0", 9, StateId(4, 3, "mine"), StateId(4, 3, "mine"))
-    stale = Grant(
-        1, 5, StateId(3, 3, "other"), (Member(0, "0-0", "behind"), Member(1, "1-0", "contribute")), 3, ""
-    )
-    after, done = core.transition(me, events.GrantShown(stale))
-    assert after.state == me.state
-    assert not any(isinstance(e, effects.Fetch | effects.DropGradient | effects.Configure) for e in done)
-    assert [e.report.after for e in done if isinstance(e, effects.RequestGrant)] == [5]
 
 
 # Found by exploring the production cores.

@@ -193,23 +193,6 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_it_trains_as_it_does_without_us(name: str) -> None:
-    ours, plain = mixed_model(), mixed_model()
-    optimizer, natural = (OPTIMIZERS[name](m.parameters()) for m in (ours, plain))
-    create_state(optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
-    assert [g["lr"] for g in optimizer.param_groups] == [0.1]
-    assert all(p.grad is None for p in ours.parameters())
-    made = state_of(ours, optimizer)
-    assert bool(made) == (name != "sgd")
-    train(ours, optimizer)
-    train(plain, natural)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
-    assert_same(state_of(ours, optimizer), state_of(plain, natural))
-    assert all(made[n] is t for n, t in state_of(ours, optimizer).items()), "a tensor was replaced in a step"
-
-
 @pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "sgd"])
 def test_a_state_that_was_loaded_stays(name: str) -> None:
     before, ours = mixed_model(), mixed_model()

@@ -144,25 +144,10 @@ CHANGES: dict[str, tuple[Make, Make, str]] = {
         lambda o: torchs.CosineAnnealingWarmRestarts(o, 3, 1),
         "T_mult of CosineAnnealingWarmRestarts",
     ),
-    "CosineAnnealingWarmRestarts(T_0)": (
-        lambda o: torchs.CosineAnnealingWarmRestarts(o, 3),
-        lambda o: torchs.CosineAnnealingWarmRestarts(o, 4),
-        "T_0 of CosineAnnealingWarmRestarts",
-    ),
-    "CyclicLR(step_size_up)": (
-        lambda o: torchs.CyclicLR(o, 1e-3, 0.1, 3),
-        lambda o: torchs.CyclicLR(o, 1e-3, 0.1, 4),
-        "total_size of CyclicLR",
-    ),
     "CyclicLR": (
         lambda o: torchs.CyclicLR(o, 1e-3, 0.1, 3, scale_fn=lambda x: 1 / x),
         lambda o: torchs.CyclicLR(o, 1e-3, 0.1, 3, scale_fn=lambda x: 1 / x**2),
         "scale_fn_custom.0(2) of CyclicLR",
-    ),
-    "CyclicLR(max_lr)": (
-        lambda o: torchs.CyclicLR(o, 1e-3, 0.1, 3),
-        lambda o: torchs.CyclicLR(o, 1e-3, 0.2, 3),
-        "max_lrs of CyclicLR",
     ),
     "OneCycleLR": (
         lambda o: torchs.OneCycleLR(o, 0.3, total_steps=6),
@@ -174,21 +159,11 @@ CHANGES: dict[str, tuple[Make, Make, str]] = {
         lambda o: torchs.OneCycleLR(o, 0.4, total_steps=STEPS),
         "max_lr of SGD",
     ),
-    "OneCycleLR(pct_start)": (
-        lambda o: torchs.OneCycleLR(o, 0.3, total_steps=STEPS),
-        lambda o: torchs.OneCycleLR(o, 0.3, total_steps=STEPS, pct_start=0.5),
-        "schedule_phases.0.end_step of OneCycleLR",
-    ),
     "SWALR": (lambda o: SWALR(o, 0.01, 5), lambda o: SWALR(o, 0.02, 5), "swa_lr of SGD"),
     "SequentialLR": (
         lambda o: torchs.SequentialLR(o, [torchs.LinearLR(o, 0.1), torchs.ExponentialLR(o, 0.5)], [3]),
         lambda o: torchs.SequentialLR(o, [torchs.LinearLR(o, 0.1), torchs.ExponentialLR(o, 0.5)], [4]),
         "milestones of SequentialLR",
-    ),
-    "SequentialLR(inner)": (
-        lambda o: torchs.SequentialLR(o, [torchs.LinearLR(o, 0.1), torchs.CosineAnnealingLR(o, 6)], [3]),
-        lambda o: torchs.SequentialLR(o, [torchs.LinearLR(o, 0.1), torchs.CosineAnnealingLR(o, 9)], [3]),
-        "schedulers.1.T_max of SequentialLR",
     ),
     "SequentialLR(class)": (
         lambda o: torchs.SequentialLR(o, [torchs.LinearLR(o, 0.1), torchs.StepLR(o, 2, 0.5)], [3]),

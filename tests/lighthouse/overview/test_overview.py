@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ft_hsdp.analysis.failures import MAX_EPOCHS, MAX_FAILURES, Failures
 from ft_hsdp.analysis.goodput import fault_free_step
 from lighthouse.overview.overview import SHOWN_EPOCHS, Timeline, states
-from lighthouse.overview.replicas import MAX_HOSTS, MAX_SEGMENTS, Lane, _joined
+from lighthouse.overview.replicas import MAX_HOSTS, MAX_SEGMENTS, _joined
 from tests.support.lighthouse import day
 
 T = 1000.0
@@ -366,10 +366,6 @@ def test_a_lane_that_is_joined_covers_the_same_time(parts):
     joined = _joined(segments, 3.0)
     assert not segments or (joined[0][0], joined[-1][1]) == (0.0, t)
     assert all(a[1] == b[0] for a, b in pairwise(joined))
-
-
-def test_a_lane_of_which_nothing_is_known_is_empty():
-    assert Lane(0, 1).cut(0, 10, 1) == []
 
 
 def test_commits_of_replicas_that_just_go_on_cost_nothing_each():

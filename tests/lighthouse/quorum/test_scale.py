@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.core.grant import Continue, Finish, Refused
+from ft_hsdp.core.grant import Continue, Refused
 from lighthouse.overview.replicas import Lanes
 from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
 from lighthouse.quorum.events import Action, Commanded
@@ -137,16 +137,6 @@ def test_twice_is_once_and_growing_needs_nobody() -> None:
     assert not planned(job, 2).due
     job.runs({1: None}, [(1, 0)])
     assert planned(job, 4).due
-
-
-def test_those_beyond_do_not_hold_up_the_end() -> None:
-    job = working(3, steps=3)
-    order(job, "scale", 2)
-    for r in range(3):
-        job.ask(r, at(1, 2), epoch=1)
-    job.runs({2: None}, [(2, 0)])
-    job.ask(0, at(1, 3), epoch=1, leaving=(2,))
-    assert job.ask(1, at(1, 3), epoch=1).answers == {0: Finish(), 1: Finish()}
 
 
 def test_nobody_waits_for_what_those_never_wanted_may_hold() -> None:
