@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from ft_hsdp import address, caller_gate, handshake, protocol
-from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.agent import client, messages, server, starter
 from ft_hsdp.state.agent.blocks import SliceStore
@@ -103,24 +102,6 @@ def test_a_state_is_pinned_before_it_is_staged(agent: Running):
     rank.close()
 
 
-def test_what_is_taken_does_not_change_until_it_is_given_back(agent: Running):
-    rank = connect(0, 3)
-    write(rank, 1, 3)
-    taken = rank.acquire(state(1))
-    assert taken is not None
-    for step in range(2, 9):
-        write(rank, step, 3)
-    assert np.array_equal(taken[0], content(1, 3))
-    assert 1 in steps(rank)
-    rank.unpin()
-    for step in (9, 10, 11):
-        write(rank, step, 3)
-    assert 1 not in steps(rank)
-    with pytest.raises(ValueError, match="read-only"):
-        taken[0][0] = 1
-    rank.close()
-
-
 def test_a_newer_connection_supersedes_and_never_gets_what_the_older_is_writing(agent: Running):
     older = connect(0, 4)
     write(older, 1, 4)
@@ -136,20 +117,6 @@ def test_a_newer_connection_supersedes_and_never_gets_what_the_older_is_writing(
     assert agent.serves(3, 4)
     assert agent.serves(4, 4)
     newer.close()
-
-
-def test_after_forget_nothing_is_left_and_a_new_start_is_possible(agent: Running):
-    rank = connect(0, 5)
-    write(rank, 1, 5)
-    assert rank.stage(state(2)) is not None
-    rank.forget()
-    assert rank.list() == ()
-    assert not agent.serves(1, 5)
-    with pytest.raises(ProtocolViolation, match="is not being written"):
-        rank.staged(state(2), header(2, 5))
-    write(rank, 3, 5)
-    assert agent.serves(3, 5)
-    rank.close()
 
 
 def test_what_has_another_size_is_forgotten(agent: Running):
@@ -471,26 +438,6 @@ def test_who_does_not_know_the_token_is_not_let_in(caplog: pytest.LogCaptureFixt
     assert "hung up on 1 connections" in caplog.text
     with stranger() as sock:
         greet(sock, TOKEN)
-
-
-def test_an_agent_that_does_not_know_the_token_is_not_talked_to():
-    def impostor() -> None:
-        sock, _ = listening.accept()
-        with sock:
-            sock.sendall(handshake.MAGIC + bytes(handshake.NONCE))
-            sock.recv(handshake.ANSWER_BYTES, socket.MSG_WAITALL)
-            sock.sendall(bytes(handshake.PROOF_BYTES))
-            heard.append(sock.recv(1))
-
-    heard: list[bytes] = []
-    with server.listen(TOKEN, REPLICA) as listening:
-        listening.setblocking(True)
-        thread = threading.Thread(target=impostor)
-        thread.start()
-        with pytest.raises(AgentGone, match=r"not the state agent of replica 8: .* does not know the job's token"):
-            connect(REPLICA)
-        thread.join()
-    assert heard == [b""]
 
 
 def test_who_hangs_up_leaves_its_slots_for_the_next(holdings: SnapshotStore):

@@ -562,14 +562,8 @@ def on_the_way(holder: Holder, owners: Owners, times: int) -> int:
 
 
 @pytest.mark.parametrize("flips", [at_rest, on_the_way])
-def test_a_flipped_bit_is_found(holder: Holder, owners: Owners, flips: Callable[[Holder, Owners, int], int]):
-    assert flips(holder, owners, 60) == 60
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("flips", [at_rest, on_the_way])
-def test_ten_thousand_flipped_bits_are_found(
-    holder: Holder, owners: Owners, flips: Callable[[Holder, Owners, int], int]
+@pytest.mark.parametrize("times", [60, pytest.param(5000, marks=(pytest.mark.soak, pytest.mark.timeout(1800)))])
+def test_flipped_bits_are_found(
+    holder: Holder, owners: Owners, times: int, flips: Callable[[Holder, Owners, int], int]
 ):
-    assert flips(holder, owners, 5000) == 5000
+    assert flips(holder, owners, times) == times

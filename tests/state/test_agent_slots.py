@@ -1,4 +1,3 @@
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -31,16 +30,6 @@ def steps(slots: SnapshotSlots) -> list[int]:
     return [held.state.step for held in slots.held()]
 
 
-def test_two_slots_take_turns():
-    slots = with_slots(2)
-    numbers = []
-    for step in range(6):
-        numbers.append(write(slots, step))
-        slots.mark_settled(state(step))
-    assert numbers == [1, 2, 1, 2, 1, 2]
-    assert slots.held() == (CompleteSnapshot(state(5), True), CompleteSnapshot(state(4), True))
-
-
 def test_the_newest_settled_stays_until_a_newer_is_settled():
     slots = with_slots(3)
     write(slots, 1)
@@ -67,16 +56,6 @@ def test_readers_cost_slots_and_never_a_wait():
     assert write(slots, 5) == 2
 
 
-def test_what_was_given_up_while_its_writer_lives_is_not_written_again():
-    slots = with_slots(2)
-    first = slots.stage(state(1), 0.0)
-    second = slots.stage(state(2), 0.0)
-    assert first != second
-    assert slots.numbers == {second}
-    with pytest.raises(ValueError, match=r"state \(1, 1, 00000000\) is not being written"):
-        slots.staged(state(1))
-
-
 def test_slots_that_are_not_needed_for_long_go():
     slots = with_slots(4)
     for step in range(SPARE_STAGES - 1):
@@ -85,13 +64,6 @@ def test_slots_that_are_not_needed_for_long_go():
     assert len(slots.numbers) == 4
     write(slots, 100)
     assert len(slots.numbers) == 2
-
-
-def test_a_state_written_twice_is_found_in_its_newest_slot():
-    slots = with_slots(2)
-    write(slots, 1)
-    again = write(slots, 1)
-    assert slots.find(state(1)) == again
 
 
 class Machine(RuleBasedStateMachine):

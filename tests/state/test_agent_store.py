@@ -148,20 +148,6 @@ def flip(holdings: SnapshotStore, number: int | None) -> None:
     shared_memory.attach(holdings.slots(SHARD)[number], NBYTES, writable=True)[NBYTES // 3] ^= 8
 
 
-def test_a_damaged_copy_is_not_given_back_to_its_rank_and_the_older_one_is(holdings: SnapshotStore):
-    write(holdings, 1)
-    flip(holdings, write(holdings, 2))
-    assert holdings.acquire(SHARD, state(2)) is None
-    (damaged,) = holdings.damaged(SHARD)
-    assert damaged.state == state(2)
-    assert "chunk 0" in damaged.reason
-    assert holdings.damaged(SHARD) == ()
-    assert [held.state for held in holdings.list(SHARD)] == [state(1)]
-    taken = holdings.acquire(SHARD, state(1))
-    assert taken is not None
-    assert shared_memory.attach(taken[0], NBYTES, writable=False).tobytes() == content(1, RANK, NBYTES).tobytes()
-
-
 def test_a_damaged_copy_is_not_served_and_its_memory_is_not_used_again(holdings: SnapshotStore):
     number = write(holdings, 1)
     flip(holdings, number)

@@ -317,12 +317,6 @@ def test_when_all_fail_each_is_named() -> None:
             assert f"replica {replica}: " in str(error), kind
 
 
-def test_the_token_is_needed() -> None:
-    with good(snapshot()) as (address, _):
-        error, _, _ = run([address], token="cd" * 32, deadline_s=0.3)
-    assert "replica 0 refuses" in str(error)
-
-
 def test_who_reads_a_fetch_on_the_wire_does_not_get_the_token() -> None:
     """Nothing is encrypted within a host, so the state passes as it is; the token does not pass at all."""
     honest = snapshot()
