@@ -140,9 +140,7 @@ def test_an_owner_on_another_host_lives_while_it_renews(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_claim_that_was_given_up_elsewhere_is_free_after_a_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_that_was_given_up_elsewhere_is_free_after_a_moment(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(claim, "LEASE_S", 3600.0)
     put(tmp_path, OTHER, given_up=True)
     take(tmp_path, MINE).release()

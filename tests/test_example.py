@@ -2,7 +2,6 @@
 
 import json
 import re
-from pathlib import Path
 from textwrap import dedent
 
 import pytest
@@ -26,9 +25,7 @@ optim: {{lr: 3.0e-3, clip: 1.0}}
     ("ranks", "victim", "accumulate", "steps"),
     [pytest.param(2, 1, 2, 100, marks=pytest.mark.proof), (1, 0, 1, 150)],
 )
-def test_a_users_own_loop_survives_the_loss_of_a_rank(
-    tmp_path: Path, ranks: int, victim: int, accumulate: int, steps: int
-) -> None:
+def test_a_users_own_loop_survives_the_loss_of_a_rank(tmp_path, ranks, victim, accumulate, steps) -> None:
     settings = SETTINGS.format(ranks=ranks, steps=steps, accumulate=accumulate)
     with TorchrunJob(tmp_path, settings) as job:
         replicas = [job.torchrun(r, ranks, EXAMPLE) for r in range(2)]

@@ -31,9 +31,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(("replica", "rank", "life"), [(0, 1, 1), (2, 1, 1)])
-def test_it_fires_once_at_its_step_or_the_first_time_after_it(
-    sent: list[int], replica: int, rank: int, life: int
-) -> None:
+def test_it_fires_once_at_its_step_or_the_first_time_after_it(sent, replica, rank, life) -> None:
     fault_injection.arm(POINTS.debug.failpoints, replica, rank, life)
     fault_injection.reach("vote", 4)
     fault_injection.reach("apply-end", 9)
@@ -116,9 +114,7 @@ def test_a_process_obeys_while_the_order_is_there(tmp_path: Path) -> None:
     until(lambda: not fault_injection.cut(8))
 
 
-def test_an_order_resets_the_connections_to_the_neighbours_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_order_resets_the_connections_to_the_neighbours_once(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(fault_injection, "_watched", {tmp_path})
     order = FaultOrder("reset", 0, until=5.0)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -48,9 +48,7 @@ def full() -> OSError:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-def test_lines_that_a_disk_does_not_take_are_counted_and_told_when_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_lines_that_a_disk_does_not_take_are_counted_and_told_when_it_does(tmp_path, monkeypatch, code) -> None:
     told: list[Lost] = []
     lines = LineWriter(tmp_path / "log.jsonl", told.append)
     Disk(monkeypatch, *(OSError(code, os.strerror(code)) for _ in range(2)))
@@ -81,9 +79,7 @@ def test_a_short_write_tears_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [lost.lines for lost in told] == [1]
 
 
-def test_a_piece_that_another_process_wrote_behind_harms_neither(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_that_another_process_wrote_behind_harms_neither(tmp_path, monkeypatch) -> None:
     path = tmp_path / "log.jsonl"
     mine, other, real = LineWriter(path), LineWriter(path), os.write
 
@@ -97,9 +93,7 @@ def test_a_piece_that_another_process_wrote_behind_harms_neither(
     assert [row["who"] for row in read_jsonl(path)] == ["other", "mine"]
 
 
-def test_a_piece_that_cannot_be_mended_costs_no_other_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_piece_that_cannot_be_mended_costs_no_other_line(tmp_path, monkeypatch) -> None:
     path = tmp_path / "log.jsonl"
     lines = LineWriter(path)
     with monkeypatch.context() as broken:
@@ -195,9 +189,7 @@ def test_figures_that_are_not_finite_are_null_and_say_so() -> None:
     assert strict({"loss": 1.5}) == '{"loss":1.5}'
 
 
-def test_a_file_is_replaced_on_a_full_disk_in_its_own_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_replaced_on_a_full_disk_in_its_own_blocks(tmp_path, monkeypatch) -> None:
     path = tmp_path / "a.json"
     replace_json(path, {"pid": 1, "more": "x" * 10})
     Disk(monkeypatch, full())  # the file beside it finds no place
@@ -231,9 +223,7 @@ def test_a_full_disk_costs_the_files_of_a_supervisor_and_of_a_leader_and_nobody_
     assert full_disk.call_count >= 4
 
 
-def test_the_summary_is_written_after_the_lines_of_the_other_merged_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_summary_is_written_after_the_lines_of_the_other_merged_files(tmp_path, monkeypatch) -> None:
     """A reader who has waited for summary.json finds metrics.jsonl whole, though its disk is slow."""
     run = RunDir(tmp_path)
     recorder = Recorder(run, parse({"replicas": 1}), lambda row: None, lambda row: None)

@@ -64,9 +64,7 @@ def test_files_are_left_out_of_which_no_test_can_be_selected(
         ("CUDA is not available", False),
     ],
 )
-def test_in_continuous_integration_what_is_skipped_has_failed(
-    pytestconfig: pytest.Config, why: str, counts: bool
-) -> None:
+def test_in_continuous_integration_what_is_skipped_has_failed(pytestconfig, why, counts) -> None:
     conftest = _shared(pytestconfig)
     for strict in (True, False):
         for said in (("a.py", 1, f"Skipped: {why}"), f"Skipped: {why}"):

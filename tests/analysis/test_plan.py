@@ -315,9 +315,7 @@ def test_the_bounds_of_the_assumptions_have_figures(many: int, replicas: int) ->
         ("--replace-s soon", "argument --replace-s: invalid float value: 'soon'"),
     ],
 )
-def test_bad_input_gets_one_line(
-    options: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_gets_one_line(options, said, tmp_path, capsys) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("replicas: 1\nranks_per_replica: 4\n")
     assert main(["plan", str(file), *options.split()]) == 64

@@ -74,9 +74,7 @@ def lighthouse() -> Iterator[str]:
 @pytest.mark.proof
 @pytest.mark.multiproc
 @pytest.mark.parametrize("program", [[str(EXAMPLE)], ["-c", LOUD]], ids=["example", "StateTransport"])
-def test_a_replica_of_torchfts_manager_is_killed_and_comes_back(
-    program: list[str], lighthouse: str, tmp_path: Path
-) -> None:
+def test_a_replica_of_torchfts_manager_is_killed_and_comes_back(program, lighthouse, tmp_path) -> None:
     replicas = [Replica(program, i, lighthouse, tmp_path) for i in range(2)]
     try:
         survivor, victim = replicas

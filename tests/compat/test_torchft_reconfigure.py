@@ -98,9 +98,7 @@ def test_a_handle_names_the_group_its_store_and_its_global_rank(three: Ranks) ->
     assert json.loads(group.get_reconfigure_handle())["global_rank"] is None
 
 
-def test_without_a_host_a_handle_has_the_address_that_leads_to_the_lighthouse(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_a_host_a_handle_has_the_address_that_leads_to_the_lighthouse(monkeypatch) -> None:
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:29510")
     assert own_host() == "127.0.0.1"
     group = ProcessGroupFTAR()
@@ -302,9 +300,7 @@ def lose(
         ("in the ring", 0, signal.SIGSTOP, WITHIN_S, "gloo is not connected, and a rank is gone"),
     ],
 )
-def test_a_process_is_lost_in_the_middle_of_a_reconfigure(
-    processes: list[GroupProcess], place: str, rank: int, number: signal.Signals, timeout_s: float, said: str
-) -> None:
+def test_a_process_is_lost_in_the_middle_of_a_reconfigure(processes, place, rank, number, timeout_s, said) -> None:
     for text, seconds in lose(processes, place, rank, number, timeout_s):
         assert re.search(said, str(text)), text
         assert seconds < 15

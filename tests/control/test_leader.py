@@ -135,9 +135,7 @@ async def test_the_lease_is_used_while_the_lighthouse_is_away(scene: Callable[..
     assert (event["epoch"], event["step"], event["reason"]) == (1, 2, "down")
 
 
-async def test_a_replica_that_was_started_again_waits_for_its_lighthouse_as_long_as_it_takes(
-    scene: Callable[..., Scene],
-) -> None:
+async def test_a_replica_that_was_started_again_waits_for_its_lighthouse_as_long_as_it_takes(scene) -> None:
     s = scene(Down(), join_timeout_s=None, reach_s=0.0)
     s.leader.start()
     await s.until(lambda: len(s.lighthouse.asks) > 2, "it goes on asking")
@@ -147,9 +145,7 @@ async def test_a_replica_that_was_started_again_waits_for_its_lighthouse_as_long
     await s.until(lambda: s.named(effects.Reduce), "it joins")
 
 
-async def test_at_the_end_of_the_lease_the_ring_is_left_on_purpose_and_nobody_exits(
-    scene: Callable[..., Scene],
-) -> None:
+async def test_at_the_end_of_the_lease_the_ring_is_left_on_purpose_and_nobody_exits(scene) -> None:
     s = scene(Down(), lease_s=0.0, answer_wait_s=0.05)
     await s.granted(grant(1, 0, 1))
     both_vote(s, AttemptId(1, 1, 0), (0, 1))
@@ -329,9 +325,7 @@ async def test_a_leader_without_a_descriptor_to_call_the_lighthouse_ends_and_nam
 
 
 @pytest.mark.parametrize(("mine", "compared"), [("a", ((0, state_id.digest(["a", "b"])),)), ("", ())])
-async def test_the_digests_of_all_ranks_are_compared_in_one_if_all_have_one(
-    s: Scene, mine: str, compared: tuple[tuple[int, str], ...]
-) -> None:
+async def test_the_digests_of_all_ranks_are_compared_in_one_if_all_have_one(s, mine, compared) -> None:
     await s.granted(grant(1, 0, 1))
     s.vote(1, AttemptId(1, 1, 0), (0, 1), state_digest="b")
     s.vote(0, AttemptId(1, 1, 0), (0, 1), state_digest=mine)
@@ -387,9 +381,7 @@ async def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(scene:
     assert len(s.named(effects.WriteCheckpoint)) == 1, "it is the turn of 1"
 
 
-async def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause(
-    scene: Callable[..., Scene],
-) -> None:
+async def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause(scene) -> None:
     s = scene(rules=ReplicaPolicy(checkpoint_every=1), write_again_s=0.05)
     await one_step(s)
     (order,) = s.named(effects.WriteCheckpoint)
@@ -398,9 +390,7 @@ async def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause
     await s.until(lambda: s.leader.replica.requested_checkpoint == 2, "the next state is demanded")
 
 
-async def test_a_checkpoint_that_hangs_is_given_to_another_and_counts_if_it_comes(
-    scene: Callable[..., Scene],
-) -> None:
+async def test_a_checkpoint_that_hangs_is_given_to_another_and_counts_if_it_comes(scene) -> None:
     s = scene(rules=ReplicaPolicy(checkpoint_every=1), write_s=0.05)
     await one_step(s)
     (order,) = s.named(effects.WriteCheckpoint)
@@ -453,9 +443,7 @@ async def test_a_step_of_which_nothing_counts_is_journalled(s: Scene) -> None:
     assert event["replicas"] == []
 
 
-async def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took(
-    scene: Callable[..., Scene],
-) -> None:
+async def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took(scene) -> None:
     """It is waited for once, for as long as a step took; later asks are held back until it answers."""
     s = scene(answer_wait_s=30.0)
     await s.granted(grant(1, 0))

@@ -115,9 +115,7 @@ def _fails(error: Exception) -> Callable[[httpx.Request], httpx.Response]:
         (_fails(httpx.ReadTimeout("slow")), "ReadTimeout slow"),
     ],
 )
-async def test_everything_else_is_unreachable(
-    handler: Callable[[httpx.Request], httpx.Response], said: str
-) -> None:
+async def test_everything_else_is_unreachable(handler, said) -> None:
     async with client_of(handler) as client:
         with pytest.raises(LighthouseUnreachable, match=said):
             await client.ask(ASK)
@@ -145,9 +143,7 @@ async def test_who_holds_copies() -> None:
         _fails(httpx.ConnectError("refused")),
     ],
 )
-async def test_an_answer_about_copies_that_cannot_be_used_is_none(
-    handler: Callable[[httpx.Request], httpx.Response],
-) -> None:
+async def test_an_answer_about_copies_that_cannot_be_used_is_none(handler) -> None:
     async with client_of(handler) as client:
         with pytest.raises(LighthouseUnreachable):
             await client.holders(0)
@@ -235,9 +231,7 @@ async def test_a_new_challenge_is_taken_and_a_lighthouse_without_one_is_given_up
 
 
 @pytest.mark.parametrize("headers", [{}, {"Content-Encoding": "gzip"}])
-async def test_an_answer_without_end_or_packed_costs_no_memory(
-    headers: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_answer_without_end_or_packed_costs_no_memory(headers, monkeypatch) -> None:
     monkeypatch.setattr(lighthouse_client, "MAX_ANSWER", 1000)
     body = gzip.compress(bytes(10_000)) if headers else bytes(10_000)
     there = httpx.MockTransport(lambda _: httpx.Response(200, headers=headers, stream=httpx.ByteStream(body)))
@@ -357,9 +351,7 @@ async def test_nobody_leads_is_an_answer_of_503() -> None:
 
 
 @pytest.mark.parametrize("end", ["frozen", "stands by"])
-async def test_an_open_poll_is_left_when_its_lighthouse_freezes_or_leads_no_more(
-    end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_open_poll_is_left_when_its_lighthouse_freezes_or_leads_no_more(end, monkeypatch) -> None:
     """One that is slow but well is waited for."""
     monkeypatch.setattr(lighthouse_client, "PROBE_S", 0.1)
     sea = Sea(a="slow", b="leads", c="down")

@@ -119,9 +119,7 @@ shares = st.floats(0, 1)
         (0.0, 1.0, 0.2, 1.0),  # it loses its CPUs to others
     ],
 )
-def test_how_much_patience_a_host_asks_for(
-    pressure: float, runnable: float, stolen: float, patience_s: float
-) -> None:
+def test_how_much_patience_a_host_asks_for(pressure, runnable, stolen, patience_s) -> None:
     assert HostLoad(pressure, runnable, stolen).stall_s == patience_s
     assert Stalls().expected_s(100.0) == 0.0
 

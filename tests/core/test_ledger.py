@@ -77,9 +77,7 @@ def test_holes_are_bounded() -> None:
         ((3,), ((0, 0, 0),), "0 units from 0"),
     ],
 )
-def test_what_training_cannot_lead_to_is_refused(
-    cursors: tuple[int, ...], holes: tuple[Run, ...], why: str
-) -> None:
+def test_what_training_cannot_lead_to_is_refused(cursors, holes, why) -> None:
     with pytest.raises(ValueError, match=why):
         Ledger(cursors, holes)
 
@@ -115,9 +113,7 @@ def test_every_unit_at_most_once_in_any_order(steps: list[tuple[list[Run], list[
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.lists(run, max_size=8), st.integers(1, 5))
-def test_on_other_replicas_the_same_units_are_trained(
-    shards: int, batch: int, taken: list[Run], after: int
-) -> None:
+def test_on_other_replicas_the_same_units_are_trained(shards, batch, taken, after) -> None:
     ledger = Ledger.empty(shards)
     for shard, first, count in taken:
         if not set(units([(shard % shards, first, count)])) & trained(ledger):
@@ -141,9 +137,7 @@ def test_whole_batches_are_taken_over_by_ranks_of_another_number() -> None:
 
 @pytest.mark.parametrize("ledger", [Ledger((13, 6)), Ledger((12, 6), ((0, 6, 2),)), Ledger((12, 6), ((0, 5, 4),))])
 @pytest.mark.parametrize("other", [(1, 3), (2, 3)])
-def test_a_batch_that_is_trained_in_part_has_other_units_for_other_ranks(
-    ledger: Ledger, other: tuple[int, int]
-) -> None:
+def test_a_batch_that_is_trained_in_part_has_other_units_for_other_ranks(ledger, other) -> None:
     """Even if it has as many: the data is laid out by rank and micro-batch."""
     assert ledger.rescaled((3, 1), (3, 1)) == ledger
     with pytest.raises(ValueError, match="was trained in part"):
@@ -193,9 +187,7 @@ def test_what_was_left_out_is_checked(spoilt: tuple[tuple[int, int, int, int], .
 @given(
     st.integers(1, 4), st.integers(1, 4), st.lists(st.tuples(st.integers(0, 1), st.integers(0, 9)), unique=True)
 )
-def test_whole_batches_stay_trained_on_ranks_of_any_number(
-    before: int, after: int, batches: list[tuple[int, int]]
-) -> None:
+def test_whole_batches_stay_trained_on_ranks_of_any_number(before, after, batches) -> None:
     ledger = Ledger.empty(2)
     for shard, index in batches:
         ledger = ledger.advance([(shard, index * before, before)])

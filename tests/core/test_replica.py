@@ -105,9 +105,7 @@ def test_a_finite_step_in_between_starts_the_count_anew() -> None:
     [(1, 2, (2, 1)), (1, None, None), (1, 1, None), (None, None, None)],
     ids=str,
 )
-def test_a_report_says_who_blames_whom_until_the_next_ring(
-    suspect: int | None, accuser: int | None, edge: tuple[int, int] | None
-) -> None:
+def test_a_report_says_who_blames_whom_until_the_next_ring(suspect, accuser, edge) -> None:
     """Who names itself, because it has no descriptor left, speaks of no edge."""
     driver = Driver()
     driver.feed("replica me=0 steps=2")

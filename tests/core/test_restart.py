@@ -152,9 +152,7 @@ def test_an_error_that_comes_again_has_longer_and_longer_pauses() -> None:
         ("ValueError: /tmp/a8x/in.bin is odd", "ValueError: /tmp/tmpq/part/7 is odd", True),
     ],
 )
-def test_the_essence_of_an_error_has_no_numbers_addresses_and_temporary_paths(
-    one: str, other: str, same: bool
-) -> None:
+def test_the_essence_of_an_error_has_no_numbers_addresses_and_temporary_paths(one, other, same) -> None:
     assert (essence(one) == essence(other)) == same
 
 
@@ -169,9 +167,7 @@ def test_the_essence_of_an_error_has_no_numbers_addresses_and_temporary_paths(
         ([("", 2)], False),
     ],
 )
-def test_one_error_ends_all_replicas_only_if_each_has_ended_by_it_again(
-    ends: list[tuple[str, int]], all_of_them: bool
-) -> None:
+def test_one_error_ends_all_replicas_only_if_each_has_ended_by_it_again(ends, all_of_them) -> None:
     assert ends_all(ends) == all_of_them
 
 

@@ -217,9 +217,7 @@ def test_the_five_kinds(members: int) -> None:
 
 
 @given(st.integers(2, 32), st.data())
-def test_what_an_operation_sends_is_what_the_neighbours_next_one_receives(
-    members: int, data: st.DataObject
-) -> None:
+def test_what_an_operation_sends_is_what_the_neighbours_next_one_receives(members, data) -> None:
     position = data.draw(st.integers(0, members - 1))
     mine, right = operations(position, members), operations((position + 1) % members, members)
     assert [o.number for o in mine] == list(range(2 * members - 1))

@@ -69,9 +69,7 @@ memberships = st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_s
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.sampled_from([1, 2]), st.booleans(), st.booleans(), memberships)
-def test_no_two_that_live_ever_hold_one_unit(
-    replicas: int, accumulate: int, ranks: int, shared: bool, refill: bool, members: list[set[int]]
-) -> None:
+def test_no_two_that_live_ever_hold_one_unit(replicas, accumulate, ranks, shared, refill, members) -> None:
     """Through any memberships on one state: what a member may have trained is dealt to no other."""
     policy, before, dealt = constant(replicas, accumulate), dict[int, Places](), 0
     for ids in members:
@@ -131,9 +129,7 @@ def test_a_replica_of_fewer_ranks_takes_a_share_of_its_width() -> None:
         ([3, 4, 4], 4, (12, 20, 16)),  # all 48: the whole one that comes first
     ],
 )
-def test_whole_replicas_take_over_what_fewer_ranks_do_not_train(
-    widths: list[int], accumulate: int, shares: tuple[int, ...]
-) -> None:
+def test_whole_replicas_take_over_what_fewer_ranks_do_not_train(widths, accumulate, shares) -> None:
     policy = UnitPolicy(len(widths), accumulate, "constant", max_accumulate=99, data_ranks=4)
     assert policy.shares(widths) == shares
 

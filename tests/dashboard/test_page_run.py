@@ -1,7 +1,7 @@
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Page, expect
 
-from tests.support.lighthouse.page_helpers import KEY, Seen, Server, open_page
+from tests.support.lighthouse.page_helpers import KEY, Seen, open_page
 
 OURS = "ft_hsdp.train.model.Transformer"
 
@@ -20,9 +20,7 @@ def test_the_panel_shows_the_configuration(page: Page) -> None:
         (OURS, 2_021_760, ["Transformer, 2.02 M", "6, width 192, 6 heads", "0.001, constant"], "Net"),
     ],
 )
-def test_a_warm_replica_says_what_it_trains(
-    browser: Browser, own: Server, model: str, parameters: int, said: list[str], unsaid: str
-) -> None:
+def test_a_warm_replica_says_what_it_trains(browser, own, model, parameters, said, unsaid) -> None:
     own.tell(3, {"event": "ReplicaWarmed", "model": model, "parameters": parameters})
     for page in open_page(browser, own.url, Seen()):
         page.goto(f"{own.url}/#key={KEY}")

@@ -104,9 +104,7 @@ async def test_only_who_does_not_enter_is_blamed(victim: int, transport: Transpo
 
 
 @pytest.mark.parametrize("transport", ["auto", "c10d"])
-async def test_who_has_announced_a_pause_is_waited_for_by_all_and_then_counts_as_ever(
-    transport: Transport,
-) -> None:
+async def test_who_has_announced_a_pause_is_waited_for_by_all_and_then_counts_as_ever(transport) -> None:
     async with Ring(0, 1, 2, timeout_s=0.3, transport=transport) as ring:
         await ring.form(1)
         await ring.check(1)

@@ -78,9 +78,7 @@ async def test_the_widths_change_from_epoch_to_epoch() -> None:
     await async_until(lambda: (threads(), len(os.listdir("/proc/self/fd"))) <= before, "nothing is left", 20.0)
 
 
-async def test_new_lanes_do_not_wait_for_a_neighbour_that_ended_as_it_connected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_new_lanes_do_not_wait_for_a_neighbour_that_ended_as_it_connected(monkeypatch) -> None:
     """It has called, and its data connection never comes. The one that follows has fewer ranks."""
     called: list[int] = []
 

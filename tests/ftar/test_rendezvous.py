@@ -176,9 +176,7 @@ async def test_a_ring_over_ipv6(transport: Transport) -> None:
         (("c10d",), ("tcp",), True, None),
     ],
 )
-def test_which_transport_an_edge_gets(
-    mine: tuple[str, ...], theirs: tuple[str, ...], same_host: bool, expected: str | None
-) -> None:
+def test_which_transport_an_edge_gets(mine, theirs, same_host, expected) -> None:
     assert choose(mine, theirs, same_host) == expected
 
 

@@ -131,9 +131,7 @@ def ended(call: Callable[[], object]) -> object:
         ({"document": "replicas: 3"}, "num_workers.*is 6"),
     ],
 )
-def test_what_has_no_meaning_is_refused_in_one_line(
-    tmp_path: Path, launched: list[list[str]], capsys: Any, settings: dict[str, Any], words: str
-) -> None:
+def test_what_has_no_meaning_is_refused_in_one_line(tmp_path, launched, capsys, settings, words) -> None:
     assert ended(trainer(tmp_path, **settings).fit) == 64
     (line,) = capsys.readouterr().err.splitlines()
     assert re.search(words, line), line
@@ -145,9 +143,7 @@ def test_arguments_that_ray_does_not_have_either_are_errors_of_the_program(tmp_p
         trainer(tmp_path, workers=4)
 
 
-def test_the_launcher_gets_what_the_script_says(
-    tmp_path: Path, launched: list[list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_launcher_gets_what_the_script_says(tmp_path, launched, monkeypatch) -> None:
     assert ended(trainer(tmp_path).fit) == 3, "not the exit code of the job"
     monkeypatch.setattr("sys.argv", ["train.py", "--width", "8"])
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -158,9 +154,7 @@ def test_the_launcher_gets_what_the_script_says(
     assert second[2:] == ["--ray-address", "::1:6379", '--job.name="other"', '--args=["--width", "8"]']
 
 
-def test_a_notebook_is_refused(
-    tmp_path: Path, launched: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+def test_a_notebook_is_refused(tmp_path, launched, monkeypatch, capsys) -> None:
     monkeypatch.delattr("__main__.__file__", raising=False)
     assert ended(trainer(tmp_path).fit) == 64
     assert "a notebook cannot run in a rank" in capsys.readouterr().err
@@ -218,9 +212,7 @@ def test_the_functions_of_ray_train_mean_the_replica(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.usefixtures("rank")
 @pytest.mark.parametrize("loop", [lambda config: ran.append(config), lambda: ran.append({"lr": 1})])
-def test_a_rank_runs_the_loop_and_does_not_return(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: Callable[..., object]
-) -> None:
+def test_a_rank_runs_the_loop_and_does_not_return(tmp_path, monkeypatch, loop) -> None:
     ran.clear()
     made = trainer(tmp_path, loop=loop, train_loop_config={"lr": 1})
     monkeypatch.setenv("FT_HSDP_CONFIG", str(tmp_path / "job.yaml"))

@@ -265,18 +265,14 @@ def built(config: Any, monkeypatch: pytest.MonkeyPatch, job: Stub) -> Any:
         ("optimizer.implementation", "fused_opt_states_bf16", "optimizer.implementation.*fused"),
     ],
 )
-def test_settings_that_a_job_cannot_have_are_refused(
-    config: Any, monkeypatch: pytest.MonkeyPatch, key: str, value: object, words: str
-) -> None:
+def test_settings_that_a_job_cannot_have_are_refused(config, monkeypatch, key, value, words) -> None:
     section, name = key.split(".")
     setattr(getattr(config, section), name, value)
     refused(lambda: built(config, monkeypatch, Stub()), words)
 
 
 @pytest.mark.usefixtures("group")
-def test_a_loss_that_runs_backward_and_means_over_units_are_refused(
-    config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_that_runs_backward_and_means_over_units_are_refused(config, monkeypatch) -> None:
     from torchtitan.components.loss import ChunkedLossWrapper
 
     job = Stub()

@@ -147,9 +147,7 @@ def trainer(job: Any, folder: Path, kind: type | None = None, **settings: Any) -
         ({"torch_compile": True}, "torch_compile.*block.compile"),
     ],
 )
-def test_arguments_that_a_job_cannot_follow_are_refused(
-    tmp_path: Path, settings: dict[str, Any], words: str
-) -> None:
+def test_arguments_that_a_job_cannot_follow_are_refused(tmp_path, settings, words) -> None:
     refused(lambda: trainer(stub(), tmp_path, **settings), words)
 
 
@@ -186,9 +184,7 @@ def test_a_trainer_with_data_of_its_own_is_refused(tmp_path: Path) -> None:
     refused(lambda: trainer(stub(), tmp_path, Bare), "no Trainer behind the mixin")
 
 
-def test_a_step_that_is_left_behind_trains_on_until_one_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_left_behind_trains_on_until_one_is_committed(tmp_path, monkeypatch) -> None:
     """The Trainer's numbers are those of the commits, and leave out the steps that this replica was away for."""
     from transformers import Trainer
 

@@ -33,9 +33,7 @@ def alike(one: Any, two: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["tied", "lora"])
-def test_what_is_saved_and_exported_is_what_was_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_what_is_saved_and_exported_is_what_was_trained(tmp_path, monkeypatch, kind) -> None:
     from peft import PeftModel
     from safetensors.torch import load_file, save_file
     from transformers import LlamaForCausalLM

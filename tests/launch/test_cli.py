@@ -105,9 +105,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["--version-of-nothing"], 64, ""),
     ],
 )
-def test_bad_input_gets_one_line_and_its_code(
-    config: str, capsys: pytest.CaptureFixture[str], argv: list[str], code: int, said: str
-) -> None:
+def test_bad_input_gets_one_line_and_its_code(config, capsys, argv, code, said) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main([word.replace("PORT", port) for word in argv]) == code
@@ -154,9 +152,7 @@ def test_help_needs_no_torch_and_no_numpy() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_an_unreachable_lighthouse_is_69_with_one_line(
-    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreachable_lighthouse_is_69_with_one_line(config, capsys, monkeypatch) -> None:
     soon = "--timeouts.reach_s=0.2"
     assert main(["replica", config, "--replica", "0", soon]) == 69
     assert "ft-hsdp lighthouse" in capsys.readouterr().err
@@ -193,9 +189,7 @@ def test_status_is_one_json_document(config: str, capsys: pytest.CaptureFixture[
     assert f"pid {os.getpid()} running" in capsys.readouterr().out
 
 
-def test_explain_tells_every_decision_with_its_reason_and_each_failure(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_explain_tells_every_decision_with_its_reason_and_each_failure(config, capsys) -> None:
     run = _run()
     log = LineWriter(run.events)
     log.write(event("EpochGranted", 10.0, epoch=1, step=1, members=[0, 1, 2]))
@@ -215,9 +209,7 @@ def test_explain_tells_every_decision_with_its_reason_and_each_failure(
     assert len(json.loads(capsys.readouterr().out)["events"]) == 3
 
 
-def test_without_a_supervisor_explain_reads_what_each_process_logged(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_supervisor_explain_reads_what_each_process_logged(config, capsys) -> None:
     run = _run()
     for path, t in ((run.lighthouse_events, 2.0), (run.replica_events(0), 1.0), (run.supervision(0), 3.0)):
         log = LineWriter(path)
@@ -235,9 +227,7 @@ def _run() -> RunDir:
     return run
 
 
-def test_no_garbage_is_looked_for_when_a_command_has_ended(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_garbage_is_looked_for_when_a_command_has_ended(monkeypatch, capsys) -> None:
     frozen: list[bool] = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
     assert cli.main(["schema"]) == 0
@@ -256,9 +246,7 @@ def test_examples_are_the_files_of_configs(capsys: pytest.CaptureFixture[str]) -
     assert "allowed: constant" in capsys.readouterr().err
 
 
-def test_an_error_of_the_disk_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_the_disk_is_one_line(monkeypatch, capsys) -> None:
     def full(_: object) -> int:
         raise OSError(28, "No space left on device", "runs/job/trace.json")
 

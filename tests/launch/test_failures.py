@@ -258,9 +258,7 @@ async def test_a_broken_host_is_cordoned_while_others_train_and_the_replica_wait
         assert world.named("ReplicaLost") == []
 
 
-async def test_a_broken_host_counts_as_lost_for_a_replica_that_may_go_on_with_fewer_ranks(
-    run_dir: RunDir, plan: Plan
-) -> None:
+async def test_a_broken_host_counts_as_lost_for_a_replica_that_may_go_on_with_fewer_ranks(run_dir, plan) -> None:
     plan({"0": {"0": {"1": ["exit-when", "end-0", 76]}}})
     world = World(run_dir, spare=0, shrink_to=1, place_s=0.05)
     world.others_train = True
@@ -273,9 +271,7 @@ async def test_a_broken_host_counts_as_lost_for_a_replica_that_may_go_on_with_fe
 
 
 @pytest.mark.parametrize("broken", ["r0h0", "r0h1"])
-async def test_a_host_that_is_broken_is_cordoned_although_one_is_lost_at_once(
-    run_dir: RunDir, plan: Plan, broken: str
-) -> None:
+async def test_a_host_that_is_broken_is_cordoned_although_one_is_lost_at_once(run_dir, plan, broken) -> None:
     plan({"0": {"0": {broken[-1]: ["exit-when", "end-0", 76]}}})
     world = World(run_dir, spare=2)
     async with play(world):
@@ -324,9 +320,7 @@ async def test_the_third_failure_moves_a_rank_while_others_commit(run_dir: RunDi
 
 
 @pytest.mark.parametrize("others", [[1], []])
-async def test_a_host_that_ends_its_rank_every_few_steps_is_left(
-    run_dir: RunDir, plan: Plan, others: list[int]
-) -> None:
+async def test_a_host_that_ends_its_rank_every_few_steps_is_left(run_dir, plan, others) -> None:
     plan(fails(3))
     world = World(run_dir)
     run_dir.commits(0).parent.mkdir(parents=True, exist_ok=True)
@@ -365,9 +359,7 @@ def test_a_job_that_is_halted_gives_all_its_replicas_up() -> None:
     assert given_up(outcomes, "") == [1]
 
 
-async def test_a_host_that_is_back_before_the_replica_is_has_lost_its_rank_all_the_same(
-    run_dir: RunDir, plan: Plan
-) -> None:
+async def test_a_host_that_is_back_before_the_replica_is_has_lost_its_rank_all_the_same(run_dir, plan) -> None:
     plan(fails(1))
     world = World(run_dir)
     order = run_dir.path / fault_injection.FOLDER / "order.json"

@@ -193,9 +193,7 @@ def test_a_pause_that_is_longer_than_every_limit_ends_nobody(tmp_path: Path) -> 
     assert verdict.equal, str(verdict)
 
 
-def test_a_loop_that_does_not_weigh_ends_the_job_with_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_loop_that_does_not_weigh_ends_the_job_with_one_line(tmp_path, capfd) -> None:
     """Its ranks are in the middle of a backward, whose collectives hang without the one that ends."""
     train(
         tmp_path,

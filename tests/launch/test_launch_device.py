@@ -17,9 +17,7 @@ def _no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("command", [["up", GPU], ["replica", GPU, "--replica", "0"]])
-def test_a_gpu_that_is_not_there_is_refused_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
-) -> None:
+def test_a_gpu_that_is_not_there_is_refused_in_one_line(tmp_path, capsys, command) -> None:
     assert main(command) == 64
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("train.device: got 'cuda'")

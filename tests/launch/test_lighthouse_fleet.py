@@ -63,9 +63,7 @@ async def test_two_of_them_share_a_run_and_each_comes_back_at_its_address(tmp_pa
             await both.stop()
 
 
-async def test_an_etcd_that_is_not_there_is_one_line_and_69(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_etcd_that_is_not_there_is_one_line_and_69(tmp_path, monkeypatch) -> None:
     one, _, _ = fleet(tmp_path, etcd=["http://127.0.0.1:1"])
     monkeypatch.setattr(one, "_listen_s", 0.5)  # its processes have longer to listen
     try:
@@ -96,9 +94,7 @@ def test_the_ports_of_all_are_looked_at() -> None:
             check_port(parse({"network": {"port": port - 2}, "lighthouse": chosen}))
 
 
-async def test_a_spare_takes_the_place_of_a_lighthouse_that_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_spare_takes_the_place_of_a_lighthouse_that_is_killed(tmp_path, monkeypatch) -> None:
     """It has loaded everything before; where there is none, one is started from nothing."""
     monkeypatch.setattr(lighthouse_process, "SPARE_S", 0.2)
     alone, run, events = fleet(tmp_path)

@@ -68,9 +68,7 @@ async def test_the_picture_is_full_each_time_and_the_answer_is_taken() -> None:
     await scene.client.aclose()
 
 
-async def test_a_lease_is_counted_from_the_report_and_lost_to_another_supervisor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_lease_is_counted_from_the_report_and_lost_to_another_supervisor(monkeypatch) -> None:
     now, answers = [100.0], [{"leases": {"1": 7}}, {"leases": {"1": 7}}, {"rivals": {"1": "bbbb"}}]
     sent: list[Any] = []
     monkeypatch.setattr("ft_hsdp.launch.lighthouse_link.time", SimpleNamespace(monotonic=lambda: now[0]))
@@ -113,9 +111,7 @@ async def test_a_lease_is_counted_from_the_report_and_lost_to_another_supervisor
         None,
     ],
 )
-async def test_no_answer_of_the_lighthouse_reaches_the_supervisor_as_an_error(
-    response: httpx.Response | None,
-) -> None:
+async def test_no_answer_of_the_lighthouse_reaches_the_supervisor_as_an_error(response) -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         if response is None:
             raise httpx.ConnectError("refused")

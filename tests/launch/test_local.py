@@ -102,9 +102,7 @@ async def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -
     assert {"FailureInjected", "ReplicaStarted", "ProcessExited", "ReplicaExited"} <= {e["event"] for e in told}
 
 
-def test_without_per_replica_each_replica_is_a_host_unless_the_machine_is_known(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_per_replica_each_replica_is_a_host_unless_the_machine_is_known(monkeypatch) -> None:
     for name in ("FT_HSDP_HOST", "FT_HSDP_DOMAINS", "SLURM_TOPOLOGY_ADDR"):
         monkeypatch.delenv(name, raising=False)
     made = emulated_hosts(parse({"spares": 2}))

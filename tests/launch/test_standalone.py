@@ -73,9 +73,7 @@ def content(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in files}
 
 
-def test_nothing_is_written_before_the_lighthouse_has_taken_the_token(
-    config: Config, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_written_before_the_lighthouse_has_taken_the_token(config, url, tmp_path, monkeypatch) -> None:
     def refused(secret: str, where: str, error: type[Exception], line: str) -> None:
         monkeypatch.setenv("FT_HSDP_TOKEN", secret)
         before = content(tmp_path)
@@ -103,9 +101,7 @@ def test_nothing_is_written_before_the_lighthouse_has_taken_the_token(
         assert run.token.read_text() == GOOD
 
 
-def test_a_replica_of_another_job_leaves_a_run_that_lives_alone(
-    config: Config, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_of_another_job_leaves_a_run_that_lives_alone(config, url, tmp_path, monkeypatch) -> None:
     run = RunDir(tmp_path / "job")
     claim = make_run(run, config, "c" * 64)
     before = content(tmp_path)
@@ -118,9 +114,7 @@ def test_a_replica_of_another_job_leaves_a_run_that_lives_alone(
     assert len(list(tmp_path.glob("job.*Z"))) == 1
 
 
-def test_an_edited_file_is_refused_and_does_not_replace_the_configuration(
-    config: Config, url: str, tmp_path: Path
-) -> None:
+def test_an_edited_file_is_refused_and_does_not_replace_the_configuration(config, url, tmp_path) -> None:
     run = RunDir(tmp_path / "job")
     make_run(run, config, GOOD).release()
     write_json(run.lighthouse, {"url": url})

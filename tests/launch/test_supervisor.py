@@ -141,9 +141,7 @@ class World:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-async def test_sigkill_of_one_rank_kills_the_stopped_other_one_and_restarts_both(
-    run_dir: RunDir, victim: int
-) -> None:
+async def test_sigkill_of_one_rank_kills_the_stopped_other_one_and_restarts_both(run_dir, victim) -> None:
     async with World(run_dir).running() as world:
         pids = world.book.watched = await world.waiting(0)
         os.kill(pids[1 - victim], signal.SIGSTOP)
@@ -165,9 +163,7 @@ async def test_sigkill_of_one_rank_kills_the_stopped_other_one_and_restarts_both
         assert all("t" in e and e["reason"] for e in world.events)
 
 
-async def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_together(
-    run_dir: RunDir, plan: Plan
-) -> None:
+async def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_together(run_dir, plan) -> None:
     plan({"1": {"0": {"0": ["final", False], "1": ["exit-when", "go", 0]}}})
     async with World(run_dir).running() as world:
         current = world.supervisor
@@ -185,9 +181,7 @@ async def test_leaving_with_zero_before_the_final_state_is_not_done(run_dir: Run
         assert world.named("ReplicaExited")[0]["kind"].startswith("exit 0")
 
 
-async def test_a_replica_that_leaves_because_one_rank_was_told_to_end_may_do_so_in_peace(
-    run_dir: RunDir, plan: Plan
-) -> None:
+async def test_a_replica_that_leaves_because_one_rank_was_told_to_end_may_do_so_in_peace(run_dir, plan) -> None:
     plan({"1": {"0": {"0": ["exit-when", "go", 0], "1": ["exit", 143]}}})
     async with World(run_dir).running() as world:
         await async_until(lambda: world.supervisor.current and world.supervisor.current.first, "the first exit")
@@ -198,9 +192,7 @@ async def test_a_replica_that_leaves_because_one_rank_was_told_to_end_may_do_so_
 
 
 @pytest.mark.parametrize("heard", [False, True])
-async def test_a_replica_beyond_those_that_the_job_begins_with_rests_until_it_is_wanted(
-    run_dir: RunDir, heard: bool
-) -> None:
+async def test_a_replica_beyond_those_that_the_job_begins_with_rests_until_it_is_wanted(run_dir, heard) -> None:
     async with World(run_dir, replicas=1).running() as world:
         await async_until(lambda: world.supervisor.resting, "the rest")
         if heard:
@@ -216,9 +208,7 @@ async def test_a_replica_beyond_those_that_the_job_begins_with_rests_until_it_is
 
 @pytest.mark.parametrize(("code", "kind"), [(2, "config"), (64, "config"), (76, "lost")])
 @pytest.mark.parametrize("step", [0, 5])
-async def test_what_a_restart_cannot_mend_is_not_restarted(
-    run_dir: RunDir, plan: Plan, code: int, kind: str, step: int
-) -> None:
+async def test_what_a_restart_cannot_mend_is_not_restarted(run_dir, plan, code, kind, step) -> None:
     """Not even where it joins a job that has trained."""
     plan({"1": {"0": {"1": ["exit", code]}}})
     world = World(run_dir)
@@ -280,9 +270,7 @@ async def test_an_eviction_kills_a_replica_that_is_stopped(run_dir: RunDir) -> N
         assert (exited["kind"], exited["reason"]) == ("evicted", "silent for 10 s")
 
 
-async def test_a_restart_waits_for_the_survivors_next_commit_and_for_the_steps_it_stays_away(
-    run_dir: RunDir,
-) -> None:
+async def test_a_restart_waits_for_the_survivors_next_commit_and_for_the_steps_it_stays_away(run_dir) -> None:
     world = World(run_dir, hold_s=60)
     world.survivors = True
     async with world.running():
@@ -484,9 +472,7 @@ async def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: R
 
 
 @pytest.mark.usefixtures("_soon")
-async def test_a_start_that_a_shortage_prevents_costs_no_budget_and_is_told_once(
-    run_dir: RunDir, plan: Plan
-) -> None:
+async def test_a_start_that_a_shortage_prevents_costs_no_budget_and_is_told_once(run_dir, plan) -> None:
     """Ranks have no descriptor left, then no memory, and then the fork server has no descriptor."""
     full = {"0": ["raise", "os", 24, "Too many open files"]}
     plan({"1": {str(n): full for n in range(500)}})

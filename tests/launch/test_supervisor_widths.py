@@ -271,9 +271,7 @@ async def test_after_a_failure_with_fewer_ranks_it_waits_for_no_host(run_dir: Ru
 
 
 @pytest.mark.parametrize("leave", [(), (0,), (0, 1, 2)], ids=["none", "one", "all"])
-async def test_one_that_does_not_leave_in_time_to_grow_is_killed_and_uses_no_budget(
-    run_dir: RunDir, leave: tuple[int, ...]
-) -> None:
+async def test_one_that_does_not_leave_in_time_to_grow_is_killed_and_uses_no_budget(run_dir, leave) -> None:
     """Nor does the kill count against a host, however many of its ranks have left."""
     async with play(run_dir, stop_s=0.05) as scene:
         scene.backend.told_to_leave = lambda rank, n: rank.exits(EXIT_LEFT) if n in leave else None

@@ -35,9 +35,7 @@ def test_replicas_under_torchrun_survive_the_loss_of_a_leader(tmp_path: Path) ->
 
 
 @pytest.mark.proof
-def test_a_users_script_runs_under_torchrun_and_under_a_supervisor_and_an_edited_one_is_refused(
-    tmp_path: Path,
-) -> None:
+def test_a_users_script_runs_under_torchrun_and_under_a_supervisor_and_an_edited_one_is_refused(tmp_path) -> None:
     """A rank of it is told to end, which takes its replica with it; no step is repeated for that."""
     script = tmp_path / "mine.py"
     script.write_text((ROOT / "docs" / "examples" / "own_loop.py").read_text())

@@ -541,9 +541,7 @@ async def test_a_service_says_when_its_store_fails_and_when_that_is_over() -> No
 
 
 @pytest.mark.parametrize(("kind", "refused"), [("nfs4", True), ("cifs", True), ("ext4", False), ("9p", False)])
-def test_a_network_file_system_is_no_place_for_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, refused: bool
-) -> None:
+def test_a_network_file_system_is_no_place_for_the_store(tmp_path, monkeypatch, kind, refused) -> None:
     """Two lighthouses on two machines could both have its lock."""
     monkeypatch.setattr(stores, "mount_of", lambda path: Mount(tmp_path, kind, ()))
     if refused:

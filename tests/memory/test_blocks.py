@@ -157,9 +157,7 @@ def test_a_host_that_replaces_a_lost_one_gets_what_that_one_held() -> None:
 
 @given(layout=layouts(), copies=st.integers(1, 3), lost=st.integers(0, 8), data=st.data())
 @settings(max_examples=60)
-def test_each_wanted_block_is_read_once_from_a_holder_or_is_missing(
-    layout: BlockLayout, copies: int, lost: int, data: st.DataObject
-) -> None:
+def test_each_wanted_block_is_read_once_from_a_holder_or_is_missing(layout, copies, lost, data) -> None:
     copies = min(copies, layout.slices)
     holders = holders_of(layout, layout.slices, copies)
     alive = {number: [host for host in each if host != lost] for number, each in holders.items()}
@@ -234,9 +232,7 @@ def load_of_a_lost_host(hosts: int, copies: int, seed: int | None, parts: int = 
 
 
 @given(blocks=st.integers(1, 700), of_range=st.integers(1, 40), shares=st.integers(1, 9), parts=st.integers(1, 4))
-def test_slices_of_a_share_cut_it_and_leave_each_block_on_its_hosts(
-    blocks: int, of_range: int, shares: int, parts: int
-) -> None:
+def test_slices_of_a_share_cut_it_and_leave_each_block_on_its_hosts(blocks, of_range, shares, parts) -> None:
     """ReStore's placement does not depend on how a share is cut."""
     whole = BlockLayout(blocks, of_range, shares)
     cut = BlockLayout(blocks, of_range, shares * parts, 0, parts)
@@ -273,9 +269,7 @@ def test_without_permutation_only_the_holders_of_the_lost_part_send() -> None:
     align=st.integers(1, 20),
     lost=st.sets(st.integers(0, 7), max_size=7),
 )
-def test_survivors_share_what_the_lost_had_and_keep_their_own(
-    blocks: int, ranks: int, align: int, lost: set[int]
-) -> None:
+def test_survivors_share_what_the_lost_had_and_keep_their_own(blocks, ranks, align, lost) -> None:
     owned = {rank: (span,) for rank, span in enumerate(share(blocks, ranks, align))}
     assert [block for spans in owned.values() for block in blocks_of(spans)] == list(range(blocks))
     if lost >= owned.keys():

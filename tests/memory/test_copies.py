@@ -170,9 +170,7 @@ def test_the_default_is_two_copies_where_there_are_two_hosts() -> None:
     st.sets(st.integers(0, 7)),
     st.integers(0, 2),
 )
-def test_copies_are_apart_and_as_many_as_possible(
-    racks: list[int], others: int, copies: int, level: str, room: int, lost: set[int], spares: int
-) -> None:
+def test_copies_are_apart_and_as_many_as_possible(racks, others, copies, level, room, lost, spares) -> None:
     members = [
         MemberHosts(n, tuple(Host("", f"k{rack}", f"r{n}h{i}") for i, rack in enumerate(racks)), True)
         for n in range(1 + others)

@@ -41,9 +41,7 @@ some_widths = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
 @given(tensors, some_widths)
-def test_every_row_is_in_one_lane_that_its_owners_have(
-    named: dict[str, tuple[tuple[int, ...], int]], widths: list[int]
-) -> None:
+def test_every_row_is_in_one_lane_that_its_owners_have(named, widths) -> None:
     found = lanes(named, widths)
     assert len({lane.owners for lane in found}) == len(found)
     assert [lane.owners for lane in found] == sorted(lane.owners for lane in found)
@@ -61,9 +59,7 @@ def test_every_row_is_in_one_lane_that_its_owners_have(
 
 
 @given(tensors, st.integers(1, 9), st.integers(1, 4))
-def test_with_equal_widths_the_lanes_are_the_ranks(
-    named: dict[str, tuple[tuple[int, ...], int]], width: int, members: int
-) -> None:
+def test_with_equal_widths_the_lanes_are_the_ranks(named, width, members) -> None:
     found = lanes(named, [width] * members)
     without = without_rows(named, width)
     assert [lane.owners for lane in found] == [(rank,) for rank in range(width) if rank not in without]
@@ -82,9 +78,7 @@ def test_with_equal_widths_the_lanes_are_the_ranks(
         ({"s": ((), 4)}, (4, 3), "tensor s: got no dimension"),
     ],
 )
-def test_what_has_no_lanes(
-    named: dict[str, tuple[tuple[int, ...], int]], widths: tuple[int, ...], message: str
-) -> None:
+def test_what_has_no_lanes(named, widths, message) -> None:
     with pytest.raises(ValueError, match=message):
         lanes(named, widths)
 

@@ -125,9 +125,7 @@ def test_a_sequence_names_each_host_once(shard: int, hosts: int, data: st.DataOb
 
 
 @given(st.integers(0, 1000), st.integers(2, 40), st.integers(1, 4), st.data())
-def test_a_loss_moves_only_the_copies_of_the_lost_host(
-    shard: int, hosts: int, copies: int, data: st.DataObject
-) -> None:
+def test_a_loss_moves_only_the_copies_of_the_lost_host(shard, hosts, copies, data) -> None:
     alive = frozenset(data.draw(st.sets(st.integers(0, hosts - 1), min_size=1)))
     before = alive_holders(probing(shard, hosts), alive, copies)
     lost = data.draw(st.sampled_from(sorted(alive)))

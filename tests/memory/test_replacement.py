@@ -135,9 +135,7 @@ def test_the_lender_that_needs_the_most_hosts_lends_first() -> None:
     st.sets(st.integers(0, 3)),
     st.sets(st.integers(0, 3)),
 )
-def test_lending_starts_more_replicas_and_stops_none(
-    count: int, width: int, gone: set[int], free: int, lending: set[int], narrow: set[int]
-) -> None:
+def test_lending_starts_more_replicas_and_stops_none(count, width, gone, free, lending, narrow) -> None:
     replicas = {n: hosts(*(f"h{n * 4 + i}" for i in range(width))) for n in range(count)}
     lost, spares = [f"h{i}" for i in gone], hosts(*(f"s{i}" for i in range(free)))
     shrunk = {n: 1 for n in narrow if n not in lending}

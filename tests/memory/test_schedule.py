@@ -42,9 +42,7 @@ def test_a_span_shorter_than_the_fixed_cost_is_passed_over() -> None:
     st.integers(1, 4),
     st.floats(0.05, 1),
 )
-def test_chunks_fit_into_their_spans_and_cover_each_copy_once(
-    spans: list[float], size: int, copies: int, mu: float
-) -> None:
+def test_chunks_fit_into_their_spans_and_cover_each_copy_once(spans, size, copies, mu) -> None:
     pieces = schedule(spans, size, copies, 4, 128, 1000.0, 0.001, mu)
     assert sum(piece.size for piece in pieces) == (copies - 1) * size
     at = dict.fromkeys(range(copies - 1), 0)

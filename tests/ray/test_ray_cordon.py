@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,9 +32,7 @@ def named(world: World, event: str) -> list[Any]:
     return [e for e in world.events if e["event"] == event]
 
 
-async def test_the_ranks_of_a_cordoned_node_move_and_the_others_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_ranks_of_a_cordoned_node_move_and_the_others_stay(tmp_path, monkeypatch) -> None:
     async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running() as world:
         await world.train(0, 1)
         hurt, kept = world.of(1), world.of(1).bundles[0]
@@ -58,9 +55,7 @@ async def test_the_ranks_of_a_cordoned_node_move_and_the_others_stay(
         assert world.of(2).request.avoid == ("h1",)
 
 
-async def test_a_node_with_all_ranks_of_a_replica_is_given_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_node_with_all_ranks_of_a_replica_is_given_back(tmp_path, monkeypatch) -> None:
     async with World(tmp_path, {"": 3}, spares=0).running() as world:
         await world.train(0, 1)
         left = world.of(1)
@@ -74,9 +69,7 @@ async def test_a_node_with_all_ranks_of_a_replica_is_given_back(
         assert world.of(1).request.avoid == ("h",)
 
 
-async def test_without_room_a_node_is_left_only_if_the_replica_waits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_room_a_node_is_left_only_if_the_replica_waits(tmp_path, monkeypatch) -> None:
     async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running() as world:
         await world.train(1)
         free(monkeypatch, 0)
@@ -86,9 +79,7 @@ async def test_without_room_a_node_is_left_only_if_the_replica_waits(
         assert world.backend.cordon(1, "h1", WHY, waits=True)
 
 
-async def test_a_spare_on_a_cordoned_node_is_lost_and_one_elsewhere_is_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_spare_on_a_cordoned_node_is_lost_and_one_elsewhere_is_room(tmp_path, monkeypatch) -> None:
     async with World(tmp_path, {"": 4}, strategy="SPREAD").running() as world:
         await world.train(0, 1)
         spare = await world.ready()
@@ -106,9 +97,7 @@ async def test_a_spare_on_a_cordoned_node_is_lost_and_one_elsewhere_is_room(
         assert len(named(world, "SpareLost")) == 1
 
 
-async def test_a_host_is_lost_when_its_node_is_and_not_when_an_actor_dies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_host_is_lost_when_its_node_is_and_not_when_an_actor_dies(tmp_path, monkeypatch) -> None:
     async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running() as world:
         await world.train(1)
         assert world.backend.lost_hosts(1) == world.backend.lost_hosts(0) == ()
@@ -176,9 +165,7 @@ def calls() -> Iterator[ThreadPoolExecutor]:
         yield made
 
 
-async def test_ray_is_asked_for_another_place_of_what_leaves_a_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, calls: ThreadPoolExecutor
-) -> None:
+async def test_ray_is_asked_for_another_place_of_what_leaves_a_node(tmp_path, monkeypatch, calls) -> None:
     ray = PretendRay(monkeypatch, ["a", "b", "b", "c", "d"])
     setup: ActorSetup = SimpleNamespace(boot_s=5.0, spawn_s=5.0)  # type: ignore[assignment]
     request = PlacementRequest("g", 2, {"CPU": 1.0}, "STRICT_SPREAD", {})

@@ -383,9 +383,7 @@ def test_a_folder_that_others_control_is_refused(tmp_path: Path) -> None:
     assert "{uid}" in parse({}).ray.folder, "two users of a node do not need the same folder"
 
 
-def test_a_node_without_the_script_gets_it_and_another_one_keeps_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_without_the_script_gets_it_and_another_one_keeps_its_own(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "mine" / "train.py"
     script.parent.mkdir()

@@ -148,9 +148,7 @@ async def test_a_node_that_is_cordoned_while_a_spare_starts_there_gets_no_spare(
         await async_until(lambda: spare.groups[0].gone, "their end")
 
 
-async def test_an_error_of_the_system_does_not_end_the_making_of_spares(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_error_of_the_system_does_not_end_the_making_of_spares(tmp_path, monkeypatch) -> None:
     orders, failed = backend.start_orders, asyncio.Event()
 
     async def once(slot: Any, group: WorkerGroup, *rest: Any) -> Any:
@@ -166,9 +164,7 @@ async def test_an_error_of_the_system_does_not_end_the_making_of_spares(
         await async_until(lambda: world.backend.warm, "another spare")
 
 
-async def test_a_script_that_is_gone_on_the_driver_is_no_fault_of_a_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_script_that_is_gone_on_the_driver_is_no_fault_of_a_node(tmp_path, monkeypatch) -> None:
     async def gone(*_: Any) -> Any:
         raise ConfigError("entry", "my_train.py", "a script that exists")
 

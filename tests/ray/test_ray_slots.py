@@ -440,9 +440,7 @@ async def test_a_spare_serves_its_zone_only(tmp_path: Path) -> None:
         assert world.of(2) is spare
 
 
-async def test_where_a_zone_has_no_room_a_spare_is_made_in_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_where_a_zone_has_no_room_a_spare_is_made_in_another(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(backends, "ELSEWHERE_S", 0.05)
     async with World(tmp_path, {"p": 2, "q": 2}, spares=2, zones=["p", "q"], zone_label="zone").running() as world:
         await world.train(0, 1, 2)
@@ -455,9 +453,7 @@ async def test_where_a_zone_has_no_room_a_spare_is_made_in_another(
 
 
 @pytest.mark.parametrize("zones", [["p", "q"], []])
-async def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it(
-    tmp_path: Path, zones: list[str]
-) -> None:
+async def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it(tmp_path, zones) -> None:
     there, missing = ("p", "q") if zones else ("", "")
     room = {"p": 2} if zones else {"": 1}
     async with World(
@@ -478,9 +474,7 @@ async def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it
         world.backend.vacated(1)
 
 
-async def test_a_spare_that_was_about_to_look_leaves_the_room_to_a_replica(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_spare_that_was_about_to_look_leaves_the_room_to_a_replica(tmp_path, monkeypatch) -> None:
     """Its slot comes when a replica already waits for the same resources."""
     due, goes_on = asyncio.Event(), asyncio.Event()
     new = ReplicaSlots.new
@@ -580,9 +574,7 @@ async def test_two_replicas_lose_a_node_each_at_once_and_what_is_left_of_both_st
         await placing
 
 
-async def test_a_replica_that_loses_the_slot_of_a_spare_at_once_has_what_is_left_of_its_own(
-    tmp_path: Path,
-) -> None:
+async def test_a_replica_that_loses_the_slot_of_a_spare_at_once_has_what_is_left_of_its_own(tmp_path) -> None:
     async with World(tmp_path, {"": 3}, strategy="SPREAD").running() as world:
         await world.train(0, 1)
         spare = await world.ready()

@@ -128,9 +128,7 @@ def ends_well(folder: Path, end: str) -> None:
 
 
 @pytest.mark.parametrize("steps", [ENDLESS, pytest.param(40, marks=pytest.mark.soak)])
-def test_an_announced_checkpoint_that_was_not_written_is_said_last_with_a_code_of_its_own(
-    tmp_path: Path, steps: int
-) -> None:
+def test_an_announced_checkpoint_that_was_not_written_is_said_last_with_a_code_of_its_own(tmp_path, steps) -> None:
     """At a signal, and at the end of training."""
     with Job(tmp_path, steps, **settings(tmp_path, 0)) as job:
         job.until(lambda: job.step() >= 3, "step 3")
@@ -170,9 +168,7 @@ HOW = ("TERM", "INT", "HUP", "all TERM", "all INT", "all HUP")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("launcher", ["up", "replica", "torchrun"])
-def test_no_step_is_lost_however_a_job_is_told_to_end(
-    tmp_path: Path, launcher: str, how: str, workers: int
-) -> None:
+def test_no_step_is_lost_however_a_job_is_told_to_end(tmp_path, launcher, how, workers) -> None:
     """A signal comes to its supervisors, or to all processes at once, as a control group's stop does it."""
     same = {key.replace(".", "__"): value for key, value in SMALL.items()}  # as the job that goes on from it
     chosen = {**same, "data__path": "stdlib", "data__max_bytes": 1048576, **settings(tmp_path, workers)}

@@ -20,9 +20,7 @@ from tests.support.warm import COLD
         pytest.param(2, 2, 25, HARD, marks=pytest.mark.proof),
     ],
 )
-def test_kills_at_random_moments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, kills: int, steps: int, train: dict[str, object]
-) -> None:
+def test_kills_at_random_moments(tmp_path, monkeypatch, seed, kills, steps, train) -> None:
     """Any rank of any replica, leaders included, as long as one replica is left to go on."""
     monkeypatch.setenv(COLD, "1")  # each process as a user has it
     rng = random.Random(seed)

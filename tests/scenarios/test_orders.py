@@ -286,9 +286,7 @@ def test_who_is_drained_at_the_end_is_not_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.proof
-def test_what_the_command_line_says_when_it_cannot_be_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_command_line_says_when_it_cannot_be_done(tmp_path, monkeypatch) -> None:
     monkeypatch.delenv(admin.ADMIN_VARIABLE, raising=False)
     with Job(tmp_path, 100_000, **SMALLEST) as job:
         job.until(lambda: job.step() >= 3, "step 3")

@@ -99,14 +99,7 @@ OTHER = {**GOOD["replicas"], "1": {"step": 9, "lineage": "aa", "digest": "ee"}} 
         (None, 1, (), ["exit 1, and no summary"]),
     ],
 )
-def test_what_does_not_hold_at_the_end_is_a_breach(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    changed: dict[str, Any] | None,
-    code: int,
-    events: tuple[str, ...],
-    said: list[str],
-) -> None:
+def test_what_does_not_hold_at_the_end_is_a_breach(tmp_path, monkeypatch, changed, code, events, said) -> None:
     logged = [each for each in said if "protocol" in each]
     monkeypatch.setattr("tests.scenarios.pairs.verify", lambda run: SimpleNamespace(breaches=logged))
     if changed is not None:

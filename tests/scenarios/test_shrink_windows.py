@@ -110,9 +110,7 @@ def test_the_number_of_ranks_of_a_donor_changes_while_another_replica_is_behind(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("batch", ["adapt", "constant"])
-def test_one_of_two_replicas_loses_two_hosts_a_connection_and_gets_them_back_meanwhile(
-    tmp_path: Path, batch: str
-) -> None:
+def test_one_of_two_replicas_loses_two_hosts_a_connection_and_gets_them_back_meanwhile(tmp_path, batch) -> None:
     """4 ranks, then 3, then 2 while the 3 start; connections are reset; the hosts are back before the 2 train."""
     with job_of(tmp_path, 60, 2, 4, 2, **{"quorum.batch": batch, "checkpoint.every": 5}) as job:
         job.until(lambda: job.step() >= 5, "step 5")

@@ -85,9 +85,7 @@ def test_a_loss_in_the_middle_of_a_step(tmp_path: Path, place: str, settings: di
     ("place", "accumulate", "settings"),
     [("refill", 2, GLOBAL), pytest.param("micro-batch", 1, {}, marks=pytest.mark.soak)],
 )
-def test_a_second_loss_before_or_in_the_refill(
-    tmp_path: Path, place: str, accumulate: int, settings: dict[str, Any]
-) -> None:
+def test_a_second_loss_before_or_in_the_refill(tmp_path, place, accumulate, settings) -> None:
     """Two of four train the units of all; nobody trains a unit that another one has trained and lives."""
     points = kill("reduce-scatter", 1) | kill(place, 0)
     fixed = {**SAME_STEP, **THIN, "replicas": 4, "train__accumulate": accumulate}
@@ -212,9 +210,7 @@ def test_a_loss_while_the_lighthouse_is_away_is_refilled_when_it_is_back(tmp_pat
 
 @pytest.mark.soak
 @pytest.mark.parametrize("settings", [{}, GLOBAL])
-def test_one_that_is_silent_for_a_while_leaves_its_units_and_takes_others(
-    tmp_path: Path, settings: dict[str, Any]
-) -> None:
+def test_one_that_is_silent_for_a_while_leaves_its_units_and_takes_others(tmp_path, settings) -> None:
     """What it had begun is trained by the others meanwhile, so it counts once."""
     steps = 120
     with Job(tmp_path, steps, **SAME_STEP, **settings, train__accumulate=2) as job:

@@ -239,9 +239,7 @@ def test_a_second_agent_is_refused(agent: Running):
         (["--more"], "arguments"),
     ],
 )
-def test_bad_arguments_are_one_line(
-    more: list[str], key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_bad_arguments_are_one_line(more, key, monkeypatch, capsys):
     monkeypatch.setenv("FT_HSDP_TOKEN", agent_helpers.TOKEN)
     assert main([*command(3)[3:], *more]) == 64
     out, err = capsys.readouterr()
@@ -353,9 +351,7 @@ class Runs:
     def poll(self) -> None: ...
 
 
-def test_an_agent_that_one_thread_starts_is_not_lost_by_another_that_looks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_agent_that_one_thread_starts_is_not_lost_by_another_that_looks(tmp_path, monkeypatch):
     one = starter.Starter(secrets.token_hex(16), 0, "127.0.0.1", os.getpid(), tmp_path / "log", 60.0)
     started = [Runs() for _ in range(2)]
     made = iter(started)

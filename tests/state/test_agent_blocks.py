@@ -395,9 +395,7 @@ def test_a_stranger_gives_no_order_reads_no_byte_and_is_no_source() -> None:
         server.close()
 
 
-def test_a_holder_that_has_no_place_is_asked_again_also_by_a_reader_that_knows_the_manifest(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_holder_that_has_no_place_is_asked_again_also_by_a_reader_that_knows_the_manifest(monkeypatch) -> None:
     connect, refused = DonorConnection.ask, 0
 
     def busy(self: DonorConnection, path: str, span: tuple[int, int] | None = None) -> Answer:

@@ -5,7 +5,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -355,9 +355,7 @@ def test_not_more_shards_are_kept_than_a_message_can_name(holder: Holder):
         holder.store.admit_copy(0, Owner(MAX_COPIES, 1000, SMALL), KEEPER, None)
 
 
-def test_a_holder_that_owes_a_copy_no_longer_keeps_it_until_the_new_plan_is_settled(
-    holder: Holder, owners: Owners
-):
+def test_a_holder_that_owes_a_copy_no_longer_keeps_it_until_the_new_plan_is_settled(holder, owners):
     """W62."""
     for step in (1, 2):
         owners.has(step)
@@ -409,9 +407,7 @@ def test_what_a_keeper_ordered_before_it_ended_goes_if_it_orders_nothing_more(ho
 
 
 @pytest.mark.parametrize("place", ["fetch", "prepare"])
-def test_an_error_of_any_kind_ends_one_fetch_and_no_later_one(
-    holder: Holder, owners: Owners, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_an_error_of_any_kind_ends_one_fetch_and_no_later_one(holder, owners, monkeypatch, place) -> None:
     def broken(*_: object, **__: object) -> None:
         raise MemoryError
 
@@ -426,9 +422,7 @@ def test_an_error_of_any_kind_ends_one_fetch_and_no_later_one(
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_fetch_writes_into_no_snapshot_of_a_rank_that_comes_meanwhile(
-    holder: Holder, owners: Owners, waits: bool
-):
+def test_a_fetch_writes_into_no_snapshot_of_a_rank_that_comes_meanwhile(holder, owners, waits):
     """Neither the one that is under way nor the one that waits for its end."""
     for step in (1, 2):
         owners.has(step)
@@ -563,7 +557,5 @@ def on_the_way(holder: Holder, owners: Owners, times: int) -> int:
 
 @pytest.mark.parametrize("flips", [at_rest, on_the_way])
 @pytest.mark.parametrize("times", [60, pytest.param(5000, marks=(pytest.mark.soak, pytest.mark.timeout(1800)))])
-def test_flipped_bits_are_found(
-    holder: Holder, owners: Owners, times: int, flips: Callable[[Holder, Owners, int], int]
-):
+def test_flipped_bits_are_found(holder, owners, times, flips):
     assert flips(holder, owners, times) == times

@@ -538,9 +538,7 @@ def process(size: int, chunk: int, kill_at: int = 0) -> Iterator[tuple[str, subp
             donor.kill()
 
 
-def test_a_donor_that_is_killed_in_the_middle_is_resumed_from_not_restarted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_donor_that_is_killed_in_the_middle_is_resumed_from_not_restarted(monkeypatch) -> None:
     size, chunk = 1 << 20, 1 << 16
     chunks_of(monkeypatch, chunk)
     honest, _ = sealed(size=size)

@@ -223,9 +223,7 @@ def test_what_waits_in_the_sockets_takes_a_part_of_the_span(pacer: Pacer, clock:
     assert one.go(1 << 30) == pytest.approx(0.0007 * BANDWIDTH, rel=0.01)
 
 
-def test_a_rank_that_hangs_in_a_communication_holds_up_a_slice_for_a_while_only(
-    pacer: Pacer, clock: Clock
-) -> None:
+def test_a_rank_that_hangs_in_a_communication_holds_up_a_slice_for_a_while_only(pacer, clock) -> None:
     meter(pacer).begin()
     began = clock.monotonic()
     assert Reader(pacer).admit(1 << 30) == LEAST_SLICE
@@ -273,9 +271,7 @@ def test_steps_that_are_alike_make_a_plan(pacer: Pacer, clock: Clock) -> None:
 
 
 @pytest.mark.parametrize(("more", "planned"), [(0, True), (1, False)])
-def test_a_plan_has_as_many_spans_as_the_page_has_room_for(
-    pacer: Pacer, clock: Clock, more: int, planned: bool
-) -> None:
+def test_a_plan_has_as_many_spans_as_the_page_has_room_for(pacer, clock, more, planned) -> None:
     """80 layers with 3 communications each, and 16 micro-batches, are 3,841 spans."""
     assert MAX_SPANS > 2 * 80 * 3 * 16
     found: list[tuple[Profile, bool]] = []

@@ -146,9 +146,7 @@ JSON = st.recursive(
 @given(
     st.sampled_from(sorted(MANIFEST.__slots__)), st.none() | st.sampled_from(sorted(PackedTensor.__slots__)), JSON
 )
-def test_a_liars_junk_in_one_field_is_only_ever_data_corruption(
-    field: str, of_tensor: str | None, junk: Any
-) -> None:
+def test_a_liars_junk_in_one_field_is_only_ever_data_corruption(field, of_tensor, junk) -> None:
     document = json.loads(ENCODED[65:])
     if of_tensor is None:
         document[field] = junk

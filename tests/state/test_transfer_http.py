@@ -230,9 +230,7 @@ def test_a_silent_reader_and_one_that_drips_lose_their_places(address: str) -> N
 
 @pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize("limits", [{"WINDOW_S": 0.25, "WINDOW_BYTES": 1 << 20}], ids=str, indirect=True)
-def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(
-    address: str, source: Counting
-) -> None:
+def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(address, source) -> None:
     state = replace(STATE, step=9)
     size = 64 << 20
     big = SnapshotBuffer(size)

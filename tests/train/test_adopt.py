@@ -30,9 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_the_model_that_is_not_sharded(
-    found: dict[str, list[dict[str, Any]]], kind: str
-) -> None:
+def test_gradients_are_those_of_the_model_that_is_not_sharded(found, kind) -> None:
     """Of two steps of one micro-batch and one of two; each bucket is handed on once a step."""
     ranks = found.get(kind, [])
     assert len(ranks) == RANKS, "a kind before it failed"
@@ -57,9 +55,7 @@ def test_what_fsdp_sends_is_watched_until_it_is_over(found: dict[str, list[dict[
         assert begun == ended >= KINDS[kind].buckets
 
 
-def test_buckets_are_in_the_order_in_which_backward_ends_with_modules(
-    found: dict[str, list[dict[str, Any]]],
-) -> None:
+def test_buckets_are_in_the_order_in_which_backward_ends_with_modules(found) -> None:
     first = {kind: [bucket[0] for bucket in rows[0]["buckets"]] for kind, rows in found.items()}
     assert first["list"] == ["norm.weight", "layers.1.norm.weight", "layers.0.norm.weight", "embed.weight"]
     assert first["tied_list"] == ["layers.1.norm.weight", "layers.0.norm.weight", "embed.weight"]
@@ -163,9 +159,7 @@ def frozen(mesh: DeviceMesh) -> Decoder:
         (with_statistics, "batch_norm with statistics"),
     ],
 )
-def test_what_cannot_be_adopted_is_refused_in_one_line(
-    mesh: DeviceMesh, make: Callable[[DeviceMesh], Decoder], named: str
-) -> None:
+def test_what_cannot_be_adopted_is_refused_in_one_line(mesh, make, named) -> None:
     with pytest.raises(ConfigError) as caught:
         adopt(make(mesh))
     assert caught.value.key == "job.adopt"
@@ -182,9 +176,7 @@ def test_a_mesh_of_other_ranks_is_refused(mesh: DeviceMesh) -> None:
 
 @pytest.mark.parametrize("loss", [once, twice])
 @pytest.mark.parametrize("factor", [None, 4.0])
-def test_the_gradient_is_a_mean_whatever_fsdp_divides_by(
-    mesh: DeviceMesh, loss: Callable[[nn.Module, int], torch.Tensor], factor: float | None
-) -> None:
+def test_the_gradient_is_a_mean_whatever_fsdp_divides_by(mesh, loss, factor) -> None:
     torch.manual_seed(0)
     plain = Decoder()
     torch.manual_seed(0)
@@ -290,9 +282,7 @@ def replace(model: Decoder) -> None:
     [replace, lambda model: model.head.requires_grad_(False)],
     ids=["replaced", "frozen"],
 )
-def test_parameters_that_are_replaced_or_frozen_later_are_refused(
-    mesh: DeviceMesh, change: Callable[[Decoder], object]
-) -> None:
+def test_parameters_that_are_replaced_or_frozen_later_are_refused(mesh, change) -> None:
     model = sharded(mesh)
     taken = adopt(model)
     taken.check()

@@ -106,9 +106,7 @@ def test_ranks_get_the_gpu_of_their_number_on_the_machine(cuda: Cuda) -> None:
 @pytest.mark.parametrize(
     "given", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "9"}]
 )
-def test_cuda_and_nccl_get_their_environment_or_a_warning(
-    cuda: Cuda, caplog: Any, late: bool, given: dict[str, str]
-) -> None:
+def test_cuda_and_nccl_get_their_environment_or_a_warning(cuda, caplog, late, given) -> None:
     cuda.late = late
     for key in [key for key in os.environ if key.startswith(("CUDA_", "TORCH_NCCL"))]:
         del os.environ[key]
@@ -182,9 +180,7 @@ def test_a_tensor_on_the_cpu_is_complete_and_on_the_host() -> None:
 
 
 @pytest.mark.parametrize(("error", "code"), [(LocalSystemError("the GPU is gone"), 76), (RuntimeError("?"), 75)])
-def test_a_broken_device_ends_the_rank_as_broken_hardware(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_device_ends_the_rank_as_broken_hardware(error, code, monkeypatch, capsys) -> None:
     runtime = object.__new__(RankRuntime)
     runtime._ending = False
     ended: list[tuple[str, int]] = []

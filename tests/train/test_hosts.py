@@ -1,6 +1,5 @@
 import os
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -80,9 +79,7 @@ def test_a_topology_of_slurm_that_cannot_be_read_is_one_line(address: str, kinds
 @pytest.mark.parametrize(
     ("host", "log"), [("r0h1", "agent-r0h1.log"), (None, f"agent-{socket.gethostname()}.log")]
 )
-def test_the_agent_of_an_emulated_host_has_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str | None, log: str
-) -> None:
+def test_the_agent_of_an_emulated_host_has_its_name(tmp_path, monkeypatch, host, log) -> None:
     monkeypatch.delenv("FT_HSDP_HOST", raising=False)
     if host is not None:
         monkeypatch.setenv("FT_HSDP_HOST", host)

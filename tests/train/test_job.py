@@ -182,9 +182,7 @@ def refused(key: str, call: Callable[..., object], *arguments: object) -> None:
     assert error.value.key == key
 
 
-def test_a_weight_is_refused_where_units_count_or_if_it_is_none(
-    job: Job, mesh: DeviceMesh, tmp_path: Path
-) -> None:
+def test_a_weight_is_refused_where_units_count_or_if_it_is_none(job, mesh, tmp_path) -> None:
     """Before the first batch it has no effect: a warm-up may weigh as the loop does."""
     refused("job.weigh", job.weigh, 5)
     with made(mesh, tmp_path, WEIGHING) as weighing:
@@ -229,9 +227,7 @@ def test_a_rate_that_the_loop_sets_is_refused_before_the_vote(mesh: DeviceMesh) 
         ({}, IncarnationId(3, "run", 0)),
     ],
 )
-def test_what_torchrun_knows_is_known_from_the_start(
-    monkeypatch: pytest.MonkeyPatch, torchrun: dict[str, str], expected: IncarnationId
-) -> None:
+def test_what_torchrun_knows_is_known_from_the_start(monkeypatch, torchrun, expected) -> None:
     for name in ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in torchrun.items():
@@ -293,9 +289,7 @@ def test_a_loader_has_the_jobs_shape_and_seed(mesh: DeviceMesh, tmp_path: Path) 
         ([nn.Linear(4, 12), nn.BatchNorm1d(12)], "null with batch_norm"),
     ],
 )
-def test_a_model_that_lanes_cannot_sum_is_refused(
-    mesh: DeviceMesh, tmp_path: Path, parts: list[nn.Module], why: str
-) -> None:
+def test_a_model_that_lanes_cannot_sum_is_refused(mesh, tmp_path, parts, why) -> None:
     """With one replica there are no lanes, and nothing is refused."""
     lone = parse(
         {"replicas": 1, "ranks_per_replica": 6, "hosts": {"per_replica": 2}, "memory": {"shrink_to": 2}},
@@ -325,9 +319,7 @@ def test_a_stream_needs_data_shards_of_the_replicas_own(mesh: DeviceMesh, tmp_pa
     ("assignment", "replica", "expected"),
     [("per_replica", 1, [0, 1, 2, 3, 4]), ("global", 1, [2, 3, 6, 7, 10]), ("global", 0, [0, 1, 4, 5, 8])],
 )
-def test_what_is_read_ahead_is_what_the_next_steps_take(
-    mesh: DeviceMesh, assignment: str, replica: int, expected: list[int]
-) -> None:
+def test_what_is_read_ahead_is_what_the_next_steps_take(mesh, assignment, replica, expected) -> None:
     settings = {"train": {"accumulate": 2}, "data": {"assignment": assignment}}
     one = OneRank(mesh, parse({"replicas": 2, "ranks_per_replica": 1, **settings}))
     one.driver.guess(one.source, replica)

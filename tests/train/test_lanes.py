@@ -146,9 +146,7 @@ def test_a_wait_for_ranks_of_another_width_has_a_deadline(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("large", [1, 6, lanes.LARGE], indirect=True)
 @pytest.mark.parametrize("widths", [(4, 3), (4, 3, 2), (3, 3)])
-async def test_replicas_of_any_width_make_one_record_and_one_gradient(
-    widths: tuple[int, ...], large: int, tmp_path: Path
-) -> None:
+async def test_replicas_of_any_width_make_one_record_and_one_gradient(widths, large, tmp_path) -> None:
     """However the rows of a bucket are summed: each run where it lies, the large ones so, or all copied.
 
     A replay finds the same, in one process, and by the ranks of one replica of each width.
@@ -300,9 +298,7 @@ def memory(asked: list[tuple[Any, Any, Any]]) -> set[int]:
 
 
 @pytest.mark.parametrize("large", [1, lanes.LARGE], indirect=True)
-async def test_memory_is_reused_only_after_all_works_that_use_it_have_ended(
-    large: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_memory_is_reused_only_after_all_works_that_use_it_have_ended(large, monkeypatch) -> None:
     async with WideRing((4, 3)) as ring:
         group = ByHand(ring.replicas[1][0].group)
         trainer = Trainer(ring.replicas[1][0], group)
@@ -469,9 +465,7 @@ def test_the_parts_of_a_rank_are_its_rows(large: int) -> None:
     ],
     indirect=["large"],
 )
-def test_the_members_of_a_lane_group_rows_alike_and_large_ones_lie_where_they_belong(
-    large: int, expected: tuple[tuple[int, ...], ...]
-) -> None:
+def test_the_members_of_a_lane_group_rows_alike_and_large_ones_lie_where_they_belong(large, expected) -> None:
     shapes = [*SHAPES, [("f", (9, 2)), ("g", (4, 1)), ("h", (5, 1)), ("i", (11, 3))]]
     grouped: dict[int, set[tuple[tuple[int, ...], ...]]] = {}
     for width in (4, 3):

@@ -239,9 +239,7 @@ def test_a_value_that_is_not_committed_is_taken_back(mesh: DeviceMesh) -> None:
     assert train(owner, model, 0, 1) == made, "the step is repeated"
 
 
-def test_what_a_callback_on_a_commit_changes_is_committed_and_what_the_loop_does_later_is_not(
-    mesh: DeviceMesh,
-) -> None:
+def test_what_a_callback_on_a_commit_changes_is_committed_and_what_the_loop_does_later_is_not(mesh) -> None:
     owner, model, _ = odd(mesh, {"*": "state"})
     moving = owner.moving
     assert moving is not None

@@ -26,9 +26,7 @@ def sums() -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("weights", "ranks", "divisor"), [((1,), 1, 1), ((1, 1, 1), 1, 3), ((2, 3), 4, 1.25)])
-def test_the_divisor_is_the_weights_of_the_contributors_by_their_ranks(
-    weights: tuple[int, ...], ranks: int, divisor: float
-) -> None:
+def test_the_divisor_is_the_weights_of_the_contributors_by_their_ranks(weights, ranks, divisor) -> None:
     """FSDP2 has divided by the number of ranks."""
     got = sums()
     finish(record(weights), got, None, ranks)

@@ -70,9 +70,7 @@ NARROW = {"ranks_per_replica": 1, "train__accumulate": 2}  # one rank trains wha
 @pytest.mark.parametrize(
     ("wanted", "width"), [(["--many"], {}), (["--many", "--exact"], NARROW)], ids=["same width", "other width"]
 )
-def test_a_killed_job_that_is_resumed_ends_as_one_that_never_stopped(
-    tmp_path: Path, wanted: list[str], width: dict[str, Any]
-) -> None:
+def test_a_killed_job_that_is_resumed_ends_as_one_that_never_stopped(tmp_path, wanted, width) -> None:
     """Muon, AdamW, Adam and SGD; plateau, exponential, cosine and one-cycle schedules, and a rate set by hand."""
     steps, kept, ends = 12, tmp_path / "kept", []
     for name in ("whole", "killed", "resumed"):

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from ft_hsdp.core.effects import Configure, DropCopies, Fetch, Keep, RunBatch
-from ft_hsdp.core.grant import Grant, Member, Role
+from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankFetchFailed
@@ -71,9 +71,7 @@ async def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Pat
         ("standby", "standby", False),
     ],
 )
-async def test_who_holds_the_base_has_it_ready_for_those_behind(
-    tmp_path: Path, role: Role, others: Role, asked: bool
-) -> None:
+async def test_who_holds_the_base_has_it_ready_for_those_behind(tmp_path, role, others, asked) -> None:
     snapshots: Any = mock.Mock()
     one = handler(tmp_path, snapshots)
     members = (Member(0, "0-x-0", role), Member(1, "1-x-0", others))

@@ -15,9 +15,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_gradient_norm_and_weights_are_those_of_the_model_in_one_process(
-    found: dict[str, list[dict[str, Any]]], kind: str
-) -> None:
+def test_loss_gradient_norm_and_weights_are_those_of_the_model_in_one_process(found, kind) -> None:
     ranks = found.get(kind, [])
     assert len(ranks) == RANKS, "a kind before it failed"
     for row in ranks:
@@ -28,9 +26,7 @@ def test_loss_gradient_norm_and_weights_are_those_of_the_model_in_one_process(
 
 
 @pytest.mark.parametrize("kind", [kind for kind, each in KINDS.items() if each.ranks_per_unit > 1])
-def test_ranks_that_train_together_hold_alike_what_both_hold(
-    found: dict[str, list[dict[str, Any]]], kind: str
-) -> None:
+def test_ranks_that_train_together_hold_alike_what_both_hold(found, kind) -> None:
     replicated = [row["replicated"] for row in found[kind]]
     assert replicated[0] == replicated[1] != ""
     assert replicated[2] == replicated[3] != replicated[0]

@@ -97,9 +97,7 @@ def test_the_final_state_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> No
         (10.0, 2.0, 7.0, 0.5, 0.0, 0.0),  # all of it was
     ],
 )
-def test_what_is_not_hidden_under_backward_has_a_cause(
-    now: float, waited: float, reduced: float, held_up: float, quorum: float, ftar: float
-) -> None:
+def test_what_is_not_hidden_under_backward_has_a_cause(now, waited, reduced, held_up, quorum, ftar) -> None:
     commit = waited - ftar - quorum
     assert exposed(now, waited, reduced, held_up) == {"quorum": quorum, "ftar": ftar, "commit": commit}
 

@@ -70,9 +70,7 @@ def test_a_parameter_that_nobody_used_gets_no_gradient(mesh: DeviceMesh, parts: 
         owner.clear()
 
 
-def test_a_torch_without_zeros_for_unused_parameters_is_named(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_without_zeros_for_unused_parameters_is_named(mesh, monkeypatch) -> None:
     monkeypatch.setattr(ParamGroup, "reduces_unused", False)
     owner, model, _ = adopted(mesh, parts=False, find_unused=False)
     train(owner, model, (0, 1))

@@ -103,9 +103,7 @@ def log(ran: tuple[Path, dict[str, int]], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_exit_code_and_the_last_line_say_why_a_script_ended(
-    ran: tuple[Path, dict[str, int]], name: str
-) -> None:
+def test_the_exit_code_and_the_last_line_say_why_a_script_ended(ran, name) -> None:
     _, code, line = SCRIPTS[name]
     lines = log(ran, name)
     assert (ran[1][name], line) == (code, (lines or [""])[-1][: len(line)])

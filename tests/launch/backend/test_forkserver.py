@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -107,9 +106,7 @@ async def test_the_exit_by_a_signal_is_negative_and_reaches_stopped_ranks(ranks:
     assert ranks.exits == {pid: -signal.SIGKILL}
 
 
-async def test_a_rank_has_one_thread_no_descriptor_of_the_server_and_names_its_run(
-    ranks: Ranks, run_dir: RunDir
-) -> None:
+async def test_a_rank_has_one_thread_no_descriptor_of_the_server_and_names_its_run(ranks, run_dir) -> None:
     log = run_dir.path / "uncalled.log"
     await ranks.server.spawn(env={"RANK": "1"}, config=run_dir.config, log=log, on_exit=lambda *_: None)
     pid = await ranks.spawn_waiting()
@@ -142,9 +139,7 @@ async def test_when_the_server_dies_its_ranks_go_on_and_another_one_is_started(r
     assert len(ranks.exits) == 3
 
 
-async def test_the_end_waits_for_a_server_that_was_given_up(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_end_waits_for_a_server_that_was_given_up(run_dir, monkeypatch) -> None:
     """Otherwise its transport is left open, of which Python warns on stderr."""
     waited: list[int] = []
     wait = asyncio.subprocess.Process.wait
@@ -251,9 +246,7 @@ async def test_a_fork_that_fails_costs_no_other_rank(ranks: Ranks) -> None:
     assert (ranks.server.pid, ranks.exits, alive({"pid": pid})) == (server, {}, True)
 
 
-async def test_a_server_that_cannot_be_started_is_retried(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_that_cannot_be_started_is_retried(run_dir, monkeypatch) -> None:
     async def none(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
@@ -284,9 +277,7 @@ async def test_an_import_that_fails_is_one_line(run_dir: RunDir) -> None:
     await server.close()
 
 
-async def test_imports_that_start_a_thread_are_refused(
-    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_imports_that_start_a_thread_are_refused(run_dir, tmp_path, monkeypatch) -> None:
     (tmp_path / "threaded.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
@@ -322,9 +313,7 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_rank_with_many_open_files_looks_whether_it_was_called(
-    told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_with_many_open_files_looks_whether_it_was_called(told, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(zygote, "_redirect", lambda _: None)
     monkeypatch.setattr(os, "environ", {})
     ours, theirs = socket.socketpair()

@@ -153,9 +153,7 @@ def test_a_replica_that_loses_its_last_hosts_or_has_one_machine_waits() -> None:
         (("r1h2", "r1h3", "r2h2", "r2h3"), None),  # one spare host is enough for neither
     ],
 )
-def test_of_two_that_run_with_fewer_ranks_one_leaves_for_a_spare_host(
-    down: tuple[str, ...], first: int | None
-) -> None:
+def test_of_two_that_run_with_fewer_ranks_one_leaves_for_a_spare_host(down, first) -> None:
     """All three run; the host that is back is spare. The other one would start again for nothing."""
     made = EmulatedHosts(4, 4, spare=1)
     for replica in (1, 2):

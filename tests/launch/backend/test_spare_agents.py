@@ -1,17 +1,13 @@
 import asyncio
 from types import SimpleNamespace
 
-import pytest
-
 from ft_hsdp.config import parse
 from ft_hsdp.launch.backend import spare_agents
 from ft_hsdp.launch.backend.spare_agents import SpareAgents
-from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.run.directory import Row
 
 
-async def test_one_that_ends_at_once_is_started_again_after_pauses_that_double(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_one_that_ends_at_once_is_started_again_after_pauses_that_double(run_dir, monkeypatch) -> None:
     now, starts = [1000.0], [0]
     events: list[Row] = []
     agents = SpareAgents(parse({"hosts": {"per_replica": 2, "spare": 2}}), run_dir, events.append)

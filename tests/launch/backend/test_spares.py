@@ -172,9 +172,7 @@ async def test_a_spare_that_is_killed_is_replaced_as_a_whole(run_dir: RunDir, vi
 
 
 @pytest.mark.usefixtures("_soon")
-async def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pause(
-    run_dir: RunDir, plan: Plan
-) -> None:
+async def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pause(run_dir, plan) -> None:
     plan({"spare": {"1": ["exit", 75]}})
     async with World(run_dir).running() as world:
         await world.start(0)
@@ -299,9 +297,7 @@ def gpus_of(run: RunDir, replica: int) -> list[str]:
     return [[line for line in log.splitlines() if line.startswith("on GPU")][-1] for log in logs]
 
 
-async def test_replicas_have_gpus_of_their_own_while_they_suffice(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_replicas_have_gpus_of_their_own_while_they_suffice(run_dir, monkeypatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     async with World(run_dir, spares=0, gpus=tuple("01234567")).running() as world:
         started = [(await world.start(replica))[1] for replica in range(4)]
@@ -340,9 +336,7 @@ def test_gpus_have_the_names_that_cuda_takes(count: int, named: str | None, want
     ("given", "ordered"),
     [({}, True), ({"CUDA_VISIBLE_DEVICES": "0,1"}, False), ({"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}, False)],
 )
-def test_names_of_gpus_keep_the_meaning_that_the_user_gave_them(
-    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], ordered: bool
-) -> None:
+def test_names_of_gpus_keep_the_meaning_that_the_user_gave_them(monkeypatch, given, ordered) -> None:
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():

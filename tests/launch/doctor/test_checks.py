@@ -81,9 +81,7 @@ def test_who_spans_machines_and_what_runs_here(subject: Subject, spans: bool, re
 
 
 @pytest.mark.parametrize("name", ["localhost", "no-such-host.invalid", "192.0.2.77"])
-def test_a_name_that_others_cannot_use_matters_to_a_job_on_several_machines_only(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_a_name_that_others_cannot_use_matters_to_a_job_on_several_machines_only(monkeypatch, name) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: name)
     assert (state(network.hostname, ALONE), state(network.hostname, SPANNING)) == (OK, FAIL)
 
@@ -99,9 +97,7 @@ def test_a_name_that_others_cannot_use_matters_to_a_job_on_several_machines_only
         ("localhost", ("http://10.0.0.1:1",), FAIL),
     ],
 )
-def test_the_address_of_a_host_is_one_that_others_can_reach(
-    host: str, lighthouses: tuple[str, ...], ends: CheckState
-) -> None:
+def test_the_address_of_a_host_is_one_that_others_can_reach(host, lighthouses, ends) -> None:
     assert state(network.host, Subject(parse({"network": {"host": host}}), lighthouses)) is ends
 
 
@@ -159,9 +155,7 @@ def test_the_kernel_can_be_asked_for_its_clock() -> None:
 
 
 @pytest.mark.parametrize(("synchronized", "spanning"), [(True, OK), (False, SKIP)])
-def test_a_clock_that_nobody_sets(
-    monkeypatch: pytest.MonkeyPatch, synchronized: bool, spanning: CheckState
-) -> None:
+def test_a_clock_that_nobody_sets(monkeypatch, synchronized, spanning) -> None:
     monkeypatch.setattr(network, "synchronized", lambda: synchronized)
     assert (state(network.clock, ALONE), state(network.clock, SPANNING)) == (OK, spanning)
 
@@ -286,9 +280,7 @@ def test_shared_memory_matters_to_nccl(monkeypatch: pytest.MonkeyPatch, there: s
         ({}, "zone=a,rack=7", "FT_HSDP_DOMAINS"),
     ],
 )
-def test_where_this_machine_stands(
-    monkeypatch: pytest.MonkeyPatch, labels: dict[str, str], domains: str, said: str
-) -> None:
+def test_where_this_machine_stands(monkeypatch, labels, domains, said) -> None:
     monkeypatch.setenv("FT_HSDP_HOST", "node7")
     monkeypatch.setenv("FT_HSDP_DOMAINS", domains)
     for variable in ("SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"):
@@ -383,9 +375,7 @@ def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:
         storage.data(Subject(parse({"data": {"path": str(text / "c")}})))
 
 
-def test_a_script_is_compiled_and_its_imports_are_looked_for_and_it_does_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_is_compiled_and_its_imports_are_looked_for_and_it_does_not_run(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     def found(text: str, name: str = "train.py") -> str:
@@ -459,9 +449,7 @@ SHARED = {"dim": 4096, "layers": 20, "heads": 32}  # 4.2e9 parameters: one rank 
         ([H200, H200, {**H200, "free": 0}], {}, ""),  # the one that no rank gets
     ],
 )
-def test_a_gpu_that_will_do(
-    monkeypatch: pytest.MonkeyPatch, gpus: list[dict[str, Any]], model: dict[str, Any], wrong: str
-) -> None:
+def test_a_gpu_that_will_do(monkeypatch, gpus, model, wrong) -> None:
     monkeypatch.setattr(gpu, "ask", lambda *_: {**SAID, "gpus": gpus})
     subject = Subject(parse({"train": {"device": "cuda"}, "replicas": 2, "ranks_per_replica": 1, "model": model}))
     if wrong:

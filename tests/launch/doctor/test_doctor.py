@@ -63,9 +63,7 @@ def test_what_fails_says_what_to_do_on_one_line_each(config: str, capsys: pytest
     assert "use fewer replicas" in failed["memory"]
 
 
-def test_it_looks_beside_a_running_job_of_another_name_only(
-    config: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_looks_beside_a_running_job_of_another_name_only(config, capsys) -> None:
     run = RunDir(Path("runs/job"))
     write_json(run.supervisor, identity())
     assert main(["doctor", config, "--json"]) == 64
@@ -82,9 +80,7 @@ def test_it_looks_beside_a_running_job_of_another_name_only(
         (["--replicas=0"], "replicas: got 0"),
     ],
 )
-def test_arguments_that_cannot_be_used_get_one_line(
-    config: str, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
-) -> None:
+def test_arguments_that_cannot_be_used_get_one_line(config, capsys, argv, said) -> None:
     assert main(["doctor", config, *argv]) == 64
     out, err = capsys.readouterr()
     assert (out, len(err.splitlines())) == ("", 1)

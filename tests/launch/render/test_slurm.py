@@ -186,9 +186,7 @@ def test_nobody_comes_back_to_a_job_that_is_over(fakes: Fakes) -> None:
 
 
 @pytest.mark.parametrize(("number", "code", "again"), [(signal.SIGUSR1, 75, True), (signal.SIGTERM, 143, False)])
-def test_its_clock_queues_an_element_again_and_a_stop_does_not(
-    fakes: Fakes, number: int, code: int, again: bool
-) -> None:
+def test_its_clock_queues_an_element_again_and_a_stop_does_not(fakes, number, code, again) -> None:
     element = fakes.element("wait", SLURM_RESTART_COUNT=str(BUDGET))
     fakes.until_it_runs()
     element.send_signal(number)
@@ -246,9 +244,7 @@ def test_all_nodes_of_a_replica_start_again_under_a_new_name(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("ends", "code", "starts"), [(["76 node2"], 76, 1), (["76 node2", "64 node1"], 64, 1), ([], 75, BUDGET + 1)]
 )
-def test_what_the_same_nodes_cannot_mend_ends_a_replica_of_several_nodes(
-    tmp_path: Path, ends: list[str], code: int, starts: int
-) -> None:
+def test_what_the_same_nodes_cannot_mend_ends_a_replica_of_several_nodes(tmp_path, ends, code, starts) -> None:
     """torchrun ends with 1, whatever its ranks end with. What an earlier start has left does not count."""
     fakes = Fakes(tmp_path, NETWORK, nodes=2)
     fakes.said = subprocess.PIPE
@@ -276,9 +272,7 @@ def test_what_the_same_nodes_cannot_mend_ends_a_replica_of_several_nodes(
         (Site(), ("--lighthouse.count=2", "--lighthouse.etcd=[http://a:2379]"), "lighthouse.count"),
     ],
 )
-def test_what_slurm_would_misread_is_one_line(
-    tmp_path: Path, site: Site, overrides: tuple[str, ...], key: str
-) -> None:
+def test_what_slurm_would_misread_is_one_line(tmp_path, site, overrides, key) -> None:
     with pytest.raises(ConfigError) as refused:
         slurm(_config(tmp_path, *overrides), site)
     assert refused.value.key == key
@@ -292,9 +286,7 @@ def test_paths_mean_the_same_on_every_node(tmp_path: Path, monkeypatch: pytest.M
         assert path in text
 
 
-def test_a_users_script_is_named_and_has_one_path_on_every_node(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_users_script_is_named_and_has_one_path_on_every_node(tmp_path, monkeypatch) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     text = slurm(parse({"entry": "train.py"}), Site())

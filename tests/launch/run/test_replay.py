@@ -1,6 +1,5 @@
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,9 +28,7 @@ def test_a_replay_sees_a_unit_that_was_trained_before(ledger: Ledger, right: boo
 
 
 @pytest.mark.parametrize("check", [replay, verify])
-def test_a_run_from_before_units_were_recorded_is_refused_with_the_reason(
-    tmp_path: Path, check: Callable[[RunDir], object]
-) -> None:
+def test_a_run_from_before_units_were_recorded_is_refused_with_the_reason(tmp_path, check) -> None:
     run = RunDir(tmp_path / "old")
     run.final(0).parent.mkdir(parents=True)
     run.config.write_text(dump(Config()))
@@ -80,9 +77,7 @@ def test_a_width_that_no_replica_can_have_is_refused() -> None:
     ("digests", "differs_at", "expected"),
     [("aa", (None, None), None), ("ab", (None, None), 9), ("ab", (None, 7), 7), ("aa", (8, 8), 8)],
 )
-def test_replicas_of_all_widths_have_to_find_the_same(
-    digests: str, differs_at: tuple[int | None, ...], expected: int | None
-) -> None:
+def test_replicas_of_all_widths_have_to_find_the_same(digests, differs_at, expected) -> None:
     found = [ReplayOutcome(4, digest, step) for digest, step in zip(digests, differs_at, strict=True)]
     assert agreed(found, ReplaySegment(6, 9, (4, 2))) == ReplayOutcome(4, "a", expected)
 

@@ -338,9 +338,7 @@ def test_only_the_log_of_rank_0_tells_what_was_fed_and_the_user_is_told() -> Non
         ("1-abc-0", False, False),  # another replica's log was cut
     ],
 )
-def test_the_step_that_a_lone_replica_lost_with_its_log_is_missed_and_not_skipped(
-    cut: str, fed: bool, missed: bool
-) -> None:
+def test_the_step_that_a_lone_replica_lost_with_its_log_is_missed_and_not_skipped(cut, fed, missed) -> None:
     steps = [step for step in range(1, LOGGED_STEPS + 1) if step != 5]
     rows = [commit(step, who=(0,), total=1, incarnation=f"0-abc-{step > 5:d}") for step in steps]
     lines = [{"step": step, "shard": 0, "index": step - 1, "units": 1, "t": 0.0} for step in (*steps, 5)]

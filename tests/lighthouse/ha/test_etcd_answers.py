@@ -140,9 +140,7 @@ CASES = [(call, odd) for call in CALLS for odd in ODD if call not in LITTLE or "
 
 
 @pytest.mark.parametrize(("call", "odd"), CASES)
-def test_an_odd_answer_is_one_clear_error_that_may_be_tried_again(
-    fake: Fake, client: Etcd, call: str, odd: str
-) -> None:
+def test_an_odd_answer_is_one_clear_error_that_may_be_tried_again(fake, client, call, odd) -> None:
     fake.says(ODD[odd])
     with pytest.raises(EtcdUnreachable) as caught:
         CALLS[call](client)
@@ -234,9 +232,7 @@ async def test_a_store_that_is_not_understood_is_not_taken_for_an_empty_one(fake
 
 
 @pytest.mark.parametrize("odd", ["empty", "a list", "cut short"])
-async def test_a_write_whose_answer_is_not_understood_deposes_the_leader(
-    fake: Fake, client: Etcd, odd: str
-) -> None:
+async def test_a_write_whose_answer_is_not_understood_deposes_the_leader(fake, client, odd) -> None:
     store = EtcdStore(client, "/job", await elected(fake, client))
     fake.says({"header": HEADER, "succeeded": True})
     store.load(POLICY)

@@ -114,9 +114,7 @@ def test_a_second_loss_on_the_same_state_deals_no_place_twice() -> None:
 @pytest.mark.parametrize(
     ("batch", "now", "later"), [("adapt", {0: 12, 1: 12}, 9), ("constant", {0: 20, 1: 16}, 12)]
 )
-def test_a_narrower_one_that_is_behind_will_take_a_share_of_its_width(
-    batch: Any, now: dict[int, int], later: int
-) -> None:
+def test_a_narrower_one_that_is_behind_will_take_a_share_of_its_width(batch, now, later) -> None:
     """Three replicas of 4 data ranks are wanted, with 3 micro-batches each: 36 units. Replica 2 has 3 ranks."""
     policy = UnitPolicy(accumulate=3, batch=batch, max_accumulate=12, shared=True, data_ranks=4)
     made = grant("01", behind="2", total=3)
@@ -200,9 +198,7 @@ memberships = st.lists(
 
 
 @given(memberships, st.sampled_from([OWN, SHARED, FEW, replace(SHARED, max_accumulate=4)]), st.integers(1, 3))
-def test_through_any_memberships_no_unit_is_dealt_twice(
-    history: list[tuple[set[int], set[int], bool]], policy: UnitPolicy, accumulate: int
-) -> None:
+def test_through_any_memberships_no_unit_is_dealt_twice(history, policy, accumulate) -> None:
     """Some of them on the same state, with or without a refill, with some that are behind."""
     policy = replace(policy, accumulate=accumulate)
     before, step, held = None, 5, dict[int, set[int]]()
@@ -302,8 +298,6 @@ def test_a_batch_that_is_whole_is_not_spoken_of() -> None:
         ({"allowed": [2, 4], "min_replicas": 3}, (4,), 4),
     ],
 )
-def test_fewer_contributors_than_min_replicas_are_never_allowed(
-    quorum: dict[str, Any], allowed: tuple[int, ...], least: int
-) -> None:
+def test_fewer_contributors_than_min_replicas_are_never_allowed(quorum, allowed, least) -> None:
     chosen = policy(parse({"replicas": 4, "quorum": quorum}))
     assert (chosen.units.allowed, chosen.min_replicas) == (allowed, least)

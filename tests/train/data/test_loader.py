@@ -73,9 +73,7 @@ def test_each_sample_is_in_each_epoch_once(shape: JobShape, size: int, extra: in
 
 
 @given(shape=shapes, shards=st.integers(1, 5), number=st.integers(0, 200))
-def test_a_batch_keeps_its_samples_under_another_number_of_shards(
-    shape: JobShape, shards: int, number: int
-) -> None:
+def test_a_batch_keeps_its_samples_under_another_number_of_shards(shape, shards, number) -> None:
     other = JobShape(1, shards, shape.ranks, shape.accumulate)
     one, two = (loader(Noisy(300), 3, s) for s in (shape, other))
     for rank in range(shape.ranks):
@@ -85,9 +83,7 @@ def test_a_batch_keeps_its_samples_under_another_number_of_shards(
 
 
 @given(ranks=st.integers(1, 3), accumulate=st.integers(1, 3), other=shapes)
-def test_the_order_of_the_whole_data_does_not_depend_on_the_shape(
-    ranks: int, accumulate: int, other: JobShape
-) -> None:
+def test_the_order_of_the_whole_data_does_not_depend_on_the_shape(ranks, accumulate, other) -> None:
     one = JobShape(1, 2, ranks, accumulate)
     orders = []
     for shape in (one, other):
@@ -117,9 +113,7 @@ def test_epochs_and_seeds_differ_in_order() -> None:
 
 
 @given(shape=shapes, size=st.integers(1, 3), missing=st.integers(1, 30), drop=st.booleans())
-def test_a_dataset_that_is_smaller_than_a_step_is_refused(
-    shape: JobShape, size: int, missing: int, drop: bool
-) -> None:
+def test_a_dataset_that_is_smaller_than_a_step_is_refused(shape, size, missing, drop) -> None:
     step = shape.shards * shape.ranks * shape.accumulate
     enough = step * size if drop else (step - 1) * size + 1
     assert loader(Noisy(enough), size, shape, drop_last=drop).samples_of(0, 0, 0)[0] == 0

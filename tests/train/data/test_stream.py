@@ -80,9 +80,7 @@ def test_a_gap_is_trained_later(tmp_path: Path) -> None:
     kind=st.sampled_from(["stateful", "plain", "function"]),
     length=st.integers(1, 7),
 )
-def test_each_item_counts_once_and_in_order_whatever_happens(
-    tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, str]], kind: str, length: int
-) -> None:
+def test_each_item_counts_once_and_in_order_whatever_happens(tmp_path_factory, steps, kind, length) -> None:
     """Epochs of a few items, steps of one to three; a replica that is killed opens its stream anew."""
     run = tmp_path_factory.mktemp("run")
 

@@ -282,9 +282,7 @@ class Mark(Dataset[Any]):
 
 
 @pytest.mark.parametrize(("context", "own"), [(None, False), (Marking(), True)])
-def test_workers_are_of_the_users_context_and_forked_by_the_thread_that_opens_the_reader(
-    context: Any, own: bool
-) -> None:
+def test_workers_are_of_the_users_context_and_forked_by_the_thread_that_opens_the_reader(context, own) -> None:
     """A fork elsewhere would end the main thread in the child, and all that torch caches for it.
 
     That may be the last that holds a process group, and its end there is a segmentation fault.

@@ -25,9 +25,7 @@ def one(mesh: DeviceMesh) -> OneRank:
     return OneRank(mesh, CONFIG, replica=1)
 
 
-def test_callbacks_see_every_step_in_order_with_new_weights_and_before_the_state_has_its_name(
-    one: OneRank,
-) -> None:
+def test_callbacks_see_every_step_in_order_with_new_weights_and_before_the_state_has_its_name(one) -> None:
     driver, live = one.driver, one.live
     seen: list[tuple[object, ...]] = []
     weight = next(iter(one.params.values()))
@@ -51,9 +49,7 @@ def test_callbacks_see_every_step_in_order_with_new_weights_and_before_the_state
     ("error", "code"),
     [(ValueError("no such average"), EXIT_RETRYABLE), (ConfigError("ema", 1, "less"), EXIT_CONFIG)],
 )
-def test_an_error_in_a_callback_ends_the_rank_with_its_traceback(
-    one: OneRank, capsys: pytest.CaptureFixture[str], error: Exception, code: int
-) -> None:
+def test_an_error_in_a_callback_ends_the_rank_with_its_traceback(one, capsys, error, code) -> None:
     """Bad input is not tried again."""
 
     def fails(step: CommittedStep) -> None:

@@ -106,9 +106,7 @@ def test_a_holder_that_is_killed_in_a_load_is_replaced_by_the_next_and_what_none
 
 @given(data=st.data(), copies=st.integers(1, 3), permute=st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_a_load_returns_the_blocks_in_the_order_of_its_spans_whoever_fails(
-    data: st.DataObject, copies: int, permute: bool
-) -> None:
+def test_a_load_returns_the_blocks_in_the_order_of_its_spans_whoever_fails(data, copies, permute) -> None:
     """Spans in any order, many of them touch; hosts that refuse all, or fail in the middle of a slice."""
     store = store_of(Rank(1, 4, "a", None), copies=copies, permute=permute)
     store._reader = BlockReader(store._data, lambda first, end: DATA[first:end])
@@ -145,9 +143,7 @@ def test_a_load_returns_the_blocks_in_the_order_of_its_spans_whoever_fails(
     assert np.array_equal(found, np.concatenate([DATA[first:end] for first, end in spans]))
 
 
-def test_bytes_that_flip_in_memory_are_found_in_a_load_and_mended_by_the_next_submission(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_bytes_that_flip_in_memory_are_found_in_a_load_and_mended_by_the_next_submission(monkeypatch) -> None:
     write = BlockAgent.write
     written: list[Any] = []
 

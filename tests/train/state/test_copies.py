@@ -200,9 +200,7 @@ def test_a_vote_waits_for_the_copies_and_says_what_they_cost(tmp_path: Path) -> 
         (UNDER_WAY, "not here within"),
     ],
 )
-def test_a_copy_that_does_not_come_is_missing_from_the_vote(
-    tmp_path: Path, answer: KeptCopies | None, why: str
-) -> None:
+def test_a_copy_that_does_not_come_is_missing_from_the_vote(tmp_path, answer, why) -> None:
     one = Rank(tmp_path, 0, 0, wait_s=0.15)
     one.keeper.configure(grant(1, 0, TWO_HOSTS))
     one.agent.answers = [answer]
@@ -241,9 +239,7 @@ class Clock(Agent):
         (70.0, 0.35, 0.35),  # the holder dies: nobody waits for it any longer
     ],
 )
-def test_no_vote_waits_longer_than_it_may(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_s: float | None, dies_at: float, waits: float
-) -> None:
+def test_no_vote_waits_longer_than_it_may(tmp_path, monkeypatch, wait_s, dies_at, waits) -> None:
     """W52: whatever becomes of the holder, a vote waits `memory.wait_s` at most, by a clock of this test."""
     clock = Clock(dies_at)
     one = Rank(tmp_path, 0, 0, agent=clock, wait_s=wait_s)
@@ -395,9 +391,7 @@ def test_a_job_that_falls_to_one_replica_says_so_and_is_protected_again(tmp_path
         ({"apart": "rack"}, {0: ("a/h",) * 4, 1: ("a/g",) * 4}, "2 copies on different racks are wanted"),
     ],
 )
-def test_what_cannot_be_protected_by_default_is_said_once(
-    tmp_path: Path, config: dict[str, Any], members: dict[int, tuple[str, ...]], reason: str
-) -> None:
+def test_what_cannot_be_protected_by_default_is_said_once(tmp_path, config, members, reason) -> None:
     told = []
     for replica in members:
         one = Rank(tmp_path, replica, 0, len(members), **config)
@@ -530,9 +524,7 @@ def test_copies_that_were_fewer_are_of_each_state_when_another_replica_keeps_som
 @pytest.mark.parametrize(
     ("wait_s", "waited_s", "step_s"), [(0, 0.0, 0.1), (0.05, 0.05, 0.1), (0.25, 0.25, 0.1), (None, 2.0, 150.0)]
 )
-def test_copies_that_are_never_complete_become_fewer(
-    tmp_path: Path, wait_s: float | None, waited_s: float, step_s: float
-) -> None:
+def test_copies_that_are_never_complete_become_fewer(tmp_path, wait_s, waited_s, step_s) -> None:
     """The copies of the next state end them: copies of each state would never protect the job."""
     ranks = [Rank(tmp_path, 0, rank, wait_s=wait_s) for rank in range(2)]
     cost = CopyCost(waited_s, step_s=step_s, late=True)
@@ -573,9 +565,7 @@ def test_no_host_is_asked_for_more_copies_than_its_agent_takes(tmp_path: Path) -
     assert ([row["event"] for row in told], errors) == (["CopiesPlanned", "Unprotected"], [])
 
 
-def test_without_a_thread_to_wait_for_copies_a_rank_votes_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_thread_to_wait_for_copies_a_rank_votes_at_once(tmp_path, monkeypatch) -> None:
     def none_left(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -111,9 +111,7 @@ def test_what_the_own_agents_keep_is_taken_and_nobody_else_is_asked(hosts: Make,
     assert other.asked == 0
 
 
-def test_a_host_lost_in_each_replica_loses_nothing_if_they_held_different_shards(
-    hosts: Make, tmp_path: Path
-) -> None:
+def test_a_host_lost_in_each_replica_loses_nothing_if_they_held_different_shards(hosts, tmp_path) -> None:
     own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 4, 5)]  # the first one is new
     others = [hosts(1, "r1h0", 0, 4, 5), hosts(1, "r1h1", 1, 4, 5)]
     others[1].close()
@@ -193,9 +191,7 @@ def test_nothing_in_memory_leaves_the_checkpoint_the_same_on_all(hosts: Make, tm
 
 
 @pytest.mark.parametrize("damaged", [(), (5,)])
-def test_a_checkpoint_that_is_newer_than_what_is_in_memory_is_taken(
-    hosts: Make, tmp_path: Path, damaged: tuple[int, ...]
-) -> None:
+def test_a_checkpoint_that_is_newer_than_what_is_in_memory_is_taken(hosts, tmp_path, damaged) -> None:
     """From the start, or after an attempt with a newer state has failed."""
     own = [hosts(0, "r0h0", 0, 1, *damaged), hosts(0, "r0h1", 1, 1, *damaged)]
     for step in damaged:
@@ -252,9 +248,7 @@ def test_without_a_lighthouse_the_own_agents_are_enough(hosts: Make, tmp_path: P
 
 
 @pytest.mark.parametrize("current", [True, False])
-def test_a_checkpoint_is_taken_if_the_agents_die_between_their_answers(
-    hosts: Make, tmp_path: Path, current: bool
-) -> None:
+def test_a_checkpoint_is_taken_if_the_agents_die_between_their_answers(hosts, tmp_path, current) -> None:
     own = [hosts(0, "r0h0", 0, 4, 5), hosts(0, "r0h1", 1, 4, 5)]
     own[1].forgets = True
     found = restored(tmp_path, own, None, current=current)

@@ -223,9 +223,7 @@ def test_a_rank_that_starts_beside_a_stopped_agent_replaces_it(mesh: DeviceMesh,
     assert place.lost(over=True)
 
 
-def test_an_agent_that_does_not_even_die_is_stood_in_for(
-    mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_agent_that_does_not_even_die_is_stood_in_for(mesh, place, monkeypatch) -> None:
     place.starter.ensure()
     first = StateAgent.connect(place.token, 0, 0, 1, 8, DEADLINE_S)
     pid = place.agent_pid()
@@ -279,9 +277,7 @@ def test_a_checkpoint_gets_a_copy_that_stays_as_it_is(mesh: DeviceMesh, place: P
     assert np.array_equal(packed, before)
 
 
-def test_a_checkpoint_without_memory_for_its_copy_is_said_and_ends_nothing(
-    mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_without_memory_for_its_copy_is_said_and_ends_nothing(mesh, place, monkeypatch) -> None:
     live, sharded = hold(mesh)
     writer = place.writer(live)
 
