@@ -3,13 +3,13 @@
 import ipaddress
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tests.support.scenarios.scenario_job import ROOT, Job
+from tests.support.waiting import until
 from tests.support.warm import COLD
 
 DEADLINE_S = 90.0
@@ -32,45 +32,6 @@ def command_lines(job: Job) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.proof
-def test_the_tokens_stand_in_their_files_alone(tmp_path: Path) -> None:
-    tokens = {}
-    said = ""
-    with Job(tmp_path, 20, replicas=2, ranks_per_replica=1) as job:
-        deadline = time.monotonic() + DEADLINE_S
-        while job.process.poll() is None:
-            assert time.monotonic() < deadline
-            said += command_lines(job)
-            tokens |= {f: (job.run / f).read_text().strip() for f in NAMES if (job.run / f).exists()}
-            if (job.run / "lighthouse.json").exists() and "replicas" not in said:
-                command = [
-                    sys.executable,
-                    str(ROOT / "launcher.py"),
-                    "status",
-                    "--json",
-                    "--runs-dir",
-                    str(job.run.parent),
-                ]
-                found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
-                said += found.stdout + found.stderr
-            time.sleep(0.1)
-        assert job.process.returncode == 0, job.log.read_text()
-    assert "lighthouse" in said
-    assert "replicas" in said
-    assert sorted(tokens) == [*NAMES]
-    files = [f for f in tmp_path.rglob("*") if f.is_file() and f.name not in tokens]
-    assert len(files) > 10
-    for name, token in tokens.items():
-        assert len(token) == 64
-        assert (job.run / name).stat().st_mode & 0o777 == 0o600
-        assert token not in said
-        for file in files:
-            assert token.encode() not in file.read_bytes(), file
-
-
-# A real job on one machine: where its processes listen, torch's own listeners included.
-
-
 def listeners(pid: int) -> set[tuple[int, str]]:
     """Every (pid, address) at which a process and its descendants listen."""
     found = set()
@@ -84,10 +45,38 @@ def listeners(pid: int) -> set[tuple[int, str]]:
 
 
 @pytest.mark.proof
-def test_a_job_on_loopback_listens_nowhere_else(tmp_path: Path) -> None:
-    with Job(tmp_path, 200, replicas=2, ranks_per_replica=2) as job:
-        job.until(lambda: job.step() >= 2, "two steps are committed")
-        ranks = {job.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)}
-        found = listeners(job.process.pid)
-        assert ranks <= {pid for pid, _ in found}
-        assert [(pid, ip) for pid, ip in found if not ipaddress.ip_address(ip).is_loopback] == []
+def test_the_tokens_stand_in_their_files_alone_and_a_job_on_loopback_listens_nowhere_else(tmp_path: Path) -> None:
+    """torch's own listeners included."""
+    tokens: dict[str, str] = {}
+    found: set[tuple[int, str]] = set()
+    said = ""
+    with Job(tmp_path, 60, replicas=2) as job:
+
+        def ended() -> bool:
+            nonlocal said, tokens
+            said += command_lines(job)
+            tokens |= {f: (job.run / f).read_text().strip() for f in NAMES if (job.run / f).exists()}
+            if job.step() >= 2 and not found:
+                words = ["status", "--json", "--runs-dir", str(job.run.parent)]
+                command = [sys.executable, str(ROOT / "launcher.py"), *words]
+                told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+                said += told.stdout + told.stderr
+                ranks = {job.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)}
+                found.update(listeners(job.process.pid))
+                assert ranks <= {pid for pid, _ in found}
+            return job.process.poll() is not None
+
+        until(ended, "the end of the job", DEADLINE_S)
+        assert job.process.returncode == 0, job.log.read_text()
+    assert [(pid, ip) for pid, ip in found if not ipaddress.ip_address(ip).is_loopback] == []
+    assert "lighthouse" in said
+    assert "replicas" in said
+    assert sorted(tokens) == [*NAMES]
+    files = [f for f in tmp_path.rglob("*") if f.is_file() and f.name not in tokens]
+    assert len(files) > 10
+    for name, token in tokens.items():
+        assert len(token) == 64
+        assert (job.run / name).stat().st_mode & 0o777 == 0o600
+        assert token not in said
+        for file in files:
+            assert token.encode() not in file.read_bytes(), file

@@ -11,6 +11,17 @@ from tests.support.scenarios.scenario_job import HARD, Job, check
 from tests.support.warm import COLD
 
 
+def kill_one(job: Job, rng: random.Random, within: int) -> None:
+    """Kill a rank of a replica that is not the last one, within so many steps; the survivors go on."""
+    goal = job.step() + rng.randint(0, within)
+    job.until(lambda: job.step() >= goal, f"step {goal}")
+    able = job.contributing()
+    victims = [r for r in range(3) if len(able - {r}) >= 1]
+    job.signal(rng.choice(victims), rng.randrange(2), signal.SIGKILL)
+    dead = job.step()
+    job.until(lambda: job.step() > dead, "survivors commit")
+
+
 @pytest.mark.parametrize(
     ("seed", "kills", "steps", "train"),
     [
@@ -27,13 +38,7 @@ def test_kills_at_random_moments(tmp_path, monkeypatch, seed, kills, steps, trai
     with Job(tmp_path, steps, restart__budget=50, **train) as job:
         job.until(lambda: job.step() >= 3, "step 3")
         for _ in range(kills):
-            goal = job.step() + rng.randint(0, 9)
-            job.until(lambda goal=goal: job.step() >= goal, f"step {goal}")
-            able = job.contributing()
-            victims = [r for r in range(3) if len(able - {r}) >= 1]
-            job.signal(rng.choice(victims), rng.randrange(2), signal.SIGKILL)
-            dead = job.step()
-            job.until(lambda dead=dead: job.step() > dead, "survivors commit")
+            kill_one(job, rng, 9)
         summary = job.end()
         check(summary, steps)
         survivors = {r for r in summary["replicas"] if summary["replicas"][r]["incarnations"] == 1}

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.scenarios.test_kill import kill_one
 from tests.support.scenarios.scenario_job import Job, check
 
 WARM = "from a spare"
@@ -66,13 +67,7 @@ def test_five_kills_at_random_moments(tmp_path: Path) -> None:
         job.until(lambda: job.step() >= 3, "step 3")
         for _ in range(5):
             ready(job)
-            goal = job.step() + rng.randint(0, 4)
-            job.until(lambda goal=goal: job.step() >= goal, f"step {goal}")
-            able = job.contributing()
-            victims = [r for r in range(3) if len(able - {r}) >= 1]
-            job.signal(rng.choice(victims), rng.randrange(2), signal.SIGKILL)
-            dead = job.step()
-            job.until(lambda dead=dead: job.step() > dead, "survivors commit")
+            kill_one(job, rng, 4)
         settle(job, job.end(), 120)
         assert len(job.events("ReplicaStarted", how=WARM)) == 5
         assert job.replayed()["equal"]
