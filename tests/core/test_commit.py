@@ -104,15 +104,6 @@ def test_a_replica_may_bring_several_runs() -> None:
     assert record.ledger(Ledger((7, 9, 5))) == Ledger((13, 9, 8), ((0, 9, 3),))
 
 
-@pytest.mark.parametrize(
-    "late", [AttemptId(2, 8, 1), AttemptId(3, 7, 1), AttemptId(3, 8, 0), AttemptId(4, 8, 1), AttemptId(3, 8, 2)]
-)
-def test_a_vote_about_anything_else_never_counts(late: AttemptId) -> None:
-    tally = VoteTally(FENCE, 2).add(vote(0)).add(vote(1, late))
-    assert tally.votes == (vote(0),)
-    assert not tally.complete
-
-
 def test_a_rank_votes_once() -> None:
     tally = VoteTally(FENCE, 2).add(vote(0)).add(vote(0, digest="changed its mind"))
     assert tally.votes == (vote(0),)

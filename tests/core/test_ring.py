@@ -373,16 +373,6 @@ def test_any_order_of_events_ends_with_the_sum(plan: RingPlan, data: st.DataObje
     check_outcome(plan, contributors, run(plan, contributors, depth, random.Random(seed)))
 
 
-@pytest.mark.parametrize("members", range(1, 17))
-@pytest.mark.parametrize("relays", ["none", "odd", "all"])
-def test_each_size_of_ring(members: int, relays: str) -> None:
-    out = {"none": (), "odd": range(1, members, 2), "all": range(members)}[relays]
-    contributors = frozenset(range(members)) - frozenset(out)
-    for elements in (members - 1, 4 * members + 3):
-        plan = RingPlan(elements, members, 2, 3)
-        check_outcome(plan, contributors, run(plan, contributors, 2, random.Random(elements)))
-
-
 def test_the_chunk_nearest_to_its_end_goes_first() -> None:
     pipeline = Pipeline(RingPlan(24, 2, 3, 4), 0, True)
     (first,) = pipeline.start()

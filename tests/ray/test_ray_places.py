@@ -107,23 +107,6 @@ async def test_a_spare_that_looks_for_the_same_nodes_stops(tmp_path: Path) -> No
 # Only who has committed a step has the state.
 
 
-async def test_what_is_left_of_a_slot_is_kept_until_the_replica_commits(tmp_path: Path) -> None:
-    """Also beyond the time after which spares may be made: it may fetch a large state."""
-    soon = {"start_s": 5.0, "ranks_s": 5.0, "supervisor_lease_s": 2.0}  # that time is a tenth of start_s
-    async with World(tmp_path, {"": 3}, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
-        await world.ready()
-        hurt = world.of(1)
-        hurt.lose(1)
-        await world.start(1)  # in the slot of the spare
-        assert not world.spares
-        async with settling(world, 1, spares=2, timeouts=soon):
-            await async_until(lambda: world.spares, "the end of that time")
-            assert not hurt.removed, "its agents may have the only copy of a shard"
-        world.backend.committed(world.spec)
-        await async_until(lambda: hurt.removed, "the end of what is kept")
-
-
 async def test_a_replica_without_the_state_does_not_count_as_one_that_trains(tmp_path: Path) -> None:
     async with World(tmp_path, {"": 2}, spares=0, timeouts=SOON, strategy="SPREAD").running() as world:
         await world.train(1)
