@@ -171,17 +171,6 @@ def test_works_wait_for_a_ring_that_is_being_formed() -> None:
         assert [w.wait(20).tolist() for w in (work, other)] == [[2.0] * 3] * 2
 
 
-def test_a_work_of_an_older_epoch_fails() -> None:
-    with ring(2) as comms:
-        form(comms, 1)
-        work = comms[0].all_reduce(torch.ones(3))
-        form(comms, 2)
-        assert isinstance(work.exception(20), RecoverableError)
-        assert work.status == "RETRYABLE"
-        works = [c.all_reduce(torch.ones(3)) for c in comms]
-        assert [w.wait(20).tolist() for w in works] == [[2.0] * 3] * 2
-
-
 @pytest.mark.parametrize("change", [{"token": "cd" * 32}, {"job": "x"}], ids=str)
 def test_strangers_do_not_meet(change: dict[str, Any]) -> None:
     settings = Settings(connect_timeout_s=0.3)

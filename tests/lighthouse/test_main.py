@@ -22,7 +22,7 @@ from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse import __main__ as program
 from lighthouse import runtime
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, name
-from tests.support.lighthouse.signed import BlockingProof, Signer
+from tests.support.lighthouse.signed import BlockingProof
 from tests.support.waiting import until
 
 REPO = Path(__file__).resolve().parents[2]
@@ -146,20 +146,6 @@ def test_after_sigkill_the_same_epoch_goes_on_in_a_higher_term(run):
         *("LighthouseStarted", "EpochGranted", "LighthouseStarted", "ExitReported", "EpochGranted")
     ]
     assert all({"t", "event", "source", "reason"} <= r.keys() for r in rows)
-
-
-def test_a_client_that_goes_away_withdraws_its_ask(run):
-    with lighthouse(run) as (_, url), client(url) as http:
-        body = message(0)
-        host, port = url.removeprefix("http://").split(":")
-        proof = Signer(url, TOKEN).headers("POST", "/v1/quorum", body)["Authorization"]
-        head = (
-            f"POST /v1/quorum HTTP/1.1\r\nHost: x\r\nAuthorization: {proof}\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        with socket.create_connection((host, int(port))) as raw:
-            raw.sendall(head.encode() + body)
-            until(lambda: replicas(http)[0]["state"] == "asking")
-        until(lambda: replicas(http)[0]["state"] != "asking")
 
 
 @pytest.mark.multiproc

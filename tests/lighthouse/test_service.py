@@ -158,16 +158,6 @@ async def test_an_order_to_evict_stands_until_the_exit_is_reported():
     assert len(events(rows, "ExitReported")) == 1
 
 
-async def test_who_comes_back_in_time_is_not_evicted():
-    service, rows = make_service(silence_grace_s=0.05, evict_s=0.4)
-    await granted(service, 0, 1)
-    await service.ask(ask(0, epoch=1, after=1))
-    back = asyncio.create_task(service.ask(ask(1, epoch=1, after=1)))
-    await asyncio.sleep(0.6)
-    assert not events(rows, "ReplicaEvicted")
-    assert (await service.ask(ask(0, at(2, 1), epoch=2))) == (await back)
-
-
 async def test_the_journal_says_once_what_is_waited_for():
     looks = Looks()
     service, rows = make_service(total=3, start_wait_s=100.0, clock=looks)
