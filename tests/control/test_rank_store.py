@@ -395,17 +395,6 @@ def test_rank_0_that_comes_late() -> None:
         first.close()
 
 
-def test_a_caller_with_another_token_is_not_let_in() -> None:
-    listener = address.bound("127.0.0.1")
-    where = listener.getsockname()[1]
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(serve, 2, TOKEN, listener, 20.0)
-        with pytest.raises(Retryable, match="it closed the connection before the handshake"):
-            connect(1, "cd" * 32, "127.0.0.1", where, 2.0)
-        connect(1, TOKEN, "127.0.0.1", where, 20.0).close()
-        first.result(20).close()
-
-
 def test_a_listener_of_somebody_else_is_not_asked_again() -> None:
     with address.bound("127.0.0.1") as listener, ThreadPoolExecutor(1) as pool:
         listener.listen()

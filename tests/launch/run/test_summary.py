@@ -93,13 +93,6 @@ def test_a_run_without_a_step_has_a_summary() -> None:
     assert summary["replicas"]["1"] == {"step": 0, "lineage": "", "digest": "", "incarnations": 0}
 
 
-def test_a_batch_that_the_ledger_claims_but_nobody_fed_is_skipped() -> None:
-    rows = history(5)
-    logs = fed(rows)
-    logs[1] = [line for line in logs[1] if line["index"] != 3]
-    assert batches(rows, logs) == {"trained": 14, "duplicated": 0, "skipped": 1}
-
-
 def test_feeding_another_batch_than_the_ledger_says_is_seen() -> None:
     rows = history(3)
     logs = fed(rows)
