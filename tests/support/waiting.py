@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 DEADLINE_S = 30.0
-LOOK_S = 0.002  # between two looks
+FIRST_S, LONGEST_S, GROWTH = 0.001, 0.02, 1.3  # between two looks: some of them read files, or ask a server
 
 T = TypeVar("T")
 
@@ -18,10 +18,10 @@ def until(
     said: Callable[[], str] = str,
 ) -> T:
     """The first true answer of ``ready``; at the deadline the failure tells ``what`` and what was ``said``."""
-    for _ in _looks(what, deadline_s, said):
+    for pause_s in _pauses(what, deadline_s, said):
         if found := ready():
             break
-        time.sleep(LOOK_S)
+        time.sleep(pause_s)
     return found
 
 
@@ -31,15 +31,16 @@ async def async_until(
     deadline_s: float = DEADLINE_S,
     said: Callable[[], str] = str,
 ) -> T:
-    for _ in _looks(what, deadline_s, said):
+    for pause_s in _pauses(what, deadline_s, said):
         if found := ready():
             break
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(pause_s)
     return found
 
 
-def _looks(what: str, deadline_s: float, said: Callable[[], str]) -> Iterator[None]:
-    end = time.monotonic() + deadline_s
+def _pauses(what: str, deadline_s: float, said: Callable[[], str]) -> Iterator[float]:
+    end, pause_s = time.monotonic() + deadline_s, FIRST_S
     while True:
-        yield
+        yield pause_s
         assert time.monotonic() < end, f"not within {deadline_s:g} s: {what}\n{said()}"
+        pause_s = min(LONGEST_S, pause_s * GROWTH)
