@@ -193,7 +193,7 @@ async def test_all_that_a_rank_started_ends_with_it(run_dir: RunDir, plan: Plan)
     gone, kept = (set(map(int, (run_dir.path / f"family-0-0-{rank}").read_text().split())) for rank in (0, 1))
     other = subprocess.Popen(["true"])  # noqa: ASYNC220 - not from a rank: its owner waits for it
     ranks.server.signal(pids[0], signal.SIGKILL)
-    await until(lambda: not any(map(psutil.pid_exists, gone)), "all of the rank to end, and to be reaped")
+    await async_until(lambda: not any(map(psutil.pid_exists, gone)), "all of the rank to end, and to be reaped")
     assert len(gone) == len(kept) == 4
     assert all(map(psutil.pid_exists, kept))
     await ranks.server.close()
