@@ -35,8 +35,7 @@ from ft_hsdp.state.transfer.fetch import Donor
 from ft_hsdp.state.transfer.reshape import Assembled, WantedShard, fetch_shard
 from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
 from ft_hsdp.train.gradients import Reducer
-from ft_hsdp.train.state.copies import CopyCost, CopyKeeper
-from ft_hsdp.train.state.idle_spans import SpanWatch
+from ft_hsdp.train.state.copies import CopyCost, CopyKeeper, SpanWatch
 from ft_hsdp.train.state.known_shards import donors_of
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 

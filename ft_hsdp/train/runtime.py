@@ -70,9 +70,8 @@ from ft_hsdp.train.lanes import GradientLanes, LanePlan, one_lane
 from ft_hsdp.train.loop.user_loop import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import Bus, OtherRank, RankZero, ReplicaFacts, same_data
-from ft_hsdp.train.state.copies import CopyKeeper
+from ft_hsdp.train.state.copies import CopyKeeper, SpanWatch
 from ft_hsdp.train.state.copy_plan import CopiedShard, room
-from ft_hsdp.train.state.idle_spans import SpanWatch
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
 

@@ -32,7 +32,7 @@ from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.train.data.prefetch import Reader, count_tokens, move
 from ft_hsdp.train.data.step_plan import MicroBatch, StepPlan, TrainedMicroBatch
 from ft_hsdp.train.fsdp.adopted_model import AdoptedModel, weighed
-from ft_hsdp.train.fsdp.buffer_watch import ways
+from ft_hsdp.train.fsdp.frozen import ways
 from ft_hsdp.train.fsdp.moving_buffers import AT_COMMIT, KEY, WHEN
 from ft_hsdp.train.gradients import Feeding
 from ft_hsdp.train.identity import fatal_units

@@ -30,7 +30,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "lines with JavaScript": (77_400, 71_000),
     "benchmarks outside the package": (3_350, 4_000),  # statements
     "test lines": (78_900, 66_000),  # the model checker among them
-    "modules with code": (315, 310),
+    "modules with code": (311, 310),
     "configuration keys": (129, 120),
     "timeouts among them": (16, 14),
     "event names": (100, 100),

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.train.fsdp import buffer_watch
-from ft_hsdp.train.fsdp.buffer_watch import BLOCK, BufferWatch, ways
+from ft_hsdp.train.fsdp import frozen
+from ft_hsdp.train.fsdp.frozen import BLOCK, BufferWatch, ways
 from ft_hsdp.train.fsdp.moving_buffers import places
 
 
@@ -30,7 +30,7 @@ def watched() -> tuple[Model, BufferWatch]:
     return model, watch
 
 
-def named(found: list[buffer_watch.Place]) -> list[str]:
+def named(found: list[frozen.Place]) -> list[str]:
     return [place.name for place in found]
 
 

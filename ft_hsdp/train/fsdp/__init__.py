@@ -10,8 +10,8 @@ nothing of it is changed but FSDP2's hooks. Read in this order.
   backward, and hands it on when it is complete. `AdoptedModel` is what the rest of `train` uses of a model: its
   trainable parameters, its buckets, and `sync`, `finish`, `assign` and `clear` around a step. `weighed` multiplies
   the gradient of a model's output by the weight of the micro-batch.
-- `buffer_watch` finds what training changes although no state has it; `moving_buffers` makes declared buffers part
-  of the state; `frozen` is what the state does not hold.
+- `frozen` is what the state does not hold, and finds what training changes of it; `moving_buffers` makes declared
+  buffers part of the state.
 
 Nothing here knows replicas, rings or commits: `train.step_driver` takes the buckets to the reducer, and
 `train.state.live_state` brings the sums back. Nothing here imports another package of ft_hsdp but its errors.

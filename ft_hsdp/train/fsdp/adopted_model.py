@@ -24,7 +24,7 @@ from ft_hsdp.errors import ConfigError, InvalidArgument
 from ft_hsdp.state.pacing import SpanMeter
 from ft_hsdp.train.device import read_here
 from ft_hsdp.train.fsdp import param_groups
-from ft_hsdp.train.fsdp.buffer_watch import BufferWatch
+from ft_hsdp.train.fsdp.frozen import BufferWatch
 from ft_hsdp.train.fsdp.moving_buffers import MovingBuffers, chosen, places, statistics
 from ft_hsdp.train.fsdp.param_groups import ParamGroup
 

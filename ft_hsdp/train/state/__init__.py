@@ -5,11 +5,10 @@ Read the modules in this order:
     live_state     the committed state that the rank holds: apply, load, copy
     packing        how its tensors become bytes and come back
     snapshots      copies of each state in the memory of the host's state agent
-    idle_spans     when the rank's network is idle, for copies on other hosts
     checkpointing  a rank's part in writing and loading checkpoints
     known_shards   which shards of the replica's states the job's agents keep, and those that are cut for another
                    number of ranks
-    copies         has copies made on other hosts; copy_plan: which
+    copies         has copies made on other hosts, while the network is idle; copy_plan: which
     recovery       with which state a replica begins: from the memory of hosts, or from a checkpoint
     lane_slices    what two replicas of unequal widths compare of their states
     block_store    static data of the user in the memory of hosts; block_data and block_submission are parts of it

@@ -29,7 +29,8 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.copies import MemberHosts, Refusal, unmet
-from ft_hsdp.memory.schedule import CopyInterval
+from ft_hsdp.memory.schedule import CopyInterval, Profile
+from ft_hsdp.state.pacing import MAX_SPANS, PROFILED, SpanMeter
 from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlan, CopyPlanner, hosts_of, room
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
@@ -362,3 +363,58 @@ class CopyKeeper:
             self._journal.event("Protected", why, copies=plan.copies, apart=self._config.apart)
         else:
             self._journal.event("Unprotected", why, apart=self._config.apart)
+
+
+@dataclass(eq=False)
+class SpanWatch:
+    """Watches when one rank's network is idle while copies of its replica's shards are made, for the state agent.
+
+    Three parts of a rank communicate: FSDP2 inside the replica, forward and backward (`fsdp.param_groups.watch`);
+    FTAR's ring, from the first bucket to the last one (`gradients.Reducer`); and the control loop, whose messages
+    are too small to count. The first two tell a `SpanMeter`, and the gate at the agent opens, as long as the
+    hosts of its replica owe copies. Otherwise nothing is watched, and there is no gate.
+    """
+
+    # Has a meter told of each communication inside the replica; with None no meter any more.
+    _watch: Callable[[SpanMeter | None], None]
+    _agent: SnapshotWriter
+    _journal: Journal
+    _wanted: bool = False
+    _planned: bool | None = None  # as it was told last
+
+    def __post_init__(self) -> None:
+        self.meter = SpanMeter(self._found)
+
+    def want(self, wanted: bool) -> None:
+        """Watch from now on, or do not. On the control loop; does not block."""
+        if wanted == self._wanted:
+            return
+        self._wanted = wanted
+        if wanted:
+            self._watch(self.meter)
+            self._agent.open_gate(self.meter.attach)
+        else:
+            self._watch(None)
+            self.meter.detach()
+            self._planned = None
+            self._agent.close_gate()
+
+    def step(self, step: int) -> None:
+        """Note that the live state is that of ``step``. On the main thread."""
+        if self._wanted:
+            self.meter.step(step)
+
+    def _found(self, profile: Profile, planned: bool) -> None:
+        """Tell how copies leave when that has changed. On the main thread."""
+        if planned == self._planned:
+            return
+        self._planned = planned
+        idle_s = sum(profile.spans)
+        deviation = f"{100 * profile.deviation:.0f} %" if profile.spans else "not known"
+        if planned:
+            why = f"{len(profile.spans)} idle spans of {PROFILED} steps are steady ({deviation} deviation)"
+        elif profile.steady:
+            why = f"a step has {len(profile.spans)} idle spans, more than the {MAX_SPANS} of the largest plan"
+        else:
+            why = f"the idle spans of {PROFILED} steps are not steady ({deviation} deviation)"
+        self._journal.event("CopiesPaced", why, planned=planned, spans=len(profile.spans), idle_s=round(idle_s, 6))

@@ -213,7 +213,7 @@ class SnapshotWriter:
 
         self._submit_alone(copy)
 
-    # The gate of this rank's copies; see `train.state.idle_spans`.
+    # The gate of this rank's copies; see `train.state.copies.SpanWatch`.
 
     def open_gate(self, attach: Callable[[Bytes], None]) -> None:
         """Have the agent open this rank's gate, and call ``attach`` with its page. Does not block.

@@ -11,7 +11,7 @@ from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.schedule import Profile
 from ft_hsdp.state.pacing import MAX_SPANS, PAGE_BYTES, SpanMeter
 from ft_hsdp.state.shared_memory import Bytes
-from ft_hsdp.train.state.idle_spans import SpanWatch
+from ft_hsdp.train.state.copies import SpanWatch
 
 
 class Agent:
