@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "statements": (41_300, 39_000),
     "lines with JavaScript": (77_400, 71_000),
     "benchmarks outside the package": (3_350, 4_000),  # statements
-    "test lines": (78_900, 66_000),  # the model checker among them
+    "test lines": (76_500, 66_000),  # the model checker among them
     "modules with code": (311, 310),
     "configuration keys": (129, 120),
     "timeouts among them": (16, 14),
