@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
@@ -335,7 +336,8 @@ class Queued:
             self._queue.append(line)
             self._taken += 1
             mine = self._taken
-            if self._thread is None:  # not before the first line: a process that forks must have no threads
+            # Not before the first line: a process that forks must have no threads. Its fork has none.
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="log", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -380,6 +382,40 @@ class Queued:
             with self._changed:
                 self._written += 1
                 self._changed.notify_all()
+
+
+class DiskThread:
+    """Does a control loop's writes, one after the other, on a thread. For one thread at a time.
+
+    A caller waits at most `wait_s` for its write, and not at all while one before it is overdue.
+    """
+
+    def __init__(self, wait_s: float) -> None:
+        self._wait_s = wait_s
+        self._pool = ThreadPoolExecutor(1, "disk")
+        self._last: Future[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last write is not done yet."""
+        return self._last is not None and not self._last.done()
+
+    def run(self, write: Callable[[], None]) -> None:
+        """Do `write`, and raise what it raises.
+
+        Raises:
+            TimeoutError: the disk does not answer. This write is done when it does, or was not begun.
+        """
+        if not self.busy:
+            self._last = self._pool.submit(write)
+            if wait([self._last], self._wait_s).done:
+                return self._last.result()
+        raise TimeoutError("the disk does not answer")
+
+    def close(self) -> bool:
+        """Take no more writes; return whether the last one is done, for which this waits `CLOSE_S`."""
+        self._pool.shutdown(wait=False)
+        return self._last is None or bool(wait([self._last], CLOSE_S).done)
 
 
 class Journal(Queued):

@@ -1,15 +1,21 @@
 """What ends a process: the end of the one that started it, that of the rank that it belongs to, and which signals.
 
 SIGINT, SIGTERM and SIGHUP, that of a terminal that closes, tell a job to end; nohup has SIGHUP ignored. SIGUSR1,
-SIGUSR2 and SIGQUIT are notices of schedulers and users, and by default they would end a process at once.
+SIGUSR2 and SIGQUIT are notices of schedulers and users, and by default they would end a process at once. Output
+that is not taken ends no process, nor holds it up (`forgiving`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import io
 import os
 import signal
 import threading
+from typing import Any, TextIO
+
+from ft_hsdp.jsonl import Queued
 
 _PR_SET_PDEATHSIG = 1
 NOTICES = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
@@ -56,3 +62,55 @@ def wear(mark: str) -> None:
 def unmarked() -> dict[str, str]:
     """Return the environment of a process that is to outlive the rank that starts it."""
     return {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
+
+
+class _Forgiving(io.FileIO):
+    """A file that ignores its errors, whatever it leads to: the output is lost, and the writer goes on."""
+
+    def write(self, data: Any, /) -> int:
+        """Write what is taken; all of ``data`` counts as written."""
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return memoryview(data).nbytes
+
+
+class _Patient(_Forgiving):
+    """The same where neither a reader nor a disk is waited for: a thread does; what finds no place is lost."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self.lines = Queued(self)
+        self._pid = os.getpid()
+
+    def write(self, data: Any, /) -> int:
+        if os.getpid() != self._pid:  # a fork, which has no thread
+            return super().write(data)
+        self.lines.append(bytes(data))
+        return memoryview(data).nbytes
+
+    def append(self, line: bytes, /) -> bool:
+        """Write a line, for as long as its reader takes."""
+        return super().write(line) == len(line)
+
+    def missed(self, lines: int, why: str) -> None:
+        """Forget lines that found no place."""
+
+
+def forgiving(descriptor: int, *, patient: bool = False) -> TextIO:
+    """Return a line-buffered text file at ``descriptor`` that raises no error.
+
+    Args:
+        descriptor: Of the open file.
+        patient: Whether a write returns within a moment, also if nobody reads, as after Ctrl-S, or a disk
+            hangs. `drain` it at the end.
+    """
+    file = _Patient(descriptor) if patient else _Forgiving(descriptor, "wb", closefd=False)
+    buffer = io.BufferedWriter(file)
+    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def drain(stream: TextIO) -> None:
+    """Wait for the reader of a file that `forgiving` made, for as long as it goes on reading."""
+    raw = getattr(getattr(stream, "buffer", None), "raw", None)
+    if isinstance(raw, _Patient):
+        raw.lines.drain()

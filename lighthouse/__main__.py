@@ -30,7 +30,7 @@ from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal, read_object, replace_json
-from ft_hsdp.lifetime import outlive_notices, stop_signals
+from ft_hsdp.lifetime import forgiving, outlive_notices, stop_signals
 from lighthouse.ha import instance
 from lighthouse.http import connections
 from lighthouse.http.access import Keys, RequestGate
@@ -133,8 +133,11 @@ class Alone:
             await asyncio.sleep(LOOK_S)
             if self._claim.lost:
                 return end()
-            if not read_object(self._run / "lighthouse.json").get("url"):
-                self._write()
+            await asyncio.to_thread(self._put_back)
+
+    def _put_back(self) -> None:
+        if not read_object(self._run / "lighthouse.json").get("url"):
+            self._write()
 
 
 def url(sock: socket.socket, scheme: str = "http") -> str:
@@ -280,7 +283,9 @@ class _Arguments(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the arguments and serve; an error is one line on stderr."""
     logging.basicConfig(
-        stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        stream=forgiving(2, patient=True),  # its log may be on a disk that hangs
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
     )
     for name in ("uvicorn", "httpx"):
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -20,6 +20,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
-from ft_hsdp.jsonl import clear_way, set_aside
+from ft_hsdp.jsonl import DiskThread, clear_way, set_aside
 from ft_hsdp.mounts import LOCKLESS, mount_of
 from lighthouse.quorum.rules import AdmittedIncarnation, Edges, Epoch, Incarnation, Lease, remembered
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
@@ -39,6 +40,7 @@ FORMAT = 7
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
 RESERVED = 256 << 10  # bytes that a file of SQLite keeps free for writes on a full disk
 LOG_PAGES = 48  # the write-ahead log begins anew after this many; `RESERVED` has room for more
+WRITE_S = 3.0  # longest wait for a write: for slow disks, not for hanging ones
 HEAD_LAG_S = 0.1  # the durable head may lag by this much; a grant always takes it along
 # An answer to a member that goes on depends on neither: replicas know the head.
 MAY_LAG = frozenset({"head", "edges"})
@@ -146,10 +148,13 @@ class Store(ABC):
         Blocks until it does.
 
         Raises:
-            StoreFailed: the store holds what it held before.
+            StoreFailed: the store holds what it held before, or will hold ``state`` until the next `save`: as if
+                this process had ended before it could tell its decision.
         """
         changed = {name: getattr(state, name) for name in self.unsaved(state)}
         if changed:
+            for name in changed:  # a write that fails may be done later, or in part
+                self._saved.pop(name, None)
             self._write({name: _encode(name, value) for name, value in changed.items()})
             self._saved.update(changed)
 
@@ -205,6 +210,7 @@ class SqliteStore(Store):
         self._note = note
         self._db: sqlite3.Connection | None = None
         self._lock: int | None = None
+        self._disk = DiskThread(WRITE_S)
         self._format = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -266,7 +272,7 @@ class SqliteStore(Store):
         self._open()
 
     def close(self) -> None:
-        if self._db is not None:
+        if self._disk.close() and self._db is not None:
             self._db.close()
             self._db = None
         if self._lock is not None:
@@ -301,6 +307,12 @@ class SqliteStore(Store):
         return self._format, {name: value for name, value, _ in found}
 
     def _write(self, rows: Rows) -> None:
+        try:
+            self._disk.run(partial(self._commit, rows))
+        except TimeoutError as error:
+            raise StoreFailed(f"lighthouse store {self.path}: {error}") from None
+
+    def _commit(self, rows: Rows) -> None:
         assert self._db is not None, "the store is closed"
         try:
             self._db.execute("BEGIN IMMEDIATE")
@@ -321,7 +333,7 @@ class SqliteStore(Store):
                     self._renew(self._unusable(str(error)))
                 except ConfigError as failed:
                     raise StoreFailed(str(failed)) from error
-                self._write({**known, **rows})
+                self._commit({**known, **rows})
                 return
             raise StoreFailed(f"lighthouse store {self.path}: {error}") from error
 

@@ -16,7 +16,7 @@ import pytest
 from ft_hsdp import jsonl
 from ft_hsdp.config import parse
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.jsonl import WAIT_S, Journal, LineWriter, Lost, Queued, replace_json, reserve, strict
+from ft_hsdp.jsonl import WAIT_S, DiskThread, Journal, LineWriter, Lost, Queued, replace_json, reserve, strict
 from ft_hsdp.launch.run.directory import RunDir, Tailer, open_log, read_json, read_jsonl, try_write_json
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.train.step_log import StepLog
@@ -110,7 +110,7 @@ def test_a_limit_on_files_is_a_full_disk(tmp_path: Path) -> None:
     program = f"""
 import resource
 from pathlib import Path
-from ft_hsdp.jsonl import WAIT_S, Journal, LineWriter
+from ft_hsdp.jsonl import WAIT_S, DiskThread, Journal, LineWriter
 journal = Journal(Path({str(tmp_path)!r}) / "events.jsonl", source="replica")
 lines = LineWriter(Path({str(tmp_path)!r}) / "fed.jsonl", journal.lost)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
@@ -261,3 +261,14 @@ def test_what_was_reserved_is_used(tmp_path: Path) -> None:
     replace_json(tmp_path / "final.json", {"step": 1})
     assert (tmp_path / "final.json").stat().st_ino == place
     assert (tmp_path / "final.json").read_text() == '{"step": 1}\n'
+
+
+def test_a_write_that_hangs_is_done_later_and_none_waits_behind_it():
+    disk, answers, done = DiskThread(0.05), threading.Event(), []
+    for write in (lambda: done.append(answers.wait(30)), lambda: done.append("behind it")):
+        with pytest.raises(TimeoutError):
+            disk.run(write)
+    assert disk.busy
+    answers.set()
+    assert disk.close()
+    assert done == [True]

@@ -23,10 +23,10 @@ from ft_hsdp import secret
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError, one_line
 from ft_hsdp.launch.arguments import ORDERS, build_parser
-from ft_hsdp.launch.backend.processes import drain, foreign, forgiving
+from ft_hsdp.launch.backend.processes import foreign
 from ft_hsdp.launch.render import command as rendering
 from ft_hsdp.launch.run.directory import DAMAGED, RunDir, find_run, find_running, read_json
-from ft_hsdp.lifetime import MARK_VARIABLE, outlive_notices
+from ft_hsdp.lifetime import MARK_VARIABLE, drain, forgiving, outlive_notices
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # an override without its two dashes
 INTERRUPTED = 130  # exit code after Ctrl-C

@@ -135,7 +135,8 @@ class IncarnationGuard:
                     )
             self.look()
             late = not self.checked_in and now - began >= timeouts.start_s
-            if late and not no_room(self._run.path):  # on a full disk the line CheckedIn may be missing
+            # On a full disk the line CheckedIn may be missing.
+            if late and not await asyncio.to_thread(no_room, self._run.path):
                 self._evict(current.name, f"{self._late} within {timeouts.start_s:g} s (timeouts.start_s)")
             for rank in current.living:
                 if not stands_still(rank.pid, rank.process.machine):

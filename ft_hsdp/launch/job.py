@@ -283,7 +283,8 @@ class JobRun:
     async def _tick(self) -> None:
         """Merge the logs, show them, and inject the failures that are due, until cancelled."""
         while True:
-            self._recorder.poll()
+            await asyncio.to_thread(self._recorder.read)
+            self._recorder.merge()
             self._terminal.tick(time.time())
             newest = self._recorder.newest
             if newest is not None:

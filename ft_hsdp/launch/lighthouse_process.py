@@ -180,7 +180,7 @@ class LighthouseProcess:
     ) -> asyncio.subprocess.Process:
         """Start a process with the listening socket; if this is cancelled, kill it."""
         assert self._listening is not None, "start() comes first"
-        with open_log(self._run.lighthouse_log) as log:
+        with await asyncio.to_thread(open_log, self._run.lighthouse_log) as log:
             starting = asyncio.ensure_future(
                 asyncio.create_subprocess_exec(
                     *command,

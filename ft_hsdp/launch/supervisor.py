@@ -236,7 +236,7 @@ class ReplicaSupervisor:
         self._link.started(self.replica, current.name)
         try:
             if self._config_file != self._run.config:  # only now: another supervisor may have had the lease
-                self._config_file.write_text(dump(self._config))
+                await asyncio.to_thread(self._config_file.write_text, dump(self._config))
             how = await self._unless_stopped(current.start(self._backend))
         except (Retryable, OSError) as error:  # OSError: this machine has no descriptor or port left, for now
             current.kill()
@@ -285,7 +285,9 @@ class ReplicaSupervisor:
         if not self._stopping and self._place.too_few(current, end, lost_hosts, cause):
             return Life(None, cause, committed, too_few=True)
         said = current.told(rank) if rank else None
-        prevented = None if self._stopping or guard.checked_in else what_prevented(current, kind, said, self._run)
+        prevented = None
+        if not self._stopping and not guard.checked_in:
+            prevented = await asyncio.to_thread(what_prevented, current, kind, said, self._run)
         if prevented:
             return Life(None, cause, committed, prevented=prevented)
         fault = essence(said.error) if said else ""

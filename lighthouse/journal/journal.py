@@ -13,10 +13,12 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol, Unpack
 
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.event_table import grave, tell
+from ft_hsdp.jsonl import DiskThread
 from ft_hsdp.protocol import RankBeat, Telemetry
 from lighthouse.journal import row_checks
 from lighthouse.journal.database import MAX_READ, DatabaseFailed, EventQuery, SqliteDatabase
@@ -26,6 +28,7 @@ from lighthouse.overview.overview import JobInfo, JournalEntry, Json, Overview, 
 from lighthouse.overview.replicas import RUN
 
 FLUSH_S = 0.25  # longest time until a worker's row is stored
+WRITE_S = 0.5  # longest wait for a disk: no decision depends on a row
 MAX_PENDING = 4096  # rows that wait to be stored; more are stored at once
 SLICE = 200  # rows that are folded before other tasks of the event loop run
 KNOWN = 4096  # newest commits that are recognized when another replica reports them too
@@ -78,6 +81,7 @@ class JobJournal:
         self._clock = clock
         self._monotonic = monotonic
         self._pending: list[JournalEntry] = []
+        self._disk = DiskThread(WRITE_S)
         self._subscribers = Subscribers(database)
         self._last = database.last + gap
         self._overview = Overview(about)
@@ -228,8 +232,9 @@ class JobJournal:
         """Store pending rows, end subscribers and sinks; the database stays open. Later rows are dropped."""
         if self._closed:
             return
-        self._flush()
         self._closed = True
+        self._flush()
+        self._disk.close()
         if self._warming is not None:
             self._warming.cancel()
         self._subscribers.close()
@@ -254,7 +259,7 @@ class JobJournal:
             self._pending.append(JournalEntry(self._last, kind, row))
 
     def _arm(self) -> None:
-        if len(self._pending) >= MAX_PENDING:
+        if len(self._pending) >= MAX_PENDING and not self._disk.busy:
             self._flush()
         elif self._pending and self._timer is None:
             try:
@@ -263,15 +268,22 @@ class JobJournal:
                 self._flush()
 
     def _flush(self, durable: bool = False) -> None:
-        """Store the pending rows, then pass them to subscribers, overview and sinks."""
+        """Store the pending rows, or later if the disk hangs; pass them to subscribers, overview and sinks."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._disk.busy and not self._closed and len(self._pending) < 2 * MAX_PENDING:
+            self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
+            return
         entries, self._pending = self._pending, []
         if not entries:
             return
         try:
-            self._database.append(entries, durable=durable)
+            if self._disk.busy:
+                raise DatabaseFailed("the disk does not answer")
+            self._disk.run(partial(self._database.append, entries, durable=durable))
+        except TimeoutError:
+            pass  # they are stored when the disk answers
         except DatabaseFailed as error:
             self._complain(len(entries), error)
         if self._kept is not None:

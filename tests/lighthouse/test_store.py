@@ -7,8 +7,9 @@ import base64
 import itertools
 import os
 import sqlite3
+import threading
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -550,3 +551,29 @@ def test_a_network_file_system_is_no_place_for_the_store(tmp_path, monkeypatch, 
         assert not (tmp_path / "store.sqlite").exists()
     else:
         SqliteStore(tmp_path / "store.sqlite").close()
+
+
+class Hanging(SqliteStore):
+    """A store whose disk answers while an event is set."""
+
+    answers = threading.Event()
+
+    def _commit(self, rows):
+        self.answers.wait(30)
+        super()._commit(rows)
+
+
+def test_a_disk_that_hangs_takes_no_decision_and_holds_nobody_up(tmp_path):
+    with closing(Hanging(tmp_path / "store.sqlite")) as store:
+        store.answers.set()
+        state = store.load(Policy(slots=2, steps=10))
+        store.answers.clear()
+        for epoch in (5, 6):
+            with pytest.raises(StoreFailed, match="does not answer"):
+                store.save(replace(state, epoch=epoch))
+        store.answers.set()
+        while store.unsaved(state):  # what was decided meanwhile counts for nothing
+            with suppress(StoreFailed):  # the write that hung may not be over yet
+                store.save(state)
+    with closing(SqliteStore(tmp_path / "store.sqlite")) as store:
+        assert store.load(Policy(slots=2, steps=10)).epoch == state.epoch

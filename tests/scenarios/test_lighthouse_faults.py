@@ -1,17 +1,21 @@
 """The lighthouse is killed, kept away, stopped, or loses its lead: training goes on under its lease."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import sqlite3
 import statistics
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
 
+from lighthouse.http.access import view_key
 from tests.support.etcd_server import EtcdServer
 from tests.support.scenarios.scenario_job import HARD, Job, check, everything_is_told
 
@@ -284,3 +288,25 @@ def test_the_two_ends_are_put_apart_in_a_ring_of_four(tmp_path: Path) -> None:
         assert job.events("EpochGranted")[-1]["members"] == [0, 2, 1, 3]
         assert job.rows("metrics.jsonl")[-1]["contributors"] == [0, 1, 2, 3]
         assert job.replayed()["equal"]
+
+
+def test_a_thousand_viewers_and_strangers_keep_no_replica_out(tmp_path: Path) -> None:
+    """They hold all the connections that they get while a replica is killed: it comes back."""
+    steps = 60
+    with Job(tmp_path, steps, ranks_per_replica=1) as job, contextlib.ExitStack() as held:
+        job.until(lambda: job.step() >= 5, "step 5")
+        said = leader(job)
+        where = urlsplit(said["url"])
+        key = view_key((job.run / "token").read_text().strip())
+        ask = f"GET /v1/status HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n\r\n".encode()
+        for n in range(1000):
+            sock = held.enter_context(socket.create_connection((where.hostname, where.port), 5))
+            with contextlib.suppress(OSError):  # closed for want of a place
+                sock.sendall(ask if n % 4 else b"")
+        job.signal(1, 0, signal.SIGKILL)
+        job.until(lambda: job.events("ReplicaStarted", replica=1, restarts=1), "it is started again")
+        job.until(lambda: 1 in job.contributing(), "it contributes again")
+        summary = job.end()
+        check(summary, steps)
+        assert summary["replicas"]["1"]["incarnations"] == 2
+        assert leader(job)["pid"] == said["pid"], "the lighthouse was restarted"

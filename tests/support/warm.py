@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from unittest.mock import patch
 
-from ft_hsdp.launch.backend.processes import ONE_THREAD, forgiving
+from ft_hsdp.launch.backend.processes import ONE_THREAD
+from ft_hsdp.lifetime import forgiving
 
 COLD = "FT_HSDP_COLD_JOBS"
 PRELOAD = [

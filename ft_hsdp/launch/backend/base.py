@@ -24,7 +24,7 @@ from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.processes import last_line
 from ft_hsdp.launch.backend.rank_end import Cause, RankEnd
 from ft_hsdp.launch.progress import Changes
-from ft_hsdp.launch.run.directory import Row, RunDir, read_json, try_write_json
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json, write_json_later
 
 COLD = "cold"
 WARM = "from a spare"
@@ -398,7 +398,7 @@ class ReplicaProcess(Changes):
             "restarts": self.restarts,
             "ranks": ranks,
         }
-        try_write_json(self._run.processes(self.replica), document)
+        write_json_later(self._run.processes(self.replica), document)
 
 
 def kind_of(rank: RankProcess) -> str:

@@ -281,7 +281,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             ours.setblocking(False)
-            with theirs, open_log(self._run / "forkserver.log") as log:
+            with theirs, await asyncio.to_thread(open_log, self._run / "forkserver.log") as log:
                 args = (str(theirs.fileno()), self._entry, str(self._run), *self._preload)
                 process = await asyncio.create_subprocess_exec(
                     *tied("ft_hsdp.launch.backend.zygote", *args),

@@ -26,7 +26,7 @@ from ft_hsdp.launch.backend.hosts import EmulatedHosts, HostSwap
 from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port
 from ft_hsdp.launch.backend.spare_agents import SpareAgents
 from ft_hsdp.launch.backend.spares import SparePool
-from ft_hsdp.launch.run.directory import Row, RunDir, try_write_json
+from ft_hsdp.launch.run.directory import Row, RunDir, write_json_later
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ class LocalBackend:
         rows = [{**row, "agent": pids.get(str(row["host"]))} for row in self._hosts.listed(down)]
         if rows != self._listed:
             self._listed = rows
-            try_write_json(self._run.hosts, {"hosts": rows})
+            write_json_later(self._run.hosts, {"hosts": rows})
 
     def _tell_swap(self, replica: int, swap: HostSwap) -> None:
         ranks = ", ".join(map(str, swap.ranks))

@@ -8,10 +8,8 @@ reaches only the process that knows what to do.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import importlib
-import io
 import os
 import re
 import secrets
@@ -20,14 +18,13 @@ import sys
 import tempfile
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any, TextIO
 
 import psutil
 
 import ft_hsdp
 from ft_hsdp import address
 from ft_hsdp.errors import one_line
-from ft_hsdp.jsonl import Queued, open_regular
+from ft_hsdp.jsonl import open_regular
 from ft_hsdp.lifetime import MARK_VARIABLE, die_with
 from ft_hsdp.secret import KEY_VARIABLE, TOKEN_VARIABLE
 
@@ -77,54 +74,6 @@ def foreign(environment: Collection[str]) -> set[str]:
     """Return the variables of an environment that tell another job's rank its place."""
     inside = MARK_VARIABLE in environment
     return {n for n in environment if PLACES.fullmatch(n) or (inside and OURS.fullmatch(n))}
-
-
-class _Forgiving(io.FileIO):
-    """A file that ignores its errors, whatever it leads to: the output is lost, and the writer goes on."""
-
-    def write(self, data: Any, /) -> int:
-        """Write what is taken; all of ``data`` counts as written."""
-        with contextlib.suppress(OSError):
-            super().write(data)
-        return memoryview(data).nbytes
-
-
-class _Patient(_Forgiving):
-    """The same for a process that cannot wait for a reader: a thread does, and what finds no place is lost."""
-
-    def __init__(self, descriptor: int) -> None:
-        super().__init__(descriptor, "wb", closefd=False)
-        self.lines = Queued(self)
-
-    def write(self, data: Any, /) -> int:
-        self.lines.append(bytes(data))
-        return memoryview(data).nbytes
-
-    def append(self, line: bytes, /) -> bool:
-        """Write a line, for as long as its reader takes."""
-        return super().write(line) == len(line)
-
-    def missed(self, lines: int, why: str) -> None:
-        """Forget lines that found no place."""
-
-
-def forgiving(descriptor: int, *, patient: bool = False) -> TextIO:
-    """Return a line-buffered text file at ``descriptor`` that raises no error.
-
-    Args:
-        descriptor: Of the open file.
-        patient: Whether a write returns within a moment, also if nobody reads, as after Ctrl-S. `drain` it then.
-    """
-    file = _Patient(descriptor) if patient else _Forgiving(descriptor, "wb", closefd=False)
-    buffer = io.BufferedWriter(file)
-    return io.TextIOWrapper(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
-
-
-def drain(stream: TextIO) -> None:
-    """Wait for the reader of a file that `forgiving` made, for as long as it goes on reading."""
-    raw = getattr(getattr(stream, "buffer", None), "raw", None)
-    if isinstance(raw, _Patient):
-        raw.lines.drain()
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -109,7 +109,7 @@ class SpareAgents:
             _kill(process)
             await process.wait()
             return
-        with open_log(self._run.replica(replica) / f"agent-{name}.log") as log:
+        with await asyncio.to_thread(open_log, self._run.replica(replica) / f"agent-{name}.log") as log:
             log.write(ready)
 
     async def close(self) -> None:
@@ -143,7 +143,7 @@ class SpareAgents:
             "tls": config.network.tls,
             "hello": str(config.timeouts.hello_s),
         }
-        with open_log(self._run.path / "hosts" / f"agent-{name}.log") as log:
+        with await asyncio.to_thread(open_log, self._run.path / "hosts" / f"agent-{name}.log") as log:
             return await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "ft_hsdp.state.agent.server"),
                 *(part for key, value in options.items() for part in (f"--{key}", value)),

@@ -17,7 +17,7 @@ from ft_hsdp.core.restart import doubled
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup, exit_line, spare_log
 from ft_hsdp.launch.progress import Changes
-from ft_hsdp.launch.run.directory import Row, try_write_json
+from ft_hsdp.launch.run.directory import Row, write_json_later
 
 WARM_S = 600.0  # longest time until a spare is warm
 PAUSE_S = 1.0  # before the first spare that replaces one that ended; doubles with each in a row
@@ -190,7 +190,7 @@ class SparePool(Changes):
             }
             for group in self._groups
         ]
-        try_write_json(self._folder / "spares.json", {"spares": shown})
+        write_json_later(self._folder / "spares.json", {"spares": shown})
         self.wake()
 
     def _event(self, name: str, group: WorkerGroup, reason: str, **fields: Any) -> None:

@@ -39,9 +39,8 @@ from ft_hsdp import config as configuration
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError, one_line
 from ft_hsdp.launch.backend import rank_end
-from ft_hsdp.launch.backend.processes import forgiving
 from ft_hsdp.launch.run.directory import open_log
-from ft_hsdp.lifetime import die_with, outlive_notices, stop_signals, wear
+from ft_hsdp.lifetime import die_with, forgiving, outlive_notices, stop_signals, wear
 from ft_hsdp.train.identity import FATAL_VARIABLE, HOST_VARIABLE, HOSTS_VARIABLE, IncarnationSource
 
 Entry = Callable[[configuration.Config, IncarnationSource, Path], int]
@@ -205,12 +204,12 @@ class Zygote:
 
 
 def _redirect(log: Path) -> None:
-    """Read stdin from /dev/null, and append stdout and stderr to `log`; a full disk loses output."""
+    """Read stdin from /dev/null, and append stdout and stderr to `log`; a full or hanging disk loses output."""
     with open(os.devnull, "rb") as nothing, open_log(log) as file:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.stdout, sys.stderr = forgiving(1), forgiving(2)
+    sys.stdout, sys.stderr = forgiving(1, patient=True), forgiving(2, patient=True)
 
 
 def _load(entry: str, preload: Sequence[str]) -> Entry:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import os
 import secrets
@@ -21,7 +22,7 @@ from ft_hsdp import secret
 from ft_hsdp.claim import Claim, FolderOwner, Record, judge, read, turn
 from ft_hsdp.config import Config, dump, load
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
-from ft_hsdp.jsonl import clear_way, here, open_regular, parsed, read_regular, replace_json, set_aside
+from ft_hsdp.jsonl import Queued, clear_way, here, open_regular, parsed, read_regular, replace_json, set_aside
 from ft_hsdp.mounts import Ability, need
 
 MAX_POLL = 1 << 20  # bytes of a log that are read at once
@@ -275,15 +276,22 @@ class JobFiles:
     async def keep(self, claim: Claim, emit: Callable[[Row], None]) -> None:
         """Put back each file that is gone or cannot be used, until cancelled or the run is of another job."""
         while not claim.lost:
-            for file, (mark, text) in list(self._kept.items()):
-                now = _mark(file)
-                if now == mark or not file.parent.is_dir():
-                    continue
-                if good := self._good(file):
-                    self._kept[file] = (now, good)
-                else:
-                    self._put_back(file, text, emit)
+            for event in await asyncio.to_thread(self._look):
+                emit(event)
             await asyncio.sleep(KEEP_S)
+
+    def _look(self) -> list[Row]:
+        """Put back what is missing, and return what is to be told of it. Blocks on the disk."""
+        told = []
+        for file, (mark, text) in list(self._kept.items()):
+            now = _mark(file)
+            if now == mark or not file.parent.is_dir():
+                continue
+            if good := self._good(file):
+                self._kept[file] = (now, good)
+            else:
+                told += self._put_back(file, text)
+        return told
 
     def _good(self, file: Path) -> str:
         """Return what the file has; "" if it is not what belongs there."""
@@ -297,17 +305,17 @@ class JobFiles:
         except (OSError, ValueError, ConfigError):
             return ""
 
-    def _put_back(self, file: Path, text: str, emit: Callable[[Row], None]) -> None:
+    def _put_back(self, file: Path, text: str) -> list[Row]:
         try:
             aside = set_aside(file).name if os.path.lexists(file) else ""
             secret.write_private(file, text)
         except OSError as error:
             _log.warning("%s is not put back: %s", file, error.strerror)
-            return
+            return []
         self._kept[file] = (_mark(file), text)
         how = f"could not be used, and is in {aside}" if aside else "was gone"
         reason = f"{file.name} {how}: it is written again as it was"
-        emit({"t": time.time(), "event": "JobFilePutBack", "source": "supervisor", "reason": reason})
+        return [{"t": time.time(), "event": "JobFilePutBack", "source": "supervisor", "reason": reason}]
 
 
 def _mark(file: Path) -> tuple[int, int, int] | None:
@@ -379,6 +387,28 @@ def try_write_json(path: Path, value: object) -> None:
         replace_json(path, value)
     except OSError as error:
         _log.warning("%s is not written: %s", path, error.strerror)
+
+
+class _JsonFiles:
+    """Takes [path, value] as a line, and writes the value there."""
+
+    def append(self, line: bytes, /) -> bool:
+        path, value = json.loads(line)
+        try_write_json(Path(path), value)
+        return True
+
+    def missed(self, lines: int, why: str) -> None:
+        """Forget what found no place: no process depends on these files."""
+
+    def close(self) -> None: ...
+
+
+_later = Queued(_JsonFiles())
+
+
+def write_json_later(path: Path, value: object) -> None:
+    """Write as `try_write_json` does, for a control loop: waits at most `jsonl.WAIT_S` for the disk."""
+    _later.append(json.dumps([str(path), value]).encode())
 
 
 def open_log(path: Path) -> BinaryIO:

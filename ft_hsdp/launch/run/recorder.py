@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 from ft_hsdp.analysis.commits import (
     CommitMerger,
@@ -95,6 +97,15 @@ def logs_of(run: RunDir, replicas: int) -> list[Path]:
     return [run.lighthouse_events, *(log(n) for n in range(replicas) for log in of_one)]
 
 
+class _Fresh(NamedTuple):
+    """Rows that a `Recorder` has read and not merged yet."""
+
+    events: list[Row]
+    commits: list[Row]
+    logged: list[Row]
+    fed: list[tuple[int, Row]]  # with their replicas
+
+
 class Recorder:
     """The only writer of the merged files; `poll` is called until the job has ended, then `finish`."""
 
@@ -115,6 +126,8 @@ class Recorder:
         self._on_commit = on_commit
         self._on_event = on_event
         self._logs = [Tailer(path) for path in logs_of(run, config.slots)]
+        self._reading = threading.Lock()
+        self._fresh: deque[_Fresh] = deque()
         self._lost: deque[Lost] = deque()  # lines that the merged files lack; their threads append
         self._events_file = Queued(run.events, self._lost.append) if merge_events else None
         self._metrics_file = Queued(run.metrics, self._lost.append)
@@ -154,20 +167,36 @@ class Recorder:
 
     def poll(self) -> bool:
         """Merge what was logged since the last call, at most a piece of each log; return whether there was any."""
+        self.read()
+        return self.merge()
+
+    def read(self) -> None:
+        """Read what was logged since the last call, for `merge`. It blocks on the disk; on any thread."""
+        with self._reading:
+            events = [event for log in self._logs for event in log.poll() if _is_event(event)]
+            commits = [row for log in self._commits for row in log.poll() if counted(row)]
+            logged = [row for log in self._logged for row in log.poll() if is_logged(row)]
+            self._fresh.append(_Fresh(events, commits, logged, self._read_fed(ahead=WINDOW)))
+
+    def merge(self) -> bool:
+        """Merge what was read; return whether there was any."""
         while self._lost:
             self.emit({**self._lost.popleft().event, "source": "supervisor"})
-        fresh = [event for log in self._logs for event in log.poll() if _is_event(event)]
-        for event in sorted(fresh, key=lambda event: event["t"]):
-            self.emit(event)
-        rows = [row for commits in self._commits for row in commits.poll() if counted(row)]
-        self._merger.add(rows)
-        if self._merger.undone:
-            self._rewind()
-        logged = [row for log in self._logged for row in log.poll() if is_logged(row)]
-        self._early += logged
-        self._publish(self._merger.confirmed())
-        fed = self._take_fed(ahead=WINDOW)
-        return bool(fresh or rows or logged or fed)
+        some = False
+        while self._fresh:
+            fresh = self._fresh.popleft()
+            for event in sorted(fresh.events, key=lambda event: event["t"]):
+                self.emit(event)
+            self._merger.add(fresh.commits)
+            if self._merger.undone:  # all but the events is read again
+                self._rewind()
+                self._fresh = deque(_Fresh(each.events, [], [], []) for each in self._fresh)
+            else:
+                self._early += fresh.logged
+                self._take_fed(fresh.fed)
+            self._publish(self._merger.confirmed())
+            some = some or any(fresh)
+        return some
 
     def finish(self, lost: Iterable[int] = ()) -> Summary:
         """Merge the last lines, write summary.json and return it; `lost` are the replicas that were given up.
@@ -179,8 +208,8 @@ class Recorder:
         finals = finals_of(self._run)
         last = newest_final(finals.values())
         self._publish(self._merger.finish(last["lineage"] if last else None))
-        while self._take_fed(ahead=math.inf):
-            pass
+        while fed := self._read_fed(ahead=math.inf):
+            self._take_fed(fed)
         summary = self._tally.summary(finals, lost)
         for file in self._files():
             file.flush()
@@ -229,19 +258,22 @@ class Recorder:
         self._tally.again()
         self._begin(CommitMerger(self._merger.rewinds))
 
-    def _take_fed(self, ahead: float) -> bool:
-        """Read fed units, up to `ahead` steps beyond the newest canonical one; return whether there were any.
+    def _read_fed(self, ahead: float) -> list[tuple[int, Row]]:
+        """Read fed units, up to `ahead` steps beyond the newest canonical one; return them with their replicas.
 
         The audit keeps each commit until it has the lines of its units, so this reads as far as the commits go.
         """
-        taken = False
+        found = []
         for replica, log in self._fed.items():
             while self._fed_to[replica] <= self._tally.audit.steps + ahead:
                 before = log.line
                 for line in log.poll(FED_BYTES):
-                    self._tally.fed(replica, line)
+                    found.append((replica, line))
                     self._fed_to[replica] = line.get("step", 0)
                 if log.line == before:
                     break
-                taken = True
-        return taken
+        return found
+
+    def _take_fed(self, fed: list[tuple[int, Row]]) -> None:
+        for replica, line in fed:
+            self._tally.fed(replica, line)

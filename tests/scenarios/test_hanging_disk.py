@@ -1,0 +1,70 @@
+"""The disk of the run directory, of the lighthouse's store and of the checkpoints hangs: no step waits for it."""
+
+import itertools
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.scenarios.scenario_job import Job, check
+
+HANG_S = 13.0  # longer than a silent lighthouse or a silent replica is waited for
+LONGEST_S = 4.0  # between two commits: less than anybody is waited for
+
+
+@contextmanager
+def disk(folder: Path) -> Iterator[int]:
+    """A disk at ``folder`` that only a process and its children see: the pid of that process."""
+    folder.mkdir()
+    made = 'truncate -s 200M "$1" && mkfs.ext4 -q "$1" && mount -o loop "$1" "$2"'
+    script = f"{made} && echo ready && exec sleep 600"
+    image = str(folder.parent / "disk.img")
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", image, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "ready\n"
+            yield holder.pid
+        finally:
+            holder.kill()
+
+
+@contextmanager
+def frozen(holder: int, folder: Path) -> Iterator[None]:
+    """No process gets on that writes there, or opens a file to write."""
+    within = ["nsenter", "--mount", "--target", str(holder), "--", "fsfreeze"]
+    subprocess.run([*within, "--freeze", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run([*within, "--unfreeze", str(folder)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
+def test_no_step_waits_and_nobody_is_suspected(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    kept = {"checkpoint.dir": str(runs / "kept"), "checkpoint.every": 10}
+    with disk(runs) as holder, Job(tmp_path, 10_000, holder, ranks_per_replica=1, **kept) as job:
+        job.until(lambda: job.step() >= 15, "step 15")
+        began = time.time()
+        with frozen(holder, runs):
+            time.sleep(HANG_S)
+        ended, at = time.time(), job.step()
+        job.until(lambda: job.step() > at, "its logs go on")
+        job.process.terminate()
+        summary = job.end(143)
+        check(summary, summary["steps"])
+        exits = [e for e in job.events("ReplicaExited") if e["kind"] not in ("done", "stopped")]
+        assert not exits, exits
+        assert not job.events("LighthouseExited"), "the lighthouse was restarted"
+        assert not job.events("RingBroken"), "somebody was suspected"
+        times = [row["t"] for row in job.rows("metrics.jsonl") if "step_s" in row]
+        times = [t for t in times if began - 5 < t < ended + 5]
+        gap = max(after - before for before, after in itertools.pairwise(times))
+        print(json.dumps({"steps meanwhile": sum(began < t < ended for t in times), "longest gap": round(gap, 2)}))
+        assert gap < LONGEST_S, "steps waited for the disk"
