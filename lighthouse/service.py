@@ -98,6 +98,7 @@ class Service:
         self._open: dict[int, asyncio.Future[Answer | Wait]] = {}  # by id of the request
         self._signature: tuple[Grant | None, Grant | None] = (None, None)  # the grant signed last, and signed
         self._reports: dict[int, Report] = {}  # the newest of each replica
+        self._unsaved: dict[int, str] = {}  # of each replica, that came while nothing could be stored
         self._agents: dict[int, StateAgents] = {}  # from the newest request of each replica
         self._evictions = Evictions()
         self._supervised: dict[int, float] = {}  # when the supervisor of a replica reported last
@@ -139,7 +140,8 @@ class Service:
         except ProtocolViolation as error:
             self._note("AskRefused", str(error), {"replica": report.replica})
             raise
-        if report.incarnation != self.state.views[report.replica].incarnation:
+        known = (self.state.views[report.replica].incarnation, self._unsaved.get(report.replica))
+        if report.incarnation not in known:
             self._rates.join(report.replica, peer or "", self._clock())
         asked = Open(report.replica, next(self._ids), asyncio.get_running_loop().create_future())
         refusal = validation.refusal(self._agreed, ask)
@@ -158,6 +160,7 @@ class Service:
             except StoreFailed:
                 del self._open[asked.id]
                 self._agreed = agreed
+                self._unsaved[report.replica] = report.incarnation
                 raise
             if not self._learn(ask):
                 self._agreed = agreed

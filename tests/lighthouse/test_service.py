@@ -111,8 +111,9 @@ async def test_nothing_is_told_that_is_not_durable():
     waiting = asyncio.create_task(service.ask(ask(0)))
     await quiet()
     store.full = True
-    with pytest.raises(StoreFailed):
-        await service.ask(ask(1))
+    for _ in range(40):  # it repeats its first request: no other incarnation asks, so it is not one too many
+        with pytest.raises(StoreFailed):
+            await service.ask(ask(1))
     assert not waiting.done()
     assert not events(rows, "EpochGranted")
     assert service.state.epoch == 0
