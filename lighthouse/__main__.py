@@ -212,8 +212,7 @@ def serve(
         claim = Claim(run, FolderOwner.of(run.resolve().name, keys.worker)).take("--run", str(run), allowed)
         store = _patiently(lambda: SqliteStore(run / "lighthouse" / "store.sqlite", note))
         try:
-            keep = config.lighthouse.keep_rows
-            database = _patiently(lambda: SqliteDatabase(run / "lighthouse" / "journal.sqlite", keep, note))
+            database = _patiently(lambda: SqliteDatabase(run / "lighthouse" / "journal.sqlite", note=note))
             try:
                 sock = listening()
                 leading = _patiently(lambda: lead(store, database, 0))

@@ -44,7 +44,7 @@ def test_references_name_everything_that_the_code_has(generate: ModuleType) -> N
     wire = generate.wire()
     assert [tag for tag in protocol.MESSAGES if f"| `{tag}` |" not in wire] == []
     keys = generate.configuration()
-    for key in ("replicas", "train.poison_retries", "chaos[].at_step", "timeouts.silence_s"):
+    for key in ("replicas", "train.poison", "chaos[].at_step", "timeouts.silence_s"):
         assert f"| `{key}` |" in keys
 
 

@@ -84,7 +84,7 @@ def job_config(setup: Setup, runs: Path, **sections: Any) -> Config:
             "train": TRAIN,
             "optim": {"clip": None},
             "restart": {"budget": ENDLESS},
-            "ray": {"folder": str(runs), "cpus_per_rank": SHARE},
+            "ray": {"folder": str(runs), "resources": {"CPU": SHARE}},
             **setup.sections,
             **sections,
         }

@@ -16,7 +16,6 @@ from ft_hsdp.fault_injection import INJECTED_BY_TESTS, PLACES
 MOMENTS = ("at_step", "at_s", "rate_per_min")
 ON_RANKS = ("signal", "host", "reset")
 FOR_TESTS = ("disk_full", "slow_disk", "clock", "descriptors", "memory", "garbage")  # tests/support/os_faults.py
-GONE_KEYS = ("by_s", "delay_s")  # of clock and slow_disk
 Target = Literal["fork_server", "agent", "supervisor", "lighthouse"]
 
 
@@ -125,9 +124,6 @@ class ChaosConfig(Section):
         if kind in FOR_TESTS:
             allowed = ", ".join(get_args(cls.model_fields["kind"].annotation))
             raise refuse("kind", kind, f"{allowed}; {INJECTED_BY_TESTS}")
-        for key in GONE_KEYS:
-            if isinstance(said, dict) and key in said:
-                raise refuse(key, said[key], f"there is no such key; {INJECTED_BY_TESTS}")
         return said
 
     @model_validator(mode="after")

@@ -274,10 +274,6 @@ def _returning(c: Config) -> bool:
     return c.timeouts.return_wait_s > 0  # 0: no step waits
 
 
-def _backing_off(c: Config) -> bool:
-    return c.restart.backoff_s > 0
-
-
 def _elected(c: Config) -> bool:
     return bool(c.lighthouse.etcd)
 
@@ -318,13 +314,6 @@ BOUNDS = (
         "timeouts.boot_s",
         "timeouts.final_wait_s",
         "a replica that is lost at the end must have the time to start while the final state is served",
-    ),
-    Bound(
-        "restart.backoff_max_s",
-        "timeouts.final_wait_s",
-        "a replica that waits for its restart at the end must come back while the final state is served",
-        below=True,
-        where=_backing_off,
     ),
     Bound(
         "lighthouse.etcd_lease_s",

@@ -139,7 +139,7 @@ def agreed(config: Config) -> dict[str, str]:
         Sorted by key.
     """
     train = config.train.model_dump(
-        include={"steps", "seed", "micro_batch", "seq_len", "accumulate", "precision", "poison", "poison_retries"}
+        include={"steps", "seed", "micro_batch", "seq_len", "accumulate", "precision", "poison"}
     )
     data = config.data.model_dump(exclude={"check"} if config.data.resume == "other" else {"check", "resume"})
     sections: dict[str, dict[str, Any]] = {

@@ -87,12 +87,8 @@ class LighthouseConfig(Section):
         max_length=16,
         description="URLs of an etcd cluster that elects the leader and keeps its state; none: SQLite",
     )
-    etcd_prefix: str = Field("/ft_hsdp", pattern=r"^/[A-Za-z0-9._/-]{1,200}$", description="keys of all jobs")
     etcd_lease_s: Int = Field(2, ge=1, le=600, description="silence after which a leader is replaced")
     count: Int = Field(1, ge=1, le=5, description="lighthouses that `up` starts; more than one needs etcd")
-    keep_rows: Int = Field(
-        1_000_000, ge=1000, le=10**9, description="rows of the journal that are kept (events, and a row per step)"
-    )
     tensorboard: bool = Field(True, description="write curves for TensorBoard into the folder of the run")
     wandb: str | None = Field(
         None, min_length=1, max_length=128, description="project at Weights & Biases that also gets the curves"
@@ -108,18 +104,14 @@ class LighthouseConfig(Section):
 Amount = Annotated[Number, Field(ge=0, le=10**9)]
 Label = Annotated[str, Field(min_length=1, max_length=253)]
 
-_OWN_KEYS = ("CPU", "GPU")
-
 
 class RayConfig(Section):
     """What `submit` requests from a Ray cluster: one placement group per replica, one bundle per rank."""
 
-    cpus_per_rank: Amount = Field(1.0, description="CPUs that the cluster sets aside for a rank")
-    gpus_per_rank: Amount = Field(0.0, description="GPUs of a rank; 1 with train.device cuda")
     resources: dict[str, Amount] = Field(
         {},
-        description="other resources of a rank, by name",
-        json_schema_extra={"propertyNames": {"not": {"enum": [*_OWN_KEYS]}}},
+        description="what the cluster sets aside for a rank, by Ray's names: CPU (1 if not given), GPU (set 1 "
+        "with train.device cuda), and others",
     )
     strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
         "STRICT_PACK",
@@ -146,12 +138,15 @@ class RayConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in _OWN_KEYS:
-            if name in self.resources:
-                raise refuse("resources", name, "other names; CPUs and GPUs have keys of their own")
-        if self.gpus_per_rank > 1 and self.gpus_per_rank % 1:
-            raise refuse("gpus_per_rank", self.gpus_per_rank, "a whole number, or a part of one GPU")
-        if not any((self.cpus_per_rank, self.gpus_per_rank, *self.resources.values())):
+        gpus = self.bundle.get("GPU", 0.0)
+        if gpus > 1 and gpus % 1:
+            raise refuse("resources.GPU", gpus, "a whole number, or a part of one GPU")
+        if not self.bundle:
             allowed = "more than 0 without GPUs and other resources: a rank that asks for nothing has no place"
-            raise refuse("cpus_per_rank", self.cpus_per_rank, allowed)
+            raise refuse("resources.CPU", 0.0, allowed)
         return self
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What a rank asks for, by Ray's names; nothing of it is 0."""
+        return {name: amount for name, amount in {"CPU": 1.0, **self.resources}.items() if amount > 0}

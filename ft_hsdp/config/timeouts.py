@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple, Self, overload
 from pydantic import Field, model_validator
 
 from ft_hsdp.config.base import DAY_S, Int, Number, PositiveSeconds, Seconds, Section, refuse
+from ft_hsdp.core.restart import BACKOFF_MAX_S
 
 
 class Derived:
@@ -220,13 +221,12 @@ class RestartConfig(Section):
         description="restarts per replica without progress before it is given up: what fails so often needs an "
         "operator",
     )
-    backoff_s: Seconds = Field(
+    backoff_s: Number = Field(
         0.0,
-        description="wait before a second restart; doubles with each one that brought no step, to give a machine "
-        "time to recover",
-    )
-    backoff_max_s: Seconds = Field(
-        30.0, description="longest wait before a restart; a machine that was repaired is found within it"
+        ge=0,
+        le=BACKOFF_MAX_S,
+        description="wait before a second restart; doubles with each one that brought no step, up to a minute, to "
+        "give a machine time to recover",
     )
     hold_s: Seconds = Field(
         2.0, description="how long a cold restart may wait for the survivors' commit, whose CPUs it would take"
@@ -237,13 +237,3 @@ class RestartConfig(Section):
         description="how long a shortage of processes, ports, descriptors, memory or room on a disk may prevent "
         "the start of a replica before it is given up; such starts cost none of restart.budget",
     )
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.backoff_s > self.backoff_max_s:
-            raise refuse(
-                "backoff_s",
-                self.backoff_s,
-                f"at most restart.backoff_max_s ({self.backoff_max_s}): it is the first of those waits",
-            )
-        return self

@@ -28,13 +28,6 @@ class TrainConfig(Section):
         "exclude_contributor",
         description="a gradient that is not finite: reduce again without it, or commit the step without a change",
     )
-    poison_retries: Int = Field(
-        3,
-        ge=1,
-        le=10**6,
-        description="a unit is given up after so many steps that went without it because its gradient was not "
-        "finite",
-    )
     recompute: bool = Field(
         False, description="keep a block's input only and run its forward again in backward, to save memory"
     )
@@ -93,7 +86,7 @@ class DataConfig(Section):
     path: PathText = Field(
         "stdlib",
         description="a file or folder of text, JSONL (field text) or Parquet (column text); "
-        "stdlib means the Python sources of the interpreter's standard library",
+        "stdlib means the Python sources of the interpreter's standard library; 64 MiB are read at most",
     )
     tokenizer: Literal["byte"] = Field("byte", description="byte: one token per byte, and one between documents")
     assignment: Literal["per_replica", "global"] = Field(
@@ -106,7 +99,6 @@ class DataConfig(Section):
         description="what counts alike in the mean of a step: units (one rank's micro-batches), or tokens, whose "
         "number may differ between units",
     )
-    max_bytes: Int = Field(64 * 2**20, ge=1, le=2**40, description="bytes of text that are read at most")
     check: bool | Literal["auto"] = Field(
         "auto",
         description="whether a few samples are read at the start, and compared between replicas and with the "

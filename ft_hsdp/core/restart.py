@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from ft_hsdp.core.ledger import Run
 
+BACKOFF_MAX_S = 60.0  # longest pause before a restart: a machine that was repaired is found within it
 UNREACHED_S = 1.0  # shortest wait before a replica looks for its lighthouse in another life
 SHORTAGE_S = (1.0, 60.0)  # the first and the longest pause after a start that was prevented
 REPEATED_S = 1.0  # shortest pause before a restart after the same error has ended a replica twice
@@ -30,8 +31,8 @@ class RestartPolicy:
 
     budget: int  # restarts without progress; 0: none
     backoff_s: float  # pause before the second of them; each later one is twice as long
-    backoff_max_s: float  # longest pause
     shortage_s: float = 600.0  # how long a shortage may prevent its start
+    backoff_max_s: float = BACKOFF_MAX_S  # longest pause
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ _INSTEAD = {
     "resume_from_checkpoint": "none: use checkpoint.dir of the job, which resumes by itself",
 }
 _INSTEAD_OF_SCALING = {
-    "resources_per_worker": "none: use ray.cpus_per_rank, ray.gpus_per_rank and ray.resources of the job",
+    "resources_per_worker": "none: use ray.resources of the job",
     "placement_strategy": "none: use ray.strategy of the job",
     "label_selector": "none: use ray.labels of the job",
     "accelerator_type": "none: use ray.labels of the job",

@@ -104,9 +104,9 @@ class Restarts:
             event: Writes an event of the replica: takes its name, the reason, and its other fields by keyword.
         """
         chosen = config.restart
-        self._policy = restart.RestartPolicy(
-            chosen.budget, chosen.backoff_s, chosen.backoff_max_s, chosen.shortage_s
-        )
+        # A replica that waits at the end must come back while the others serve the final state.
+        longest_s = min(restart.BACKOFF_MAX_S, config.timeouts.final_wait_s / 2)
+        self._policy = restart.RestartPolicy(chosen.budget, chosen.backoff_s, chosen.shortage_s, longest_s)
         self._state = restart.RestartState()
         self._event = event
         self.prevented: Cause | None = None  # what prevents a start

@@ -109,7 +109,6 @@ class RankZero:
             config.quorum.catchup_log_steps,
             config.train.poison,
             config.keeps_last,
-            config.train.poison_retries,
         )
         number, name, state = identity.replica, identity.incarnation, about.report.state
         settings = leader_settings(config, self._place.ranks, restarted=bool(identity.predecessors))

@@ -230,7 +230,7 @@ class StepDriver:
         """Take a gradient that is not finite to the reducer instead of training what is left, until the verdict.
 
         Some of it has ended the processes that trained it. So it is left out of the step, and at last given up,
-        like a batch whose gradient is never finite (`train.poison_retries`).
+        like a batch whose gradient is never finite.
         """
         runtime, first = self.here.runtime, plan.left[0]
         if self.here.log is not None:
@@ -446,7 +446,7 @@ class StepDriver:
         ledger, given_up = record.ledger(live_state.ledger), record.given_up(live_state.ledger)
         log.committed(record, live_state.rate(record), tokens, timing, mine, ledger, given_up)
         for shard, index, units in given_up:
-            reason = f"its gradient was not finite in {record.retries} steps (train.poison_retries)"
+            reason = f"its gradient was not finite in {record.retries} steps"
             facts = {"step": record.step, "shard": shard, "index": index, "units": units}
             journal.event("BatchGivenUp", reason, **facts)
         if not self._committed:

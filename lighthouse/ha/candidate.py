@@ -22,7 +22,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
 from ft_hsdp.jsonl import Journal
 from lighthouse.ha.election import POLL_S, Election, EtcdStore
-from lighthouse.ha.etcd import Etcd
+from lighthouse.ha.etcd import Etcd, prefix
 from lighthouse.ha.instance import InstanceLock
 from lighthouse.ha.replication import JournalMirror
 from lighthouse.http.access import Keys
@@ -61,12 +61,10 @@ class Candidate:
     ) -> None:
         options = config.lighthouse
         run = instance.run_id(protocol.mac(keys.worker, "run", config.job.name)[:16])
-        self._prefix = f"{options.etcd_prefix.rstrip('/')}/{config.job.name}/{run}"
+        self._prefix = f"{prefix(config.job.name)}/{run}"
         self._etcd = Etcd.with_secrets(options.etcd, options.etcd_lease_s / 2)
         self._election = Election(self._etcd, f"{self._prefix}/leader", url, options.etcd_lease_s)
-        self._database = SqliteDatabase(
-            instance.database_path, options.keep_rows, partial(events.event, source="lighthouse")
-        )
+        self._database = SqliteDatabase(instance.database_path, note=partial(events.event, source="lighthouse"))
         self._token = keys.worker
         self._trusted = tls.client(config.network)
         self._instance = instance

@@ -28,6 +28,11 @@ _UNAUTHENTICATED = "16"
 T = TypeVar("T")
 
 
+def prefix(job: str) -> str:
+    """Return how the keys of the jobs of a name begin."""
+    return f"/ft_hsdp/{job}"
+
+
 class EtcdUnreachable(Retryable):
     """No endpoint gave an answer of etcd in time: whether the call took effect is not known."""
 

@@ -51,7 +51,7 @@ def test_progress_refills_the_budget_and_resets_the_backoff() -> None:
 
 @given(st.lists(st.integers(0, 2 * REFILL_STEPS), max_size=40), st.integers(0, 5))
 def test_never_more_than_budget_restarts_in_a_row_without_progress(committed: list[int], budget: int) -> None:
-    policy = RestartPolicy(budget, 0.5, 4.0)
+    policy = RestartPolicy(budget, 0.5, backoff_max_s=4.0)
     state, row = RestartState(), 0
     for steps in committed:
         row = 0 if steps >= REFILL_STEPS else row

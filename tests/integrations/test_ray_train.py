@@ -119,7 +119,7 @@ def ended(call: Callable[[], object]) -> object:
         ({"scaling_config": ScalingConfig(num_workers=2)}, "num_workers.*got 2; .*ranks_per_replica.* is 4"),
         ({"scaling_config": ScalingConfig(num_workers=(2, 4))}, "num_workers"),
         ({"scaling_config": ScalingConfig(num_workers=4, use_gpu=True)}, "use_gpu.*train.device.* cpu"),
-        ({"scaling_config": ScalingConfig(num_workers=4, resources_per_worker={"CPU": 2})}, "ray.cpus_per_rank"),
+        ({"scaling_config": ScalingConfig(num_workers=4, resources_per_worker={"CPU": 2})}, "ray.resources"),
         ({"scaling_config": ScalingConfig(num_workers=4, placement_strategy="SPREAD")}, "ray.strategy"),
         ({"run_config": RunConfig(failure_config=FailureConfig(max_failures=3))}, "failure_config.*restart"),
         ({"run_config": RunConfig(storage_path="/tmp/x")}, "storage_path.*job.runs_dir"),

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ft_hsdp.core.replica_state import ReplicaPolicy
 from ft_hsdp.errors import EXIT_CONFIG
 from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
 from ft_hsdp.launch.run.recorder import commits_of
@@ -13,6 +14,7 @@ from tests.support.launch.faulty_trainer import POISON, VICTIM
 from tests.support.launch.launch_helpers import train
 from tests.support.launch.staged_trainer import PAUSE_S
 
+RETRIES = ReplicaPolicy().poison_retries
 pytestmark = [pytest.mark.proof, pytest.mark.multiproc]
 
 
@@ -26,9 +28,8 @@ def lives(run: RunDir) -> dict[int, int]:
     return {int(r): s["incarnations"] for r, s in summary_of(run)["replicas"].items()}
 
 
-def poisoned(folder: Path, retries: int, **settings: Any) -> RunDir:
+def poisoned(folder: Path, **settings: Any) -> RunDir:
     """A job of two replicas; the gradient of one batch is never finite."""
-    settings["train"]["poison_retries"] = retries
     entry = "tests.support.launch.faulty_trainer:poisoned"
     return train(folder, entry, replicas=2, ranks_per_replica=1, optim={"clip": None}, **settings)
 
@@ -113,14 +114,13 @@ def test_a_rank_without_descriptors_is_replaced_and_no_healthy_one_is_left_out(t
 
 def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
     """It is left out of some steps first."""
-    retries = 2
-    run = poisoned(tmp_path, retries, train={"steps": 12})
+    run = poisoned(tmp_path, train={"steps": 12})
     assert one_state(run)
     assert set(lives(run).values()) == {1}, "nobody was ended for it"
     batches = summary_of(run)["batches"]
     assert (batches["duplicated"], batches["skipped"], batches["given_up"]) == (0, 0, 1)
     rows = read_jsonl(run.metrics)
-    assert sum(row["contributors"] == [0] for row in rows) == retries
+    assert sum(row["contributors"] == [0] for row in rows) == RETRIES
     assert rows[-1]["contributors"] == [0, 1], "replica 1 has gone on to its next batch"
     for replica in (0, 1):
         (event,) = [e for e in read_jsonl(run.replica_events(replica)) if e["event"] == "BatchGivenUp"]
@@ -130,10 +130,8 @@ def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize("refill", [pytest.param("next_step", marks=pytest.mark.soak), "same_step"])
 def test_units_that_are_never_finite_are_given_up_under_a_constant_batch(tmp_path: Path, refill: str) -> None:
     """They are left out of some steps first. Each of those has the units of the other replica alone."""
-    retries = 2
     run = poisoned(
         tmp_path,
-        retries,
         train={"steps": 14, "accumulate": 2},
         quorum={"batch": "constant", "refill": refill},
         lr={"intervention": "linear"},
@@ -145,7 +143,7 @@ def test_units_that_are_never_finite_are_given_up_under_a_constant_batch(tmp_pat
     assert (batches["duplicated"], batches["skipped"], batches["given_up"]) == (0, 0, 2)
     rows = commits_of(run)
     fewer = [row for row in rows if row["contributors"] == [0]]
-    assert [(row["units"], row["units_wanted"], row["lr_scale"]) for row in fewer] == [(2, 4, 0.5)] * retries
+    assert [(row["units"], row["units_wanted"], row["lr_scale"]) for row in fewer] == [(2, 4, 0.5)] * RETRIES
     late = [row for row in rows if row["step"] > 10]
     assert {row["units"] for row in late} == {4}
     (event,) = [e for e in read_jsonl(run.replica_events(1)) if e["event"] == "BatchGivenUp"]

@@ -28,7 +28,7 @@ def config(**document: object) -> Config:
 
 
 def test_a_replica_asks_for_a_bundle_per_rank_in_its_zone() -> None:
-    ray = {"cpus_per_rank": 0.5, "gpus_per_rank": 1, "resources": {"nic": 2, "none": 0}, "labels": {"kind": "x"}}
+    ray = {"resources": {"CPU": 0.5, "GPU": 1, "nic": 2, "none": 0}, "labels": {"kind": "x"}}
     asked = [
         placement.request(config(ranks_per_replica=2, ray={**ray, "zones": ["p", "q"], "zone_label": "zone"}), n)
         for n in range(3)
@@ -103,9 +103,8 @@ def test_local_ranks_are_counted_on_each_node() -> None:
 @pytest.mark.parametrize(
     ("ray", "why"),
     [
-        ({"cpus_per_rank": 0}, "a rank that asks for nothing"),
-        ({"gpus_per_rank": 1.5}, "whole"),
-        ({"resources": {"GPU": 1}}, "other names"),
+        ({"resources": {"CPU": 0}}, "a rank that asks for nothing"),
+        ({"resources": {"GPU": 1.5}}, "whole"),
     ],
 )
 def test_what_no_cluster_gives_is_refused(ray: dict[str, object], why: str) -> None:
@@ -115,7 +114,7 @@ def test_what_no_cluster_gives_is_refused(ray: dict[str, object], why: str) -> N
 
 def test_what_submit_does_not_do_is_refused() -> None:
     for document, key in (
-        ({"train": {"device": "cuda"}}, "ray.gpus_per_rank"),
+        ({"train": {"device": "cuda"}}, "ray.resources.GPU"),
         ({"lighthouse": {"etcd": ["http://127.0.0.1:1"], "count": 3}}, "lighthouse.count"),
         ({"chaos": [{"kind": "reset", "at_s": 1, "replicas": [0]}]}, r"chaos\.0\.kind"),
         (
@@ -338,7 +337,7 @@ def test_bad_addresses_are_one_line(tmp_path: Path) -> None:
             (f"127.0.0.1:{port}", 69, f"nothing answers at 127.0.0.1:{port}"),
             (f"http://127.0.0.1:{port}", 69, f"nothing answers at http://127.0.0.1:{port}"),
         ):
-            done = launcher("submit", "c.yaml", "--ray-address", address, "--data.max_bytes=65536", cwd=tmp_path)
+            done = launcher("submit", "c.yaml", "--ray-address", address, cwd=tmp_path)
             assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (code, "", 1), done.stderr
             assert said in done.stderr
         assert launcher("status", "--ray-address", f"127.0.0.1:{port}", cwd=tmp_path).returncode == 69

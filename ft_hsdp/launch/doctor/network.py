@@ -28,7 +28,7 @@ from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided, is_loopback
 from ft_hsdp.launch.lighthouse_process import check_port
 from ft_hsdp.secret import TOKEN_VARIABLE
-from lighthouse.ha.etcd import Etcd, EtcdRefused, EtcdUnreachable
+from lighthouse.ha.etcd import Etcd, EtcdRefused, EtcdUnreachable, prefix
 
 
 def hostname(subject: Subject) -> str:
@@ -247,16 +247,14 @@ def healthz(subject: Subject) -> httpx.Response:
 
 def etcd(subject: Subject) -> str:
     """Check that at least one endpoint of etcd answers a read, and report the others."""
-    endpoints, prefix = subject.config.lighthouse.etcd, subject.config.lighthouse.etcd_prefix
+    endpoints, keys = subject.config.lighthouse.etcd, prefix(subject.config.job.name)
     problems = []
     for endpoint in endpoints:
         client = Etcd.with_secrets((endpoint,), ETCD_S / len(endpoints))
         try:
-            client.get(f"{prefix}/doctor")
+            client.get(f"{keys}/doctor")
         except EtcdRefused as error:
-            raise Bad(
-                f"{endpoint}: {error}; are user and password right, and may the user read {prefix}?"
-            ) from None
+            raise Bad(f"{endpoint}: {error}; are user and password right, and may the user read {keys}?") from None
         except EtcdUnreachable as error:
             problems.append(str(error))
         finally:

@@ -50,7 +50,7 @@ def request(config: Config, replica: int) -> PlacementRequest:
     if c.zones:
         labels[c.zone_label] = c.zones[replica % len(c.zones)]
     return PlacementRequest(
-        f"{prefix(config.job.name)}-{replica}", config.ranks_per_replica, bundle(c), c.strategy, labels
+        f"{prefix(config.job.name)}-{replica}", config.ranks_per_replica, c.bundle, c.strategy, labels
     )
 
 
@@ -68,20 +68,14 @@ def spare_requests(config: Config, others: Sequence[Mapping[str, str]]) -> list[
     places = [{**c.labels, c.zone_label: zone} for zone in dict.fromkeys(c.zones)] or [dict(c.labels)]
     places.sort(key=list(others).count)
     name = f"{prefix(config.job.name)}-spare"
-    return [PlacementRequest(name, config.ranks_per_replica, bundle(c), c.strategy, labels) for labels in places]
-
-
-def bundle(c: RayConfig) -> dict[str, float]:
-    """Return the resources of a rank, by Ray's names for them."""
-    amounts = {"CPU": c.cpus_per_rank, "GPU": c.gpus_per_rank, **c.resources}
-    return {name: amount for name, amount in amounts.items() if amount > 0}
+    return [PlacementRequest(name, config.ranks_per_replica, c.bundle, c.strategy, labels) for labels in places]
 
 
 def has_room(config: Config, resources: Mapping[str, float]) -> bool:
     """Return whether ``resources`` are enough for all replicas that the job may grow to. False with ray.zones."""
     ranks = config.slots * config.ranks_per_replica
     return not config.ray.zones and all(
-        ranks * amount <= resources.get(name, 0) for name, amount in bundle(config.ray).items()
+        ranks * amount <= resources.get(name, 0) for name, amount in config.ray.bundle.items()
     )
 
 

@@ -283,9 +283,9 @@ def check(config: Config) -> None:
     Raises:
         ConfigError: It asks for something that a cluster cannot give, or does not need.
     """
-    if config.train.device != "cpu" and not config.ray.gpus_per_rank:
+    if config.train.device != "cpu" and "GPU" not in config.ray.bundle:
         raise ConfigError(
-            "ray.gpus_per_rank", 0, f"1 with train.device {config.train.device}: ranks see no other GPUs"
+            "ray.resources.GPU", 0, f"1 with train.device {config.train.device}: ranks see no other GPUs"
         )
     if config.lighthouse.count > 1:
         raise ConfigError("lighthouse.count", config.lighthouse.count, "1 with submit: Ray starts it again")

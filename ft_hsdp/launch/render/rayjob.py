@@ -47,8 +47,9 @@ def rayjob(config: Config, site: Site) -> str:
         ConfigError: Kubernetes or its pods cannot run this configuration.
     """
     check(site)
-    if config.train.device == "cuda" and config.ray.gpus_per_rank < 1:
-        raise ConfigError("ray.gpus_per_rank", config.ray.gpus_per_rank, "1 or more with train.device cuda")
+    gpus = config.ray.bundle.get("GPU", 0.0)
+    if config.train.device == "cuda" and gpus < 1:
+        raise ConfigError("ray.resources.GPU", gpus, "1 or more with train.device cuda")
     name = label(config.job.name)
     runs = site.claim or f"{name}-runs"
     config = in_pods(config, site.claim)
@@ -136,11 +137,12 @@ def _workers(config: Config, site: Site, name: str, each: int, zone: str | None)
     """Return a worker with room for `each` ranks, in a zone of the cluster if one is given."""
     ray = config.ray
     labels = {**ray.labels, **({} if zone is None else {ray.zone_label: zone})}
-    told = {key: each * amount for key, amount in ray.resources.items()}
+    told = {key: each * amount for key, amount in ray.bundle.items()}
+    cpus, gpus = told.pop("CPU", 0.0), told.pop("GPU", 0.0)
     container = pod.container(
         "ray-worker",
         site.image,
-        resources=pod.resources(each * ray.cpus_per_rank, each * ray.gpus_per_rank, site.memory_gib),
+        resources=pod.resources(cpus, gpus, site.memory_gib),
         env=[pod.field(HOST_VARIABLE, pod.NODE)],
     )
     spec = {
@@ -152,7 +154,7 @@ def _workers(config: Config, site: Site, name: str, each: int, zone: str | None)
     return {
         **({"labels": CommentedValue("for Ray", labels)} if labels else {}),
         "rayStartParams": {
-            "num-cpus": str(math.ceil(each * ray.cpus_per_rank)),
+            "num-cpus": str(math.ceil(cpus)),
             **({"resources": shlex.quote(json.dumps(told))} if told else {}),
         },
         "template": {"spec": spec},

@@ -113,7 +113,7 @@ def _quickstart(*overrides: str) -> Config:
 CASES = {
     "plain": (_quickstart(), IMAGE),
     "gpu": (
-        load(ROOT / "configs/gpu.yaml", ["--ray.gpus_per_rank=1"]),
+        load(ROOT / "configs/gpu.yaml", ["--ray.resources.GPU=1"]),
         Site(image="a", gpus=2, cpus=8, memory_gib=64),
     ),
     "placed": (
@@ -215,7 +215,7 @@ def test_a_rayjob_has_the_pods_that_the_placement_needs() -> None:
         return [(g["replicas"], g["maxReplicas"], g["rayStartParams"]["num-cpus"]) for g in groups(*overrides)]
 
     assert sizes() == [(3, 3, "2")]
-    assert sizes("--max_replicas=6", "--spares=4", "--ray.cpus_per_rank=4") == [(5, 8, "8")]
+    assert sizes("--max_replicas=6", "--spares=4", "--ray.resources.CPU=4") == [(5, 8, "8")]
     assert sizes("--ray.strategy=SPREAD", "--spares=2") == [(8, 8, "1")]
     assert sizes("--ray.zones=[a, b]") == [(2, 2, "2"), (1, 1, "2")]
     zoned = groups("--ray.zones=[a, b]", "--ray.resources={nvme: 1}")[1]
@@ -242,7 +242,7 @@ def test_a_rayjob_has_the_pods_that_the_placement_needs() -> None:
         (jobset, IMAGE, ("--network.tls_certificate=a", "--network.tls_key=b"), "network.tls_certificate"),
         (jobset, IMAGE, ("--lighthouse.count=2", "--lighthouse.etcd=[http://a:2379]"), "lighthouse.count"),
         (jobset, IMAGE, ("--job.name=---",), "job.name"),
-        (rayjob, IMAGE, ("--train.device=cuda",), "ray.gpus_per_rank"),
+        (rayjob, IMAGE, ("--train.device=cuda",), "ray.resources.GPU"),
     ],
 )
 def test_what_would_not_work_is_one_line(render: Any, site: Site, overrides: tuple[str, ...], key: str) -> None:
