@@ -1,7 +1,5 @@
 """The disk of the run directory, of the lighthouse's store and of the checkpoints hangs: no step waits for it."""
 
-import itertools
-import json
 import os
 import subprocess
 import time
@@ -14,7 +12,6 @@ import pytest
 from tests.support.scenarios.scenario_job import Job, check
 
 HANG_S = 13.0  # longer than a silent lighthouse or a silent replica is waited for
-LONGEST_S = 4.0  # between two commits: less than anybody is waited for
 
 
 @contextmanager
@@ -45,7 +42,9 @@ def frozen(holder: int, folder: Path) -> Iterator[None]:
         subprocess.run([*within, "--unfreeze", str(folder)], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/dev/loop-control").exists(), reason="mounts a file system of its own"
+)
 def test_no_step_waits_and_nobody_is_suspected(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     kept = {"checkpoint.dir": str(runs / "kept"), "checkpoint.every": 10}
@@ -63,8 +62,7 @@ def test_no_step_waits_and_nobody_is_suspected(tmp_path: Path) -> None:
         assert not exits, exits
         assert not job.events("LighthouseExited"), "the lighthouse was restarted"
         assert not job.events("RingBroken"), "somebody was suspected"
+        quarter = (ended - began) / 4
         times = [row["t"] for row in job.rows("metrics.jsonl") if "step_s" in row]
-        times = [t for t in times if began - 5 < t < ended + 5]
-        gap = max(after - before for before, after in itertools.pairwise(times))
-        print(json.dumps({"steps meanwhile": sum(began < t < ended for t in times), "longest gap": round(gap, 2)}))
-        assert gap < LONGEST_S, "steps waited for the disk"
+        parts = {int((t - began) // quarter) for t in times if began < t < ended}
+        assert parts >= {1, 2, 3}, "steps waited for the disk"

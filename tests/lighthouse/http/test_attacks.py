@@ -57,11 +57,12 @@ def status(answer):
 
 
 def test_strangers_get_401_then_429_and_never_in(server, healthy):
-    codes, stop = [], time.monotonic() + 0.7
+    codes, began = [], time.monotonic()
 
     def flood():
         with server.client(headers={"Authorization": "Bearer wrong"}) as http:
-            while time.monotonic() < stop:
+            while codes.count(429) < 100:
+                assert time.monotonic() < began + 30
                 answer = http.post("/v1/quorum", content=b"{}")
                 codes.append(answer.status_code)
                 if answer.status_code == 429:
@@ -74,7 +75,7 @@ def test_strangers_get_401_then_429_and_never_in(server, healthy):
     for thread in threads:
         thread.join()
     assert set(codes) == {401, 429}
-    assert codes.count(401) <= 22
+    assert codes.count(401) <= 21 + time.monotonic() - began, "20 at once, and one a second"
 
 
 def test_a_thousand_connections_that_say_nothing_keep_nobody_out(server, healthy):
