@@ -53,7 +53,7 @@ REFILL_KILLS = 20
 LONG_S = 0.1  # of a micro-batch: a loss costs milliseconds, whatever the step
 BUILT_IN: Mapping[str, Any] = {
     "model": {"dim": 64, "layers": 2, "heads": 2},
-    "data": {"path": "stdlib", "assignment": "global"},
+    "data": {"path": "stdlib", "max_bytes": 1 << 20, "assignment": "global"},
 }
 SMALL: Mapping[str, Any] = {"threads": 1, "micro_batch": 2, "seq_len": 32, "accumulate": 2}
 SEEDS = (1, 2, 3, 4, 5)

@@ -23,7 +23,6 @@ _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
 GONE = {
     "chaos.by_s": INJECTED_BY_TESTS,
     "chaos.delay_s": INJECTED_BY_TESTS,
-    "data.max_bytes": "64 MiB of data.path are read; for more, write an entry with job.loader",
     "lighthouse.etcd_prefix": "keys in etcd begin with /ft_hsdp/ and job.name",
     "lighthouse.keep_rows": "the journal keeps a million rows",
     "ray.cpus_per_rank": "set ray.resources.CPU",

@@ -86,7 +86,7 @@ class DataConfig(Section):
     path: PathText = Field(
         "stdlib",
         description="a file or folder of text, JSONL (field text) or Parquet (column text); "
-        "stdlib means the Python sources of the interpreter's standard library; 64 MiB are read at most",
+        "stdlib means the Python sources of the interpreter's standard library",
     )
     tokenizer: Literal["byte"] = Field("byte", description="byte: one token per byte, and one between documents")
     assignment: Literal["per_replica", "global"] = Field(
@@ -99,6 +99,7 @@ class DataConfig(Section):
         description="what counts alike in the mean of a step: units (one rank's micro-batches), or tokens, whose "
         "number may differ between units",
     )
+    max_bytes: Int = Field(64 * 2**20, ge=1, le=2**40, description="bytes of text that are read at most")
     check: bool | Literal["auto"] = Field(
         "auto",
         description="whether a few samples are read at the start, and compared between replicas and with the "

@@ -148,4 +148,4 @@ def prepare_data(config: Config) -> None:
     if config.entry is None:
         from ft_hsdp.train import tokens  # numpy is not needed for --help
 
-        tokens.prepare(config.data.path, config.data.tokenizer, runs_dir / ".cache")
+        tokens.prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, runs_dir / ".cache")

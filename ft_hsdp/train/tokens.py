@@ -23,7 +23,6 @@ from ft_hsdp.errors import ConfigError, Retryable
 SEPARATOR = 256
 """The token between two documents."""
 
-MAX_BYTES = 64 * 2**20  # of text; what is beyond them is not read
 _FORMAT = 1  # part of the key: raise it when the same text gives other tokens
 _DTYPE = np.dtype("<u2")
 _PREPARE_S = 600.0  # longest wait for another process that prepares the same file
@@ -43,7 +42,7 @@ class Tokens:
         return cls(np.memmap(path, dtype=_DTYPE, mode="r"))
 
 
-def prepare(path: str, tokenizer: str, cache: Path, max_bytes: int = MAX_BYTES) -> Path:
+def prepare(path: str, tokenizer: str, max_bytes: int, cache: Path) -> Path:
     """Return the token file of a text; it is made once, and all processes that ask share it.
 
     Blocks while the file is made, here or by another process.
@@ -73,7 +72,7 @@ def prepare(path: str, tokenizer: str, cache: Path, max_bytes: int = MAX_BYTES) 
     return ready
 
 
-def count(path: str, tokenizer: str, enough: int, max_bytes: int = MAX_BYTES) -> int:
+def count(path: str, tokenizer: str, max_bytes: int, enough: int) -> int:
     """Return how many tokens `prepare` would make, without making them; counts no further than ``enough``.
 
     Raises:

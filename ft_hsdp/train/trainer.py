@@ -23,7 +23,7 @@ from ft_hsdp.train.tokens import Tokens, prepare
 
 def dataset(config: Config) -> Batches:
     cache = Path(config.job.runs_dir) / ".cache"
-    tokens = Tokens.open(prepare(config.data.path, config.data.tokenizer, cache))
+    tokens = Tokens.open(prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, cache))
     t = config.train
     return Batches(
         tokens,

@@ -18,7 +18,7 @@ replicas: 2
 ranks_per_replica: 2
 train: {{steps: {STEPS}, micro_batch: 2, seq_len: 32}}
 model: {{dim: 64, layers: 2, heads: 2}}
-data: {{path: stdlib}}
+data: {{path: stdlib, max_bytes: 1048576}}
 optim: {{clip: 1.0}}
 """
 

@@ -219,7 +219,7 @@ def test_the_jobs_api(tmp_path: Path) -> None:
     with Cluster(5) as cluster, ThreadPoolExecutor(3) as aside:
         url = f"http://{cluster.dashboard}"
         config = tmp_path / "config.yaml"
-        config.write_text("data: {path: stdlib}\n")
+        config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
         small = {**SMALL, "replicas": 2, "train.steps": 20, "ray.folder": str(cluster.folder / "of-ranks")}
         words = [f"--{key}={json.dumps(value)}" for key, value in small.items()]
         at = ["--ray-address", url, f"--job.runs_dir={tmp_path / 'runs'}"]
@@ -247,7 +247,7 @@ def test_the_jobs_api(tmp_path: Path) -> None:
 def uploaded(cluster: Cluster, url: str, words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Submit a folder as a user of Ray does; its driver starts a job of ours."""
     folder.mkdir()
-    (folder / "config.yaml").write_text("data: {path: stdlib}\n")
+    (folder / "config.yaml").write_text("data: {path: stdlib, max_bytes: 1048576}\n")
     submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", url]
     ours = ["python", "-m", "ft_hsdp.launch.cli", "submit", "config.yaml", *words, "--job.name=uploaded"]
     return subprocess.run(

@@ -337,7 +337,7 @@ def test_bad_addresses_are_one_line(tmp_path: Path) -> None:
             (f"127.0.0.1:{port}", 69, f"nothing answers at 127.0.0.1:{port}"),
             (f"http://127.0.0.1:{port}", 69, f"nothing answers at http://127.0.0.1:{port}"),
         ):
-            done = launcher("submit", "c.yaml", "--ray-address", address, cwd=tmp_path)
+            done = launcher("submit", "c.yaml", "--ray-address", address, "--data.max_bytes=65536", cwd=tmp_path)
             assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (code, "", 1), done.stderr
             assert said in done.stderr
         assert launcher("status", "--ray-address", f"127.0.0.1:{port}", cwd=tmp_path).returncode == 69

@@ -31,7 +31,7 @@ class Example(Job):
 @pytest.mark.parametrize("refill", [pytest.param("next_step", marks=pytest.mark.soak), "same_step"])
 def test_each_step_has_its_units_while_a_replica_is_away(tmp_path: Path, refill: str) -> None:
     settings = {"train.steps": STEPS, "chaos": [RULE], "quorum.refill": refill}
-    with Example(tmp_path, **settings) as job:
+    with Example(tmp_path, **settings, **{"data.max_bytes": 1 << 20}) as job:
         check(job.end(), STEPS)
         rows = job.rows("metrics.jsonl")
         assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]

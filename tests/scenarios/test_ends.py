@@ -171,7 +171,7 @@ HOW = ("TERM", "INT", "HUP", "all TERM", "all INT", "all HUP")
 def test_no_step_is_lost_however_a_job_is_told_to_end(tmp_path, launcher, how, workers) -> None:
     """A signal comes to its supervisors, or to all processes at once, as a control group's stop does it."""
     same = {key.replace(".", "__"): value for key, value in SMALL.items()}  # as the job that goes on from it
-    chosen = {**same, "data__path": "stdlib", **settings(tmp_path, workers)}
+    chosen = {**same, "data__path": "stdlib", "data__max_bytes": 1048576, **settings(tmp_path, workers)}
     sections = nested({**chosen, "train__steps": ENDLESS})
     text = "\n".join(f"{name}: {json.dumps(value)}" for name, value in sections.items())
     with contextlib.ExitStack() as stack:

@@ -19,7 +19,7 @@ replicas: 2
 ranks_per_replica: 1
 train: {steps: 100000, micro_batch: 1, seq_len: 32}
 model: {dim: 64, layers: 2, heads: 2}
-data: {path: stdlib}
+data: {path: stdlib, max_bytes: 1048576}
 quorum: {lease_s: 2.0}
 timeouts: {evict_s: 1.5, connect_s: 2.0, reach_s: 2.0}
 ftar: {timeout_s: 3.0}

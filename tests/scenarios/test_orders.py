@@ -98,7 +98,7 @@ max_replicas: 3
 ranks_per_replica: 1
 train: {{steps: {STEPS}, micro_batch: 2, seq_len: 32}}
 model: {{dim: 64, layers: 2, heads: 2}}
-data: {{path: stdlib}}
+data: {{path: stdlib, max_bytes: 1048576}}
 """
     with TorchrunJob(tmp_path, settings) as job:
         zero, one, two = (job.replica(r) for r in range(3))

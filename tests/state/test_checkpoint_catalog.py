@@ -328,7 +328,7 @@ def test_a_checkpoint_that_says_nothing_of_the_data_is_read(tmp_path) -> None:
 
 
 TEXT = {"kind": "Batches", "length": "77000", "text": "ab", "seed": "0", "batch_size": "4"}
-SECTION = {"path": "text", "tokenizer": "byte"}
+SECTION = {"path": "text", "tokenizer": "byte", "max_bytes": 9}
 
 
 def differing(facts: dict[str, str], other: bool, path: str = "text", known: dict[str, str] = TEXT) -> str:

@@ -31,7 +31,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "benchmarks outside the package": (3_350, 4_000),  # statements
     "test lines": (76_500, 66_000),  # the model checker among them
     "modules with code": (311, 310),
-    "configuration keys": (122, 120),
+    "configuration keys": (123, 120),
     "timeouts among them": (16, 14),
     "event names": (100, 100),
     "private reads in tests": (110, 120),

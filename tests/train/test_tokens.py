@@ -18,7 +18,7 @@ MIB = 2**20
 
 
 def read(path: Path | str, tmp_path: Path, max_bytes: int = MIB) -> list[int]:
-    return list(Tokens.open(prepare(str(path), "byte", tmp_path / "cache", max_bytes)).array.tolist())
+    return list(Tokens.open(prepare(str(path), "byte", max_bytes, tmp_path / "cache")).array.tolist())
 
 
 def test_a_file_is_its_bytes(tmp_path: Path) -> None:
@@ -112,18 +112,18 @@ def test_what_is_missing_or_empty_is_named(tmp_path: Path) -> None:
             read(tmp_path / name, tmp_path)
         assert len(str(caught.value).splitlines()) == 1
     with pytest.raises(ConfigError, match=r"^data\.tokenizer: got 'bpe'; allowed: byte"):
-        prepare("stdlib", "bpe", tmp_path)
+        prepare("stdlib", "bpe", MIB, tmp_path)
 
 
 def test_the_work_is_done_once_and_again_when_the_text_changes(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_text("one")
     os.utime(file, ns=(1, 1))
-    first = prepare(str(file), "byte", tmp_path / "cache")
+    first = prepare(str(file), "byte", MIB, tmp_path / "cache")
     written = first.stat()
-    assert prepare(str(file), "byte", tmp_path / "cache") == first
+    assert prepare(str(file), "byte", MIB, tmp_path / "cache") == first
     assert first.stat().st_ino == written.st_ino, "another file would be renamed to its name"
-    assert prepare(str(file), "byte", tmp_path / "cache", 2) != first
+    assert prepare(str(file), "byte", 2, tmp_path / "cache") != first
     file.write_text("two")
     os.utime(file, ns=(2, 2))
     assert bytes(read(file, tmp_path)) == b"two"
@@ -134,7 +134,7 @@ def test_many_processes_may_ask_at_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text" * 50_000)
     code = (
         "import sys; from pathlib import Path; from ft_hsdp.train.tokens import prepare; "
-        "print(prepare(sys.argv[1], 'byte', Path(sys.argv[2])))"
+        "print(prepare(sys.argv[1], 'byte', 10**6, Path(sys.argv[2])))"
     )
     asking = [
         subprocess.Popen(
@@ -151,7 +151,7 @@ def test_many_processes_may_ask_at_once(tmp_path: Path) -> None:
 
 def test_the_wait_for_another_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("text")
-    ready = prepare(str(tmp_path / "a.txt"), "byte", tmp_path / "cache", MIB)
+    ready = prepare(str(tmp_path / "a.txt"), "byte", MIB, tmp_path / "cache")
     ready.unlink()
     monkeypatch.setattr(tokens, "_PREPARE_S", 0.1)
     with ready.with_suffix(".lock").open("w") as lock:
@@ -182,7 +182,7 @@ def test_a_break_leaves_no_half_file(tmp_path: Path) -> None:
 
 def test_the_array_is_mapped_and_read_only(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    mapped = Tokens.open(prepare(str(tmp_path / "a.txt"), "byte", tmp_path))
+    mapped = Tokens.open(prepare(str(tmp_path / "a.txt"), "byte", MIB, tmp_path))
     assert isinstance(mapped.array, np.memmap)
     assert mapped.array.dtype == np.uint16
     assert len(mapped) == 4

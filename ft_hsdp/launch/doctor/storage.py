@@ -81,7 +81,7 @@ def data(subject: Subject) -> str:
     config, train = subject.config, subject.config.train
     step = config.replicas * config.data_ranks * train.micro_batch * train.accumulate * train.seq_len
     enough = max(ENOUGH, step + 1)
-    count = tokens.count(config.data.path, config.data.tokenizer, enough)
+    count = tokens.count(config.data.path, config.data.tokenizer, config.data.max_bytes, enough)
     if count <= step:
         raise Bad(f"{count} tokens, one step reads {step}; give more text in data.path, or smaller batches")
     if count >= enough:
@@ -91,12 +91,10 @@ def data(subject: Subject) -> str:
 
 def disk(subject: Subject) -> str:
     """Check that there is room on disk for the run and its checkpoints, and what the run's file system can do."""
-    from ft_hsdp.train import tokens  # numpy is not needed for --help
-
     config = subject.config
     built_in = config.entry is None  # else the sizes of data and model are not known
-    written = 2 * tokens.MAX_BYTES if built_in else 0
-    checked = [_room(Path(config.job.runs_dir), "job.runs_dir", LOG_BYTES + written)]
+    tokens = 2 * config.data.max_bytes if built_in else 0
+    checked = [_room(Path(config.job.runs_dir), "job.runs_dir", LOG_BYTES + tokens)]
     _missing(Path(config.job.runs_dir), "job.runs_dir", Ability.LOCKS, Ability.RENAME)
     if config.checkpoint.dir is not None:
         most = (config.checkpoint.keep + 1) * STORED_COPIES * weights(config) if built_in else 0

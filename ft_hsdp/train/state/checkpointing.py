@@ -115,7 +115,7 @@ def job_data(config: Config, facts: Mapping[str, str]) -> JobData:
     def hash_with(written: Mapping[str, Any]) -> str:
         return resume_hash(config, written.get("data"))
 
-    section = config.data.model_dump(include={"path", "tokenizer"})
+    section = config.data.model_dump(include={"path", "tokenizer", "max_bytes"})
     return JobData(facts, section, config.data.resume == "other", hash_with)
 
 

@@ -365,12 +365,12 @@ def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:
     (text / "b.jsonl").write_text("".join(json.dumps({"text": "d" * n}) + "\n" for n in (10, 0, 20)))
     (text / "c").write_bytes(b"e" * 500)
     for limit in (10**6, 3000, 3010, 3015, 3031, 1):
-        expected = len(tokens.Tokens.open(tokens.prepare(str(text), "byte", tmp_path / f"cache{limit}", limit)))
-        assert tokens.count(str(text), "byte", 10**9, limit) == expected
-    assert 3000 <= tokens.count(str(text), "byte", 100) < 3600
+        expected = len(tokens.Tokens.open(tokens.prepare(str(text), "byte", limit, tmp_path / f"cache{limit}")))
+        assert tokens.count(str(text), "byte", limit, 10**9) == expected
+    assert 3000 <= tokens.count(str(text), "byte", 10**6, 100) < 3600
     (text / "d.jsonl").write_text("no json\n")
     with pytest.raises(ConfigError, match=r"see line 1"):
-        tokens.count(str(text), "byte", 10**9)
+        tokens.count(str(text), "byte", 10**6, 10**9)
     with pytest.raises(Bad, match=r"500 tokens, .* 3072"):
         storage.data(Subject(parse({"data": {"path": str(text / "c")}})))
 

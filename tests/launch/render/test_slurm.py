@@ -312,6 +312,7 @@ JOB = {
     "ranks_per_replica": 1,
     "train": {"steps": STEPS, "micro_batch": 2, "seq_len": 32},
     "model": {"dim": 64, "layers": 2, "heads": 2},
+    "data": {"max_bytes": 2**20},
 }
 
 

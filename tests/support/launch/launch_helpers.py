@@ -19,7 +19,8 @@ Plan = Callable[[dict[str, Any]], None]
 
 def train(folder: Path, entry: str, deadline_s: float = 120.0, code: int = 0, **settings: Any) -> RunDir:
     """Run a job of trainers whose entry is given, until it has ended with ``code``; its run directory."""
-    config = parse({"job": {"name": "job", "runs_dir": str(folder)}, **settings})
+    data = {"max_bytes": 200_000, **settings.pop("data", {})}
+    config = parse({"job": {"name": "job", "runs_dir": str(folder)}, "data": data, **settings})
     prepare_data(config)
     run = start_run(config)
     with Terminal(config, io.StringIO()) as terminal:

@@ -168,7 +168,7 @@ class Job(StartedJob):
         }
         settings |= {key.replace("__", "."): value for key, value in dotted.items()}
         config = folder / "config.yaml"
-        config.write_text("data: {path: stdlib}\n")
+        config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
         overrides = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
         self.nodes = nodes
         self.words = ["--ray-address", cluster.address, *overrides]

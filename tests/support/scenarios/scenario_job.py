@@ -55,7 +55,7 @@ class Job(StartedJob):
         settings = {**SMALL, "job.name": "job", "job.runs_dir": str(folder / "runs"), "train.steps": steps}
         settings |= {key.replace("__", "."): value for key, value in dotted.items()}
         config = folder / "config.yaml"
-        config.write_text("data: {path: stdlib}\n")
+        config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
         overrides = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
         seen = folder if holder is None else Path(f"/proc/{holder}/root{folder}")
         within = [] if holder is None else ["nsenter", "--mount", "--target", str(holder), "--"]
