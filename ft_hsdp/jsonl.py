@@ -323,13 +323,18 @@ class Queued:
         self._late = False
         self._closed = False
         self._changed = threading.Condition()
+        self._pid: int | None = None  # of the process that wrote the first line
         self._thread: threading.Thread | None = None
 
     def write(self, row: Mapping[str, object]) -> None:
         self.append(strict(row).encode() + b"\n")
 
     def append(self, line: bytes) -> None:
+        if self._pid not in (None, os.getpid()):  # a fork that prints: another thread may have had the lock
+            self._lines.append(line)
+            return
         with self._changed:
+            self._pid = os.getpid()
             if self._closed or len(self._queue) >= QUEUE:
                 self._missed += 1
                 return

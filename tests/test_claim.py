@@ -111,7 +111,7 @@ def test_of_many_that_want_a_free_folder_one_has_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in {"RENEW_S": 0.1, "LEASE_S": 1.0, "GIVEN_UP_S": 0.3, "LOOK_S": 0.02}.items():
+    for name, seconds in {"RENEW_S": 0.1, "LEASE_S": 2.0, "GIVEN_UP_S": 0.3, "LOOK_S": 0.02}.items():
         monkeypatch.setattr(claim, name, seconds)
 
 
@@ -120,7 +120,7 @@ def test_an_owner_on_another_host_lives_while_it_renews(tmp_path: Path) -> None:
     made, ended = put(tmp_path, OTHER), threading.Event()
 
     def renew() -> None:
-        while not ended.wait(0.3):
+        while not ended.wait(0.05):
             put(tmp_path, OTHER, count=time.monotonic_ns())
 
     thread = threading.Thread(target=renew)

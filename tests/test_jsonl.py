@@ -272,3 +272,18 @@ def test_a_write_that_hangs_is_done_later_and_none_waits_behind_it():
     answers.set()
     assert disk.close()
     assert done == [True]
+
+
+def test_a_fork_writes_its_lines_itself(tmp_path: Path) -> None:
+    """The lock of the thread that writes may be held at the fork, and nobody would let it go."""
+    file = tmp_path / "lines"
+    lines = Queued(file)
+    lines.append(b"1\n")
+    with lines._changed:
+        child = os.fork()
+        if child == 0:
+            lines.append(b"2\n")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+    lines.close()
+    assert file.read_bytes() == b"1\n2\n"
