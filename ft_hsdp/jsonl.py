@@ -323,32 +323,30 @@ class Queued:
         self._late = False
         self._closed = False
         self._changed = threading.Condition()
-        self._pid: int | None = None  # of the process that wrote the first line
+        self._pid = os.getpid()
         self._thread: threading.Thread | None = None
 
     def write(self, row: Mapping[str, object]) -> None:
         self.append(strict(row).encode() + b"\n")
 
     def append(self, line: bytes) -> None:
-        if self._pid not in (None, os.getpid()):  # a fork that prints: another thread may have had the lock
+        if self._pid != os.getpid():  # a fork has no thread, and another one may have held the lock for ever
             self._lines.append(line)
             return
         with self._changed:
-            self._pid = os.getpid()
             if self._closed or len(self._queue) >= QUEUE:
                 self._missed += 1
                 return
             self._queue.append(line)
             self._taken += 1
             mine = self._taken
-            # Not before the first line: a process that forks must have no threads. Its fork has none.
-            if self._thread is None or not self._thread.is_alive():
+            if self._thread is None:  # not before the first line: a process that forks must have no threads
                 self._thread = threading.Thread(target=self._run, name="log", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
             if threading.current_thread() is self._thread:
                 return  # it tells of lines that were lost
-            wait_s = 0.0 if self._late else WAIT_S
+            wait_s = 0.0 if self._late and self._written < mine - 1 else WAIT_S
             self._late = not self._changed.wait_for(lambda: self._written >= mine, wait_s)
 
     def flush(self, wait_s: float = CLOSE_S) -> bool:

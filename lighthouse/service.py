@@ -98,7 +98,7 @@ class Service:
         self._open: dict[int, asyncio.Future[Answer | Wait]] = {}  # by id of the request
         self._signature: tuple[Grant | None, Grant | None] = (None, None)  # the grant signed last, and signed
         self._reports: dict[int, Report] = {}  # the newest of each replica
-        self._unsaved: dict[int, str] = {}  # of each replica, that came while nothing could be stored
+        self._unsaved: dict[int, str] = {}  # by replica: who asked first while nothing could be stored
         self._agents: dict[int, StateAgents] = {}  # from the newest request of each replica
         self._evictions = Evictions()
         self._supervised: dict[int, float] = {}  # when the supervisor of a replica reported last

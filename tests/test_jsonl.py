@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -167,6 +168,23 @@ def test_a_disk_that_hangs_holds_up_no_control_loop(tmp_path: Path, monkeypatch:
     kept = [row["n"] for row in read_jsonl(tmp_path / "log.jsonl")]
     assert (kept[0], kept[-1]) == (0, last)
     assert sum(lost.lines for lost in told) == last + 1 - len(kept) > 0
+
+
+def test_a_disk_that_was_late_once_is_waited_for_again(tmp_path, monkeypatch) -> None:
+    """The line that a rank writes before it ends is in its log when the call returns."""
+    real = os.write
+
+    def after(pause_s: float) -> Answer:
+        return lambda descriptor, data: time.sleep(pause_s) or real(descriptor, data)
+
+    Disk(monkeypatch, after(0.4), after(0.05), after(0.05))
+    log = Queued(tmp_path / "log.jsonl")
+    log.write({"n": 0})
+    assert log.flush()
+    for n in (1, 2):
+        log.write({"n": n})
+        assert [row["n"] for row in read_jsonl(tmp_path / "log.jsonl")] == list(range(n + 1))
+    log.close()
 
 
 def test_a_journal_without_a_disk_still_tells_who_listens(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ from ft_hsdp.ftar.group import Group, GroupEvents
 from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.ftar.transport.arena import Arena
 from ft_hsdp.jsonl import Journal
+from ft_hsdp.lifetime import leave
 from ft_hsdp.protocol import (
     QuorumRequest,
     RankAlive,
@@ -287,8 +288,7 @@ class RankRuntime:
             self._journal.event("RankEnded", reason, code=code)
         with contextlib.suppress(OSError):
             sys.stderr.write(f"{reason}\n")  # the last line of its log is what the supervisor tells
-            sys.stderr.flush()
-        os._exit(code)
+        leave(code)
 
     def _take(self, order: object) -> None:
         if isinstance(order, RankAlive):

@@ -35,6 +35,7 @@ from ft_hsdp.config.entry import anchored, is_function, stamped, title
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, FtHsdpError, one_line
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.rank_end import Cause
+from ft_hsdp.lifetime import leave
 from ft_hsdp.train import trainer
 from ft_hsdp.train.device import prepare
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource
@@ -168,7 +169,7 @@ def _watch(name: str, start_s: float) -> None:
             return
         faulthandler.dump_traceback(all_threads=True)
         _say(f"{name} has not called ft_hsdp.join() within {start_s:g} s (timeouts.start_s)")
-        os._exit(EXIT_RETRYABLE)
+        leave(EXIT_RETRYABLE)
 
     timer = threading.Timer(start_s, late)
     timer.daemon = True

@@ -40,7 +40,7 @@ from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError, one_line
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.run.directory import open_log
-from ft_hsdp.lifetime import die_with, forgiving, outlive_notices, stop_signals, wear
+from ft_hsdp.lifetime import die_with, forgiving, leave, outlive_notices, stop_signals, wear
 from ft_hsdp.train.identity import FATAL_VARIABLE, HOST_VARIABLE, HOSTS_VARIABLE, IncarnationSource
 
 Entry = Callable[[configuration.Config, IncarnationSource, Path], int]
@@ -190,10 +190,7 @@ class Zygote:
             self._tell(request, ours, error)
             traceback.print_exc()
         finally:
-            with contextlib.suppress(OSError, ValueError):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code)
+            leave(code)
 
     def _tell(self, request: dict[str, Any], line: AssignmentLine, error: BaseException) -> None:
         """In the rank: write down which error ends it, if it is a rank of an incarnation."""
