@@ -26,8 +26,14 @@ from ft_hsdp.config import Config, load, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir, find_run
 from ft_hsdp.state.checkpoint import catalog, dcp
-from ft_hsdp.state.checkpoint.catalog import PUBLISHED, Checkpoint, Found, SkippedCheckpoint
-from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, Unauthentic, Unusable
+from ft_hsdp.state.checkpoint.catalog import Checkpoint, Found, SkippedCheckpoint
+from ft_hsdp.state.checkpoint.checkpoint_manifest import (
+    PUBLISHED,
+    CheckpointManifest,
+    Stored,
+    Unauthentic,
+    Unusable,
+)
 from ft_hsdp.state.replica_group import Failed
 from ft_hsdp.train.fsdp.frozen import content_digest
 from ft_hsdp.train.fsdp.moving_buffers import STATES

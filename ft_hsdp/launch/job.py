@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
@@ -31,6 +30,7 @@ from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from ft_hsdp.lifetime import stop_signals
+from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, PUBLISHED
 from lighthouse.http.access import page_link
 
 TICK_S = 0.1  # between two reads of the logs
@@ -197,8 +197,8 @@ class JobRun:
 
         Where this process has never seen one, because their folder is on other machines, the log counts.
         """
-        whole = [file.parent.name for file in self._checkpoints.glob("*/manifest.json") if file.is_file()]
-        named = filter(None, (re.match(r"step-(\d+)-epoch-(\d+)-", name) for name in whole))
+        whole = [file.parent.name for file in self._checkpoints.glob(f"*/{MANIFEST}") if file.is_file()]
+        named = filter(None, map(PUBLISHED.fullmatch, whole))
         places = sorted((int(name[2]), int(name[1])) for name in named)
         logged = [] if self._seen or self._written is None else [self._written]
         return [*(step for _, step in places), *logged]

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from ft_hsdp.errors import one_line
+
 TIMEOUT_S = 600.0  # the longest wait of a rank for another, whose disk may be slow
 
 SHOWN = 500  # characters of an error message that are passed on
@@ -106,9 +108,9 @@ def _attempt(work: Callable[[], Any]) -> bytes:
     try:
         return json.dumps({"done": work()}).encode()
     except Exception as error:  # the other ranks must learn of it
-        return json.dumps({"error": one_line(error)}).encode()
+        return json.dumps({"error": in_short(error)}).encode()
 
 
-def one_line(error: Exception) -> str:
+def in_short(error: Exception) -> str:
     """Return the message of ``error``, or else its type, on one line of at most `SHOWN` characters."""
-    return " ".join((str(error) or type(error).__name__).split())[:SHOWN]
+    return one_line(str(error) or type(error).__name__)[:SHOWN]

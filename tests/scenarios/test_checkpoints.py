@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from ft_hsdp.launch.run.status import status
 from ft_hsdp.mounts import Ability
 from ft_hsdp.state.checkpoint import catalog
 from tests.support.os_faults import MODULE, POOR
-from tests.support.scenarios.scenario_job import Job, check
+from tests.support.scenarios.scenario_job import Job, check, own_disk
 
 pytestmark = pytest.mark.proof
 
@@ -234,22 +231,7 @@ def test_the_final_state_is_written_all_the_same(tmp_path: Path, replicas: int) 
 # The disk of the run directory is full while a job trains: it costs lines, which are told, and nothing else.
 
 
-SIZE = "24m"
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[int]:
-    """A file system of `SIZE` at ``folder`` that only a process and its children see: the pid of that process."""
-    folder.mkdir()
-    script = 'mount -t tmpfs -o size=$1 small "$2" && echo ready && exec sleep 600'
-    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", SIZE, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "ready\n"
-            yield holder.pid
-        finally:
-            holder.kill()
+SMALL = 'mount -t tmpfs -o size=24m small "$1"'
 
 
 def fill(file: Path) -> None:
@@ -266,7 +248,7 @@ def fill(file: Path) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
 def test_training_goes_on_and_what_the_logs_lack_is_told(tmp_path: Path) -> None:
     steps = 90
-    with small_disk(tmp_path / "runs") as holder, Job(tmp_path, steps, holder) as job:
+    with own_disk(tmp_path / "runs", SMALL) as holder, Job(tmp_path, steps, holder) as job:
 
         def step() -> int:
             """The newest step, as the lighthouse knows it: no file can tell it."""
@@ -292,7 +274,7 @@ def test_training_goes_on_and_what_the_logs_lack_is_told(tmp_path: Path) -> None
 def test_a_lighthouse_decides_on_a_full_disk(tmp_path: Path) -> None:
     """A rank is killed on a full disk that stays full: a new epoch is granted, the replica heals, the job ends."""
     steps = 90
-    with small_disk(tmp_path / "runs") as holder, Job(tmp_path, steps, holder) as job:
+    with own_disk(tmp_path / "runs", SMALL) as holder, Job(tmp_path, steps, holder) as job:
         job.until(lambda: job.step() >= 10, "step 10")
         fill(job.run.parent / "filler")
         job.signal(1, 1, signal.SIGKILL)

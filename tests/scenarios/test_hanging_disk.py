@@ -9,26 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.scenarios.scenario_job import Job, check
+from tests.support.scenarios.scenario_job import Job, check, own_disk
 
+MOUNT = 'truncate -s 200M "$1.img" && mkfs.ext4 -q "$1.img" && mount -o loop "$1.img" "$1"'
 HANG_S = 13.0  # longer than a silent lighthouse or a silent replica is waited for
-
-
-@contextmanager
-def disk(folder: Path) -> Iterator[int]:
-    """A disk at ``folder`` that only a process and its children see: the pid of that process."""
-    folder.mkdir()
-    made = 'truncate -s 200M "$1" && mkfs.ext4 -q "$1" && mount -o loop "$1" "$2"'
-    script = f"{made} && echo ready && exec sleep 600"
-    image = str(folder.parent / "disk.img")
-    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", image, str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
-        try:
-            assert holder.stdout is not None
-            assert holder.stdout.readline() == "ready\n"
-            yield holder.pid
-        finally:
-            holder.kill()
 
 
 @contextmanager
@@ -48,7 +32,7 @@ def frozen(holder: int, folder: Path) -> Iterator[None]:
 def test_no_step_waits_and_nobody_is_suspected(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     kept = {"checkpoint.dir": str(runs / "kept"), "checkpoint.every": 10}
-    with disk(runs) as holder, Job(tmp_path, 10_000, holder, ranks_per_replica=1, **kept) as job:
+    with own_disk(runs, MOUNT) as holder, Job(tmp_path, 10_000, holder, ranks_per_replica=1, **kept) as job:
         job.until(lambda: job.step() >= 15, "step 15")
         began = time.time()
         with frozen(holder, runs):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from ft_hsdp.jsonl import open_regular
 from ft_hsdp.state.checkpoint import checkpoint_manifest, dcp
 from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     MANIFEST,
+    PUBLISHED,
     CheckpointManifest,
     File,
     Frozen,
@@ -47,7 +47,6 @@ from ft_hsdp.state.transfer.shard_manifest import Layout
 KEY = "checkpoint.dir"  # the configuration key that errors name
 MAX_MANIFEST = 64 << 20  # bytes
 MAX_READERS = 8  # files that are verified at a time
-PUBLISHED = re.compile(r"step-(\d{1,19})-epoch-(\d{1,19})-([A-Za-z0-9._-]{1,128})")
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ OF_BATCHES = 2  # read too: moreover, its ledger counts batches
 MAX_SIZE = 2**20  # data ranks of a replica, and micro-batches of one
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # DCP's index, for torch's tools; never read here
+PUBLISHED = re.compile(r"step-(\d{1,19})-epoch-(\d{1,19})-([A-Za-z0-9._-]{1,128})")  # name of a folder
 _FILE = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp")
 
 

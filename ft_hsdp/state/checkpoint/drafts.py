@@ -28,8 +28,14 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import open_regular
 from ft_hsdp.mounts import sync_names
 from ft_hsdp.state.checkpoint import checkpoint_manifest
-from ft_hsdp.state.checkpoint.catalog import PUBLISHED, entries, manifest_of, published
-from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, METADATA, CheckpointManifest, Unusable
+from ft_hsdp.state.checkpoint.catalog import entries, manifest_of, published
+from ft_hsdp.state.checkpoint.checkpoint_manifest import (
+    MANIFEST,
+    METADATA,
+    PUBLISHED,
+    CheckpointManifest,
+    Unusable,
+)
 
 _WRITING, _REMOVING = ".writing-", ".removing-"
 

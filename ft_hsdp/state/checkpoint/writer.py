@@ -31,7 +31,7 @@ from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     TensorPiece,
 )
 from ft_hsdp.state.checkpoint.drafts import Draft, sweep
-from ft_hsdp.state.replica_group import Failed, ReplicaGroup, one_line
+from ft_hsdp.state.replica_group import Failed, ReplicaGroup, in_short
 from ft_hsdp.state.transfer.shard_manifest import Layout
 
 
@@ -220,7 +220,7 @@ class Checkpointer:
             try:
                 outcome = self._write(request)
             except Exception as error:  # training goes on without checkpoints
-                self._lost = self._lost or one_line(error)
+                self._lost = self._lost or in_short(error)
                 outcome = CheckpointNotPublished(request.header.state, f"the ranks lost each other: {self._lost}")
             self._resolve(request, outcome)
 
@@ -244,7 +244,7 @@ class Checkpointer:
         try:
             agreed = newest.place if self._lost else self._newest(newest.place)
         except RuntimeError as error:
-            self._lost = one_line(error)
+            self._lost = in_short(error)
             agreed = newest.place
         with self._changed:
             self._changed.wait_for(
@@ -284,7 +284,7 @@ class Checkpointer:
             begun = ranks.on_all(begin)
             if any(each != begun[0] for each in begun):
                 why = Failed(f"the ranks were given different states: {begun}")
-                return CheckpointNotPublished(header.state, one_line(why))
+                return CheckpointNotPublished(header.state, in_short(why))
             assert buffer is not None
             views = dcp.views(self._layout, self._live, buffer, ranks)
             pieces = dcp.save(draft.path, views, dcp.stored(self._layout), ranks)
@@ -297,7 +297,7 @@ class Checkpointer:
             manifest = self._manifest(header, files, pieces)
             published = ranks.on_rank_zero(lambda: self._publish(draft, manifest))
         except Failed as failed:
-            return CheckpointNotPublished(header.state, one_line(failed))
+            return CheckpointNotPublished(header.state, in_short(failed))
         finally:
             draft.discard()
         removed, trouble = tuple(published["removed"]), str(published["trouble"])

@@ -32,7 +32,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.recovery import Holding, Recoverable, rung
-from ft_hsdp.state.checkpoint import catalog
+from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import fetch, reshape
@@ -165,7 +165,7 @@ class Restoration:
             names = [path.name for path in catalog.published(self._checkpoints.folder)]
         except ConfigError:
             return True  # all ranks say so when they read it
-        named = catalog.PUBLISHED.fullmatch(names[0]) if names else None
+        named = checkpoint_manifest.PUBLISHED.fullmatch(names[0]) if names else None
         return named is not None and (int(named[2]), int(named[1])) > (plan.state.commit_epoch, plan.state.step)
 
     # From memory.

@@ -5,9 +5,11 @@ import json
 import os
 import signal
 import sqlite3
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,21 @@ HARD = {
     "data__assignment": "global",
 }
 DEADLINE_S = 240.0
+
+
+@contextmanager
+def own_disk(folder: Path, mount: str) -> Iterator[int]:
+    """A file system that ``mount`` mounts at $1, for a process and its children alone: the pid of that process."""
+    folder.mkdir()
+    script = f"{mount} && echo ready && exec sleep 600"
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "ready\n"
+            yield holder.pid
+        finally:
+            holder.kill()
 
 
 class Job(StartedJob):
