@@ -6,11 +6,11 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
+
+from tests.support.running import running
 
 MARK = "FT_HSDP_TEST_MARK"
 TORCH = "torchinductor"  # a folder that torch makes as soon as it is imported
@@ -34,9 +34,4 @@ def _nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _marked(mark: str) -> list[list[str]]:
     """The command lines of processes that run with this mark in their environment."""
-    found: list[list[str]] = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.cmdline())
-    return found
+    return list(running(mark=(MARK, mark)).values())

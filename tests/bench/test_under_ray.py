@@ -8,12 +8,12 @@ import time
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
 
 from benchmarks import under_ray
 from ft_hsdp.bench.jobs import Setup
 from ft_hsdp.bench.results import ProgressLog, spread
+from tests.support.running import running
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,9 +59,8 @@ def test_a_cluster_ends_with_the_bench() -> None:
             for line in process.stderr:
                 if ", ray: a step of" in line:  # the next turn is Ray's as well
                     break
-            below = psutil.Process(process.pid)
             deadline = time.monotonic() + 60
-            while not any("RankActor" in " ".join(child.cmdline()) for child in below.children(recursive=True)):
+            while not any("RankActor" in " ".join(line) for line in running(process.pid).values()):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             process.send_signal(signal.SIGINT)

@@ -8,7 +8,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ft_hsdp.config import parse
@@ -18,6 +17,7 @@ from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet,
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json, write_job_files
 from ft_hsdp.launch.run.status import lines, status
 from tests.support.etcd_server import EtcdServer
+from tests.support.running import running
 from tests.support.waiting import async_until
 
 pytestmark = pytest.mark.multiproc
@@ -32,8 +32,7 @@ def fleet(folder: Path, **lighthouse: Any) -> tuple[LighthouseFleet, RunDir, lis
 
 def processes(run: RunDir) -> set[int]:
     """The pids of all lighthouses of a run that live, the spare one included."""
-    children = [p.as_dict(["pid", "cmdline"]) for p in psutil.Process().children(recursive=True)]
-    return {p["pid"] for p in children if str(run.path) in (p["cmdline"] or ())}  # None: it is a zombie
+    return {process.pid for process, line in running(os.getpid()).items() if str(run.path) in line}
 
 
 @pytest.mark.proof

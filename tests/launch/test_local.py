@@ -9,7 +9,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ft_hsdp.config import Config, parse
@@ -21,6 +20,7 @@ from ft_hsdp.launch.run.directory import read_json, read_jsonl
 from ft_hsdp.launch.run.status import status
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
+from tests.support.running import run_by
 from tests.support.waiting import async_until
 
 KILL = {"at_step": 8, "replicas": [1], "rank": 1}
@@ -62,9 +62,7 @@ class Fake:
         return max((int(row["step"]) for row in rows if row["t"] <= t), default=0)
 
     def nothing_runs(self) -> bool:
-        return not [
-            p.pid for p in psutil.process_iter(["cmdline"]) if str(self.run.path) in (p.info["cmdline"] or [])
-        ]
+        return not run_by(str(self.run.path))
 
 
 async def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None:

@@ -72,11 +72,8 @@ def lighthouse_looked_at_from_anywhere(cluster: Cluster) -> None:
 
 
 def secrets_are_kept(cluster: Cluster, job: Job) -> None:
-    ours = [
-        p
-        for p in cluster.processes()
-        if "ft_hsdp.launch.backend.zygote" in p.cmdline() or "lighthouse" in p.cmdline()
-    ]
+    modules = {"ft_hsdp.launch.backend.zygote", "lighthouse"}
+    ours = [process for process, line in cluster.processes().items() if modules & {*line}]
     assert len(ours) >= 7  # three fork servers, their ranks, the lighthouse
     for process in ours:
         assert cluster.token not in process.environ().values()
@@ -211,8 +208,8 @@ def agent_of(cluster: Cluster, replica: int, host: str) -> int:
     words = ["--replica", str(replica), "--name", host]
     found = [
         process
-        for process in cluster.processes()
-        if "ft_hsdp.state.agent.server" in (line := process.cmdline()) and all(word in line for word in words)
+        for process, line in cluster.processes().items()
+        if "ft_hsdp.state.agent.server" in line and all(word in line for word in words)
     ]
     assert len(found) == 1, found
     return found[0].pid

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.running import running
 from tests.support.scenarios.scenario_job import ROOT, Job
 from tests.support.waiting import until
 from tests.support.warm import COLD
@@ -24,9 +25,9 @@ def _as_users_start_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def command_lines(job: Job) -> str:
     """What everybody on this machine may read of the job's processes."""
     lines = []
-    for process in psutil.Process(job.process.pid).children(recursive=True):
+    for process, line in running(job.process.pid).items():
         try:
-            lines += [*process.cmdline(), process.name()]
+            lines += [*line, process.name()]
         except psutil.Error:
             continue
     return "\n".join(lines)

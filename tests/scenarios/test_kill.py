@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.running import running
 from tests.support.scenarios.scenario_job import HARD, Job, check
 from tests.support.warm import COLD
 
@@ -234,16 +235,19 @@ FORK_STEPS = 40
 
 def fork_server(job: Job) -> int:
     """Its pid: the one of the launcher's children that leads a session and runs the module."""
-    children = psutil.Process(job.process.pid).children()
     (server,) = [
-        c.pid for c in children if "ft_hsdp.launch.backend.zygote" in c.cmdline() and os.getsid(c.pid) == c.pid
+        process.pid
+        for process, line in running(job.process.pid).items()
+        if "ft_hsdp.launch.backend.zygote" in line
+        and process.ppid() == job.process.pid
+        and os.getsid(process.pid) == process.pid
     ]
     return server
 
 
 def agents(job: Job) -> set[int]:
-    below = psutil.Process(job.process.pid).children(recursive=True)
-    return {c.pid for c in below if "ft_hsdp.state.agent.server" in c.cmdline()}
+    below = running(job.process.pid)
+    return {process.pid for process, line in below.items() if "ft_hsdp.state.agent.server" in line}
 
 
 @pytest.mark.proof

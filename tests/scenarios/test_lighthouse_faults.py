@@ -17,6 +17,7 @@ import pytest
 
 from lighthouse.http.access import view_key
 from tests.support.etcd_server import EtcdServer
+from tests.support.running import running
 from tests.support.scenarios.scenario_job import HARD, Job, check, everything_is_told
 
 AWAY_S = 2.0
@@ -31,12 +32,10 @@ def keep_away(job: Job, seconds: float) -> None:
     """SIGKILL the lighthouse, and each that is started in its place, for so long."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        for process in psutil.Process(job.process.pid).children(recursive=True):
-            try:
-                if "lighthouse" in process.cmdline():  # as a module's name; a spare, too
+        for process, line in running(job.process.pid).items():
+            if "lighthouse" in line:  # as a module's name; a spare, too
+                with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            except psutil.Error:
-                continue
         time.sleep(0.01)
 
 

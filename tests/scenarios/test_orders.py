@@ -21,6 +21,7 @@ from ft_hsdp.launch.run.status import status
 from ft_hsdp.state.checkpoint import catalog
 from tests.support.aborted import aborted
 from tests.support.lighthouse.signed import BlockingProof
+from tests.support.running import run_by, running
 from tests.support.scenarios.scenario_job import Job, check
 from tests.support.torchrun_job import TorchrunJob
 
@@ -30,10 +31,7 @@ STEPS = 1500
 
 
 def nothing_runs(job: Job) -> None:
-    of_run = (
-        p for p in psutil.process_iter(["cmdline"]) if any(str(job.run) in w for w in p.info["cmdline"] or ())
-    )
-    left = [p.cmdline() for p in of_run]
+    left = run_by(str(job.run))
     assert not left, left
 
 
@@ -237,8 +235,8 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
         assert left["kind"] == "stopped"
         assert [(e["code"], e["final"]) for e in job.events("Ended", replica=1)] == [(0, False)]
         # The order outlives the lighthouse.
-        for process in psutil.Process(job.process.pid).children(recursive=True):
-            if process.cmdline()[1:3] == ["-m", "lighthouse"]:
+        for process, line in running(job.process.pid).items():
+            if line[1:3] == ["-m", "lighthouse"]:
                 process.kill()
         job.until(lambda: job.events("LighthouseExited", over=True), "another lighthouse")
         after(job, 20)

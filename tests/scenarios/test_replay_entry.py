@@ -3,7 +3,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ft_hsdp.errors import EXIT_CONFIG
@@ -12,6 +11,7 @@ from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.recorder import commits_of
 from tests.scenarios.test_shrink import SAFE, beside, shrunk, together, widths
 from tests.scenarios.test_units import AT, GLOBAL, SAME_STEP, kill
+from tests.support.running import run_by
 from tests.support.scenarios.scenario_job import ROOT, Job, check
 from tests.support.slow_script import LOSS, write_slow_script
 
@@ -117,7 +117,7 @@ def test_replicas_of_unequal_width_are_repeated_by_ranks_of_each_width(tmp_path:
         refused = subprocess.run(job.replay_command(), capture_output=True, text=True, timeout=120)
         assert refused.returncode == EXIT_CONFIG
         assert "OSError: no such data" in refused.stderr.splitlines()[-1]
-        assert not [p for p in psutil.process_iter(["cmdline"]) if str(job.run) in (p.info["cmdline"] or ())]
+        assert not run_by(str(job.run))
         fails.unlink()
         rows = commits_of(RunDir(job.run.resolve()))
         narrow = [row["step"] for row in rows if row.get("ring_widths") and len(row["contributors"]) == 2]

@@ -5,10 +5,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.scenarios.test_kill import kill_one
+from tests.support.running import run_by
 from tests.support.scenarios.scenario_job import Job, check
 
 WARM = "from a spare"
@@ -35,9 +35,7 @@ def starts(job: Job, replica: int) -> list[dict[str, Any]]:
 def settle(job: Job, summary: dict[str, Any], steps: int) -> None:
     """What must hold at the end; no process of the run is left."""
     check(summary, steps)
-    ours = str(job.run)
-    left = [p.pid for p in psutil.process_iter(["cmdline"]) if ours in (p.info["cmdline"] or [])]
-    assert not left
+    assert not run_by(str(job.run))
     called = [tuple(e["pids"]) for e in job.events("ReplicaStarted", how=WARM)]
     assert len(set(called)) == len(called), "a spare was called twice"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from tests.support.running import running
 from tests.support.started_job import StartedJob
 
 ROOT = Path(__file__).parents[3]
@@ -97,24 +98,16 @@ class Cluster:
         (node,) = [node for actor, node in self.ask()["pids"].items() if actor in above]
         return int(node)
 
-    def processes(self) -> list[psutil.Process]:
-        """All that were started from here and run, zombies apart."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+    def processes(self) -> dict[psutil.Process, list[str]]:
+        """All that were started from here and run, with their command lines."""
+        return running(mark=(MARK, self.mark))
 
     def ours(self) -> list[str]:
         """The commands among them that run a module of ours."""
-        commands = []
-        for process in self.processes():
-            with contextlib.suppress(psutil.Error):
-                words = process.cmdline()
-                if {word.partition(".")[0] for word in words} & {"ft_hsdp", "lighthouse"}:
-                    commands.append(" ".join(words))
-        return commands
+        names = {"ft_hsdp", "lighthouse"}
+        return [
+            " ".join(line) for line in self.processes().values() if names & {w.partition(".")[0] for w in line}
+        ]
 
     def close(self) -> None:
         """End all nodes; whatever is left of them is killed."""
