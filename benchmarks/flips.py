@@ -219,8 +219,7 @@ class _Agent:
         self.store = SnapshotStore(replica, host)
         owner = Owner(0, 1, NBYTES)
         if keeps_for_others:
-            self.key = replica, owner.rank
-            self.store.admit_copy(replica, owner, 1, None)
+            self.key = self.store.admit_copy(replica, owner, 1, None)
         else:
             self.key = self.store.admit(owner)
         self._copy = keeps_for_others
@@ -233,10 +232,7 @@ class _Agent:
 
     def keep(self, content: bytes | bytearray, manifest: bytes) -> None:
         """Keep a shard as complete, whatever its bytes are."""
-        number = self.store.stage(self.key, STATE, copy=self._copy)
-        if number is None:
-            self.store.grow(self.key)
-            number = self.store.stage(self.key, STATE, copy=self._copy)
+        number = self.store.allocate(self.key, STATE, copy=self._copy)
         assert number is not None
         os.pwrite(self.store.slots(self.key)[number], content, 0)
         self.store.staged(self.key, STATE, manifest)

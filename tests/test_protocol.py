@@ -248,10 +248,10 @@ def test_messages_of_the_state_agent_are_checked_as_all_are() -> None:
     take = messages.Take(StateId(1, 2, "a"))
     data = messages.frame(take)[protocol.LENGTH.size :]
     assert json.loads(data)["type"] == "Take"
-    assert messages.decode(data, messages.Take) == messages.decode(data, *messages.ORDERS) == take
+    assert messages.decode(data, messages.Take) == messages.decode(data, *messages.ORDERS["snapshots"]) == take
     with pytest.raises(ProtocolViolation, match="'Take' is not expected here"):
-        messages.decode(data, messages.Done, messages.Busy)
-    for expected in (messages.ORDERS, (messages.Pin,)):
+        messages.decode(data, messages.Done, messages.OrderRefused)
+    for expected in (messages.ORDERS["snapshots"], (messages.Pin,)):
         with pytest.raises(ProtocolViolation, match=r"Pin: .*seconds"):
             messages.decode(data.replace(b'"Take"', b'"Pin"'), *expected)
         with pytest.raises(ProtocolViolation, match=f"allowed: {messages.MAX_MESSAGE}"):

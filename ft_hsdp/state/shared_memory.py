@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.memory.shape import Extent
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import HeldShard, ShardManifest
 
@@ -95,24 +96,26 @@ def protect(data: Bytes, *, writable: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServedSnapshot:
-    """A complete snapshot of one rank, borrowed from a `SnapshotSource`."""
+    """A complete snapshot of one rank, or a part of it or a slice, borrowed from a `SnapshotSource`."""
 
-    fd: int  # a memfd of at least ``nbytes`` bytes, which do not change while it is borrowed
+    fd: int  # a memfd whose bytes do not change while it is borrowed
     nbytes: int
     manifest: bytes  # from `shard_manifest.encode`, with checksums
     digest: str  # of the manifest, 64 hex digits
+    extents: tuple[Extent, ...] = ()  # of a part: where its bytes lie in the memfd; (): from its begin on
 
 
 class SnapshotSource(Protocol):
-    """Complete snapshots by state and rank. Thread-safe."""
+    """Complete snapshots by state and rank, and slices of block stores by store and number. Thread-safe."""
 
     def borrow(
-        self, state: StateId, rank: int, ranks: int | None = None, *, verify: bool = True
+        self, content: StateId | str, rank: int, ranks: int | None = None, *, verify: bool = True
     ) -> ServedSnapshot | None:
-        """Return the snapshot of ``state`` and ``rank``, or None if it is not here (yet).
+        """Return the snapshot of a state and ``rank``, or None if it is not here (yet).
 
-        It is of a replica of ``ranks`` ranks; None: of any. Its bytes do not change until `give_back`. Blocks
-        while its checksums are compared. Without ``verify`` they are not, because the reader compares them.
+        Or the slice ``rank`` of a store. It is of a replica of ``ranks`` ranks; None: of any. Its bytes do not
+        change until `give_back`. Blocks while its checksums are compared. Without ``verify`` they are not, because
+        the reader compares them.
         """
         ...
 
@@ -120,23 +123,13 @@ class SnapshotSource(Protocol):
         """End the borrow that returned ``served``. Call it once for each."""
         ...
 
-    def drop_damaged(self, served: ServedSnapshot, state: StateId, error: Exception) -> None:
-        """Drop a borrowed snapshot of ``state``, whose bytes changed as ``error`` says. It stays borrowed."""
+    def drop_damaged(self, served: ServedSnapshot, content: StateId | str, error: Exception) -> None:
+        """Drop what is borrowed, whose bytes changed as ``error`` says. It stays borrowed."""
         ...
 
     def held(self) -> Sequence[HeldShard]:
         """Return the complete snapshots that can be borrowed. Does not compare their checksums."""
         ...
-
-
-class SliceSource(Protocol):
-    """Complete slices of stores of blocks, by store and number. Thread-safe."""
-
-    def borrow(self, store: str, number: int) -> ServedSnapshot | None:
-        """Return a slice, or None if it is not here. Its bytes do not change until `give_back`."""
-        ...
-
-    def give_back(self, served: ServedSnapshot) -> None: ...
 
 
 class SnapshotBuffer:
@@ -193,11 +186,11 @@ class InMemorySnapshots:
                 del self._held[key]
 
     def borrow(
-        self, state: StateId, rank: int, ranks: int | None = None, *, verify: bool = True
+        self, content: StateId | str, rank: int, ranks: int | None = None, *, verify: bool = True
     ) -> ServedSnapshot | None:
         with self._lock:
             found = (
-                each for key, each in self._held.items() if key[:2] == (state, rank) and ranks in (None, key[2])
+                each for key, each in self._held.items() if key[:2] == (content, rank) and ranks in (None, key[2])
             )
             held = next(found, None)
             if held is None:
@@ -209,7 +202,7 @@ class InMemorySnapshots:
         """Return (): who fetches from here knows what is offered."""
         return ()
 
-    def drop_damaged(self, served: ServedSnapshot, state: StateId, error: Exception) -> None:
+    def drop_damaged(self, served: ServedSnapshot, content: StateId | str, error: Exception) -> None:
         with self._lock:
             for key in [key for key, (held, _) in self._held.items() if held is served]:
                 del self._held[key]

@@ -72,7 +72,7 @@ from ft_hsdp.train.loop.user_loop import Pauses
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.rank_zero import Bus, OtherRank, RankZero, ReplicaFacts, same_data
 from ft_hsdp.train.state.copies import CopyKeeper, SpanWatch
-from ft_hsdp.train.state.copy_plan import CopiedShard, room
+from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlanner, room
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
 
@@ -175,18 +175,15 @@ class RankRuntime:
             self._snapshots_failed,
             timeouts.agent_answer_s,
         )
+        copied, limit_s = config.state.snapshot == "every_step", config.ftar.timeout_s
+        planner = CopyPlanner(identity.replica, place.rank, config.memory, self._shards, limit_s, copied)
         self.copies = CopyKeeper(
-            identity.replica,
-            place.rank,
-            config.memory,
+            planner,
             config.replicas,
-            self._shards,
             self.snapshots,
             self._journal,
             lambda error: self.end(str(error), error.exit_code),
-            config.ftar.timeout_s,
-            copied=config.state.snapshot == "every_step",
-            first_life=not identity.predecessors,
+            not identity.predecessors,
         )
         self.spans = SpanWatch(self.model.watch, self.snapshots, self._journal)
         self._call(self._open(identity))

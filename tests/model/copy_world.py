@@ -175,7 +175,7 @@ class _Slots(SnapshotSlots):
             sorted(
                 (
                     slot.phase.value,
-                    (slot.state.commit_epoch, slot.state.step) if slot.state else None,
+                    (slot.state.commit_epoch, slot.state.step) if isinstance(slot.state, StateId) else None,
                     order.get(slot.number, 0),
                     slot.settled,
                     slot.passed,

@@ -19,7 +19,6 @@ import pytest
 from ft_hsdp import address, caller_gate, handshake, protocol
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.agent import client, messages, server, starter
-from ft_hsdp.state.agent.blocks import SliceStore
 from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Recall, Welcome
@@ -378,9 +377,7 @@ def holdings() -> Iterator[SnapshotStore]:
     with server.listen(TOKEN, REPLICA) as sock:
         loop = asyncio.new_event_loop()
         serve = loop.create_task(
-            AgentListener(
-                sock, TOKEN, holdings, CopyFetcher(holdings, TOKEN), SliceStore(holdings), "here:1"
-            ).serve()
+            AgentListener(sock, TOKEN, holdings, CopyFetcher(holdings, TOKEN), "here:1").serve()
         )
         thread = threading.Thread(target=_until_cancelled, args=(loop, serve))
         thread.start()
@@ -398,10 +395,6 @@ def stranger() -> Iterator[socket.socket]:
         yield sock
 
 
-def line_to(sock: socket.socket) -> client.AgentSocket:
-    return client.AgentSocket(sock, end=time.monotonic() + 10)
-
-
 def hung_up_on(sock: socket.socket) -> bool:
     with suppress(ConnectionResetError):
         while sock.recv(4096):
@@ -409,11 +402,10 @@ def hung_up_on(sock: socket.socket) -> bool:
     return True
 
 
-def greet(sock: socket.socket, token: str, nbytes: int = 100) -> client.AgentSocket:
+def greet(sock: socket.socket, token: str, nbytes: int = 100, line: messages.Line = "snapshots") -> None:
     handshake.call_blocking(sock, token, Purpose.AGENT)
-    line = line_to(sock)
-    assert line.ask(Hello(0, 2, nbytes), Welcome) == Welcome("here:1")
-    return line
+    connection = client.AgentSocket(sock, end=time.monotonic() + 10)
+    assert connection.ask(Hello(0, 2, nbytes, line), Welcome) == Welcome("here:1")
 
 
 def test_the_name_tells_nothing_and_differs_by_token_replica_and_host():
@@ -439,11 +431,11 @@ def test_who_does_not_know_the_token_is_not_let_in(caplog: pytest.LogCaptureFixt
 def test_who_hangs_up_leaves_its_slots_for_the_next(holdings: SnapshotStore):
     rank = connect(REPLICA)
     assert rank.stage(state(1)) is not None
-    before = holdings.slots((0, 0))
+    before = holdings.slots((0, 0, 2))
     rank.close()
     rank = connect(REPLICA)
     assert rank.stage(state(2)) is not None
-    assert holdings.slots((0, 0)) == before
+    assert holdings.slots((0, 0, 2)) == before
     rank.close()
 
 
@@ -459,7 +451,7 @@ def test_who_hangs_up_leaves_its_slots_for_the_next(holdings: SnapshotStore):
             b'{"type": "Pin", "body": {"state": {"commit_epoch": 1, "step": 1, "lineage": ""}, "seconds": NaN}}'
         ),
         protocol.framed(b'{"type": "Staged", "body": {"state": {"commit_epoch": 1, "step": 2, "lineage": ""}}}')
-        + struct.pack("!I", messages.MAX_HEADER + 1),
+        + struct.pack("!I", messages.MAX_MESSAGE + 1),
     ],
 )
 def test_a_rank_that_talks_nonsense_loses_its_connection_and_nothing_else(noise: bytes):
@@ -477,18 +469,19 @@ def test_a_rank_that_talks_nonsense_loses_its_connection_and_nothing_else(noise:
 
 @pytest.mark.usefixtures("holdings")
 @pytest.mark.parametrize(
-    "noise",
+    ("line", "noise"),
     [
-        messages.frame(Recall()),
-        messages.frame(messages.WatchCopies(0)),
-        protocol.framed(b'{"type": "AwaitCopies", "body": {"state": [], "wait_s": 1}}'),
-        messages.frame(messages.AwaitCopies(state(1), -1.0)),
+        ("copies", messages.frame(Recall())),
+        ("copies", messages.frame(Hello(0, 2, 100))),
+        ("copies", protocol.framed(b'{"type": "AwaitCopies", "body": {"state": [], "wait_s": 1}}')),
+        ("copies", messages.frame(messages.AwaitCopies(state(1), -1.0))),
+        ("blocks", messages.frame(messages.Forget())),
+        ("snapshots", messages.frame(messages.DropSlices("0" * 32, ()))),
     ],
 )
-def test_who_watches_copies_can_do_nothing_else(noise: bytes):
+def test_a_connection_is_for_one_thing(line: messages.Line, noise: bytes):
     with stranger() as sock:
-        handshake.call_blocking(sock, TOKEN, Purpose.AGENT)
-        assert line_to(sock).ask(messages.WatchCopies(0), Done) == Done()
+        greet(sock, TOKEN, line=line)
         sock.sendall(noise)
         assert hung_up_on(sock)
     connect(REPLICA).close()

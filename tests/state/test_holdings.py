@@ -11,9 +11,9 @@ import pytest
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.transfer import donor_connection, shard_manifest
-from ft_hsdp.state.transfer.donor_connection import HELD, Held, ask_held
+from ft_hsdp.state.transfer.donor_connection import HELD, ask_held
 from ft_hsdp.state.transfer.http import StateServer
-from ft_hsdp.state.transfer.shard_manifest import MAX_HELD, HeldShard
+from ft_hsdp.state.transfer.shard_manifest import MAX_HELD, Held, HeldShard
 from tests.support.known import KnownConnection, admit
 from tests.support.state.agent_helpers import NBYTES, TOKEN, agent, connect, state, write
 from tests.support.state.state_helpers import no_thread

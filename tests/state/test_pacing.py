@@ -366,7 +366,7 @@ def test_the_server_paces_copies_and_nothing_else() -> None:
             ({CLASS: COPY}, -(-len(snapshot.data) // 100_000)),
         ):
             connection = KnownConnection(server.address, TOKEN)
-            connection.request("GET", path(STATE, 0, "data"), headers=headers)
+            connection.request("GET", path(STATE, 0).format("data"), headers=headers)
             assert connection.getresponse().read() == bytes(snapshot.data)
             connection.close()
             assert len(pacer.given) == slices

@@ -126,7 +126,7 @@ def test_a_byte_that_flipped_at_rest_is_not_sealed_into_a_part(serving: Make) ->
     assert data == content(3, 1).tobytes()
     assert rejected == [(2, 0)]
     assert ask(bad.address, f"{PATH}/2.4/manifest")[0] == 404
-    with pytest.raises(NotFetched, match="does not have the state any more"):
+    with pytest.raises(NotFetched, match="does not have it any more"):
         take(4, at(bad), 3, 1)
 
 
@@ -158,7 +158,7 @@ def test_an_agent_drops_a_copy_that_flipped_before_its_part_was_sealed(serving: 
 
 def test_without_one_part_there_is_no_shard(serving: Make) -> None:
     donors = at(serving(4, 0, 1, 3))
-    with pytest.raises(NotFetched, match=r"does not have the state any more|there are no donors"):
+    with pytest.raises(NotFetched, match=r"does not have it any more|there are no donors"):
         take(4, {**donors, 2: [Donor(0, donors[1][0].address)]}, 3, 1)
     with pytest.raises(NotFetched, match="there are no donors"):
         take(4, donors, 3, 1)
@@ -281,16 +281,21 @@ def test_the_parts_that_are_kept_are_few(serving: Make) -> None:
 
 
 def test_scattered_memory_is_filled_as_one_stream() -> None:
+    """Bytes that have no place in it are read, and go nowhere."""
     memory = memoryview(bytearray(40))
-    into = Scattered(memory, [shape.Extent(0, 30, 5), shape.Extent(9, 2, 3), shape.Extent(20, 10, 7)])
-    assert len(into) == 15
-    data = bytes(range(1, 16))
-    for begin, end in ((0, 4), (4, 9), (9, 15)):
-        for piece in into.pieces(begin, end):
+    into = Scattered(memory, [shape.Extent(8, 2, 3), shape.Extent(0, 30, 5), shape.Extent(11, 10, 7)])
+    data = bytes(range(1, 21))
+    for begin, end in ((0, 4), (4, 9), (9, 15), (15, 20)):
+        pieces = into.pieces(begin, end)
+        assert sum(map(len, pieces)) == end - begin
+        for piece in pieces:
             piece[:] = data[begin : begin + len(piece)]
             begin += len(piece)
-    assert (bytes(memory[30:35]), bytes(memory[2:5]), bytes(memory[10:17])) == (data[:5], data[5:8], data[8:])
+    assert (bytes(memory[30:35]), bytes(memory[2:5]), bytes(memory[10:17])) == (data[:5], data[8:11], data[11:18])
+    assert sum(map(bool, memory)) == 15
     assert into.pieces(3, 3) == []
+    assert parts.touched(into.extents, 4) == [0, 1, 2, 3, 4]
+    assert parts.touched([shape.Extent(9, 0, 4), shape.Extent(40, 0, 0), shape.Extent(30, 0, 1)], 10) == [0, 1, 3]
 
 
 def test_layouts_of_other_ranks_follow_from_any_one() -> None:

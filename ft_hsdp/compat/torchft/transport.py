@@ -37,8 +37,10 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, InvalidArgument
 from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.donor_connection import path
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest, NotFetched, fetch
 from ft_hsdp.state.transfer.http import StateServer
+from ft_hsdp.state.transfer.parts import Scattered
 from ft_hsdp.state.transfer.shard_manifest import ALIGN, ShardManifest
 
 MAX_DEPTH = 50  # a node of a dict is three levels of JSON, of which pydantic reads 200
@@ -273,9 +275,9 @@ class StateTransport(CheckpointTransport[T]):
         offer = _parsed(metadata)
         buffers: list[Tensor] = []
 
-        def memory(manifest: ShardManifest) -> memoryview:
+        def memory(manifest: ShardManifest) -> Scattered:
             buffers.append(torch.empty(manifest.nbytes, dtype=torch.uint8))
-            return memoryview(cast(bytes, buffers[0].numpy()))
+            return Scattered(memoryview(cast(bytes, buffers[0].numpy())))
 
         state = StateId(0, step, LINEAGE)
         donors = [Donor(i, address) for i, address in enumerate(offer.addresses)]
@@ -283,7 +285,7 @@ class StateTransport(CheckpointTransport[T]):
         try:
             got = fetch(
                 donors,
-                FetchRequest(state, 0, lambda m: _check(m, state), memory),
+                FetchRequest(path(state, 0), lambda encoded: _checked(encoded, state), memory, step),
                 offer.token,
                 timeout.total_seconds(),
                 threading.Event(),
@@ -340,8 +342,9 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _check(manifest: ShardManifest, state: StateId) -> None:
-    """Check that this class could have made the manifest, before anything is allocated."""
+def _checked(encoded: bytes, state: StateId) -> ShardManifest:
+    """Return a manifest that this class could have made; checked before anything is allocated."""
+    manifest = shard_manifest.decode(encoded)
     if (manifest.state, manifest.rank, manifest.ranks) != (state, 0, 1):
         raise DataCorruption(f"manifest is of state {manifest.state}, wanted {state}")
     if manifest.nbytes % ALIGN or len(manifest.hyper) != 1 or set(manifest.hyper[0]) != {"tree"}:
@@ -352,3 +355,4 @@ def _check(manifest: ShardManifest, state: StateId) -> None:
             raise DataCorruption(
                 f"manifest has a tensor of {tensor.dtype} {list(tensor.shape)[:8]} that cannot be"
             )
+    return manifest

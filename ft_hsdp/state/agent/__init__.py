@@ -15,19 +15,17 @@ The life of a snapshot:
 Read the modules in this order:
 
 - `slots`: `SnapshotSlots` decides, for one shard, which slot is written next and which snapshots are kept.
-- `shard`: memory and checksums of the snapshots of one shard.
-- `store`: `SnapshotStore`: the shards of all ranks of the host, and those that it keeps for other hosts.
+- `shard`: memory and checksums of the snapshots of one shard, or of one slice of a user's static data.
+- `store`: `SnapshotStore`: the shards of all ranks of the host, those that it keeps for other hosts, and slices.
 - `messages`: the orders and answers on the socket.
-- `blocks`: slices of a user's static data, and the orders for them.
-- `copies`: `CopyFetcher` fetches the shards of other hosts that a rank has ordered (GEMINI §4, ADR 34).
+- `copies`: `CopyFetcher` fetches shards of other hosts (GEMINI §4, ADR 34), and slices, that a rank has ordered.
 - `starter`: `Starter` starts an agent, and replaces one that no longer answers.
-- `client`: `StateAgent`, a rank's end of the socket.
+- `client`: `StateAgent`, a rank's end of the socket; `BlockAgent`, another one for slices.
 - `session`: the agent's end: it carries out the orders of one connection.
 - `server`: who is let in, and the process itself.
 
 `server` and `client` must not import torch, because the agent starts in a fraction of a second without it;
-`pyproject.toml` enforces that. The agent outlives the ranks, so it may be older than the ranks that call it:
-the tags and fields of `messages` do not change.
+`pyproject.toml` enforces that.
 
 Example:
 

@@ -2,7 +2,7 @@
 
 `StateAgent` is the connection to it. The rank writes into memory that the agent owns; only orders are sent
 (GEMINI §5.1: checkpoints in host memory). The rank also orders the copies of other hosts' shards that its host
-has to keep; the agent fetches them.
+has to keep; the agent fetches them. `BlockAgent` is another connection to it, for slices of block stores.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ft_hsdp import handshake, protocol
@@ -25,6 +26,7 @@ from ft_hsdp.state.agent.messages import CompleteSnapshot, ShardIndex
 from ft_hsdp.state.agent.starter import connect_newest
 from ft_hsdp.state.pacing import PAGE_BYTES
 from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer.blocks import SliceName
 
 RETRY_S = 0.02
 # How long the first attempt to connect waits for an answer; each later one waits twice as long. An attempt is cut
@@ -37,7 +39,39 @@ class AgentGone(FtHsdpError):
     """There is no state agent, or it no longer answers. Connect again: another one may take its place."""
 
 
-class StateAgent:
+class AgentLine:
+    """One connection to the agent, for one order at a time. Any thread may close it."""
+
+    def __init__(self, connection: AgentSocket) -> None:
+        self._socket = connection
+        self._lock = threading.Lock()  # held for one order and its answer
+
+    @contextlib.contextmanager
+    def exchange(self, seconds: float) -> Iterator[AgentSocket]:
+        """Lend the connection for one order and its answer. An error ends it, and becomes AgentGone."""
+        if not self._lock.acquire(timeout=seconds):
+            raise AgentGone(f"the state agent did not answer another call within {seconds:g} s")
+        try:
+            self._socket.end = time.monotonic() + seconds
+            yield self._socket
+        except (OSError, ValueError, LookupError, ProtocolViolation) as error:
+            self._socket.close()
+            raise AgentGone(f"the state agent is gone: {error or type(error).__name__}") from error
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Close the connection. A call that waits on another thread ends with AgentGone.
+
+        The agent keeps what is complete. No thread may write into its memory any more.
+        """
+        self._socket.shut_down()
+        if self._lock.acquire(blocking=False):  # else the thread that waits closes it
+            self._socket.close()
+            self._lock.release()
+
+
+class StateAgent(AgentLine):
     """A rank's connection to its state agent; made by `connect`. Thread-safe; one snapshot is written at a time.
 
     Every method but `close` blocks for the agent's answer, and raises AgentGone if the agent is gone or does not
@@ -46,24 +80,16 @@ class StateAgent:
     """
 
     def __init__(
-        self,
-        connection: AgentSocket,
-        watch: Callable[[float], AgentSocket],
-        address: str,
-        nbytes: int,
-        deadline_s: float,
+        self, connection: AgentSocket, watch: AgentLine, address: str, nbytes: int, deadline_s: float
     ) -> None:
+        super().__init__(connection)
         self.address = address  # "host:port" at which the agent serves snapshots over HTTP
         self.busy = ""  # why the last `stage` got no slot
         # Snapshots that the agent dropped as damaged; the caller clears the list.
         self.damaged: list[messages.Damage] = []
         self._nbytes = nbytes
         self.deadline_s = deadline_s  # of each call; may be changed
-        self._lock = threading.Lock()  # held for one order and its answer
-        self._socket: AgentSocket | None = connection
-        self._make_watch = watch
-        self._watching = threading.RLock()  # held for one `kept`
-        self._watch: AgentSocket | None = None  # made by the first `kept`
+        self._watch = watch
         self._maps: dict[int, Bytes] = {}  # the mapped slots by number
         self._open: int | None = None  # the slot that may be written
         self._number = 0  # of the slot that `stage` returned last
@@ -87,13 +113,14 @@ class StateAgent:
             AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
         """
 
-        def watch(until: float) -> AgentSocket:
-            connection, _ = called(token, replica, name, until, messages.WatchCopies(rank), messages.Done)
-            return connection
-
         hello = messages.Hello(rank, ranks, nbytes)
-        connection, welcome = awaited(token, replica, name, deadline_s, hello, messages.Welcome)
-        return StateAgent(connection, watch, str(welcome.address), nbytes, deadline_s)
+        connection, address = _connected(token, replica, name, deadline_s, hello)
+        try:
+            watch, _ = _connected(token, replica, name, deadline_s, replace(hello, line="copies"))
+        except BaseException:
+            connection.close()
+            raise
+        return StateAgent(connection, AgentLine(watch), address, nbytes, deadline_s)
 
     def stage(self, state: StateId) -> Bytes | None:
         """Return memory to write ``state`` into, or None if there is no slot: then this snapshot is left out.
@@ -104,8 +131,8 @@ class StateAgent:
             uint8 [nbytes] in the agent's memory, writable until `staged`. ``busy`` says why there is none.
         """
         with self._exchange() as connection:
-            answer = connection.ask(messages.Stage(state), messages.SlotGranted, messages.Busy)
-            if isinstance(answer, messages.Busy):
+            answer = connection.ask(messages.Stage(state), messages.SlotGranted, messages.OrderRefused)
+            if isinstance(answer, messages.OrderRefused):
                 self.busy = answer.reason
                 return None
             if answer.new:
@@ -165,11 +192,11 @@ class StateAgent:
             (read-only uint8 [nbytes], encoded manifest).
         """
         with self._exchange() as connection:
-            answer = connection.ask(messages.Take(state), messages.Taken, messages.Absent)
-            if isinstance(answer, messages.Absent):
+            answer = connection.ask(messages.Take(state), messages.Taken, messages.Done)
+            if isinstance(answer, messages.Done):
                 self.damaged += answer.damaged
                 return None
-            header = connection.read(messages.MAX_HEADER)
+            header = connection.read(messages.MAX_MESSAGE)
             return connection.map_segment(self._nbytes, writable=False), header
 
     def open_gate(self) -> Bytes | None:
@@ -181,10 +208,8 @@ class StateAgent:
             uint8 [PAGE_BYTES], writable; it stays mapped as long as it is used.
         """
         with self._exchange() as connection:
-            answer = connection.ask(messages.OpenGate(), messages.GateOpened, messages.Busy)
-            if isinstance(answer, messages.Busy):
-                return None
-            return connection.map_segment(PAGE_BYTES, writable=True)
+            answer = connection.ask(messages.OpenGate(), messages.GateOpened, messages.OrderRefused)
+            return connection.map_segment(PAGE_BYTES, writable=True) if answer == messages.GateOpened() else None
 
     def close_gate(self) -> None:
         self._order(messages.CloseGate())
@@ -225,25 +250,14 @@ class StateAgent:
         Blocks until no fetch of that state is under way, for ``wait_s`` at most; and for ``deadline_s`` more if
         the agent does not answer.
         """
-        with self._watching:
-            try:
-                if self._socket is None:
-                    raise ConnectionError("the connection is closed")
-                if self._watch is None:
-                    self._watch = self._make_watch(time.monotonic() + self.deadline_s)
-                    if self._socket is None:  # closed meanwhile, when there was no watch to end
-                        raise ConnectionError("the connection is closed")
-                self._watch.end = time.monotonic() + wait_s + self.deadline_s
-                answer: messages.KeptCopies = self._watch.ask(
-                    messages.AwaitCopies(state, wait_s), messages.KeptCopies
-                )
+        seconds = wait_s + self.deadline_s
+        try:
+            with self._watch.exchange(seconds) as watch:
+                answer: messages.KeptCopies = watch.ask(messages.AwaitCopies(state, wait_s), messages.KeptCopies)
                 return answer
-            except (OSError, ValueError, LookupError, ProtocolViolation) as error:
-                self.close()
-                raise AgentGone(f"the state agent is gone: {error or type(error).__name__}") from error
-            finally:
-                if self._socket is None:
-                    self._end_watch()
+        except AgentGone:
+            self.close()
+            raise
 
     def flip(self) -> None:
         """Flip a bit of the snapshot that was staged last, as broken memory would. Only for fault injection."""
@@ -253,16 +267,8 @@ class StateAgent:
         shared_memory.protect(written, writable=False)
 
     def close(self) -> None:
-        """Close the connection. A call that waits on another thread ends with AgentGone.
-
-        The agent keeps what is complete. No thread may write into a snapshot any more.
-        """
-        connection = self._socket
-        if connection is not None:
-            connection.shut_down()
-        self._end_watch()
-        with self._lock:
-            self._hang_up()
+        super().close()
+        self._watch.close()
 
     def _order(self, order: object) -> None:
         with self._exchange() as connection:
@@ -277,81 +283,127 @@ class StateAgent:
 
     @contextlib.contextmanager
     def _exchange(self) -> Iterator[AgentSocket]:
-        """Lend the connection for one order and its answer. An error ends the connection and becomes AgentGone."""
-        if not self._lock.acquire(timeout=self.deadline_s):
-            raise AgentGone(f"the state agent did not answer another call within {self.deadline_s:g} s")
         try:
-            if self._socket is None:
-                raise AgentGone("the connection to the state agent is closed")
-            self._socket.end = time.monotonic() + self.deadline_s
-            yield self._socket
-        except (OSError, ValueError, LookupError, ProtocolViolation) as error:
-            self._hang_up()
-            raise AgentGone(f"the state agent is gone: {error or type(error).__name__}") from error
-        finally:
-            self._lock.release()
-
-    def _hang_up(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        self._end_watch()
-        self._maps = {}
-        self._open = None
-
-    def _end_watch(self) -> None:
-        """End the connection of `kept`. A thread that waits there wakes up, and closes it."""
-        watch = self._watch
-        if watch is None:
-            return
-        watch.shut_down()
-        if self._watching.acquire(blocking=False):
-            watch.close()
-            self._watch = None
-            self._watching.release()
+            with self.exchange(self.deadline_s) as connection:
+                yield connection
+        except AgentGone:
+            self._watch.close()
+            self._maps, self._open = {}, None
+            raise
 
 
-def called(
-    token: str, replica: int, name: str, until: float, first: object, answer: type
-) -> tuple[AgentSocket, Any]:
-    """Connect to the newest agent, send the first message, and return the connection and the answer. Blocks.
+class BlockAgent(AgentLine):
+    """A rank's connection to its host's agent for blocks; made by `connect`. For one thread.
 
-    Raises:
-        OSError: No agent is there, or it did not answer before ``until``.
-        ProtocolViolation: What listens does not know the token, or answers something else.
+    Every method blocks for the agent's answer, and raises AgentGone if the agent is gone or does not answer in
+    time.
     """
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.settimeout(max(RETRY_S, until - time.monotonic()))
-        connect_newest(sock, token, replica, name)
-        handshake.call_blocking(sock, token, Purpose.AGENT)
-        connection = AgentSocket(sock, until)
-        return connection, connection.ask(first, answer)
-    except BaseException:
-        sock.close()
-        raise
+
+    def __init__(self, connection: AgentSocket, address: str, deadline_s: float) -> None:
+        super().__init__(connection)
+        self.address = address  # "host:port" at which the agent serves over HTTP
+        self._deadline_s = deadline_s
+
+    @staticmethod
+    def connect(token: str, replica: int, rank: int, deadline_s: float, name: str = "") -> BlockAgent:
+        """Connect to the state agent of ``replica`` on this host; waits for one that does not listen yet. Blocks.
+
+        Args:
+            deadline_s: How long to wait for the agent. Later calls wait as long, and for what they have it do.
+            name: That of this host, if its machine has several.
+
+        Raises:
+            AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
+        """
+        hello = messages.Hello(rank, rank + 1, 0, "blocks")
+        connection, address = _connected(token, replica, name, deadline_s, hello)
+        return BlockAgent(connection, address, deadline_s)
+
+    def held(self, store: str, name: str, wait_s: float) -> tuple[messages.HeldSlice, ...]:
+        """Return the complete slices of a store on this host, whose checksums were compared.
+
+        Older stores of the same name are dropped.
+
+        Args:
+            store: The digest of what the store is.
+            name: That the user gave it.
+            wait_s: How much longer the comparison may take, in seconds.
+        """
+        found: messages.SlicesHeld = self._ask(messages.ListSlices(store, name), wait_s, messages.SlicesHeld)
+        return found.held
+
+    def write(self, about: SliceName, budget: int | None, wait_s: float) -> Bytes | str:
+        """Return memory to write a slice into, until `written`; or one line that says why there is none.
+
+        Args:
+            budget: Bytes for all that the host keeps for others; None: no limit.
+            wait_s: How much longer its allocation may take, in seconds.
+        """
+        order = messages.WriteSlice(about, budget)
+        answer = self._ask(order, wait_s, messages.SlotGranted, messages.OrderRefused)
+        if isinstance(answer, messages.OrderRefused):
+            return answer.reason
+        return self._socket.map_segment(about.nbytes, writable=True)
+
+    def written(self, about: SliceName, encoded: bytes) -> str:
+        """Say that a slice is written, with its ``encoded`` manifest; the caller must not write into it any more.
+
+        Returns:
+            "", or one line that says why the agent refuses it.
+        """
+        order = messages.SliceWritten(about.store, about.slice)
+        return self._reason(order, 0.0, protocol.framed(encoded))
+
+    def copy(self, order: messages.CopySlice) -> str:
+        """Have the agent copy a slice from other hosts. Blocks until it is here, or cannot be.
+
+        Returns:
+            "", or one line that says why it is not here.
+        """
+        return self._reason(order, order.deadline_s)
+
+    def drop(self, store: str, numbers: Sequence[int]) -> None:
+        self._ask(messages.DropSlices(store, tuple(numbers)), 0.0, messages.Done)
+
+    def _reason(self, order: object, wait_s: float, more: bytes = b"") -> str:
+        answer = self._ask(order, wait_s, messages.Done, messages.OrderRefused, more=more)
+        return answer.reason if isinstance(answer, messages.OrderRefused) else ""
+
+    def _ask(self, order: object, wait_s: float, *answers: type, more: bytes = b"") -> Any:
+        with self.exchange(self._deadline_s + wait_s) as connection:
+            return connection.ask(order, *answers, more=more)
 
 
-def awaited(
-    token: str, replica: int, name: str, deadline_s: float, first: object, answer: type
-) -> tuple[AgentSocket, Any]:
-    """Do as `called` does, and wait for an agent that does not listen yet. Blocks.
+def _connected(
+    token: str, replica: int, name: str, deadline_s: float, hello: messages.Hello
+) -> tuple[AgentSocket, str]:
+    """Connect to the newest agent; return the connection and the address at which the agent serves. Blocks.
+
+    Waits for an agent that does not listen yet.
 
     Raises:
         AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
     """
     end, patience_s = time.monotonic() + deadline_s, GREET_S
     while True:
-        until = min(end, time.monotonic() + patience_s)
-        patience_s *= 2
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            return called(token, replica, name, until, first, answer)
-        except ProtocolViolation as error:
-            raise AgentGone(f"not the state agent of replica {replica}: {error}") from error
-        except OSError as error:
+            until = min(end, time.monotonic() + patience_s)
+            sock.settimeout(max(RETRY_S, until - time.monotonic()))
+            connect_newest(sock, token, replica, name)
+            handshake.call_blocking(sock, token, Purpose.AGENT)
+            connection = AgentSocket(sock, until)
+            return connection, str(connection.ask(hello, messages.Welcome).address)
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, ProtocolViolation):
+                raise AgentGone(f"not the state agent of replica {replica}: {error}") from error
+            if not isinstance(error, OSError):
+                raise
             if time.monotonic() + RETRY_S > end:
                 why = f"no state agent of replica {replica} within {deadline_s:g} s ({error})"
                 raise AgentGone(why) from error
+        patience_s *= 2
         time.sleep(RETRY_S)
 
 

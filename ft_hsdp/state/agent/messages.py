@@ -1,18 +1,18 @@
 """The messages between a rank and the state agent of its host, on a Unix socket.
 
 Both ends have proved that they know the job's token (`handshake`). A frame is a length and JSON. The rank sends
-orders; each gets one answer. The header of a snapshot, which is its encoded manifest, follows `Staged` and `Taken`
-as a frame of its own. The file descriptor of a slot comes with the first byte of the answer.
+orders; each gets one answer. The header of a snapshot or slice, which is its encoded manifest, follows
+`WITH_HEADER` and `Taken` as a frame of its own. The file descriptor of a slot comes with the first byte of the
+answer.
 
-A connection begins with `Hello`, with `WatchCopies` or with `OpenBlocks`. The second one only asks `AwaitCopies`,
-whose answer may take long: on the first one it would hold up the rank's next snapshot. The third one is for blocks
-(`blocks`), whose orders may take long, too.
+A rank has up to three connections, because some orders take long, and must not hold up its next snapshot: one for
+its snapshots, one on which it waits for copies, and one for slices of block stores.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,32 +21,33 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.copies import MAX_COPIES
 from ft_hsdp.state.transfer.blocks import MAX_NBYTES, MAX_SLICES, SliceName
 
-MAX_MESSAGE = 1 << 16  # bytes
-MAX_HEADER = 16 << 20  # bytes
+MAX_MESSAGE = 16 << 20  # bytes, of a message or of an encoded manifest
 MAX_RANKS = 1 << 20
 MAX_REASON = 120  # characters
-MAX_HELD_SLICES = 256  # slices of a store of blocks in one message, at most
 GENERATIONS = 4  # agents of one replica on one host, at most: all but the newest are frozen
 
 ShardIndex = tuple[
     Annotated[int, Field(ge=0, lt=1 << 31)], Annotated[int, Field(ge=0, lt=MAX_RANKS)]
 ]  # replica, rank
+SliceIndex = tuple[str, int]  # digest of the store, number of the slice
+Line = Literal["snapshots", "copies", "blocks"]
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of a rank. Answer: Welcome."""
+    """The first message on a connection of a rank. Answer: Welcome."""
 
     rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
     ranks: Annotated[int, Field(gt=0, le=MAX_RANKS)]  # of the replica
     nbytes: Annotated[int, Field(ge=0, le=MAX_NBYTES)]  # of each snapshot
+    line: Line = "snapshots"  # what the connection is for
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """The agent accepts the rank."""
 
-    address: Annotated[str, Field(max_length=300)]  # "host:port" at which the agent serves snapshots over HTTP
+    address: Annotated[str, Field(max_length=300)]  # "host:port" at which the agent serves over HTTP
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Order: provide a slot for ``state``. Answer: SlotGranted or Busy."""
+    """Order: provide a slot for ``state``. Answer: SlotGranted, or OrderRefused: this snapshot is left out."""
 
     state: StateId
 
@@ -75,13 +76,6 @@ class SlotGranted:
     number: int
     new: bool  # this connection has not had the slot yet: its file descriptor comes along
     slots: tuple[int, ...]  # all slots that the rank has; it unmaps the others
-
-
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """There is no slot: this snapshot is left out."""
-
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +120,7 @@ class Recalled:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Order: let the rank read ``state`` until Unpin or the next Take. Answer: Taken or Absent."""
+    """Order: let the rank read ``state`` until Unpin or the next Take. Answer: Taken, or Done: it is not here."""
 
     state: StateId
 
@@ -134,13 +128,6 @@ class Take:
 @dataclass(frozen=True, slots=True)
 class Taken:
     """The snapshot can be read. Its file descriptor comes along, its header follows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Absent:
-    """There is no complete snapshot of that state."""
-
-    damaged: tuple[Damage, ...] = ()  # as in Done
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +158,10 @@ class KeepCopy:
 
 @dataclass(frozen=True, slots=True)
 class OweCopies:
-    """Order: the shards that this keeper has to keep from now on. Answer: Done.
+    """Order: the shards that this keeper has to keep from now on. Answer: Done. A new process says so first.
 
-    Its copies of other shards are freed once ``since`` or a newer state is settled everywhere, because until
-    then the new holders may not have theirs.
+    Its copies of other shards, also those that an earlier process has ordered, are freed once ``since`` or a newer
+    state is settled everywhere, because until then the new holders may not have theirs.
     """
 
     shards: Annotated[tuple[ShardIndex, ...], Field(max_length=MAX_COPIES)]
@@ -189,15 +176,8 @@ class FreeCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class WatchCopies:
-    """The first message of a rank's second connection. Answer: Done."""
-
-    rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
-
-
-@dataclass(frozen=True, slots=True)
 class AwaitCopies:
-    """Order on a second connection: say which copies of ``state`` are here. Answer: KeptCopies.
+    """Order: say which copies of ``state`` are here. Answer: KeptCopies.
 
     It comes when no fetch of ``state`` for this keeper is under way, and after ``wait_s`` at the latest.
     """
@@ -227,7 +207,7 @@ class KeptCopies:
 
 @dataclass(frozen=True, slots=True)
 class OpenGate:
-    """Order: have copies of this rank's shard wait while the rank communicates. Answer: GateOpened or Busy."""
+    """Order: copies of this rank's shard wait while the rank communicates. Answer: GateOpened or OrderRefused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,20 +220,6 @@ class CloseGate:
     """Order: forget the gate. Answer: Done."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenBlocks:
-    """The first message of a rank's connection for blocks. Answer: BlocksOpened."""
-
-    rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
-
-
-@dataclass(frozen=True, slots=True)
-class BlocksOpened:
-    """The agent accepts the rank."""
-
-    address: Annotated[str, Field(max_length=300)]  # "host:port" at which the agent serves slices over HTTP
-
-
 _Store = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 _SliceNumber = Annotated[int, Field(ge=0, lt=MAX_SLICES)]
 
@@ -264,7 +230,6 @@ class ListSlices:
 
     store: _Store
     name: Annotated[str, Field(max_length=64)]
-    first: Annotated[int, Field(ge=0, le=MAX_SLICES)] = 0  # slices below this number are not listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,23 +244,16 @@ class HeldSlice:
 
 @dataclass(frozen=True, slots=True)
 class SlicesHeld:
-    """Complete slices of a store on this host, by number."""
-
-    held: tuple[HeldSlice, ...]  # if there are MAX_HELD_SLICES, there may be more
+    held: tuple[HeldSlice, ...]  # complete ones of a store on this host, by number
 
 
 @dataclass(frozen=True, slots=True)
 class WriteSlice:
-    """Order: allocate a slice for this rank to write. Answer: SliceGranted or OrderRefused."""
+    """Order: allocate a slice for this rank to write. Answer: SlotGranted or OrderRefused."""
 
     about: SliceName
     # Bytes that the agent may use for slices and copies of other hosts' shards; None: no limit.
     budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SliceGranted:
-    """The file descriptor of the slice comes along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +270,7 @@ class CopySlice:
 
     about: SliceName
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # of its manifest
-    # "host:port" of the state servers that have it, the first one is asked first.
+    # "host:port" of the state servers that have it.
     addresses: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=300)], ...], Field(max_length=64)]
     deadline_s: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]  # until it is given up
     budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None  # as in WriteSlice
@@ -323,7 +281,7 @@ class DropSlices:
     """Order: free slices. Answer: Done."""
 
     store: _Store
-    slices: Annotated[tuple[_SliceNumber, ...], Field(max_length=MAX_HELD_SLICES)]
+    slices: Annotated[tuple[_SliceNumber, ...], Field(max_length=MAX_SLICES)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,18 +291,23 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class OrderRefused:
-    """The order does not fit the ones before it."""
+    """The order does not fit the ones before it, or there is no room."""
 
     reason: str
 
 
-ORDERS = (
-    *(Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget),
-    *(KeepCopy, OweCopies, FreeCopies, OpenGate, CloseGate),
-)
-BLOCK_ORDERS = (ListSlices, WriteSlice, SliceWritten, CopySlice, DropSlices)
+# Which orders come on a connection, by what it is for.
+ORDERS: dict[Line, tuple[type, ...]] = {
+    "snapshots": (
+        *(Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget),
+        *(KeepCopy, OweCopies, FreeCopies, OpenGate, CloseGate),
+    ),
+    "copies": (AwaitCopies,),
+    "blocks": (ListSlices, WriteSlice, SliceWritten, CopySlice, DropSlices),
+}
+WITH_HEADER = (Staged, SliceWritten)  # orders that an encoded manifest follows
 
-# The tag of each message on the socket. Tags never change: an agent may be older than the ranks that call it.
+# The tag of each message on the socket.
 MESSAGES: dict[str, type] = {
     "Stage": Stage,
     "Staged": Staged,
@@ -357,28 +320,22 @@ MESSAGES: dict[str, type] = {
     "KeepCopy": KeepCopy,
     "OweCopies": OweCopies,
     "FreeCopies": FreeCopies,
-    "WatchCopies": WatchCopies,
     "AwaitCopies": AwaitCopies,
     "KeptCopies": KeptCopies,
     "OpenGate": OpenGate,
     "GateOpened": GateOpened,
     "CloseGate": CloseGate,
-    "OpenBlocks": OpenBlocks,
-    "BlocksOpened": BlocksOpened,
     "ListSlices": ListSlices,
     "SlicesHeld": SlicesHeld,
     "WriteSlice": WriteSlice,
-    "SliceGranted": SliceGranted,
     "SliceWritten": SliceWritten,
     "CopySlice": CopySlice,
     "DropSlices": DropSlices,
     "Hello": Hello,
     "Welcome": Welcome,
     "Slot": SlotGranted,
-    "Busy": Busy,
     "Recalled": Recalled,
     "Taken": Taken,
-    "Absent": Absent,
     "Done": Done,
     "Refused": OrderRefused,
 }

@@ -33,10 +33,8 @@ from ft_hsdp.handshake import Admitted, Purpose
 from ft_hsdp.lifetime import outlive_notices, stop_signals
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.agent.blocks import BlockSession, SliceStore
 from ft_hsdp.state.agent.copies import CopyFetcher
-from ft_hsdp.state.agent.session import AgentConnection, RankSession, WatchSession
-from ft_hsdp.state.agent.shard import Owner
+from ft_hsdp.state.agent.session import AgentConnection, Session
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.pacing import Pacer
 from ft_hsdp.state.transfer.http import StateServer
@@ -84,7 +82,6 @@ class AgentListener:
         token: str,
         store: SnapshotStore,
         copies: CopyFetcher,
-        slices: SliceStore,
         address: str,
         pacer: Pacer | None = None,
     ) -> None:
@@ -92,12 +89,11 @@ class AgentListener:
         self._token = token
         self._store = store
         self._copies = copies
-        self._slices = slices
         self._address = address
         self._pacer = pacer or Pacer()
         self._tasks: set[asyncio.Task[None]] = set()
-        # The connections of each rank, by the class of the first message on them.
-        self._lines: dict[tuple[type, int], asyncio.Task[None]] = {}
+        # The connections of each rank, by what they are for.
+        self._lines: dict[tuple[messages.Line, int], asyncio.Task[None]] = {}
         self._changed = asyncio.Event()  # which of them there are
 
     async def serve(self) -> None:
@@ -122,7 +118,7 @@ class AgentListener:
     async def wait_until_idle(self, seconds: float) -> None:
         while True:
             self._changed.clear()
-            busy = any(kind is not messages.WatchCopies for kind, _ in self._lines)
+            busy = any(line != "copies" for line, _ in self._lines)
             try:
                 async with asyncio.timeout(None if busy else seconds):
                     await self._changed.wait()
@@ -135,18 +131,16 @@ class AgentListener:
                 connection = AgentConnection(sock)
                 async with asyncio.timeout(caller_gate.hello_s()):
                     first = await connection.read(MAX_HELLO)
-                    hello = messages.decode(first, messages.Hello, messages.WatchCopies, messages.OpenBlocks)
+                    hello = messages.decode(first, messages.Hello)
                 await self._serve(connection, hello)
             except ProtocolViolation as error:
                 _log.warning("hung up: %s", error)
             except OSError as error:
                 _log.debug("a caller is gone: %s", error)
 
-    async def _serve(
-        self, connection: AgentConnection, hello: messages.Hello | messages.WatchCopies | messages.OpenBlocks
-    ) -> None:
-        """Serve a connection, in place of an older one of that rank which began with the same message."""
-        line = type(hello), hello.rank
+    async def _serve(self, connection: AgentConnection, hello: messages.Hello) -> None:
+        """Serve a connection, in place of an older one of that rank for the same."""
+        line = hello.line, hello.rank
         while (older := self._lines.get(line)) is not None:
             _log.info("rank %d: a newer connection supersedes the older", hello.rank)
             older.cancel()
@@ -156,33 +150,10 @@ class AgentListener:
         self._lines[line] = task
         self._changed.set()
         try:
-            match hello:
-                case messages.Hello():
-                    await self._rank(connection, hello)
-                case messages.WatchCopies(rank):
-                    await connection.send(messages.frame(messages.Done()))
-                    await WatchSession(connection, rank, self._copies).run()
-                case messages.OpenBlocks():
-                    await connection.send(messages.frame(messages.BlocksOpened(self._address)))
-                    await BlockSession(connection, self._slices, self._token).run()
+            await Session(connection, hello, self._store, self._copies, self._pacer).run(self._address)
         finally:
             del self._lines[line]
             self._changed.set()
-
-    async def _rank(self, connection: AgentConnection, hello: messages.Hello) -> None:
-        rank = hello.rank
-        dead = False  # superseded or refused: the process may live, and write on
-        key = self._store.admit(Owner(rank, hello.ranks, hello.nbytes))
-        self._copies.connected(rank)
-        try:
-            await connection.send(messages.frame(messages.Welcome(self._address)))
-            await RankSession(connection, key, self._store, self._copies, self._pacer).run()
-        except OSError:
-            dead = True
-            raise
-        finally:
-            self._store.disconnect(key, dead=dead)
-            self._pacer.close(rank)
 
 
 @contextlib.contextmanager
@@ -267,15 +238,15 @@ def run(
     """
     with listen(token, replica, generation, name) as sock:
         store = SnapshotStore(replica, name or socket.gethostname())
-        copies, pacer, slices = CopyFetcher(store, token), Pacer(), SliceStore(store)
+        copies, pacer = CopyFetcher(store, token), Pacer()
         try:
-            server = StateServer(host, port, store, token, pacer, slices)
+            server = StateServer(host, port, store, token, pacer)
         except OSError as error:
             raise ConfigError(
                 "--host, --port", f"{host}:{port}", f"a free address here ({error.strerror})"
             ) from None
         try:
-            listener = AgentListener(sock, token, store, copies, slices, server.address, pacer)
+            listener = AgentListener(sock, token, store, copies, server.address, pacer)
             ready = {"pid": os.getpid(), "address": server.address}
             asyncio.run(serve(listener, linger_s, guard, ready))
         finally:

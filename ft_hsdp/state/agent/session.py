@@ -1,22 +1,28 @@
-"""The agent's end of one connection: it reads orders, carries them out, and answers each.
-
-`RankSession` is for the connection through which a rank writes and reads its snapshots, `WatchSession` for the
-second one, on which a rank waits for the copies that it has ordered.
-"""
+"""The agent's end of one connection: `Session` reads orders, carries them out, and answers each."""
 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import os
 import socket
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from ft_hsdp import protocol, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.agent.copies import CopyFetcher
-from ft_hsdp.state.agent.messages import ShardIndex
+from ft_hsdp.state.agent.messages import Hello, SliceIndex
+from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.pacing import Pacer
+from ft_hsdp.state.transfer.blocks import SliceName
+
+LOOK_S = 0.05  # between two looks whether who waits for copies is gone
 
 
 class AgentConnection:
@@ -46,143 +52,181 @@ class AgentConnection:
         await self._loop.sock_sendall(self._sock, data)
 
 
-class RankSession:
+class Session:
+    """Carries out the orders of one connection, one at a time, on a thread of its own.
+
+    An order that takes long holds up no other connection.
+
+    Args:
+        hello: What the rank has said first.
+    """
+
     def __init__(
-        self,
-        connection: AgentConnection,
-        key: ShardIndex,
-        store: SnapshotStore,
-        copies: CopyFetcher,
-        pacer: Pacer,
+        self, connection: AgentConnection, hello: Hello, store: SnapshotStore, copies: CopyFetcher, pacer: Pacer
     ) -> None:
         self._connection = connection
-        self._key = key
+        self._hello = hello
         self._store = store
         self._copies = copies
         self._pacer = pacer
+        self._threads = ThreadPoolExecutor(2, "orders")  # one allocates the first slots of a rank meanwhile
+        self._ended = threading.Event()
         self._given: set[int] = set()  # slots whose file descriptors went over this connection
+        self._writing: dict[SliceIndex, int] = {}  # slices, and their slots
+        self._lent: list[int] = []  # descriptors that are closed once they are sent
 
-    async def run(self) -> None:
-        """Carry out orders until the connection ends. The rank's first slots are allocated meanwhile.
+    async def run(self, address: str) -> None:
+        """Carry out orders until the connection ends. What the rank has not completed is freed then.
+
+        Args:
+            address: At which the agent serves, for the rank.
 
         Raises:
             OSError: The rank hung up.
             ProtocolViolation: The rank sent something that is no valid order.
         """
-        preparing = asyncio.create_task(asyncio.to_thread(self._store.prepare, self._key))
+        hello, dead = self._hello, False  # superseded or refused: the process may live, and write on
+        if hello.line == "snapshots":
+            self._key = self._store.admit(Owner(hello.rank, hello.ranks, hello.nbytes))
+            self._preparing = self._threads.submit(self._store.prepare, self._key)
+        try:
+            await self._connection.send(messages.frame(messages.Welcome(address)))
+            await self._serve()
+        except OSError:
+            dead = True
+            raise
+        finally:
+            self._threads.shutdown(wait=False)
+            for key, number in self._writing.items():
+                self._store.abandon(key, number)
+            if hello.line == "snapshots":
+                self._store.disconnect(self._key, dead=dead)
+                self._pacer.close(hello.rank)
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        coming = loop.create_task(self._next())
+        carried_out: asyncio.Future[tuple[object, bytes, Sequence[int]]] = loop.create_future()
+        carried_out.cancel()
         try:
             while True:
-                order = messages.decode(await self._connection.read(messages.MAX_MESSAGE), *messages.ORDERS)
-                if isinstance(order, messages.Stage):
-                    await preparing
-                    await self._stage(order.state)
-                elif isinstance(order, messages.Take):
-                    await self._take(order.state)
-                elif isinstance(order, messages.OpenGate):
-                    await self._open_gate()
-                elif isinstance(order, messages.Staged):
-                    await self._staged(order.state, await self._connection.read(messages.MAX_HEADER))
-                else:
-                    await self._answer(self._simple(order))
+                order, header = await coming
+                coming = loop.create_task(self._next())  # notices at once that the rank is gone
+                carried_out = loop.run_in_executor(self._threads, self._carry_out, order, header)
+                waiting: set[asyncio.Future[Any]] = {carried_out, coming}
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                if not carried_out.done() and coming.exception() is not None:
+                    self._ended.set()  # what takes long ends early
+                await asyncio.wait([carried_out])
+                answer, more, fds = carried_out.result()
+                await self._connection.send(messages.frame(answer) + more, fds)
+                self._close_lent()
         finally:
-            preparing.cancel()
+            self._ended.set()
+            coming.cancel()
+            ending: set[asyncio.Future[Any]] = {coming, carried_out}
+            await asyncio.wait(ending)  # a newer connection waits until nothing is changed here any more
+            self._close_lent()
+            if not coming.cancelled():
+                coming.exception()  # it is known by now
 
-    def _simple(self, order: object) -> object:
-        rank = self._key[1]
+    def _close_lent(self) -> None:
+        while self._lent:
+            os.close(self._lent.pop())
+
+    async def _next(self) -> tuple[object, bytes]:
+        """Return the next order, and the encoded manifest that comes with it or b"".
+
+        Raises:
+            OSError: The rank hung up.
+            ProtocolViolation: The rank sent something that is no valid order.
+        """
+        data = await self._connection.read(messages.MAX_MESSAGE)
+        order = messages.decode(data, *messages.ORDERS[self._hello.line])
+        if isinstance(order, messages.WITH_HEADER):
+            return order, await self._connection.read(messages.MAX_MESSAGE)
+        return order, b""
+
+    # On the thread of this connection.
+
+    def _carry_out(self, order: object, header: bytes) -> tuple[object, bytes, Sequence[int]]:
+        """Return the answer, the header that follows it, and the file descriptors that come along."""
+        try:
+            match order:
+                case messages.Stage(state):
+                    return self._stage(state)
+                case messages.Take(state):
+                    if (taken := self._store.acquire(self._key, state)) is not None:
+                        return messages.Taken(), protocol.framed(taken[1]), taken[:1]
+                    return messages.Done(self._store.damaged(self._key)), b"", ()
+                case messages.OpenGate():
+                    return messages.GateOpened(), b"", [self._pacer.open(self._hello.rank)]
+                case messages.WriteSlice(about, budget):
+                    return self._write(about, budget)
+                case _:
+                    return self._simple(order, header), b"", ()
+        except (ValueError, LookupError, OSError) as error:
+            return messages.OrderRefused(" ".join(str(error).split())[: messages.MAX_REASON]), b"", ()
+
+    def _simple(self, order: object, header: bytes) -> object:
+        rank, store, copies = self._hello.rank, self._store, self._copies
         match order:
+            case messages.Staged(state):
+                store.staged(self._key, state, header)
             case messages.Settle(state, everywhere):
-                self._store.mark_settled(self._key, state, everywhere)
-                self._copies.settle(rank, state, everywhere)
+                store.mark_settled(self._key, state, everywhere)
+                copies.settle(rank, state, everywhere)
             case messages.Pin(state, seconds):
-                self._store.pin(self._key, state, seconds)
+                store.pin(self._key, state, seconds)
             case messages.Unpin():
-                self._store.unpin(self._key)
+                store.unpin(self._key)
+            case messages.Recall():
+                return messages.Recalled(store.list(self._key))
             case messages.Forget():
-                self._store.forget(self._key)
-                self._copies.forget(rank)
+                store.forget(self._key)
+                copies.forget(rank)
             case messages.KeepCopy():
-                try:
-                    self._copies.keep(rank, order)
-                except ValueError as error:
-                    return messages.OrderRefused(str(error))
+                copies.keep(rank, order)
             case messages.OweCopies():
-                self._copies.owes(rank, order)
+                copies.owes(rank, order)
             case messages.FreeCopies(replicas):
-                self._copies.drop(rank, replicas)
+                copies.drop(rank, replicas)
             case messages.CloseGate():
                 self._pacer.close(rank)
-            case messages.Recall():
-                return messages.Recalled(self._store.list(self._key))
-        return messages.Done(self._store.damaged(self._key))
+            case messages.AwaitCopies(state, wait_s):
+                until = time.monotonic() + wait_s
+                while not self._ended.is_set() and (left_s := until - time.monotonic()) > 0:
+                    if not concurrent.futures.wait(copies.pending(rank, state), min(LOOK_S, left_s)).not_done:
+                        break
+                return copies.kept(rank, state)
+            case messages.ListSlices(of, name):
+                return messages.SlicesHeld(store.slices(of, name))
+            case messages.SliceWritten(of, number):
+                if (slot := self._writing.pop((of, number), None)) is None:
+                    raise ValueError(f"slice {number} is not being written")
+                store.staged((of, number), of, header, slot)
+            case messages.CopySlice():
+                copies.copy_slice(order, self._ended)
+            case messages.DropSlices(of, numbers):
+                store.drop_slices(of, numbers)
+        return messages.Done(store.damaged(self._key) if self._hello.line == "snapshots" else ())
 
-    async def _open_gate(self) -> None:
-        try:
-            page = self._pacer.open(self._key[1])
-        except OSError as error:
-            await self._answer(messages.Busy(f"no memory for a gate: {error.strerror}"))
-        else:
-            await self._answer(messages.GateOpened(), fds=[page])
-
-    async def _stage(self, state: StateId) -> None:
-        number = self._store.stage(self._key, state)
-        if number is None and await asyncio.to_thread(self._store.grow, self._key):
-            number = self._store.stage(self._key, state)
+    def _stage(self, state: StateId) -> tuple[object, bytes, Sequence[int]]:
+        self._preparing.result()
+        number = self._store.allocate(self._key, state)
         if number is None:
-            await self._answer(messages.Busy(self._store.busy_reason(self._key)))
-            return
+            raise ValueError(self._store.busy_reason(self._key))
         fds = self._store.slots(self._key)
         new = number not in self._given
         self._given = self._given & fds.keys() | {number}
-        await self._answer(messages.SlotGranted(number, new, tuple(fds)), fds=[fds[number]] if new else [])
+        return messages.SlotGranted(number, new, tuple(fds)), b"", [fds[number]] if new else []
 
-    async def _staged(self, state: StateId, header: bytes) -> None:
-        try:
-            self._store.staged(self._key, state, header)
-        except ValueError as error:
-            await self._answer(messages.OrderRefused(str(error)))
-        else:
-            await self._answer(messages.Done(self._store.damaged(self._key)))
-
-    async def _take(self, state: StateId) -> None:
-        taken = await asyncio.to_thread(self._store.acquire, self._key, state)
-        if taken is None:
-            await self._answer(messages.Absent(self._store.damaged(self._key)))
-            return
-        fd, header = taken
-        await self._answer(messages.Taken(), protocol.framed(header), fds=[fd])
-
-    async def _answer(self, message: object, more: bytes = b"", fds: Sequence[int] = ()) -> None:
-        await self._connection.send(messages.frame(message) + more, fds)
-
-
-class WatchSession:
-    """Answers which copies a rank has, on a connection of its own."""
-
-    def __init__(self, connection: AgentConnection, rank: int, copies: CopyFetcher) -> None:
-        self._connection = connection
-        self._rank = rank
-        self._copies = copies
-
-    async def run(self) -> None:
-        """Answer until the connection ends.
-
-        Raises:
-            OSError: The rank hung up.
-            ProtocolViolation: The rank sent something that is no valid order.
-        """
-        while True:
-            data = await self._connection.read(messages.MAX_MESSAGE)
-            order: messages.AwaitCopies = messages.decode(data, messages.AwaitCopies)
-            await self._ended(order.state, order.wait_s)
-            await self._connection.send(messages.frame(self._copies.kept(self._rank, order.state)))
-
-    async def _ended(self, state: StateId, wait_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + wait_s
-        while (pulls := self._copies.pending(self._rank, state)) and loop.time() < until:
-            waiting = [asyncio.wrap_future(each) for each in pulls]
-            try:
-                await asyncio.wait(waiting, timeout=until - loop.time())
-            finally:
-                for each in waiting:
-                    each.cancel()
+    def _write(self, about: SliceName, budget: int | None) -> tuple[object, bytes, Sequence[int]]:
+        key = self._store.admit_slice(about, budget)
+        number = self._store.allocate(key, about.store, copy=True)
+        if number is None:
+            raise ValueError(self._store.busy_reason(key))
+        self._writing[key] = number
+        # Another rank may drop the slice, and the number of its descriptor may be that of another slot then.
+        self._lent.append(self._store.descriptor(key, number))
+        return messages.SlotGranted(number, True, (number,)), b"", self._lent

@@ -1,7 +1,7 @@
 """The memory of one shard in a state agent: its slots, and by slot number what belongs to them.
 
-The shard is of a rank of this host, or it is a copy of another host's shard. `store` keeps all of them, and calls
-everything here with its lock held.
+The shard is of a rank of this host, or it is a copy of another host's shard. A slice of a block store is kept in
+the same way; it has one content. `store` keeps all of them, and calls everything here with its lock held.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.messages import Damage
-from ft_hsdp.state.agent.slots import SnapshotSlots
+from ft_hsdp.state.agent.slots import Content, SnapshotSlots
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.blocks import SliceManifest, SliceName
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 
 INITIAL_SLOTS = 2  # slots that a shard has before its first staging
 MAX_DAMAGED = 8  # damaged snapshots that are remembered for a rank that sends no orders
@@ -28,9 +30,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    rank: int
-    ranks: int  # of the replica
-    nbytes: int  # of each snapshot
+    rank: int  # of a slice: its number
+    ranks: int  # of the replica; of a slice: those of its store
+    nbytes: int  # of each snapshot, or of the slice
 
 
 @dataclass(eq=False, slots=True)
@@ -51,9 +53,21 @@ class Shard:
     damaged: list[Damage] = field(default_factory=list)  # not yet reported to the rank
     acquired: int | None = None  # the slot that the rank itself reads
     growing: int = 0  # slots whose memory is being allocated
+    slice: SliceName | None = None
+    aside: bool = False  # its replica has another number of ranks now
 
     def __str__(self) -> str:
+        if self.slice is not None:
+            return f"slice {self.slice.slice} of {self.slice.name}"
         return f"rank {self.owner.rank}" if self.own else f"rank {self.owner.rank} of replica {self.replica}"
+
+    @property
+    def wanted(self) -> bool:
+        return self.own or self.slice is not None or self.keeper is not None
+
+    @property
+    def initial(self) -> int:
+        return INITIAL_SLOTS if self.slice is None else 1
 
     @property
     def held_bytes(self) -> int:
@@ -78,7 +92,7 @@ class Shard:
         self.slots.unpin()
         self.release_acquired()
         self.sweep()
-        self.connected, self.keeper = False, None
+        self.connected, self.keeper, self.aside = False, None, True
 
     def view(self, number: int) -> Bytes:
         """Map a slot, writable if it is for copies, and keep the mapping: each new one costs its page faults anew.
@@ -102,12 +116,13 @@ class Shard:
             number, self.acquired = self.acquired, None
             self.put_back(number)
 
-    def damage(self, number: int, state: StateId, error: Exception) -> None:
-        """Drop a snapshot that is damaged. Its memory is not used again."""
-        _log.error("%s: the copy of state %s is dropped: %s", self, state, error)
-        if number in self.slots.numbers and self.slots.find(state) == number:
+    def damage(self, number: int, content: Content, error: Exception) -> None:
+        """Drop what is damaged. Its memory is not used again."""
+        _log.error("%s: the copy of %s is dropped: %s", self, content, error)
+        if number in self.slots.numbers and self.slots.find(content) == number:
             self.slots.drop(number)
-            self.damaged = [*self.damaged, Damage(state, str(error))][-MAX_DAMAGED:]
+            if isinstance(content, StateId):
+                self.damaged = [*self.damaged, Damage(content, str(error))][-MAX_DAMAGED:]
 
     def sweep(self) -> None:
         for number in self.fds.keys() - self.slots.numbers:
@@ -118,21 +133,30 @@ class Shard:
             self.verified.pop(number, None)
 
 
-def compare(header: bytes, data: Bytes, state: StateId, owner: Owner) -> None:
-    """Compare a snapshot with its header.
+def compare(header: bytes, data: Bytes, content: Content, owner: Owner) -> None:
+    """Compare a snapshot or a slice with its header.
 
     Raises:
-        DataCorruption: The header is not valid, belongs to another snapshot, or a checksum differs.
+        DataCorruption: The header is not valid, belongs to something else, or a checksum differs.
     """
-    manifest = shard_manifest.decode(header)
-    claims = (manifest.state, manifest.rank, manifest.ranks, manifest.nbytes)
-    if claims != (state, owner.rank, owner.ranks, owner.nbytes):
+    manifest = decoded(header, content)
+    if isinstance(manifest, SliceManifest):
+        claims: tuple[object, ...] = (manifest.about.store, manifest.about.slice, manifest.about.slices)
+    else:
+        claims = (manifest.state, manifest.rank, manifest.ranks)
+    if (*claims, manifest.nbytes) != (content, owner.rank, owner.ranks, owner.nbytes):
         raise DataCorruption(f"its header is of {claims}")
     wrong = shard_manifest.damaged(manifest, data.data)
     if wrong:
         raise DataCorruption(
             f"chunk {wrong[0]} ({len(wrong)} of {len(manifest.checksums)}) changed since it was written"
         )
+
+
+def decoded(header: bytes, content: Content) -> ShardManifest | SliceManifest:
+    if isinstance(content, str):
+        return shard_manifest.decode_as(SliceManifest, header)
+    return shard_manifest.decode(header)
 
 
 def check_memory(nbytes: int) -> None:

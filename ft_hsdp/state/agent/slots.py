@@ -18,6 +18,10 @@ MAX_SLOTS = 4
 SPARE_STAGES = 8  # after so many calls of `stage` in a row that had a slot to spare, the spare slots are freed
 
 
+Content = StateId | str
+"""What is in a slot: the state of a shard, or the store of a slice."""
+
+
 class SlotPhase(Enum):
     FREE = "free"
     WRITING = "writing"
@@ -28,7 +32,7 @@ class SlotPhase(Enum):
 class _Slot:
     number: int
     phase: SlotPhase = SlotPhase.FREE
-    state: StateId | None = None
+    state: Content | None = None
     order: int = 0  # counts completions: the largest is the newest
     settled: bool = False  # all ranks of the replica have a snapshot of this state
     passed: bool = False  # not settled when some rank left out this snapshot or a later one
@@ -37,12 +41,13 @@ class _Slot:
 
 
 class SnapshotSlots:
-    """The slots of one rank, by number. A number is never reused.
+    """The slots of one rank, or of one slice, by number. A number is never reused.
 
     ``now`` and ``until`` are seconds of one monotonic clock. Not thread-safe.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MAX_SLOTS) -> None:
+        self._most = most
         self._slots: dict[int, _Slot] = {}
         self.numbered = 0  # the highest number that was given to a slot
         self._completed = 0
@@ -56,16 +61,16 @@ class SnapshotSlots:
 
     @property
     def full(self) -> bool:
-        return len(self._slots) >= MAX_SLOTS
+        return len(self._slots) >= self._most
 
     def add(self) -> int:
         """Add a free slot and return its number.
 
         Raises:
-            ValueError: MAX_SLOTS slots exist already.
+            ValueError: As many as there may be exist already.
         """
         if self.full:
-            raise ValueError(f"there are {MAX_SLOTS} slots")
+            raise ValueError(f"there are {self._most} slots")
         self.numbered += 1
         self._slots[self.numbered] = _Slot(self.numbered)
         return self.numbered
@@ -75,7 +80,7 @@ class SnapshotSlots:
         slot = self._written()
         return None if slot is None else slot.number
 
-    def stage(self, state: StateId, now: float) -> int | None:
+    def stage(self, state: Content, now: float) -> int | None:
         """Return the number of the slot to write ``state`` into, or None if every slot is in use.
 
         Some slots are never chosen: the newest settled one, the newest complete one (unless some rank left it
@@ -95,7 +100,7 @@ class SnapshotSlots:
         slot.phase, slot.state, slot.settled, slot.passed = SlotPhase.WRITING, state, False, False
         return slot.number
 
-    def staged(self, state: StateId) -> int:
+    def staged(self, state: Content) -> int:
         """Mark the slot that ``state`` was written into as complete, and return its number.
 
         Raises:
@@ -145,12 +150,14 @@ class SnapshotSlots:
             return None
         return self._pin[0]
 
-    def find(self, state: StateId) -> int | None:
+    def find(self, state: Content) -> int | None:
         return next((slot.number for slot in self._complete() if slot.state == state), None)
 
     def held(self) -> tuple[CompleteSnapshot, ...]:
         return tuple(
-            CompleteSnapshot(slot.state, slot.settled) for slot in self._complete() if slot.state is not None
+            CompleteSnapshot(slot.state, slot.settled)
+            for slot in self._complete()
+            if isinstance(slot.state, StateId)
         )
 
     def drop(self, number: int) -> None:

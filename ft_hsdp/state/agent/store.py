@@ -1,10 +1,12 @@
-"""The snapshots of all ranks of a replica on this host, in memory that the state agent owns.
+"""What a host keeps in memory that the state agent owns: snapshots of the replica's ranks, copies, slices.
 
 The ranks write and read them through the agent's socket. Other replicas read them through the state server, for
 which `SnapshotStore` is a `SnapshotSource`. It is thread-safe. `slots` decides which memory a rank writes next.
 
 The store also has the copies of other hosts' shards, which `copies` fetches. They lie in slots of the same kind,
-and are served under their owner's replica and rank. If the owner comes to this host, they are its snapshots.
+and are served under their owner's replica and rank. If the owner comes to this host, they are its snapshots. And
+it has the slices of block stores, which a rank writes from its source, or `copies` fetches. A slice does not
+change until it is dropped or found damaged.
 
 A snapshot comes with checksums that the trainer made from its live tensors. They are compared before it is used:
 when it is pinned or first borrowed, on a thread of its own, and when its own rank acquires it. A snapshot that
@@ -17,17 +19,24 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory.copies import MAX_COPIES
 from ft_hsdp.state import shared_memory
-from ft_hsdp.state.agent.messages import CompleteSnapshot, Damage, ShardIndex
+from ft_hsdp.state.agent.messages import CompleteSnapshot, Damage, HeldSlice, ShardIndex, SliceIndex
 from ft_hsdp.state.agent.shard import INITIAL_SLOTS, Owner, Shard, check_memory, compare
+from ft_hsdp.state.agent.slots import Content, SnapshotSlots
 from ft_hsdp.state.shared_memory import Bytes, ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.blocks import SliceManifest, SliceName
 from ft_hsdp.state.transfer.shard_manifest import HeldShard
+
+NO_REPLICA = -1  # of a slice
+ShardKey = tuple[int, int, int]  # replica, rank, ranks of the replica
+Key = ShardKey | SliceIndex
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +44,8 @@ _log = logging.getLogger(__name__)
 class SnapshotStore:
     """The snapshots of the ranks on this host. Its methods may be called from any thread.
 
-    ``key`` is the (replica, rank) of a shard. It must have been admitted, by `admit` or `admit_copy`.
+    ``key`` is the (replica, rank, ranks) of a shard, or the (store, number) of a slice. It must have been
+    admitted, by `admit`, `admit_copy` or `admit_slice`.
 
     Args:
         replica: Whose ranks they are.
@@ -46,30 +56,27 @@ class SnapshotStore:
         self._replica = replica
         self._host = host
         self._lock = threading.Lock()
-        self._shards: dict[ShardIndex, Shard] = {}  # none is ever removed, so that slot numbers stay unique
-        # Shards of another width than their replica has now, until a state is settled in that one.
-        self._former: list[Shard] = []
-        self._budget: int | None = None  # bytes for copies of other hosts' shards
-        self._reserved = 0  # bytes of the same budget that something else has, which is not in ``_shards``
+        # None is ever removed, so that slot numbers stay unique.
+        self._shards: dict[Key, Shard] = {}
+        self._budget: int | None = None  # bytes for copies of other hosts' shards, and for slices
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="state-seal")
 
-    def admit(self, owner: Owner) -> ShardIndex:
+    def admit(self, owner: Owner) -> ShardKey:
         """Register a rank of this host, and return the key of its shard.
 
         If its snapshots had another size before, they are dropped. Those of another number of ranks stay until a
         state of this one is settled. If they were copies that another rank had ordered, they are its own now.
         """
-        key = self._replica, owner.rank
         with self._lock:
-            entry = self._fitted(key, owner, own=True)
+            key, entry = self._fitted(self._replica, owner, own=True)
             if not entry.own:
                 entry.slots.abandon(reuse=False)  # a fetch may still write into it
                 entry.sweep()
             entry.own, entry.connected, entry.keeper = True, True, None
         return key
 
-    def admit_copy(self, replica: int, owner: Owner, keeper: int, budget: int | None) -> None:
-        """Register a shard of another host, of which a copy is to be kept.
+    def admit_copy(self, replica: int, owner: Owner, keeper: int, budget: int | None) -> ShardKey:
+        """Register a shard of another host, of which a copy is to be kept, and return its key.
 
         Args:
             replica: The owner's.
@@ -80,78 +87,117 @@ class SnapshotStore:
         Raises:
             ValueError: It is the shard of a rank of this host, or there is no room for it. Says which.
         """
-        key = replica, owner.rank
         with self._lock:
-            entry = self._shards.get(key)
-            if entry is not None and entry.connected:
+            same = self._of(replica, owner.rank)
+            if any(each.connected for each in same):
                 raise ValueError("it is the shard of a rank of this host")
-            others = [each for k, each in self._shards.items() if not each.own and k != key]
+            others = [each for each in self._shards.values() if not each.own and each not in same]
             if sum(each.keeper is not None for each in others) >= MAX_COPIES:
                 raise ValueError(f"copies of {MAX_COPIES} shards are kept here already")
-            used = self._reserved + sum(each.needed_bytes for each in others)
-            if budget is not None and used + INITIAL_SLOTS * owner.nbytes > budget:
-                raise ValueError(
-                    f"{INITIAL_SLOTS} slots of {owner.nbytes} bytes are needed; {used} of {budget} bytes of "
-                    "memory.budget_gb are taken"
-                )
-            if entry is None or entry.owner != owner or not entry.fds:
+            self._check_room(INITIAL_SLOTS * owner.nbytes, others, budget)
+            if not any(each.owner == owner and each.fds for each in same):
                 check_memory(INITIAL_SLOTS * owner.nbytes)
-            entry = self._fitted(key, owner, own=False)
+            key, entry = self._fitted(replica, owner, own=False)
             entry.own, entry.keeper, self._budget = False, keeper, budget
+        return key
 
-    @property
-    def _all(self) -> list[Shard]:
-        """All shards, also those of another width than their replica has now."""
-        return [*self._shards.values(), *self._former]
+    def _of(self, replica: int, rank: int) -> list[Shard]:
+        """Return the shards of a rank in all widths."""
+        return [each for each in self._shards.values() if (each.replica, each.owner.rank) == (replica, rank)]
 
-    def _fitted(self, key: ShardIndex, owner: Owner, *, own: bool) -> Shard:
-        """Return the shard of a key with this owner; what it had with another number of ranks is set aside."""
-        entry = self._shards.get(key)
-        if entry is not None and entry.owner.ranks != owner.ranks:
-            entry.set_aside()
-            back = next((e for e in self._former if e.replica == key[0] and e.owner == owner), None)
-            if back is not None:
-                self._former.remove(back)
-                back.own = own
-            numbers = entry.slots.numbered if back is None else max(entry.slots.numbered, back.slots.numbered)
-            if entry.slots.held():
-                self._former.append(entry)
-            entry = self._shards[key] = back or Shard(key[0], owner, own)
-            entry.slots.numbered = numbers
-        entry = self._shards.setdefault(key, Shard(key[0], owner, own))
+    def _fitted(self, replica: int, owner: Owner, *, own: bool) -> tuple[ShardKey, Shard]:
+        """Return the shard with this owner; what it had with another number of ranks is set aside."""
+        for each in self._of(replica, owner.rank):
+            if each.owner.ranks != owner.ranks:
+                each.set_aside()
+        key = replica, owner.rank, owner.ranks
+        entry = self._shards.setdefault(key, Shard(replica, owner, own))
         entry.fit(owner)
-        return entry
+        entry.aside = False
+        return key, entry
 
     def _drop_other_widths(self, entry: Shard) -> None:
-        for each in self._all:
+        for each in self._shards.values():
             if each.replica == entry.replica and each.owner.ranks != entry.owner.ranks and not each.connected:
                 each.slots.forget()
                 each.sweep()
-        self._former = [each for each in self._former if each.fds]
 
-    def reserve(self, nbytes: int, budget: int | None) -> None:
-        """Take ``nbytes`` of the budget for copies, for something that is kept elsewhere in this process.
+    def _check_room(self, nbytes: int, others: Iterable[Shard], budget: int | None) -> None:
+        used = sum(each.needed_bytes for each in others if not each.own and not each.aside)
+        if budget is not None and used + nbytes > budget:
+            raise ValueError(f"{nbytes} bytes are needed; {used} of {budget} bytes of memory.budget_gb are taken")
+
+    def admit_slice(self, about: SliceName, budget: int | None) -> SliceIndex:
+        """Register a slice that is to be kept here, instead of one that was not completed; return its key.
 
         Raises:
-            ValueError: The budget has less.
+            ValueError: It is there already, or there is no room for it. Says which.
+        """
+        key = about.store, about.slice
+        owner = Owner(about.slice, about.slices, about.nbytes)
+        with self._lock:
+            entry = self._shards.setdefault(key, Shard(NO_REPLICA, owner, own=False, slots=SnapshotSlots(2)))
+            if entry.slots.find(about.store) is not None:
+                raise ValueError(f"slice {about.slice} is here already")
+            entry.slots.abandon(reuse=False)
+            entry.sweep()
+            self._check_room(about.nbytes, self._shards.values(), budget)
+            check_memory(about.nbytes)
+            entry.fit(owner)
+            entry.slice, self._budget = about, budget
+        return key
+
+    def slices(self, store: str, name: str) -> tuple[HeldSlice, ...]:
+        """Return the complete slices of a store by number. Blocks.
+
+        Older stores of the same name are dropped. Every checksum is compared, and a slice that differs is
+        dropped.
+
+        Args:
+            store: The digest of what the store is.
+            name: That the user gave it.
         """
         with self._lock:
-            used = self._reserved + sum(each.needed_bytes for each in self._shards.values() if not each.own)
-            if budget is not None and used + nbytes > budget:
-                raise ValueError(
-                    f"{nbytes} bytes are needed; {used} of {budget} bytes of memory.budget_gb are taken"
-                )
-            self._reserved += nbytes
+            all_ = [each.slice for each in self._shards.values() if each.slice is not None]
+        for each in all_:
+            if each.name == name and each.store != store:
+                self.drop_slices(each.store, [each.slice])
+        rows: list[HeldSlice] = []
+        for number in sorted(each.slice for each in all_ if each.store == store):
+            with self._lock:
+                entry = self._shards[store, number]
+                self._compare_again(entry, entry.slots.find(store))
+            if (served := self.borrow(store, number)) is not None:
+                about = shard_manifest.decode_as(SliceManifest, served.manifest).about
+                rows.append(HeldSlice(number, about.slices, about.parts, served.digest))
+                self.give_back(served)
+        return tuple(rows)
 
-    def release(self, nbytes: int) -> None:
+    def drop_slices(self, store: str, numbers: Iterable[int]) -> None:
+        """Free slices. The memory of one that is being read is freed when its last reader has ended."""
         with self._lock:
-            self._reserved -= nbytes
+            for number in numbers:
+                if (entry := self._shards.get((store, number))) is not None:
+                    entry.slots.forget()
+                    entry.sweep()
 
-    def copies(self, keeper: int) -> list[ShardIndex]:
+    def descriptor(self, key: Key, number: int) -> int:
+        """Return a descriptor of a slot, which the caller has to close.
+
+        Raises:
+            LookupError: The slot was dropped meanwhile.
+            OSError: There is no descriptor left.
+        """
         with self._lock:
-            return [key for key, entry in self._shards.items() if entry.keeper == keeper]
+            return os.dup(self._shards[key].fds[number])
 
-    def drop_copies(self, key: ShardIndex) -> None:
+    def copies(self, keeper: int) -> dict[ShardIndex, ShardKey]:
+        """Return what a rank of this host has ordered, by owner."""
+        with self._lock:
+            kept = [each for each in self._shards.values() if each.keeper == keeper]
+            return {(e.replica, e.owner.rank): (e.replica, e.owner.rank, e.owner.ranks) for e in kept}
+
+    def drop_copies(self, key: ShardKey) -> None:
         with self._lock:
             entry = self._shards[key]
             if not entry.own:
@@ -159,12 +205,19 @@ class SnapshotStore:
                 entry.slots.forget()
                 entry.sweep()
 
-    def prepare(self, key: ShardIndex) -> None:
-        """Allocate INITIAL_SLOTS slots. Blocks for as long as the kernel takes to provide the memory."""
-        while len(self.slots(key)) < INITIAL_SLOTS and self.grow(key):
+    def prepare(self, key: Key) -> None:
+        """Allocate the slots of the steady state. Blocks for as long as the kernel takes to provide the memory."""
+        while len(self.slots(key)) < self._shards[key].initial and self.grow(key):
             pass
 
-    def grow(self, key: ShardIndex) -> bool:
+    def allocate(self, key: Key, content: Content, *, copy: bool = False) -> int | None:
+        """Do as `stage` does, and add another slot if that is what it needs. Blocks."""
+        number = self.stage(key, content, copy=copy)
+        if number is None and self.grow(key):
+            number = self.stage(key, content, copy=copy)
+        return number
+
+    def grow(self, key: Key) -> bool:
         """Allocate one more free slot. Blocks for as long as the kernel takes to provide the memory.
 
         Returns:
@@ -186,31 +239,31 @@ class SnapshotStore:
             if fd is None:
                 return False
             # Meanwhile another connection of that rank may have added a slot, or changed the size.
-            gone = copy and entry.keeper is None
-            if entry.slots.full or entry.owner != owner or entry.own == copy or gone:
+            if entry.slots.full or entry.owner != owner or entry.own == copy or not entry.wanted:
                 os.close(fd)
                 return False
             entry.fds[entry.slots.add()] = fd
         return True
 
     def _may_grow(self, entry: Shard) -> bool:
-        if entry.keeper is None:
+        others = [each for each in self._shards.values() if each is not entry]
+        try:
+            self._check_room(entry.held_bytes + entry.owner.nbytes, others, self._budget)
+        except ValueError:
             return False
-        kept = [each for each in self._shards.values() if not each.own and each is not entry]
-        others = self._reserved + sum(each.needed_bytes for each in kept)
-        return self._budget is None or others + entry.held_bytes + entry.owner.nbytes <= self._budget
+        return entry.wanted
 
-    def stage(self, key: ShardIndex, state: StateId, *, copy: bool = False) -> int | None:
-        """Return the number of the slot to write ``state`` into, or None if another slot has to be added first.
+    def stage(self, key: Key, content: Content, *, copy: bool = False) -> int | None:
+        """Return the number of the slot to write ``content`` into, or None if another slot has to be added first.
 
         Args:
-            copy: It is fetched from another host: None if that shard is no longer to be kept here.
+            copy: It is fetched from another host: None if that is no longer to be kept here.
         """
         with self._lock:
             entry = self._shards[key]
-            if copy and entry.keeper is None:
+            if copy and (entry.own or not entry.wanted):
                 return None
-            number = entry.slots.stage(state, time.monotonic())
+            number = entry.slots.stage(content, time.monotonic())
             if number is not None:
                 entry.headers.pop(number, None)
                 entry.layouts.pop(number, None)
@@ -218,33 +271,33 @@ class SnapshotStore:
             entry.sweep()
             return number
 
-    def busy_reason(self, key: ShardIndex) -> str:
+    def busy_reason(self, key: Key) -> str:
         return "all slots are in use" if self._shards[key].slots.full else "no memory for one more slot"
 
-    def slots(self, key: ShardIndex) -> dict[int, int]:
+    def slots(self, key: Key) -> dict[int, int]:
         """Return the file descriptors of a rank's slots by slot number. They stay owned by the store."""
         with self._lock:
             return dict(self._shards[key].fds)
 
-    def staged(self, key: ShardIndex, state: StateId, header: bytes, number: int | None = None) -> None:
-        """Mark ``state`` as complete. ``header`` is its encoded manifest.
+    def staged(self, key: Key, content: Content, header: bytes, number: int | None = None) -> None:
+        """Mark ``content`` as complete. ``header`` is its encoded manifest.
 
         Args:
             number: The slot that it was written into; None: that of the last `stage`.
 
         Raises:
-            ValueError: ``state`` was not being written.
+            ValueError: ``content`` was not being written.
         """
         with self._lock:
             entry = self._shards[key]
             if number not in (None, entry.slots.written):
                 raise ValueError("its slot was dropped meanwhile")
-            number = entry.slots.staged(state)
+            number = entry.slots.staged(content)
             entry.headers[number] = header
-            if entry.slots.pinned(time.monotonic()) == state:
-                self._verification(entry, number, state)
+            if entry.slots.pinned(time.monotonic()) == content:
+                self._verification(entry, number, content)
 
-    def writable(self, key: ShardIndex, number: int) -> Bytes:
+    def writable(self, key: Key, number: int) -> Bytes:
         """Return the memory of a slot that this process writes.
 
         Raises:
@@ -254,47 +307,52 @@ class SnapshotStore:
         with self._lock:
             return self._shards[key].view(number)
 
-    def abandon(self, key: ShardIndex, number: int) -> None:
+    def abandon(self, key: Key, number: int) -> None:
         """Free a slot whose writer has ended without completing it."""
         with self._lock:
             entry = self._shards[key]
             if entry.slots.written == number:
-                entry.slots.abandon(reuse=True)
+                entry.slots.abandon(reuse=entry.slice is None)
+                entry.sweep()
 
-    def keeps(self, key: ShardIndex, state: StateId) -> bool:
+    def keeps(self, key: ShardKey, state: StateId) -> bool:
         with self._lock:
             return self._shards[key].slots.find(state) is not None
 
-    def mark_settled(self, key: ShardIndex, state: StateId, everywhere: bool = True) -> None:
+    def mark_settled(self, key: ShardKey, state: StateId, everywhere: bool = True) -> None:
         with self._lock:
             entry = self._shards[key]
             entry.slots.mark_settled(state, everywhere)
             if everywhere or len(entry.fds) < INITIAL_SLOTS:  # or its own memory might never come
                 self._drop_other_widths(entry)
 
-    def pin(self, key: ShardIndex, state: StateId, seconds: float) -> None:
+    def pin(self, key: ShardKey, state: StateId, seconds: float) -> None:
         """Keep ``state`` for ``seconds``, now or once it is complete, and compare its checksums in advance."""
         with self._lock:
             entry = self._shards[key]
             entry.slots.pin(state, time.monotonic() + seconds)
             number = entry.slots.find(state)
             if number is not None:
-                if number in entry.verified and entry.verified[number].done():
-                    # That comparison served an earlier fetch, and bits may have flipped since: compare again.
-                    del entry.verified[number]
+                self._compare_again(entry, number)
                 self._verification(entry, number, state)
 
-    def unpin(self, key: ShardIndex) -> None:
+    @staticmethod
+    def _compare_again(entry: Shard, number: int | None) -> None:
+        """Forget a comparison that served an earlier reader: bits may have flipped since."""
+        if number in entry.verified and entry.verified[number].done():
+            del entry.verified[number]
+
+    def unpin(self, key: ShardKey) -> None:
         with self._lock:
             entry = self._shards[key]
             entry.slots.unpin()
             entry.release_acquired()
 
-    def list(self, key: ShardIndex) -> tuple[CompleteSnapshot, ...]:
+    def list(self, key: ShardKey) -> tuple[CompleteSnapshot, ...]:
         with self._lock:
             return self._shards[key].slots.held()
 
-    def acquire(self, key: ShardIndex, state: StateId) -> tuple[int, bytes] | None:
+    def acquire(self, key: ShardKey, state: StateId) -> tuple[int, bytes] | None:
         """Verify a complete snapshot and keep it unchanged for its own rank until `unpin` or the next `acquire`.
 
         Blocks while the checksums are computed.
@@ -321,13 +379,13 @@ class SnapshotStore:
             entry.acquired = number
         return fd, header
 
-    def damaged(self, key: ShardIndex) -> tuple[Damage, ...]:
+    def damaged(self, key: ShardKey) -> tuple[Damage, ...]:
         with self._lock:
             entry = self._shards[key]
             found, entry.damaged = tuple(entry.damaged), []
             return found
 
-    def forget(self, key: ShardIndex) -> None:
+    def forget(self, key: ShardKey) -> None:
         """Drop all snapshots of a rank, and what its replica has left in other widths."""
         with self._lock:
             entry = self._shards[key]
@@ -336,7 +394,7 @@ class SnapshotStore:
             entry.sweep()
             self._drop_other_widths(entry)
 
-    def disconnect(self, key: ShardIndex, *, dead: bool) -> None:
+    def disconnect(self, key: ShardKey, *, dead: bool) -> None:
         """Release what a rank used over its connection, which has ended.
 
         The snapshot that it was writing is abandoned. Its slot is reused only if the rank is ``dead``: a living
@@ -350,19 +408,22 @@ class SnapshotStore:
             entry.sweep()
 
     def borrow(
-        self, state: StateId, rank: int, ranks: int | None = None, *, verify: bool = True
+        self, content: Content, rank: int, ranks: int | None = None, *, verify: bool = True
     ) -> ServedSnapshot | None:
-        """Return the snapshot of ``state`` and ``rank``, of any replica, for reading until `give_back`.
+        """Return the snapshot of a state and ``rank``, of any replica, for reading until `give_back`.
 
-        A state has one content, so the shards of all replicas with ``ranks`` ranks are equal; None: any number.
-        Blocks while checksums are computed. Returns None if there is no such snapshot. One that is damaged is
-        dropped, and the damage is logged. Without ``verify`` nothing is computed: the reader finds the damage.
+        Or the slice ``rank`` of a store. A state has one content, so the shards of all replicas with ``ranks``
+        ranks are equal; None: any number. Blocks while checksums are computed. Returns None if there is no such
+        snapshot. One that is damaged is dropped, and the damage is logged. Without ``verify`` nothing is computed:
+        the reader finds the damage.
         """
         while True:
             with self._lock:
-                shards = [e for e in self._all if e.owner.rank == rank and ranks in (None, e.owner.ranks)]
+                shards = [
+                    e for e in self._shards.values() if e.owner.rank == rank and ranks in (None, e.owner.ranks)
+                ]
                 shards.sort(key=lambda each: not each.own)
-                found = ((each, number) for each in shards if (number := each.slots.find(state)) is not None)
+                found = ((each, number) for each in shards if (number := each.slots.find(content)) is not None)
                 entry, number = next(found, (None, None))
                 if entry is None or number is None:
                     return None
@@ -370,12 +431,12 @@ class SnapshotStore:
                 fd, nbytes, header = entry.fds[number], entry.owner.nbytes, entry.headers[number]
                 if not verify:
                     return ServedSnapshot(fd, nbytes, header, shard_manifest.digest(header))
-                verification = self._verification(entry, number, state)
+                verification = self._verification(entry, number, content)
             try:
                 manifest, digest = verification.result()
             except Exception:
                 with self._lock:
-                    dropped = entry.slots.find(state) != number
+                    dropped = entry.slots.find(content) != number
                     entry.put_back(number)
                 if not dropped:  # the agent ends
                     return None
@@ -386,7 +447,7 @@ class SnapshotStore:
         with self._lock:
             found = [
                 (entry, kept, number, entry.headers[number])
-                for entry in self._all
+                for entry in self._shards.values()
                 for kept in entry.slots.held()
                 if (number := entry.slots.find(kept.state)) is not None
             ]
@@ -408,44 +469,43 @@ class SnapshotStore:
             rows.setdefault((kept.state, entry.replica, owner), row)
         return tuple(rows.values())
 
-    def drop_damaged(self, served: ServedSnapshot, state: StateId, error: Exception) -> None:
+    def drop_damaged(self, served: ServedSnapshot, content: Content, error: Exception) -> None:
         with self._lock:
             entry, number = self._borrowed(served)
-            entry.damage(number, state, error)
+            entry.damage(number, content, error)
 
     def _borrowed(self, served: ServedSnapshot) -> tuple[Shard, int]:
-        slots = {fd: (entry, number) for entry in self._all for number, fd in entry.fds.items()}
+        slots = {fd: (entry, number) for entry in self._shards.values() for number, fd in entry.fds.items()}
         return slots[served.fd]
 
     def give_back(self, served: ServedSnapshot) -> None:
         with self._lock:
             entry, number = self._borrowed(served)
             entry.put_back(number)
-            self._former = [each for each in self._former if each.fds]
 
     def close(self) -> None:
         self._verifier.shutdown(cancel_futures=True)
 
-    def _verification(self, entry: Shard, number: int, state: StateId) -> Future[tuple[bytes, str]]:
+    def _verification(self, entry: Shard, number: int, content: Content) -> Future[tuple[bytes, str]]:
         """Return the future (encoded manifest, digest) of a complete slot, which stays borrowed until then."""
         if number not in entry.verified:
             entry.slots.borrow(number)
             entry.verified[number] = self._verifier.submit(
-                self._verified, entry, number, state, entry.owner, entry.headers[number]
+                self._verified, entry, number, content, entry.owner, entry.headers[number]
             )
         return entry.verified[number]
 
     def _verified(
-        self, entry: Shard, number: int, state: StateId, owner: Owner, header: bytes
+        self, entry: Shard, number: int, content: Content, owner: Owner, header: bytes
     ) -> tuple[bytes, str]:
         try:
             with self._lock:
                 view = entry.view(number)
-            compare(header, view, state, owner)
+            compare(header, view, content, owner)
             return header, shard_manifest.digest(header)
         except Exception as error:
             with self._lock:
-                entry.damage(number, state, error)
+                entry.damage(number, content, error)
             raise
         finally:
             with self._lock:

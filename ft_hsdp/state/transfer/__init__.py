@@ -7,14 +7,14 @@ compared with its checksum before the state is used.
 
 Read the modules in this order:
 
-- `shard_manifest`: where each tensor lies in a packed shard (`Layout`), and its manifest: encoding and checks.
+- `shard_manifest`: where each tensor lies in a packed shard (`Layout`); manifests: encoding and checks.
 - `http`: `StateServer`: on threads of its own, by sendfile, with limits against slow and malicious readers.
 - `donor_connection`: `DonorConnection`: the reader's end of one connection; `ask_held`: what many agents have.
 - `striping`: what the threads of a fetch share: the vote on the manifest, and the chunks that are still to come.
 - `fetch`: `fetch`: asks the donors, receives from all at once, verifies.
 - `parts`: what one rank has for a rank of another width, as a stream of its own; `served_parts`: the donor's end.
 - `reshape`: `fetch_shard`: fetches a shard from replicas of any width, put together from parts if need be.
-- `blocks`: slices of a user's static data from the agents of other hosts.
+- `blocks`: slices of a user's static data, and how parts of many of them are fetched.
 
 A fetch goes this way:
 

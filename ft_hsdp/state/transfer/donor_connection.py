@@ -24,7 +24,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import HeldShard
+from ft_hsdp.state.transfer.shard_manifest import Held
 
 HELD = "/v1/held"
 CLASS, COPY = "Ft-Class", "copy"  # header of a request, and its value when what is read becomes a copy elsewhere
@@ -34,21 +34,18 @@ _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*")
 _DECIMAL = re.compile(r"\d{1,18}")
 
 
-def path(
-    state: StateId, rank: int, what: str, ranks: int | None = None, part: tuple[int, int] | None = None
-) -> str:
-    """Return the path at which a state server has a rank's shard of a state.
+def path(state: StateId, rank: int, ranks: int | None = None, part: tuple[int, int] | None = None) -> str:
+    """Return the path at which a state server has a rank's shard of a state, with {} for "manifest" or "data".
 
     Args:
         state: The state.
         rank: The rank whose shard it is.
-        what: "manifest" or "data".
         ranks: Ranks of that replica; None: any number.
         part: (rank, ranks) of whom only a part of it is wanted for; None: all of it.
     """
     shard = str(rank) if ranks is None else f"{rank}.{ranks}"
     query = "" if part is None else f"?for={part[0]}.{part[1]}"
-    return f"/v1/state/{state.commit_epoch}/{state.step}/{state.lineage}/{shard}/{what}{query}"
+    return f"/v1/state/{state.commit_epoch}/{state.step}/{state.lineage}/{shard}/{{}}{query}"
 
 
 class DonorBusy(ConnectionError):
@@ -214,8 +211,6 @@ MAX_ASKED = 4096  # agents that are asked at most
 MAX_THREADS = 256  # agents that are asked at once; one that answers nothing keeps its thread until it is hung up
 GRACE_S = 0.1  # for further answers when there are enough
 RETRY_S = 0.02  # before an agent that has no place for a reader is asked again
-
-Held = tuple[HeldShard, ...]
 
 
 def ask_held(

@@ -21,18 +21,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ft_hsdp import fault_injection
-from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.donor_connection import DonorBusy, DonorConnection, path
-from ft_hsdp.state.transfer.parts import Scattered
-from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
+from ft_hsdp.state.transfer.donor_connection import Answer, DonorBusy, DonorConnection, path
+from ft_hsdp.state.transfer.parts import Scattered, touched
+from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, Manifest, ShardManifest
 from ft_hsdp.state.transfer.striping import ChunkQueue, ManifestVotes
 
 PATIENCE_S = 1.0  # to wait for the vote of every donor; a later vote still counts
-CHUNK_S = 5.0  # after which a donor that sends no chunk has failed
+PART_BYTES = 1 << 20  # which are received, and verified, together; a longer chunk in several parts
+MOST_BYTES = 64 << 20  # of one request
+CHUNK_S = 5.0  # after which a donor that sends no part has failed
 COPY_CHUNK_S = 60.0  # the same for a copy, which waits for idle spans of the network
 RETRY_S = 0.02  # between two questions to a donor that does not have the state yet
 MAX_REGRET = 64 << 10  # bytes in the body of an answer that is no success
@@ -45,7 +47,19 @@ class Cancelled(Exception):
 
 
 class NotFetched(Exception):
-    """No donor could serve the state. The message says what each one did."""
+    """No donor could serve what was wanted. The message says what each one did.
+
+    Args:
+        why: The message.
+        wrong: Each of them has answered something that is wrong; otherwise one may be gone.
+    """
+
+    def __init__(self, why: str, wrong: bool = False) -> None:
+        super().__init__(why)
+        self.wrong = wrong
+
+
+M = TypeVar("M", bound=Manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,48 +71,47 @@ class Donor:
 
 
 @dataclass(frozen=True, slots=True)
-class FetchRequest:
-    """The shard to fetch, and the memory for it."""
+class FetchRequest(Generic[M]):
+    """The shard, part or slice to fetch, and the memory for it."""
 
-    state: StateId
-    rank: int
-    # Raises DataCorruption if a donor's manifest is not of the wanted shard. Called on the donors' threads.
-    check: Callable[[ShardManifest], None]
-    # Returns memory for the manifest that the donors agreed on: uint8 [nbytes], best pre-faulted, used by nothing
-    # else until `fetch` ends; or several places. Called once, on the thread that calls `fetch`, while its lock is
-    # held.
-    memory: Callable[[ShardManifest], memoryview | Scattered]
-    awaited: bool = True  # a donor that does not have the state yet is asked again; False: it has failed
+    path: str  # at a donor's server, with {} for "manifest" or "data"
+    # Returns the manifest that a donor sent; raises DataCorruption if it is not of what is wanted. Called on the
+    # donors' threads.
+    opened: Callable[[bytes], M]
+    # Returns memory for the manifest that the donors agreed on, best pre-faulted, used by nothing else until
+    # `fetch` ends; what it has no place for is not fetched. Called once, on the thread that calls `fetch`, while
+    # its lock is held.
+    memory: Callable[[M], Scattered]
+    step: int = 0  # of the state
+    awaited: bool = True  # a donor that does not have it yet is asked again; False: it has failed
     copy: bool = False  # it becomes a copy of another host's shard: donors send it while they are idle (`pacing`)
-    ranks: int | None = None  # of the replica whose shard it is; None: any
-    part: tuple[int, int] | None = None  # (rank, ranks) of whom only a part of the shard is for (`parts`)
+    answer_s: float = math.inf  # for a donor's manifest, from when it has a place for a reader
+    known: bytes = b""  # the manifest, if this rank has it already
 
     @staticmethod
     def exactly(
         expected: ExpectedShard, into: memoryview | Scattered, *, awaited: bool = True, copy: bool = False
-    ) -> FetchRequest:
+    ) -> FetchRequest[ShardManifest]:
         """Return a request for the shard ``expected``, which is known from this rank's own model.
 
         It fills the memory ``into``, ``expected.nbytes`` bytes in one place or in several. If it is ``awaited``,
         donors may get the state later; a ``copy`` is of another host's shard.
         """
         return FetchRequest(
-            expected.state,
-            expected.rank,
-            lambda m: shard_manifest.expect(m, expected),
-            lambda _: into,
+            path(expected.state, expected.rank, expected.ranks, expected.part),
+            lambda encoded: shard_manifest.expect(shard_manifest.decode(encoded), expected),
+            lambda _: into if isinstance(into, Scattered) else Scattered(into),
+            expected.state.step,
             awaited,
             copy,
-            expected.ranks,
-            expected.part,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class FetchedShard:
-    """A shard whose bytes are all verified."""
+class FetchedBlob(Generic[M]):
+    """What was fetched; all of its bytes are verified."""
 
-    manifest: ShardManifest
+    manifest: M
     seconds: float  # from the call to the last verified chunk
     given: dict[int, int]  # verified bytes by donor (replica id)
     encoded: bytes  # the manifest as it was received
@@ -106,20 +119,20 @@ class FetchedShard:
 
 def fetch(
     donors: Sequence[Donor],
-    request: FetchRequest,
+    request: FetchRequest[M],
     token: str,
     deadline_s: float,
     cancel: threading.Event,
     rejected: Callable[[Donor, str], None],
-) -> FetchedShard:
-    """Fetch and verify one shard. Blocks.
+) -> FetchedBlob[M]:
+    """Fetch and verify one shard, a part of one, or parts of a slice. Blocks.
 
     A donor that does not have the state yet is asked again until the deadline, if ``request.awaited``. When the
     function returns or raises, no thread writes into the memory any more.
 
     Args:
         donors: The replicas to ask; all are used at once.
-        request: The shard, and the memory for it.
+        request: What is wanted, and the memory for it.
         token: The job's token, which the donors check.
         deadline_s: Seconds from the call until it gives up.
         cancel: Set by another thread to end the fetch early.
@@ -135,16 +148,16 @@ def fetch(
     with work.threads():
         work.supervise(began, deadline_s, cancel)
     assert work.manifest is not None
-    return FetchedShard(work.manifest, time.monotonic() - began, work.given, work.encoded)
+    return FetchedBlob(work.manifest, time.monotonic() - began, work.given, work.encoded)
 
 
-class _Fetch:
+class _Fetch(Generic[M]):
     """The state of one `fetch`: a thread for each donor, one that verifies, and the caller's, which supervises."""
 
     def __init__(
-        self, donors: Sequence[Donor], request: FetchRequest, token: str, rejected: Callable[[Donor, str], None]
+        self, donors: Sequence[Donor], request: FetchRequest[M], token: str, rejected: Callable[[Donor, str], None]
     ) -> None:
-        self.manifest: ShardManifest | None = None
+        self.manifest: M | None = None
         self.encoded = b""
         self.given: dict[int, int] = {}
         self._request = request
@@ -153,15 +166,16 @@ class _Fetch:
         self._connections = {d.replica: DonorConnection(d.address, token, request.copy) for d in donors}
         self._chunk_s = COPY_CHUNK_S if request.copy else CHUNK_S
         self._failures: dict[int, str] = {}
+        self._wrong: set[int] = set()  # donors that have answered something that is wrong
         self._refusing: set[int] = set()  # donors that hung up on the last call
-        # When the next chunk of each donor has to be here. The size never changes, so it needs no lock.
+        # When something of each donor has to be here. The size never changes, so it needs no lock.
         self._due = dict.fromkeys(self._donors, math.inf)
         self._votes = ManifestVotes(self._donors)
-        self._manifests: dict[str, tuple[ShardManifest, bytes]] = {}
+        self._manifests: dict[str, tuple[M, bytes]] = {}
         self._digest = ""
-        self._memory: memoryview | Scattered = memoryview(b"")
-        self._chunks = ChunkQueue(0, 0)
-        self._arrived: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._memory = Scattered(memoryview(b""))
+        self._chunks = ChunkQueue((), 0)
+        self._arrived: queue.SimpleQueue[tuple[int, range, list[memoryview]] | None] = queue.SimpleQueue()
         # Its lock guards what the threads share, but ``_due`` and ``_refusing``.
         self._change = threading.Condition()
         self._over = False
@@ -209,14 +223,15 @@ class _Fetch:
                 if cancel.is_set():
                     raise Cancelled
                 if len(self._failures) == len(self._donors):
-                    raise NotFetched(self._why() or "there are no donors")
+                    raise NotFetched(self._why() or "there are no donors", self._wrong == self._donors.keys())
                 if now - began > deadline_s:
                     if len(self._manifests) > 1:
                         raise DataCorruption(self._votes.disagreement())
                     raise NotFetched(self._why() or self._late(deadline_s))
                 for donor, due in self._due.items():
                     if now > due:
-                        self._fail(donor, f"no chunk within {self._chunk_s:g} s")
+                        silent_s = self._chunk_s if self.manifest is not None else self._request.answer_s
+                        self._fail(donor, f"nothing within {silent_s:g} s")
                 self._change.wait(TICK_S)
             for donor in self._votes.unheard:
                 self._fail(donor, f"no answer within {time.monotonic() - began:.1f} s")
@@ -243,19 +258,24 @@ class _Fetch:
         if self.manifest is not None and digest != self._digest:  # donors that voted later are the majority now
             raise DataCorruption(self._votes.disagreement())
         for donor in self._votes.minority(digest):
-            self._fail(donor, f"its manifest {str(self._votes.voted(donor))[:12]} is not that of the others")
+            told = f"its manifest {str(self._votes.voted(donor))[:12]} is not that of the others"
+            self._fail(donor, told, wrong=True)
         if self.manifest is None:
             manifest, self.encoded = self._manifests[digest]
             self._memory = self._request.memory(manifest)
-            self._chunks = ChunkQueue(len(manifest.checksums), len(self._donors) - len(self._failures))
+            wanted = touched(self._memory.extents, manifest.chunk)
+            most = max(1, MOST_BYTES // manifest.chunk)
+            self._chunks = ChunkQueue(wanted, len(self._donors) - len(self._failures), most)
             self._digest, self.manifest = digest, manifest
             self._change.notify_all()
         return True
 
-    def _fail(self, donor: int, why: str) -> None:
+    def _fail(self, donor: int, why: str, *, wrong: bool = False) -> None:
         """Give up a donor, and tell the caller why. Call it with the lock held."""
         if donor in self._failures or self._over:
             return
+        if wrong:
+            self._wrong.add(donor)
         self._failures[donor] = why
         self._votes.failed(donor)
         self._connections[donor].hang_up()
@@ -272,7 +292,7 @@ class _Fetch:
                     self._receive(donor, connection, run)
         except (OSError, ValueError, DataCorruption) as error:
             with self._change:
-                self._fail(donor, str(error) or type(error).__name__)
+                self._fail(donor, str(error) or type(error).__name__, wrong=isinstance(error, DataCorruption))
         finally:
             connection.close()
 
@@ -280,40 +300,58 @@ class _Fetch:
         """Ask the donor for its manifest until it has the state. Returns False if the fetch is over.
 
         Raises:
-            DataCorruption: The answer is neither a valid manifest of the wanted shard nor "not found".
+            DataCorruption: The answer is neither a valid manifest of what is wanted nor "not found".
         """
-        request = self._request
-        while True:
-            fault_injection.hold(donor, lambda: self._over)
-            try:
-                answer = connection.ask(self._path("manifest"))
-                self._refusing.discard(donor)
-            except DonorBusy:
-                answer = None
-                self._refusing.add(donor)
-            if answer is not None and answer.status == 200:
-                break
-            if answer is not None and answer.status != 404:
+        request, encoded = self._request, self._request.known
+        while not encoded:
+            answer = self._ask(donor, connection, "manifest")
+            if answer is None:
+                return False
+            if answer.status == 200:
+                encoded = connection.read(answer.length, shard_manifest.MAX_MANIFEST)
+            elif answer.status != 404:
                 said = connection.read(answer.length, MAX_REGRET).decode("ascii", "replace")[:MAX_WORDS]
                 raise DataCorruption(f"answered {answer.status}{said and f': {said}'}")
-            if answer is not None:
+            else:
                 connection.read(answer.length, MAX_REGRET)
                 if not request.awaited:
-                    raise DataCorruption("does not have the state any more")
-            with self._change:
-                self._votes.absent(donor)
-                self._change.notify_all()
-                if self._change.wait_for(lambda: self._over, RETRY_S):
+                    raise DataCorruption("does not have it any more")
+                if self._absent(donor):
                     return False
-        encoded = connection.read(answer.length, shard_manifest.MAX_MANIFEST)
-        manifest = shard_manifest.decode(encoded)
-        request.check(manifest)
+        manifest = request.opened(encoded)
         with self._change:
             digest = shard_manifest.digest(encoded)
+            self._due[donor] = math.inf
             self._manifests.setdefault(digest, (manifest, encoded))
             self._votes.vote(donor, digest)
             self._change.notify_all()
         return True
+
+    def _ask(
+        self, donor: int, connection: DonorConnection, what: str, span: tuple[int, int] | None = None
+    ) -> Answer | None:
+        """Ask the donor, again and again while it has no place for another reader; None: the fetch is over."""
+        within_s = self._chunk_s if span else self._request.answer_s
+        while True:
+            fault_injection.hold(donor, lambda: self._over)
+            self._due[donor] = time.monotonic() + within_s
+            try:
+                answer = connection.ask(self._request.path.format(what), span)
+            except DonorBusy:
+                self._due[donor] = math.inf
+                self._refusing.add(donor)
+                if self._absent(donor):
+                    return None
+            else:
+                self._refusing.discard(donor)
+                return answer
+
+    def _absent(self, donor: int) -> bool:
+        """Note that the donor has not served anything; wait, and return whether the fetch is over."""
+        with self._change:
+            self._votes.absent(donor)
+            self._change.notify_all()
+            return self._change.wait_for(lambda: self._over, RETRY_S)
 
     def _agreed(self, donor: int) -> bool:
         """Wait until the donors agree, and return whether this donor is one of the majority."""
@@ -336,28 +374,29 @@ class _Fetch:
         Raises:
             DataCorruption: The answer is not this run of the chosen manifest.
         """
-        left = list(run)
-        begin, end = (
-            run.start * shard_manifest.CHUNK_BYTES,
-            min(run.stop * shard_manifest.CHUNK_BYTES, len(self._memory)),
-        )
+        manifest, left = self._chosen, run
+        total, chunk = manifest.nbytes, manifest.chunk
+        begin, end = run.start * chunk, min(run.stop * chunk, total)
         try:
-            self._due[donor] = time.monotonic() + self._chunk_s
-            fault_injection.hold(donor, lambda: self._over)
-            answer = connection.ask(self._path("data"), (begin, end))
+            answer = self._ask(donor, connection, "data", (begin, end))
+            if answer is None:
+                return
             said = (answer.status, answer.headers.get("content-range"), answer.headers.get("etag"), answer.length)
-            if said != (206, f"bytes {begin}-{end - 1}/{len(self._memory)}", f'"{self._digest}"', end - begin):
+            if said != (206, f"bytes {begin}-{end - 1}/{total}", f'"{self._digest}"', end - begin):
                 raise DataCorruption(f"answered {said[0]} with range {said[1]} of {str(said[2])[:14]}")
-            for index in run:
-                for piece in self._chunk(index):
-                    connection.read_into(piece)
-                fault_injection.reach("fetch", self._request.state.step)
-                self._due[donor] = time.monotonic() + self._chunk_s
-                left.pop(0)
+            while left:
+                some = left[: max(1, PART_BYTES // chunk)]
+                pieces = self._memory.pieces(some.start * chunk, min(some.stop * chunk, total))
+                for piece in pieces:
+                    for at in range(0, len(piece), PART_BYTES):
+                        connection.read_into(piece[at : at + PART_BYTES])
+                        self._due[donor] = time.monotonic() + self._chunk_s
+                fault_injection.reach("fetch", self._request.step)
+                left = left[len(some) :]
                 if self._request.copy:
-                    self._compare(donor, index)
+                    self._compare(donor, some, pieces)
                 else:
-                    self._arrived.put((donor, index))
+                    self._arrived.put((donor, some, pieces))
         finally:
             with self._change:
                 self._due[donor] = math.inf
@@ -365,16 +404,10 @@ class _Fetch:
                     self._chunks.put_back(left)
                     self._change.notify_all()
 
-    def _path(self, what: str) -> str:
-        wanted = self._request
-        return path(wanted.state, wanted.rank, what, wanted.ranks, wanted.part)
-
-    def _chunk(self, index: int) -> list[memoryview]:
-        begin = index * shard_manifest.CHUNK_BYTES
-        end = min(begin + shard_manifest.CHUNK_BYTES, len(self._memory))
-        if isinstance(self._memory, Scattered):
-            return self._memory.pieces(begin, end)
-        return [self._memory[begin:end]]
+    @property
+    def _chosen(self) -> M:
+        assert self.manifest is not None
+        return self.manifest
 
     # The verifier's thread; of a copy, the donor's.
 
@@ -382,16 +415,16 @@ class _Fetch:
         while (arrived := self._arrived.get()) is not None:
             self._compare(*arrived)
 
-    def _compare(self, donor: int, index: int) -> None:
-        assert self.manifest is not None
-        chunk = self._chunk(index)
-        right = shard_manifest.checksum(*chunk) == self.manifest.checksums[index]
+    def _compare(self, donor: int, chunks: range, pieces: Sequence[memoryview]) -> None:
+        manifest = self._chosen
+        sums = shard_manifest.checksums(*pieces, chunk=manifest.chunk)
+        wrong = [n for n, found in zip(chunks, sums, strict=True) if found != manifest.checksums[n]]
         with self._change:
-            if right:
-                self.given[donor] = self.given.get(donor, 0) + sum(map(len, chunk))
-                self._chunks.verified()
+            if wrong:
+                self._chunks.put_back(chunks)
+                self._fail(donor, f"chunk {wrong[0]} has a wrong checksum", wrong=True)
             else:
-                self._chunks.put_back([index])
-                self._fail(donor, f"chunk {index} has a wrong checksum")
-            if self._chunks.done or not right:
+                self.given[donor] = self.given.get(donor, 0) + sum(map(len, pieces))
+                self._chunks.verified(len(chunks))
+            if self._chunks.done or wrong:
                 self._change.notify_all()

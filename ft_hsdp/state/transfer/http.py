@@ -45,11 +45,12 @@ from ft_hsdp.caller_gate import CallerGate
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import Purpose
+from ft_hsdp.memory.shape import Extent
 from ft_hsdp.state.pacing import CopyStream, Pacer, lower_priority
-from ft_hsdp.state.shared_memory import ServedSnapshot, SliceSource, SnapshotSource
+from ft_hsdp.state.shared_memory import ServedSnapshot, SnapshotSource
 from ft_hsdp.state.transfer import parts, shard_manifest
 from ft_hsdp.state.transfer.donor_connection import CLASS, COPY, HELD
-from ft_hsdp.state.transfer.served_parts import ServedPart, ServedParts, all_of
+from ft_hsdp.state.transfer.served_parts import ServedParts
 
 PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})(?:\.(\d{1,9}))?/(manifest|data)")
 FOR = re.compile(r"for=(\d{1,9})\.(\d{1,9})")
@@ -134,7 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._head(200, len(rows), Content_Type="application/json")
             self.wfile.write(rows)
         elif of_blocks is not None:
-            self._serve_slice(of_blocks[1], int(of_blocks[2]), of_blocks[3] == "data")
+            self._serve(of_blocks[1], int(of_blocks[2]), None, of_blocks[3] == "data", None)
         elif match is None or (mark and not query.startswith("for=")):
             self._head(404, 0)
         elif mark and not (target and int(target[1]) < int(target[2]) <= parts.MAX_WIDTH):
@@ -146,50 +147,36 @@ class _Handler(BaseHTTPRequestHandler):
         self.reader.now(responding=False)
 
     def _serve(
-        self, state: StateId, rank: int, ranks: int | None, data: bool, target: tuple[int, int] | None
+        self, content: StateId | str, rank: int, ranks: int | None, data: bool, target: tuple[int, int] | None
     ) -> None:
-        # Who makes a copy of a shard compares its checksums: once is enough.
-        verify = not self._becomes_copy
-        while (served := self.server.source.borrow(state, rank, ranks, verify=verify)) is not None:
-            if self._serve_part(served, state, rank, data, target):
+        # Who makes a copy of a shard, or reads a slice, compares its checksums: once is enough.
+        verify = not self._becomes_copy and isinstance(content, StateId)
+        while (served := self.server.source.borrow(content, rank, ranks, verify=verify)) is not None:
+            if self._serve_part(served, content, rank, data, target):
                 return
         self._head(404, 0)
 
     def _serve_part(
-        self, served: ServedSnapshot, state: StateId, rank: int, data: bool, target: tuple[int, int] | None
+        self, served: ServedSnapshot, content: StateId | str, rank: int, data: bool, target: tuple[int, int] | None
     ) -> bool:
         """Answer with what is borrowed, and give it back; False: it was damaged, and is dropped."""
         try:
-            part = all_of(served) if target is None else self.server.parts.part(served, *target)
+            part = served if target is None else self.server.parts.part(served, *target)
             if data:
-                self._data(served.fd, part, rank)
+                self._data(part, rank)
             else:
                 self._head(200, len(part.manifest), ETag=f'"{part.digest}"')
                 self.wfile.write(part.manifest)
         except parts.Uncuttable as error:
             self._refuse(str(error))
         except DataCorruption as error:
-            self.server.source.drop_damaged(served, state, error)
+            self.server.source.drop_damaged(served, content, error)
             return False
         finally:
             self.server.source.give_back(served)
         return True
 
-    def _serve_slice(self, store: str, number: int, data: bool) -> None:
-        slices = self.server.slices
-        served = None if slices is None else slices.borrow(store, number)
-        if slices is None or served is None:
-            return self._head(404, 0)
-        try:
-            if data:
-                return self._data(served.fd, all_of(served), number)
-            self._head(200, len(served.manifest), ETag=f'"{served.digest}"')
-            self.wfile.write(served.manifest)
-            return None
-        finally:
-            slices.give_back(served)
-
-    def _data(self, fd: int, part: ServedPart, rank: int) -> None:
+    def _data(self, part: ServedSnapshot, rank: int) -> None:
         wanted, total = self.headers.get("Range"), part.nbytes
         begin, end = 0, total
         if wanted is not None:
@@ -203,27 +190,28 @@ class _Handler(BaseHTTPRequestHandler):
             about["Content_Range"] = f"bytes {begin}-{end - 1}/{total}"
         self._head(200 if wanted is None else 206, end - begin, **about)
         if not self._becomes_copy:
-            return self._extents(fd, part, begin, end, None)
+            return self._extents(part, begin, end, None)
         with self.server.pacer.stream(rank, self._queued) as paced:
-            return self._extents(fd, part, begin, end, paced)
+            return self._extents(part, begin, end, paced)
 
     def _queued(self) -> int:
         """Return how many bytes of what was sent the reader's end has not acknowledged."""
         found = fcntl.ioctl(self.connection.fileno(), termios.TIOCOUTQ, bytes(4))
         return int.from_bytes(found, sys.byteorder)
 
-    def _extents(self, fd: int, part: ServedPart, begin: int, end: int, paced: CopyStream | None) -> None:
+    def _extents(self, part: ServedSnapshot, begin: int, end: int, paced: CopyStream | None) -> None:
         """Send the bytes of a part from ``begin`` to ``end``."""
         send = self._encrypted if isinstance(self.connection, record_layer.Sealed) else self._plain
         short = bytearray()
-        for first, last in parts.within(part.extents, begin, end):
-            if last - first < GATHER:
-                short += os.pread(fd, last - first, first)
-            if short and (last - first >= GATHER or len(short) >= SLICE):
+        for first, nbytes in parts.runs(part.extents or (Extent(0, 0, part.nbytes),), begin, end):
+            assert first is not None, "every byte of a part lies somewhere"
+            if nbytes < GATHER:
+                short += os.pread(part.fd, nbytes, first)
+            if short and (nbytes >= GATHER or len(short) >= SLICE):
                 self._send(short, paced)
                 short.clear()
-            if last - first >= GATHER:
-                send(fd, first, last, paced)
+            if nbytes >= GATHER:
+                send(part.fd, first, first + nbytes, paced)
         self._send(short, paced)
 
     def _send(self, data: bytearray, paced: CopyStream | None) -> None:
@@ -298,9 +286,8 @@ class _Handler(BaseHTTPRequestHandler):
 class _Readers:
     """The connections that have proved the token, with a place and a thread for each."""
 
-    def __init__(self, source: SnapshotSource, pacer: Pacer, slices: SliceSource | None) -> None:
+    def __init__(self, source: SnapshotSource, pacer: Pacer) -> None:
         self.source = source
-        self.slices = slices
         self.pacer = pacer
         self.parts = ServedParts()
         self.readers: dict[socket.socket, _Reader] = {}
@@ -372,7 +359,6 @@ class StateServer:
         source: Where the snapshots are. Called from the readers' threads.
         token: The job's token, which readers must prove.
         pacer: Says when readers of copies are served; None: at once.
-        slices: Where slices of stores of blocks are; None: there are none.
 
     Attributes:
         address: "host:port" at which it listens.
@@ -382,18 +368,12 @@ class StateServer:
     """
 
     def __init__(
-        self,
-        host: str,
-        port: int,
-        source: SnapshotSource,
-        token: str,
-        pacer: Pacer | None = None,
-        slices: SliceSource | None = None,
+        self, host: str, port: int, source: SnapshotSource, token: str, pacer: Pacer | None = None
     ) -> None:
         listener = address.bound(host, port)
         listener.listen(caller_gate.BACKLOG)
         self.address = address.join(host, listener.getsockname()[1])
-        self._readers = _Readers(source, pacer or Pacer(), slices)
+        self._readers = _Readers(source, pacer or Pacer())
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()
         serving = self._serve(listener, token)

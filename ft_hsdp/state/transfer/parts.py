@@ -9,8 +9,9 @@ shard of its own width, by its own extents (`Scattered`).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ft_hsdp.memory import shape
 from ft_hsdp.memory.shape import Extent, Tensor
@@ -40,6 +41,20 @@ class Part:
     tensors: tuple[PackedTensor, ...]  # the pieces; their offsets are those in the stream
     extents: tuple[Extent, ...]  # where they lie in the two packed shards, in the order of the stream
     nbytes: int  # of the stream
+
+    @property
+    def taken(self) -> tuple[Extent, ...]:
+        """Where the bytes of the stream lie in the shard that has them, by `Extent.target`."""
+        return self._streamed([each.source for each in self.extents])
+
+    @property
+    def placed(self) -> tuple[Extent, ...]:
+        """Where they go in the shard that they are for, by `Extent.target`."""
+        return self._streamed([each.target for each in self.extents])
+
+    def _streamed(self, places: Sequence[int]) -> tuple[Extent, ...]:
+        sizes = [each.nbytes for each in self.extents]
+        return tuple(map(Extent, accumulate(sizes, initial=0), places, sizes))
 
     @property
     def layout(self) -> str:
@@ -111,47 +126,45 @@ def cut(tensors: Sequence[PackedTensor], source: tuple[int, int], target: tuple[
 
 
 class Scattered:
-    """Memory that is filled as one stream, and lies in several places.
+    """Memory for some bytes of a stream, which lie there in one place or in several.
 
     Args:
-        memory: The packed shard.
-        extents: Where each run of bytes of the stream goes, by `Extent.target`.
+        memory: The packed shard, or what else is filled.
+        extents: Which bytes of the stream (`Extent.source`) go where (`Extent.target`); None: all, as they come.
     """
 
-    def __init__(self, memory: memoryview, extents: Sequence[Extent]) -> None:
+    def __init__(self, memory: memoryview, extents: Iterable[Extent] | None = None) -> None:
         self._memory = memory
-        self._extents = tuple(extents)
-        self._begins: list[int] = []  # of each extent, in the stream
-        self._nbytes = 0
-        for extent in extents:
-            self._begins.append(self._nbytes)
-            self._nbytes += extent.nbytes
-
-    def __len__(self) -> int:
-        """Return the bytes of the stream."""
-        return self._nbytes
+        self.extents = sorted([Extent(0, 0, len(memory))] if extents is None else extents)
 
     def pieces(self, begin: int, end: int) -> list[memoryview]:
-        """Return the memory of the bytes [begin, end) of the stream."""
-        found: list[memoryview] = []
-        number = bisect_right(self._begins, begin) - 1
-        while begin < end:
-            extent, start = self._extents[number], self._begins[number]
-            stop = min(end, start + extent.nbytes)
-            found.append(self._memory[extent.target + begin - start : extent.target + stop - start])
-            begin, number = stop, number + 1
-        return found
+        """Return memory for the bytes [begin, end) of the stream; new memory for those that nobody wants."""
+        return [
+            memoryview(bytearray(nbytes)) if at is None else self._memory[at : at + nbytes]
+            for at, nbytes in runs(self.extents, begin, end)
+        ]
 
 
-def within(extents: Sequence[Extent], begin: int, end: int) -> list[tuple[int, int]]:
-    """Return where the bytes [begin, end) of a part's stream lie in the shard that has its ``extents``."""
-    found: list[tuple[int, int]] = []
-    start = 0
-    for extent in extents:
-        first, last = max(begin, start), min(end, start + extent.nbytes)
-        if first < last:
-            found.append((extent.source + first - start, extent.source + last - start))
-        start += extent.nbytes
-        if start >= end:
-            break
-    return found
+def runs(extents: Sequence[Extent], begin: int, end: int) -> Iterator[tuple[int | None, int]]:
+    """Yield where the bytes [begin, end) of a stream (`Extent.source`) lie: (`Extent.target`, bytes).
+
+    None: nowhere. The ``extents`` are in the order of the stream.
+    """
+    number = max(0, bisect_right(extents, begin, key=lambda each: each.source) - 1)
+    while begin < end:
+        source, target, nbytes = extents[number] if number < len(extents) else (end, 0, 0)
+        if begin < source:
+            stop = min(end, source)
+            yield None, stop - begin
+        else:
+            stop = max(begin, min(end, source + nbytes))
+            number += 1
+            if stop > begin:
+                yield target + begin - source, stop - begin
+        begin = stop
+
+
+def touched(extents: Iterable[Extent], chunk: int) -> list[int]:
+    """Return the numbers of the chunks of ``chunk`` bytes in which the sources of ``extents`` lie."""
+    runs = ((each.source // chunk, -(-(each.source + each.nbytes) // chunk)) for each in extents if each.nbytes)
+    return sorted({number for first, end in runs for number in range(first, end)})

@@ -24,7 +24,7 @@ from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory import shape
 from ft_hsdp.memory.shape import Extent
 from ft_hsdp.state.transfer import parts, shard_manifest
-from ft_hsdp.state.transfer.fetch import Cancelled, Donor, FetchedShard, FetchRequest, NotFetched, fetch
+from ft_hsdp.state.transfer.fetch import Cancelled, Donor, FetchedBlob, FetchRequest, NotFetched, fetch
 from ft_hsdp.state.transfer.parts import Part, Scattered
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, Layout, ShardManifest
 
@@ -108,9 +108,9 @@ def fetch_shard(
     wanted = {rank: parts.cut(tensors, (width, rank), target) for rank in needed}
     stop = _Stop(cancel)
 
-    def take(rank: int, part: Part) -> FetchedShard:
+    def take(rank: int, part: Part) -> FetchedBlob[ShardManifest]:
         expected = ExpectedShard(shard.state, rank, width, part.layout, part.nbytes, (shard.rank, shard.ranks))
-        request = FetchRequest.exactly(expected, Scattered(into, part.extents), awaited=awaited)
+        request = FetchRequest.exactly(expected, Scattered(into, part.placed), awaited=awaited)
         left_s = began + deadline_s - time.monotonic()
         try:
             return fetch(donors.get(rank, ()), request, token, left_s, stop, lambda d, why: rejected(rank, d, why))

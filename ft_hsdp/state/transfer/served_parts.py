@@ -11,32 +11,17 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory.shape import Extent
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.shared_memory import ServedSnapshot
 from ft_hsdp.state.transfer import parts, shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import CHUNK_BYTES, RunningChecksums
+from ft_hsdp.state.transfer.shard_manifest import CHUNK_BYTES
 
 MAX_KEPT = 64  # sealed parts
 MAX_KEPT_BYTES = 64 << 20  # of their manifests
-
-
-@dataclass(frozen=True, slots=True)
-class ServedPart:
-    """What is served of a snapshot: bytes of its segment, one run after the other, as one stream."""
-
-    extents: tuple[Extent, ...]  # where they lie, by `Extent.source`
-    nbytes: int  # of the stream
-    manifest: bytes  # encoded, with checksums of the stream
-    digest: str  # of the manifest, 64 hex digits
-
-
-def all_of(served: ServedSnapshot) -> ServedPart:
-    """Return a whole ``served`` snapshot as one part."""
-    return ServedPart((Extent(0, 0, served.nbytes),), served.nbytes, served.manifest, served.digest)
 
 
 class ServedParts:
@@ -44,9 +29,11 @@ class ServedParts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # also held while a part is sealed: one at a time
-        self._kept: OrderedDict[tuple[str, int, int], ServedPart] = OrderedDict()  # by snapshot, rank and ranks
+        self._kept: OrderedDict[tuple[str, int, int], ServedSnapshot] = (
+            OrderedDict()
+        )  # by snapshot, rank and ranks
 
-    def part(self, served: ServedSnapshot, rank: int, ranks: int) -> ServedPart:
+    def part(self, served: ServedSnapshot, rank: int, ranks: int) -> ServedSnapshot:
         """Return the part of a borrowed snapshot ``served`` for rank ``rank`` of ``ranks``.
 
         Blocks while the part is sealed, which reads its bytes, then the chunks of the snapshot that it touches.
@@ -67,10 +54,10 @@ class ServedParts:
                     self._kept.popitem(last=False)
             else:
                 self._kept.move_to_end(key)
-        return found
+        return replace(found, fd=served.fd)
 
 
-def _sealed(served: ServedSnapshot, rank: int, ranks: int) -> ServedPart:
+def _sealed(served: ServedSnapshot, rank: int, ranks: int) -> ServedSnapshot:
     manifest = shard_manifest.decode(served.manifest)
     parts.check(manifest.tensors, manifest.ranks, manifest.rank)
     part = parts.cut(manifest.tensors, (manifest.ranks, manifest.rank), (ranks, rank))
@@ -83,7 +70,7 @@ def _sealed(served: ServedSnapshot, rank: int, ranks: int) -> ServedPart:
         checksums=_checksums(served, part.extents, manifest.checksums),
     )
     encoded = shard_manifest.encode(made)
-    return ServedPart(part.extents, part.nbytes, encoded, shard_manifest.digest(encoded))
+    return ServedSnapshot(served.fd, part.nbytes, encoded, shard_manifest.digest(encoded), part.taken)
 
 
 def _checksums(served: ServedSnapshot, extents: Sequence[Extent], written: Sequence[str]) -> tuple[str, ...]:
@@ -93,21 +80,9 @@ def _checksums(served: ServedSnapshot, extents: Sequence[Extent], written: Seque
         DataCorruption: A chunk of the snapshot that is touched differs from its checksum in ``written``.
     """
     data = memoryview(shared_memory.attach(served.fd, served.nbytes, writable=False))  # type: ignore[arg-type]
-    sums = RunningChecksums()
-    for extent in extents:
-        begin, end = extent.source, extent.source + extent.nbytes
-        while begin < end:
-            stop = min(end, begin + sums.remaining)
-            sums.add(data[begin:stop])
-            begin = stop
-    found = sums.end()
-    touched = {  # compared last: what flips from now on does not fit what was found
-        chunk
-        for extent in extents
-        if extent.nbytes
-        for chunk in range(extent.source // CHUNK_BYTES, (extent.source + extent.nbytes - 1) // CHUNK_BYTES + 1)
-    }
-    for chunk in sorted(touched):
-        if shard_manifest.checksum(data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) != written[chunk]:
+    found = shard_manifest.checksums(*(data[each.source : each.source + each.nbytes] for each in extents))
+    # Compared last: what flips from now on does not fit what was found.
+    for chunk in parts.touched(extents, CHUNK_BYTES):
+        if shard_manifest.checksums(data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]) != (written[chunk],):
             raise DataCorruption(f"chunk {chunk} of {len(written)} changed since it was written")
     return found

@@ -1,18 +1,20 @@
-"""The layout and the manifest of a packed shard, and the checks of manifest and bytes. Nothing is unpickled.
+"""Manifests: the layout and the manifest of a packed shard, and the checks of manifests and bytes. No pickle.
 
 A layout follows from this rank's own model and optimizer, never from a peer: a state is accepted only if its
 layout is the one that is expected here.
 
-An encoded manifest is its digest, a newline, and canonical JSON. The digest is blake3 over that JSON. So replicas
-that hold the same bits of the same state serve the same digest, and a replica that does not serves another one.
+Of whatever a manifest is, an encoded one is its digest, a newline, and canonical JSON. The digest is blake3 over
+that JSON. So replicas that hold the same bits of the same state serve the same digest, and a replica that does not
+serves another one.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeAlias, TypeVar
 
 import blake3
 import xxhash
@@ -38,7 +40,7 @@ _Size = Annotated[int, Field(strict=True, ge=0, le=2**62)]
 _Shape = Annotated[tuple[_Size, ...], Field(max_length=32)]
 _Word = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,32}$")]
 _Name = Annotated[str, StringConstraints(max_length=1024)]
-_Sum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+Sum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 _Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
 Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
@@ -117,7 +119,7 @@ class ShardManifest:
     hyper: tuple[dict[str, Json], ...]  # the optimizer's parameter groups before lr_scale
     holes: tuple[tuple[_Size, _Size, _Size], ...] = ()
     # xxh3-64 of each chunk of CHUNK_BYTES, made from the live tensors while they are packed; () until `seal`.
-    checksums: tuple[_Sum, ...] = ()
+    checksums: tuple[Sum, ...] = ()
     spoilt: tuple[tuple[_Size, _Size, _Size, _Size], ...] = ()
     user: dict[str, dict[str, Json]] = field(default_factory=dict)  # JSON values of the user's own state, by name
     part: tuple[_Size, _Size] | None = None  # (rank, ranks) of whom only a part of the shard is for (`parts`)
@@ -131,9 +133,51 @@ class ShardManifest:
         """
         return Ledger(self.cursors, self.holes, self.spoilt)
 
+    @property
+    def chunk(self) -> int:
+        """Bytes that have a checksum of their own."""
+        return CHUNK_BYTES
 
-_MANIFEST = TypeAdapter(ShardManifest)
-_CHECKER = bounded.checker(ShardManifest)
+    def check(self) -> None:
+        """Check the ledger, and that the tensors lie in order, without overlap, within the shard's bytes.
+
+        Raises:
+            ValueError: Something is wrong.
+        """
+        _ = self.ledger
+        end = 0
+        for tensor in self.tensors:
+            if tensor.offset < end or tensor.offset + tensor.nbytes > self.nbytes:
+                raise ValueError(f"tensor {tensor.name[:40]!r} is where it cannot lie")
+            end = tensor.offset + tensor.nbytes
+
+
+class Manifest(Protocol):
+    """Describes bytes that do not change: of a shard, or of a slice of a block store (`blocks`)."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def chunk(self) -> int:
+        """Bytes that have a checksum of their own."""
+        ...
+
+    @property
+    def checksums(self) -> tuple[str, ...]:
+        """The xxh3-64 of each chunk."""
+        ...
+
+    def check(self) -> None:
+        """Raise ValueError if fields contradict each other."""
+        ...
+
+
+M = TypeVar("M", bound=Manifest)
+_adapter = functools.cache(TypeAdapter)
+_checker = functools.cache(bounded.checker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,51 +201,24 @@ class HeldShard:
     """A complete shard that a state agent keeps: one row of what it answers to GET /v1/held."""
 
     state: StateId
-    replica: int  # whose shard it is
-    rank: int
-    ranks: int  # of that replica
-    layout: str  # the fingerprint of its tensors
-    nbytes: int
-    settled: bool  # all ranks of that replica have a snapshot of the state
-    host: str = ""  # the agent's
-
-
-@dataclass(frozen=True, slots=True)
-class _HeldRow:
-    """A row on the wire."""
-
-    state: tuple[_Size, _Size, _Hash]
-    replica: _Size
+    replica: _Size  # whose shard it is
     rank: _Size
-    ranks: _Size
-    layout: _Hash
+    ranks: _Size  # of that replica
+    layout: _Hash  # the fingerprint of its tensors
     nbytes: _Size
-    settled: bool
-    host: Annotated[str, StringConstraints(max_length=255)] = ""
+    settled: bool  # all ranks of that replica have a snapshot of the state
+    host: Annotated[str, StringConstraints(max_length=255)] = ""  # the agent's
 
 
-_HELD = bounded.checker(tuple[_HeldRow, ...])
+Held = tuple[HeldShard, ...]
 
 
 def encode_held(shards: Sequence[HeldShard]) -> bytes:
     """Return the JSON list of the first `MAX_HELD` of ``shards``."""
-    rows = [
-        {
-            "state": [held.state.commit_epoch, held.state.step, held.state.lineage],
-            "replica": held.replica,
-            "rank": held.rank,
-            "ranks": held.ranks,
-            "layout": held.layout,
-            "nbytes": held.nbytes,
-            "settled": held.settled,
-            "host": held.host,
-        }
-        for held in shards[:MAX_HELD]
-    ]
-    return json.dumps(rows, separators=(",", ":")).encode()
+    return _adapter(Held).dump_json(tuple(shards[:MAX_HELD]))
 
 
-def decode_held(data: bytes) -> tuple[HeldShard, ...]:
+def decode_held(data: bytes) -> Held:
     """Return the shards in a JSON list, ``data``, that another host's agent sent.
 
     Raises:
@@ -210,17 +227,12 @@ def decode_held(data: bytes) -> tuple[HeldShard, ...]:
     if len(data) > MAX_HELD_BYTES:
         raise DataCorruption(f"list of {len(data)} bytes; allowed: {MAX_HELD_BYTES}")
     try:
-        rows: tuple[_HeldRow, ...] = _HELD.validate_json(data)
+        rows: Held = _checker(Held).validate_json(data)
     except ValidationError as error:
         raise DataCorruption(f"list of held shards is not valid: {bounded.complaint(error)}") from None
     if len(rows) > MAX_HELD:
         raise DataCorruption(f"list of {len(rows)} held shards; allowed: {MAX_HELD}")
-    return tuple(
-        HeldShard(
-            StateId(*row.state), row.replica, row.rank, row.ranks, row.layout, row.nbytes, row.settled, row.host
-        )
-        for row in rows
-    )
+    return rows
 
 
 def _cut(tensor: torch.Tensor) -> Cut:
@@ -240,60 +252,53 @@ def fingerprint(tensors: Sequence[PackedTensor]) -> str:
     return state_id.digest([(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in tensors])
 
 
-def checksum(*pieces: memoryview) -> str:
-    """Return the xxh3-64 of one chunk, in one piece or in several, 16 hex digits. Releases the GIL."""
-    if len(pieces) == 1:
-        return xxhash.xxh3_64_hexdigest(pieces[0])
-    hashed = xxhash.xxh3_64()
+def checksums(*pieces: memoryview, chunk: int = 0) -> tuple[str, ...]:
+    """Return the xxh3-64 of each ``chunk`` bytes (0: CHUNK_BYTES) of consecutive pieces, 16 hex digits."""
+    sums = RunningChecksums(chunk)
     for piece in pieces:
-        hashed.update(piece)
-    return hashed.hexdigest()
-
-
-def checksums(data: memoryview) -> tuple[str, ...]:
-    """Return the checksum of each chunk of ``data``."""
-    return tuple(checksum(data[i : i + CHUNK_BYTES]) for i in range(0, len(data), CHUNK_BYTES))
+        sums.add(piece)
+    return sums.end()
 
 
 class RunningChecksums:
-    """Computes `checksums` of bytes that come piece by piece, in order."""
+    """Computes `checksums` of bytes that come piece by piece, in order.
 
-    def __init__(self) -> None:
+    Args:
+        chunk: Bytes that have a checksum of their own; 0: CHUNK_BYTES.
+    """
+
+    def __init__(self, chunk: int = 0) -> None:
         self._hash = xxhash.xxh3_64()
-        self._room = CHUNK_BYTES
+        self._chunk = self._room = chunk or CHUNK_BYTES
         self._done: list[str] = []
 
-    @property
-    def remaining(self) -> int:
-        """The number of bytes until the current chunk ends: the next piece may not be longer."""
-        return self._room
-
     def add(self, piece: memoryview) -> None:
-        """Add the next bytes; ``piece`` has ``remaining`` of them at most. Releases the GIL."""
-        self._hash.update(piece)
-        self._room -= len(piece)
-        if self._room == 0:
-            self._end()
+        """Add the next bytes, ``piece``. Releases the GIL."""
+        while len(piece):
+            self._hash.update(piece[: self._room])
+            piece, self._room = piece[self._room :], max(0, self._room - len(piece))
+            if self._room == 0:
+                self._end()
 
     def end(self) -> tuple[str, ...]:
         """Return the checksum of each chunk, after the last piece."""
-        if self._room < CHUNK_BYTES:
+        if self._room < self._chunk:
             self._end()
         return tuple(self._done)
 
     def _end(self) -> None:
         self._done.append(self._hash.hexdigest())
         self._hash.reset()
-        self._room = CHUNK_BYTES
+        self._room = self._chunk
 
 
-def damaged(manifest: ShardManifest, data: memoryview) -> tuple[int, ...]:
+def damaged(manifest: Manifest, data: memoryview) -> tuple[int, ...]:
     """Return the numbers of the chunks of ``data`` whose checksum differs from the manifest's.
 
     Raises:
         ValueError: ``data`` has another number of chunks than the manifest.
     """
-    pairs = zip(checksums(data), manifest.checksums, strict=True)
+    pairs = zip(checksums(data, chunk=manifest.chunk), manifest.checksums, strict=True)
     return tuple(number for number, (found, wanted) in enumerate(pairs) if found != wanted)
 
 
@@ -302,13 +307,13 @@ def seal(header: ShardManifest, data: memoryview) -> ShardManifest:
     return replace(header, checksums=checksums(data))
 
 
-def encode(manifest: ShardManifest) -> bytes:
+def encode(manifest: Manifest) -> bytes:
     """Return a manifest as bytes: its digest, a newline, and canonical JSON.
 
     Raises:
         ValueError: It would be longer than MAX_MANIFEST bytes.
     """
-    document = _MANIFEST.dump_python(manifest, mode="json", warnings=False)
+    document = _adapter(type(manifest)).dump_python(manifest, mode="json", warnings=False)
     body = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
     data = f"{_digest(body)}\n".encode() + body
     if len(data) > MAX_MANIFEST:
@@ -322,20 +327,24 @@ def digest(encoded: bytes) -> str:
 
 
 def decode(data: bytes) -> ShardManifest:
-    """Return the manifest in ``data``, validated, with all its checksums. Takes time linear in its length.
+    """Return the manifest of a shard in ``data``, as `decode_as` does."""
+    return decode_as(ShardManifest, data)
+
+
+def decode_as(kind: type[M], data: bytes) -> M:
+    """Return the manifest in ``data``, of class ``kind``, with all its checksums. Takes time linear in its length.
 
     Raises:
         DataCorruption: It is too long, its digest does not fit, it is not valid, or it lacks checksums.
     """
-    manifest = decode_header(data)
-    chunks = -(-manifest.nbytes // CHUNK_BYTES)
-    if len(manifest.checksums) != chunks:
+    manifest = decode_header(data, kind)
+    if len(manifest.checksums) != -(-manifest.nbytes // manifest.chunk):
         raise DataCorruption(f"manifest has {len(manifest.checksums)} checksums for {manifest.nbytes} bytes")
     return manifest
 
 
-def decode_header(data: bytes) -> ShardManifest:
-    """Return the manifest in ``data``, validated. It may lack its checksums, as before `seal`.
+def decode_header(data: bytes, kind: type[M] = ShardManifest) -> M:  # type: ignore[assignment]
+    """Return the manifest in ``data``, of class ``kind``, validated. It may lack its checksums, as before `seal`.
 
     Raises:
         DataCorruption: It is too long, its digest does not fit, or it is not valid.
@@ -346,18 +355,17 @@ def decode_header(data: bytes) -> ShardManifest:
     if data[: DIGEST_HEX + 1] != f"{_digest(body)}\n".encode():
         raise DataCorruption("manifest's digest does not fit the rest of it")
     try:
-        manifest: ShardManifest = _CHECKER.validate_json(body)
-        _ = manifest.ledger
+        manifest: M = _checker(kind).validate_json(body)
+        manifest.check()
     except ValidationError as error:
         raise DataCorruption(f"manifest is not valid: {bounded.complaint(error)}") from None
     except (ValueError, RecursionError) as error:
         raise DataCorruption(f"manifest is not valid: {str(error)[:120]}") from None
-    _consistent(manifest)
     return manifest
 
 
-def expect(manifest: ShardManifest, expected: ExpectedShard) -> None:
-    """Check that a manifest is of the expected shard, before anything is allocated or received.
+def expect(manifest: ShardManifest, expected: ExpectedShard) -> ShardManifest:
+    """Return a manifest that is of the expected shard; checked before anything is allocated or received.
 
     Raises:
         DataCorruption: It is of another state, rank, layout or size.
@@ -368,20 +376,8 @@ def expect(manifest: ShardManifest, expected: ExpectedShard) -> None:
             raise DataCorruption(f"manifest is of {name} {claimed}, wanted {wanted}")
     if fingerprint(manifest.tensors) != expected.layout:
         raise DataCorruption(f"manifest's tensors are not those of layout {expected.layout}")
+    return manifest
 
 
 def _digest(body: bytes) -> str:
     return blake3.blake3(body).hexdigest()
-
-
-def _consistent(manifest: ShardManifest) -> None:
-    """Check that the tensors lie in order, without overlap, within the shard's bytes.
-
-    Raises:
-        DataCorruption: They do not.
-    """
-    end = 0
-    for tensor in manifest.tensors:
-        if tensor.offset < end or tensor.offset + tensor.nbytes > manifest.nbytes:
-            raise DataCorruption(f"manifest has tensor {tensor.name[:40]!r} where it cannot lie")
-        end = tensor.offset + tensor.nbytes

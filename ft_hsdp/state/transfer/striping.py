@@ -6,24 +6,23 @@ Both are plain data structures, which are used under the fetch's lock.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ft_hsdp.errors import DataCorruption
 
-MAX_RUN = 16  # chunks of one request
-
 
 class ChunkQueue:
-    """The numbers 0 to ``count`` - 1 of the chunks that are still to be fetched. Not thread-safe.
+    """The numbers of the ``chunks`` that are still to be fetched. Not thread-safe.
 
-    They are handed out in runs that get shorter towards the end, so that all ``takers`` finish at about the same
-    time.
+    They are handed out in runs of ``most`` at most, which get shorter towards the end, so that all ``takers``
+    finish at about the same time.
     """
 
-    def __init__(self, count: int, takers: int) -> None:
-        self._left = list(range(count - 1, -1, -1))  # the next one at the end
+    def __init__(self, chunks: Sequence[int], takers: int, most: int = 16) -> None:
+        self._left = list(reversed(chunks))  # the next one at the end
         self._takers = max(1, takers)
-        self._unverified = count
+        self._most = most
+        self._unverified = len(chunks)
 
     @property
     def done(self) -> bool:
@@ -34,7 +33,7 @@ class ChunkQueue:
         """Remove and return the next run of consecutive chunks. Empty if none is left now."""
         if not self._left:
             return range(0)
-        most = max(1, min(MAX_RUN, len(self._left) // (2 * self._takers)))
+        most = max(1, min(self._most, len(self._left) // (2 * self._takers)))
         first = end = self._left[-1]
         while self._left and self._left[-1] == end and end - first < most:
             self._left.pop()
@@ -45,9 +44,9 @@ class ChunkQueue:
         """Return chunks that have to be fetched again. They are handed out next."""
         self._left += sorted(chunks, reverse=True)
 
-    def verified(self) -> None:
-        """Count one chunk that arrived and has its checksum."""
-        self._unverified -= 1
+    def verified(self, count: int) -> None:
+        """Count ``count`` chunks that arrived and have their checksums."""
+        self._unverified -= count
 
 
 class ManifestVotes:

@@ -25,6 +25,7 @@ from ft_hsdp.memory.blocks import BlockLayout, Span
 from ft_hsdp.state.transfer.blocks import MAX_SLICES, SliceName
 
 PIECE_BYTES = 16 << 10  # that have a checksum of their own: what is loaded is rounded up to them
+MOST_PIECES = 32 << 20  # of a store: a manifest of one of its slices has to be shorter than a message may be
 RANGE_BYTES = 256 << 10  # of a permutation range (ReStore §VI-B)
 LEAST_RANGES = 64  # small data have smaller ranges
 SLICE_BYTES = 256 << 20  # of a slice: what a rank reads or copies before it hears from the others again
@@ -64,7 +65,8 @@ class BlockData:
             if isinstance(given[key], bool) or not isinstance(given[key], int) or not 1 <= given[key] <= most:
                 raise ConfigError(f"BlockStore({key})", given[key], f"an integer from 1 to {most}")
         few = -(-blocks // LEAST_RANGES)
-        align = max(1, min(PIECE_BYTES // block_bytes, few))
+        piece = max(PIECE_BYTES, blocks * block_bytes // MOST_PIECES)
+        align = max(1, min(piece // block_bytes, few))
         range_blocks = max(1, min(RANGE_BYTES // block_bytes, few) // align) * align
         seed = 0 if permute else None
         about = (name, blocks, block_bytes, align, range_blocks, seed)

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.memory.blocks import BlockRead, SliceRun, Span, merged, plan_load, share
-from ft_hsdp.state.agent.blocks import BlockAgent
+from ft_hsdp.state.agent.client import BlockAgent
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.transfer import blocks as slices_of
-from ft_hsdp.state.transfer.blocks import SliceManifest, SliceRead
+from ft_hsdp.state.transfer.blocks import Known, SliceRead
 from ft_hsdp.train.state.block_data import BlockData, BlockReader, BlockSource, Bytes, LoadAnswer, shown_spans
 from ft_hsdp.train.state.block_submission import BlockHolders, BlockSubmission, SubmittedBlocks
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 class BlockCounts:
     loaded: int = 0  # blocks
     received_bytes: int = 0  # from state agents, with those that had to be fetched to verify others
-    requests: int = 0  # for ranges of bytes
     read: int = 0  # blocks that no host had, so that they were read from the source
     rejected: int = 0  # holders that were given up during a load
 
@@ -85,7 +84,7 @@ class BlockStore:
         self._agent: BlockAgent | None = None
         self._group: ReplicaGroup | None = None
         self._known = BlockHolders(self._data.cut(1))
-        self._manifests: dict[str, tuple[SliceManifest, bytes]] = {}  # that were read, by digest
+        self._manifests: Known = {}  # that were read
 
     def submit(self, source: BlockSource) -> SubmittedBlocks:
         """Bring each block into the memory of ``copies`` hosts. Blocks; a collective of the replica's ranks.
@@ -204,7 +203,6 @@ class BlockStore:
                 [order for order, _ in orders], answer.out.reshape(-1).data, self._token, left_s, self._manifests
             )
             self.counts.received_bytes += outcome.nbytes
-            self.counts.requests += outcome.requests
             why_of = {id(order): why for order, why in outcome.failed}
             again: list[Span] = []
             for order, runs in orders:

@@ -21,10 +21,10 @@ import numpy as np
 
 from ft_hsdp.errors import Retryable
 from ft_hsdp.memory.blocks import BlockLayout, SliceCopy, Span, SubmissionPlan, merged, plan_submission
-from ft_hsdp.state.agent.blocks import BlockAgent
+from ft_hsdp.state.agent.client import BlockAgent
 from ft_hsdp.state.agent.messages import CopySlice
 from ft_hsdp.state.replica_group import Failed, ReplicaGroup
-from ft_hsdp.state.transfer import blocks as slices_of
+from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.blocks import SliceManifest
 from ft_hsdp.train.state.block_data import BlockData, BlockReader, shown_spans
 
@@ -216,9 +216,10 @@ class BlockSubmission:
             begin = run.offset * size
             data = self._reader.read(run.block, run.block + run.count)
             memory[begin : begin + len(data)] = np.frombuffer(data, dtype=np.uint8)
-        manifest = SliceManifest(about, slices_of.sums_of(memory.data, about.piece))
+        sums = shard_manifest.checksums(memory.data, chunk=about.piece)
         del memory
-        return slices_of.digest_of(slices_of.encode(manifest)), self._agent.written(manifest)
+        encoded = shard_manifest.encode(SliceManifest(about, sums))
+        return shard_manifest.digest(encoded), self._agent.written(about, encoded)
 
     def _copy(self, copy: SliceCopy, at_once: int) -> tuple[str, str]:
         """Have the agent copy a slice, as one of so many at once; return its digest, or why it has not."""

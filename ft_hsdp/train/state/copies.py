@@ -20,9 +20,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
-from ft_hsdp.config.running import MemoryConfig
 from ft_hsdp.core.commit import AttemptId, Vote
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.state_id import StateId
@@ -31,7 +30,7 @@ from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.copies import MemberHosts, Refusal, unmet
 from ft_hsdp.memory.schedule import CopyInterval, Profile
 from ft_hsdp.state.pacing import MAX_SPANS, PROFILED, SpanMeter
-from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlan, CopyPlanner, hosts_of, room
+from ft_hsdp.train.state.copy_plan import CopyPlan, CopyPlanner, hosts_of
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 
 WAIT_S = 2.0  # default of the longest wait of a vote, and
@@ -53,17 +52,11 @@ class CopyCost:
 class CopyKeeper:
     """Orders the copies that this rank's host owes, and holds its votes back for them. Thread-safe."""
 
-    _replica: int
-    _rank: int
-    _config: MemoryConfig
+    _planner: CopyPlanner
     _replicas: int  # with which the job begins; all their hosts together have to be enough
-    _shards: Sequence[CopiedShard]  # of each rank
     _agent: SnapshotWriter
     _journal: Journal
     _wrong: Callable[[ConfigError], None]  # takes the error of a configuration that this job's hosts cannot meet
-    _limit_s: float  # a vote waits less than that for copies, and a copy that takes longer is given up
-    _: KW_ONLY
-    copied: bool = True  # whether each state is copied into its own host's memory
     # Whether no incarnation of this replica came before. A later one may have fewer hosts than the job began
     # with: an explicit number of copies that they cannot hold ends nothing then.
     first_life: bool = True
@@ -85,20 +78,17 @@ class CopyKeeper:
     _thread: ThreadPoolExecutor | None = None
 
     def __post_init__(self) -> None:
-        config = self._config
+        config = self._config = self._planner.config
+        self._replica, self._rank = self._planner.replica, self._planner.rank
         self._interval = CopyInterval.of(config.every)  # changed by a commit alone: the same on all ranks
-        places = room(config.budget_gb, self._shards)
-        self._planner = CopyPlanner(
-            self._replica, self._rank, config, self._shards, self.copied, self._limit_s, places
-        )
         self._checked = config.copies in (None, 1) or not self.first_life
 
     # The control loop.
 
     def configure(self, grant: Grant) -> None:
         """Take the plan of a new epoch, and order the copies of the present state. Does not block."""
-        members = hosts_of(grant) if self.copied else ()
-        ranks = len(self._shards)
+        members = hosts_of(grant) if self._planner.copied else ()
+        ranks = len(self._planner.shards)
         whole = len(members) >= self._replicas and all(len(member.hosts) == ranks for member in members)
         if members and whole and not self._checked:
             self._check(members)
@@ -122,7 +112,7 @@ class CopyKeeper:
             state = self._state
         old = {(o.replica, o.rank) for o in before.orders} if before is not None else set()
         new = {(o.replica, o.rank) for o in plan.orders}
-        if new != old:
+        if before is None or new != old:  # an earlier process of this rank may have ordered others
             self._agent.owe(sorted(new), since)
         keepers = plan.keepers(self._replica)
         if self._rank == 0 and keepers != self._keepers:
@@ -319,7 +309,7 @@ class CopyKeeper:
         if self._config.wait_s is not None:
             return self._config.wait_s
         nbytes = sum(order.nbytes for order in plan.orders)
-        return min(WAIT_S + nbytes / BYTES_PER_S, self._limit_s / 2)
+        return min(WAIT_S + nbytes / BYTES_PER_S, self._planner.limit_s / 2)
 
     # Any thread.
 

@@ -93,13 +93,15 @@ def room(budget_gb: float | None, shards: Sequence[CopiedShard]) -> int:
 class CopyPlanner:
     """Plans the copies of each epoch for one rank; does not block."""
 
-    _replica: int
-    _rank: int
-    _config: MemoryConfig
-    _shards: Sequence[CopiedShard]  # of each rank
-    copied: bool  # whether each state is copied into its own host's memory
-    limit_s: float  # a copy that takes longer is given up
-    room: int  # shards that each host keeps for others
+    replica: int
+    rank: int
+    config: MemoryConfig
+    shards: Sequence[CopiedShard]  # of each rank
+    limit_s: float  # a vote waits less than that for copies, and a copy that takes longer is given up
+    copied: bool = True  # whether each state is copied into its own host's memory
+
+    def __post_init__(self) -> None:
+        self.room = room(self.config.budget_gb, self.shards)  # shards that each host keeps for others
 
     def plan(self, grant: Grant, members: tuple[MemberHosts, ...], refusals: Sequence[Refusal]) -> CopyPlan:
         """Return the plan of an epoch.
@@ -107,17 +109,17 @@ class CopyPlanner:
         Args:
             refusals: Of holders of this replica's copies, in the order in which commits told them.
         """
-        wanted = self._config.copies or DEFAULT_COPIES
+        wanted = self.config.copies or DEFAULT_COPIES
         contributing = [m.replica for m in grant.members if m.role == "contribute"]
-        speaks = self._replica == min(contributing, default=None)
+        speaks = self.replica == min(contributing, default=None)
         if not members:
             known = "the hosts of the ranks are not known" if self.copied else "state.snapshot is on_demand"
             return CopyPlan(grant.epoch, grant.base, Plan((), (), known), 0, (), False, speaks, wanted)
-        level = self._config.apart
+        level = self.config.apart
         whole = missing_copies(members, wanted, level, room=self.room)
         for told in range(1, len(refusals) + 1):
             whole = move_refused(members, whole, level, refusals[:told], self.room)
-        source = any((copy.replica, copy.rank) == (self._replica, self._rank) for copy in whole.copies)
+        source = any((copy.replica, copy.rank) == (self.replica, self.rank) for copy in whole.copies)
         copies = coverage(members, whole, level)
         orders = self._orders(grant, members, whole)
         own = {(member.replica, host.name) for member in members for host in member.hosts}
@@ -130,27 +132,27 @@ class CopyPlanner:
         Several replicas may have ranks on one host. Then the replica whose shards are copied orders, if it has
         ranks there, and else the one with the lowest id.
         """
-        mine = next((member for member in members if member.replica == self._replica), None)
+        mine = next((member for member in members if member.replica == self.replica), None)
         if mine is None or not mine.healthy:
             return ()
-        here = mine.hosts[self._rank].name
-        if any(host.name == here for host in mine.hosts[: self._rank]):
+        here = mine.hosts[self.rank].name
+        if any(host.name == here for host in mine.hosts[: self.rank]):
             return ()
         there = {m.replica for m in members if m.healthy and any(host.name == here for host in m.hosts)}
         addresses = {member.replica: member.state for member in grant.members}
-        budget = None if self._config.budget_gb is None else int(self._config.budget_gb * 1e9)
+        budget = None if self.config.budget_gb is None else int(self.config.budget_gb * 1e9)
         return tuple(
             KeepCopy(
                 copy.replica,
                 copy.rank,
-                len(self._shards),
-                self._shards[copy.rank].nbytes,
-                self._shards[copy.rank].layout,
+                len(self.shards),
+                self.shards[copy.rank].nbytes,
+                self.shards[copy.rank].layout,
                 grant.base,
                 addresses[copy.replica][copy.rank],
                 self.limit_s,
                 budget,
             )
             for copy in whole.kept_by(here)
-            if self._replica == (copy.replica if copy.replica in there else min(there))
+            if self.replica == (copy.replica if copy.replica in there else min(there))
         )

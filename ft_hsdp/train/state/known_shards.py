@@ -21,11 +21,11 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.hosts import Host, plain
 from ft_hsdp.memory.recovery import Gathering, Holding, Recoverable, Width, newest
 from ft_hsdp.state.transfer import parts, reshape
-from ft_hsdp.state.transfer.donor_connection import Held, ask_held
+from ft_hsdp.state.transfer.donor_connection import ask_held
 from ft_hsdp.state.transfer.fetch import Donor
 from ft_hsdp.state.transfer.parts import Uncuttable
 from ft_hsdp.state.transfer.reshape import WantedShard
-from ft_hsdp.state.transfer.shard_manifest import HeldShard, Layout
+from ft_hsdp.state.transfer.shard_manifest import Held, HeldShard, Layout
 
 ASK_S = 1.0  # for all agents that are asked at once
 NOBODY = Holders(stands=False, head=None)  # no agent besides those of the own hosts is known

@@ -68,7 +68,7 @@ def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) 
 def _copy(source: Any, target: Any, sums: RunningChecksums) -> None:
     begin = 0
     while begin < len(source):
-        piece = source[begin : begin + min(sums.remaining, PIECE)]
+        piece = source[begin : begin + PIECE]
         np.copyto(target[begin : begin + len(piece)], piece)
         sums.add(piece.data)
         begin += len(piece)

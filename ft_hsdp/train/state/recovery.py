@@ -18,14 +18,14 @@ those of another number of ranks (`OtherWidths`): then each rank fetches parts o
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.state_id import StateId
@@ -49,6 +49,7 @@ from ft_hsdp.train.state.snapshots import SnapshotWriter
 MAX_DONORS = 4  # from which one rank fetches at once
 
 
+T = TypeVar("T")
 Taken = tuple[ShardManifest, Bytes]
 """A verified shard, not loaded yet."""
 
@@ -58,6 +59,12 @@ class _Outcome:
     used: tuple[int, ...] = ()  # the sources that gave something, most first; (): the shard is not there
     failed: tuple[int, ...] = ()  # sources that must not be used again
     fetched: int = 0  # bytes from other agents than its own, also in earlier attempts
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    plan: Recoverable | None
+    checkpoint_first: bool
 
 
 @dataclass(eq=False, slots=True)
@@ -115,26 +122,28 @@ class Restoration:
         layout = self._live.layout
         kept = tuple((snapshot.state, snapshot.settled) for snapshot in self._snapshots.list())
         mine = RankAgent(self._about.host, self._snapshots.address, layout.fingerprint, layout.nbytes, kept)
-        told = [json.loads(each) for each in self._ranks.gather(json.dumps(asdict(mine)).encode())]
-        return tuple(
-            RankAgent(**{**each, "kept": tuple((StateId(**state), settled) for state, settled in each["kept"])})
-            for each in told
-        )
+        return tuple(self._told(mine))
+
+    def _told(self, mine: T) -> list[T]:
+        """Return what each rank has passed. A collective."""
+        adapter = TypeAdapter(type(mine))
+        return [adapter.validate_json(each) for each in self._ranks.gather(adapter.dump_json(mine))]
 
     def _decide(self) -> tuple[Recoverable | None, bool]:
         """Return the next state to try and each rank's sources, and whether the checkpoint is to be read first.
 
         Rank 0 decides, and tells the others. None: there is nothing more in memory.
         """
-        decided: dict[str, Any] = {}
+        decided = _Decision(None, False)
         if (known := self._known) is not None:
             late = time.monotonic() - self._began > self._about.limit_s
             plan = None if late else known.newest()
             if plan is not None:
                 plan = Recoverable(plan.state, tuple(map(self._chosen, plan.sources)))
-            decided = {"plan": plan and asdict(plan), "checkpoint": self._checkpoint_is_newer(plan, known)}
-        decided = json.loads(self._ranks.broadcast(json.dumps(decided).encode()))
-        return _recoverable(decided["plan"]), bool(decided["checkpoint"])
+            decided = _Decision(plan, self._checkpoint_is_newer(plan, known))
+        adapter = TypeAdapter(_Decision)
+        decided = adapter.validate_json(self._ranks.broadcast(adapter.dump_json(decided)))
+        return decided.plan, decided.checkpoint_first
 
     def _chosen(self, sources: Sequence[Holding]) -> tuple[Holding, ...]:
         """Return from which sources a rank takes its shard: its own agent, or the nearest of each replica.
@@ -174,8 +183,7 @@ class Restoration:
         """Load a state if every rank can verify its shard; return whether that was done."""
         rank = self._ranks.rank
         taken, outcome = self._take(plan.state, plan.sources[rank])
-        told = [json.loads(each) for each in self._ranks.gather(json.dumps(asdict(outcome)).encode())]
-        outcomes = [_Outcome(tuple(each["used"]), tuple(each["failed"]), each["fetched"]) for each in told]
+        outcomes = self._told(outcome)
         everywhere = all(each.used for each in outcomes)
         if everywhere:
             assert taken is not None
@@ -311,13 +319,3 @@ class Restoration:
             **({} if width in (None, len(self._peers)) else {"width": width}),
         }
         self._journal.event("StateRestored", reason, **facts)
-
-
-def _recoverable(told: Mapping[str, Any] | None) -> Recoverable | None:
-    if told is None:
-        return None
-    sources = tuple(
-        tuple(Holding(**{**each, "state": StateId(**each["state"])}) for each in of_rank)
-        for of_rank in told["sources"]
-    )
-    return Recoverable(StateId(**told["state"]), sources)

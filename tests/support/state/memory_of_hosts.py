@@ -1,15 +1,18 @@
-"""Agents of several hosts in one process, and the ranks of a replica, on threads, that restore from them."""
+"""Agents of several hosts in one process, and the ranks of a replica, on threads, that restore from them.
 
+A shard is (step, width, rank): of a state of `tests.support.state.widths`, whose counters tell the step.
+"""
+
+import functools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
-
-import numpy as np
 
 from ft_hsdp.core.grant import Holders
 from ft_hsdp.core.state_id import StateId
@@ -18,17 +21,18 @@ from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.shared_memory import Bytes, InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.http import StateServer
-from ft_hsdp.state.transfer.shard_manifest import HeldShard, ShardManifest
+from ft_hsdp.state.transfer.shard_manifest import HeldShard, Layout, ShardManifest
 from ft_hsdp.train.state import recovery
 from ft_hsdp.train.state.checkpointing import Checkpoints
 from ft_hsdp.train.state.known_shards import Recoverer
 from ft_hsdp.train.state.recovery import Restoration
+from tests.support.state import widths
+from tests.support.state.widths import TOKEN, layout
 
-TOKEN = "ab" * 32
-LAYOUT = shard_manifest.fingerprint(())
-NBYTES = 100_000
 RANKS = 2
+NBYTES = tuple(layout(RANKS, rank).nbytes for rank in range(RANKS))
 DEADLINE_S = 30.0
+Key = tuple[int, int, int]
 
 
 def state(step: int) -> StateId:
@@ -38,54 +42,66 @@ def state(step: int) -> StateId:
 AGAINST = state(2)  # that of the checkpoint
 
 
-def content(step: int, rank: int) -> Bytes:
-    """The bytes of a shard; the same in every replica."""
-    return np.random.default_rng((step, rank)).integers(0, 256, NBYTES, dtype=np.uint8)
-
-
-def manifest_of(step: int, rank: int) -> ShardManifest:
-    made = ShardManifest(state(step), rank, RANKS, LAYOUT, NBYTES, (), (step,), ({"lr": 0.1},))
-    return shard_manifest.seal(made, content(step, rank).data)
+@functools.cache
+def shard(step: int, width: int, rank: int) -> tuple[ShardManifest, Bytes]:
+    """Its manifest and bytes; the same in every replica."""
+    data = widths.content(width, rank)
+    place = layout(width, rank).tensors[-1]
+    data[place.offset : place.offset + place.nbytes] = step
+    made = replace(widths.manifest(width, rank), state=state(step), cursors=(step,))
+    return shard_manifest.seal(made, data.data), data
 
 
 class AgentOfHost(InMemorySnapshots):
     """The state agent of one replica on one host, with its server."""
 
-    def __init__(self, replica: int, host: str) -> None:
+    def __init__(self, replica: int, host: str, *kept: Key) -> None:
         super().__init__()
         self.replica, self.host = replica, host
-        self.layout = LAYOUT
         self.asked = 0  # how often for what it keeps
         self.forgets = False  # it loses what it keeps after it has said what that is
-        self.damaged: set[tuple[StateId, int]] = set()
-        self.rooms: dict[tuple[StateId, int], SnapshotBuffer] = {}
+        self.flipped: set[Key] = set()
+        self.rooms: dict[Key, SnapshotBuffer] = {}
+        for key in kept:
+            self.keep(*key)
         self._server = StateServer("127.0.0.1", 0, self, TOKEN)
         self.address = self._server.address
 
-    def keep(self, step: int, rank: int) -> None:
-        room = SnapshotBuffer(NBYTES)
-        room.bytes[:] = content(step, rank)
-        self.add(manifest_of(step, rank), room)
+    def keep(self, step: int, width: int, rank: int) -> None:
+        manifest, data = shard(step, width, rank)
+        room = SnapshotBuffer(len(data))
+        room.bytes[:] = data
+        self.add(manifest, room)
 
     def add(self, manifest: ShardManifest, room: SnapshotBuffer) -> None:
         self.put(manifest, room)
-        self.rooms[manifest.state, manifest.rank] = room
+        self.rooms[manifest.state.step, manifest.ranks, manifest.rank] = room
 
-    def flip(self, step: int, rank: int) -> None:
-        self.rooms[state(step), rank].bytes[NBYTES // 2] ^= 1
-        self.damaged.add((state(step), rank))
+    def flip(self, step: int, width: int, rank: int) -> None:
+        self.rooms[step, width, rank].bytes[0] ^= 1
+        self.flipped.add((step, width, rank))
 
-    def keeps(self, step: int, rank: int) -> bool:
+    def keeps(self, *key: int) -> bool:
         """Whether it keeps a shard, every bit of it right."""
-        room = self.rooms.get((state(step), rank))
-        return room is not None and bool((room.bytes == content(step, rank)).all())
+        step, width, rank = key
+        room = self.rooms.get((step, width, rank))
+        return room is not None and bool((room.bytes == shard(step, width, rank)[1]).all())
 
     def held(self) -> list[HeldShard]:
         """What GET /v1/held answers."""
         self.asked += 1
-        rows = sorted(self.rooms, key=lambda each: -each[0].step)
         return [
-            HeldShard(kept, self.replica, rank, RANKS, self.layout, NBYTES, True, self.host) for kept, rank in rows
+            HeldShard(
+                state(k[0]),
+                self.replica,
+                k[2],
+                k[1],
+                layout(*k[1:]).fingerprint,
+                room.bytes.nbytes,
+                True,
+                self.host,
+            )
+            for k, room in sorted(self.rooms.items(), reverse=True)
         ]
 
     def close(self) -> None:
@@ -95,59 +111,59 @@ class AgentOfHost(InMemorySnapshots):
 class OwnAgent:
     """A rank's line to the agent of its host: the part of `SnapshotWriter` that a recovery uses."""
 
-    def __init__(self, agent: AgentOfHost, rank: int) -> None:
-        self._agent, self._rank = agent, rank
+    def __init__(self, agent: AgentOfHost, width: int, rank: int) -> None:
+        self._agent, self._of = agent, (width, rank)
         self.address = agent.address
-        self._room: SnapshotBuffer | None = None
+        self._room = SnapshotBuffer(0)
 
     def list(self) -> tuple[CompleteSnapshot, ...]:
         """The snapshots of this rank, newest first."""
-        steps = sorted((kept for kept, rank in self._agent.rooms if rank == self._rank), key=lambda s: -s.step)
-        return tuple(CompleteSnapshot(kept, settled=True) for kept in steps)
+        steps = sorted((step for step, *of in self._agent.rooms if tuple(of) == self._of), reverse=True)
+        return tuple(CompleteSnapshot(state(step), settled=True) for step in steps)
 
     def acquire(self, wanted: StateId) -> tuple[ShardManifest, Bytes] | None:
-        room = self._agent.rooms.get((wanted, self._rank))
-        if room is None or self._agent.forgets or (wanted, self._rank) in self._agent.damaged:
+        key = (wanted.step, *self._of)
+        room = self._agent.rooms.get(key)
+        if room is None or self._agent.forgets or key in self._agent.flipped:
             return None
-        return manifest_of(wanted.step, self._rank), room.bytes
+        return shard(*key)[0], room.bytes
 
     def release_taken(self) -> None:
         """Nothing is kept back here."""
 
-    def release(self) -> None:
-        self._room = None
+    def release(self) -> None: ...
 
     def allocate(self, _: StateId) -> Bytes:
-        self._room = SnapshotBuffer(NBYTES)
+        self._room = SnapshotBuffer(layout(*self._of).nbytes)
+        self._room.bytes[:] = 255
         return self._room.bytes
 
     def complete(self, manifest: ShardManifest) -> None:
-        assert self._room is not None
         self._agent.add(manifest, self._room)
 
 
 class Live:
-    layout = SimpleNamespace(fingerprint=LAYOUT, nbytes=NBYTES)
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self, width: int, rank: int, place: Layout) -> None:
+        self._of = width, rank
+        self.layout = place
         self.state = state(0)
         self.right = True
         self.changes: tuple[object, ...] = ()
         self.read = 0  # checkpoints
 
     def load(self, manifest: ShardManifest, packed: Bytes) -> None:
-        assert (manifest.rank, manifest.ranks) == (self._rank, RANKS)
-        self.right = bool((packed == content(manifest.state.step, self._rank)).all())
+        made, data = shard(manifest.state.step, *self._of)
+        assert manifest == made, "as if it had always been of this width"
+        self.right = bool((packed == data).all())
         self.state = manifest.state
 
 
 class Together:
     """What the threads exchange: the collectives of `ReplicaGroup`."""
 
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(RANKS, timeout=DEADLINE_S)
-        self._told: list[bytes] = [b""] * RANKS
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=DEADLINE_S)
+        self._told: list[bytes] = [b""] * ranks
 
     def of(self, rank: int) -> Any:
         def gather(mine: bytes) -> list[bytes]:
@@ -157,7 +173,8 @@ class Together:
             self._barrier.wait()
             return told
 
-        return SimpleNamespace(rank=rank, size=RANKS, gather=gather, broadcast=lambda mine=b"": gather(mine)[0])
+        size = len(self._told)
+        return SimpleNamespace(rank=rank, size=size, gather=gather, broadcast=lambda mine=b"": gather(mine)[0])
 
 
 class Lighthouse:
@@ -178,8 +195,6 @@ class Lighthouse:
 
 
 class Restored:
-    nbytes = NBYTES
-
     def __init__(self, lives: Sequence[Live], file: Path) -> None:
         self.states = [live.state for live in lives]
         self.right = all(live.right for live in lives)
@@ -200,6 +215,7 @@ def restored(
     published: StateId | None = None,
     limit_s: float = DEADLINE_S,
     number: int = 1,
+    layouts: Callable[[int, int], Layout] = layout,
 ) -> Restored:
     """Restore replica 0, whose rank n is on the host of ``own[n]``.
 
@@ -208,7 +224,8 @@ def restored(
     if published is not None:
         (folder / f"step-{published.step}-epoch-{published.commit_epoch}-0-x-0").mkdir()
     file = folder / "events.jsonl"
-    together, lives = Together(), [Live(rank) for rank in range(RANKS)]
+    ranks = len(own)
+    together, lives = Together(ranks), [Live(ranks, rank, layouts(ranks, rank)) for rank in range(ranks)]
 
     def load(live: Live, *_: object) -> Any:
         live.read += 1
@@ -221,14 +238,14 @@ def restored(
         journal = Journal(file, rank=rank)
         holders = (lambda _: None) if lighthouse is None else lighthouse.holders
         about = Recoverer(0, number, own[rank].host, TOKEN, holders, 0.0, limit_s)
-        writer: Any = OwnAgent(own[rank], rank)
+        writer: Any = OwnAgent(own[rank], ranks, rank)
         live: Any = lives[rank]
         checkpoints = Checkpoints(folder, "", 1, 1, (1, 1), None)
         Restoration(live, writer, together.of(rank), checkpoints, current, journal, about).run()
         journal.close()
 
     folder.mkdir(exist_ok=True)
-    with mock.patch.object(recovery, "load_checkpoint", load), ThreadPoolExecutor(RANKS) as threads:
-        for done in [threads.submit(run, rank) for rank in range(RANKS)]:
+    with mock.patch.object(recovery, "load_checkpoint", load), ThreadPoolExecutor(ranks) as threads:
+        for done in [threads.submit(run, rank) for rank in range(ranks)]:
             done.result(DEADLINE_S)
     return Restored(lives, file)

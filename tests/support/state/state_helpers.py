@@ -8,7 +8,7 @@ import torch
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.shared_memory import SnapshotBuffer
-from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer import fetch, shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
 from ft_hsdp.train.state import packing
 
@@ -43,8 +43,9 @@ def no_thread(monkeypatch: pytest.MonkeyPatch, *names: str, left: int = 0) -> li
 
 
 def chunks_of(monkeypatch: pytest.MonkeyPatch, nbytes: int) -> None:
-    """Have each checksum cover so many bytes."""
+    """Have each checksum cover so many bytes, which are received and verified together."""
     monkeypatch.setattr(shard_manifest, "CHUNK_BYTES", nbytes)
+    monkeypatch.setattr(fetch, "PART_BYTES", nbytes)
 
 
 def tensors(seed: int = 0, size: int = 1000) -> dict[str, torch.Tensor]:

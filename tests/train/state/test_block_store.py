@@ -20,8 +20,8 @@ import ft_hsdp
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.memory.blocks import first_hosts, share
-from ft_hsdp.state.agent import blocks as agent_blocks
-from ft_hsdp.state.agent.blocks import BlockAgent
+from ft_hsdp.state.agent import client
+from ft_hsdp.state.agent.client import BlockAgent
 from ft_hsdp.state.transfer.blocks import SliceRead, SlicesRead
 from ft_hsdp.state.transfer.donor_connection import Answer, DonorConnection
 from ft_hsdp.train.state.block_data import BlockData, BlockReader
@@ -162,7 +162,7 @@ def test_bytes_that_flip_in_memory_are_found_in_a_load_and_mended_by_the_next_su
         for store, job in zip(replica.stores, replica.jobs, strict=True):
             assert np.array_equal(store.load([(0, BLOCKS)]), DATA)
             assert job.host in {facts["host"] for _, facts in job.told("BlocksRejected")}
-            assert all("have a wrong checksum" in why for why, _ in job.told("BlocksRejected"))
+            assert all("has a wrong checksum" in why for why, _ in job.told("BlocksRejected"))
         assert replica.submit() == SubmittedBlocks(copies=2, read=0, copied=BLOCKS, kept=BLOCKS)
         assert replica.read == []
 
@@ -398,4 +398,4 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
 
 def test_it_is_public_and_the_agents_part_needs_no_torch() -> None:
     assert ft_hsdp.BlockStore is BlockStore
-    assert "torch" not in vars(agent_blocks)
+    assert "torch" not in vars(client)

@@ -18,7 +18,7 @@ from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.messages import MAX_COPIES, CopyFailure, KeepCopy, KeptCopies
 from ft_hsdp.train.state import copies
 from ft_hsdp.train.state.copies import CopyCost, CopyKeeper
-from ft_hsdp.train.state.copy_plan import CopiedShard, room
+from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlanner, room
 
 LAYOUT = "ab" * 16
 SHARDS = [CopiedShard(LAYOUT, 1000)] * 4
@@ -93,19 +93,10 @@ class Rank:
         self.errors: list[ConfigError] = []
         self.file = folder / f"{replica}-{rank}.jsonl"
         self.journal = Journal(self.file)
-        told = {"copied": config.pop("copied", True), "first_life": config.pop("first_life", True)}
-        self.keeper = CopyKeeper(
-            replica,
-            rank,
-            MemoryConfig(**config),
-            replicas,
-            SHARDS,
-            self.agent,  # type: ignore[arg-type]
-            self.journal,
-            self.errors.append,
-            60.0,
-            **told,
-        )
+        copied, first_life = config.pop("copied", True), config.pop("first_life", True)
+        planner = CopyPlanner(replica, rank, MemoryConfig(**config), SHARDS, 60.0, copied)
+        agent_: Any = self.agent
+        self.keeper = CopyKeeper(planner, replicas, agent_, self.journal, self.errors.append, first_life)
 
     def vote(self, step: int) -> Vote:
         votes: list[Vote] = []
@@ -172,7 +163,7 @@ def test_three_healthy_replicas_on_hosts_of_their_own_order_nothing_and_start_no
                 assert (vote.copied, vote.waited_s) == (0, 0.0)
                 one.keeper.settled(state(step - 1), True, CopyCost())
                 one.keeper.mark_current(state(step))
-            assert (one.agent.orders, one.agent.owed) == ([], [])
+            assert (one.agent.orders, one.agent.owed) == ([], [()]), "what was ordered in an earlier life may go"
             first = (replica, rank) == (0, 0)
             assert [name for name, _ in one.told()] == (["Protected"] if first else [])
     started = {thread.name for thread in threading.enumerate()} - before
@@ -360,21 +351,21 @@ def test_a_job_that_falls_to_one_replica_says_so_and_is_protected_again(tmp_path
     both = {0: ("r0h0", "r0h0", "r0h1", "r0h1"), 1: ("r1h0", "r1h0", "r1h1", "r1h1")}
     one = Rank(tmp_path, 1, 0, 2)
     one.keeper.configure(grant(1, 0, both))
-    assert one.agent.owed == []
+    assert one.agent.owed == [()]
     one.keeper.settled(state(0), True, CopyCost())
     assert one.told() == [], "replica 0 says it for both"
     one.keeper.mark_current(state(1))
     one.keeper.configure(grant(2, 1, {1: both[1]}))
-    assert one.agent.owed == [((1, 2), (1, 3))]
+    assert one.agent.owed[1:] == [((1, 2), (1, 3))]
     one.agent.answers = [kept((1, 2), (1, 3))]
     assert one.vote(2).kept
     one.keeper.settled(state(1), True, CopyCost())
     one.keeper.settled(state(2), True, CopyCost())
     assert [name for name, _ in one.told()] == ["Unprotected", "Protected"]
     one.keeper.configure(grant(3, 2, both, behind=[0]))
-    assert len(one.agent.owed) == 1, "a replica that is behind is no copy"
+    assert len(one.agent.owed) == 2, "a replica that is behind is no copy"
     one.keeper.configure(grant(4, 3, both))
-    assert one.agent.owed[1:] == [()]
+    assert one.agent.owed[2:] == [()]
     one.keeper.settled(state(3), True, CopyCost())
     one.keeper.settled(state(4), False, CopyCost())
     one.keeper.settled(state(5), False, CopyCost())
@@ -556,7 +547,8 @@ def test_no_host_is_asked_for_more_copies_than_its_agent_takes(tmp_path: Path) -
     agent: Any = Agent()
     journal = Journal(tmp_path / "events.jsonl")
     shards = [CopiedShard(LAYOUT, 1000)] * count
-    keeper = CopyKeeper(0, 0, MemoryConfig(), 1, shards, agent, journal, errors.append, 60.0)
+    planner = CopyPlanner(0, 0, MemoryConfig(), shards, 60.0)
+    keeper = CopyKeeper(planner, 1, agent, journal, errors.append)
     keeper.configure(grant(1, 0, {0: tuple(f"h{2 * rank // count}" for rank in range(count))}))
     keeper.mark_current(state(0))
     assert len(agent.owed[0]) == len(agent.orders) == MAX_COPIES

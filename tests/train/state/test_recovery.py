@@ -18,13 +18,15 @@ from ft_hsdp.train.state.recovery import Restoration
 from ft_hsdp.train.state.snapshots import SnapshotWriter
 from tests.support.state.memory_of_hosts import (
     AGAINST,
-    TOKEN,
+    NBYTES,
+    RANKS,
     AgentOfHost,
     Lighthouse,
     Restored,
     restored,
     state,
 )
+from tests.support.state.widths import TOKEN
 from tests.support.tcp_proxy import Proxy
 from tests.support.waiting import until
 from tests.train.state.test_live_state import hold
@@ -83,9 +85,7 @@ def hosts() -> Iterator[Callable[..., AgentOfHost]]:
     made: list[AgentOfHost] = []
 
     def make(replica: int, host: str, rank: int, *steps: int) -> AgentOfHost:
-        made.append(AgentOfHost(replica, host))
-        for step in steps:
-            made[-1].keep(step, rank)
+        made.append(AgentOfHost(replica, host, *((step, RANKS, rank) for step in steps)))
         return made[-1]
 
     yield make
@@ -119,8 +119,8 @@ def test_a_host_lost_in_each_replica_loses_nothing_if_they_held_different_shards
     assert found.states == [state(5)] * 2
     assert found.right, "the bytes are those of the state"
     told(found, rung="replica", lost_steps=0, **{"from": {"0": "r1h0", "1": "r0h1"}})
-    assert found.events("StateRestored")[0]["bytes"] == found.nbytes
-    assert own[0].keeps(5, 0), "what was fetched is a snapshot at once"
+    assert found.events("StateRestored")[0]["bytes"] == NBYTES[0]
+    assert own[0].keeps(5, RANKS, 0), "what was fetched is a snapshot at once"
 
 
 def test_one_step_is_lost_if_its_shards_are_not_all_there(hosts: Make, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_flipped_byte_on_the_way_costs_the_source_alone(hosts: Make, tmp_path:
         bad.address = f"127.0.0.1:{proxy.port}"
         found = restored(tmp_path, own, Lighthouse(5, [*own, bad, good]))
     assert flipped
-    assert bad.keeps(5, 0), "it is whole there"
+    assert bad.keeps(5, RANKS, 0), "it is whole there"
     assert (found.states, found.right) == ([state(5)] * 2, True)
     told(found, rung="replica", lost_steps=0, **{"from": {"0": "r1h1", "1": "r0h1"}})
     (rejected,) = found.events("FetchRejected", rank=0)
@@ -164,7 +164,7 @@ def test_a_flipped_byte_on_the_way_costs_the_source_alone(hosts: Make, tmp_path:
 def test_without_another_source_all_ranks_take_the_older_state(hosts: Make, tmp_path: Path) -> None:
     own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 4, 5)]
     bad = hosts(1, "r1h0", 0, 4, 5)
-    bad.flip(5, 0)
+    bad.flip(5, RANKS, 0)
     found = restored(tmp_path, own, Lighthouse(5, [*own, bad]))
     assert (found.states, found.right) == ([state(4)] * 2, True), "the rank whose copy is whole, too"
     told(found, rung="replica", lost_steps=1)
@@ -172,22 +172,22 @@ def test_without_another_source_all_ranks_take_the_older_state(hosts: Make, tmp_
 
 def test_a_damaged_copy_in_the_own_agent_is_replaced_from_another_replica(hosts: Make, tmp_path: Path) -> None:
     own = [hosts(0, "r0h0", 0, 5), hosts(0, "r0h1", 1)]
-    own[0].flip(5, 0)
+    own[0].flip(5, RANKS, 0)
     others = [hosts(1, "r1h0", 0, 5), hosts(1, "r1h1", 1, 5)]
     found = restored(tmp_path, own, Lighthouse(5, [*own, *others]))
     assert (found.states, found.right) == ([state(5)] * 2, True)
-    told(found, rung="replica", bytes=2 * found.nbytes, **{"from": {"0": "r1h0", "1": "r0h1"}})
-    assert own[1].keeps(5, 1), "rank 1 has fetched it once, in the attempt that failed on rank 0"
+    told(found, rung="replica", bytes=sum(NBYTES), **{"from": {"0": "r1h0", "1": "r0h1"}})
+    assert own[1].keeps(5, RANKS, 1), "rank 1 has fetched it once, in the attempt that failed on rank 0"
 
 
 def test_nothing_in_memory_leaves_the_checkpoint_the_same_on_all(hosts: Make, tmp_path: Path) -> None:
     own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1)]
     other = hosts(1, "r1h0", 0, 4, 5)
     for rank, step in ((0, 4), (0, 5)):
-        other.flip(step, rank)
+        other.flip(step, RANKS, rank)
     found = restored(tmp_path, own, Lighthouse(5, [*own, other]))
     assert found.states == [AGAINST] * 2
-    told(found, rung="checkpoint", lost_steps=3, bytes=2 * found.nbytes)
+    told(found, rung="checkpoint", lost_steps=3, bytes=sum(NBYTES))
 
 
 @pytest.mark.parametrize("damaged", [(), (5,)])
@@ -195,7 +195,7 @@ def test_a_checkpoint_that_is_newer_than_what_is_in_memory_is_taken(hosts, tmp_p
     """From the start, or after an attempt with a newer state has failed."""
     own = [hosts(0, "r0h0", 0, 1, *damaged), hosts(0, "r0h1", 1, 1, *damaged)]
     for step in damaged:
-        own[0].flip(step, 0)
+        own[0].flip(step, RANKS, 0)
     found = restored(tmp_path, own, Lighthouse(5, own), published=AGAINST)
     assert found.states == [AGAINST] * 2
     assert [row["rung"] for row in found.events("StateRestored")] == ["checkpoint"]
@@ -219,7 +219,7 @@ def test_while_others_train_no_agent_of_another_replica_is_asked(hosts: Make, tm
 
 def test_while_others_train_copies_on_the_own_hosts_are_found(hosts: Make, tmp_path: Path) -> None:
     own = [hosts(0, "r0h0", 0), hosts(0, "r0h1", 1, 5)]
-    own[1].keep(5, 0)
+    own[1].keep(5, RANKS, 0)
     found = restored(tmp_path, own, Lighthouse(5, own, stands=[True] * 1000))
     assert (found.states, found.right, found.read) == ([state(5)] * 2, True, 0), "no checkpoint is read"
     told(found, rung="copy", lost_steps=0)
@@ -227,7 +227,7 @@ def test_while_others_train_copies_on_the_own_hosts_are_found(hosts: Make, tmp_p
 
 def test_an_own_state_is_enough_while_others_train(hosts: Make, tmp_path: Path) -> None:
     own = [hosts(0, "r0h0", 0, 4), hosts(0, "r0h1", 1, 4, 5)]
-    own[1].keep(5, 0)
+    own[1].keep(5, RANKS, 0)
     found = restored(tmp_path, own, Lighthouse(6, own, stands=[True] * 1000))
     assert found.states == [state(4)] * 2, "it fetches a newer one in any case"
     assert [agent.asked for agent in own] == [0, 0]
