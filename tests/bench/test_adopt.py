@@ -2,32 +2,18 @@ from __future__ import annotations
 
 import io
 import json
-import signal
-import subprocess
-import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import adopt
-from benchmarks.adopt import AdoptOptions, ExampleUnderTest, KilledJob, example, kill_row
-from benchmarks.under_ray import BenchCluster
-from ft_hsdp.bench.jobs import TRAIN, Setup, UnderTest, job_config
+from benchmarks.adopt import KilledJob, example, kill_row
+from ft_hsdp.bench.jobs import TRAIN, Setup, job_config
 from ft_hsdp.bench.recovery import Stall
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.config.entry import locate
-from ft_hsdp.errors import ConfigError, Retryable
-from ft_hsdp.launch.run.directory import RunDir, write_json
-
-
-def test_options() -> None:
-    nothing = dict.fromkeys(("measure", "kills", "rounds"))
-    assert adopt.options(Namespace(**nothing)) == AdoptOptions(("step", "kill"), 7, 20)
-    assert adopt.options(Namespace(measure="kill", kills=3, rounds=2)) == AdoptOptions(("kill",), 3, 2)
-    with pytest.raises(ConfigError, match="--measure"):
-        adopt.options(Namespace(measure="steady", kills=3, rounds=2))
+from ft_hsdp.errors import Retryable
 
 
 @pytest.mark.parametrize("trainer", adopt.TRAINERS)
@@ -44,44 +30,6 @@ def test_the_job_of_an_example_is_that_of_its_configuration(
     assert config.train.steps == setup.sections["train"]["steps"] >= 60
     whole = ("adapt", "per_replica") if trainer == "torchtitan" else ("constant", "global")
     assert (config.quorum.batch, config.data.assignment) == whole
-
-
-def test_a_rank_on_a_cluster_of_this_machine_is_killed_by_its_pid(tmp_path: Path) -> None:
-    job = ExampleUnderTest(example("ray_train"), sys.executable, BenchCluster())
-    job.run = RunDir(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as rank:
-        ranks = [{"rank": 0, "pid": 0}, {"rank": 1, "pid": rank.pid}]
-        write_json(job.run.processes(1), {"incarnation": "1-ab-0", "ranks": ranks})
-        kill = job.kill(1, 1)
-    assert rank.returncode == -signal.SIGKILL
-    assert (kill.replica, kill.rank, kill.incarnation) == (1, 1, "1-ab-0")
-
-
-class LoggedJob(UnderTest):
-    """A job whose steps are there, one for each look."""
-
-    def __init__(self, steps: int, contributors: list[int]) -> None:
-        super().__init__(Setup(replicas=2))
-        self._coming = iter(range(1, steps + 1))
-        self._contributors = contributors
-
-    def _begin(self, folder: Path) -> None:
-        raise AssertionError
-
-    def _processes(self) -> list[Any]:
-        return []
-
-    def read(self) -> None:
-        step = next(self._coming)
-        for rows in self.rows.values():
-            rows.append({"step": step, "contributors": self._contributors})
-
-
-def test_nothing_is_waited_for_after_the_last_step() -> None:
-    assert LoggedJob(5, [0, 1]).wait_for_all(last=8)
-    alone = LoggedJob(9, [0])
-    assert not alone.wait_for_all(last=8)
-    assert alone.rows[0][-1]["step"] == 9
 
 
 def job(*less_one_ms: float, twice: int = 0, skipped: int = 0, digests: str = "aa") -> KilledJob:

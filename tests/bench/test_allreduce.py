@@ -91,34 +91,3 @@ def test_what_goes_wrong_ends_the_bench_with_one_line(
     assert out == ""
     assert said in err.splitlines()[-1]
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--measure", "speed"], "--measure: got 'speed'"),
-        (["--sizes", "64KiB,3"], "--sizes: got '64KiB,3'"),
-        (["--sizes", ""], "--sizes: got ''"),
-        (["--sizes", "8GiB"], "--sizes: got '8GiB'"),
-        (["--members", "1"], "--members: got '1'"),
-        (["--members", "2,four"], "--members: got '2,four'"),
-        (["--contenders", "nobody"], "--contenders: got 'nobody'"),
-        (["--rounds", "0"], "--rounds: got 0"),
-        (["--rounds", "many"], "--rounds"),
-        (["--sizes", "4GiB", "--members", "16"], "--sizes: got '4 GiB'"),
-    ],
-)
-def test_bad_arguments_get_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
-    assert main(["bench", "ftar", *argv]) == 64
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert said in err
-
-
-def test_a_contender_that_cannot_take_part_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "rings", "--measure", "kill", "--contenders", "gloo"]) == 64
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert "gloo" in err

@@ -6,6 +6,7 @@ from inspect import signature
 
 import pytest
 
+from ft_hsdp.bench import state_fetch
 from ft_hsdp.bench.command import BENCHES
 from ft_hsdp.launch.cli import main
 
@@ -61,3 +62,45 @@ def test_what_is_gone_names_its_replacement(words: str, instead: str, capsys: py
     assert out == ""
     assert len(err.splitlines()) == 1
     assert instead in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("ftar --measure speed", "--measure: got 'speed'"),
+        ("ftar --sizes 64KiB,3", "--sizes: got '64KiB,3'"),
+        ("ftar --sizes=", "--sizes: got ''"),
+        ("ftar --sizes 8GiB", "--sizes: got '8GiB'"),
+        ("ftar --members 1", "--members: got '1'"),
+        ("ftar --members 2,four", "--members: got '2,four'"),
+        ("ftar --contenders nobody", "--contenders: got 'nobody'"),
+        ("ftar --rounds 0", "--rounds: got 0"),
+        ("ftar --rounds many", "--rounds"),
+        ("ftar --sizes 4GiB --members 16", "--sizes: got '4 GiB'"),
+        ("rings --measure kill --contenders gloo", "gloo"),
+        ("recovery --measure bandwidth", "--measure: got 'bandwidth'"),
+        ("recovery --kills 0", "--kills: got 0"),
+        ("readers --rounds 0", "--rounds: got 0"),
+        ("local --sizes 3", "--sizes: got '3'"),
+        ("local --sizes 4GiB,4GiB,3", "--sizes"),
+        ("overhead --measure kill", "--measure: got 'kill'"),
+        ("overhead --rounds many", "--rounds"),
+        ("quorum --members 65", "--members: got '65'"),
+        ("quorum --members 2,x", "--members: got '2,x'"),
+        ("adopt --measure steady", "--measure: got 'steady'"),
+        ("units --measure steady", "--measure: got 'steady'"),
+        ("memory --measure gap", "lost, union"),
+        ("fetch --measure speed", "--measure: got 'speed'"),
+        ("fetch --sizes 3", "--sizes: got '3'"),
+        ("fetch --sizes 1MiB,4GiB", "--sizes: got '4 GiB'"),
+        ("fetch --rounds 0", "--rounds: got 0"),
+    ],
+)
+def test_bad_arguments_get_one_line(
+    words: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(state_fetch, "COPIES", 10**6)  # no machine has memory for that
+    assert main(["bench", *words.split()]) == 64
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert said in err

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from argparse import Namespace
 from functools import partial
 from typing import Any
 
-import pytest
-
 from benchmarks import rings
 from ft_hsdp.bench import allreduce as ftar
-from ft_hsdp.bench.allreduce import AllReduceOptions, batch, options
-from ft_hsdp.bench.results import GIB, KIB, MIB, WARM_UP, interleave, spread
+from ft_hsdp.bench.results import KIB, MIB, WARM_UP, interleave
 from tests.support.bench.tables import shown
 
 
@@ -71,12 +67,6 @@ def test_every_goal_is_set_beside_its_figure() -> None:
     assert not any(v.bytes == MIB for v in found)
 
 
-def test_goals_need_both_figures() -> None:
-    row = bandwidth(2, 64 * MIB, tcp=10.0, torchft=30.0)
-    assert len(list(ftar.goals({"bandwidth": [row]}))) == 1
-    assert list(ftar.goals({"bandwidth": [bandwidth(2, 4 * KIB, tcp=10.0)]})) == []
-
-
 def test_tables_fit_80_columns_and_show_misses_and_notes() -> None:
     text = shown(RESULT, ftar.goals(RESULT))
     lines, found = text.partition("Goals")[2].splitlines(), list(ftar.goals(RESULT))
@@ -85,20 +75,6 @@ def test_tables_fit_80_columns_and_show_misses_and_notes() -> None:
     assert "[not] installed" in text
     assert text.count("\nbandwidth:\n") == 2 * 6
     assert "next_less_one" in shown(RINGS, rings.goals(RINGS))
-
-
-def test_options() -> None:
-    words = {"sizes": "4k,1 MiB,2gib,64,4KB", "members": "2,4", "contenders": "shm,gloo"}
-    assert options(Namespace(measure="all", **words, rounds=3)) == AllReduceOptions(
-        ("bandwidth",),
-        (4 * KIB, MIB, 2 * GIB, 64),
-        (2, 4),
-        ("shm", "gloo"),
-        3,
-    )
-    assert rings.options(Namespace(measure="all", **words, rounds=3)).measures == ("kill", "reconfigure")
-    nothing = dict.fromkeys(("measure", "sizes", "members", "contenders", "rounds"))
-    assert options(Namespace(**nothing)) == AllReduceOptions(("bandwidth",), None, None, None, 20)
 
 
 def test_rounds_are_interleaved_and_begin_in_turn() -> None:
@@ -115,12 +91,3 @@ def test_rounds_are_interleaved_and_begin_in_turn() -> None:
     assert {r[0] for r in rounds} == {"a", "b", "c"}
     first = 3 * WARM_UP + 1
     assert sorted(v for both in values.values() for v in both) == [float(n) for n in range(first, first + 6)]
-
-
-@pytest.mark.parametrize(("size", "times"), [(4, 20), (256 * KIB, 20), (MIB, 5), (16 * MIB, 1)])
-def test_short_all_reduces_run_in_a_row(size: int, times: int) -> None:
-    assert batch(size) == times
-
-
-def test_a_spread() -> None:
-    assert spread([0.003, 0.001, 0.0025]) == {"p50_ms": 2.5, "min_ms": 1.0, "max_ms": 3.0, "count": 3}

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks import lone, losses
-from benchmarks.memory import Loss
-from ft_hsdp.bench.jobs import Kill
 from ft_hsdp.bench.results import ProgressLog
 
 
@@ -25,21 +23,6 @@ def test_a_replica_that_grows_repeats_no_step() -> None:
     assert lone.calm(rows, 2)
     assert not lone.calm(rows, 3)
     assert not lone.calm([*rows, commit(2.5, 9, "0-a-2")], 2)
-
-
-def test_the_wait_for_a_host_is_a_phase_of_its_own() -> None:
-    head = {"replica": 0, "incarnation": "0-a-1"}
-    events: list[dict[str, Any]] = [
-        {**head, "event": "ReplicaExited", "t": 10.1, "incarnation": "0-a-0", "kind": "SIGKILL"},
-        {**head, "event": "Shrunk", "t": 10.3, "incarnation": "0-a-0"},
-        {**head, "event": "ReplicaStarted", "t": 10.4},
-        {**head, "event": "ReplicaWarmed", "t": 10.7},
-        {**head, "event": "CheckedIn", "t": 10.8},
-        {**head, "event": "GrantAdopted", "t": 10.9},
-    ]
-    found = lone.phases([Kill(10.0, 0, 3, "0-a-0")], ["0-a-1"], [Loss(10.0, 5, 1.2, 5)], events)
-    wanted = {"exit": 100, "place": 200, "start": 100, "warm-up": 300, "check-in": 100, "grant": 100, "fetch": 0}
-    assert found == pytest.approx({**wanted, "step": 300})
 
 
 @pytest.mark.soak

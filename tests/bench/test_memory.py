@@ -1,29 +1,17 @@
 from __future__ import annotations
 
 import io
-from argparse import Namespace
 from typing import Any
 
 import pytest
 
 from benchmarks.flips import PARTS, PLACES, flips
 from benchmarks.memory import (
-    MEASURES,
-    MemoryOptions,
     loss,
-    options,
 )
 from ft_hsdp.bench.results import ProgressLog
-from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.agent import store
 from ft_hsdp.state.transfer import shard_manifest
-
-
-def test_options() -> None:
-    assert options(Namespace(measure=None, kills=None)) == MemoryOptions(MEASURES, 20)
-    assert options(Namespace(measure="lost", kills=3)) == MemoryOptions(("lost",), 3)
-    with pytest.raises(ConfigError, match="lost, union"):
-        options(Namespace(measure="step", kills=None))
 
 
 def commit(t: float, step: int, incarnation: str = "0-a-0") -> dict[str, Any]:

@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import io
-from argparse import Namespace
 
 import pytest
 
-from benchmarks import snapshots
 from ft_hsdp.bench import overhead
 from ft_hsdp.bench.jobs import TRAIN, WAITING, Setup
 from ft_hsdp.bench.results import ProgressLog, ratio_interval
@@ -18,11 +16,6 @@ def test_a_ratio_has_an_interval_around_it() -> None:
     noise = [1.0 + 0.1 * ((n * 7) % 11) for n in range(50)]
     found = ratio_interval(noise, under)
     assert found["low"] < found["ratio"] < found["high"]
-
-
-def test_each_bench_has_its_own_number_of_rounds() -> None:
-    assert overhead.options(Namespace(measure=None, rounds=None)) == 70
-    assert snapshots.options(Namespace(measure=None, rounds=1)) == 1
 
 
 @pytest.mark.proof

@@ -9,9 +9,8 @@ import pytest
 
 from ft_hsdp.bench import recovery
 from ft_hsdp.bench.jobs import Kill, Setting, Setup
-from ft_hsdp.bench.recovery import RecoveryOptions, costs, kills, quantile, run, stall, stalls, torchft
+from ft_hsdp.bench.recovery import RecoveryOptions, costs, kills, run, stall, stalls, torchft
 from ft_hsdp.bench.results import ProgressLog
-from ft_hsdp.launch.cli import main
 from tests.support.bench.tables import shown
 
 SMALL = Setup(replicas=2, layers=1, elements=256, wait_s=0.02)
@@ -68,32 +67,6 @@ def test_a_row_and_its_goals_and_tables() -> None:
     }
     text = shown(result, recovery.goals(result))
     assert "\ntorchft:\nsetting: tuned\n" in text
-
-
-def test_quantiles_are_values_that_were_seen() -> None:
-    assert quantile([3, 1, 2], 0.5) == 2
-    assert quantile(range(1, 201), 0.99) == 198
-    assert quantile([5.0], 0.99) == 5.0
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["recovery", "--measure", "bandwidth"], "--measure: got 'bandwidth'"),
-        (["recovery", "--kills", "0"], "--kills: got 0"),
-        (["readers", "--rounds", "0"], "--rounds: got 0"),
-        (["local", "--sizes", "3"], "--sizes: got '3'"),
-        (["local", "--sizes", "4GiB,4GiB,3"], "--sizes"),
-        (["overhead", "--measure", "kill"], "--measure: got 'kill'"),
-        (["overhead", "--rounds", "many"], "--rounds"),
-    ],
-)
-def test_bad_arguments_get_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
-    assert main(["bench", *argv]) == 64
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert said in err
 
 
 @pytest.mark.proof

@@ -14,7 +14,6 @@ from benchmarks.returns import (
     SETUPS,
     back,
     our_turn,
-    return_phases,
     returns,
     stages_in,
     torchft_turn,
@@ -70,16 +69,6 @@ def test_a_victim_is_back_with_the_first_commit_of_its_next_life() -> None:
     assert found.phases == pytest.approx(PARTS)
     assert back(KILL, ROWS[:3], STAGES, 0.4) is None  # it never contributed again
     assert back(KILL, ROWS[:2], STAGES, 0.4) is None
-
-
-def test_phases_add_up_whatever_was_seen() -> None:
-    assert return_phases(10, {"a": 12, "b": 11, "c": None, "d": 13}, 15) == {
-        "a": 2,
-        "b": 0,
-        "c": 0,
-        "d": 1,
-        "step": 2,
-    }
 
 
 def test_all_contenders_train_the_same_model(tmp_path: Path) -> None:

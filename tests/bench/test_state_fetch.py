@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.bench import state_fetch
 from ft_hsdp.bench.state_fetch import CONTENDERS
 from ft_hsdp.launch.cli import main
 
@@ -31,12 +30,6 @@ def test_all_contenders_in_one_run(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     assert "\nlarge:\nbytes: 5242880\n" in err
 
 
-def test_the_best_setting_of_torchft_counts() -> None:
-    times = {"fetch": 1.0, "raw": 0.9, "torchft": 9.0, "torchft-4": 8.0}
-    row = {"bytes": 1, "contenders": {name: {"p50_ms": ms} for name, ms in times.items()}}
-    assert [(v.seen, v.met) for v in state_fetch.goals({"large": [row]})] == [(0.9, True), (8.0, True)]
-
-
 def test_what_is_received_is_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in CONTENDERS.keys() - {"raw"}:
         monkeypatch.delitem(CONTENDERS, name)
@@ -48,23 +41,3 @@ def test_what_is_received_is_compared(monkeypatch: pytest.MonkeyPatch, capsys: p
     out, err = capsys.readouterr()
     assert out == ""
     assert "DataCorruption" in err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--measure", "speed"], "--measure: got 'speed'"),
-        (["--sizes", "3"], "--sizes: got '3'"),
-        (["--sizes", "1MiB,4GiB"], "--sizes: got '4 GiB'"),
-        (["--rounds", "0"], "--rounds: got 0"),
-    ],
-)
-def test_bad_arguments_get_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
-) -> None:
-    monkeypatch.setattr(state_fetch, "COPIES", 10**6)  # no machine has memory for that
-    assert main(["bench", "fetch", *argv]) == 64
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert said in err

@@ -5,34 +5,16 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from benchmarks import under_ray
 from ft_hsdp.bench.jobs import Setup
-from ft_hsdp.bench.results import ProgressLog, spread
+from ft_hsdp.bench.results import ProgressLog
 from tests.support.running import running
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_launchers_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each turn's figure is paired with the other's beside it."""
-    order: list[str] = []
-
-    def turn(name: str, setup: Setup, steps: int) -> float:
-        assert (setup.replicas, steps) == (3, 7)
-        order.append(name)
-        return len(order) / 100
-
-    monkeypatch.setattr(under_ray, "LAUNCHERS", {name: partial(turn, name) for name in ("up", "ray")})
-    (row,) = under_ray.ray(3, ProgressLog(io.StringIO()), steps=7)
-    assert order == ["up", "ray", "ray", "up", "up", "ray"]
-    assert row["launchers"]["up"] == spread([0.01, 0.04, 0.05])
-    assert row["times"]["ray"]["ratio"] == 0.75
-    assert (row["rounds"], row["steps"]) == (3, 7)
 
 
 @pytest.mark.soak

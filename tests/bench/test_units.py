@@ -1,16 +1,14 @@
 from __future__ import annotations
 
 import io
-from argparse import Namespace
 from typing import Any
 
 import pytest
 
 from benchmarks import units as bench
-from benchmarks.unit_figures import beyond, constancy, curve, micro_batch_s, outside, unit_seconds
+from benchmarks.unit_figures import beyond, constancy, micro_batch_s, unit_seconds
 from ft_hsdp.bench.jobs import Kill
 from ft_hsdp.bench.results import ProgressLog
-from ft_hsdp.errors import ConfigError
 
 ALL, REST = (0, 1, 2), (0, 2)
 
@@ -63,19 +61,6 @@ def test_what_a_loss_costs_beyond_the_units_of_the_step() -> None:
     late = {n: [*before, commit(3, 3, WHOLE), commit(4, 4.6, MORE, step_s=1.6)] for n in REST}
     assert beyond(kill, late, 0.4, 1) == pytest.approx(0.2)  # the step before was committed with the victim
     assert beyond(kill, {0: before, 2: rows[2]}, 0.4, 1) is None
-
-
-def test_a_curve_lies_outside_of_the_others_by_its_distance() -> None:
-    assert curve([1, 3, 5, 7, 9], 2) == [2, 6]
-    assert outside([2.5, 5, 7], [[1, 4, 6], [2, 3, 8]]) == [0.5, 1, 0]
-
-
-def test_options() -> None:
-    nothing = dict.fromkeys(("measure", "kills", "rounds"))
-    assert bench.options(Namespace(**nothing)) == bench.UnitsOptions(bench.MEASURES, 50, 4)
-    assert bench.options(Namespace(measure="kills", kills=3, rounds=2)) == bench.UnitsOptions(("kills",), 3, 2)
-    with pytest.raises(ConfigError, match="--measure"):
-        bench.options(Namespace(measure="steady", kills=3, rounds=2))
 
 
 @pytest.mark.proof
