@@ -6,15 +6,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
-from ft_hsdp import fault_injection
 from ft_hsdp.fault_injection import FaultOrder
-from ft_hsdp.jsonl import LineWriter
-from ft_hsdp.launch.chaos import Injection
-from ft_hsdp.launch.run.directory import RunDir, write_json
-from tests.support import os_faults
 from tests.support.forced_faults import ME, Enforced, enforcing
 
 ROOT = Path(__file__).parents[1]
@@ -80,16 +74,6 @@ def test_a_full_disk_takes_no_output_either(tmp_path: Path) -> None:
     assert (tmp_path / "rank.log").read_text().split() == ["before", str(errno.ENOSPC)]
 
 
-def test_a_slow_disk_takes_its_time(tmp_path: Path, force: Enforced, monkeypatch: pytest.MonkeyPatch) -> None:
-    slept: list[float] = []
-    lines = LineWriter(tmp_path / "log.jsonl")
-    force(FaultOrder("slow_disk", ME, seconds=0.3))
-    monkeypatch.setattr(time, "sleep", slept.append)
-    lines.write({"n": 1})
-    lines.close()
-    assert slept == [0.3]
-
-
 def test_the_wall_clock_jumps_alone(force: Enforced) -> None:
     right, monotonic = time.time(), time.monotonic()
     force(FaultOrder("clock", ME, seconds=-3600.0))
@@ -98,34 +82,3 @@ def test_the_wall_clock_jumps_alone(force: Enforced) -> None:
     assert time.monotonic() >= monotonic
     force()
     assert time.time() >= right
-
-
-def test_a_limit_of_descriptors_is_set_from_outside_and_lifted(tmp_path: Path) -> None:
-    run = RunDir(tmp_path)
-    code = "import time; print(1, flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as victim:
-        assert victim.stdout is not None
-        victim.stdout.readline()
-        ranks = [{"rank": 1, "pid": victim.pid, "state": "running"}]
-        write_json(run.processes(0), {"replica": 0, "incarnation": "0-a-0", "restarts": 0, "ranks": ranks})
-        before = psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE)
-        made = os_faults.inflict(run, Injection(0, 1, kind="descriptors"))
-        soft, hard = psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE)
-        assert (soft, hard) == (3, before[1]), "0, 1 and 2 are open"
-        assert made.event["kind"] == "descriptors"
-        assert made.lifted("over")["event"] == "FailureLifted"
-        assert psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE) == before
-        victim.kill()
-
-
-def test_an_order_of_these_kinds_reaches_a_rank_by_the_same_file(tmp_path: Path, force: Enforced) -> None:
-    made = os_faults.inflict(RunDir(tmp_path), Injection(ME, None, kind="clock", for_s=9.0), -3600.0)
-    (file,) = (tmp_path / fault_injection.FOLDER).glob("*.json")
-    order = fault_injection.parse(file.read_bytes())
-    assert order.hits(ME, 1)
-    right = time.time()
-    force(order)
-    assert time.time() < right - 3000
-    force()
-    made.lifted("over")
-    assert not file.exists()

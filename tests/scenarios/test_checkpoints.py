@@ -60,25 +60,6 @@ def test_on_other_numbers_of_replicas_and_ranks(tmp_path: Path) -> None:
         assert job.replayed()["equal"]
 
 
-@pytest.mark.soak
-def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
-    one.mkdir()
-    two.mkdir()
-    with Job(one, 10, **settings(tmp_path)) as job:
-        check(job.end(), 10)
-    (newest,) = (tmp_path / "checkpoints").glob("step-10-*")
-    file = newest / "__1_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    with Job(two, 15, **settings(tmp_path)) as job:
-        check(job.end(), 15)
-        assert {e["step"] for e in job.events("StateRestored")} == {5}
-        assert {e["checkpoint"] for e in job.events("CheckpointPassedOver")} == {newest.name}
-        assert job.replayed()["equal"]
-
-
 # The folder of checkpoints is on a poor file system, or is removed, or odd things stand in it.
 
 
@@ -267,17 +248,3 @@ def test_training_goes_on_and_what_the_logs_lack_is_told(tmp_path: Path) -> None
         assert lost, "nobody told what the logs lack"
         assert "its disk was full" in tell(lost[0])
         assert summary["batches"]["unlogged"] > 0
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
-@pytest.mark.soak
-def test_a_lighthouse_decides_on_a_full_disk(tmp_path: Path) -> None:
-    """A rank is killed on a full disk that stays full: a new epoch is granted, the replica heals, the job ends."""
-    steps = 90
-    with own_disk(tmp_path / "runs", SMALL) as holder, Job(tmp_path, steps, holder) as job:
-        job.until(lambda: job.step() >= 10, "step 10")
-        fill(job.run.parent / "filler")
-        job.signal(1, 1, signal.SIGKILL)
-        job.process.wait(120)
-        assert job.process.returncode == 0, job.tail()
-        assert "all 3 replicas equal" in job.tail()

@@ -4,11 +4,8 @@ import contextlib
 import fcntl
 import json
 import os
-import pty
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -220,24 +217,3 @@ def check_saved(folder: Path, last: int) -> None:
         job.run = folder / "runs" / "next"
         job.end()
         assert job.rows("metrics.jsonl")[0]["step"] == last + 1
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_terminal_that_closes_ends_the_job_in_order(tmp_path: Path, workers: int) -> None:
-    """It gives SIGHUP, and EIO to all that is written from then on."""
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        json.dumps(nested({**settings(tmp_path, workers), "job__name": "job", "train__steps": ENDLESS}))
-    )
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(tmp_path)
-        os.execv(sys.executable, [sys.executable, str(ROOT / "launcher.py"), "up", str(config)])
-    commits, end = tmp_path / "runs" / "job" / "replicas" / "0" / "commits.jsonl", time.monotonic() + DEADLINE_S
-    while not commits.exists() or len(commits.read_text().splitlines()) < 5:
-        assert time.monotonic() < end, "no fifth step"
-        os.read(terminal, 4096)
-    os.close(terminal)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
-    check_saved(tmp_path, json.loads(commits.read_text().splitlines()[-1])["step"])

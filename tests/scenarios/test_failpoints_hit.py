@@ -58,16 +58,6 @@ def test_a_flipped_bit_of_one_replica_is_found_and_healed(tmp_path: Path) -> Non
         assert job.replayed()["equal"], contributors
 
 
-@pytest.mark.proof
-def test_two_replicas_that_differ_halt_the_job(tmp_path: Path) -> None:
-    points = {"state-flip": {"replicas": [1], "rank": 0, "step": 5}}
-    with Job(tmp_path, STEPS, replicas=2, debug__failpoints=points) as job:
-        summary = job.end(75)
-        assert summary["steps"] < 5 + SLICES
-        (halted,) = job.events("JobHalted")
-        assert "no majority" in halted["reason"]
-
-
 @pytest.mark.soak
 def test_two_replicas_that_differ_may_begin_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
     """The byte flips where it is compared next, so nothing was trained with it."""

@@ -181,18 +181,6 @@ def test_the_only_holder_loses_its_agents_while_it_is_fetched_from(tmp_path: Pat
         never_alone(job)
 
 
-@pytest.mark.soak
-def test_the_only_holder_has_lost_its_agents_before(tmp_path: Path) -> None:
-    with Job(tmp_path, STEPS, replicas=2, **SETTINGS) as job:
-        job.until(lambda: job.step() >= 5, "some steps")
-        os.kill(job.agent(0), signal.SIGKILL)
-        lose(job, 1)
-        check(job.end(), STEPS)
-        assert job.events("StateAgentLost", replica=0, over=True)
-        assert job.events("FetchCompleted", replica=1, donor=0)
-        never_alone(job)
-
-
 # One step number, two commits: the hole through which the paper's rule and torchft diverge silently.
 
 

@@ -14,7 +14,6 @@ from ft_hsdp.config.chaos import Target
 from ft_hsdp.launch.chaos import Injection
 from tests.scenarios.pairs import Injured
 from tests.support import os_faults
-from tests.support.scenarios import pairs_report as report
 from tests.support.scenarios.pairs_plan import KINDS, Fault, pair
 from tests.support.scenarios.pairs_watch import Seen
 from tests.support.scenarios.scenario_job import ROOT, Job, check
@@ -32,38 +31,6 @@ def test_every_kind_is_drawn_and_equal_seeds_draw_equal_pairs() -> None:
     assert {fault.injection.kind for fault in faults} == kinds
     assert faults == drawn(300)
     assert pair(4, 0) != pair(3, 0)
-
-
-def job(numbers: list[int], **changed: Any) -> dict[str, Any]:
-    fault = {"name": "kill", "whom": "replica 0", "for_s": 0.0, "missed": ""}
-    pairs = [
-        {
-            "number": n,
-            "faults": [fault, {**fault, "name": "clock", "missed": "nobody"}],
-            "delay_s": 1.0,
-            "took_s": 8.0,
-            "stalled_s": 0.5,
-            "recovered_s": float(n),
-        }
-        for n in numbers
-    ]
-    grown = {"rank": {"lived_s": 1800.0, "MiB": 1.0, "threads": 0.0}}
-    row = {"seed": 1, "commit": "abc", "pairs": pairs, "breaches": [], "steps": 100, "wall_s": 60.0}
-    return {**row, "useful_s": 45.0, "grown": grown, **changed}
-
-
-def test_reports_add_up(tmp_path: Path) -> None:
-    file = tmp_path / "new" / "report.jsonl"
-    assert report.read(file) == []
-    report.append(file, job([0, 1]))
-    report.append(file, job([2], breaches=["no commit for 31.0 s"], useful_s=15.0))
-    found = report.read(file)
-    assert report.done(found, 1) == {0, 1, 2}
-    assert report.done(found, 2) == set()
-    told = "\n".join(report.lines(found))
-    for part in ("3 pairs", "2 jobs", "kill 3;", "p50 1.00, p99 2.00", "0.500", "MiB +2.0", "for 31.0 s"):
-        assert part in told
-    assert json.loads(file.read_text().splitlines()[0])["steps"] == 100
 
 
 class Ended:

@@ -54,21 +54,6 @@ def test_a_killed_replica_heals_while_the_other_goes_on(tmp_path: Path, kind: st
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_kill_leaves_no_trace_in_the_weights_if_steps_wait_for_both(tmp_path: Path, kind: str) -> None:
-    steps = 2 * AT
-    with job(tmp_path / "killed", kind, steps, chaos=[KILL], quorum__min_replicas=2) as running:
-        summary = running.end()
-        check(summary, steps)
-        assert summary["replicas"][str(VICTIM)]["incarnations"] == 2
-        killed = digest(summary)
-    with job(tmp_path / "whole", kind, steps) as running:
-        summary = running.end()
-        check(summary, steps)
-        assert digest(summary) == killed
-
-
-@pytest.mark.soak
 def test_a_checkpoint_goes_on_with_other_data_ranks(tmp_path: Path) -> None:
     """The digest of a state does not depend on how it is sharded."""
     kind, steps = "tensor_parallel", 6

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from ft_hsdp.state.transfer.donor_connection import ask_held
+from tests.scenarios.test_copies import facts
 from tests.support.scenarios.scenario_job import Job, check
 
 STEPS = 16
@@ -78,11 +79,6 @@ class Standing(Job):
         return sum(row["steps"] for row in self.events("HeadRolledBack"))
 
 
-def facts(row: dict[str, Any]) -> tuple[str, int, int]:
-    """From where a state came, of which step it is, and how many steps it costs."""
-    return row["rung"], row["state"][1], row["lost_steps"]
-
-
 def from_checkpoint(rows: dict[int, dict[str, Any]]) -> None:
     """Both go on from the checkpoint of step 8; the later one may have it from the memory of the first."""
     assert rows[0]["state"] == rows[1]["state"]
@@ -141,18 +137,3 @@ def test_a_rank_that_dies_while_shards_are_fetched_ends_that_attempt_as_a_whole(
         assert {(row["replica"], row["number"]) for row in summary["recoveries"]} == {(0, 2), (1, 1)}
         assert {facts(row)[1] for row in summary["recoveries"] if row["replica"] == 1} == {HEAD}
         assert job.rolled_back() == 0
-
-
-@pytest.mark.proof
-def test_chaos_takes_a_host_of_each_replica_while_the_job_runs(tmp_path: Path) -> None:
-    """Nothing stands still: the state after the newest one that is whole is repeated, at most one step."""
-    chaos = [
-        {"kind": "host", "at_step": 8, "replicas": [replica], "rank": replica, "for_s": 0.2} for replica in (0, 1)
-    ]
-    with Job(tmp_path, STEPS, replicas=2, hosts__per_replica=2, chaos=chaos) as job:
-        summary = job.end()
-        check(summary, STEPS)
-        assert job.replayed()["equal"]
-        assert {row["replica"] for row in summary["recoveries"]} == {0, 1}
-        assert {row["rung"] for row in summary["recoveries"]} == {"replica"}, summary["recoveries"]
-        assert sum(row["steps"] for row in job.events("HeadRolledBack")) <= 1

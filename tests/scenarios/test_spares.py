@@ -1,13 +1,11 @@
 import json
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.scenarios.test_kill import kill_one
 from tests.support.running import run_by
 from tests.support.scenarios.scenario_job import Job, check
 
@@ -56,19 +54,6 @@ def test_a_replica_that_lost_a_rank_goes_on_in_a_spare(tmp_path: Path) -> None:
         names = [e["event"] for e in job.rows("replicas/1/events.jsonl") if e["incarnation"] == life]
         told = ["ReplicaBooted", "ReplicaWarmed", "StateRestored", "CheckedIn", "FirstStepCommitted"]
         assert [n for n in names if n in told] == told
-
-
-@pytest.mark.soak
-def test_five_kills_at_random_moments(tmp_path: Path) -> None:
-    rng = random.Random(4)
-    with Job(tmp_path, 120, spares=2, restart__budget=50, restart__hold_s=0.2) as job:
-        job.until(lambda: job.step() >= 3, "step 3")
-        for _ in range(5):
-            ready(job)
-            kill_one(job, rng, 4)
-        settle(job, job.end(), 120)
-        assert len(job.events("ReplicaStarted", how=WARM)) == 5
-        assert job.replayed()["equal"]
 
 
 @pytest.mark.proof

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.launch import admin
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import commits_of
 from tests.scenarios.test_lighthouse_faults import keep_away, leader
@@ -145,39 +144,6 @@ def test_a_cap_makes_the_step_smaller_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.proof
 @pytest.mark.soak
-def test_a_replica_that_is_drained_leaves_its_units_to_the_others(tmp_path: Path) -> None:
-    """As many units are wanted as before. A scale changes that. No step has others than are wanted."""
-    steps = 300
-    with Job(tmp_path, steps, **CONSTANT, **THIN, train__accumulate=2) as job:
-        run = RunDir(job.run.resolve())
-        job.until(lambda: job.step() >= 5, "step 5")
-        admin.order(run, "drain", 2)
-        job.until(lambda: job.contributing() == {0, 1}, "replica 2 has left")
-        admin.order(run, "scale", replicas=2)
-        at = job.step()
-        job.until(lambda: job.step() >= at + 5, "two are wanted")
-        admin.order(run, "scale", replicas=3)
-        admin.order(run, "undrain", 2)
-        job.until(lambda: job.contributing() == {0, 1, 2}, "replica 2 is back")
-        rows = ended(job, steps)
-    assert {(len(row["contributors"]), row["units"]) for row in rows} == {(3, 6), (2, 6), (2, 4)}
-
-
-@pytest.mark.soak
-def test_a_spare_takes_the_place_of_a_contributor(tmp_path: Path) -> None:
-    points = kill("micro-batch", 1, 12)
-    with Job(
-        tmp_path, 40, **SAME_STEP, **THIN, replicas=2, spares=1, train__accumulate=2, debug__failpoints=points
-    ) as job:
-        rows = ended(job, 40)
-        starts = [e["how"] for e in job.events("ReplicaStarted", replica=1)]
-    assert starts[0] == "cold"
-    assert rows[11]["contributors"] == [0]
-    assert rows[11]["units"] == 4
-
-
-@pytest.mark.proof
-@pytest.mark.soak
 def test_the_last_quotas_repeat_while_there_is_no_lighthouse(tmp_path: Path) -> None:
     """It is killed in the middle of a step, and kept away. One replica is away, too."""
     steps = 120
@@ -191,21 +157,6 @@ def test_the_last_quotas_repeat_while_there_is_no_lighthouse(tmp_path: Path) -> 
         rows = ended(job, steps)
     assert last > first + 2, "no step was committed without a lighthouse"
     assert {row["epoch"] for row in rows[first : last - 1]} == {rows[first]["epoch"]}
-
-
-@pytest.mark.soak
-def test_a_loss_while_the_lighthouse_is_away_is_refilled_when_it_is_back(tmp_path: Path) -> None:
-    steps = 60
-    with Job(tmp_path, steps, **SAME_STEP, train__accumulate=2) as job:
-        job.until(lambda: job.step() >= 5, "step 5")
-        os.kill(leader(job)["pid"], signal.SIGKILL)
-        at = job.step()
-        job.until(lambda: job.step() > at, "training goes on")
-        job.signal(2, 1, signal.SIGKILL)
-        rows = ended(job, steps)
-        terms = [e["term"] for e in job.events("EpochGranted")]
-    assert terms[-1] > terms[0]
-    assert [0, 1] in [row["contributors"] for row in rows]
 
 
 @pytest.mark.soak
