@@ -3,13 +3,10 @@ from playwright.sync_api import expect
 from tests.support.lighthouse.page_helpers import KEY
 
 
-def test_key_leaves_the_address(page, shared):
+def test_key_leaves_the_address_and_stays_in_this_tab(page, shared, seen):
     assert page.url == f"{shared.url}/"
     assert page.evaluate("sessionStorage.getItem('ft.key')") == KEY
     assert page.evaluate("localStorage.length") == 0
-
-
-def test_key_stays_in_this_tab_and_out_of_every_address(page, seen):
     page.reload()
     page.wait_for_selector(".lane-canvas")
     assert any("/v1/overview" in url for url in seen.asked)

@@ -176,15 +176,6 @@ def test_it_writes_down_where_others_reach_it(run):
         assert url == "http://job-lighthouse-0-0.job:29500"
 
 
-def test_the_token_may_come_from_the_environment(run):
-    (run / "token").unlink()
-    with lighthouse(run, FT_HSDP_TOKEN="secret") as (_, url), httpx.Client(trust_env=False) as http:
-        assert http.get(f"{url}/v1/status").status_code == 401
-        allowed = http.get(f"{url}/v1/status", auth=BlockingProof("secret"))
-        assert allowed.status_code == 200
-        assert "server" not in allowed.headers
-
-
 def one_line(process, key):
     """It ended with 64 and one line on `key`."""
     code, lines = ends(process, START_S)

@@ -28,7 +28,7 @@ from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse.http import connections
 from lighthouse.http.access import ADMIN_VARIABLE, LOOK_S, Keys, RequestGate, may, view_key
 from lighthouse.http.openapi import describe
-from lighthouse.http.rate_limits import ADDRESSES, KIB, Buckets, OpenSlots, Rates, TooMany, rule, source
+from lighthouse.http.rate_limits import ADDRESSES, KIB, Buckets, Rates, TooMany, rule, source
 from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
 
 NEXT = "7a" * 32
@@ -492,18 +492,6 @@ def test_what_belongs_here_is_never_slowed_down():
     burst = [30.0] * 1000
     assert not any(rates.take("report", "127.0.0.1", at) for at in sorted(calls + burst))
     assert not any(rates.take("ask", "127.0.0.1", 0.0) for _ in range(10**5))
-
-
-def test_slots_are_per_key_and_in_all():
-    slots = OpenSlots(3, 2)
-    assert [slots.enter("a") for _ in range(3)] == [True, True, False]
-    assert [slots.enter("b") for _ in range(2)] == [True, False]
-    slots.leave("a")
-    assert slots.enter("b")
-    assert len(slots) == 3
-    for key in ("a", "b", "b"):
-        slots.leave(key)
-    assert len(slots) == 0
 
 
 @pytest.mark.parametrize(

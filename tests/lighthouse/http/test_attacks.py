@@ -13,8 +13,7 @@ import pytest
 from ft_hsdp import protocol
 from lighthouse.http.access import view_key
 from tests.support.lighthouse.guarded_helpers import AUTHORIZED, Healthy, guarded, read
-from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, ask
-from tests.support.lighthouse.signed import Signer
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask
 
 pytestmark = pytest.mark.multiproc
 
@@ -244,17 +243,3 @@ def test_nobody_is_sent_where_an_intruder_wants_them(server, address):
         code, content = server.post("/v1/quorum", protocol.encode(bad))
         assert code == 422
         assert address.encode() in content
-
-
-@pytest.mark.parametrize("token", [None, "wrong", view_key(TOKEN), ADMIN])
-def test_only_a_worker_can_report_deaths_or_signs_of_life(server, token):
-    keyed = {} if token is None else {"Authorization": f"Bearer {token}"}
-    signer = Signer(server.url, ADMIN)
-
-    def post(path, body):
-        return server.post(path, body, signer.headers("POST", path, body) if token is ADMIN else keyed)
-
-    deaths, _ = post("/v1/processes", b'{"running": {"0": null}, "exited": ["0-run-0"], "lost": [0]}')
-    beats, _ = post("/v1/telemetry", b'{"type": "Telemetry", "body": {"source": "0-run-0"}}')
-    assert deaths in ((401, 429) if token in (None, "wrong") else (403,))
-    assert beats in ((401, 429) if token in (None, "wrong") else (403, 404))

@@ -94,6 +94,7 @@ async def test_what_is_told_is_shown(site):
     }
     assert overview["replicas"][1]["ranks"][0]["host"] == "node"
     assert overview["job"]["live"]
+    assert overview["lighthouse"]["term"] == site.service.state.term
     (event,) = (await call("GET", "/v1/events?replica=1&text=WHY", site)).json()["events"]
     assert (event["seq"], event["event"], event["source"]) == (1, "E1", "replica")
 
@@ -124,10 +125,6 @@ PAGES = ["limit=0", "limit=1001", "after=-1", f"before={2**60}", "replica=-1", f
 @pytest.mark.parametrize("path", [*(f"overview?{q}" for q in OVERVIEWS), *(f"events?{q}" for q in PAGES)])
 async def test_a_view_of_nonsense_is_refused(path):
     assert (await call("GET", f"/v1/{path}")).status_code == 422
-
-
-async def test_the_overview_says_what_the_service_decides_by(site):
-    assert (await call("GET", "/v1/overview", site)).json()["lighthouse"]["term"] == site.service.state.term
 
 
 async def test_a_journal_that_cannot_be_read_is_503():

@@ -12,12 +12,11 @@ import pytest
 import yaml
 
 from ft_hsdp.protocol import RankBeat, Telemetry
-from lighthouse.http.access import view_key
 from lighthouse.http.metrics import KINDS, STATES, Meter
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.overview import JobInfo
-from tests.support.lighthouse.metrics_scene import FAILURE, TOKEN, Scene
+from tests.support.lighthouse.metrics_scene import FAILURE, Scene
 
 
 def commit(**other: Any) -> dict[str, Any]:
@@ -196,13 +195,6 @@ def test_a_route_that_fails_counts_as_500(s: Scene) -> None:
     assert s.get().status_code == 500
     s.journal.shown = Scene().journal.shown
     assert s.values()["ft_hsdp_lighthouse_requests_total{500,/metrics}"] == 1
-
-
-@pytest.mark.parametrize("token", ["", "wrong", TOKEN[:-1]])
-def test_it_is_for_viewers(s: Scene, token: str) -> None:
-    assert s.get(token=token).status_code == 401
-    assert s.get(Authorization="").status_code == 401
-    assert s.get(token=view_key(TOKEN)).status_code == 200
 
 
 def test_the_scraper_chooses_the_format(s: Scene) -> None:

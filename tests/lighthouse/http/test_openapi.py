@@ -23,7 +23,6 @@ from lighthouse.service import Service
 from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, MemoryStore
 
 TOKENS = {"viewer": view_key(TOKEN), "worker": TOKEN, "admin": ADMIN}
-ERRORS = ("400", "401", "403", "408", "413", "422", "429", "431", "503")
 
 
 class Local:

@@ -14,14 +14,14 @@ from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, make_ser
 class Call:
     """One request to the application, message by message."""
 
-    def __init__(self, app: Any, *parts: bytes, method: str = "POST", known: bool = True) -> None:
+    def __init__(self, app: Any, *parts: bytes) -> None:
         self._parts = [
             {"type": "http.request", "body": part, "more_body": n + 1 < len(parts)} for n, part in enumerate(parts)
         ]
         self.gone = asyncio.Event()
         self.sent: list[Any] = []
-        scope = {"type": "http", "method": method, "path": "/v1/quorum", "headers": [], "query_string": b""}
-        scope["role"] = "worker" if known else None
+        scope = {"type": "http", "method": "POST", "path": "/v1/quorum", "headers": [], "query_string": b""}
+        scope["role"] = "worker"
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 
     async def _receive(self) -> Any:
@@ -47,12 +47,6 @@ async def test_an_ask_in_pieces_is_put_together() -> None:
     status, body = await Call(app, data[:10], data[10:11], data[11:]).result()
     assert status == 200
     assert protocol.decode(body, Grant).ring == (0,)
-
-
-async def test_other_methods_are_named() -> None:
-    call = Call(create_app(make_service(total=1)[0], Keys(TOKEN)), method="GET")
-    assert (await call.result())[0] == 405
-    assert (b"allow", b"POST") in call.sent[0]["headers"]
 
 
 async def test_members_of_a_round_get_equal_bytes_and_the_next_round_others() -> None:

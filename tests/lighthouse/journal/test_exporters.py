@@ -1,14 +1,10 @@
 import errno
-import json
 import os
-import signal
 import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +14,7 @@ from tensorboardX.record_writer import RecordWriter, masked_crc32c
 
 from ft_hsdp.errors import ConfigError
 from lighthouse.journal import exporters
-from lighthouse.journal.database import MemoryDatabase, SqliteDatabase
+from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.exporters import CurveSink, Point, TensorBoardSink, WandbSink
 from lighthouse.overview.overview import JournalEntry
 from tests.support.waiting import until
@@ -150,55 +146,6 @@ def test_a_journal_that_lost_its_end_is_not_written_again(tmp_path: Path) -> Non
     sink.commit(5, row(6))
     sink.close()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
-
-
-KILLED = """
-import json, sys, time
-from pathlib import Path
-from lighthouse.journal import exporters
-from lighthouse.journal.database import SqliteDatabase
-from lighthouse.overview.overview import JournalEntry
-row = json.loads(sys.argv[2])
-exporters.SAVE_S = 0.01
-folder = Path(sys.argv[1])
-database = SqliteDatabase(folder / "journal.sqlite")
-sink = exporters.TensorBoardSink(folder / "curves", database)
-print("ready", flush=True)
-while True:
-    seq = database.last + 1
-    database.append([JournalEntry(seq, "commit", {**row, "step": seq})])
-    sink.commit(seq, {**row, "step": seq})
-    time.sleep(0.002)
-"""
-
-
-def changed(file: Path, content: bytes) -> bool:
-    return file.exists() and file.read_bytes() != content
-
-
-def test_no_point_is_lost_or_doubled_by_sigkill(tmp_path: Path) -> None:
-    for _ in range(3):
-        before = SqliteDatabase(tmp_path / "journal.sqlite")
-        last = before.last
-        before.close()
-        command = [sys.executable, "-c", KILLED, str(tmp_path), json.dumps(row(1))]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        written = tmp_path / "curves" / exporters.WRITTEN
-        noted = written.read_bytes() if written.exists() else b""
-        until(partial(changed, written, noted), "points are written")
-        time.sleep(0.03)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
-        database = SqliteDatabase(tmp_path / "journal.sqlite")
-        assert database.last > last
-        database.close()
-    database = SqliteDatabase(tmp_path / "journal.sqlite")
-    TensorBoardSink(tmp_path / "curves", database).close()
-    assert steps(tmp_path / "curves") == list(range(1, database.last + 1))
-    database.close()
 
 
 def test_the_lighthouse_gets_no_torch_by_it(tmp_path: Path) -> None:

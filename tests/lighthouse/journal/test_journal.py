@@ -100,14 +100,6 @@ async def test_own_rows_are_kept_when_note_returns_and_in_order_with_the_others(
     assert [entry.seq for entry in journal.database.read(0, 10)] == [1, 2, 3]
 
 
-async def test_rows_of_workers_are_kept_soon(journal):
-    tell(journal, events=(event("CheckedIn"),))
-    await quiet()
-    assert kept(journal) == [], "several go together"
-    assert (await anext(journal.follow(0)))[0] == 1, "told when it is kept"
-    assert len(kept(journal)) == 1
-
-
 async def test_a_worker_is_told_only_when_its_rows_are_kept(journal):
     tell(journal, events=(event("CheckedIn"),))
     told = asyncio.create_task(journal.kept())

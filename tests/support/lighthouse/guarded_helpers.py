@@ -22,7 +22,6 @@ from tests.support.lighthouse.lighthouse_helpers import START, TOKEN, ask, at
 from tests.support.lighthouse.signed import Signer
 
 ROOT = Path(__file__).parents[3]
-START_S = 30.0
 BEARER = {"Authorization": f"Bearer {view_key(TOKEN)}"}
 AUTHORIZED = b"authorization: of this request\r\n"  # stands for the header in `Server.signed`
 
