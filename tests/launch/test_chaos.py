@@ -111,11 +111,6 @@ def test_the_page_has_a_row_for_each_kind_and_its_example_is_taken() -> None:
     assert len(parse(yaml.safe_load(example)).chaos) == 4
 
 
-def test_a_host_is_hit_on_all_replicas_that_run() -> None:
-    made = planner({"at_step": 2, "host": "node-7"}).due(5, 0.0, (0, 2))
-    assert [(i.replica, i.rank, i.host) for i in made] == [(0, None, "node-7"), (2, None, "node-7")]
-
-
 def test_a_host_of_a_replica_that_is_away_is_hit_when_it_is_back() -> None:
     plan = planner({"kind": "host", "at_step": 5, "host": "r0h1", "replicas": (0, 2)})
     assert [i.replica for i in plan.due(4, 0.0, (1, 2))] == [2]

@@ -174,13 +174,6 @@ async def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_togeth
         assert [r["state"] for r in read_json(run_dir.processes(1))["ranks"]] == ["exited", "exited"]
 
 
-async def test_leaving_with_zero_before_the_final_state_is_not_done(run_dir: RunDir, plan: Plan) -> None:
-    plan({"1": {"0": {"0": ["exit", 0], "1": ["exit", 0]}}})
-    async with World(run_dir).running() as world:
-        await world.waiting(1)
-        assert world.named("ReplicaExited")[0]["kind"].startswith("exit 0")
-
-
 async def test_a_replica_that_leaves_because_one_rank_was_told_to_end_may_do_so_in_peace(run_dir, plan) -> None:
     plan({"1": {"0": {"0": ["exit-when", "go", 0], "1": ["exit", 143]}}})
     async with World(run_dir).running() as world:
@@ -287,19 +280,6 @@ async def test_a_restart_waits_for_the_survivors_next_commit_and_for_the_steps_i
         await world.waiting(1)
 
 
-async def test_without_survivors_nothing_holds_a_restart_back(run_dir: RunDir) -> None:
-    world = World(run_dir, hold_s=60)
-    world.survivors = True
-    async with world.running():
-        pids = await world.waiting(0)
-        world.supervisor.stay_away(until_step=100)
-        os.kill(pids[0], signal.SIGKILL)
-        await async_until(lambda: world.named("RestartScheduled"), "the decision")
-        world.survivors = False
-        world.progress.wake()
-        await world.waiting(1)
-
-
 async def test_stop_ends_ranks_that_are_deaf_or_stopped(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["deaf"]}}})
     async with World(run_dir).running() as world:
@@ -373,15 +353,6 @@ async def test_a_replica_may_hear_of_its_drain_before_its_supervisor_does(run_di
         drain(world, 1)
         await async_until(lambda: world.supervisor.resting, "the rest")
         assert world.named("ReplicaExited")[0]["kind"] == "stopped"
-
-
-async def test_a_crash_of_a_drained_replica_is_no_reason_to_start_it(run_dir: RunDir) -> None:
-    async with World(run_dir, budget=0).running() as world:
-        pids = await world.waiting(0)
-        drain(world, 1)
-        os.kill(pids[0], signal.SIGKILL)
-        await async_until(lambda: world.supervisor.resting, "the rest")
-        assert world.named("ReplicaExited")[0]["kind"] == "SIGKILL"
 
 
 async def test_a_replica_that_is_drained_while_it_waits_for_its_restart_does_not_start(run_dir: RunDir) -> None:

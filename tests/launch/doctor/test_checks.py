@@ -150,10 +150,6 @@ def test_interfaces_of_the_environment_exist(
     assert state(network.interface, ALONE) is ends
 
 
-def test_the_kernel_can_be_asked_for_its_clock() -> None:
-    assert network.synchronized() in (True, False)
-
-
 @pytest.mark.parametrize(("synchronized", "spanning"), [(True, OK), (False, SKIP)])
 def test_a_clock_that_nobody_sets(monkeypatch, synchronized, spanning) -> None:
     monkeypatch.setattr(network, "synchronized", lambda: synchronized)
@@ -214,10 +210,6 @@ def test_the_tightest_limit_of_a_container(tmp_path: Path, files: dict[str, str]
     assert allowance(*tree(tmp_path, files)) == expected
 
 
-def test_a_machine_without_control_groups_has_no_limits(tmp_path: Path) -> None:
-    assert allowance(tmp_path / "none", tmp_path) == Allowance()
-
-
 def test_memory_of_ranks_spares_and_snapshots(allow: Callable[[Allowance], None]) -> None:
     small, spared = Config(), parse({"spares": 4})
     assert host_checks.needed(spared, 3) - host_checks.needed(small, 3) > 4 * host_checks.RANK_BYTES
@@ -228,14 +220,6 @@ def test_memory_of_ranks_spares_and_snapshots(allow: Callable[[Allowance], None]
 
 
 ONE_REPLICA = {"replicas": 1, "ranks_per_replica": 2, "hosts": {"per_replica": 2}}
-
-
-def test_memory_of_the_copies_that_hosts_keep_for_each_other() -> None:
-    apart, alone = parse(ONE_REPLICA), parse({**ONE_REPLICA, "hosts": {}})
-    state = 3 * host_checks.weights(apart)
-    more = host_checks.needed(apart, 1) - host_checks.needed(alone, 1)
-    assert more == pytest.approx(2 * state + host_checks.AGENT_BYTES, rel=1e-6)
-    assert "63.1 MiB" in host_checks.memory(Subject(apart))
 
 
 @pytest.mark.parametrize(

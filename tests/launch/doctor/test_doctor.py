@@ -2,14 +2,11 @@ import json
 import re
 import socket
 import threading
-import time
 from collections.abc import Iterator
-from email.utils import parsedate_to_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from ft_hsdp.config import parse
@@ -17,7 +14,6 @@ from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.doctor import CHECKS, Bad, CheckState, Finding, Subject, Undecided, examine
 from ft_hsdp.launch.doctor.checks import Check
 from ft_hsdp.launch.run.directory import RunDir, identity, write_json
-from lighthouse.ha.candidate import Standby, SwitchableApp
 from tests.support.launch.launch_helpers import DEADLINE_S
 
 PAGE = (Path(__file__).parents[3] / "docs/doctor.md").read_text()
@@ -192,10 +188,3 @@ def test_clocks_that_differ_are_found(elsewhere: str, date: str | None, state: C
     finding = found("clock", Subject(parse({}), (elsewhere,)))
     assert finding.state is state
     assert said in finding.text
-
-
-async def test_a_lighthouse_says_what_time_it_is() -> None:
-    transport = httpx.ASGITransport(SwitchableApp(Standby(lambda: None)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse") as client:
-        date = (await client.get("/healthz")).headers["date"]
-    assert abs(parsedate_to_datetime(date).timestamp() - time.time()) < 60

@@ -264,13 +264,6 @@ def test_the_command_prints_the_file_and_nothing_else(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == ""
 
 
-def test_no_configuration_gets_a_secret_into_a_file() -> None:
-    config = parse({"ray": {"runtime_env": {"env_vars": {"HF_TOKEN": "hunter2"}}}})
-    for render in (jobset, rayjob):
-        with pytest.raises(ConfigError):
-            render(config, IMAGE)
-
-
 # What a rendered file says is what was meant: YAML, names, and the configuration in it.
 
 

@@ -102,15 +102,5 @@ def test_a_stop_that_ends_in_an_eviction_is_the_failure_and_one_that_healed_long
     assert (failure["kind"], failure["t"]) == ("SIGKILL", 30.005)
 
 
-def test_replicas_that_are_done_did_not_fail_and_failures_come_in_the_order_of_time() -> None:
-    events = [*killed(5.5, replica=0), *killed(3.5), *killed(9.0, replica=2, kind="done")]
-    assert [f["replica"] for f in failures(ROWS, events, 1.0)] == [1, 0]
-
-
-def test_two_lost_incarnations_are_two_failures() -> None:
-    events = [injected(3.5), *killed(3.5), injected(4.9, n=1), *killed(4.9, n=1)]
-    assert [f["incarnation"] for f in failures(ROWS, events, 1.0)] == ["1-a-0", "1-a-1"]
-
-
 def test_a_failure_outside_the_commits_stalls_nobody() -> None:
     assert [f["stall_s"] for f in failures(ROWS, [*killed(0.5), *killed(50.0, n=1)], 1.0)] == [0.0, 0.0]

@@ -26,6 +26,29 @@ def record(run: RunDir, config: Config = CONFIG) -> None:
     recorder.close()
 
 
+def leave(
+    run: RunDir, config: Config, grants: list[tuple[int, Row]], rows: list[Row], life: dict[int, int]
+) -> None:
+    """Write down what a job leaves behind: its grants by base, and commits in incarnations by epoch."""
+    run.path.mkdir()
+    run.config.write_text(dump(config))
+    log = LineWriter(run.lighthouse_events)
+    log.write(event("LighthouseStarted", 999.0, term=7))
+    for epoch, (base, told) in enumerate(grants, 1):
+        at = [epoch - 1, base, f"L{base}"]
+        log.write(event("EpochGranted", 1000.0 + base, epoch=epoch, term=7, base=at, **told))
+    for replica, lines in fed(rows).items():
+        commits, feeds = LineWriter(run.commits(replica)), LineWriter(run.fed(replica))
+        for row in rows:
+            if replica in row["contributors"]:
+                commits.write({**row, "incarnation": f"{replica}-a-{life[row['epoch']]}"})
+        for line in lines:
+            feeds.write(line)
+        final = {"step": STEPS, "commit_epoch": 3, "lineage": f"L{STEPS}", "digest": "d", "incarnation": "x"}
+        write_json(run.final(replica), final)
+    record(run, config)
+
+
 @pytest.fixture
 def run(tmp_path: Path, model: Path) -> RunDir:
     """A copy of `model`, to be changed."""
@@ -37,8 +60,6 @@ def run(tmp_path: Path, model: Path) -> RunDir:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a job of three replicas leaves behind; replica 1 was away from step 5 to step 8."""
     run = RunDir(tmp_path_factory.mktemp("model") / "job")
-    run.path.mkdir()
-    run.config.write_text(dump(CONFIG))
     rows, indices = [], [0, 0, 0]
     for step in range(1, STEPS + 1):
         epoch = 1 if step < 5 else 2 if step < 9 else 3
@@ -49,23 +70,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             c["index"] = indices[c["shard"]]
             indices[c["shard"]] += 1
         rows.append({**row, "cursors": list(indices)})
-    grants = [(1, [0, 1, 2], 0), (2, [0, 2], 4), (3, [0, 1, 2], 8)]
-    log = LineWriter(run.lighthouse_events)
-    log.write(event("LighthouseStarted", 999.0, term=7))
-    for epoch, members, base in grants:
-        roles = {r: role for r, role in ALL.items() if int(r) in members}
-        at = [epoch - 1, base, f"L{base}"]
-        log.write(event("EpochGranted", 1000.0 + base, epoch=epoch, term=7, members=members, roles=roles, base=at))
-    for replica, lines in fed(rows).items():
-        commits, feeds = LineWriter(run.commits(replica)), LineWriter(run.fed(replica))
-        for row in rows:
-            if replica in row["contributors"]:
-                commits.write({**row, "incarnation": f"{replica}-a-{int(row['epoch'] == 3)}"})
-        for line in lines:
-            feeds.write(line)
-        final = {"step": STEPS, "commit_epoch": 3, "lineage": f"L{STEPS}", "digest": "d", "incarnation": "x"}
-        write_json(run.final(replica), final)
-    record(run)
+    grants = [
+        (base, {"members": members, "roles": {r: role for r, role in ALL.items() if int(r) in members}})
+        for base, members in ((0, [0, 1, 2]), (4, [0, 2]), (8, [0, 1, 2]))
+    ]
+    leave(run, CONFIG, grants, rows, {1: 0, 2: 0, 3: 1})
     return run.path
 
 
@@ -86,20 +95,15 @@ def narrow(tmp_path: Path, narrow_model: Path) -> RunDir:
 def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a job of two replicas of two ranks leaves behind; replica 1 had one rank in epoch 2, both later."""
     run = RunDir(tmp_path_factory.mktemp("narrow") / "job")
-    run.path.mkdir()
-    run.config.write_text(dump(NARROW))
     ranks = {1: {0: 2, 1: 2}, 2: {0: 2, 1: 1}, 3: {0: 1, 1: 1}}
-    log = LineWriter(run.lighthouse_events)
-    log.write(event("LighthouseStarted", 999.0, term=7))
+    grants = []
     for epoch, base in ((1, 0), (2, 4), (3, 8)):
         known = {1: {}, **ranks}[epoch - 1] if epoch > 1 else {}
         hosts = {
             str(r): [[f"r{r}h{k}", 1] for k in range(n)] for r, n in ranks[epoch].items() if known.get(r) != n
         }
         roles = {"0": "contribute", "1": "contribute"}
-        at = [epoch - 1, base, f"L{base}"]
-        told = {"epoch": epoch, "term": 7, "members": [0, 1], "roles": roles, "base": at, "hosts": hosts}
-        log.write(event("EpochGranted", 1000.0 + base, **told))
+        grants.append((base, {"members": [0, 1], "roles": roles, "hosts": hosts}))
     rows, indices = [], [0, 0]
     for step in range(1, STEPS + 1):
         epoch = 1 if step < 5 else 2 if step < 9 else 3
@@ -110,15 +114,7 @@ def narrow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             c.update(width=width % 2, units=width, index=indices[c["shard"]])
             indices[c["shard"]] += width
         rows.append({**row, "units": sum(ranks[epoch].values()), "cursors": list(indices)})
-    for replica, lines in fed(rows).items():
-        commits, feeds = LineWriter(run.commits(replica)), LineWriter(run.fed(replica))
-        for row in rows:
-            commits.write({**row, "incarnation": f"{replica}-a-{row['epoch']}"})
-        for line in lines:
-            feeds.write(line)
-        final = {"step": STEPS, "commit_epoch": 3, "lineage": f"L{STEPS}", "digest": "d", "incarnation": "x"}
-        write_json(run.final(replica), final)
-    record(run, NARROW)
+    leave(run, NARROW, grants, rows, {1: 1, 2: 2, 3: 3})
     return run.path
 
 
