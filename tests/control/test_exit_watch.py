@@ -14,7 +14,7 @@ import pytest
 
 from ft_hsdp import protocol
 from ft_hsdp.config.network import NetworkConfig
-from ft_hsdp.control.exit_watch import Watched, process_space, start
+from ft_hsdp.control.exit_watch import Watched, start
 from ft_hsdp.http_proof import HEADER
 from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
@@ -94,9 +94,3 @@ def test_the_watch_ends_when_the_run_is_removed(tmp_path: Path) -> None:
         watch.wait(2)
     listed.unlink()
     assert watch.wait(60) == 1
-
-
-def test_pids_mean_the_same_within_one_space_only() -> None:
-    code = "from ft_hsdp.control.exit_watch import process_space; print(process_space())"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-    assert other == process_space()

@@ -21,7 +21,6 @@ from ft_hsdp.control.lighthouse_client import (
     TokenProof,
     Unproved,
     get_proved,
-    http_client,
     own_address,
     parse_urls,
     urls_of_run,
@@ -393,15 +392,6 @@ def test_lists_of_lighthouses() -> None:
     assert urls_of_run({"pid": 1, "url": B, "urls": [A, B, C]}) == (B, A, C)
     for document in (None, [], {}, {"urls": None}, {"url": 3, "urls": [None]}):
         assert urls_of_run(document) == ()
-
-
-async def test_the_client_goes_nowhere_else() -> None:
-    async with http_client("secret", 5.0) as client:
-        assert isinstance(client.auth, TokenProof)
-        assert "authorization" not in client.headers
-        assert not client.follow_redirects
-        assert not client.trust_env
-        assert client.timeout.connect == lighthouse_client.CONNECT_S
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"3", b"<html>", b'{"leader": 3}'])

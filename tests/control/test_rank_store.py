@@ -197,26 +197,6 @@ async def test_frozen_callers_hold_up_nobody(hello_s: Callable[[float], None]) -
         rank.close()
 
 
-@pytest.mark.parametrize(
-    "noise",
-    [
-        b"\xff\xff\xff\xff",
-        protocol.frame(RankHello(1, "", "")),
-        protocol.frame(StoreAnswer(1)),
-        protocol.LENGTH.pack(20) + b'{"type":"StoreCall"}',
-    ],
-)
-async def test_a_rank_that_talks_nonsense_is_hung_up_on(noise: bytes) -> None:
-    async with Rank0(2) as rank0:
-        reader, writer = await streams(f"127.0.0.1:{rank0.port}", TOKEN, Purpose.STORE)
-        writer.write(protocol.frame(RankHello(1, "", "")))
-        await rank0.server.all_here(5)
-        writer.write(noise + protocol.frame(call("count")))
-        with contextlib.suppress(ConnectionResetError):
-            assert await asyncio.wait_for(reader.read(), 5) == b""
-        writer.close()
-
-
 async def test_a_rank_with_too_many_calls_is_hung_up_on() -> None:
     async with Rank0(3) as rank0:
         greedy, other = [await Rank(rank).connect(rank0.port) for rank in (1, 2)]

@@ -159,18 +159,6 @@ def test_closing_ends_whoever_waits() -> None:
         assert works[1].status in ("RETRYABLE", "SKIPPED")
 
 
-def test_works_wait_for_a_ring_that_is_being_formed() -> None:
-    with ring(2) as comms, ThreadPoolExecutor(2) as pool:
-        forming = pool.submit(comms[0].reconfigure, 1, members(comms))
-        while comms[0].state is not GroupState.CONFIGURING:
-            time.sleep(0.001)
-        work = comms[0].all_reduce(torch.ones(3))
-        comms[1].reconfigure(1, members(comms))
-        other = comms[1].all_reduce(torch.ones(3))
-        forming.result(20)
-        assert [w.wait(20).tolist() for w in (work, other)] == [[2.0] * 3] * 2
-
-
 @pytest.mark.parametrize("change", [{"token": "cd" * 32}, {"job": "x"}], ids=str)
 def test_strangers_do_not_meet(change: dict[str, Any]) -> None:
     settings = Settings(connect_timeout_s=0.3)

@@ -157,12 +157,6 @@ def test_how_a_failed_work_stands(name: str, status: str) -> None:
     assert raised.value.suspect == 3
 
 
-def test_what_is_no_error_of_the_ring_is_fatal() -> None:
-    work = Work()
-    work.set_exception(MemoryError("ours"))
-    assert work.status == "FATAL"
-
-
 def test_a_work_that_is_done() -> None:
     work, out = Work(), torch.ones(3)
     with pytest.raises(TimeoutError):

@@ -1,6 +1,5 @@
 import asyncio
 import gc
-import itertools
 import os
 import socket
 import threading
@@ -18,7 +17,7 @@ from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
 from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import MemberIdentity, Peer
-from ft_hsdp.ftar.lane import GroupState, changed
+from ft_hsdp.ftar.lane import GroupState
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingHello
@@ -376,26 +375,3 @@ async def test_an_error_of_ours_does_not_end_the_thread() -> None:
         assert wrong.status == "FATAL"
         await ring.form(2)
         await ring.check(2)
-
-
-N, C, R, U, A, B, F, X = GroupState
-
-TABLE = {
-    N: {C, B, F, X},
-    C: {C, R, A, F, X},
-    R: {C, U, A, F, X},
-    U: {C, R, A, F, X},
-    A: {C, B, F, X},
-    B: {C, B, F, X},
-    F: {X},
-    X: set[GroupState](),
-}
-
-
-@pytest.mark.parametrize(("old", "new"), list(itertools.product(GroupState, GroupState)), ids=lambda s: s.name)
-def test_every_way(old: GroupState, new: GroupState) -> None:
-    if new in TABLE[old]:
-        assert changed(old, new) is new
-    else:
-        with pytest.raises(ValueError, match=f"from {old.name} to {new.name}"):
-            changed(old, new)

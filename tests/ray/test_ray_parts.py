@@ -15,7 +15,6 @@ from ft_hsdp.launch.ray import logs, placement
 from ft_hsdp.launch.ray.actor import make_folder, place_script
 from ft_hsdp.launch.ray.cluster import RayOutput, destination
 from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
-from ft_hsdp.launch.ray.start_orders import loopback
 from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, not_used, within_reach
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from ft_hsdp.train.identity import host_path
@@ -163,12 +162,6 @@ def test_the_lighthouse_listens_where_the_nodes_reach_it(host: str, alone: bool,
 )
 def test_a_cluster_of_one_node_that_is_too_small_is_to_grow(document: dict[str, object], has_room: bool) -> None:
     assert placement.has_room(config(**document), {"CPU": 4.0, "memory": 1e9}) == has_room
-
-
-def test_loopback_is_of_one_machine() -> None:
-    assert [loopback(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "head")] == [True] * 3 + [
-        False
-    ] * 2
 
 
 def test_a_destination_is_a_head_or_its_jobs_api(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,24 +317,6 @@ def launcher(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[
         text=True,
         timeout=60,
     )
-
-
-@pytest.mark.multiproc
-def test_bad_addresses_are_one_line(tmp_path: Path) -> None:
-    shutil.copy(ROOT / "configs" / "quickstart.yaml", tmp_path / "c.yaml")
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
-        for address, code, said in (
-            ("ray://127.0.0.1:10001", 64, "--ray-address: got 'ray://127.0.0.1:10001'"),
-            (f"127.0.0.1:{port}", 69, f"nothing answers at 127.0.0.1:{port}"),
-            (f"http://127.0.0.1:{port}", 69, f"nothing answers at http://127.0.0.1:{port}"),
-        ):
-            done = launcher("submit", "c.yaml", "--ray-address", address, "--data.max_bytes=65536", cwd=tmp_path)
-            assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (code, "", 1), done.stderr
-            assert said in done.stderr
-        assert launcher("status", "--ray-address", f"127.0.0.1:{port}", cwd=tmp_path).returncode == 69
-        assert launcher("status", "--ray-address", "http://127.0.0.1:1", cwd=tmp_path).returncode == 64
 
 
 @pytest.mark.multiproc

@@ -27,8 +27,6 @@ from tests.support.waiting import async_until
 
 pytestmark = pytest.mark.usefixtures("_quick")
 
-DEADLINE_S = 20.0
-
 
 class Watched:
     def __init__(self) -> None:

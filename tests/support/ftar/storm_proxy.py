@@ -16,7 +16,6 @@ from ft_hsdp.handshake import ANSWER_BYTES, MAGIC, Purpose
 from ft_hsdp.protocol import LENGTH
 
 PART = 1 << 16
-_ROUND = struct.Struct("!I")
 FAULTS = ("cut", "stall", "half", "delay", "flip", "flip")
 
 
