@@ -46,17 +46,3 @@ def test_a_suspect_is_named() -> None:
     assert errors.PeerDead("connection reset", suspect=2).suspect == 2
     assert str(errors.PeerTimeout(suspect=0)) == "PeerTimeout (suspect: replica 0)"
     assert errors.RemoteAbort("x").suspect is None
-
-
-def test_what_can_be_retried_is_told_from_what_cannot() -> None:
-    for kind in (
-        errors.PeerDead,
-        errors.PeerTimeout,
-        errors.RemoteAbort,
-        errors.StaleEpoch,
-        errors.ConnectFailed,
-    ):
-        assert issubclass(kind, errors.RecoverableError)
-    for fatal in (errors.ProtocolViolation, errors.DataCorruption, errors.InvalidArgument):
-        assert issubclass(fatal, errors.FatalError)
-        assert not issubclass(fatal, errors.RecoverableError)

@@ -26,7 +26,6 @@ from ft_hsdp.state.shared_memory import InMemorySnapshots
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.http import StateServer
 
-ROOT = Path(__file__).parents[2]
 SOON = timedelta(seconds=10)
 
 

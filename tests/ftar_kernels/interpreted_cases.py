@@ -19,7 +19,6 @@ from ftar_kernels.streamops import HostStream
 from tests.support.waiting import until
 
 CPU = torch.device("cpu")
-DEADLINE_S = 30.0
 NOTHING = Command(OperationKind.STORE, 0, 0)
 assert INTERPRETED
 

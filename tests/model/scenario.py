@@ -6,7 +6,6 @@ from tests.model import moves
 from tests.model.model import Model
 from tests.model.world import Bounds, World
 
-QUIET = Bounds(deaths=0, pauses=0, restarts=0)
 FAULTS = ("is killed", "a link of", "the lighthouse restarts", "the grace", "are evicted", "no answer in time")
 
 

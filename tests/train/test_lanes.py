@@ -423,18 +423,6 @@ async def test_equal_widths_cost_no_copy() -> None:
         assert {id(gradient) for gradient in trained} <= {id(sent) for sent in group.sent}
 
 
-async def test_the_lanes_of_a_replica_have_each_row_once() -> None:
-    """So what its ranks send is the gradient, as with equal widths, and no padding."""
-    async with WideRing((4, 3)) as ring:
-        given = ring.grant(1)
-        for ranks in ring.replicas:
-            plans = [rank.lanes.plan(given.widths) for rank in ranks]
-            parts = [part for plan in plans for lane in plan.lanes for part in lane.parts]
-            sizes = [part.size for part in parts if not part.whole]
-            assert sum(sizes) == sum(t.numel() for bucket in values(0) for t in bucket.values())
-            assert [len(plan.lanes) for plan in plans] == ([1, 2, 2, 1] if len(ranks) == 4 else [2, 2, 2])
-
-
 @pytest.mark.parametrize("large", [1, 6, 10, lanes.LARGE], indirect=True)
 def test_the_parts_of_a_rank_are_its_rows(large: int) -> None:
     """Gathered and scattered, a gradient is what it was, without its padding."""

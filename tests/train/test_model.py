@@ -1,4 +1,3 @@
-import math
 from dataclasses import replace
 
 import pytest
@@ -32,11 +31,6 @@ def test_the_shape_follows_from_the_configuration() -> None:
     assert (args.kv_heads, args.ffn_dim) == (4, 128)
     assert ModelArgs.of(ModelConfig(dim=48, heads=4, kv_heads=2, ffn_dim=7), 257, 8).ffn_dim == 7
     assert ModelConfig(dim=192).hidden_dim == 512
-
-
-def test_the_loss_starts_near_that_of_a_guess() -> None:
-    loss = Transformer(ModelArgs.of(ModelConfig(dim=64, heads=4, layers=4), 257, 16))((draw(8), draw(8, seed=1)))
-    assert loss.item() == pytest.approx(math.log(257), abs=0.15)
 
 
 def test_weights_depend_on_seed_and_name_alone() -> None:

@@ -70,11 +70,6 @@ def test_the_rate_follows_from_the_record_and_leaves_no_trace() -> None:
     assert [h["lr"] for h in before] == [0.2, 0.1]
 
 
-def test_without_a_schedule_only_lr_scale_counts() -> None:
-    m = model()
-    assert Groups(torch.optim.SGD(m.parameters(), lr=0.1), None).rates(record(step=9, lr_scale=0.5)) == [0.05]
-
-
 def test_hyper_parameters_survive_json_and_are_adopted() -> None:
     g, other = groups(), groups()
     for group in g.optimizers[0].param_groups:
@@ -151,21 +146,13 @@ def test_a_state_that_is_loaded_too_late_is_refused() -> None:
 
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, Make] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3),
+OPTIMIZERS: dict[str, Make] = {  # `test_optimizer_exact.py` has all of torch's
     "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
-    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, t0=1),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
     "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "sgd nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
 }
 
 
@@ -191,7 +178,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
-@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_that_was_loaded_stays(name: str) -> None:
     before, ours = mixed_model(), mixed_model()
     first = OPTIMIZERS[name](before.parameters())
@@ -269,8 +256,6 @@ def test_an_optimizer_that_is_not_torchs_own_is_tried_out() -> None:
 
 
 REFUSED: dict[str, tuple[Make, str]] = {
-    "sgd with dampening": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), "SGD.*trains diff"),
-    "lbfgs": (lambda p: torch.optim.LBFGS(p), "LBFGS.*a trial step fails"),
     "starts from the gradient": (FromOnes, "FromOnes.*trains differently"),
     "keeps a number": (Counts, "Counts.*count, which is no tensor"),
 }

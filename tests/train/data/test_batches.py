@@ -104,11 +104,6 @@ def test_passes_differ_in_order() -> None:
     assert orders[0] != orders[1]
 
 
-def test_a_batch_may_lie_across_two_passes() -> None:
-    batches = Batches(counting(5 * 8 + 1), 8, rows=3, seed=0, shards=1)
-    assert [turn for turn, _ in batches.windows_of(0, 1, 0)] == [0, 0, 1]
-
-
 def test_too_little_text_names_the_key() -> None:
     with pytest.raises(ConfigError, match=r"^data.path: got '64 tokens'; allowed: at least 65 tokens"):
         Batches(counting(64), 8, rows=2, seed=0, shards=2, ranks=2)

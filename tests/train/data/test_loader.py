@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.data.loader import Loader, check
@@ -70,16 +70,6 @@ def test_each_sample_is_in_each_epoch_once(shape: JobShape, size: int, extra: in
         sizes = [len(some) for e, some in read if e == epoch]
         assert set(sizes[:-1]) <= {size}, "only the last batch of an epoch is smaller"
         assert sizes[-1] == (size if drop else samples - (each - 1) * size)
-
-
-@given(shape=shapes, shards=st.integers(1, 5), number=st.integers(0, 200))
-def test_a_batch_keeps_its_samples_under_another_number_of_shards(shape, shards, number) -> None:
-    other = JobShape(1, shards, shape.ranks, shape.accumulate)
-    one, two = (loader(Noisy(300), 3, s) for s in (shape, other))
-    for rank in range(shape.ranks):
-        for micro in range(shape.accumulate):
-            was = one.samples_of(number % shape.shards, number // shape.shards, rank, micro)
-            assert two.samples_of(number % shards, number // shards, rank, micro) == was
 
 
 @given(ranks=st.integers(1, 3), accumulate=st.integers(1, 3), other=shapes)
@@ -200,12 +190,6 @@ def test_collation_is_the_users_and_may_draw_numbers() -> None:
     assert torch.equal(first["mask"], again["mask"])
 
 
-def test_a_subset_and_a_tensor_dataset_are_datasets() -> None:
-    whole = TensorDataset(torch.arange(10))
-    (batch,) = loader(Subset(whole, [4, 5, 6]), 3, shuffle=False).batch(0, 0, 0)
-    assert batch.tolist() == [4, 5, 6]
-
-
 class Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         yield 0
@@ -251,16 +235,3 @@ def test_workers_need_rooms(tmp_path: Path) -> None:
 
 def test_arguments_that_hold_anyway_are_taken() -> None:
     check(Noisy(9), 1, ReadOptions(), {"persistent_workers": True, "in_order": True})
-
-
-def test_a_loader_is_an_iterable_of_the_jobs_batches() -> None:
-    asked: list[Loader[int]] = []
-
-    def batches(source: Loader[int]) -> Iterator[int]:
-        asked.append(source)
-        return iter([3, 4])
-
-    read = SampleReader(Noisy(9), 1, None, True, True, 0)
-    data: Loader[int] = Loader(read, JobShape(1, 1, 1, 1), ReadOptions(), batches)
-    assert list(data) == [3, 4]
-    assert asked == [data]

@@ -29,7 +29,6 @@ from ft_hsdp.train.data.workers import ReadOptions, open_loader
 from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[3]
-DEADLINE_S = 20.0
 SHAPE = JobShape(1, 1, 1, 1)
 
 
