@@ -111,6 +111,13 @@ def clear_way(path: Path) -> None:
             _log.warning("%s is no file and is set aside: %s", path, set_aside(path).name)
 
 
+def open_to_append(path: Path) -> BinaryIO:
+    """Return a file, open for appending; it and its folder are made, the way is cleared. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    clear_way(path)
+    return path.open("ab")
+
+
 def open_regular(path: Path, *, to_lock: bool = False) -> BinaryIO:
     """Return a file, open to be read. Raises OSError, at once also for a named pipe or a device in its place."""
     flags = os.O_NONBLOCK | os.O_CLOEXEC | (os.O_RDWR if to_lock else os.O_RDONLY)  # NFS locks what can be written
@@ -234,7 +241,9 @@ class LineWriter:
         if done > 0:
             end = os.lseek(descriptor, 0, os.SEEK_CUR)  # of the piece, whatever others have appended since
             with contextlib.suppress(OSError):
-                over = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)  # the other descriptor can only append
+                over = os.open(
+                    self.path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
+                )  # the other descriptor can only append
                 try:
                     self._torn = os.pwrite(over, _filler(done), end - done) != done
                 finally:
@@ -256,6 +265,7 @@ def replace_json(path: Path, value: object) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         clear_way(path)
+        clear_way(part)
         _overwrite(part, data, os.O_CREAT)
         part.replace(path)
     except OSError as error:
@@ -285,8 +295,8 @@ def _part(path: Path) -> Path:
 
 
 def _overwrite(path: Path, data: bytes, flags: int = 0) -> None:
-    """Write `data` to `path`, in the blocks that the file has as far as they go."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+    """Write `data` to `path`, in the blocks that the file has as far as they go. A named pipe is an OSError."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o666)
     try:
         if os.write(descriptor, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

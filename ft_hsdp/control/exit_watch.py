@@ -26,7 +26,7 @@ from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import LighthouseUnreachable
-from ft_hsdp.jsonl import clear_way, read_object
+from ft_hsdp.jsonl import open_to_append, read_object
 from ft_hsdp.lifetime import unmarked
 from ft_hsdp.protocol import ProcessReport
 
@@ -59,9 +59,7 @@ def start(watched: Watched, log: Path) -> subprocess.Popen[bytes]:
 
     It outlives this process.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    clear_way(log)
-    with log.open("ab") as out:
+    with open_to_append(log) as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "ft_hsdp.control.exit_watch"],
             stdin=subprocess.PIPE,

@@ -30,7 +30,7 @@ from ft_hsdp.errors import (
     Retryable,
 )
 from ft_hsdp.event_table import tell
-from ft_hsdp.jsonl import Journal
+from ft_hsdp.jsonl import Journal, clear_way
 from ft_hsdp.launch.backend.forkserver import PRELOAD
 from ft_hsdp.launch.backend.gpus import check_device, gpus_here
 from ft_hsdp.launch.backend.hosts import EmulatedHosts
@@ -182,7 +182,9 @@ def note_end(run: RunDir, replica_id: int, code: int) -> None:
     if code in (EXIT_CONFIG, EXIT_HARDWARE):
         host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         with contextlib.suppress(OSError):  # the rank ends with its code all the same
-            run.ended(replica_id, int(os.environ["RANK"])).write_text(f"{code} {host}\n")
+            said = run.ended(replica_id, int(os.environ["RANK"]))
+            clear_way(said)
+            said.write_text(f"{code} {host}\n")
 
 
 def wait_for_lighthouse(run: RunDir, trusted: tls.Trusted, timeout_s: float) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from ft_hsdp.config.training import VOCABULARY
 from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.jsonl import open_to_append
 
 SEPARATOR = 256
 """The token between two documents."""
@@ -63,7 +64,7 @@ def prepare(path: str, tokenizer: str, max_bytes: int, cache: Path) -> Path:
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if not ready.exists():
-            with ready.with_suffix(".lock").open("w") as lock:
+            with open_to_append(ready.with_suffix(".lock")) as lock:
                 _lock(lock.fileno(), ready)
                 if not ready.exists():
                     _write(path, root, [name for name, _, _ in files], max_bytes, ready)

@@ -31,7 +31,9 @@ class InstanceLock:
         self._folder = run / "lighthouse"
         self._folder.mkdir(parents=True, exist_ok=True)
         for free in range(MAX_INSTANCES) if number is None else (number,):
-            lock = os.open(self._folder / f"seat-{free}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            file = self._folder / f"seat-{free}.lock"
+            clear_way(file)
+            lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._lock = lock

@@ -22,6 +22,7 @@ from ray._private.state import available_resources_per_node  # `ray.available_re
 from ray.exceptions import RayError
 
 from ft_hsdp.errors import EXIT_UNREACHABLE, ConfigError, FtHsdpError
+from ft_hsdp.jsonl import open_to_append
 from ft_hsdp.launch.ray.placement import FreeNode
 
 NAMESPACE = "ft_hsdp"
@@ -77,8 +78,8 @@ class RayOutput(io.TextIOBase):
         if self._file is None:
             self._early.append(text)
         elif text:
-            with contextlib.suppress(OSError), self._file.open("a") as file:
-                file.write(text)
+            with contextlib.suppress(OSError), open_to_append(self._file) as file:
+                file.write(text.encode())
         return len(text)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ft_hsdp.jsonl import Lost, open_regular, read_regular
+from ft_hsdp.jsonl import Lost, clear_way, open_regular, read_regular
 
 LIMIT = 1 << 20  # bytes that one answer takes from logs, about
 REPLACED = "final.json"
@@ -178,6 +178,7 @@ def _append(file: Path, data: bytes) -> None:
     Raises:
         OSError: The disk is full, or the file cannot be written.
     """
+    clear_way(file)
     with file.open("ab", buffering=0) as log:
         size = log.seek(0, os.SEEK_END)
         if log.write(data) != len(data):

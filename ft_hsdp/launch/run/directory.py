@@ -22,7 +22,17 @@ from ft_hsdp import secret
 from ft_hsdp.claim import Claim, FolderOwner, Record, judge, read, turn
 from ft_hsdp.config import Config, dump, load
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
-from ft_hsdp.jsonl import Queued, clear_way, here, open_regular, parsed, read_regular, replace_json, set_aside
+from ft_hsdp.jsonl import (
+    Queued,
+    clear_way,
+    here,
+    open_regular,
+    open_to_append,
+    parsed,
+    read_regular,
+    replace_json,
+    set_aside,
+)
 from ft_hsdp.mounts import Ability, need
 
 MAX_POLL = 1 << 20  # bytes of a log that are read at once
@@ -414,9 +424,7 @@ def write_json_later(path: Path, value: object) -> None:
 def open_log(path: Path) -> BinaryIO:
     """Return the file at `path`, open for appending a process's output; /dev/null if the disk fails."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        clear_way(path)
-        return path.open("ab")
+        return open_to_append(path)
     except OSError as error:
         _log.warning("%s is not written: %s", path, error.strerror)
         return open(os.devnull, "ab")
@@ -457,6 +465,7 @@ class Tailer:
         self.bad = 0  # lines that are no JSON objects: the writer was killed while it wrote, or its disk was full
         self.line = 0  # number of lines that were read
         self.unreadable = ""  # why the file cannot be read, though it is there
+        self.lacks = False  # lines of it are gone or cannot be read: it was replaced, removed or cut
         self._offset = 0
 
     def skip(self) -> None:
@@ -501,13 +510,18 @@ class Tailer:
         """Return the next complete lines. An incomplete one is read again: its writer may remove it."""
         try:
             with open_regular(self.path) as file:
+                size = os.fstat(file.fileno()).st_size
+                self.lacks = size < self._offset
+                self._offset = min(size, self._offset)
                 file.seek(self._offset)
                 data = file.read(most)
                 while data and b"\n" not in data and (more := file.read(most)):
                     data += more
         except (FileNotFoundError, NotADirectoryError):
+            self.lacks = self._offset > 0
             return []
         except OSError as error:
+            self.lacks = True
             self.unreadable = error.strerror or str(error)
             complain(self.path, self.unreadable)
             return []

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from ft_hsdp.config import load
+from ft_hsdp.jsonl import open_to_append
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.run.directory import Row, RunDir, open_log
 from ft_hsdp.launch.run.recorder import Recorder
@@ -50,7 +51,7 @@ def follow(run: RunDir, lighthouse: int) -> None:
     def alone() -> bool:
         return os.getppid() != lighthouse
 
-    with (run.path / "lighthouse" / "follow.lock").open("w") as lock:
+    with open_to_append(run.path / "lighthouse" / "follow.lock") as lock:
         while True:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -128,6 +128,8 @@ class Recorder:
         self._logs = [Tailer(path) for path in logs_of(run, config.slots)]
         self._reading = threading.Lock()
         self._fresh: deque[_Fresh] = deque()
+        self._fed_at = time.time()  # when fed.jsonl of all replicas was read last
+        self._dark: deque[tuple[float, float]] = deque()  # times of which one of them lacks lines
         self._lost: deque[Lost] = deque()  # lines that the merged files lack; their threads append
         self._events_file = Queued(run.events, self._lost.append) if merge_events else None
         self._metrics_file = Queued(run.metrics, self._lost.append)
@@ -180,6 +182,8 @@ class Recorder:
 
     def merge(self) -> bool:
         """Merge what was read; return whether there was any."""
+        while self._dark:
+            self._tally.audit.lost(*self._dark.popleft())
         while self._lost:
             self.emit({**self._lost.popleft().event, "source": "supervisor"})
         some = False
@@ -210,6 +214,7 @@ class Recorder:
         self._publish(self._merger.finish(last["lineage"] if last else None))
         while fed := self._read_fed(ahead=math.inf):
             self._take_fed(fed)
+        self.merge()
         summary = self._tally.summary(finals, lost)
         for file in self._files():
             file.flush()
@@ -264,12 +269,15 @@ class Recorder:
         The audit keeps each commit until it has the lines of its units, so this reads as far as the commits go.
         """
         found = []
+        before_s, self._fed_at = self._fed_at, time.time()
         for replica, log in self._fed.items():
             while self._fed_to[replica] <= self._tally.audit.steps + ahead:
                 before = log.line
                 for line in log.poll(FED_BYTES):
                     found.append((replica, line))
                     self._fed_to[replica] = line.get("step", 0)
+                if log.lacks:
+                    self._dark.append((before_s, self._fed_at))
                 if log.line == before:
                     break
         return found

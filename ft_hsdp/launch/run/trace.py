@@ -18,6 +18,7 @@ from ft_hsdp.analysis.commits import canonical
 from ft_hsdp.analysis.incarnations import incarnations
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.event_table import tell
+from ft_hsdp.jsonl import clear_way
 from ft_hsdp.launch.run.directory import Row, RunDir, read_jsonl
 from ft_hsdp.launch.run.recorder import events_of, finals_of
 
@@ -61,6 +62,8 @@ def write(run: RunDir, out: Path | None = None) -> Path:
     steps = merged or canonical(commits.values(), finals_of(run).values())
     target = out or run.path / "trace.json"
     try:
+        if out is None:
+            clear_way(target)
         target.write_text(json.dumps(trace(run.name, events, commits, steps), allow_nan=False))
     except OSError as error:
         raise ConfigError("OUT", str(target), f"a file that can be written ({error.strerror})") from None

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ft_hsdp import caller_gate
-from ft_hsdp.jsonl import clear_way
+from ft_hsdp.jsonl import open_to_append
 from ft_hsdp.lifetime import unmarked
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
@@ -102,7 +102,6 @@ class Starter:
         return bool(self.started)
 
     def _start(self, port: int, generation: int) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         place = ("--replica", str(self.replica), "--host", self.host, "--port", str(port))
         name = ("--generation", str(generation), *(("--name", self.name) if self.name else ()))
         life = (
@@ -117,8 +116,7 @@ class Starter:
         )
         # A forked rank has its fork server's session, which no terminal ends; its supervisor reaps all in it.
         detached = os.getsid(0) != os.getsid(os.getppid())
-        clear_way(self.log)
-        with self.log.open("ab") as log:
+        with open_to_append(self.log) as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ft_hsdp.state.agent.server", *place, *name, *life],
                 env={**unmarked(), TOKEN_VARIABLE: self.token},

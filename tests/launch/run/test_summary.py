@@ -1,5 +1,9 @@
 import json
+import os
 import pickle
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,14 +249,37 @@ def test_what_was_fed_is_read_as_far_as_the_commits_even_if_each_look_finds_comm
         steps = range(1 + look * STEPS, 1 + (look + 1) * STEPS)
         rows = [commit(n, who=who, total=REPLICAS, ring=[*who], cursors=[n] * REPLICAS) for n in steps]
         for replica, lines in fed(rows).items():
-            for path, found in ((run.commits(replica), rows), (run.fed(replica), lines)):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("a") as file:
-                    file.write("".join(f"{json.dumps(row)}\n" for row in found))
+            append(run.commits(replica), rows)
+            append(run.fed(replica), lines)
         recorder.poll()
         awaited.append(recorder.awaited)
     recorder.close()
     assert max(awaited) <= REPLICAS * STEPS, "lines of what was fed lag behind the commits"
+
+
+def append(path: Path, rows: list[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, partial(os.truncate, length=0), lambda file: (file.unlink(), file.mkdir())]
+)
+def test_units_whose_log_was_damaged_are_not_called_skipped(tmp_path: Path, damage: Callable[[Path], Any]) -> None:
+    run, now = RunDir(tmp_path / "job"), time.time()
+    recorder = Recorder(run, parse({"replicas": 2, "ranks_per_replica": 1}), lambda _: None, lambda _: None)
+    rows = [commit(n, who=(0, 1), total=2, cursors=[n] * 2, t=now) for n in range(1, 11)]
+    for part in (rows[:5], rows[5:]):
+        for replica, lines in fed(part).items():
+            append(run.commits(replica), part)
+            if replica == 0 or part == rows[:5]:
+                append(run.fed(replica), lines)
+        recorder.poll()
+        if part == rows[:5]:
+            damage(run.fed(1))
+    assert recorder.finish()["batches"] == {"trained": 15, "duplicated": 0, "skipped": 0, "unlogged": 5}
+    recorder.close()
 
 
 # What a machine took with it when it vanished is counted apart: neither trained, nor skipped, nor overlooked.
