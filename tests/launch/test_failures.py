@@ -230,12 +230,13 @@ async def test_a_broken_host_is_cordoned_and_its_rank_moves(run_dir: RunDir, pla
         assert {n: rank.process.host for n, rank in current.ranks.items()} == {0: "r0h0", 1: "s0"}
 
 
-async def test_without_a_spare_host_a_broken_one_ends_the_replica(run_dir: RunDir, plan: Plan) -> None:
+async def test_without_a_spare_host_a_broken_one_ends_the_replica_which_leaves_its_hosts(run_dir, plan) -> None:
     plan({"0": {"0": {"1": ["exit", 76]}}})
     world = World(run_dir, spare=0)
     async with play(world) as task:
         assert (await task).kind == "lost"
         assert world.named("HostCordoned") == []
+        assert world.hosts.free([]) == ["r0h0", "r0h1"]
 
 
 async def test_a_broken_host_is_cordoned_while_others_train_and_the_replica_waits_for_another(
@@ -298,14 +299,6 @@ async def test_a_broken_host_that_is_lost_is_waited_for_if_there_is_no_other(run
         assert not task.done()
 
 
-async def test_a_replica_that_is_given_up_leaves_its_hosts_to_others(run_dir: RunDir, plan: Plan) -> None:
-    plan({"0": {"0": {"1": ["exit", 76]}}})
-    world = World(run_dir, spare=0)
-    async with play(world) as task:
-        assert (await task).kind == "lost"
-        assert world.hosts.free([]) == ["r0h0", "r0h1"]
-
-
 async def test_the_third_failure_moves_a_rank_while_others_commit(run_dir: RunDir, plan: Plan) -> None:
     plan(fails(3))
     world = World(run_dir)
@@ -362,13 +355,12 @@ def test_a_job_that_is_halted_gives_all_its_replicas_up() -> None:
 async def test_a_host_that_is_back_before_the_replica_is_has_lost_its_rank_all_the_same(run_dir, plan) -> None:
     plan(fails(1))
     world = World(run_dir)
-    order = run_dir.path / fault_injection.FOLDER / "order.json"
     async with play(world):
         await world.life(0)
-        write_json(order, asdict(fault_injection.FaultOrder("host", 0, host="r0h0")))
+        lose(world, "r0h0")
         (run_dir.path / "end-0").touch()
         await async_until(lambda: world.named("RestartScheduled"), "the end of life 0")
-        order.unlink()
+        back(world)
         world.progress.saw(1)
         await world.life(1)
         assert [(e["before"], e["host"], e["ranks"]) for e in world.named("HostReplaced")] == [("r0h0", "s0", [0])]
