@@ -306,6 +306,7 @@ ORDERS: dict[Line, tuple[type, ...]] = {
     "blocks": (ListSlices, WriteSlice, SliceWritten, CopySlice, DropSlices),
 }
 WITH_HEADER = (Staged, SliceWritten)  # orders that an encoded manifest follows
+SLOW = (Stage, Take, AwaitCopies, *ORDERS["blocks"])  # orders that may take long
 
 # The tag of each message on the socket.
 MESSAGES: dict[str, type] = {

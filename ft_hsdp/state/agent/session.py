@@ -51,11 +51,21 @@ class AgentConnection:
             data = data[sent:]
         await self._loop.sock_sendall(self._sock, data)
 
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other end has hung up, and nothing that it has sent is left to be read."""
+        try:
+            return not self._sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
 
 class Session:
-    """Carries out the orders of one connection, one at a time, on a thread of its own.
+    """Carries out the orders of one connection, one at a time.
 
-    An order that takes long holds up no other connection.
+    One that takes long does so on a thread of this connection, and holds up no other one.
 
     Args:
         hello: What the rank has said first.
@@ -85,22 +95,20 @@ class Session:
             OSError: The rank hung up.
             ProtocolViolation: The rank sent something that is no valid order.
         """
-        hello, dead = self._hello, False  # superseded or refused: the process may live, and write on
+        hello = self._hello
         if hello.line == "snapshots":
             self._key = self._store.admit(Owner(hello.rank, hello.ranks, hello.nbytes))
             self._preparing = self._threads.submit(self._store.prepare, self._key)
         try:
             await self._connection.send(messages.frame(messages.Welcome(address)))
             await self._serve()
-        except OSError:
-            dead = True
-            raise
         finally:
             self._threads.shutdown(wait=False)
             for key, number in self._writing.items():
                 self._store.abandon(key, number)
             if hello.line == "snapshots":
-                self._store.disconnect(self._key, dead=dead)
+                # Else it is superseded or refused: the process may live, and write on.
+                self._store.disconnect(self._key, dead=self._connection.hung_up)
                 self._pacer.close(hello.rank)
 
     async def _serve(self) -> None:
@@ -112,13 +120,16 @@ class Session:
             while True:
                 order, header = await coming
                 coming = loop.create_task(self._next())  # notices at once that the rank is gone
-                carried_out = loop.run_in_executor(self._threads, self._carry_out, order, header)
-                waiting: set[asyncio.Future[Any]] = {carried_out, coming}
-                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                if not carried_out.done() and coming.exception() is not None:
-                    self._ended.set()  # what takes long ends early
-                await asyncio.wait([carried_out])
-                answer, more, fds = carried_out.result()
+                found = self._at_once(order, header)
+                if found is None:
+                    carried_out = loop.run_in_executor(self._threads, self._carry_out, order, header)
+                    waiting: set[asyncio.Future[Any]] = {carried_out, coming}
+                    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                    if not carried_out.done() and coming.exception() is not None:
+                        self._ended.set()  # what takes long ends early
+                    await asyncio.wait([carried_out])
+                    found = carried_out.result()
+                answer, more, fds = found
                 await self._connection.send(messages.frame(answer) + more, fds)
                 self._close_lent()
         finally:
@@ -129,6 +140,13 @@ class Session:
             self._close_lent()
             if not coming.cancelled():
                 coming.exception()  # it is known by now
+
+    def _at_once(self, order: object, header: bytes) -> tuple[object, bytes, Sequence[int]] | None:
+        """Carry out an order that blocks for nothing: a vote waits for its answer. None: it needs a thread."""
+        if isinstance(order, messages.Stage) and self._preparing.done():
+            number = self._store.stage(self._key, order.state)
+            return None if number is None else self._granted(number)
+        return None if isinstance(order, messages.SLOW) else self._carry_out(order, header)
 
     def _close_lent(self) -> None:
         while self._lent:
@@ -147,7 +165,7 @@ class Session:
             return order, await self._connection.read(messages.MAX_MESSAGE)
         return order, b""
 
-    # On the thread of this connection.
+    # On the thread of this connection, if the order may take long.
 
     def _carry_out(self, order: object, header: bytes) -> tuple[object, bytes, Sequence[int]]:
         """Return the answer, the header that follows it, and the file descriptors that come along."""
@@ -216,6 +234,9 @@ class Session:
         number = self._store.allocate(self._key, state)
         if number is None:
             raise ValueError(self._store.busy_reason(self._key))
+        return self._granted(number)
+
+    def _granted(self, number: int) -> tuple[object, bytes, Sequence[int]]:
         fds = self._store.slots(self._key)
         new = number not in self._given
         self._given = self._given & fds.keys() | {number}
