@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from ft_hsdp.core.commit import CommitRecord, Contribution
+
 VALUE_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_./-]{0,63}")  # of a value that a training loop logs by `Job.log`
 MAX_VALUES = 64  # names of such values in a job
 
@@ -60,6 +62,26 @@ def counted(row: Row) -> bool:
     except (KeyError, TypeError, ValueError):
         return False
     return all(isinstance(number, int) and number >= 0 and run[2] <= _MAX_UNITS for run in runs for number in run)
+
+
+def record_of(row: Row) -> CommitRecord:
+    """Return the commit that a row tells."""
+    return CommitRecord(
+        epoch=row["epoch"],
+        attempt=row["attempt"],
+        step=row["step"],
+        prev=row["prev"],
+        ring=tuple(row["ring"] if "ring" in row else row["contributors"]),
+        total=row["total"],
+        wanted=row["units_wanted"],
+        contributions=tuple(Contribution(**c) for c in row["contributions"]),
+        digest=row.get("digest", ""),
+        lr_scale=row["lr_scale"],
+        poisoned=tuple(row.get("poisoned", ())),
+        spoiled=tuple((shard, first, count) for shard, first, count in row.get("spoiled", ())),
+        retries=row.get("poison_retries", 0),
+        ring_widths=tuple(row.get("ring_widths", ())),
+    )
 
 
 def metrics_row(row: Row) -> Row:

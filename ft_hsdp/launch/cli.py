@@ -289,7 +289,7 @@ def _replay(args: argparse.Namespace) -> int:
         return _page(run, args.port)
     from ft_hsdp.launch.run import replay  # torch is only needed here
 
-    begins = f"{run.name} is trained once more in one process; this takes about its CPU time\n"
+    begins = f"{run.name} is trained once more; this takes about its CPU time\n"
     verdict = replay.replay(run, lambda: sys.stderr.write(begins))
     if args.json:
         _print_json(asdict(verdict))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
 
 import torch
@@ -11,11 +10,9 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp.config import Config
-from ft_hsdp.errors import EXIT_OK, FtHsdpError
 from ft_hsdp.train.data.batches import IGNORED, Batches
 from ft_hsdp.train.data.prefetch import move
 from ft_hsdp.train.fsdp.adopted_model import FP32
-from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.join import join
 from ft_hsdp.train.model import ModelArgs, Transformer
 from ft_hsdp.train.tokens import Tokens, prepare
@@ -76,10 +73,10 @@ def factor(config: Config, step: int) -> float:
             return c.min_ratio + (1.0 - c.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def train(config: Config, replica: int | IncarnationSource, run: Path) -> None:
+def train(config: Config) -> None:
     """Train until the job ends, or until SIGTERM: then the replica leaves at the next commit (`Job.batches`)."""
     data = dataset(config)
-    job = join(config, replica, run)
+    job = join()
     job.built_in = True
     model = job.shard(build(config), policy=policy(config))
     optimizer = build_optimizer(config, list(model.parameters()))
@@ -91,12 +88,3 @@ def train(config: Config, replica: int | IncarnationSource, run: Path) -> None:
             job.weigh(weight(config, batch))
         model(batch).backward()
         optim.step()
-
-
-def main(config: Config, replica: int | IncarnationSource, run: Path) -> int:
-    try:
-        train(config, replica, run)
-        return EXIT_OK
-    except FtHsdpError as error:
-        sys.stderr.write(f"{error}\n")
-        return error.exit_code

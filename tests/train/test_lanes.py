@@ -17,7 +17,6 @@ from ft_hsdp.ftar.dataplane.cpu import CpuJob
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.pieces import pieced
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.launch.run.replay import step_sums
 from ft_hsdp.train import lanes
 from ft_hsdp.train.gradients import Feeding, Reducer, checksum, contributions
 from ft_hsdp.train.lanes import LanePlan
@@ -116,7 +115,8 @@ def check_shared(
             rank = trainer.rank
             place = (rank.width, rank.rank, folder, rank.settings, 20.0)
             shared = SharedLanes(rank.lanes, widths, *place)
-            every.append((shared, {rank.replica: trainer.trained()}, expected))
+            also = trainers[:] if not record.ring_widths else [replica]  # of equal width: all are repeated here
+            every.append((shared, {r[0].rank.replica: r[rank.rank].trained() for r in also}, expected))
     for shared, given, _ in every:
         shared.give(record, given)
     votes = []
@@ -127,6 +127,8 @@ def check_shared(
     votes.sort()
     assert digest([each for _, each, _ in votes]) == record.digest
     assert sum(square for _, _, square in votes) ** 0.5 / (record.divisor / max(widths)) == record.norm
+    if not record.ring_widths:
+        return
     with ThreadPoolExecutor(len(every)) as pool:
         told = [pool.submit(shared.told, record, [{"replica": next(iter(given))}]) for shared, given, _ in every]
     replicas = [{"replica": r} for r in range(len(trainers))]
@@ -149,7 +151,7 @@ def test_a_wait_for_ranks_of_another_width_has_a_deadline(tmp_path: Path) -> Non
 async def test_replicas_of_any_width_make_one_record_and_one_gradient(widths, large, tmp_path) -> None:
     """However the rows of a bucket are summed: each run where it lies, the large ones so, or all copied.
 
-    A replay finds the same, in one process, and by the ranks of one replica of each width.
+    A replay by the ranks of one replica of each width finds the same.
     """
     async with WideRing(widths, "auto") as ring:
         trainers = [[Trainer(rank) for rank in ranks] for ranks in ring.replicas]
@@ -167,18 +169,9 @@ async def test_replicas_of_any_width_make_one_record_and_one_gradient(widths, la
         weights = {c.replica: c.weight for c in first.contributions}
         assert weights == {r: sum(range(1, w + 1)) for r, w in enumerate(widths)}
         taken = [[t.reducer.take() for t in replica] for replica in trainers]
-        if first.ring_widths:
-            check_shared(tmp_path, trainers, first, taken)
+        check_shared(tmp_path, trainers, first, taken)
         counts = [torch.stack([sums[-1] for sums in of_one]).sum(0) for of_one in taken]
-        whole, divisor = gradients(trainers, first, taken), first.divisor
-        shards = {r: [[flat(b, w, k) for b in values(r)] for k in range(w)] for r, w in enumerate(widths)}
-        again = step_sums(shards, first, SHAPES, every[0].rank.settings)
-        for index, bucket in enumerate(whole[0]):
-            added = [of_rank[index] for of_rank in again.reduced]
-            finish(first, added, None, max(widths))
-            found = joined(added, values(0)[index])
-            assert all(torch.equal(found[name], total) for name, total in bucket.items()), "a replay adds alike"
-        assert again.square**0.5 / (divisor / max(widths)) == first.norm
+        whole = gradients(trainers, first, taken)
         squares = sum(float((t.double() ** 2).sum()) for bucket in whole[0] for t in bucket.values())
         assert first.norm == pytest.approx(squares**0.5)
         expected = torch.tensor([float(sum(widths)), sum(w * (w - 1) / 2 for w in widths), 0.0])

@@ -54,7 +54,7 @@ def main(config: Config, replica: int | IncarnationSource, run: Path, recorded: 
         config: The job's configuration.
         replica: The replica's id, or where this process hears of its incarnation.
         run: The run's directory.
-        recorded: The steps that it repeats, if this is a replay; there is an entry then.
+        recorded: The steps that it repeats, if this is a replay.
 
     Returns:
         The exit code.
@@ -66,15 +66,6 @@ def main(config: Config, replica: int | IncarnationSource, run: Path, recorded: 
         if incarnation is not None and rank.isdecimal():
             rank_end.tell(run, incarnation.replica, int(rank), str(incarnation), error, cause)
 
-    entry = config.entry
-    if entry is None:
-        try:
-            trainer.train(config, replica, run)
-        except FtHsdpError as error:
-            _say(str(error))
-            tell(error)
-            return error.exit_code
-        return EXIT_OK
     try:
         config = anchored(stamped(config))  # the digest is of the file that is about to run
     except FtHsdpError as error:
@@ -82,25 +73,29 @@ def main(config: Config, replica: int | IncarnationSource, run: Path, recorded: 
         tell(error, Cause.CHANGED)
         return error.exit_code
     launched(Launch(config, source, run, recorded))
-    if isinstance(source, FromEnvironment):  # elsewhere the supervisor watches
-        _watch(title(entry), config.timeouts.start_s)
+    if config.entry is not None and isinstance(source, FromEnvironment):  # elsewhere the supervisor watches
+        _watch(title(config.entry), config.timeouts.start_s)
     prepare(config.train.device, max(config.timeouts.step_s, config.timeouts.pause_s))  # before a script uses CUDA
-    code = _run(entry, config.args, tell)
+    code = _run(config, tell)
     under_torchrun = isinstance(source, FromEnvironment) and recorded is None
-    if not under_torchrun and code != EXIT_RETRYABLE:
+    if config.entry is not None and not under_torchrun and code != EXIT_RETRYABLE:
         # Ranks of the fork server and of a replay end without the end of the interpreter; this does what it would.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
     return code
 
 
-def _run(entry: str, args: tuple[str, ...], tell: Callable[[BaseException], None]) -> int:
-    """Run the script or function to its end; return the exit code. ``tell`` takes the error that ends it."""
-    name = title(entry)
+def _run(config: Config, tell: Callable[[BaseException], None]) -> int:
+    """Run what the job trains to its end; return the exit code. ``tell`` takes the error that ends it."""
+    name = title(config.entry or "ft_hsdp.train.trainer:train")
     try:
         try:
-            result = _call(entry, args)
-            code = EXIT_OK if result is None else _status(result)
+            if config.entry is None:
+                trainer.train(config)
+                code = EXIT_OK
+            else:
+                result = _call(config.entry, config.args)
+                code = EXIT_OK if result is None else _status(result)
         except SystemExit as end:
             code = _status(end.code)
             if code not in (EXIT_OK, EXIT_RETRYABLE, EXIT_LEFT):

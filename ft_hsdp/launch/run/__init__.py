@@ -13,8 +13,7 @@ Read the modules in this order:
     explain    `explain`: a run in words
     audit      which units were trained once, twice, or never
     verify     `verify`: checks that the logs are a history that the protocol allows
-    replay     `replay`: one process trains the committed steps again, adds the sums of all replicas and
-               compares every bit; replay_entry runs a user's script
+    replay     `replay`: the ranks of one replica train the committed steps again, and every bit is compared
     trace      `trace`: a file for ui.perfetto.dev
     page       `replay --page`: the lighthouse's page for a finished run
     status     `status`: the state of a running job

@@ -1,55 +1,46 @@
 """`replay`: the committed steps of a run are trained again, and every bit is compared.
 
-A run of the built-in trainer is trained unsharded, in one process, which also checks what FSDP2 did. The entry of
-a user runs again in the ranks of one replica (`replay_entry`).
-
-It takes only the recorded contributors, batches, ring orders and chunk plans from the run. If it reaches the same
+The ranks of one replica run the `entry` of the job, or the built-in trainer, once more (`train.replay.job`). Only
+the recorded contributors, batches, ring orders and chunk plans are taken from the run. If the ranks reach the same
 lineage at every step and the same digest at the end, then sums, divisors, learning rates and data were as the
 records say, through all failures. Results depend on the number of threads and on the CPU's instruction set, so a
 replay must run on the same kind of machine as the job.
 
-Sums are added in one process as the job's rings have added them, lane by lane (`train.lanes`); replicas of one
-width have a lane for each rank.
+A replica may have had fewer ranks for a while (`memory.shrink_to`). FSDP2 cuts the model for the ranks that there
+are, and its sums inside a replica depend on their number. So the run is divided into segments, in each of which
+replicas were of the same widths, and a segment is repeated by one replica of each width. They sum together
+(`train.replay.lanes`), and the widest one passes the state on as a checkpoint.
+
+`python -m ft_hsdp.launch.run.replay RUN FOLDER FIRST LAST` is one rank, which repeats the steps FIRST to LAST.
 """
 
 from __future__ import annotations
 
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from ft_hsdp import secret
 from ft_hsdp.analysis.commits import counted, newest_final
-from ft_hsdp.config import Config, load, resume_hash
-from ft_hsdp.core import state_id
-from ft_hsdp.core.commit import CommitRecord, Contribution
-from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.config import Config, load
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.ftar.connections import LaneRing
-from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.settings import Settings as RingSettings
-from ft_hsdp.launch.run import replay_entry
-from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.backend import entry
+from ft_hsdp.launch.backend.processes import environment, free_port, last_line, tied
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.launch.run.recorder import check_counts_units, commits_of, finals_of
-from ft_hsdp.state.checkpoint import catalog, dcp
-from ft_hsdp.state.checkpoint.catalog import UNSIGNED, Checkpoint, differing_data
+from ft_hsdp.secret import TOKEN_VARIABLE
+from ft_hsdp.state.checkpoint import catalog
+from ft_hsdp.state.checkpoint.catalog import UNSIGNED
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
-from ft_hsdp.train import trainer
-from ft_hsdp.train.data.facts import PROBE_S
-from ft_hsdp.train.gradients import judged
-from ft_hsdp.train.lanes import GradientLanes, LanePart, LanePlan, one_lane
-from ft_hsdp.train.optimizer.creation import create_state
-from ft_hsdp.train.optimizer.groups import Groups, finish
-from ft_hsdp.train.replay.job import record_of
-from ft_hsdp.train.replay.lanes import gathered, sum_part
-from ft_hsdp.train.state.checkpointing import job_data
-from ft_hsdp.train.state.packing import state_digest
+from ft_hsdp.train.replay.job import Recorded, ReplayOutcome
+
+LOOK_S = 0.05  # between two looks at the ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,51 +67,27 @@ def replay(run: RunDir, begins: Callable[[], object] = lambda: None) -> ReplayVe
         begins: Called when nothing is known that would refuse the run, before its first step is trained.
 
     Raises:
-        ConfigError: The run is not finished, ran on GPUs or with a training loop of the user's, an earlier version
-            made it, its logs have a gap, or its first checkpoint is gone.
+        ConfigError: The run is not finished, ran on GPUs or with a loop that no `entry` names, an earlier version
+            made it, its logs have a gap, its first checkpoint is gone, or its entry failed.
     """
     check_counts_units(run)
     config = load(run.config)
     if config.train.device != "cpu":
         raise ConfigError("RUN", run.name, f"a run on CPUs: a {config.train.device} sums in another order")
     rows, recorded = _history(run, config)
-    if config.entry is not None:
-        if rows[0]["step"] != 1:
-            _checkpoint_before(run, config, rows[0])
-        begins()
-        found = replay_entry.repeat(run, config, rows)
-        equal = found.digest == recorded and found.differs_at is None
-        return ReplayVerdict(run.name, len(rows), equal, found.digest, recorded, found.differs_at)
-    torch.set_num_threads(config.train.threads)
-    unsharded = _Unsharded(config)
-    shards, units = config.data_shards, config.train.accumulate * config.data_ranks
-    first = rows[0]["step"] == 1
-    ledger = Ledger.empty(shards) if first else unsharded.resume(run, rows[0]).resharded(shards, units)
-    differs_at = None
+    if rows[0]["step"] != 1:
+        _check_checkpoint(run, config, rows[0])
     begins()
-    for row in rows:
-        after = _after(ledger, row)
-        if after is None or unsharded.step(row) != row["lineage"] or not _stands(after, row):
-            differs_at = int(row["step"])
-            break
-        ledger = after
-    digest = unsharded.digest()
-    return ReplayVerdict(
-        run.name, len(rows), digest == recorded and differs_at is None, digest, recorded, differs_at
-    )
-
-
-def _after(ledger: Ledger, row: Row) -> Ledger | None:
-    """The ledger after a recorded step; None if a unit of it was trained before."""
-    try:
-        return record_of(row).ledger(ledger)
-    except ValueError:
-        return None
-
-
-def _stands(ledger: Ledger, row: Row) -> bool:
-    """Whether a recorded step left the ledger that it should."""
-    return (list(ledger.cursors), [list(h) for h in ledger.holes]) == (row["cursors"], row["holes"])
+    with tempfile.TemporaryDirectory(prefix="ft_hsdp-replay-") as name:
+        folder = Path(name)
+        _shared(folder).mkdir()
+        secret.write_private(folder / secret.RUN_KEY, secrets.token_hex(16))  # signs the states that are passed on
+        for segment in segments(rows, config.ranks_per_replica):
+            found = agreed(_repeat(run, folder, segment), segment)
+            if found.differs_at is not None:
+                break
+    equal = found.digest == recorded and found.differs_at is None
+    return ReplayVerdict(run.name, len(rows), equal, found.digest, recorded, found.differs_at)
 
 
 def _history(run: RunDir, config: Config) -> tuple[list[Row], str]:
@@ -138,12 +105,8 @@ def _history(run: RunDir, config: Config) -> tuple[list[Row], str]:
     return rows, str(final["digest"])
 
 
-def _checkpoint_before(run: RunDir, config: Config, first: Row) -> Checkpoint:
-    """Return the checkpoint on which the first recorded step of a run builds, verified.
-
-    Raises:
-        ConfigError: The checkpoint is not there any more.
-    """
+def _check_checkpoint(run: RunDir, config: Config, first: Row) -> None:
+    """Check that the checkpoint is there on which the first recorded step of a run builds. Raises ConfigError."""
     folder = Path(config.checkpoint.dir or run.path / "checkpoints")
     key = None if config.checkpoint.trust else secret.run_key(run.path, config.checkpoint.key)
     try:
@@ -153,206 +116,133 @@ def _checkpoint_before(run: RunDir, config: Config, first: Row) -> Checkpoint:
     if found is None or found.manifest.state.lineage != first["prev"]:
         allowed = f"a run from step 1, or one with its checkpoint of step {first['step'] - 1} in {folder}"
         raise ConfigError("RUN", run.name, allowed)
-    return found
-
-
-class _Unsharded:
-    """The whole model in one process, with the arithmetic of sharded replicas and of the ring between them."""
-
-    def __init__(self, config: Config) -> None:
-        self._config = config
-        self._ranks = config.ranks_per_replica
-        self._batch = config.train.accumulate, config.data_ranks
-        self._ring_settings = RingSettings.of(config)
-        self._data = trainer.dataset(config)
-        plain = config.train.model_copy(update={"recompute": False})  # recomputation changes no bit
-        self._model = trainer.build(config.model_copy(update={"train": plain}))
-        optimizer = trainer.build_optimizer(config, list(self._model.parameters()))
-        create_state(optimizer)
-        self._groups = Groups(optimizer, lambda step: trainer.factor(config, step))
-        self._names = {id(p): n for n, p in self._model.named_parameters()}
-        self._buckets: list[list[nn.Parameter]] = [list(m.parameters()) for m in reversed(self._model.shards())]
-        self._rows = [[(self._names[id(p)], tuple(p.shape)) for p in bucket] for bucket in self._buckets]
-
-    def resume(self, run: RunDir, first: Row) -> Ledger:
-        """Load the checkpoint on which the first recorded step builds, and return its ledger.
-
-        Args:
-            run: The run's directory.
-            first: The canonical commit of its first step.
-
-        Raises:
-            ConfigError: The checkpoint is not there any more.
-        """
-        found = _checkpoint_before(run, self._config, first)
-        params = {dcp.key("param", n): p for n, p in self._model.named_parameters()}
-        optim = {dcp.key("optim", n): t for n, t in self._groups.tensors(self._names).items()}
-        dcp.load(found.path, {**params, **optim}, found.manifest)
-        self._groups.note_given(self._config.train.steps)
-        self._groups.resume(found.manifest.hyper, first["step"] - 1)
-        data = job_data(self._config, self._data.facts(time.monotonic() + PROBE_S))
-        if data.other and differing_data(found.path, found.manifest, resume_hash(self._config), data):
-            return Ledger.empty(self._config.data_shards)
-        return found.manifest.ledger.rescaled((found.manifest.accumulate, found.manifest.ranks), self._batch)
-
-    def step(self, row: Row) -> str:
-        """Train one recorded step and return the lineage of the state after it."""
-        config = self._config
-        record = record_of(row)
-        if record.skipped:  # the bits of a NaN cannot be compared
-            return record.state_id.lineage
-        runs: dict[int, list[Contribution]] = {}
-        for c in record.contributions:
-            runs.setdefault(c.replica, []).append(c)
-        gradients = {
-            replica: self._replica(theirs, theirs[0].width or self._ranks) for replica, theirs in runs.items()
-        }
-        found = step_sums(gradients, record, self._rows, self._ring_settings)
-        width = len(found.reduced)
-        counted = tuple(replace(c, weight=self._weight(c)) for c in record.contributions)
-        record = replace(record, contributions=counted, digest=found.digest)
-        if not record.updates:
-            return record.state_id.lineage
-        record = replace(record, norm=found.square**0.5 / (record.divisor / width))
-        for shards in found.reduced:
-            finish(record, shards, config.optim.clip, width)
-        for b, params in enumerate(self._buckets):
-            self._assign(params, [shards[b] for shards in found.reduced])
-        self._groups.step(record)
-        self._model.zero_grad(set_to_none=True)
-        return record.state_id.lineage
-
-    def _replica(self, runs: Sequence[Contribution], width: int) -> list[list[Tensor]]:
-        """What one replica of so many ranks brings to the ring: for each of them a flat shard of each bucket."""
-        total: list[list[Tensor]] = []
-        for part in sorted({c.part for c in runs}):
-            units = [u for c in runs if c.part == part for u in range(c.index, c.index + c.units)]
-            per_rank = [self._rank(runs[0].shard, units[rank::width], width) for rank in range(width)]
-            found = [
-                [_average([g[b][rank] for g in per_rank], rank) for b in range(len(self._buckets))]
-                for rank in range(width)
-            ]
-            sums = [[a + b for a, b in zip(*pair, strict=True)] for pair in zip(total, found, strict=False)]
-            total = sums or found
-        return total
-
-    def _rank(self, shard: int, units: Sequence[int], width: int) -> list[list[Tensor]]:
-        """One rank's gradient of its micro-batches: for each bucket the flat shard of each rank.
-
-        Args:
-            shard: their data shard.
-            units: its own unit of each micro-batch.
-            width: ranks of its replica.
-        """
-        for unit in units:
-            batch = self._unit(shard, unit)
-            weight = trainer.weight(self._config, batch)
-            if weight:
-                loss = self._loss(batch)
-                loss.backward(torch.full_like(loss, weight))
-        pieces = [list(zip(*(self._cut(p, width) for p in params), strict=True)) for params in self._buckets]
-        self._model.zero_grad(set_to_none=True)
-        return [[torch.cat(parts) for parts in bucket] for bucket in pieces]
-
-    def _unit(self, shard: int, unit: int) -> Any:
-        index, within = divmod(unit, self._config.train.accumulate * self._ranks)
-        return self._data.batch(shard, index, within % self._ranks, within // self._ranks)
-
-    def _weight(self, run: Contribution) -> int:
-        """Return the weight of a run, counted again."""
-        units = range(run.index, run.index + run.units)
-        return sum(trainer.weight(self._config, self._unit(run.shard, unit)) for unit in units)
-
-    def _loss(self, batch: Any) -> Tensor:
-        """Return the loss, with the parameters in the dtype in which FSDP2 would gather them."""
-        dtype = trainer.policy(self._config).param_dtype
-        if dtype is None:
-            return self._model(batch)
-        gathered = {name: param.to(dtype) for name, param in self._model.named_parameters()}
-        return torch.func.functional_call(self._model, gathered, (batch,))
-
-    def _cut(self, param: nn.Parameter, width: int) -> Iterator[Tensor]:
-        """Return the flat, padded shards of one parameter's gradient, as FSDP2 cuts it along dimension 0."""
-        rows = -(-param.shape[0] // width)
-        whole = torch.zeros(rows * width, *param.shape[1:])
-        if param.grad is not None:  # None: no micro-batch of the rank has a weight
-            whole[: param.shape[0]] = param.grad
-        return (piece.reshape(-1) for piece in whole.split(rows))
-
-    def _assign(self, params: Sequence[nn.Parameter], shards: Sequence[Tensor]) -> None:
-        """Join the ranks' reduced shards of one bucket, and set them as gradients."""
-        place = 0
-        for param in params:
-            rows = -(-param.shape[0] // len(shards))
-            size = rows * (param.numel() // param.shape[0])
-            whole = torch.cat([s[place : place + size].view(rows, *param.shape[1:]) for s in shards])
-            param.grad = whole[: param.shape[0]].clone()
-            place += size
-
-    def digest(self) -> str:
-        params = dict(self._model.named_parameters())
-        return state_digest(params, self._groups.tensors(self._names), self._groups.hyper())
-
-
-def _average(of_ranks: Sequence[Tensor], rank: int) -> Tensor:
-    """Return the mean over a replica's ranks, in the order of gloo's reduce-scatter for the shard of `rank`."""
-    ranks = len(of_ranks)
-    total = of_ranks[(rank - 1) % ranks].clone()
-    for k in range(2, ranks + 1):
-        total.add_(of_ranks[(rank - k) % ranks])
-    return total.div_(ranks)
-
-
-Rows = Sequence[Sequence[tuple[str, tuple[int, ...]]]]
-"""Of each bucket, the parameters in order: (name, whole shape)."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepSums:
-    reduced: list[list[Tensor]]  # for each rank of the widest member, the flat shard of each bucket
-    digest: str  # of what is voted on all lanes
-    square: float  # the sum of squares, added in the order of lanes
+class ReplaySegment:
+    """Recorded steps that follow each other, of members of the same widths."""
+
+    first: int  # step
+    last: int  # step
+    widths: tuple[int, ...]  # the different numbers of ranks, the largest first
 
 
-def step_sums(
-    gradients: Mapping[int, Sequence[Sequence[Tensor]]], record: CommitRecord, rows: Rows, settings: Settings
-) -> StepSums:
-    """Return the sums of a step.
+def segments(rows: Sequence[Row], ranks: int) -> list[ReplaySegment]:
+    """Divide recorded steps by the widths of their members, into as few segments as possible.
 
     Args:
-        gradients: Of each contributor, for each of its ranks a flat shard of each bucket, fp32.
-        record: The commit.
-        rows: What the buckets hold.
-        settings: Of the rings.
+        rows: Canonical commits that follow each other.
+        ranks: Of a replica that has all of them.
+
+    Raises:
+        ConfigError: A member cannot have had so many ranks.
     """
-    widths = set(record.ring_widths) or {len(shards) for shards in gradients.values()}
-    widest = max(widths)
-    plans = {width: _plans(rows, width, record.ring_widths) for width in widths}
-    owned = {
-        width: {lane.ring.number: (rank, lane) for rank, plan in enumerate(of_ranks) for lane in plan.lanes}
-        for width, of_ranks in plans.items()
-    }
-    reduced = [[torch.zeros(_size(bucket, widest)) for bucket in rows] for _ in range(widest)]
-    summed: dict[int, list[tuple[LanePart, list[Tensor]]]] = {number: [] for number in sorted(owned[widest])}
-    for rank, plan in enumerate(plans[widest]):
-        for bucket, flat in enumerate(reduced[rank]):
-            for _, lane, part in plan.of(bucket):
-                theirs = {}
-                for replica, shards in gradients.items():
-                    at, its = owned[len(shards)][lane.ring.number]
-                    theirs[replica] = gathered(its.parts[bucket], shards[at][bucket])
-                sums = sum_part(part, theirs, flat, record.ring, settings)
-                summed[lane.ring.number].append((part, sums))
-    votes = [judged(sums) for sums in summed.values()]
-    return StepSums(reduced, state_id.digest([digest for digest, _ in votes]), sum(square for _, square in votes))
+    found: list[ReplaySegment] = []
+    for row in rows:
+        of_contributors = {c.get("width") or ranks for c in row["contributions"]}
+        widths = tuple(sorted({*of_contributors, *row.get("ring_widths", ())}, reverse=True)) or (ranks,)
+        if not 1 <= widths[-1] <= widths[0] <= ranks:
+            raise ConfigError(
+                "width", list(widths), f"1 to {ranks} ranks of a replica, also in step {row['step']}"
+            )
+        if found and found[-1].widths == widths:
+            found[-1] = ReplaySegment(found[-1].first, row["step"], widths)
+        else:
+            found.append(ReplaySegment(row["step"], row["step"], widths))
+    return found
 
 
-def _plans(rows: Rows, width: int, widths: Sequence[int]) -> list[LanePlan]:
-    """Return the lanes of each rank of a replica of ``width`` ranks."""
-    usual = [one_lane(LaneRing(rank, ""), [_size(bucket, width) for bucket in rows]) for rank in range(width)]
-    return [GradientLanes(rows, usual[rank], width, rank).plan(widths) for rank in range(width)]
+def agreed(found: Sequence[ReplayOutcome], segment: ReplaySegment) -> ReplayOutcome:
+    """Return what was found, from what the replica of each width has found, the widest first.
+
+    They hold one state, so a step differs if they do not; if it is not known which, it counts as the last one.
+
+    Args:
+        found: Of each width of the segment.
+        segment: What they have repeated.
+    """
+    differing = [each.differs_at for each in found if each.differs_at is not None]
+    if not differing and any(each.digest != found[0].digest for each in found):
+        differing = [segment.last]
+    return replace(found[0], differs_at=min(differing, default=None))
 
 
-def _size(bucket: Sequence[tuple[str, tuple[int, ...]]], width: int) -> int:
-    """Return the elements of a rank's flat shard, with the rows that fill it up."""
-    return sum(-(-shape[0] // width) * prod(shape[1:]) for _, shape in bucket)
+def _repeat(run: RunDir, folder: Path, segment: ReplaySegment) -> list[ReplayOutcome]:
+    """Repeat one segment; return what the replica of each width has found, the widest first.
+
+    Raises:
+        ConfigError: The entry failed.
+    """
+    shared = {**environment(), TOKEN_VARIABLE: secrets.token_hex(16), "MASTER_ADDR": "127.0.0.1"}
+    command = tied(__name__, str(run.path), str(folder), str(segment.first), str(segment.last))
+    ports: set[int] = set()
+    while len(ports) < len(segment.widths):
+        ports.add(free_port())
+    processes: list[subprocess.Popen[bytes]] = []
+    names: list[str] = []
+    try:
+        for width, port in zip(segment.widths, ports, strict=True):
+            for rank in range(width):
+                names.append(f"rank {rank} of {width}")
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(width)}
+                env = {**shared, **place, "MASTER_PORT": str(port)}
+                with (folder / names[-1]).open("wb") as log:
+                    processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+        failed = _first_failure(processes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if failed is not None:
+        allowed = f"a run that can be repeated ({names[failed]}: {last_line(folder / names[failed])})"
+        raise ConfigError("RUN", run.name, allowed)
+    found = [read_json(_outcome(folder, segment.last, width)) for width in segment.widths]
+    if not all(found):
+        raise ConfigError("RUN", run.name, "a run whose entry trains until job.batches ends")
+    return [ReplayOutcome(**each) for each in found]
+
+
+def _outcome(folder: Path, last: int, width: int) -> Path:
+    """Return the file in which the ranks of a width that repeat up to step ``last`` write what they found."""
+    return folder / f"outcome-{last}-{width}.json"
+
+
+def _shared(folder: Path) -> Path:
+    """Return the folder of the files that ranks of different widths exchange."""
+    return folder / "sums"
+
+
+def _first_failure(processes: Sequence[subprocess.Popen[bytes]]) -> int | None:
+    """Wait until all processes have ended, or one has failed; return the place of that one."""
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = next((place for place, code in enumerate(codes) if code), None)
+        if failed is not None or all(code == 0 for code in codes):
+            return failed
+        time.sleep(LOOK_S)
+
+
+def main(run: RunDir, folder: Path, first: int, last: int) -> int:
+    """Run one rank; return its exit code."""
+    config, rows = load(run.config), commits_of(run)
+    mine = [row for row in rows if first <= row["step"] <= last]
+    (segment,) = segments(mine, config.ranks_per_replica)
+    width = int(os.environ["WORLD_SIZE"])
+    recorded = Recorded(
+        tuple(mine),
+        segment.widths,
+        _outcome(folder, last, width),
+        _shared(folder),
+        loads=folder if first > rows[0]["step"] else None,
+        saves=folder if last < rows[-1]["step"] and width == segment.widths[0] else None,
+    )
+    return entry.main(config, 0, run.path, recorded)
+
+
+if __name__ == "__main__":
+    os.environ.pop("TORCHELASTIC_RESTART_COUNT", None)
+    ended = main(RunDir(Path(sys.argv[1])), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # As a rank of a run ends. The end of the interpreter aborts the process if a thread is inside torch then.
+    os._exit(ended)

@@ -1,6 +1,6 @@
-"""A replay inside a rank: a user's own loop runs again on the recorded steps of a finished run.
+"""A replay inside a rank: the loop runs again on the recorded steps of a finished run.
 
-`launcher.py replay` of an entry starts the ranks of one replica for each width that the replicas of the run had,
+`launcher.py replay` starts the ranks of one replica for each width that the replicas of the run had,
 with no lighthouse and no ring (ADR 30). `ft_hsdp.join` returns a `ReplayJob` there. The loop, the optimizer and
 `StepDriver` are those of a run; only the orders come from the recorded commits.
 
@@ -13,6 +13,5 @@ The way of a recorded step: ``RecordedOrders`` has the loop train the units of o
 `LocalGradients` keeps what was trained for each; `ring_sum`, or `SharedLanes` for replicas of unequal width, adds
 it up; and if the record with the new sums leads to the recorded lineage, it becomes an `ApplyOrder`.
 
-This package may not import `launch`, which starts the ranks (`launch.run.replay_entry`) and replays runs of the
-built-in trainer in one process (`launch.run.replay`).
+This package may not import `launch`, which starts the ranks (`launch.run.replay`).
 """

@@ -1,4 +1,4 @@
-"""A user's own loop, run again on the recorded steps of a finished run: `launcher.py replay` of an entry.
+"""A loop, run again on the recorded steps of a finished run: `launcher.py replay`.
 
 The ranks of one replica run the loop once more, with no lighthouse and no ring. `RecordedOrders` stands in for the
 leader: for each recorded step it lets the loop train the units of one contributor after the other, adds their
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ft_hsdp.analysis.commits import record_of
 from ft_hsdp.config import Config
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution
@@ -60,30 +61,10 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class ReplayOutcome:
-    """What a replay by the user's loop found; written by rank 0."""
+    """What a replay found; written by rank 0."""
 
-    steps: int  # how many were repeated
     digest: str  # of the state that was reached
     differs_at: int | None  # the first step with another lineage or ledger; None: none
-
-
-def record_of(row: Mapping[str, Any]) -> CommitRecord:
-    return CommitRecord(
-        epoch=row["epoch"],
-        attempt=row["attempt"],
-        step=row["step"],
-        prev=row["prev"],
-        ring=tuple(row["ring"]),
-        total=row["total"],
-        wanted=row["units_wanted"],
-        contributions=tuple(Contribution(**c) for c in row["contributions"]),
-        digest=row["digest"],
-        lr_scale=row["lr_scale"],
-        poisoned=tuple(row["poisoned"]),
-        spoiled=tuple((shard, first, count) for shard, first, count in row.get("spoiled", ())),
-        retries=row.get("poison_retries", 0),
-        ring_widths=tuple(row.get("ring_widths", ())),
-    )
 
 
 def places_of(ledger: Ledger, runs: Sequence[Run]) -> Places:
@@ -130,7 +111,6 @@ class Script:
     _gradients: LocalGradients  # what the loop has trained for one contributor
     _ranks: ReplicaGroup
     _lanes: SharedLanes  # how this rank sums
-    steps: int = 0
     ended: bool = False
     differs_at: int | None = None
 
@@ -142,7 +122,6 @@ class Script:
             yield from self._step(row)
             if self.differs_at is not None:
                 break
-            self.steps += 1
         self.ended = True
         yield Exit(EXIT_OK, "the recorded steps are repeated")
 
@@ -313,7 +292,7 @@ class ReplayJob(Job):
         ended = script is not None and script.ended and not self._written
         if script is not None and ended:
             self._written = True
-            outcome = ReplayOutcome(script.steps, self._live_state.digest(), script.differs_at)
+            outcome = ReplayOutcome(self._live_state.digest(), script.differs_at)
             if self._recorded.saves is not None and outcome.differs_at is None:
                 self._save(self._recorded.saves)
             if self.rank == 0:

@@ -1,30 +1,39 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ft_hsdp.config import Config, dump
+from ft_hsdp.core.effects import RunBatch
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.backend.forkserver import ENTRY
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from ft_hsdp.launch.run.recorder import commits_of
-from ft_hsdp.launch.run.replay import _after, replay
-from ft_hsdp.launch.run.replay_entry import ReplaySegment, agreed, segments
+from ft_hsdp.launch.run.replay import ReplaySegment, agreed, replay, segments
 from ft_hsdp.launch.run.verify import verify
-from ft_hsdp.train.replay.job import ReplayOutcome
+from ft_hsdp.train.replay.job import ReplayOutcome, Script
 from tests.support.launch.launch_helpers import train
 from tests.support.launch.launch_rows import commit
 
-ROW = commit(3, who=[0, 2], digest="d", lr_scale=1.0, poisoned=[])  # both at unit 2 of their shards
-
 
 @pytest.mark.parametrize(
-    ("ledger", "right"),
-    [(Ledger((2, 1, 2)), True), (Ledger((2, 1, 4), ((2, 2, 1),)), True), (Ledger((2, 1, 3)), False)],
+    ("ledger", "cursors", "right"),
+    [
+        (Ledger((2, 3, 2)), [3, 3, 3], True),
+        (Ledger((2, 3, 4), ((2, 2, 1),)), [3, 3, 4], True),
+        (Ledger((2, 3, 3)), [3, 3, 3], False),
+        (Ledger((2, 2, 2)), [3, 3, 3], False),
+    ],
 )
-def test_a_replay_sees_a_unit_that_was_trained_before(ledger: Ledger, right: bool) -> None:
-    assert (_after(ledger, ROW) is not None) is right
+def test_a_replay_sees_a_unit_that_was_trained_before(ledger: Ledger, cursors: list[int], right: bool) -> None:
+    row = {**commit(3, who=[0, 2], digest="d", poisoned=[]), "cursors": cursors}
+    config, rank, state = Config(), SimpleNamespace(replica=0), SimpleNamespace(ledger=ledger)
+    script = Script([row], config.data_ranks, config, rank, state, *[None] * 3)  # type: ignore[arg-type]
+    assert isinstance(next(script.orders), RunBatch) is right
+    assert script.differs_at == (None if right else 3)
 
 
 @pytest.mark.parametrize("check", [replay, verify])
@@ -78,8 +87,8 @@ def test_a_width_that_no_replica_can_have_is_refused() -> None:
     [("aa", (None, None), None), ("ab", (None, None), 9), ("ab", (None, 7), 7), ("aa", (8, 8), 8)],
 )
 def test_replicas_of_all_widths_have_to_find_the_same(digests, differs_at, expected) -> None:
-    found = [ReplayOutcome(4, digest, step) for digest, step in zip(digests, differs_at, strict=True)]
-    assert agreed(found, ReplaySegment(6, 9, (4, 2))) == ReplayOutcome(4, "a", expected)
+    found = [ReplayOutcome(digest, step) for digest, step in zip(digests, differs_at, strict=True)]
+    assert agreed(found, ReplaySegment(6, 9, (4, 2))) == ReplayOutcome("a", expected)
 
 
 @pytest.mark.proof
@@ -92,7 +101,7 @@ def test_a_run_with_unequal_numbers_of_tokens_is_replayed(tmp_path: Path, precis
     text.write_text("".join(json.dumps({"text": "abcdefgh"[n % 8] * n}) + "\n" for n in lengths))
     run = train(
         tmp_path,
-        "ft_hsdp.train.trainer:main",
+        ENTRY,
         replicas=2,
         ranks_per_replica=2,
         train={"steps": 25, "accumulate": 3, "micro_batch": 2, "seq_len": 64, "precision": precision},

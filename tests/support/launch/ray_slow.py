@@ -34,11 +34,12 @@ class Slow:
 
 def main(config: Config, calling: Any, run: Path) -> int:
     """One rank of the trainer that comes with ft_hsdp, with slow batches."""
+    from ft_hsdp.launch.backend import entry
     from ft_hsdp.train import trainer
 
     data, hurry = trainer.dataset, Path(config.ray.folder).parent / "hurry"
     trainer.dataset = lambda config: Slow(data(config), hurry)  # type: ignore[assignment]
-    return int(trainer.main(config, calling, run))
+    return int(entry.main(config, calling, run))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from ft_hsdp.config import Config
 from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.arena import Arena
-from ft_hsdp.train import runtime, trainer
+from ft_hsdp.launch.backend import entry
+from ft_hsdp.train import runtime
 from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.job import Job
 
@@ -44,4 +45,4 @@ def main(config: Config, replica: IncarnationSource, run: Path, silence_s: float
         return made
 
     runtime.device_plane = plane
-    return trainer.main(config, replica, run)
+    return entry.main(config, replica, run)

@@ -1,6 +1,5 @@
 """A real job under test: `launcher.py up` in a process of its own, with real ranks, sockets and signals."""
 
-import contextlib
 import json
 import os
 import signal
@@ -16,7 +15,6 @@ from typing import Any
 import httpx
 
 from ft_hsdp.event_table import tell
-from ft_hsdp.launch import cli
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.verify import verify
 from tests.support import warm
@@ -164,17 +162,12 @@ class Job(StartedJob):
         return [*command, "--runs-dir", str(self.run.parent)]
 
     def replayed(self) -> dict[str, Any]:
-        """Train the recorded run again in a fork of a process that has imported torch; the verdict."""
-        out = self.run.parent / "replay.json"
-        place = (self.run.parent, dict(os.environ))
-        process = warm.fork(_print_into, (out, *place, self.replay_command()[2:]))
-        process.join(DEADLINE_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-            raise AssertionError("the replay did not end")
-        process.close()
-        verdict: dict[str, Any] = json.loads(out.read_text())
+        """Train the recorded run again, in forks of a process that has imported torch; the verdict."""
+        log = self.run.parent / "replay.log"
+        log.write_bytes(b"")
+        warm.start(self.replay_command(), self.run.parent, log).wait(DEADLINE_S)
+        text = log.read_text()
+        verdict: dict[str, Any] = json.loads(text[text.index("{") :])
         return verdict
 
 
@@ -186,15 +179,6 @@ def agents_of(run: Path, replica: int) -> dict[str, dict[str, Any]]:
         if ready:
             found[log.stem.removeprefix("agent-")] = dict(json.loads(ready[-1]))
     return found
-
-
-def _print_into(out: Path, folder: Path, env: dict[str, str], arguments: list[str]) -> None:
-    """Run a command of the launcher in `folder` with `env`, in this process; what it prints goes into a file."""
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(env)
-    with out.open("w") as file, contextlib.redirect_stdout(file):
-        cli.main(arguments)
 
 
 def check(summary: dict[str, Any], steps: int) -> None:
