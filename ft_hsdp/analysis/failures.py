@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -409,14 +409,3 @@ class Failures:
     def _gap(self, t: float) -> float | None:
         """Return the seconds between the commits before and after ``t``; None: they are not known."""
         return next((b - a for a, b in pairwise(self._commits) if a <= t < b), None)
-
-
-def fold(slots: int, events: Iterable[Mapping[str, Any]], commits: Iterable[Mapping[str, Any]]) -> Failures:
-    """Return the failures of a run whose events and canonical commits are all in memory, in any order."""
-    failures = Failures(slots, most=None)
-    for seq, row in enumerate(sorted((*events, *commits), key=lambda row: row["t"]), 1):
-        if "event" in row:
-            failures.event(seq, row["event"], row)
-        else:
-            failures.commit(row["t"], row["epoch"], row["contributors"])
-    return failures

@@ -97,6 +97,29 @@ def logs_of(run: RunDir, replicas: int) -> list[Path]:
     return [run.lighthouse_events, *(log(n) for n in range(replicas) for log in of_one)]
 
 
+class FedLogs:
+    """The fed.jsonl of all replicas, a piece of each in memory."""
+
+    def __init__(self, run: RunDir, replicas: Iterable[int]) -> None:
+        self._logs = {n: Tailer(run.fed(n)) for n in replicas}
+        self._to = dict.fromkeys(self._logs, 0)  # the newest step of each that was read
+        self._at = time.time()  # when they were read last
+        self.dark: deque[tuple[float, float]] = deque()  # times of which one of them lacks lines
+
+    def upto(self, step: float) -> Iterator[tuple[int, Row]]:
+        """Yield the next lines up to a step, with their replicas."""
+        before_s, self._at = self._at, time.time()
+        for replica, log in self._logs.items():
+            before = -1
+            while self._to[replica] <= step and log.line > before:
+                before = log.line
+                for line in log.poll(FED_BYTES):
+                    self._to[replica] = line.get("step", 0)
+                    yield replica, line
+                if log.lacks:
+                    self.dark.append((before_s, self._at))
+
+
 class _Fresh(NamedTuple):
     """Rows that a `Recorder` has read and not merged yet."""
 
@@ -128,8 +151,6 @@ class Recorder:
         self._logs = [Tailer(path) for path in logs_of(run, config.slots)]
         self._reading = threading.Lock()
         self._fresh: deque[_Fresh] = deque()
-        self._fed_at = time.time()  # when fed.jsonl of all replicas was read last
-        self._dark: deque[tuple[float, float]] = deque()  # times of which one of them lacks lines
         self._lost: deque[Lost] = deque()  # lines that the merged files lack; their threads append
         self._events_file = Queued(run.events, self._lost.append) if merge_events else None
         self._metrics_file = Queued(run.metrics, self._lost.append)
@@ -143,8 +164,7 @@ class Recorder:
         run, slots = self._run, range(self._config.slots)
         self._merger = merger
         self._commits = [Tailer(run.commits(n)) for n in slots]
-        self._fed = {n: Tailer(run.fed(n)) for n in slots}
-        self._fed_to = dict.fromkeys(self._fed, 0)  # the newest step of each
+        self._fed = FedLogs(run, slots)
         self._logged = [Tailer(run.logged(n)) for n in slots]
         self._early: list[Row] = []  # logged values of steps that are not published yet
         self._epochs: list[tuple[int, int]] = []  # of published steps: first step of each epoch, and the epoch
@@ -178,12 +198,14 @@ class Recorder:
             events = [event for log in self._logs for event in log.poll() if _is_event(event)]
             commits = [row for log in self._commits for row in log.poll() if counted(row)]
             logged = [row for log in self._logged for row in log.poll() if is_logged(row)]
-            self._fresh.append(_Fresh(events, commits, logged, self._read_fed(ahead=WINDOW)))
+            # The audit keeps each commit until it has the lines of its units, so this reads as far as commits go.
+            fed = list(self._fed.upto(self._tally.audit.steps + WINDOW))
+            self._fresh.append(_Fresh(events, commits, logged, fed))
 
     def merge(self) -> bool:
         """Merge what was read; return whether there was any."""
-        while self._dark:
-            self._tally.audit.lost(*self._dark.popleft())
+        while self._fed.dark:
+            self._tally.audit.lost(*self._fed.dark.popleft())
         while self._lost:
             self.emit({**self._lost.popleft().event, "source": "supervisor"})
         some = False
@@ -212,8 +234,7 @@ class Recorder:
         finals = finals_of(self._run)
         last = newest_final(finals.values())
         self._publish(self._merger.finish(last["lineage"] if last else None))
-        while fed := self._read_fed(ahead=math.inf):
-            self._take_fed(fed)
+        self._take_fed(self._fed.upto(math.inf))
         self.merge()
         summary = self._tally.summary(finals, lost)
         for file in self._files():
@@ -263,25 +284,6 @@ class Recorder:
         self._tally.again()
         self._begin(CommitMerger(self._merger.rewinds))
 
-    def _read_fed(self, ahead: float) -> list[tuple[int, Row]]:
-        """Read fed units, up to `ahead` steps beyond the newest canonical one; return them with their replicas.
-
-        The audit keeps each commit until it has the lines of its units, so this reads as far as the commits go.
-        """
-        found = []
-        before_s, self._fed_at = self._fed_at, time.time()
-        for replica, log in self._fed.items():
-            while self._fed_to[replica] <= self._tally.audit.steps + ahead:
-                before = log.line
-                for line in log.poll(FED_BYTES):
-                    found.append((replica, line))
-                    self._fed_to[replica] = line.get("step", 0)
-                if log.lacks:
-                    self._dark.append((before_s, self._fed_at))
-                if log.line == before:
-                    break
-        return found
-
-    def _take_fed(self, fed: list[tuple[int, Row]]) -> None:
+    def _take_fed(self, fed: Iterable[tuple[int, Row]]) -> None:
         for replica, line in fed:
             self._tally.fed(replica, line)

@@ -1,7 +1,8 @@
 """`verify`: checks that the logs of a finished run are a history that the protocol allows.
 
-All logs are read side by side, step by step and a piece at a time, so memory does not grow with the run. Lines
-that a disk or a machine lost are no breach if the run has reported them.
+All logs are read side by side, step by step and a piece at a time, so memory does not grow with the run. The
+commit logs are merged once more, and metrics.jsonl has to have the same history. Lines that a disk or a machine
+lost are no breach if the run has reported them.
 """
 
 from __future__ import annotations
@@ -10,24 +11,23 @@ import heapq
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.analysis.commits import CommitMerger, Rewind, counted, newest_final
+from ft_hsdp.analysis.commits import CommitMerger, Rewind, counted, newest_final, record_of
 from ft_hsdp.config import config_hash, load
+from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.replica_state import other_data
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import open_regular, parsed
-from ft_hsdp.launch.run.audit import WINDOW
 from ft_hsdp.launch.run.directory import DAMAGED, Row, RunDir, Tailer, another, read_json
 from ft_hsdp.launch.run.grants import KEPT, LoggedGrant, LoggedGrants
-from ft_hsdp.launch.run.recorder import check_counts_units, event_streams, finals_of
+from ft_hsdp.launch.run.recorder import FedLogs, check_counts_units, event_streams, finals_of
 from ft_hsdp.launch.run.summary import RunTally
 
 AT_ONCE = 64 << 10  # bytes of each log that are in memory
-SEARCHED = 64 * WINDOW  # most lineages that are read to find the commit of one line of metrics.jsonl
 FED_EVERY = 64  # steps between two reads of fed.jsonl
 # Fields that all commits of a lineage share, and figures of summary.json that are computed again.
 SAME = (
@@ -117,14 +117,16 @@ class _Check:
         config, self._replicas = load(run.config), run.replicas()
         self._config = config_hash(config)
         self._ranks = config.ranks_per_replica
+        self._shared = config.data.assignment == "global"
         self.found = Findings()
         log = run.lighthouse_events
         self._grants = LoggedGrants(
             Tailer(log), self._name(log), config.slots, self._config, self._breach, self._granted
         )
         self._commits = _Commits({r: Tailer(run.commits(r)) for r in self._replicas})
-        self._fed = {r: Tailer(run.fed(r)) for r in self._replicas}
-        self._fed_to = dict.fromkeys(self._replicas, 0)  # step up to which the units of a replica are read
+        self._fed = FedLogs(run, self._replicas)
+        self._metrics = Tailer(run.metrics)
+        self._told: Iterator[Row] | None = None  # its lines of steps; None: they are not compared
         self._previous: dict[int, Row] = {}  # the last row that was read of each replica
         self._seen: OrderedDict[str, tuple[str, Row]] = OrderedDict()  # lineage -> its first place and row
         self._decided: OrderedDict[tuple[int, int, int], str] = OrderedDict()  # step, epoch, attempt -> lineage
@@ -132,7 +134,6 @@ class _Check:
         # that the same replica had committed before.
         self._awaited: dict[str, tuple[str, str]] = {}
         self._bases: dict[str, LoggedGrant] = {}  # lineages on which a grant builds, without a row so far
-        self._rows: dict[str, list[Row]] = {}  # lineage -> its rows above the last canonical step
         self._data: dict[str, tuple[str, str]] = {}  # fact about the data -> its value, and where it stands
         self._tally = RunTally(config)
         self._events = _by_time(run)
@@ -140,7 +141,6 @@ class _Check:
         self._last: Row | None = None  # the newest canonical row
         self._first_step: int | None = None  # of the canonical rows
         self._epoch = 0  # of the newest grant that was read
-        self._least_epoch = 0  # of the current line of metrics.jsonl: later lines have no smaller one
         self._undone = False  # the run undid some steps
         self._at = ""  # place of the row that is looked at
 
@@ -172,11 +172,10 @@ class _Check:
             self._strict(path, count=not merged)
         self._strict(run.metrics, count=False)
         if run.metrics.exists() and not self.found.lost:
-            self._follow()
-        else:
-            self._merge()
-        while self._read():
-            pass
+            self._told = (line for line in self._metrics.all() if "logged" not in line)
+        self._merge()
+        if self._told is not None and (line := next(self._told, None)) is not None:
+            self._breach(self._line, f"step {line.get('step')}", "the end: no replica committed it")
         while self._grants.next() is not None:
             pass
         self._take_events(math.inf)
@@ -225,38 +224,8 @@ class _Check:
 
     # From the logs to the history that lasted.
 
-    def _follow(self) -> None:
-        """Check that metrics.jsonl is a chain of commits without gaps."""
-        metrics = Tailer(self._run.metrics)
-        for line in metrics.all():
-            where = self._at = f"metrics.jsonl:{metrics.line}"
-            if "logged" in line:  # values of the user's loop
-                continue
-            row = self._row_of(line)
-            if row is None:
-                at = f"step {line.get('step')}, lineage {line.get('lineage')}"
-                self._breach(where, at, "a step and a lineage that a replica committed")
-                continue
-            before = self._last
-            if before is not None and (row["step"], row["prev"]) != (before["step"] + 1, before["lineage"]):
-                after = f"step {before['step']}, lineage {before['lineage']}"
-                self._breach(where, f"step {row['step']} on lineage {row['prev']}", f"on {after}")
-            self._canonical(row)
-
-    def _row_of(self, line: Row) -> Row | None:
-        """Return the row of which a line of metrics.jsonl was made, or one of the same lineage, or None."""
-        step, lineage, self._least_epoch = line.get("step"), line.get("lineage"), line.get("epoch", 0)
-        if not isinstance(step, int) or not isinstance(lineage, str):
-            return None
-        while True:
-            rows = self._rows.get(lineage, [])
-            exact = next((row for row in rows if row["t"] == line.get("t")), None)
-            enough = self._commits.read_to > step if rows else len(self._rows) > SEARCHED
-            if exact is not None or enough or not self._read():
-                return exact or next((row for row in rows if row["step"] == step), None)
-
     def _merge(self) -> None:
-        """Merge the commit logs: metrics.jsonl is missing, or a disk lost lines."""
+        """Merge the commit logs into the history that lasted."""
         merger = CommitMerger(self._rewinds())
         waiting: list[Row] = []
         while rows := self._read():
@@ -287,12 +256,27 @@ class _Check:
         self._last = row
         if self._first_step is None:
             self._first_step = row["step"]
+        if self._told is not None:
+            row = {**row, **self._compared(row, next(self._told, None))}
         self._take_events(row["t"])
         self._tally.commit(row)
         self.found.steps += 1
         if self.found.steps % FED_EVERY == 0:
             self._take_fed(row["step"])
-            self._rows = {name: rows for name, rows in self._rows.items() if rows[0]["step"] > row["step"]}
+
+    def _compared(self, row: Row, line: Row | None) -> Row:
+        """Return a line of metrics.jsonl that has a commit, of whichever replica; {} if it has another one."""
+        self._at = self._line
+        if line is not None and (line.get("step"), line.get("lineage")) == (row["step"], row["lineage"]):
+            return line
+        self._told = None
+        found = "the end" if line is None else f"step {line.get('step')}, lineage {line.get('lineage')}"
+        self._breach(self._line, found, f"step {row['step']}, lineage {row['lineage']}, as the replicas have")
+        return {}
+
+    @property
+    def _line(self) -> str:
+        return f"metrics.jsonl:{self._metrics.line}"
 
     def _take_events(self, until: float) -> None:
         """Add the events up to a Unix time to the figures."""
@@ -305,12 +289,9 @@ class _Check:
 
     def _take_fed(self, until: float) -> None:
         """Add the units that were fed up to a step to the figures."""
-        for replica, log in self._fed.items():
-            while self._fed_to[replica] <= until and (lines := log.poll(AT_ONCE)):
-                self._at = f"{self._name(self._run.fed(replica))}:{log.line}"
-                for line in lines:
-                    self._tally.fed(replica, line)
-                    self._fed_to[replica] = line.get("step", 0)
+        for replica, line in self._fed.upto(until):
+            self._at = self._name(self._run.fed(replica))
+            self._tally.fed(replica, line)
 
     # Row by row.
 
@@ -327,20 +308,18 @@ class _Check:
                 self._row(where, row, self._previous.get(replica))
                 self._previous[replica] = row
                 taken.append(row)
-                if row["epoch"] >= self._least_epoch and (self._last is None or row["step"] > self._last["step"]):
-                    self._rows.setdefault(row["lineage"], []).append(row)
         return taken
 
     def _row(self, where: str, row: Row, before: Row | None) -> None:
         """Check that a commit fits its grant, other rows of its lineage, and the row before it in its log."""
-        contributors, ring = row["contributors"], row.get("ring", row["contributors"])
-        if contributors != sorted(set(contributors)) or not set(contributors) <= set(ring or ()):
-            self._breach(where, f"contributors {contributors}", f"each once, of the ring {ring}")
-        units = sum(c.get("units", 0) for c in row["contributions"])
-        if units != row["units"]:
-            self._breach(where, f"units {row['units']}", f"{units}, the sum over its contributions")
-        widths = self._widths(where, row, ring or ())
-        self._in_epoch(where, row, set(ring or ()), set(contributors), widths)
+        record = record_of(row)
+        if wrong := record.impossible(self._shared):
+            self._breach(where, wrong, "what a step can have")
+        for key, true in (("contributors", list(record.contributors)), ("units", record.units)):
+            if row[key] != true:
+                self._breach(where, f"{key} {row[key]}", f"{true}, by its contributions")
+        widths = self._widths(where, record)
+        self._in_epoch(where, row, set(record.ring), set(record.contributors), widths)
         self._bases.pop(row["lineage"], None)
         self._awaited.pop(row["lineage"], None)
         seen_at, seen = self._seen.setdefault(row["lineage"], (where, row))
@@ -370,12 +349,12 @@ class _Check:
             self._decided.clear()
         self._epoch = grant.epoch
 
-    def _widths(self, where: str, row: Row, ring: Sequence[int]) -> dict[int, int]:
+    def _widths(self, where: str, record: CommitRecord) -> dict[int, int]:
         """Check that contributions have the width of their member, and return the known ranks of members."""
-        told: list[int] = row.get("ring_widths", [])
+        ring, told = list(record.ring), list(record.ring_widths)
         if told and (len(told) != len(ring) or len(set(told)) == 1):
             self._breach(where, f"ring_widths {told}", f"unequal ones, one for each member of the ring {ring}")
-        found = [(c["replica"], c.get("width") or self._ranks) for c in row["contributions"]]
+        found = [(c.replica, c.width or self._ranks) for c in record.contributions]
         widths = dict(zip(ring, told, strict=False)) if told else dict.fromkeys(ring, found[0][1] if found else 0)
         why = "by ring_widths" if told else "as there are no ring_widths"
         for replica, width in found:
@@ -446,11 +425,10 @@ class _Check:
         if end is not None and last is not None and end["step"] < last["step"] and not end.get("of_job", True):
             end = None  # its replica has left before, for good
         if end is not None and last is not None and end["lineage"] != last["lineage"]:
-            at = f"step {last['step']}, lineage {last['lineage']} at the end"
-            self._breach("metrics.jsonl", at, f"step {end['step']}, lineage {end['lineage']}, as the replicas")
-        top = 0 if end is not None or self._undone else self._commits.top
-        if last is not None and last["step"] < top:
-            self._breach("metrics.jsonl", f"step {last['step']} at the end", f"step {top}")
+            at = f"step {end['step']}, lineage {end['lineage']} at the end"
+            self._breach(
+                "replicas/*/final.json", at, f"step {last['step']}, lineage {last['lineage']}, as the logs"
+            )
         self._summary(finals)
 
     def _summary(self, finals: dict[int, Row]) -> None:

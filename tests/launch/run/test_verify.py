@@ -292,7 +292,7 @@ PLANTED: dict[str, tuple[Callable[[RunDir], None], str]] = {
     ),
     "units that no contribution has": (
         lambda r: edit(r.commits(0), 5, lambda x: x.update(units=9)),
-        "the sum over its contributions",
+        "units 9; expected: 2, by its contributions",
     ),
     "units that were not wanted": (
         lambda r: edit(r.lighthouse_events, 3, lambda x: x.update(units_wanted=12)),
@@ -304,12 +304,12 @@ PLANTED: dict[str, tuple[Callable[[RunDir], None], str]] = {
     ),
     "two lineages": (lambda r: edit(r.commits(2), 12, lambda x: x.update(lineage="X")), "one commit"),
     "a broken chain": (lambda r: edit(r.commits(0), 3, lambda x: x.update(prev="X")), "which it committed before"),
-    "a break of the whole chain": (broken, "on step 4, lineage L4"),
+    "a break of the whole chain": (broken, "step 3, lineage X3, as the replicas have"),
     "a line of nobody": (
         lambda r: edit(r.metrics, 12, lambda x: x.update(lineage="X")),
-        "that a replica committed",
+        "lineage X; expected: step 12, lineage L12, as the replicas have",
     ),
-    "the last line": (lambda r: drop(r.metrics, STEPS), "as the replicas"),
+    "the last line": (lambda r: drop(r.metrics, STEPS), "the end; expected: step 12"),
     "another configuration of a lighthouse": (
         lambda r: edit(r.lighthouse_events, 1, lambda x: x.update(config_hash="X")),
         "of config.yaml",
@@ -324,7 +324,7 @@ PLANTED: dict[str, tuple[Callable[[RunDir], None], str]] = {
         "at the same state",
     ),
     "a figure of the summary": (lambda r: edit(r.summary, 1, lambda x: x.update(tokens=1)), "by the logs"),
-    "a step of metrics": (lambda r: drop(r.metrics, 4), "on step 3, lineage L3"),
+    "a step of metrics": (lambda r: drop(r.metrics, 4), "step 4, lineage L4, as the replicas have"),
     "NaN": (lambda r: edit(r.metrics, 4, lambda x: x.update(loss=float("nan"))), "no strict JSON"),
 }
 

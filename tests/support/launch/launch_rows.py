@@ -1,7 +1,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ft_hsdp.analysis.failures import fold
+from ft_hsdp.analysis.failures import Failures
 from ft_hsdp.config import Config
 from ft_hsdp.launch.run.audit import UnitAudit
 from ft_hsdp.launch.run.directory import Row
@@ -71,6 +71,17 @@ def fed(rows: Sequence[Row]) -> dict[int, list[Row]]:
 
 def event(name: str, t: float, **fields: Any) -> Row:
     return {"t": t, "event": name, "source": "supervisor", "reason": "because", **fields}
+
+
+def fold(slots: int, events: Iterable[Row], commits: Iterable[Row]) -> Failures:
+    """The failures of a run, from events and canonical commits in any order."""
+    failures = Failures(slots, most=None)
+    for seq, row in enumerate(sorted((*events, *commits), key=lambda row: row["t"]), 1):
+        if "event" in row:
+            failures.event(seq, row["event"], row)
+        else:
+            failures.commit(row["t"], row["epoch"], row["contributors"])
+    return failures
 
 
 def failures(rows: Sequence[Row], events: Sequence[Row], typical: float) -> list[Row]:
