@@ -105,7 +105,7 @@ twin:
 # The kernels as the oldest triton compiles and launches them, beside this environment's torch.
 .PHONY: old-triton
 old-triton: .venvs/triton-3.6.0/.installed
-	PYTHONPATH=.venvs/triton-3.6.0 $(BIN)/python -m ftar_kernels.compile_check
+	PYTHONPATH=.venvs/triton-3.6.0 $(BIN)/python -m benchmarks.kernels.compile_check
 
 .venvs/triton-%/.installed: $(TOOLS)
 	$(PIP) install -q --no-deps --target .venvs/triton-$* triton==$*

@@ -12,8 +12,6 @@ Read the modules in this order:
     handshake      how a kernel waits for the CPU and answers it (inline assembly)
     persistent     one kernel that executes all commands of an all-reduce
     streamops      the alternative: a chain of kernels with waits between them, which hold no SM
-    staging        pinned host memory, private or shared between processes
-    compile_check  what the kernels compile to on sm_90; needs no GPU
 
 `benchmarks.kernels`, in a checkout, checks and measures all of it on a GPU.
 

@@ -171,3 +171,12 @@ class FlagPage:
         self._words[ABORT] = 1
         for program in range(self.programs):
             self._words[LINE * self.post_line(program)] = MOST
+
+
+def host_buffer(nbytes: int, device: torch.device) -> Tensor:
+    """Return `nbytes` zeroed bytes of host memory, aligned to 128; pinned if `device` is a GPU."""
+    if device.type == "cuda":
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    memory = torch.zeros(nbytes + 128, dtype=torch.uint8)
+    skip = -memory.data_ptr() % 128
+    return memory[skip : skip + nbytes]

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from ft_hsdp.core.ring import OperationKind
-from ftar_kernels.flags import Command, FlagPage, Status
+from ftar_kernels.flags import Command, FlagPage, Status, host_buffer
 from ftar_kernels.persistent import command_kernel, persistent_kernel
 from ftar_kernels.reduce_copy import OPTIONS, PROGRAMS, check, shape, vector
-from ftar_kernels.staging import host_buffer
 from ftar_kernels.streamops import DeviceStream, HostStream
 
 POLL_S = 2e-5

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from ftar_kernels.staging import host_buffer
+from ftar_kernels.flags import host_buffer
 
 _GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ, in cyclic comparison
 _NON_BLOCKING = ctypes.c_uint(1)  # CU_STREAM_NON_BLOCKING: not in order with the default stream

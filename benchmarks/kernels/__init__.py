@@ -6,6 +6,7 @@ section runs in a process of its own under a time limit, so that a kernel that h
 Read the modules in this order:
 
     sections    the parts of the bench by name, in the order of their value
+    compile_check  what the kernels compile to on sm_90; needs no GPU
     ladder      one mechanism after the other: the first that fails names the fault
     blocking    which calls wait for a kernel that spins
     rates       what the machine is, and how fast it moves and hashes a gradient

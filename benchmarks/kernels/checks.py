@@ -16,11 +16,10 @@ from benchmarks.kernels import reference
 from benchmarks.kernels.ring import KernelRingMember, RingMemoryLayout
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels import reduce_copy
-from ftar_kernels.flags import Command
+from ftar_kernels.flags import Command, host_buffer
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import StagedPlane, Via
 from ftar_kernels.reduce_copy import DTYPES, vector
-from ftar_kernels.staging import host_buffer
 
 SIZES = (1, 3, 16, 511, 8192, 20_000, 70_001)
 LARGE = (1_000_003, 8_388_608)

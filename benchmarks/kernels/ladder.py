@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.checks import drain, empty, fresh, programs
+from benchmarks.kernels.ring import PinnedSegment
 from ft_hsdp.core.ring import OperationKind
-from ftar_kernels.flags import Command, Status
+from ftar_kernels.flags import Command, Status, host_buffer
 from ftar_kernels.persistent import command_kernel
 from ftar_kernels.plane import StagedPlane
 from ftar_kernels.reduce_copy import OPTIONS, shape, vector
-from ftar_kernels.staging import PinnedSegment, host_buffer
 
 N = 1 << 16  # elements of fp32
 SILENCE_S = 3.0  # a rung that fails ends within this time

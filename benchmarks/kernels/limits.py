@@ -10,9 +10,8 @@ import torch
 
 from benchmarks.kernels.checks import PLANES, drain, empty, programs, watchdog
 from ft_hsdp.core.ring import OperationKind
-from ftar_kernels.flags import Command, Status
+from ftar_kernels.flags import Command, Status, host_buffer
 from ftar_kernels.plane import StagedPlane, Via
-from ftar_kernels.staging import host_buffer
 
 
 def _plane(device: torch.device, via: Via) -> StagedPlane:

@@ -15,9 +15,8 @@ import threading
 import time
 from typing import Any
 
-from benchmarks.kernels.ring import DEAD, WORDS, RingMemoryLayout
+from benchmarks.kernels.ring import DEAD, WORDS, PinnedSegment, RingMemoryLayout
 from ftar_kernels.plane import Via
-from ftar_kernels.staging import PinnedSegment
 
 START_S = 240.0  # imports, CUDA and the first compilation, all at once
 RUN_S = 60.0

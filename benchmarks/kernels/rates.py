@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import xxhash
 
+from benchmarks.kernels.ring import PinnedSegment
 from ftar_kernels import reduce_copy
-from ftar_kernels.staging import PinnedSegment
 
 N = 64 << 20  # elements of fp32: 256 MiB
 FIELDS = (

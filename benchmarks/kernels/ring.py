@@ -7,6 +7,8 @@ counts what it has sent; the neighbour counts what it has used. Each word has on
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -15,10 +17,9 @@ import torch
 from torch import Tensor
 
 from ft_hsdp.core.ring import RingPlan, operations
-from ftar_kernels.flags import Command
+from ftar_kernels.flags import Command, host_buffer
 from ftar_kernels.plane import Aborted, Expired, StagedJob, StagedPlane, Via
 from ftar_kernels.reduce_copy import vector
-from ftar_kernels.staging import host_buffer
 
 PAGE = 4096
 WORDS = 8  # 8-byte words of a cache line
@@ -28,6 +29,40 @@ POLL_S = 2e-5
 
 class Broken(RuntimeError):
     """The ring did not finish: a member is dead or silent."""
+
+
+class PinnedSegment:
+    """A memfd that is mapped and pinned.
+
+    Another process opens it by its descriptor; each process pins its own mapping.
+
+    Args:
+        nbytes: size of the segment.
+        fd: descriptor of an existing segment; None: make one.
+    """
+
+    def __init__(self, nbytes: int, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("ftar_kernels", os.MFD_CLOEXEC) if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, nbytes)
+        self.bytes = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
+        self._pinned = False
+
+    def pin(self) -> None:
+        """Register the mapping with CUDA (cudaHostRegister).
+
+        Raises:
+            RuntimeError: CUDA refuses it.
+        """
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0))
+        self._pinned = True
+
+    def close(self) -> None:
+        """Unregister the mapping and close the descriptor. The memory is freed with the last tensor in it."""
+        if self._pinned:
+            self._pinned = False
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))
+        os.close(self.fd)
 
 
 @dataclass(frozen=True, slots=True)

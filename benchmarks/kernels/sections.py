@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels import blocking, checks, ladder, limits, nccl, processes, rates, speed
-from ftar_kernels.compile_check import figures, launch_problems
+from benchmarks.kernels.compile_check import figures, launch_problems
 from ftar_kernels.handshake import uninterpretable
 
 ROOT = Path(__file__).parents[2]

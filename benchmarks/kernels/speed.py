@@ -16,9 +16,8 @@ from benchmarks.kernels.checks import watchdog
 from benchmarks.kernels.ring import KernelRingMember, RingMemoryLayout
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels import reduce_copy
-from ftar_kernels.flags import Command
+from ftar_kernels.flags import Command, host_buffer
 from ftar_kernels.plane import StagedPlane, Via
-from ftar_kernels.staging import host_buffer
 
 MIB = 2**20
 REPEAT = 25

@@ -11,8 +11,7 @@ import torch
 
 from benchmarks.kernels import reference
 from benchmarks.kernels.checks import empty, fresh, programs
-from benchmarks.kernels.ring import Broken, KernelRingMember, RingMemoryLayout
-from ftar_kernels.staging import PinnedSegment
+from benchmarks.kernels.ring import Broken, KernelRingMember, PinnedSegment, RingMemoryLayout
 
 
 def say(**what: Any) -> None:

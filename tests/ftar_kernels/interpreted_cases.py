@@ -11,10 +11,9 @@ from benchmarks.kernels import checks, limits
 from benchmarks.kernels.ring import FREED, HEADS, SENT, Broken, KernelRingMember, RingMemoryLayout
 from ft_hsdp.core.ring import OperationKind
 from ftar_kernels import reduce_copy
-from ftar_kernels.flags import Command, FlagPage, Status
+from ftar_kernels.flags import Command, FlagPage, Status, host_buffer
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import Aborted, Expired, StagedPlane, Stuck
-from ftar_kernels.staging import host_buffer
 from ftar_kernels.streamops import HostStream
 from tests.support.waiting import until
 

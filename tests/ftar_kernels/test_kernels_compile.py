@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
 
-from ftar_kernels import compile_check, handshake
+from benchmarks.kernels import compile_check
+from ftar_kernels import handshake
 from ftar_kernels.reduce_copy import kernel
 
 

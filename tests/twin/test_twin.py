@@ -54,7 +54,7 @@ def test_every_module_is_imported_but_those_of_absent_packages() -> None:
 
 
 def test_the_kernels_compile_and_launch_as_they_should() -> None:
-    assert "persistent_kernel" in run("-m", "ftar_kernels.compile_check")
+    assert "persistent_kernel" in run("-m", "benchmarks.kernels.compile_check")
 
 
 def test_the_bench_runs_what_needs_no_gpu(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Checks what the kernels compile to on sm_90, without a GPU. Run it as `python -m ftar_kernels.compile_check`.
+"""What the kernels compile to on sm_90, without a GPU: `python -m benchmarks.kernels.compile_check`.
 
 It allows at most 64 registers a thread and nothing in local memory: then 512 threads leave room on the SM for one
 more such program, beside which other kernels run. All accesses to a block must be of 16 bytes; a wait must have
@@ -25,10 +25,9 @@ from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from ftar_kernels import handshake
-from ftar_kernels.flags import FlagPage
+from ftar_kernels.flags import FlagPage, host_buffer
 from ftar_kernels.persistent import command_kernel, persistent_kernel
 from ftar_kernels.reduce_copy import BLOCK_BYTES, OPTIONS, WARPS, kernel, shape
-from ftar_kernels.staging import host_buffer
 
 REGISTERS = 64
 UNROLLED = BLOCK_BYTES // (16 * 32 * WARPS)  # accesses of 16 bytes of each thread to a block
