@@ -43,6 +43,26 @@ def family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if version == 6 else socket.AF_INET
 
 
+def loopback(host: str) -> bool:
+    """Return whether only processes of one machine reach `host`. Of the names, only `localhost` counts."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def unspecified(host: str) -> bool:
+    """Return whether `host` stands for all addresses of a machine, such as 0.0.0.0: no peer can connect to it."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.partition("%")[0]).is_unspecified
+    return False
+
+
+def reached(host: str) -> str:
+    """Return the name or address by which this machine's processes reach what listens on `host`."""
+    return ("::1" if ":" in host else "127.0.0.1") if unspecified(host) else host
+
+
 def bound(host: str, port: int = 0) -> socket.socket:
     """Return a TCP socket bound to `port` (0: a free one) of `host`, which does not listen yet.
 
@@ -100,7 +120,7 @@ def listen(host: str, port: int, *, known: bool) -> socket.socket:
 
 def check_loopback(host: str) -> None:
     """Raise ConfigError if the IP address `host`, where a lighthouse listens to everybody, is not on loopback."""
-    if not ipaddress.ip_address(host.partition("%")[0]).is_loopback:
+    if not loopback(host):
         raise ConfigError("network.host", host, "127.0.0.1 or ::1, unless the run has a token or network.tls_ca")
 
 

@@ -7,10 +7,10 @@ finds what has expired or does not fit.
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 from pathlib import Path
 
+from ft_hsdp import address
 from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.errors import ConfigError
 
@@ -81,21 +81,10 @@ def check(network: NetworkConfig) -> str:
         return "HTTP, so tokens can be read on the way; use it on one machine or in a private network only"
     assert network.tls_certificate is not None
     context.verify_mode = ssl.CERT_NONE
-    host = reached(network.host)
+    host = address.reached(network.host)
     until = _try("network.tls_certificate", network.tls_certificate, context, _trusting(network), host)
     who = "clients need a certificate and a token" if network.tls_ca else "clients need a token"
     return f"HTTPS as {host} until {until}; {who}"
-
-
-def reached(host: str) -> str:
-    """Return the name or address by which this machine's processes reach a lighthouse that listens on `host`."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host
-    if not address.is_unspecified:
-        return host
-    return "127.0.0.1" if address.version == 4 else "::1"
 
 
 def _trusting(network: NetworkConfig) -> ssl.SSLContext:

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import gc
-import ipaddress
 import logging
 import os
 import signal
@@ -142,10 +141,7 @@ class Alone:
 
 def url(sock: socket.socket, scheme: str = "http") -> str:
     host, port = sock.getsockname()[:2]
-    there = ipaddress.ip_address(str(host).partition("%")[0])
-    if there.is_unspecified:
-        there = ipaddress.ip_address("127.0.0.1" if there.version == 4 else "::1")
-    return f"{scheme}://{address.join(str(there), port)}"
+    return f"{scheme}://{address.join(address.reached(str(host).partition('%')[0]), port)}"
 
 
 def advertised(sock: socket.socket, scheme: str = "http") -> str:
@@ -154,7 +150,7 @@ def advertised(sock: socket.socket, scheme: str = "http") -> str:
     Clients know their lighthouses from the configuration, so this is only a hint.
     """
     host, port = sock.getsockname()[:2]
-    if ipaddress.ip_address(str(host).partition("%")[0]).is_unspecified:
+    if address.unspecified(str(host)):
         return f"{scheme}://{socket.gethostname()}:{port}"
     return url(sock, scheme)
 

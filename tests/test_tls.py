@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp import tls
+from ft_hsdp import address, tls
 from ft_hsdp.config import parse
 from tests.support.certificates import Authority
 from tests.support.refused import refused
@@ -147,4 +147,4 @@ def test_half_a_set_of_keys_is_one_line(keys, key):
     [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("node7", "node7"), ("10.0.0.1",) * 2],
 )
 def test_where_a_lighthouse_is_reached(host, there):
-    assert tls.reached(host) == there
+    assert address.reached(host) == there

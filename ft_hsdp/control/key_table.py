@@ -99,12 +99,8 @@ class KeyTable:
         self._most_keys = most_keys
         self._most_bytes = most_bytes
         self._values: dict[str, bytes] = {}
-        self._nbytes = 0
+        self.nbytes = 0
         self._coming: dict[str, set[asyncio.Future[None]]] = {}
-
-    @property
-    def nbytes(self) -> int:
-        return self._nbytes
 
     async def answer(self, call: StoreCall) -> StoreAnswer:
         """Do what `call` asks for, and return its answer.
@@ -139,7 +135,7 @@ class KeyTable:
                 return 0, self._compare_set(key, *values)
             case "delete":
                 value = self._values.pop(key, None)
-                self._nbytes -= 0 if value is None else len(key.encode()) + len(value)
+                self.nbytes -= 0 if value is None else len(key.encode()) + len(value)
                 return int(value is not None), b""
             case "count":
                 return len(self._values), b""
@@ -168,10 +164,10 @@ class KeyTable:
         if before is None and len(self._values) >= self._most_keys:
             there = f"there are {self._most_keys} keys, as many as are allowed"
             raise CallRefused(f"no place for {_shown(key)}: {there}")
-        if self._nbytes + more > self._most_bytes:
+        if self.nbytes + more > self._most_bytes:
             raise CallRefused(f"no place for {_shown(key)}: keys and values may have {self._most_bytes} bytes")
         self._values[key] = value
-        self._nbytes += more
+        self.nbytes += more
         for future in self._coming.pop(key, ()):
             if not future.done():
                 future.set_result(None)

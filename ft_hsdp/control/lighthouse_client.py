@@ -1,7 +1,7 @@
 """Which lighthouse of a job is asked, over HTTP, and how a replica waits for its answer.
 
 A job has one lighthouse, or several of which one leads. Those that do not lead answer 503 and name the leader.
-`Lighthouses` is used by every process that talks to a lighthouse; `LighthouseClient` adds a replica's requests.
+Every process that talks to a lighthouse has a `LighthouseClient`.
 No token is ever sent, and an answer counts only if it proves that its sender knows the token: `TokenProof`.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import socket
 import ssl
@@ -25,9 +24,9 @@ from pydantic import ValidationError
 
 from ft_hsdp import address, bounded, fault_injection, http_proof, protocol
 from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Holders, Refused
-from ft_hsdp.errors import ConfigError, LighthouseUnreachable, ProtocolViolation
+from ft_hsdp.errors import ConfigError, LighthouseUnreachable, ProtocolViolation, one_line
 from ft_hsdp.jsonl import read_object
-from ft_hsdp.protocol import ProcessReport, QuorumRequest, Telemetry, Wait
+from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Telemetry, Wait
 from ft_hsdp.tls import Trusted
 
 CONNECT_S = 2.0  # longest wait for a connection
@@ -59,7 +58,7 @@ def own_address(host: str, lighthouse: str) -> str:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
         listening = str(found[4][0])
-        if not ipaddress.ip_address(listening.partition("%")[0]).is_unspecified:
+        if not address.unspecified(listening):
             return listening
         there = urlsplit(lighthouse)
         return address.source(there.hostname, there.port or 80)
@@ -214,20 +213,35 @@ def urls_of_run(document: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(url for url in urls if isinstance(url, str)))
 
 
-class Lighthouses:
-    """The lighthouses of a job. The last one that answered is asked first.
+class NotTaken(LighthouseUnreachable):
+    """The lighthouse is there and refuses this message: it is too large, or not valid."""
+
+
+class LighthouseClient:
+    """The requests of a process to the lighthouses of its job. The last one that answered is asked first.
 
     The name of a leader is followed only to one of `urls`.
 
     Args:
-        client: from `http_client`.
+        tls: from `ft_hsdp.tls.client`.
         file: a run's lighthouse.json. It is read again when none answers: a scheduler may have started the
             lighthouse on another machine.
+        reply_s: longest wait for an answer, in seconds.
+        http: sends the requests, and is closed with this client; None: one from `http_client`.
     """
 
-    def __init__(self, urls: tuple[str, ...], client: httpx.AsyncClient, file: Path | None = None) -> None:
+    def __init__(
+        self,
+        urls: tuple[str, ...],
+        token: str,
+        tls: ssl.SSLContext | None = None,
+        file: Path | None = None,
+        reply_s: float = ASK_S + MARGIN_S,
+        http: httpx.AsyncClient | None = None,
+    ) -> None:
         self.urls = tuple(dict.fromkeys(url.rstrip("/") for url in urls))
-        self._client = client
+        self._token = token
+        self._client = http or http_client(token, reply_s, tls)
         self._file = file
         self._at = 0
 
@@ -327,64 +341,6 @@ class Lighthouses:
         if response.status_code != httpx.codes.OK or _fact(response, "role") == "standby":
             raise httpx.ReadError("it does not lead any more")
 
-
-def _leader(response: httpx.Response) -> str | None:
-    """Return the URL of the leader that a lighthouse names which does not lead."""
-    hint = _fact(response, "leader")
-    return hint.rstrip("/") if isinstance(hint, str) else None
-
-
-def _fact(response: httpx.Response, key: str) -> Any:
-    try:
-        document = response.json()
-    except ValueError:
-        return None
-    return document.get(key) if isinstance(document, dict) else None
-
-
-class NotTaken(LighthouseUnreachable):
-    """The lighthouse is there and refuses this message: it is too large, or not valid."""
-
-
-async def deliver(lighthouses: Lighthouses, telemetry: Telemetry) -> None:
-    """Send telemetry to the lighthouse that leads.
-
-    Raises:
-        LighthouseUnreachable: it was not taken, and may be sent again.
-        NotTaken: it never will be taken as it is.
-    """
-    response = await lighthouses.post("/v1/telemetry", protocol.encode(telemetry))
-    if response.status_code in REFUSED:
-        raise NotTaken(f"lighthouse answered {response.status_code}: {response.text[:200]}")
-    if response.status_code != TAKEN:
-        raise LighthouseUnreachable(f"lighthouse answered {response.status_code}: {response.text[:200]}")
-
-
-class LighthouseClient:
-    """One replica's requests to the lighthouses.
-
-    Args:
-        tls: from `ft_hsdp.tls.client`.
-        file: as of `Lighthouses`.
-        ask_s: how long a lighthouse keeps a request open, in seconds.
-        http: sends the requests, and is closed with this client; None: one from `http_client`.
-    """
-
-    def __init__(
-        self,
-        urls: tuple[str, ...],
-        token: str,
-        tls: ssl.SSLContext | None = None,
-        file: Path | None = None,
-        ask_s: float = ASK_S,
-        http: httpx.AsyncClient | None = None,
-    ) -> None:
-        self._token = token
-        self._lighthouses = Lighthouses(urls, http or http_client(token, ask_s + MARGIN_S, tls), file)
-
-    async def greet(self) -> None:
-        await self._lighthouses.greet()
-
     async def ask(self, ask: QuorumRequest) -> Answer:
         """Ask for a step and wait until the lighthouse has decided.
 
@@ -411,9 +367,8 @@ class LighthouseClient:
         Raises:
             LighthouseUnreachable: it does not answer, or not as a lighthouse does.
         """
-        response = await self._lighthouses.get(f"/v1/holders?replica={replica}")
-        if response.status_code != 200:
-            raise LighthouseUnreachable(f"lighthouse answered {response.status_code}: {response.text[:200]}")
+        response = await self.get(f"/v1/holders?replica={replica}")
+        _check(response)
         try:
             found: Holders = _HOLDERS.validate_json(response.content)
         except ValidationError as error:
@@ -435,9 +390,14 @@ class LighthouseClient:
                     return None
             await asyncio.sleep(HOLDERS_AGAIN_S)
 
-    async def report(self, processes: ProcessReport) -> None:
-        """Tell the lighthouse which incarnations have exited; a rank does this for its own predecessors."""
-        await self._post("/v1/processes", processes, (protocol.SupervisorReply,))
+    async def report(self, processes: ProcessReport) -> SupervisorReply:
+        """Tell the lighthouse which incarnations have exited; a rank does this for its own predecessors.
+
+        Raises:
+            LighthouseUnreachable: it does not answer, or not as a lighthouse does.
+        """
+        reply: SupervisorReply = await self._post("/v1/processes", processes, (SupervisorReply,))
+        return reply
 
     async def tell(self, telemetry: Telemetry) -> None:
         """Send telemetry.
@@ -446,17 +406,34 @@ class LighthouseClient:
             LighthouseUnreachable: it was not taken, and may be sent again.
             NotTaken: it never will be taken as it is.
         """
-        await deliver(self._lighthouses, telemetry)
+        response = await self.post("/v1/telemetry", protocol.encode(telemetry))
+        _check(response, TAKEN)
 
     async def _post(self, path: str, message: object, expected: tuple[type, ...]) -> Any:
-        response = await self._lighthouses.post(path, protocol.encode(message))
-        if response.status_code != 200:
-            text = response.text.strip().splitlines()
-            raise LighthouseUnreachable(f"lighthouse answered {response.status_code}: {(text or [''])[0][:200]}")
+        response = await self.post(path, protocol.encode(message))
+        _check(response)
         try:
             return protocol.decode(response.content, *expected)
         except ProtocolViolation as error:
             raise LighthouseUnreachable(f"lighthouse: {error}") from error
 
-    async def close(self) -> None:
-        await self._lighthouses.close()
+
+def _check(response: httpx.Response, status: int = httpx.codes.OK) -> None:
+    """Raise LighthouseUnreachable if an answer has another status; NotTaken if that refuses the message."""
+    if response.status_code != status:
+        refused = NotTaken if response.status_code in REFUSED else LighthouseUnreachable
+        raise refused(f"lighthouse answered {response.status_code}: {one_line(response.text)[:200]}")
+
+
+def _leader(response: httpx.Response) -> str | None:
+    """Return the URL of the leader that a lighthouse names which does not lead."""
+    hint = _fact(response, "leader")
+    return hint.rstrip("/") if isinstance(hint, str) else None
+
+
+def _fact(response: httpx.Response, key: str) -> Any:
+    try:
+        document = response.json()
+    except ValueError:
+        return None
+    return document.get(key) if isinstance(document, dict) else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Protocol
 
 from ft_hsdp import address, caller_gate, handshake, protocol
@@ -103,7 +103,7 @@ class RankHub:
         self._types = types
         self._received = received
         self._lost = lost
-        self._waiting = set(range(1, ranks))
+        self.awaited = set(range(1, ranks))  # ranks that have not said hello
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._complete = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -116,16 +116,12 @@ class RankHub:
         """Listen at a bound socket until all ranks are here, and return its port."""
         port = int(listener.getsockname()[1])
         self._gate = CallerGate(self._token, (self._purpose,), self._admitted)
-        if self._waiting:
+        if self.awaited:
             self._gate.watch(listener)
         else:
             listener.close()
             self._complete.set()
         return port
-
-    @property
-    def awaited(self) -> Collection[int]:
-        return self._waiting
 
     async def all_here(self, timeout_s: float) -> None:
         """Wait until every rank has said hello.
@@ -178,13 +174,13 @@ class RankHub:
                 hello = await read(reader, RankHello)
         except TimeoutError:
             hello = None
-        if not isinstance(hello, RankHello) or hello.rank not in self._waiting:
+        if not isinstance(hello, RankHello) or hello.rank not in self.awaited:
             writer.close()
             return
-        self._waiting.discard(hello.rank)
+        self.awaited.discard(hello.rank)
         self.hellos[hello.rank] = hello
         self._writers[hello.rank] = writer
-        if not self._waiting:
+        if not self.awaited:
             self._gate.close()
             self._complete.set()
         while (message := await read(reader, *self._types)) is not None:

@@ -245,18 +245,9 @@ class Ring:
         self._plane = plane
         self._settings = settings
         self._lock = threading.Lock()
-        self._error: FTARError | None = None
-        self._busy = False
+        self.error: FTARError | None = None  # why the ring is broken; None while it can be used
+        self.busy = False
         self.entered = 0  # number of all-reduces that were begun
-
-    @property
-    def error(self) -> FTARError | None:
-        """Why the ring is broken; None while it can be used."""
-        return self._error
-
-    @property
-    def busy(self) -> bool:
-        return self._busy
 
     @property
     def received(self) -> int:
@@ -297,15 +288,15 @@ class Ring:
             self.fail(error)
             self.dispose()
             job.close(failed=True)
-            assert self._error is not None
-            raise self._error from error
+            assert self.error is not None
+            raise self.error from error
         except BaseException:
             self.fail(PeerDead("the engine failed"))
             self.dispose()
             job.close(failed=True)
             raise
         job.close(failed=False)
-        self._busy = False
+        self.busy = False
         return AllReduceResult(out, exchange.entries, sent)
 
     def retire(self, error: FTARError) -> tuple[Receiver | None, Sender | None]:
@@ -315,18 +306,18 @@ class Ring:
             The receiver and the sender; (None, None) if an all-reduce is running or the ring is broken already.
         """
         with self._lock:
-            if self._busy or self._error is not None:
+            if self.busy or self.error is not None:
                 return None, None
-            self._error = error
+            self.error = error
             edges = self._receiver, self._sender
             self._receiver = self._sender = None
             return edges
 
     def _claim(self) -> None:
         with self._lock:
-            if self._error is not None:
-                raise self._error
-            self._busy = True
+            if self.error is not None:
+                raise self.error
+            self.busy = True
             self.entered += 1
 
     def _run(self, exchange: Exchange) -> int:
@@ -352,8 +343,8 @@ class Ring:
     def fail(self, error: FTARError) -> None:
         """Break the ring: all pending and future waits raise `error`. Any thread; only the first error is kept."""
         with self._lock:
-            if self._error is None:
-                self._error = error
+            if self.error is None:
+                self.error = error
         for end in (self._receiver, self._sender):
             if end is not None:
                 end.close()

@@ -83,7 +83,9 @@ class Group:
         self._grant: Grant | None = None  # of the newest epoch, also when its ring is over
         self._verdict: RingAbort | None = None  # what ended it; None: it stands, or was left on purpose
         self._told = True  # the owner knows that it is over, or has ended it
-        self._floor = 0  # callers up to this epoch are refused, except those of the current one
+        # The largest epoch that was claimed by `configure` or refused by `stop`: callers up to it are refused,
+        # except those of the current one.
+        self.epoch = 0
         self._reason = ""  # what refused callers are told
         self._parked: dict[int, list[tuple[RingHello, Peer]]] = {}  # callers of later epochs
         self._tasks = OwnTasks(self.crashed)
@@ -102,11 +104,6 @@ class Group:
         """
         self._loop = asyncio.get_running_loop()
         return self._listener.open(host)
-
-    @property
-    def epoch(self) -> int:
-        """The largest epoch that was claimed by `configure` or refused by `stop`."""
-        return self._floor
 
     @property
     def state(self) -> GroupState:
@@ -144,9 +141,9 @@ class Group:
         Raises:
             ProtocolViolation: a member of the grant has no rank with a lane of this one.
         """
-        if grant.epoch <= self._floor or self.state in (GroupState.CLOSED, GroupState.FATAL):
+        if grant.epoch <= self.epoch or self.state in (GroupState.CLOSED, GroupState.FATAL):
             return
-        self._floor = grant.epoch
+        self.epoch = grant.epoch
         rings = self._lanes_of(grant)
         self._grant, self._verdict, self._told = grant, None, False
         if [lane.place for lane in self._lanes.values()] != list(rings):  # the widths are others than before
@@ -185,12 +182,12 @@ class Group:
         called.
         """
         self._reason = reason
-        self._floor = max(self._floor, epoch)
+        self.epoch = max(self.epoch, epoch)
         if self._grant is not None and self._grant.epoch <= epoch:
             self._told = True
             for lane in self._lanes.values():
                 lane.leave(reason)
-        self._refuse_parked(self._floor)
+        self._refuse_parked(self.epoch)
 
     def _refuse_parked(self, floor: int) -> None:
         """Refuse all callers that wait for an epoch up to `floor`."""
@@ -213,7 +210,7 @@ class Group:
 
     async def close(self) -> None:
         """Leave the ring, close all connections and end the engine's threads; wait until that is done."""
-        self.stop(max([self._floor, *self._parked]), "the replica ends")
+        self.stop(max([self.epoch, *self._parked]), "the replica ends")
         self._closed = True
         self._listener.close()
         await asyncio.gather(*(lane.close() for lane in self._lanes.values()))
@@ -231,7 +228,7 @@ class Group:
         epoch, lane = hello.grant.epoch, self._lanes.get(hello.rank)
         if self._grant is not None and epoch == self._grant.epoch and lane is not None and not lane.over:
             lane.called(hello, peer)
-        elif epoch <= self._floor or self._closed:
+        elif epoch <= self.epoch or self._closed:
             self._refuse(hello, peer)
         else:
             self._parked.setdefault(epoch, []).append((hello, peer))
@@ -273,7 +270,7 @@ class Group:
             self._events.broken(self._verdict)
 
     def _shown(self, grant: Grant) -> None:
-        if grant.epoch > self._floor:
+        if grant.epoch > self.epoch:
             self._events.shown(grant)
 
     def _exhausted(self, error: LocalResourceError) -> None:

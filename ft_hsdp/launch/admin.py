@@ -12,7 +12,7 @@ import httpx
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import Config, load
-from ft_hsdp.control.lighthouse_client import Lighthouses, Unproved, get_proved, http_client, urls_of_run
+from ft_hsdp.control.lighthouse_client import LighthouseClient, Unproved, get_proved, urls_of_run
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, ConfigError, FtHsdpError, LighthouseUnreachable, one_line
 from ft_hsdp.launch.run.directory import RunDir, read_json
 
@@ -98,8 +98,11 @@ async def _post(
     urls: tuple[str, ...], token: str, path: str, body: bytes, context: ssl.SSLContext | None
 ) -> tuple[int, str]:
     """Post an order, and return the status of the answer and its text as one line."""
-    async with http_client(token, ANSWER_S, context) as client:
-        response = await Lighthouses(urls, client).post(path, body)
+    client = LighthouseClient(urls, token, context, reply_s=ANSWER_S)
+    try:
+        response = await client.post(path, body)
+    finally:
+        await client.close()
     try:
         detail = str(response.json()["detail"])
     except (ValueError, KeyError, TypeError):

@@ -8,61 +8,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import secrets
 import ssl
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import httpx
 
-from ft_hsdp.control.lighthouse_client import Lighthouses, deliver, http_client
+from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row
-from ft_hsdp.protocol import Telemetry
+from ft_hsdp.protocol import ProcessReport
 
 PERIOD_S = 0.25  # between two reports without a change
 REPLY_S = 2.0  # longest wait for an answer
 
 OnEvict = Callable[[int, str, str], None]
 """Called with (replica, incarnation, reason)."""
-
-
-class SupervisorLink(Protocol):
-    """The reports of a supervisor to the lighthouse: `LighthouseLink`, or a stand-in."""
-
-    owner: str  # the supervisor's random name
-
-    def started(self, replica: int, incarnation: str) -> None:
-        """Report that an incarnation has been started; a replica that was given up counts again."""
-
-    def rests(self, replica: int) -> None:
-        """Report that no process of a replica runs, and that none will be started before it is wanted."""
-
-    def exited(self, replica: int, incarnation: str) -> None:
-        """Report that all ranks of an incarnation are gone."""
-
-    def lost(self, replica: int) -> None:
-        """Report that others need not wait for a replica: it may not start again for a long time, or at all."""
-
-    def ended(self, replica: int) -> None:
-        """Report that a replica is done. When all members of the job's epoch are, the job has ended."""
-
-    def claims(self, replica: int) -> None:
-        """Ask for the lease of a replica: this supervisor alone will start it."""
-
-    def releases(self, replica: int) -> None:
-        """Give the lease of a replica back: another supervisor may start it."""
-
-    def holds(self, replica: int) -> bool:
-        """Return whether this supervisor has the lease of a replica for certain."""
-
-    def rival(self, replica: int) -> str:
-        """Return the other supervisor that has the lease of a replica; "" if there is none."""
 
 
 class LighthouseLink:
@@ -81,6 +47,7 @@ class LighthouseLink:
         on_evict: OnEvict,
         tls: ssl.SSLContext | None = None,
         file: Path | None = None,
+        http: httpx.AsyncClient | None = None,
     ) -> None:
         """Make the link; `run` connects it.
 
@@ -90,13 +57,10 @@ class LighthouseLink:
             progress: Takes the lighthouse's news of the job.
             on_evict: Called with each order to evict.
             tls: For HTTPS; None: HTTP.
-            file: As in `Lighthouses`.
+            file: As in `LighthouseClient`.
+            http: As in `LighthouseClient`.
         """
-        self._urls = urls
-        self._file = file
-        self._tls = tls
         self.problem: str | None = None  # why the last report failed
-        self._token = token
         self._progress = progress
         self._on_evict = on_evict
         self._running: dict[int, str | None] = {}  # incarnation by replica; None: the replica rests
@@ -107,10 +71,10 @@ class LighthouseLink:
         self._leases: dict[int, int] = {}  # number of the newest lease by claimed replica
         self._until: dict[int, float] = {}  # monotonic end of each lease
         self._rivals: dict[int, str] = {}  # the other supervisor that has a lease, by replica
-        self._delivered: dict[str, Any] = {}  # the newest report that was answered
+        self._delivered: ProcessReport | None = None  # the newest report that was answered
         self._changed = asyncio.Event()
-        self._lighthouses: Lighthouses | None = None
-        self._reporter = Reporter("supervisor", self._deliver)
+        self._client = LighthouseClient(urls, token, tls, file, REPLY_S, http)
+        self._reporter = Reporter("supervisor", self._client.tell)
 
     def started(self, replica: int, incarnation: str) -> None:
         """Report that an incarnation has been started; a replica that was given up counts again."""
@@ -167,73 +131,60 @@ class LighthouseLink:
     @property
     def settled(self) -> bool:
         """Return whether the lighthouse has answered the current report."""
-        return self._delivered == {**self.current_report, "leases": sorted(self._leases)}
+        delivered, now = self._delivered, self.current_report
+        return delivered is not None and replace(delivered, leases=dict.fromkeys(delivered.leases, 0)) == now
 
     @property
-    def current_report(self) -> dict[str, Any]:
-        """Return the report as it is now, without the leases."""
-        return {
-            "running": {str(replica): name for replica, name in sorted(self._running.items())},
-            "exited": [name for _, name in sorted(self._exited.items())],
-            "lost": sorted(self._lost),
-            "ended": sorted(self._ended),
-        }
+    def current_report(self) -> ProcessReport:
+        """Return the report as it is now, without the numbers of the leases."""
+        return ProcessReport(
+            dict(self._running),
+            tuple(name for _, name in sorted(self._exited.items())),
+            tuple(sorted(self._lost)),
+            tuple(sorted(self._ended)),
+            self.owner,
+            dict.fromkeys(self._leases, 0),
+        )
 
     async def run(self) -> None:
         """Send reports until cancelled. Without an answer `problem` has the reason."""
-        async with http_client(self._token, REPLY_S, self._tls) as client:
-            self._lighthouses = lighthouses = Lighthouses(self._urls, client, self._file)
-            self._reporter.start()
-            try:
-                while True:
-                    self._changed.clear()
-                    await self.report(lighthouses)
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(PERIOD_S):
-                            await self._changed.wait()
-                    if self.problem is not None and self._changed.is_set():
-                        await asyncio.sleep(PERIOD_S / 5)  # many changes must not flood an absent lighthouse
-            finally:
-                await self._reporter.close()
-
-    async def _deliver(self, telemetry: Telemetry) -> None:
-        assert self._lighthouses is not None, "run() comes first"
-        await deliver(self._lighthouses, telemetry)
-
-    async def report(self, lighthouses: Lighthouses) -> None:
-        """Send the current report once and act on the answer."""
-        report, claimed, began = self.current_report, dict(self._leases), time.monotonic()
-        body = {**report, "owner": self.owner, "leases": claimed}
+        self._reporter.start()
         try:
-            response = await lighthouses.post("/v1/processes", json.dumps(body).encode())
-            if response.status_code != httpx.codes.OK:
-                self.problem = f"{lighthouses.url} answers {response.status_code}: {response.text[:200]}"
-                return
-            answer = response.json()
-            evictions = [(e["replica"], e["incarnation"], e["reason"]) for e in answer["evict"]]
-            step, epoch, finished = int(answer["step"]), int(answer["epoch"]), bool(answer["finished"])
-            halted, drained = str(answer["halted"]), frozenset(map(int, answer["drained"]))
-            leases = {int(r): int(number) for r, number in answer["leases"].items()}
-            rivals, lease_s = (
-                {int(r): str(owner) for r, owner in answer["rivals"].items()},
-                float(answer["lease_s"]),
-            )
-        except (LighthouseUnreachable, ValueError, KeyError, TypeError, AttributeError) as error:
-            self.problem = f"{lighthouses.url}: {type(error).__name__}: {error}"
+            while True:
+                self._changed.clear()
+                await self.report()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(PERIOD_S):
+                        await self._changed.wait()
+                if self.problem is not None and self._changed.is_set():
+                    await asyncio.sleep(PERIOD_S / 5)  # many changes must not flood an absent lighthouse
+        finally:
+            await self._reporter.close()
+            await self._client.close()
+
+    async def report(self) -> None:
+        """Send the current report once and act on the answer."""
+        report, began = replace(self.current_report, leases=dict(self._leases)), time.monotonic()
+        try:
+            answer = await self._client.report(report)
+        except LighthouseUnreachable as error:
+            self.problem = f"{self._client.url}: {error}"
             return
         self.problem = None
-        self._delivered = {**report, "leases": sorted(claimed)}
-        self._rivals = {r: owner for r, owner in rivals.items() if r in self._leases}
-        for replica, number in leases.items():
+        self._delivered = report
+        self._rivals = {r: owner for r, owner in answer.rivals.items() if r in self._leases}
+        for replica, number in answer.leases.items():
             if replica in self._leases:
                 self._leases[replica] = number
-                self._until[replica] = began + lease_s
+                self._until[replica] = began + answer.lease_s
+        evictions = [(each.replica, each.incarnation, each.reason) for each in answer.evict]
         for replica, owner in self._rivals.items():
             self._until.pop(replica, None)
             running = self._running.get(replica)
             if running is not None:
                 evictions.append((replica, running, f"supervisor {owner} has taken replica {replica} over"))
-        self._progress.saw(step, epoch, finished, halted, drained)
+        drained = frozenset(answer.drained)
+        self._progress.saw(answer.step, answer.epoch, answer.finished, answer.halted, drained)
         self._progress.wake()
         for replica, incarnation, reason in evictions:
             self._on_evict(replica, incarnation, reason)

@@ -21,7 +21,7 @@ from ft_hsdp.errors import EXIT_HARDWARE, EXIT_UNREACHABLE
 from ft_hsdp.launch.backend.base import DONE, LEFT, NOT_STARTED, STRAY, Backend, ReplicaProcess
 from ft_hsdp.launch.failures import IncarnationEnd
 from ft_hsdp.launch.incarnation_watch import LOOK_S, CommitWatch
-from ft_hsdp.launch.lighthouse_link import SupervisorLink
+from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import RunDir
 
@@ -37,7 +37,7 @@ class ReplicaPlace:
         commits: CommitWatch,
         *,
         backend: Backend,
-        link: SupervisorLink,
+        link: LighthouseLink,
         progress: Progress,
         event: Callable[..., None],
     ) -> None:

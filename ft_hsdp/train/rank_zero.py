@@ -18,7 +18,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.control import exit_watch
 from ft_hsdp.control import leader as control
 from ft_hsdp.control.leader import Leader, LeaderSettings
-from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.control.lighthouse_client import MARGIN_S, LighthouseClient
 from ft_hsdp.control.rank_channel import RankHub, RankLine
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.core.commit import CommitToken
@@ -72,8 +72,8 @@ class RankZero:
         self._place = place
         self._ordered = ordered
         self.end = end
-        context, ask_s = tls.client(config.network), config.timeouts.ask_s
-        self.client = LighthouseClient(place.lighthouses, place.token, context, place.listed, ask_s)
+        context, reply_s = tls.client(config.network), config.timeouts.ask_s + MARGIN_S
+        self.client = LighthouseClient(place.lighthouses, place.token, context, place.listed, reply_s)
         self.hub = RankHub(place.ranks, place.token, self._received, self._lost)
         self.leader: Leader | None = None  # once all ranks have checked in
         self._greeting = asyncio.get_running_loop().create_task(self.client.greet())

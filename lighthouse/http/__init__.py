@@ -21,7 +21,6 @@ Read in this order:
 - `rate_limits`: how much one address may ask, and how large a request may be.
 - `connections`: uvicorn's protocol with bounds.
 - `metrics`: GET /metrics for Prometheus.
-- `schemas` and `openapi`: the shapes of the answers, and the description of the routes.
 
 Nothing here decides about replicas, and `lighthouse.quorum` imports nothing of it.
 

@@ -191,7 +191,10 @@ class Bearer(SecurityBase):
     """A FastAPI dependency: requires what `RequestGate` has found to be of ``role``, or a viewer's key."""
 
     def __init__(self, keys: Keys, role: Role = "worker") -> None:
-        self.model = HTTPBase(scheme="bearer" if role == "viewer" else SCHEME)
+        what = (
+            "the viewer's key; or signed, as for the other roles" if role == "viewer" else f"signed, as the {role}"
+        )
+        self.model = HTTPBase(scheme="bearer" if role == "viewer" else SCHEME, description=what)
         self.scheme_name = role
         self.role = role
         self._keys = keys

@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 
 from ft_hsdp import protocol
-from ft_hsdp.protocol import MAX_COUNT, Telemetry
+from ft_hsdp.protocol import MAX_COUNT, Telemetry, tag_of
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.http.quorum_route import read
 from lighthouse.http.rate_limits import TooMany
-from lighthouse.http.schemas import Events, OverviewView
 from lighthouse.journal.database import MAX_READ, DatabaseFailed
 from lighthouse.journal.journal import JobJournal, worded
 from lighthouse.quorum.state import LighthouseState as Decisions
@@ -116,7 +115,11 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
         """Another file of the page."""
         return files.answer(request, path)
 
-    @routes.post("/v1/telemetry", dependencies=worker, status_code=204, response_class=Response)
+    told = takes(Telemetry)
+
+    @routes.post(
+        "/v1/telemetry", dependencies=worker, status_code=204, response_class=Response, openapi_extra=told
+    )
     async def telemetry(request: Request) -> None:
         """A replica or a supervisor reports what is only shown."""
         journal.take(protocol.decode(await read(request.receive), Telemetry))
@@ -128,7 +131,7 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
         start: Time = None,
         end: Time = None,
         points: Annotated[int, Query(ge=1, le=5000, description="of a curve, at most")] = 600,
-    ) -> OverviewView:
+    ) -> JSONResponse:
         """The job as the page shows it."""
         try:
             await journal.ready(at)
@@ -137,7 +140,7 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
             raise _unreadable(error) from None
         if service is not None and at is None:
             _decided(shown, service.state)
-        return OverviewView.model_validate(shown)
+        return JSONResponse(shown)
 
     @routes.get("/v1/events", dependencies=viewer)
     async def events(
@@ -147,7 +150,7 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
         replica: Annotated[int | None, Query(ge=0, le=MAX_COUNT)] = None,
         event: Annotated[str | None, Query(max_length=64)] = None,
         text: Annotated[str | None, Query(max_length=200, description="stands somewhere in the row")] = None,
-    ) -> Events:
+    ) -> JSONResponse:
         """A page of the log: the first rows after a number, else the newest ones before a number or of all."""
         try:
             found = await asyncio.to_thread(
@@ -161,7 +164,7 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
             )
         except DatabaseFailed as error:
             raise _unreadable(error) from None
-        return Events.model_validate(found)
+        return JSONResponse(found)
 
     @routes.get("/v1/stream", dependencies=viewer, response_class=StreamingResponse, responses=_STREAM)
     async def stream(request: Request, after: Number = None) -> StreamingResponse:
@@ -169,13 +172,24 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
         told = request.headers.get("last-event-id", "")
         if told.isascii() and told.isdigit() and len(told) <= 16:
             after = int(told)
-        if journal.crowded:
+        if journal.subscribers.full:
             raise HTTPException(429, "too many followers; try again in 5 s", headers={"Retry-After": "5"})
-        rows = _messages(journal.follow(after))
+        rows = _messages(journal.subscribers.follow(after))
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(rows, media_type="text/event-stream", headers=headers)
 
     return routes
+
+
+def takes(message: type) -> dict[str, Any]:
+    """Return what the description of a route says that reads a ``message`` of the protocol itself."""
+    tag = {"type": "string", "const": tag_of(message)}
+    tagged = {
+        "type": "object",
+        "required": ["type", "body"],
+        "properties": {"type": tag, "body": {"type": "object"}},
+    }
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": tagged}}}}
 
 
 _STREAM: dict[int | str, dict[str, Any]] = {

@@ -42,6 +42,12 @@ ROUTES = (
     *("/v1/holders", "/metrics", "/healthz", "/"),
 )
 ENDLESS = ("/v1/stream",)
+TOTALS = {  # by the field of a commit
+    "tokens": ("ft_hsdp_tokens", "Tokens in committed steps"),
+    "ftar_bytes": ("ft_hsdp_ftar_bytes", "Bytes that one rank sent through FTAR"),
+    "copied_bytes": ("ft_hsdp_copied_bytes", "Bytes of shards that hosts copied from each other"),
+    "ftar_s": ("ft_hsdp_ftar_seconds", "Time in which it did so"),
+}
 KIND = re.compile(r"SIG[A-Z0-9]{2,8}|exit \d{1,3}|[a-z][a-z ]{2,30}")
 KINDS = 64
 OTHER = "other"
@@ -63,12 +69,7 @@ class Meter:
         self._step_s = Histogram(
             "ft_hsdp_step_seconds", "Time from one commit to the next", buckets=STEP_S, registry=registry
         )
-        self._tokens = Counter("ft_hsdp_tokens", "Tokens in committed steps", registry=registry)
-        self._bytes = Counter("ft_hsdp_ftar_bytes", "Bytes that one rank sent through FTAR", registry=registry)
-        self._copied = Counter(
-            "ft_hsdp_copied_bytes", "Bytes of shards that hosts copied from each other", registry=registry
-        )
-        self._seconds = Counter("ft_hsdp_ftar_seconds", "Time in which it did so", registry=registry)
+        self._totals = {name: Counter(*told, registry=registry) for name, told in TOTALS.items()}
         self._waits = Counter(
             "ft_hsdp_exposed_wait_seconds", "Time that steps waited, by cause", ["cause"], registry=registry
         )
@@ -108,26 +109,22 @@ class Meter:
         self._kinds: set[str] = set()
         self.checkpoint: Mapping[str, Any] | None = None  # the newest one that was written
 
-    def event(self, seq: int, row: Mapping[str, Any]) -> None:
+    def take(self, kind: str, seq: int, row: Mapping[str, Any]) -> None:
         if row.get("event") == "CheckpointWritten":
             self.checkpoint = row
         elif row.get("event") == "RowsDropped":
             self._dropped.inc(_amount(row.get("rows")))
-
-    def commit(self, seq: int, row: Mapping[str, Any]) -> None:
+        if kind != "commit":
+            return
         self._commits.inc()
         step_s = _amount(row.get("step_s"))
         if step_s > 0:
             self._step_s.observe(step_s)
-        self._tokens.inc(_amount(row.get("tokens")))
-        self._bytes.inc(_amount(row.get("ftar_bytes")))
-        self._seconds.inc(_amount(row.get("ftar_s")))
-        self._copied.inc(_amount(row.get("copied_bytes")))
+        for name, total in self._totals.items():
+            total.inc(_amount(row.get(name)))
         waits = row.get("waits")
         for cause, seconds in waits.items() if isinstance(waits, Mapping) else ():
             self._waits.labels(cause if cause in WAITS else OTHER).inc(_amount(seconds))
-
-    def logged(self, seq: int, row: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 

@@ -80,23 +80,14 @@ class SqliteDatabase:
         self._keep = keep
         self._note = note
         self._full: bool | None = None  # what "synchronous" is set to
-        self._first = self._last = 0
+        self.first = 0  # the lowest number that is stored; 0 in an empty database
+        self.last = 0  # the highest number that was ever stored; 0 in an empty database
         self._writing = threading.RLock()
         try:
             self._begin()
         except ConfigError as error:
             self._set_aside(error.allowed.removeprefix("a journal that is whole "), error)
             self._begin()
-
-    @property
-    def first(self) -> int:
-        """Return the lowest number that is stored; 0 in an empty database."""
-        return self._first
-
-    @property
-    def last(self) -> int:
-        """Return the highest number that was ever stored; 0 in an empty database."""
-        return self._last
 
     def append(self, entries: Sequence[JournalEntry], *, durable: bool = False) -> None:
         """Store these rows under their own numbers, all or none, and remove the oldest rows beyond the limit.
@@ -130,7 +121,7 @@ class SqliteDatabase:
         self._writer.executemany("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?)", values)
         first = self._prune(min(e.seq for e in entries), max(e.seq for e in entries))
         self._writer.execute("COMMIT")
-        self._first, self._last = first, max(self._last, entries[-1].seq)
+        self.first, self.last = first, max(self.last, entries[-1].seq)
 
     def read(
         self, after: int, limit: int, *, since: float | None = None, until: float | None = None
@@ -224,10 +215,10 @@ class SqliteDatabase:
             if not isinstance(self._path, Path) or not damaged(self._path, error):
                 return False
             self.close()
-            last = self._last
+            last = self.last
             self._set_aside(f"({error})", DatabaseFailed(f"lighthouse journal {self._path}: {error}"))
             self._begin()
-            self._last = last  # numbers are never given twice
+            self.last = last  # numbers are never given twice
             return True
 
     def _set_aside(self, why: str, error: FtHsdpError) -> None:
@@ -239,7 +230,7 @@ class SqliteDatabase:
         except OSError:
             raise error from None
         self._full = None
-        self._first = self._last = 0
+        self.first = self.last = 0
         _log.error("%s is damaged and set aside: %s; it is in %s", self._path, why, aside.name)
         if self._note is not None:
             reason = f"{self._path.name}: {why}; it is in {aside.name}, and a new one is begun"
@@ -255,8 +246,8 @@ class SqliteDatabase:
 
     def _prune(self, lowest: int, highest: int) -> int:
         """Remove some of the rows beyond ``keep``, inside a transaction; return the lowest number that is left."""
-        first = min(self._first or lowest, lowest)
-        spare = max(self._last, highest) - self._keep
+        first = min(self.first or lowest, lowest)
+        spare = max(self.last, highest) - self._keep
         if spare < first:
             return first
         end = min(spare, first + PRUNED - 1)
@@ -278,7 +269,7 @@ class SqliteDatabase:
             raise self._failed(error) from None
         try:
             self._prepare(db)
-            self._first, self._last = db.execute(
+            self.first, self.last = db.execute(
                 "SELECT ifnull((SELECT min(seq) FROM rows), 0), ifnull((SELECT max(seq) FROM rows), 0)"
             ).fetchone()
         except sqlite3.Error as error:

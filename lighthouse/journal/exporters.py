@@ -86,6 +86,9 @@ def _ratio(amount: Any, seconds: Any, unit: float = 1.0) -> float | None:
     return float(amount / seconds * unit)
 
 
+POINTS = {"commit": Point.of, "logged": Point.of_logged}  # by the kind of a row
+
+
 class CurveSink(ABC):
     """A curve that a thread of its own writes.
 
@@ -111,16 +114,9 @@ class CurveSink(ABC):
         self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
         self._thread.start()
 
-    def event(self, seq: int, row: Mapping[str, Any]) -> None:  # noqa: B027 - a sink takes both
-        """Ignore an event: curves have commits only."""
-
-    def commit(self, seq: int, row: Mapping[str, Any]) -> None:
-        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            self._waiting.append(Point.of(seq, row))
-
-    def logged(self, seq: int, row: Mapping[str, Any]) -> None:
-        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
-            self._waiting.append(Point.of_logged(seq, row))
+    def take(self, kind: str, seq: int, row: Mapping[str, Any]) -> None:
+        with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):  # curves have no events
+            self._waiting.append(POINTS[kind](seq, row))
 
     def close(self) -> None:
         """Write the waiting points and end the thread; blocks for at most `CLOSE_S`."""
@@ -173,8 +169,8 @@ class CurveSink(ABC):
             rows = self._journal.read(seq, READ)
             if not rows:
                 return
-            made = {"commit": Point.of, "logged": Point.of_logged}
-            self._put([made[e.kind](e.seq, e.row) for e in rows if e.kind in made and e.seq <= self._until])
+            due = (row for row in rows if row.kind in POINTS and row.seq <= self._until)
+            self._put([POINTS[row.kind](row.seq, row.row) for row in due])
             seq = rows[-1].seq
             time.sleep(YIELD_S)
 

@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol, Unpack
@@ -42,12 +42,8 @@ _log = logging.getLogger(__name__)
 class Sink(Protocol):
     """Another receiver of rows. If it raises, the error is logged and this sink misses the row."""
 
-    def event(self, seq: int, row: Mapping[str, Any]) -> None: ...
-
-    def commit(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Take a commit: once per step and lineage, as the first replica reported it."""
-
-    def logged(self, seq: int, row: Mapping[str, Any]) -> None: ...
+    def take(self, kind: str, seq: int, row: Mapping[str, Any]) -> None:
+        """Take an "event", "logged" values, or a "commit": once per step, as the first replica reported it."""
 
     def close(self) -> None:
         """Release everything; no more rows come."""
@@ -82,7 +78,7 @@ class JobJournal:
         self._monotonic = monotonic
         self._pending: list[JournalEntry] = []
         self._disk = DiskThread(WRITE_S)
-        self._subscribers = Subscribers(database)
+        self.subscribers = Subscribers(database)
         self._last = database.last + gap
         self._overview = Overview(about)
         self._caught_up = database.last == 0
@@ -202,19 +198,6 @@ class JobJournal:
         rows = [_told(entry) for entry in found]
         return {"events": rows, "first": rows[0]["seq"] if rows else 0, "last": rows[-1]["seq"] if rows else 0}
 
-    def follow(self, after: int | None = None) -> AsyncIterator[tuple[int, str, Row]]:
-        """Yield the rows above number ``after``, stored rows first, then each as it comes; None: only new ones.
-
-        Raises:
-            TooMany: there are too many subscribers.
-            DatabaseFailed: rows cannot be read.
-        """
-        return self._subscribers.follow(after)
-
-    @property
-    def crowded(self) -> bool:
-        return self._subscribers.full
-
     def beat(self, replica: int) -> tuple[float, tuple[RankBeat, ...]]:
         """Return the age in seconds of a replica's oldest beat (inf: none), and the newest beat of each rank."""
         found = self._vitals.newest(replica, self._monotonic())
@@ -237,7 +220,7 @@ class JobJournal:
         self._disk.close()
         if self._warming is not None:
             self._warming.cancel()
-        self._subscribers.close()
+        self.subscribers.close()
         for sink in self._sinks:
             try:
                 sink.close()
@@ -289,7 +272,7 @@ class JobJournal:
         if self._kept is not None:
             self._kept.set_result(None)
             self._kept = None
-        self._subscribers.publish(entries)
+        self.subscribers.publish(entries)
         for entry in entries:
             if self._caught_up:
                 self._overview.add(entry)
@@ -305,8 +288,7 @@ class JobJournal:
     def _sink(self, entry: JournalEntry) -> None:
         for sink in self._sinks:
             try:
-                take = {"commit": sink.commit, "event": sink.event, "logged": sink.logged}[entry.kind]
-                take(entry.seq, entry.row)
+                sink.take(entry.kind, entry.seq, entry.row)
             except Exception:
                 _log.exception("a sink did not take row %d", entry.seq)
 

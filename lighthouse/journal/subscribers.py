@@ -53,7 +53,7 @@ class Subscribers:
         self._closed = True
         self._wake()
 
-    async def follow(self, after: int | None) -> AsyncIterator[tuple[int, str, Row]]:
+    async def follow(self, after: int | None = None) -> AsyncIterator[tuple[int, str, Row]]:
         """Yield the rows above number ``after`` until `close`; None: only rows that are still to come.
 
         Raises:

@@ -17,7 +17,6 @@ from ft_hsdp import protocol
 from ft_hsdp.control import lighthouse_client
 from ft_hsdp.control.lighthouse_client import (
     LighthouseClient,
-    Lighthouses,
     TokenProof,
     Unproved,
     get_proved,
@@ -209,7 +208,7 @@ async def test_a_proxy_that_repeats_old_answers_is_not_believed() -> None:
 
     there = httpx.MockTransport(handler)
     async with httpx.AsyncClient(auth=TokenProof(TOKEN), transport=there) as http:
-        follow = Lighthouses(("http://lighthouse",), http)
+        follow = LighthouseClient(("http://lighthouse",), TOKEN, http=http)
         assert (await follow.post("/v1/quorum", b"{}")).content == protocol.encode(Continue(3, 0))
         with pytest.raises(LighthouseUnreachable, match="does not know the job's token"):
             await follow.post("/v1/quorum", b"{}")
@@ -277,9 +276,9 @@ class Sea:
 
 
 @asynccontextmanager
-async def following(sea: Sea, urls: tuple[str, ...] = URLS) -> AsyncIterator[Lighthouses]:
+async def following(sea: Sea, urls: tuple[str, ...] = URLS) -> AsyncIterator[LighthouseClient]:
     client = httpx.AsyncClient(transport=httpx.MockTransport(sea.answer))
-    follow = Lighthouses(urls, client)
+    follow = LighthouseClient(urls, TOKEN, http=client)
     try:
         yield follow
     finally:
@@ -303,7 +302,7 @@ async def test_one_that_moved_is_found_where_the_run_says(tmp_path: Path, there:
         file.write_text(there)
     sea = Sea(a="down", c="leads")
     async with following(sea) as _, httpx.AsyncClient(transport=httpx.MockTransport(sea.answer)) as client:
-        follow = Lighthouses((A,), client, file)
+        follow = LighthouseClient((A,), TOKEN, file=file, http=client)
         with pytest.raises(LighthouseUnreachable):
             await follow.post("/v1/x", b"")
         if C in (there or ""):
@@ -400,7 +399,7 @@ async def test_json_that_is_no_object_is_no_hint(content: bytes) -> None:
         return httpx.Response(200 if request.url.host == "b" else 503, content=content)
 
     client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-    follow = Lighthouses((A, B), client)
+    follow = LighthouseClient((A, B), TOKEN, http=client)
     assert (await follow.post("/v1/x", b"")).status_code == 200
     assert follow.url == B
     await follow.close()

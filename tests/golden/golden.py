@@ -129,6 +129,21 @@ def trained(folder: Path, *overrides: str) -> Path:
     return folder / "runs"
 
 
+def answers() -> dict[str, Any]:
+    """The keys of what the lighthouse answers to readers, for a job of some hours."""
+    from lighthouse.journal.database import MemoryDatabase
+    from lighthouse.journal.journal import JobJournal
+    from lighthouse.overview.overview import JobInfo
+    from tests.support.lighthouse.day import day
+    from tests.support.lighthouse.lighthouse_helpers import make_service
+
+    database = MemoryDatabase()
+    database.append(list(day(3, hours=3.0)))
+    journal = JobJournal(database, JobInfo("job", 3, 2, 100_000))
+    told = {"overview": journal.overview(), "events": journal.events(), "status": make_service(3)[0].status()}
+    return {name: shape(json.loads(json.dumps(each))) for name, each in told.items()}
+
+
 def everything(*, train: bool) -> dict[str, Any]:
     """All golden documents by the names of their files."""
     from ft_hsdp.event_table import EVENTS
@@ -137,6 +152,7 @@ def everything(*, train: bool) -> dict[str, Any]:
     found = {
         "messages.json": messages("ft_hsdp.protocol", "MESSAGES", "encode"),
         "agent_messages.json": messages("ft_hsdp.state.agent.messages", "MESSAGES", "frame"),
+        "answers.json": answers(),
         "events.json": sorted(EVENTS),
         "help.json": {name: text.splitlines() for name, text in helps(build_parser()).items()},
         "schema.json": json.loads((ROOT / "configs/schema.json").read_text()),

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from ft_hsdp import protocol
-from ft_hsdp.control.lighthouse_client import Lighthouses, deliver
+from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
@@ -24,6 +24,13 @@ ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False, "halted": "", "
     "rivals": {},
     "lease_s": 5.0,
 }
+
+
+def answer(**changed: Any) -> dict[str, Any]:
+    """The lighthouse's answer to a report."""
+    return {"type": "Overview", "body": {**ANSWER, **changed}}
+
+
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
@@ -34,30 +41,30 @@ class Scene:
         self.progress = Progress()
         self.evictions: list[tuple[int, str, str]] = []
         self.client = httpx.AsyncClient(transport=httpx.MockTransport(handler))
-        self.link = LighthouseLink(("http://there",), "secret", self.progress, lambda *e: self.evictions.append(e))
+        self.link = LighthouseLink(("http://there",), "secret", self.progress, self._evicted, http=self.client)
 
-    async def report(self) -> None:
-        await self.link.report(Lighthouses(("http://there",), self.client))
+    def _evicted(self, *order: Any) -> None:
+        self.evictions.append(order)
 
 
 async def test_the_picture_is_full_each_time_and_the_answer_is_taken() -> None:
     sent: list[Any] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
-        sent.append(json.loads(request.content))
+        sent.append(json.loads(request.content)["body"])
         evict = [{"replica": 1, "incarnation": "1-a-0", "reason": "silent"}]
-        return httpx.Response(200, json={**ANSWER, "evict": evict})
+        return httpx.Response(200, json=answer(evict=evict))
 
     scene = Scene(handler)
     scene.link.started(1, "1-a-0")
     scene.link.started(0, "0-a-0")
-    await scene.report()
+    await scene.link.report()
     assert scene.link.settled
     scene.link.exited(1, "1-a-0")
     scene.link.started(1, "1-a-1")
     scene.link.exited(1, "1-a-0")  # late, about an incarnation that was followed already
     scene.link.lost(2)
-    await scene.report()
+    await scene.link.report()
     whose = {"owner": scene.link.owner, "leases": {}, "ended": []}
     assert sent[0] == {"running": {"0": "0-a-0", "1": "1-a-0"}, "exited": [], "lost": [], **whose}
     assert sent[1]["running"] == {"0": "0-a-0", "1": "1-a-1"}
@@ -69,29 +76,30 @@ async def test_the_picture_is_full_each_time_and_the_answer_is_taken() -> None:
 
 
 async def test_a_lease_is_counted_from_the_report_and_lost_to_another_supervisor(monkeypatch) -> None:
-    now, answers = [100.0], [{"leases": {"1": 7}}, {"leases": {"1": 7}}, {"rivals": {"1": "bbbb"}}]
+    now = [100.0]
+    answers: list[dict[str, Any]] = [{"leases": {"1": 7}}, {"leases": {"1": 7}}, {"rivals": {"1": "bbbb"}}]
     sent: list[Any] = []
     monkeypatch.setattr("ft_hsdp.launch.lighthouse_link.time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def handler(request: httpx.Request) -> httpx.Response:
-        sent.append(json.loads(request.content))
+        sent.append(json.loads(request.content)["body"])
         now[0] += 2.0  # the answer takes its time
-        return httpx.Response(200, json={**ANSWER, **answers[len(sent) - 1]})
+        return httpx.Response(200, json=answer(**answers[len(sent) - 1]))
 
     scene = Scene(handler)
     scene.link.claims(1)
     assert not scene.link.holds(1)
     assert not scene.link.settled
-    await scene.report()
+    await scene.link.report()
     assert (scene.link.holds(1), scene.link.settled) == (True, True)
     now[0] = 104.9
     assert scene.link.holds(1)
     now[0] = 105.0
     assert not scene.link.holds(1), "another supervisor may have got it by now"
     scene.link.started(1, "1-a-0")
-    await scene.report()
+    await scene.link.report()
     assert (sent[0]["leases"], sent[1]["leases"], scene.link.holds(1)) == ({"1": 0}, {"1": 7}, True)
-    await scene.report()
+    await scene.link.report()
     assert (scene.link.holds(1), scene.link.rival(1)) == (False, "bbbb")
     assert [evicted[:2] for evicted in scene.evictions] == [(1, "1-a-0")]
     scene.link.releases(1)
@@ -105,9 +113,9 @@ async def test_a_lease_is_counted_from_the_report_and_lost_to_another_supervisor
         httpx.Response(503, text="busy"),
         httpx.Response(401, json={}),
         httpx.Response(200, text="no json"),
-        httpx.Response(200, json={"evict": []}),
+        httpx.Response(200, json={"type": "Overview", "body": {"evict": []}}),
         httpx.Response(200, json=[1]),
-        httpx.Response(200, json={**ANSWER, "evict": [3]}),
+        httpx.Response(200, json=answer(evict=[3])),
         None,
     ],
 )
@@ -119,7 +127,7 @@ async def test_no_answer_of_the_lighthouse_reaches_the_supervisor_as_an_error(re
 
     scene = Scene(handler)
     scene.link.started(0, "0-a-0")
-    await scene.report()
+    await scene.link.report()
     assert scene.link.problem
     assert not scene.link.settled
     assert scene.progress.step == 0
@@ -145,10 +153,10 @@ async def test_it_goes_on_through_an_outage_and_reports_what_changed_meanwhile()
         head = await reader.readuntil(b"\r\n\r\n")
         size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
         assert b"secret" not in head
-        pictures.append(json.loads(await reader.readexactly(size)))
-        answer = json.dumps(ANSWER).encode()
-        begin = f"HTTP/1.1 200 OK\r\nConnection: close\r\n{line_of(head.decode(), 200, answer, 'secret')}"
-        writer.write(begin.encode() + b"Content-Length: %d\r\n\r\n" % len(answer) + answer)
+        pictures.append(json.loads(await reader.readexactly(size))["body"])
+        said = json.dumps(answer()).encode()
+        begin = f"HTTP/1.1 200 OK\r\nConnection: close\r\n{line_of(head.decode(), 200, said, 'secret')}"
+        writer.write(begin.encode() + b"Content-Length: %d\r\n\r\n" % len(said) + said)
         await writer.drain()
         writer.close()
 
@@ -192,15 +200,15 @@ class Journal:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 length = int(head.lower().split("content-length:")[1].split()[0])
                 body = await reader.readexactly(length)
-                answer = json.dumps(ANSWER).encode()
+                said = json.dumps(answer()).encode()
                 if head.startswith("POST /v1/telemetry "):
                     told = protocol.decode(body, protocol.Telemetry)
                     self.sources.add(told.source)
                     self.events += told.events
-                    answer = b""
-                status = 200 if answer else 204
-                begin = f"HTTP/1.1 {status} x\r\n{line_of(head, status, answer, 'secret')}"
-                writer.write(f"{begin}content-length: {len(answer)}\r\n\r\n".encode() + answer)
+                    said = b""
+                status = 200 if said else 204
+                begin = f"HTTP/1.1 {status} x\r\n{line_of(head, status, said, 'secret')}"
+                writer.write(f"{begin}content-length: {len(said)}\r\n\r\n".encode() + said)
         writer.close()
 
 
@@ -224,13 +232,13 @@ async def test_a_lighthouse_that_takes_no_telemetry_still_gets_its_pictures() ->
 
     def handler(request: httpx.Request) -> httpx.Response:
         asked.append(request.url.path)
-        return httpx.Response(503) if request.url.path == "/v1/telemetry" else httpx.Response(200, json=ANSWER)
+        return httpx.Response(503) if request.url.path == "/v1/telemetry" else httpx.Response(200, json=answer())
 
     scene = Scene(handler)
-    lighthouses = Lighthouses(("http://there",), scene.client)
+    client = LighthouseClient(("http://there",), "secret", http=scene.client)
     with pytest.raises(LighthouseUnreachable, match="503"):
-        await deliver(lighthouses, protocol.Telemetry("supervisor", ({"event": "x"},)))
-    await scene.report()
+        await client.tell(protocol.Telemetry("supervisor", ({"event": "x"},)))
+    await scene.link.report()
     assert scene.link.problem is None
     assert asked == ["/v1/telemetry", "/v1/processes"]
     await scene.client.aclose()

@@ -138,7 +138,7 @@ def test_after_sigkill_the_same_epoch_goes_on_in_a_higher_term(run):
             assert post(http, 1, at(1, 1), epoch=1, max_term=grant.term) == Continue(1, 2)
             for replica in (0, 1):
                 assert post(http, replica, at(1, 2), epoch=1, max_term=grant.term) == Continue(1, 3)
-            http.post("/v1/processes", json={"running": {"0": name(0)}, "exited": [name(1)], "lost": []})
+            http.post("/v1/processes", content=protocol.encode(protocol.ProcessReport({0: name(0)}, (name(1),))))
             shrunk = post(http, 0, at(1, 2), epoch=1, after=1)
         assert (shrunk.term, shrunk.epoch, shrunk.ring) == (grant.term + 1, 2, (0,))
     rows = [json.loads(line) for line in (run / "lighthouse" / "events.jsonl").read_text().splitlines()]

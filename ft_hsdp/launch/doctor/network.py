@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import ipaddress
 import os
 import socket
 import ssl
@@ -22,10 +21,10 @@ from urllib.parse import urlsplit
 import httpx
 
 from ft_hsdp import tls
-from ft_hsdp.address import check_interfaces
+from ft_hsdp.address import check_interfaces, loopback, reached, unspecified
 from ft_hsdp.control.lighthouse_client import get_proved, own_address
 from ft_hsdp.errors import LighthouseUnreachable
-from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided, is_loopback
+from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
 from ft_hsdp.launch.lighthouse_process import check_port
 from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse.ha.etcd import Etcd, EtcdRefused, EtcdUnreachable, prefix
@@ -45,7 +44,7 @@ def hostname(subject: Subject) -> str:
             raise Bad(f"{why}; add one to /etc/hosts or to your name server") from None
         return f"{why}; a job on one machine needs none"
     first = found[0]
-    if subject.spans and is_loopback(first):
+    if subject.spans and loopback(first):
         raise Bad(
             f"{name}, this machine's name, is {first}: other machines would connect to themselves; in /etc/hosts, "
             "give the name the address of the network card (Debian writes 127.0.1.1 there)"
@@ -64,9 +63,8 @@ def hostname(subject: Subject) -> str:
 def host(subject: Subject) -> str:
     """Check `network.host`, where the lighthouse and the replicas listen."""
     given = subject.config.network.host
-    with contextlib.suppress(ValueError):
-        if ipaddress.ip_address(given).is_unspecified:
-            return f"{given}: all addresses of this machine"
+    if unspecified(given):
+        return f"{given}: all addresses of this machine"
     try:
         found = addresses(given)
     except OSError as error:
@@ -76,7 +74,7 @@ def host(subject: Subject) -> str:
         ) from None
     first = found[0]
     text = given if first == given else f"{given} is {first}"
-    if subject.spans and is_loopback(first):
+    if subject.spans and loopback(first):
         raise Bad(
             f"network.host {text}: other machines cannot reach it; set it to 0.0.0.0, or this machine's address"
         )
@@ -188,8 +186,8 @@ def interface(subject: Subject) -> str:
         if network.state_interface
         else ("network.host", network.host)
     )
-    reached = f"http://{tls.reached(network.host)}" if ":" not in network.host else "http://[::1]"
-    address = own_address(given, subject.lighthouses[0] if subject.lighthouses else reached)
+    here = f"http://{reached(network.host)}" if ":" not in network.host else "http://[::1]"
+    address = own_address(given, subject.lighthouses[0] if subject.lighthouses else here)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import subprocess
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from enum import StrEnum
 from typing import Any
 from urllib.parse import urlsplit
 
+from ft_hsdp.address import loopback
 from ft_hsdp.config import Config
 from ft_hsdp.launch.backend.processes import environment, tied
 
@@ -60,15 +60,7 @@ class Subject:
         """Return whether the job's processes may be on several machines."""
         elsewhere = [urlsplit(url).hostname or "" for url in self.lighthouses]
         cluster = (self.ray_address or "").rpartition("://")[2].rpartition(":")[0]
-        return not all(is_loopback(host) for host in (self.config.network.host, *elsewhere, cluster) if host)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether `host` is a loopback address or `localhost`."""
-    try:
-        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return not all(loopback(host) for host in (self.config.network.host, *elsewhere, cluster) if host)
 
 
 PROBE = "ft_hsdp.launch.doctor.probe"

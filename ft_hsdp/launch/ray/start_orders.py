@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 import ray.util
 
 from ft_hsdp import secret
+from ft_hsdp.address import loopback
 from ft_hsdp.config import Config, dump, load
 from ft_hsdp.config.entry import is_function, read
 from ft_hsdp.errors import Retryable
@@ -82,11 +82,3 @@ def _visible_gpus(bundle: Bundle, bundles: Sequence[Bundle]) -> dict[str, str]:
     """
     gpus = [gpu for other in bundles if other.location.node == bundle.location.node for gpu in other.location.gpus]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-
-
-def loopback(host: str) -> bool:
-    """Return whether only processes of one machine reach `host`. Of the names, only `localhost` counts."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

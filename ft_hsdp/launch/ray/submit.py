@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import math
 import secrets
 import shlex
@@ -24,6 +23,7 @@ import ray.util
 import requests
 from ray.exceptions import RayError
 
+from ft_hsdp.address import loopback, unspecified
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, LighthouseUnreachable, Retryable
@@ -44,7 +44,6 @@ from ft_hsdp.launch.ray.cluster import (
 )
 from ft_hsdp.launch.ray.lighthouse import RayLighthouse, actor_name
 from ft_hsdp.launch.ray.placement import has_room
-from ft_hsdp.launch.ray.start_orders import loopback
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.status import Status
 from ft_hsdp.launch.run.summary import Summary
@@ -322,14 +321,6 @@ def within_reach(config: Config, own: str, alone: bool) -> Config:
         alone: This node is the whole cluster and has room for the job, so loopback is enough.
     """
     host = config.network.host
-    if not _everywhere(host) and (alone or not loopback(host)):
+    if not unspecified(host) and (alone or not loopback(host)):
         return config
     return config.model_copy(update={"network": config.network.model_copy(update={"host": own})})
-
-
-def _everywhere(host: str) -> bool:
-    """Return whether `host` stands for all addresses of a machine, such as 0.0.0.0: no peer can connect to it."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False

@@ -27,7 +27,6 @@ from ft_hsdp.http_proof import NONE, SignedRequest
 from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse.http import connections
 from lighthouse.http.access import ADMIN_VARIABLE, LOOK_S, Keys, RequestGate, may, view_key
-from lighthouse.http.openapi import describe
 from lighthouse.http.rate_limits import ADDRESSES, KIB, Buckets, Rates, TooMany, rule, source
 from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
 
@@ -248,7 +247,6 @@ class Caller:
 async def test_a_body_without_end_is_413_at_its_routes_limit(path, pieces):
     app = FastAPI()
     app.mount("/", reads)
-    describe(app, KEYS)
     caller = Caller(RequestGate(app, KEYS, Rates(), lambda: 0.0))
     assert (await caller(path))[0] == 413
     assert caller.more == pieces + 1

@@ -59,14 +59,11 @@ async def test_quorum_says_wait_and_refused_as_answers():
     assert answer.exit_code == 75
 
 
-async def test_processes_answers_plain_json_and_the_protocols_message_in_kind():
+async def test_processes_answers_with_the_protocols_message():
     expected = SupervisorReply((), 0, 0, False, lease_s=5.0)
     report = protocol.ProcessReport({0: name(0, 1)}, (name(0),))
     response = await call("POST", "/v1/processes", content=protocol.encode(report))
     assert protocol.decode(response.content, SupervisorReply) == expected
-    plain = {"running": {"0": name(0, 1)}, "exited": [name(0)], "lost": []}
-    response = await call("POST", "/v1/processes", json=plain)
-    assert (response.status_code, response.json()) == (200, json.loads(protocol.encode(expected))["body"])
 
 
 async def test_status_and_health():

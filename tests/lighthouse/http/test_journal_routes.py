@@ -234,7 +234,7 @@ async def test_a_stream_goes_on_where_the_last_one_was_cut(site):
 async def test_streams_end_with_the_journal_and_hold_nothing_when_their_reader_is_gone(site):
     async with served(site.app) as url, httpx.AsyncClient(headers=VIEWER, timeout=10) as http:
         for _ in range(STREAMS + 1):
-            await async_until(lambda: not site.journal.crowded)
+            await async_until(lambda: not site.journal.subscribers.full)
             async with http.stream("GET", f"{url}/v1/stream") as response:
                 assert response.status_code == 200
         site.journal.note([row(1)])

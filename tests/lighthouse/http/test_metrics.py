@@ -90,8 +90,8 @@ def test_what_is_not_known_yet_is_not_shown(s: Scene) -> None:
 
 def test_commits_are_counted(s: Scene) -> None:
     for seq in range(3):
-        s.meter.commit(seq, commit())
-    s.meter.commit(4, commit(waits={"offload": 2.0, "surprise": 3.0}))
+        s.meter.take("commit", seq, commit())
+    s.meter.take("commit", 4, commit(waits={"offload": 2.0, "surprise": 3.0}))
     values = s.values()
     expected = {
         "commits_total": 4,
@@ -113,7 +113,7 @@ def test_commits_are_counted(s: Scene) -> None:
 
 @pytest.mark.parametrize("odd", [None, "x", math.nan, math.inf, -1.0, True, [], {}, {"ftar": "x"}])
 def test_figures_that_are_none_count_nothing(s: Scene, odd: Any) -> None:
-    s.meter.commit(1, {"step_s": odd, "tokens": odd, "ftar_bytes": odd, "ftar_s": odd, "waits": odd})
+    s.meter.take("commit", 1, {"step_s": odd, "tokens": odd, "ftar_bytes": odd, "ftar_s": odd, "waits": odd})
     values = s.values()
     assert values["ft_hsdp_commits_total"] == 1
     for name in ("tokens_total", "ftar_bytes_total", "step_seconds_count"):
@@ -121,8 +121,8 @@ def test_figures_that_are_none_count_nothing(s: Scene, odd: Any) -> None:
 
 
 def test_what_events_say_is_shown_from_then_on(s: Scene) -> None:
-    s.meter.event(50, {"t": 999.0, "event": "CheckpointWritten", "step": 11})
-    s.meter.event(51, {"t": 999.0, "event": "RowsDropped", "rows": 7})
+    s.meter.take("event", 50, {"t": 999.0, "event": "CheckpointWritten", "step": 11})
+    s.meter.take("event", 51, {"t": 999.0, "event": "RowsDropped", "rows": 7})
     values = s.values()
     assert (values["ft_hsdp_checkpoint_step"], values["ft_hsdp_checkpoint_age_seconds"]) == (11, 1)
     assert values["ft_hsdp_dropped_rows_total"] == 7

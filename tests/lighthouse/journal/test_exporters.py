@@ -69,8 +69,8 @@ def fast(monkeypatch):
 
 def test_a_step_is_a_point_in_each_curve(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
-    sink.event(1, {"event": "EpochGranted"})
-    sink.commit(2, row(1))
+    sink.take("event", 1, {"event": "EpochGranted"})
+    sink.take("commit", 2, row(1))
     sink.close()
     (event,) = [e for e in events(tmp_path) if e.HasField("summary")]
     assert {v.tag: v.simple_value for v in event.summary.value} == dict(
@@ -97,8 +97,8 @@ def test_what_is_no_figure_is_left_out(odd: dict[str, Any], missing: set[str]) -
 def test_a_row_without_a_step_is_no_point(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     for bad in ({}, {"step": "x", "t": 1}, {"step": 1}, {"step": 1, "t": None}):
-        sink.commit(1, bad)
-    sink.commit(2, row(1))
+        sink.take("commit", 1, bad)
+    sink.take("commit", 2, row(1))
     sink.close()
     assert steps(tmp_path) == [1]
 
@@ -106,7 +106,7 @@ def test_a_row_without_a_step_is_no_point(tmp_path: Path) -> None:
 def test_a_step_that_is_done_again_begins_the_curve_anew_from_there(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path)
     for seq, step in enumerate((1, 2, 3, 2, 3), 1):
-        sink.commit(seq, row(step))
+        sink.take("commit", seq, row(step))
     sink.close()
     found = [(e.step, e.session_log.status if e.HasField("session_log") else None) for e in events(tmp_path)]
     assert found == [(0, None), (1, None), (2, None), (3, None), (2, SessionLog.START), (2, None), (3, None)]
@@ -132,7 +132,7 @@ def test_the_next_process_goes_on_where_the_last_one_was_killed(tmp_path: Path) 
     database = journal(5)
     sink = TensorBoardSink(tmp_path, database)
     database.append([JournalEntry(11, "commit", row(6))])
-    sink.commit(11, row(6))
+    sink.take("commit", 11, row(6))
     sink.close()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
     sink = TensorBoardSink(tmp_path, database)
@@ -143,7 +143,7 @@ def test_the_next_process_goes_on_where_the_last_one_was_killed(tmp_path: Path) 
 def test_a_journal_that_lost_its_end_is_not_written_again(tmp_path: Path) -> None:
     TensorBoardSink(tmp_path, journal(5)).close()
     sink = TensorBoardSink(tmp_path, journal(2))
-    sink.commit(5, row(6))
+    sink.take("commit", 5, row(6))
     sink.close()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
@@ -152,7 +152,7 @@ def test_the_lighthouse_gets_no_torch_by_it(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from lighthouse.journal.exporters import TensorBoardSink as T\n"
         "assert 'tensorboardX' not in sys.modules\n"
-        f"s = T(Path({str(tmp_path)!r})); s.commit(1, {row(1)!r}); s.close()\n"
+        f"s = T(Path({str(tmp_path)!r})); s.take('commit', 1, {row(1)!r}); s.close()\n"
         "assert 'tensorboardX' in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -172,9 +172,9 @@ def test_a_full_disk_costs_nothing_that_fits_in_memory(tmp_path: Path, monkeypat
     monkeypatch.setattr(RecordWriter, "flush", flushed)
     sink = TensorBoardSink(tmp_path)
     for step in range(1, 20):
-        sink.commit(step, row(step))
+        sink.take("commit", step, row(step))
     until(lambda: "No space left" in caplog.text, "somebody hears of it")
-    sink.commit(20, row(20))
+    sink.take("commit", 20, row(20))
     full.clear()
     until(lambda: (tmp_path / exporters.WRITTEN).exists(), "the disk has room again")
     sink.close()
@@ -185,7 +185,7 @@ def test_a_full_disk_costs_nothing_that_fits_in_memory(tmp_path: Path, monkeypat
 def test_a_folder_that_cannot_be_made_is_no_failure(tmp_path: Path, caplog) -> None:
     (tmp_path / "file").write_text("")
     sink = TensorBoardSink(tmp_path / "file" / "curves")
-    sink.commit(1, row(1))
+    sink.take("commit", 1, row(1))
     until(lambda: "TensorBoardSink" in caplog.text, "somebody hears of it")
     sink.close()
 
@@ -214,10 +214,10 @@ class Stuck(CurveSink):
 def test_who_never_takes_a_point_holds_nobody_up_and_gets_no_more_than_its_place(tmp_path: Path) -> None:
     sink = Stuck(tmp_path)
     one = row(1)
-    sink.commit(0, one)
+    sink.take("commit", 0, one)
     assert sink.begun.wait(5)
     for seq in range(1, 50_000):  # the sink is stuck for good: a commit that waited for it would never return
-        sink.commit(seq, one)
+        sink.take("commit", seq, one)
     sink.close()
     sink.over.set()
     assert sink.shut.wait(5)
@@ -237,7 +237,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(exporters, "CLOSE_S", 60)
     sink = WandbSink("ft-hsdp-test", "run", tmp_path)
     for step in (1, 2, 3):
-        sink.commit(step, row(step))
+        sink.take("commit", step, row(step))
     sink.close()
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
 
@@ -257,10 +257,10 @@ def test_logged_values_are_points_of_their_own_and_do_not_begin_the_curve_anew(t
     database = MemoryDatabase()
     database.append([JournalEntry(1, "commit", row(1)), JournalEntry(2, "logged", values(1, accuracy=0.5))])
     sink = TensorBoardSink(tmp_path, database)
-    sink.commit(3, row(2))
-    sink.logged(4, values(1, late=1.0))
-    sink.logged(5, {"step": 1})
-    sink.commit(6, row(3))
+    sink.take("commit", 3, row(2))
+    sink.take("logged", 4, values(1, late=1.0))
+    sink.take("logged", 5, {"step": 1})
+    sink.take("commit", 6, row(3))
     sink.close()
     found = [(e.step, [v.tag for v in e.summary.value]) for e in events(tmp_path) if e.HasField("summary")]
     assert [(step, tags if len(tags) == 1 else []) for step, tags in found] == [
@@ -293,7 +293,7 @@ def test_logged_values_have_an_axis_of_their_own_at_weights_and_biases(tmp_path:
             self._run_there = Run()
 
     sink = Sink("p", "n", tmp_path)
-    sink.commit(1, row(7))
-    sink.logged(2, values(5, accuracy=0.5))
+    sink.take("commit", 1, row(7))
+    sink.take("logged", 2, values(5, accuracy=0.5))
     sink.close()
     assert told == [7, ("accuracy", "logged_step"), ({"accuracy": 0.5, "logged_step": 5}, None)]

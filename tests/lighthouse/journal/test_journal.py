@@ -49,14 +49,8 @@ class Taken:
     def __init__(self):
         self.rows, self.closed = [], 0
 
-    def event(self, seq, row):
-        self.rows.append((seq, row["event"]))
-
-    def commit(self, seq, row):
-        self.rows.append((seq, row["step"]))
-
-    def logged(self, seq, row):
-        self.rows.append((seq, row["values"]))
+    def take(self, kind, seq, row):
+        self.rows.append((seq, row[{"event": "event", "commit": "step", "logged": "values"}[kind]]))
 
     def close(self):
         self.closed += 1
@@ -274,10 +268,10 @@ def test_a_disk_that_is_full_costs_rows_and_nothing_else(caplog):
 
 def test_a_sink_that_fails_harms_nobody(caplog):
     class Bad(Taken):
-        def event(self, seq, row):
+        def take(self, *_):
             raise RuntimeError("no")
 
-        close = event
+        close = take
 
     good = Taken()
     journal = make(sinks=[Bad(), good])
@@ -398,7 +392,7 @@ async def collect(rows, n):
 async def test_a_follower_gets_every_row_once_from_the_database_and_then_live(journal):
     for n in range(10):
         journal.note([event(f"E{n}")])
-    task = asyncio.create_task(collect(journal.follow(4), 16))
+    task = asyncio.create_task(collect(journal.subscribers.follow(4), 16))
     await quiet()
     for n in range(10):
         journal.note([event(f"F{n}")])
@@ -408,8 +402,8 @@ async def test_a_follower_gets_every_row_once_from_the_database_and_then_live(jo
 
 async def test_a_follower_without_a_number_gets_what_is_to_come(journal):
     journal.note([event("Old")])
-    task = asyncio.create_task(collect(journal.follow(), 1))
-    beyond = asyncio.create_task(collect(journal.follow(10**9), 1))
+    task = asyncio.create_task(collect(journal.subscribers.follow(), 1))
+    beyond = asyncio.create_task(collect(journal.subscribers.follow(10**9), 1))
     await quiet()
     journal.note([event("New")])
     assert await task == [2]
@@ -417,7 +411,7 @@ async def test_a_follower_without_a_number_gets_what_is_to_come(journal):
 
 
 async def test_a_follower_that_falls_behind_reads_from_the_database_and_loses_nothing(journal):
-    slow = journal.follow(0)
+    slow = journal.subscribers.follow(0)
     journal.note([event("First")])
     assert (await anext(slow))[0] == 1
     rows = 3 * subscribers.KEPT
@@ -434,7 +428,7 @@ async def test_rows_that_the_disk_lost_are_skipped_by_who_reads_from_it():
     journal.note([event(f"E{n}") for n in range(3 * subscribers.KEPT)])
     database.full = False
     journal.note([event("B")])
-    rows = journal.follow(0)
+    rows = journal.subscribers.follow(0)
     found = await collect(rows, 1 + subscribers.KEPT + 1)
     assert found[0] == 1
     assert found == sorted(set(found))
@@ -442,14 +436,14 @@ async def test_rows_that_the_disk_lost_are_skipped_by_who_reads_from_it():
 
 
 async def test_followers_are_limited_and_end_with_the_journal(journal):
-    tasks = [asyncio.create_task(collect(journal.follow(), 1)) for _ in range(STREAMS)]
+    tasks = [asyncio.create_task(collect(journal.subscribers.follow(), 1)) for _ in range(STREAMS)]
     await quiet()
-    assert journal.crowded
+    assert journal.subscribers.full
     with pytest.raises(TooMany):
-        await anext(journal.follow())
+        await anext(journal.subscribers.follow())
     tasks[0].cancel()
     await asyncio.gather(tasks[0], return_exceptions=True)
-    assert not journal.crowded
+    assert not journal.subscribers.full
     journal.close()
     assert await asyncio.gather(*tasks[1:]) == [[]] * (STREAMS - 1)
 
@@ -512,7 +506,7 @@ def test_memory_stays_bounded_over_many_rows(journal):
         step = 1 + n % 100
         tell(journal, commits=(commit_row(step, lineage=f"{n:x}", epoch=n // 100),))
     assert len(journal._known) == module.KNOWN
-    remembered = journal._subscribers
+    remembered = journal.subscribers
     assert len(remembered._kept) <= 2 * subscribers.KEPT
 
 

@@ -147,7 +147,10 @@ class Healthy:
             self.problem = repr(error)
 
     def _train(self):
-        assert self._server.post("/v1/processes", b'{"running": {"1": null}, "lost": [1]}')[0] == 200
+        assert (
+            self._server.post("/v1/processes", protocol.encode(protocol.ProcessReport({1: None}, lost=(1,))))[0]
+            == 200
+        )
         state, epoch = START, 0
         while not self._end.is_set():
             began = time.monotonic()
