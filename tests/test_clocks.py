@@ -9,19 +9,11 @@ WALL = {
     "ft_hsdp/jsonl.py",
     "ft_hsdp/launch/doctor/network.py",
     "ft_hsdp/train/step_log.py",
-    "ft_hsdp/launch/supervisor.py",
-    "ft_hsdp/launch/lighthouse_process.py",
     "ft_hsdp/launch/job.py",
     "ft_hsdp/launch/injection.py",
-    "ft_hsdp/launch/backend/spare_agents.py",
-    "ft_hsdp/launch/backend/spares.py",
-    "ft_hsdp/launch/run/directory.py",  # how long ago another host changed a file
-    "ft_hsdp/launch/backend/local.py",
+    "ft_hsdp/launch/run/directory.py",  # events of supervisors; how long ago another host changed a file
     "ft_hsdp/launch/run/recorder.py",
-    "ft_hsdp/launch/ray/backend.py",
     "ft_hsdp/launch/ray/logs.py",
-    "ft_hsdp/launch/ray/slot.py",
-    "ft_hsdp/launch/ray/lighthouse.py",
     "ft_hsdp/train/job.py",
     "ft_hsdp/train/identity.py",
     "lighthouse/__main__.py",  # events before there is a service

@@ -14,7 +14,7 @@ from lighthouse.quorum.events import Action
 
 ROOT = Path(__file__).parents[1]
 NAME = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
-WRITE = {"note_event", "event", "note", "_event", "_note", "Note", "Verdict", "_tell"}
+WRITE = {"note_event", "event", "note", "_event", "_note", "Note", "Verdict", "_tell", "supervised"}
 FACTS: dict[str, Any] = {
     "t": 1.0,
     "source": "replica",

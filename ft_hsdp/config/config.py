@@ -291,7 +291,6 @@ BOUNDS = (
     Bound("quorum.catchup_wait_s", "ftar.timeout_s", "the others would give up the ring meanwhile", below=True),
     Bound("timeouts.ranks_s", "timeouts.start_s", "the ranks of a replica meet before it checks in"),
     Bound("ftar.timeout_s", "timeouts.step_s", "the others must name a replica that hangs before it ends itself"),
-    Bound("timeouts.agent_answer_s", "timeouts.agent_s", "another thread goes on waiting for the agent"),
     Bound(
         "timeouts.boot_s",
         "timeouts.return_wait_s",
@@ -299,7 +298,7 @@ BOUNDS = (
         where=_returning,
     ),
     Bound(
-        "restart.hold_s",
+        "timeouts.hold_s",
         "timeouts.return_wait_s",
         "a replica must be started before its step is given up (0: no step waits)",
         below=True,

@@ -65,9 +65,6 @@ class TimeoutsConfig(Section):
         5.0,
         description="longest time to connect a new ring; a member that does not come is left out of the next one",
     )
-    supervisor_lease_s: PositiveSeconds = Field(
-        5.0, description="silence of a replica's supervisor after which another one may start it"
-    )
     evict_s: PositiveSeconds = Field(
         10.0, description="silence after which a suspect's supervisor is to kill it, so that it starts afresh"
     )
@@ -142,18 +139,14 @@ class TimeoutsConfig(Section):
     edge_wait_s: ClassVar[Derived] = Derived(
         "connect_s", 6.0, "most of the time must go to training, not to rings that do not form"
     )
-    # By which a state agent may hold up a vote, and one more for each GB of a shard.
-    agent_answer_s: ClassVar[Derived] = Derived(
-        "supervisor_lease_s", 0.4, "the agent is a process beside the ranks, as a supervisor is"
-    )
+    # Silence of a replica's supervisor after which another one may start it.
+    supervisor_lease_s: ClassVar[Derived] = Derived("evict_s", 0.5, "who is to kill a replica must be alive")
     # Until a lighthouse of `up` that answers nothing is replaced.
-    lighthouse_s: ClassVar[Derived] = Derived(
-        "supervisor_lease_s", 2.0, "the lighthouse is a process of the control plane, too"
-    )
+    lighthouse_s: ClassVar[Derived] = Derived("evict_s", 1.0, "it is silent, as a replica may be")
     # For which the lighthouse keeps a request that it cannot answer yet.
-    ask_s: ClassVar[Derived] = Derived(
-        "supervisor_lease_s", 4.0, "a lighthouse that is silent for longer is looked for elsewhere"
-    )
+    ask_s: ClassVar[Derived] = Derived("evict_s", 2.0, "a silent lighthouse is looked for elsewhere")
+    # For the survivors' commit, by a cold restart, which would take their CPUs.
+    hold_s: ClassVar[Derived] = Derived("stop_s", 0.2, "they end their step")
     # For the other ranks of a replica, once one of them is done.
     together_s: ClassVar[Derived] = Derived(
         "stop_s", 3.0, "they end a step, or a checkpoint, as a replica does that leaves"
@@ -164,6 +157,8 @@ class TimeoutsConfig(Section):
     agent_s: ClassVar[Derived] = Derived(
         "ranks_s", 1 / 6, "the other ranks of the replica wait for the one that waits for its agent"
     )
+    # By which a state agent may hold up a vote, and one more for each GB of a shard.
+    agent_answer_s: ClassVar[Derived] = Derived("ranks_s", 1 / 30, "other threads go on waiting for the agent")
     # For spares, until a replica that was started contributes: they would take its CPUs.
     settle_s: ClassVar[Derived] = Derived("start_s", 0.1, "most starts take a part of the time that they may take")
     # For the next one of the steps for which chaos keeps a replica away.
@@ -228,10 +223,6 @@ class RestartConfig(Section):
         description="wait before a second restart; doubles with each one that brought no step, up to a minute, to "
         "give a machine time to recover",
     )
-    hold_s: Seconds = Field(
-        2.0, description="how long a cold restart may wait for the survivors' commit, whose CPUs it would take"
-    )
-
     shortage_s: Seconds = Field(
         600.0,
         description="how long a shortage of processes, ports, descriptors, memory or room on a disk may prevent "

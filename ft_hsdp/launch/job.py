@@ -77,9 +77,7 @@ def start_run(config: Config) -> RunDir:
     return run
 
 
-def run_job(
-    config: Config, run: RunDir, resources: MakeResources, stream: TextIO, *, live: bool | None = None
-) -> tuple[int, Summary | None]:
+def run_job(config: Config, run: RunDir, resources: MakeResources, stream: TextIO) -> tuple[int, Summary | None]:
     """Run a job in a directory of `start_run` until every replica is done. Blocks.
 
     Args:
@@ -87,12 +85,11 @@ def run_job(
         run: Its run directory.
         resources: Makes its backend and its lighthouses.
         stream: Where the progress is shown.
-        live: As in `Terminal`.
 
     Returns:
         The exit code of `launcher.py up`, and the summary if there is one.
     """
-    with Terminal(config, stream, live=live) as terminal:
+    with Terminal(config, stream) as terminal:
         return asyncio.run(JobRun(config, run, terminal, resources).run())
 
 

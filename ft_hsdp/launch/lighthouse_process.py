@@ -17,7 +17,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import urls_of_run
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.backend.processes import environment, last_line, spare, tied
-from ft_hsdp.launch.run.directory import Row, RunDir, alive, open_log, read_json
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, open_log, read_json, supervised
 
 STOP_S = 3.0  # from SIGTERM to SIGKILL
 SPARE_S = 5.0  # from the start of a lighthouse to the start of its spare
@@ -225,7 +225,7 @@ class LighthouseProcess:
         await process.wait()
 
     def _event(self, name: str, reason: str, **fields: Any) -> None:
-        self._emit({"t": time.time(), "event": name, "source": "supervisor", **fields, "reason": reason})
+        self._emit(supervised(name, reason, **fields))
 
 
 class LighthouseFleet:

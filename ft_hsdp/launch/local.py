@@ -76,7 +76,7 @@ def local_resources(
             spawn_s=config.timeouts.spawn_s,
             spares=config.spares // config.ranks_per_replica,
             emit=emit,
-            quiet_s=config.restart.hold_s,
+            quiet_s=config.timeouts.hold_s,
             hosts=emulated_hosts(config),
             agents=SpareAgents(config, run, emit) if config.hosts.spare else None,
             shrink_to=config.memory.shrink_to,

@@ -260,7 +260,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         spares=config.spares // config.ranks_per_replica,
         folder=folder / "spares",
         emit=emit,
-        quiet_s=config.restart.hold_s,
+        quiet_s=config.timeouts.hold_s,
         hosts=EmulatedHosts(config.hosts.per_replica, config.ranks_per_replica),
         shrink_to=config.memory.shrink_to,
         gpus=gpus_here(config),

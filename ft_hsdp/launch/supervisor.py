@@ -49,10 +49,10 @@ from ft_hsdp.launch.failures import (
     what_prevented,
 )
 from ft_hsdp.launch.incarnation_watch import LOOK_S, UNHEARD, CommitWatch, IncarnationGuard, in_flight
-from ft_hsdp.launch.lighthouse_link import SupervisorLink
+from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.replica_place import ReplicaPlace
-from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.run.directory import Row, RunDir, supervised
 from ft_hsdp.memory.replacement import Action
 
 ANSWER_S = 2.0  # longest wait for a lease before an event says that there is none
@@ -68,7 +68,7 @@ class ReplicaSupervisor:
         run: RunDir,
         *,
         backend: Backend,
-        link: SupervisorLink,
+        link: LighthouseLink,
         progress: Progress,
         emit: Callable[[Row], None],
         survivors: Callable[[], bool] = lambda: False,
@@ -482,7 +482,7 @@ class ReplicaSupervisor:
 
         # The survivors repeat the step whose ring broke, and a cold start would take CPU time from them.
         await progress.wait_for(
-            lambda: alone() or self._backend.warm or progress.step > start, self._config.restart.hold_s
+            lambda: alone() or self._backend.warm or progress.step > start, self._config.timeouts.hold_s
         )
 
         def advanced(step: int) -> bool:
@@ -514,5 +514,4 @@ class ReplicaSupervisor:
 
     def _event(self, name: str, reason: str, **fields: Any) -> None:
         incarnation = self.current.name if self.current else None
-        head = {"t": time.time(), "event": name, "source": "supervisor", "replica": self.replica}
-        self._emit({**head, "incarnation": incarnation, **fields, "reason": reason})
+        self._emit(supervised(name, reason, replica=self.replica, incarnation=incarnation, **fields))

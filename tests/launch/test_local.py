@@ -66,7 +66,7 @@ class Fake:
 
 
 async def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None:
-    job = Fake(tmp_path, chaos=[KILL], restart={"hold_s": 1.0})
+    job = Fake(tmp_path, chaos=[KILL], timeouts={"stop_s": 5})
 
     (job.run.path / "hold").touch()
     going = asyncio.create_task(job.go())

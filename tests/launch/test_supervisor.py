@@ -11,7 +11,6 @@ from typing import Any, Self
 import psutil
 import pytest
 
-from ft_hsdp.analysis.failures import fold
 from ft_hsdp.config import parse
 from ft_hsdp.core import restart
 from ft_hsdp.launch.backend.local import LocalBackend
@@ -19,9 +18,10 @@ from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from tests.support.launch.launch_helpers import Plan
+from tests.support.launch.launch_rows import fold
 from tests.support.waiting import async_until
 
-SHORT_START = {"start_s": 0.5, "ranks_s": 0.5, "connect_s": 0.5, "supervisor_lease_s": 0.2}
+SHORT_START = {"start_s": 0.5, "ranks_s": 0.5, "connect_s": 0.5}
 SHORT_END = {"final_wait_s": 3.0, "return_wait_s": 3.0, "load_s": 15.0}  # and half of it for a last checkpoint
 
 
@@ -109,7 +109,7 @@ class World:
             ),
             run,
             backend=self.backend,
-            link=self.book,
+            link=self.book,  # type: ignore[arg-type]
             progress=self.progress,
             emit=self.events.append,
             survivors=lambda: self.survivors,
@@ -264,7 +264,7 @@ async def test_an_eviction_kills_a_replica_that_is_stopped(run_dir: RunDir) -> N
 
 
 async def test_a_restart_waits_for_the_survivors_next_commit_and_for_the_steps_it_stays_away(run_dir) -> None:
-    world = World(run_dir, hold_s=60)
+    world = World(run_dir, timeouts={"stop_s": 300})
     world.survivors = True
     async with world.running():
         pids = await world.waiting(0)
@@ -356,7 +356,7 @@ async def test_a_replica_may_hear_of_its_drain_before_its_supervisor_does(run_di
 
 
 async def test_a_replica_that_is_drained_while_it_waits_for_its_restart_does_not_start(run_dir: RunDir) -> None:
-    world = World(run_dir, hold_s=60)
+    world = World(run_dir, timeouts={"stop_s": 300})
     world.survivors = True
     async with world.running():
         pids = await world.waiting(0)

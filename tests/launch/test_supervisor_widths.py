@@ -137,8 +137,8 @@ class Scene:
         sections = {
             "hosts": {"per_replica": 4},
             "memory": {"shrink_to": 2},
-            "timeouts": {"place_s": PLACE_S, **settings},
-            "restart": {"budget": 2, "backoff_s": 0.0, "hold_s": 0.0},
+            "timeouts": {"place_s": PLACE_S, "stop_s": 1.0, **settings},
+            "restart": {"budget": 2, "backoff_s": 0.0},
         }
         config = parse({"replicas": 2, "ranks_per_replica": 4, **sections})
         self.run = run
@@ -417,12 +417,13 @@ async def test_the_others_need_not_wait_for_one_without_a_place_until_it_starts(
     async with play(run_dir) as scene:
         scene.backend.down = [*ALL]
         await async_until(lambda: scene.named("ReplicaUnplaced"), "the word that there is no place")
-        assert scene.link.current_report == {"running": {}, "exited": [], "lost": [0], "ended": []}
+        report = scene.link.current_report
+        assert (report.running, report.exited, report.lost, report.ended) == ({}, (), (0,), ())
         await async_until(lambda: scene.backend.lent == [0], "the others may have its hosts")
         scene.backend.down = []
         await scene.runs(1)
         report = scene.link.current_report
-        assert (report["lost"], list(report["running"])) == ([], ["0"])
+        assert (report.lost, list(report.running)) == ((), [0])
 
 
 @pytest.mark.parametrize(("how", "kind"), [("stop", "stopped"), ("finished", "unplaced"), ("halted", "lost")])

@@ -78,9 +78,7 @@ def test_six_nodes_in_a_row_with_a_spare(tmp_path: Path) -> None:
     steps, losses = 350, 6
     with Cluster() as cluster:
         cluster.add(1, 1, 1)
-        with Job(
-            cluster, tmp_path, steps, program=SLOW, replicas=2, spares=1, restart__budget=30, restart__hold_s=0.2
-        ) as job:
+        with Job(cluster, tmp_path, steps, program=SLOW, replicas=2, spares=1, restart__budget=30) as job:
             for n in range(losses):
                 job.until(lambda n=n: len(job.events("SpareWarmed")) == n + 1, f"loss {n}: a spare")
                 pids = job.events("SpareWarmed")[-1]["pids"]
@@ -183,7 +181,7 @@ def test_whatever_ends_it_nothing_is_left(tmp_path: Path) -> None:
             ("without-a-place", signal.SIGTERM, 143, 3),
         ):
             (tmp_path / name).mkdir()
-            with Job(cluster, tmp_path / name, 5000, replicas=replicas, spares=1, restart__hold_s=0.1) as job:
+            with Job(cluster, tmp_path / name, 5000, replicas=replicas, spares=1) as job:
                 job.until(lambda job=job: job.contribute(0, 1), "steps")
                 job.until(lambda: len(cluster.ask()["groups"]) == 3, "a replica or spare that looks for a place")
                 if replicas == 3:
@@ -293,7 +291,7 @@ WARM = "from a spare"
 def test_a_replica_whose_node_is_lost_goes_on_in_a_spare(tmp_path: Path) -> None:
     with Cluster() as cluster:
         cluster.add(1, 1, 1)
-        with Job(cluster, tmp_path, STEPS, program=SLOW, replicas=2, spares=1, restart__hold_s=0.2) as job:
+        with Job(cluster, tmp_path, STEPS, program=SLOW, replicas=2, spares=1) as job:
             job.until(lambda: job.events("SpareWarmed"), "a spare")
             kill(job.ranks(0)[0]["pid"])  # its node lives, and is the next spare's
             job.until(lambda: job.events("ReplicaStarted", replica=0, how=WARM), "the move")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.address import loopback
 from ft_hsdp.config import Config, dump, load, parse
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import ConfigError

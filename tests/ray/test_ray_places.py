@@ -43,7 +43,7 @@ async def settling(world: World, replica: int, **config: Any) -> AsyncIterator[N
         parse({"ranks_per_replica": 2, **config}),
         world.run,
         backend=world.backend,
-        link=Book(),
+        link=Book(),  # type: ignore[arg-type]
         progress=Progress(),
         emit=lambda _: None,
     )

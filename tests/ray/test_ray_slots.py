@@ -178,11 +178,10 @@ class World:
         **ray: object,
     ) -> None:
         document = {
-            "timeouts": timeouts or {},
+            "timeouts": {"stop_s": 0.5, **(timeouts or {})},
             "ranks_per_replica": 2,
             "replicas": 3,
             "spares": 2 * spares,
-            "restart": {"hold_s": 0.01},
         }
         self.config: Config = parse({"job": {"name": "a"}, "ray": ray, **document})
         self.run = RunDir(folder)

@@ -102,7 +102,6 @@ def test_a_users_script_survives_the_loss_of_a_rank_and_of_a_node(tmp_path: Path
         "train__micro_batch": 16,
         "ray__strategy": "STRICT_SPREAD",
         "timeouts__place_s": 60.0,  # the living node is not given back on a slow machine
-        "restart__hold_s": 0.2,
     }
     with Cluster() as cluster:
         write_slow_script(tmp_path / "mine.py", cluster.folder / "hurry", 0.8)

@@ -72,7 +72,7 @@ replicas: 2
 ranks_per_replica: 1
 entry: slow.py
 train: {{steps: {STEPS}, micro_batch: 16}}
-timeouts: {{supervisor_lease_s: 2.0}}
+timeouts: {{evict_s: 4.0}}
 """
 
 

@@ -26,7 +26,7 @@ def test_a_function_trains(tmp_path: Path) -> None:
 @pytest.mark.proof
 def test_a_users_script_goes_on_in_a_spare(tmp_path: Path) -> None:
     """The spare has sharded and warmed up its model before it hears to which replica it belongs."""
-    with Job(tmp_path, 100, entry=str(EXAMPLE), spares=2, restart__hold_s=0.5, **TWO) as job:
+    with Job(tmp_path, 100, entry=str(EXAMPLE), spares=2, **TWO) as job:
         pids = ready(job)
         job.signal(1, 1, signal.SIGKILL)
         job.until(lambda: len(starts(job, 1)) == 2, "the second life")

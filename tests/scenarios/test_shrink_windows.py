@@ -13,7 +13,7 @@ from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.recorder import commits_of
 from tests.support.scenarios.scenario_job import Job, check
 
-SAFE = {"quorum.on_lost_head": "rollback", "timeouts.place_s": 0.3, "restart.hold_s": 0.3, "debug.faults": True}
+SAFE = {"quorum.on_lost_head": "rollback", "timeouts.place_s": 0.3, "timeouts.stop_s": 1.5, "debug.faults": True}
 
 
 def job_of(folder: Path, steps: int, replicas: int, ranks: int, least: int, **more: object) -> Job:

@@ -39,7 +39,7 @@ def settle(job: Job, summary: dict[str, Any], steps: int) -> None:
 
 
 def test_a_replica_that_lost_a_rank_goes_on_in_a_spare(tmp_path: Path) -> None:
-    with Job(tmp_path, 45, replicas=2, spares=2, restart__hold_s=0.5) as job:
+    with Job(tmp_path, 45, replicas=2, spares=2) as job:
         pids = ready(job)
         job.signal(1, 1, signal.SIGKILL)
         job.until(lambda: len(starts(job, 1)) == 2, "the second life")
@@ -62,7 +62,7 @@ def test_a_spare_that_dies_is_nobodys_failure_and_one_that_dies_while_it_is_prom
     tmp_path: Path, rank: int
 ) -> None:
     """The second one dies on its first look at the state, before its replica has checked in, or soon after."""
-    with Job(tmp_path, 80, replicas=2, spares=2, restart__hold_s=0.2) as job:
+    with Job(tmp_path, 80, replicas=2, spares=2) as job:
         first = ready(job)
         os.kill(first[0], signal.SIGKILL)
         job.until(lambda: spares(job) and ready(job) != first, "another spare")
@@ -82,7 +82,7 @@ def test_a_spare_that_dies_is_nobodys_failure_and_one_that_dies_while_it_is_prom
 def test_two_replicas_die_at_once_and_one_gets_the_spare(tmp_path: Path) -> None:
     """The last replica goes on alone, both others heal."""
     steps = 80  # they must last until both are back, on a fast machine, too
-    with Job(tmp_path, steps, spares=2, restart__hold_s=0.2) as job:
+    with Job(tmp_path, steps, spares=2) as job:
         pids = ready(job)
         for replica in (0, 2):
             for rank in (0, 1):

@@ -26,13 +26,13 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 # The size of the house: what is measured, its limit, and the goal. A limit only goes down: it lies at most `SLACK`
 # above the figure, so a change that makes the house smaller lowers the limit, too.
 SIZES: dict[str, tuple[int, int]] = {
-    "statements": (41_100, 39_000),
-    "lines with JavaScript": (77_150, 71_000),
-    "benchmarks outside the package": (3_350, 4_000),  # statements
+    "statements": (40_600, 39_000),
+    "lines with JavaScript": (76_250, 71_000),
+    "benchmarks outside the package": (3_450, 4_000),  # statements
     "test lines": (75_000, 66_000),  # the model checker among them
-    "modules with code": (311, 310),
-    "configuration keys": (123, 120),
-    "timeouts among them": (16, 14),
+    "modules with code": (305, 310),
+    "configuration keys": (120, 120),
+    "timeouts among them": (15, 14),
     "event names": (100, 100),
     "private reads in tests": (110, 120),
     "monkeypatch.setattr": (146, 150),

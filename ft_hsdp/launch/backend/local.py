@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from ft_hsdp.launch.backend.hosts import EmulatedHosts, HostSwap
 from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port
 from ft_hsdp.launch.backend.spare_agents import SpareAgents
 from ft_hsdp.launch.backend.spares import SparePool
-from ft_hsdp.launch.run.directory import Row, RunDir, write_json_later
+from ft_hsdp.launch.run.directory import Row, RunDir, supervised, write_json_later
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +208,7 @@ class LocalBackend:
 
     def _lost(self, pid: int, why: str) -> None:
         reason = f"{why}: another one is started beside it, its ranks go on"
-        event = {"t": time.time(), "event": "ForkServerLost", "source": "supervisor", "pid": pid}
-        self._emit({**event, "reason": reason})
+        self._emit(supervised("ForkServerLost", reason, pid=pid))
 
     def _away(self, replica: int) -> tuple[list[str], set[int]]:
         """Return what `EmulatedHosts.place` asks for besides the replica."""
@@ -244,8 +242,7 @@ class LocalBackend:
         self._event("HostReplaced", replica, swap.spare, reason, before=swap.lost, ranks=list(swap.ranks))
 
     def _event(self, name: str, replica: int, host: str, reason: str, **fields: Any) -> None:
-        head = {"t": time.time(), "event": name, "source": "supervisor", "replica": replica, "host": host}
-        self._emit({**head, **fields, "reason": reason})
+        self._emit(supervised(name, reason, replica=replica, host=host, **fields))
 
     def _assignment(self, spec: ReplicaSpec, rank: int) -> dict[str, Any]:
         hosts = self._hosts.of(spec.replica)

@@ -23,7 +23,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import own_address, urls_of_run
 from ft_hsdp.core.restart import doubled
 from ft_hsdp.launch.backend.base import exit_in_words
-from ft_hsdp.launch.run.directory import Row, RunDir, open_log, read_json
+from ft_hsdp.launch.run.directory import Row, RunDir, open_log, read_json, supervised
 from ft_hsdp.secret import TOKEN_VARIABLE
 
 CALL_S = 10.0  # longest wait for an agent that was called; the ranks start another one then
@@ -125,10 +125,9 @@ class SpareAgents:
         starts = self._starts[name]
         starts.failed = 1 if time.monotonic() - starts.at > HEALTHY_S else starts.failed + 1
         if starts.failed == 1:
-            head = {"t": time.time(), "event": "SpareLost", "source": "supervisor", "host": name}
             why = f"{exit_in_words(process.returncode or 0)}; it is started again after a pause that doubles"
             log = f"hosts/agent-{name}.log"
-            self._emit({**head, "pid": process.pid, "reason": f"{why}, its log is {log}"})
+            self._emit(supervised("SpareLost", f"{why}, its log is {log}", host=name, pid=process.pid))
 
     async def _start(self, name: str) -> Process:
         config, urls = self._config, urls_of_run(read_json(self._run.lighthouse))

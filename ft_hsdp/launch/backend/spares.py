@@ -17,7 +17,7 @@ from ft_hsdp.core.restart import doubled
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup, exit_line, spare_log
 from ft_hsdp.launch.progress import Changes
-from ft_hsdp.launch.run.directory import Row, write_json_later
+from ft_hsdp.launch.run.directory import Row, supervised, write_json_later
 
 WARM_S = 600.0  # longest time until a spare is warm
 PAUSE_S = 1.0  # before the first spare that replaces one that ended; doubles with each in a row
@@ -195,5 +195,4 @@ class SparePool(Changes):
 
     def _event(self, name: str, group: WorkerGroup, reason: str, **fields: Any) -> None:
         pids = [process.pid for _, process in sorted(group.processes.items())]
-        head = {"t": time.time(), "event": name, "source": "supervisor", "spare": group.number, "pids": pids}
-        self._emit({**head, **fields, "reason": reason})
+        self._emit(supervised(name, reason, spare=group.number, pids=pids, **fields))

@@ -52,21 +52,16 @@ class AssignmentLine:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._incarnation: IncarnationId | None = None
-
-    @property
-    def incarnation(self) -> IncarnationId | None:
-        """Return the incarnation if it is known here."""
-        return self._incarnation
+        self.incarnation: IncarnationId | None = None  # if it is known here
 
     def poll(self) -> IncarnationId | None:
         """Return the incarnation if the supervisor has assigned one; does not block."""
-        if self._incarnation is None:
+        if self.incarnation is None:
             poll = select.poll()  # select knows descriptors below 1024 only
             poll.register(self._sock, select.POLLIN)
             if poll.poll(0):
                 self.take()
-        return self._incarnation
+        return self.incarnation
 
     def wait(self) -> IncarnationId:
         """Tell the supervisor that this rank is warm, and return its incarnation. Blocks without an end."""
@@ -74,8 +69,8 @@ class AssignmentLine:
             with contextlib.suppress(OSError):  # the supervisor is gone: taking says so
                 self._sock.sendall(b"\n")
             self.take()
-        assert self._incarnation is not None
-        return self._incarnation
+        assert self.incarnation is not None
+        return self.incarnation
 
     def take(self) -> None:
         """Wait for the incarnation, and log as a rank of it from then on; end this process if there is none."""
@@ -90,7 +85,7 @@ class AssignmentLine:
         if hosts := assignment.pop("hosts", ()):
             os.environ[HOSTS_VARIABLE] = ",".join(hosts)
         os.environ[FATAL_VARIABLE] = json.dumps(assignment.pop("fatal", ()))
-        self._incarnation = incarnation = IncarnationId(**assignment)
+        self.incarnation = incarnation = IncarnationId(**assignment)
         os.environ["TORCHELASTIC_RUN_ID"] = incarnation.run_id
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(incarnation.restarts)
 

@@ -33,7 +33,7 @@ from ft_hsdp.launch.ray.placement import fits
 from ft_hsdp.launch.ray.slot import ReplicaSlot
 from ft_hsdp.launch.ray.slots import ReplicaSlots
 from ft_hsdp.launch.ray.start_orders import start_orders
-from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.run.directory import Row, RunDir, supervised
 
 ELSEWHERE_S = 10.0  # how long a spare waits for a slot in one zone before it asks for one in the next
 
@@ -72,7 +72,7 @@ class RayBackend:
         self._calls = ThreadPoolExecutor(1, "ray-calls")
         self._receiver = LogReceiver(run.path, lambda lost: emit({**lost.event, "source": "supervisor"}))
         self._slots = ReplicaSlots(self._new_slot)
-        spares, quiet_s = config.spares // config.ranks_per_replica, config.restart.hold_s
+        spares, quiet_s = config.spares // config.ranks_per_replica, config.timeouts.hold_s
         self._pool = SparePool(spares, run.spares, self._make, emit, quiet_s, self._dropped)
         self._making: dict[WorkerGroup, asyncio.Task[None]] = {}  # spare -> the task that starts it
         self._promised: dict[int, WorkerGroup] = {}  # replica -> the spare that its next start takes over
@@ -182,8 +182,7 @@ class RayBackend:
         if not waits and not self._room_beside(slot, node, replica):
             return False
         self._cordoned[node] = host
-        head = {"t": time.time(), "event": "HostCordoned", "source": "supervisor", "replica": replica}
-        self._emit({**head, "host": host, "reason": reason})
+        self._emit(supervised("HostCordoned", reason, replica=replica, host=host))
         for spare in self._slots.avoid(node):
             for process in spare.processes.values():
                 process.signal(signal.SIGKILL)
@@ -309,10 +308,9 @@ class RayBackend:
         for (before, host), ranks in moved.items():
             if host == before:
                 continue
-            head = {"t": time.time(), "event": "HostReplaced", "source": "supervisor", "replica": replica}
             why = "cordoned" if before in self._cordoned.values() else "lost"
             reason = f"{before} is {why}; Ray gave its ranks {', '.join(map(str, ranks))} another node"
-            self._emit({**head, "host": host, "before": before, "ranks": ranks, "reason": reason})
+            self._emit(supervised("HostReplaced", reason, replica=replica, host=host, before=before, ranks=ranks))
 
     def _fits(self, group: WorkerGroup, asked: placement.PlacementRequest) -> bool:
         slot = self._slots.of(group)

@@ -24,7 +24,7 @@ from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet
 from ft_hsdp.launch.ray.placement import prefix
 from ft_hsdp.launch.ray.slot import cause
 from ft_hsdp.launch.run import status
-from ft_hsdp.launch.run.directory import Row, RunDir, read_json
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json, supervised
 
 IDLE_S = 2.0  # `news` answers after this time at the latest
 POLL_S = 0.05
@@ -108,12 +108,7 @@ class RayLighthouse:
         self._node = node
         self._emit = emit
         self._actor: Any = None
-        self._urls: tuple[str, ...] = ()
-
-    @property
-    def urls(self) -> tuple[str, ...]:
-        """Return where it listens: the same after each restart."""
-        return self._urls
+        self.urls: tuple[str, ...] = ()  # where it listens: the same after each restart
 
     async def start(self) -> None:
         """Start the actor and the lighthouse.
@@ -128,7 +123,7 @@ class RayLighthouse:
             allowed = "a name that no running job of this cluster has"
             raise ConfigError("job.name", self._run.name, allowed) from None
         try:
-            self._urls = tuple(await self._actor.start.remote())
+            self.urls = tuple(await self._actor.start.remote())
         except RayError as error:
             raise cause(error) from None
 
@@ -141,7 +136,7 @@ class RayLighthouse:
             except RayError as error:
                 self._event("LighthouseExited", f"its actor is gone ({cause(error)}); Ray starts it again")
                 await self._restart()
-                self._event("LighthouseExited", f"it listens at {self._urls[0]} again", over=True)
+                self._event("LighthouseExited", f"it listens at {self.urls[0]} again", over=True)
 
     async def stop(self) -> None:
         if self._actor is None:
@@ -159,7 +154,7 @@ class RayLighthouse:
         wait_s = POLL_S
         while True:
             try:
-                if tuple(await self._actor.start.remote()) == self._urls:
+                if tuple(await self._actor.start.remote()) == self.urls:
                     return
             except RayError as error:
                 if isinstance(cause(error), LighthouseFailed):
@@ -186,4 +181,4 @@ class RayLighthouse:
         return ray.remote(LighthouseActor).options(**options).remote(str(self._run.path))
 
     def _event(self, name: str, reason: str, **fields: Any) -> None:
-        self._emit({"t": time.time(), "event": name, "source": "supervisor", **fields, "reason": reason})
+        self._emit(supervised(name, reason, **fields))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from ft_hsdp.launch.ray.actor import ActorLocation, ActorSetup, News, RankActor,
 from ft_hsdp.launch.ray.cluster import first_line
 from ft_hsdp.launch.ray.logs import LogReceiver
 from ft_hsdp.launch.ray.placement import PlacementRequest
-from ft_hsdp.launch.run.directory import Row
+from ft_hsdp.launch.run.directory import Row, supervised
 
 POLL_S = 0.25  # between two looks at a placement group that is not reserved yet
 AGAIN_S = 0.2  # before an actor that could not be reached is asked again
@@ -416,8 +415,7 @@ class ReplicaSlot:
         for pid, (group, _) in list(bundle.running.items()):
             if group.spec is not None:
                 about = {"replica": group.spec.replica, "rank": bundle.rank, "incarnation": group.spec.name}
-                head = {"t": time.time(), "event": "LogCut", "source": "supervisor"}
-                self._emit({**head, **about, "reason": f"on {bundle.location.host}: {why}"})
+                self._emit(supervised("LogCut", f"on {bundle.location.host}: {why}", **about))
             self._rank_changed(bundle, pid, KILLED)
 
     def _not_killed(self, bundle: Bundle, pid: int) -> None:

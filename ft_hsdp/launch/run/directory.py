@@ -47,6 +47,11 @@ Row = dict[str, Any]
 _log = logging.getLogger(__name__)
 
 
+def supervised(event: str, reason: str, **fields: Any) -> Row:
+    """Return an event of a supervisor, which happens now."""
+    return {"t": time.time(), "event": event, "source": "supervisor", **fields, "reason": reason}
+
+
 class RunDir:
     """The directory of a run, `runs/NAME`, and the paths of its files. Nothing is read or made."""
 
@@ -325,7 +330,7 @@ class JobFiles:
         self._kept[file] = (_mark(file), text)
         how = f"could not be used, and is in {aside}" if aside else "was gone"
         reason = f"{file.name} {how}: it is written again as it was"
-        return [{"t": time.time(), "event": "JobFilePutBack", "source": "supervisor", "reason": reason}]
+        return [supervised("JobFilePutBack", reason)]
 
 
 def _mark(file: Path) -> tuple[int, int, int] | None:

@@ -15,6 +15,7 @@ from ft_hsdp.tls import Trusted
 from lighthouse.http.access import page_link
 
 Status = dict[str, Any]
+ANSWER_S = 2.0
 
 
 def status(run: RunDir) -> Status:
@@ -26,14 +27,17 @@ def status(run: RunDir) -> Status:
     leader = read_json(run.lighthouse) or {"pid": None, "url": None}
     urls = urls_of_run(leader)
     trusted = tls.trusted(config.network)
-    answer = next(filter(None, (_ask(run, url, trusted) for url in urls)), None)
+    answer = next(filter(None, (_ask(run, f"{url}/v1/status", trusted) for url in urls)), None)
     reported: dict[int, Row] = {row["replica"]: row for row in (answer or {}).get("replicas", [])}
     replicas = [_replica(run, n, reported.get(n)) for n in range(config.slots)]
     for row in replicas:
         if 0 < len(row["ranks"]) < config.ranks_per_replica and config.memory.shrink_to is not None:
             row["of_ranks"] = config.ranks_per_replica
     newest = max((row["step"] for row in replicas), default=0)
-    several = {"lighthouses": [{"url": u, "role": _role(run, u, trusted)} for u in urls]} if len(urls) > 1 else {}
+    several: Row = {}
+    if len(urls) > 1:
+        roles = [_ask(run, f"{url}/healthz", trusted).get("role", "away") for url in urls]
+        several = {"lighthouses": [{"url": url, "role": role} for url, role in zip(urls, roles, strict=True)]}
     target = (answer or {}).get("target", config.replicas)
     share: Row = {key: answer[key] for key in ("units", "units_wanted") if key in answer} if answer else {}
     scaled = {"target": target} if target != config.replicas else {}
@@ -104,20 +108,11 @@ def _runs(rank: Row) -> bool:
     return rank.get("machine", rank["host"]) != socket.gethostname() or alive({"pid": rank["pid"]})
 
 
-def _role(run: RunDir, url: str, trusted: Trusted) -> str:
-    """Return the role of one of several lighthouses: leader or standby; away if it does not answer."""
+def _ask(run: RunDir, url: str, trusted: Trusted) -> Row:
+    """Return the object with which a lighthouse answers; {} if it gives none."""
     try:
-        response = get_proved(f"{url}/healthz", secret.current(run.token), 1.0, trusted)
-        return str(response.raise_for_status().json()["role"])
-    except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
-        return "away"
-
-
-def _ask(run: RunDir, url: str, trusted: Trusted) -> Row | None:
-    """Return the lighthouse's answer; None if it gives none."""
-    try:
-        response = get_proved(f"{url}/v1/status", secret.current(run.token), 2.0, trusted)
+        response = get_proved(url, secret.current(run.token), ANSWER_S, trusted)
         answer = response.raise_for_status().json()
-        return answer if isinstance(answer, dict) else None
     except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError):
-        return None
+        return {}
+    return answer if isinstance(answer, dict) else {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, TextIO, cast
+from typing import TextIO
 
 from rich import box
 from rich.console import Console
@@ -27,29 +26,6 @@ LONG_S = 3.0  # a wait of the lighthouse that is longer than this is shown
 HELD_S = 2.0  # longest time for which an event about a later step waits for the lines of the steps before it
 
 
-class _Forgiving:
-    """A text stream that ignores its errors, whatever it leads to: the job goes on, and the output is lost."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write `text`, if that can be."""
-        self._try(self._stream.write, text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush the stream, if that can be."""
-        self._try(self._stream.flush)
-
-    def _try(self, act: Callable[..., object], *args: object) -> None:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
-            act(*args)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 class Terminal:
     """Shows a running job; a context manager, which removes the table at the end."""
 
@@ -58,14 +34,12 @@ class Terminal:
 
         Args:
             config: The job's configuration.
-            stream: Where it is shown.
+            stream: Where it is shown; its errors are the caller's (`lifetime.forgiving`).
             live: Whether to show a table; None: if the stream is a terminal.
         """
         self._steps = config.train.steps
         self._constant = config.quorum.batch == "constant"
-        self._console = Console(
-            file=cast(TextIO, _Forgiving(stream)), highlight=False, soft_wrap=True, force_terminal=live
-        )
+        self._console = Console(file=stream, highlight=False, soft_wrap=True, force_terminal=live)
         self._rows: deque[Row] = deque(maxlen=SHOWN_STEPS)
         self._failed_at: dict[int, float] = {}  # replica -> time of its last failure
         self._broken: set[object] = set()  # epochs whose broken ring was shown

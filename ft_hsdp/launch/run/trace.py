@@ -18,7 +18,7 @@ from ft_hsdp.analysis.commits import canonical
 from ft_hsdp.analysis.incarnations import incarnations
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.event_table import tell
-from ft_hsdp.jsonl import clear_way
+from ft_hsdp.jsonl import clear_way, finite
 from ft_hsdp.launch.run.directory import Row, RunDir, read_jsonl
 from ft_hsdp.launch.run.recorder import events_of, finals_of
 
@@ -211,26 +211,17 @@ def _named(what: str, pid: int, tid: int, **args: Any) -> Event:
 
 def _slice(track: Track, name: str, start: int, end: int, args: Row) -> Event:
     event = {"ph": "X", "name": name, "pid": track.pid, "tid": track.tid, "ts": start, "dur": end - start}
-    return {**event, "args": _plain(args)}
+    return {**event, "args": finite(args)}
 
 
 def _instant(track: Track, name: str, at: int, scope: str, args: Row) -> Event:
     event = {"ph": "i", "name": name, "pid": track.pid, "tid": track.tid, "ts": at, "s": scope}
-    return {**event, "args": _plain(args)}
+    return {**event, "args": finite(args)}
 
 
 def _facts(event: Row) -> Row:
     """Return the fields of an event without those that its place in the trace shows."""
     return {key: value for key, value in event.items() if key not in ("t", "event", "replica", "rank")}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as strict JSON can express it: numbers that are not finite become words."""
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_plain(inner) for inner in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _microseconds(seconds: float | None) -> int:

@@ -72,7 +72,7 @@ threading.Thread(target=lambda: (time.sleep(0.2), print("a thread ends"))).start
 os.chdir("/")
 """
 FAST = dict.fromkeys(("start_s", "ranks_s", "connect_s"), 0.3)
-FAST |= dict.fromkeys(("silence_s", "supervisor_lease_s", "reach_s"), 0.1)
+FAST |= dict.fromkeys(("silence_s", "reach_s"), 0.1)
 
 
 @pytest.fixture(scope="module")

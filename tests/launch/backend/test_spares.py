@@ -209,7 +209,7 @@ async def test_when_the_fork_server_dies_its_spares_stay_and_can_be_called(run_d
 
 async def test_a_lost_replica_gets_the_spare_at_once_whatever_the_survivors_do(run_dir: RunDir) -> None:
     world = World(run_dir)
-    config = parse({"restart": {"hold_s": 60}, "ranks_per_replica": 2, "spares": 2})
+    config = parse({"timeouts": {"stop_s": 300}, "ranks_per_replica": 2, "spares": 2})
 
     class Deaf:
         owner = "aaaa"

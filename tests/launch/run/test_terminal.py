@@ -1,4 +1,3 @@
-import contextlib
 import io
 import os
 import re
@@ -9,6 +8,7 @@ import pytest
 from ft_hsdp.config import parse
 from ft_hsdp.event_table import tell
 from ft_hsdp.launch.run.terminal import Terminal, step_line, summary_lines
+from ft_hsdp.lifetime import forgiving
 from tests.support.launch.launch_rows import commit, event, fed, summarize
 
 CONFIG = parse({"ranks_per_replica": 1, "train": {"steps": 5}})
@@ -24,16 +24,14 @@ def shown(live: bool = False, width: int = 80) -> tuple[Terminal, io.StringIO]:
 def test_output_that_is_lost_ends_nothing(lost: str, live: bool) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    out = open("/dev/full" if lost == "full" else writer, "w", buffering=1)  # noqa: SIM115 - closing it fails
-    terminal = Terminal(CONFIG, out, live=live)
+    descriptor = os.open("/dev/full", os.O_WRONLY) if lost == "full" else writer
+    terminal = Terminal(CONFIG, forgiving(descriptor), live=live)
     if lost == "closed":
-        os.close(writer)
+        os.close(descriptor)
     with terminal:
         for step in range(1, 6):
             terminal.commit(commit(step))
     terminal.say("the last word")
-    with contextlib.suppress(OSError):
-        out.close()
 
 
 def test_a_step_is_one_plain_line_of_80_columns() -> None:
