@@ -102,6 +102,7 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"ftar": {"chunk_bytes": 100}}, "ftar.chunk_bytes", "4096"),
     ({"ftar": {"connections": 0}}, "ftar.connections", "1"),
     ({"ftar": {"transport": "udp"}}, "ftar.transport", "auto, tcp"),
+    ({"ftar": {"dtype": "bfloat16"}}, "ftar.dtype", "float32"),
     ({"ftar": {"timeout_s": 2}}, "timeouts.connect_s", "at most ftar.timeout_s (2.0)"),
     ({"timeouts": {"silence_s": 6}}, "timeouts.silence_s", "at most timeouts.connect_s (5.0)"),
     ({"timeouts": {"silence_s": 5, "evict_s": 5}}, "timeouts.silence_s", "at most 0.5 x timeouts.evict_s (2.5)"),

@@ -23,11 +23,11 @@ _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
 GONE = {
     "chaos.by_s": INJECTED_BY_TESTS,
     "chaos.delay_s": INJECTED_BY_TESTS,
-    "ftar.dtype": "gradients are summed in float32",
     "lighthouse.etcd_prefix": "keys in etcd begin with /ft_hsdp/ and job.name",
     "lighthouse.keep_rows": "the journal keeps a million rows",
     "ray.cpus_per_rank": "set ray.resources.CPU",
     "ray.gpus_per_rank": "set ray.resources.GPU",
+    "ray.rack_label": "the label is rack; hosts.labels says where hosts stand that have none",
     "restart.backoff_max_s": "a pause that grows from restart.backoff_s takes a minute at most",
     "restart.hold_s": "it is 0.2 x timeouts.stop_s",
     "train.poison_retries": "a unit is given up after three steps",

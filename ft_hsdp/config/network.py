@@ -123,7 +123,6 @@ class RayConfig(Section):
     zone_label: str = Field(
         "ray.io/availability-zone", min_length=1, description="label of a node that names its zone"
     )
-    rack_label: str = Field("rack", min_length=1, description="label of a node that names its rack")
     zones: tuple[Label, ...] = Field(
         (), max_length=64, description="replica r is placed in zone r modulo their number; none: anywhere"
     )

@@ -56,6 +56,7 @@ class FtarConfig(Section):
         description="longest wait for a neighbour that lives; a replica that does not reduce for so long is "
         "started again",
     )
+    dtype: Literal["float32"] = Field("float32", description="type in which gradients are summed")
 
 
 class QuorumConfig(Section):

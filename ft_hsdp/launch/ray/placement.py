@@ -13,6 +13,7 @@ from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, plain
 from ft_hsdp.train.identity import HOST_VARIABLE
 
 NODE_LABEL = "ray.io/node-id"  # Ray gives it to each node
+RACK_LABEL = "rack"  # of a node, with the name of its rack
 _WHERE = {
     "STRICT_PACK": "on one node",
     "PACK": "on few nodes",
@@ -125,12 +126,12 @@ def host_environment(
         machine: The name of its machine, which may have other nodes, or have had one that was lost.
         node: Ray's id of the node.
         labels: Of the node.
-        config: Names the labels with the zone and the rack.
+        config: Names the label with the zone.
         given: The environment of the node's processes: what it says of the host stays.
     """
     said = plain(given.get(HOST_VARIABLE, ""))
     name = said or f"{plain(machine)[:50]}-{node[:8]}"
-    keys = {"zone": config.zone_label, "rack": config.rack_label}
+    keys = {"zone": config.zone_label, "rack": RACK_LABEL}
     known = [f"{level}={plain(labels[key])[:63]}" for level, key in keys.items() if labels.get(key)]
     domains = given.get(DOMAINS_VARIABLE) or ",".join(known)
     return {HOST_VARIABLE: name, **({DOMAINS_VARIABLE: domains} if domains else {})}
