@@ -44,11 +44,11 @@ class Squatter(BaseHTTPRequestHandler):
     def _lies(self, body: bytes) -> bytes:
         """What would end each incarnation that a supervisor reports."""
         try:
-            running = json.loads(body)["running"]
+            running = json.loads(body)["body"]["running"]
         except (ValueError, KeyError, TypeError):
             running = {}
         evict = [{"replica": int(r), "incarnation": n, "reason": "a lie"} for r, n in running.items() if n]
-        return json.dumps({**LIES, "evict": evict}).encode()
+        return json.dumps({"type": "Overview", "body": {**LIES, "evict": evict}}).encode()
 
     def _answer(self, body: bytes, status: int = 200) -> None:
         self.send_response(status)

@@ -22,17 +22,17 @@ class Handler(BaseHTTPRequestHandler):
         self._answer({"step": 0, "epoch": 0, "replicas": []} if self.path == "/v1/status" else {})
 
     def do_POST(self) -> None:
-        picture = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        said = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         telemetry = self.path == "/v1/telemetry"
         log = LineWriter(self.run.path / ("telemetry.jsonl" if telemetry else "pictures.jsonl"))
-        log.write(picture)
+        log.write(said if telemetry else said["body"])
         log.close()
         if telemetry:
             self._answer(None)
             return
-        leased = {"leases": picture["leases"], "rivals": {}, "lease_s": 60.0}
+        leased = {"leases": said["body"]["leases"], "rivals": {}, "lease_s": 60.0}
         about = {"epoch": 1, "step": 0, "finished": False, "halted": ""}
-        self._answer({"evict": [], **about, "drained": [], **leased})
+        self._answer({"type": "Overview", "body": {"evict": [], **about, "drained": [], **leased}})
 
     def _answer(self, value: Any) -> None:
         answer = httpx.Response(204) if value is None else httpx.Response(200, json=value)
