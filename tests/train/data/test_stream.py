@@ -1,5 +1,5 @@
 import json
-import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -119,22 +119,25 @@ def test_a_new_process_begins_at_the_saved_state_and_passes_over_the_rest(tmp_pa
     assert reader.batch(at(12), []) == 12
 
 
-def test_a_disk_that_hangs_holds_up_no_batch_and_has_the_state_later(tmp_path: Path) -> None:
-    folder = tmp_path / "replicas" / "1"
-    folder.mkdir(parents=True)
-    part = folder / f".stream-1.json.{os.getpid()}.part"
-    os.mkfifo(part)  # whoever opens it to write waits for its reader
+def test_a_disk_that_hangs_holds_up_no_batch_and_has_the_state_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, answers, write = tmp_path / "replicas" / "1" / "stream-1.json", threading.Event(), module.replace_json
+
+    def slow(path: Path, value: object) -> None:
+        assert answers.wait(30)
+        write(path, value)
+
+    monkeypatch.setattr(module, "replace_json", slow)
     reader = stream(Items(), tmp_path).reader(1)
     for n in range(8):
         reader.trained(at(n))
         assert reader.batch(at(n), []) == n
-    assert not (folder / "stream-1.json").exists()
-    with part.open():
-        part.unlink(missing_ok=True)
-        reader.close()
+    assert not file.exists()
+    answers.set()
     reader.trained(at(8))
     reader.close()
-    assert json.loads((folder / "stream-1.json").read_text())["items"] > 0
+    assert json.loads(file.read_text())["items"] > 0
 
 
 def test_a_state_that_is_ahead_or_of_another_job_is_not_used(tmp_path: Path) -> None:
