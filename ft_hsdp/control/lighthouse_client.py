@@ -87,10 +87,14 @@ class TokenProof(httpx.Auth):
     def __init__(self, token: str) -> None:
         self._token = token
         self._challenges: dict[str, str] = {}  # by address
+        self._doubted: set[str] = set()  # addresses where the last answer was not proved
 
     async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
         """Send a request until its challenge is accepted. Raises Unproved."""
         await request.aread()
+        if request.url.netloc.decode() in self._doubted:
+            # An open connection would stay with who has answered, also when the lighthouse listens there again.
+            request.headers["Connection"] = "close"
         for signed in self._signed(request):
             response = yield request
             response.stream = _Bounded(response)
@@ -116,10 +120,12 @@ class TokenProof(httpx.Auth):
         if challenge is None:
             raise self._unproved(request)
         self._challenges[request.url.netloc.decode()] = challenge
+        self._doubted.discard(request.url.netloc.decode())
         return response.status_code != http_proof.STALE
 
     def _unproved(self, request: httpx.Request) -> Unproved:
         """Return the error, and say once in `SAY_S` seconds what is wrong."""
+        self._doubted.add(request.url.netloc.decode())
         where = f"{request.url.scheme}://{request.url.netloc.decode()}"
         error = Unproved(f"what listens at {where} does not know the job's token")
         now = time.monotonic()

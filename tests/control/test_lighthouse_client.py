@@ -196,6 +196,8 @@ async def test_no_answer_of_a_squatter_is_one_and_it_is_said_once(caplog: pytest
             await client.close()
     assert [squatter.url in record.getMessage() for record in caplog.records] == [True]
     assert TOKEN not in str(squatter.seen)
+    closed = ["Connection: close" in headers for _, headers, _ in squatter.seen]
+    assert all(closed[1:]), "a connection to it stays open when the lighthouse is back"
 
 
 async def test_a_proxy_that_repeats_old_answers_is_not_believed() -> None:
