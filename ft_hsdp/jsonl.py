@@ -241,9 +241,8 @@ class LineWriter:
         if done > 0:
             end = os.lseek(descriptor, 0, os.SEEK_CUR)  # of the piece, whatever others have appended since
             with contextlib.suppress(OSError):
-                over = os.open(
-                    self.path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-                )  # the other descriptor can only append
+                # The other descriptor can only append.
+                over = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:
                     self._torn = os.pwrite(over, _filler(done), end - done) != done
                 finally:
