@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 
-from ft_hsdp import address, caller_gate, protocol
+from ft_hsdp import address, caller_gate
 from ft_hsdp.control.key_table import CallRefused, KeyTable, TableServer, checked, packed, unpacked
 from ft_hsdp.control.rank_channel import RankLine
 from ft_hsdp.errors import Retryable, exhausted
@@ -40,7 +40,6 @@ CLOSE_S = 5.0
 MAX_WAIT_S = 1e9
 What = Literal["set", "get", "add", "check", "wait", "compare_set", "delete", "count"]
 Result = TypeVar("Result")
-protocol.prepare(RankHello, StoreCall, StoreAnswer)  # once, for all ranks that are forked from this process
 
 
 class _RemoteTable:

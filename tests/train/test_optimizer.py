@@ -1,11 +1,14 @@
+import copy
 import json
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.errors import ConfigError
@@ -204,6 +207,28 @@ def test_a_state_that_was_loaded_for_another_optimizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"AdamW.*holds exp_avg, exp_avg_sq, step instead of") as refused:
         create_state(optimizer)
     assert "\n" not in str(refused.value)
+
+
+class Seen(torch.optim.AdamW):
+    stepped: ClassVar[list[tuple[int, ...]]] = []
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.stepped += [tuple(p.shape) for group in self.param_groups for p in group["params"]]
+        super().step(closure)
+
+
+def test_each_shape_of_a_sharded_model_is_stepped_once_before_the_job(mesh: DeviceMesh) -> None:
+    """But for one that is too large a part of the model to be held once more."""
+    layers = [torch.nn.Linear(4, 6), *(torch.nn.Linear(6, 6) for _ in range(4)), torch.nn.Linear(6, 99)]
+    model = torch.nn.Sequential(*layers)
+    fully_shard(model, mesh=mesh)
+    before = copy.deepcopy(model.state_dict())
+    optimizer = Seen(model.parameters(), lr=0.1)
+    Seen.stepped.clear()
+    create_state(optimizer)
+    everything = [tuple(p.shape) for p in model.parameters()]  # the step that makes the state
+    assert Seen.stepped[-4 - len(everything) :] == [*everything, (6, 4), (6,), (6, 6), (99,)]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 class Lion(torch.optim.Optimizer):

@@ -30,12 +30,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from ft_hsdp import protocol
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import anchored, is_function, stamped, title
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, FtHsdpError, one_line
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.rank_end import Cause
 from ft_hsdp.lifetime import leave
+from ft_hsdp.state.agent import messages
+from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.train import trainer
 from ft_hsdp.train.device import prepare
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource
@@ -44,6 +47,9 @@ from ft_hsdp.train.join import Launch, has_joined, joined_job, launched
 from ft_hsdp.train.replay.job import Recorded
 
 TEMPORARY = (OSError, MemoryError, RuntimeError)  # torch's errors of devices are RuntimeErrors
+# Once, for all ranks that are forked from this process: a replica that returns must not build them on its way.
+for each in (protocol, messages, shard_manifest):
+    each.prepare()
 _OURS = (__file__, runpy.__file__, "<frozen runpy>", importlib.__file__, "<frozen importlib._bootstrap>")
 
 

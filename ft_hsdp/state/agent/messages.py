@@ -341,7 +341,7 @@ MESSAGES: dict[str, type] = {
     "Refused": OrderRefused,
 }
 _CODEC = bounded.MessageCodec(MESSAGES, MAX_MESSAGE)
-decode = _CODEC.decode
+prepare, decode = _CODEC.prepare, _CODEC.decode
 
 
 def frame(message: object) -> bytes:

@@ -67,6 +67,9 @@ class _Decision:
     checkpoint_first: bool
 
 
+_AGENT, _OUTCOME, _DECISION = TypeAdapter(RankAgent), TypeAdapter(_Outcome), TypeAdapter(_Decision)
+
+
 @dataclass(eq=False, slots=True)
 class Restoration:
     """How one rank comes from the initial state to the newest that is found."""
@@ -122,12 +125,11 @@ class Restoration:
         layout = self._live.layout
         kept = tuple((snapshot.state, snapshot.settled) for snapshot in self._snapshots.list())
         mine = RankAgent(self._about.host, self._snapshots.address, layout.fingerprint, layout.nbytes, kept)
-        return tuple(self._told(mine))
+        return tuple(self._told(_AGENT, mine))
 
-    def _told(self, mine: T) -> list[T]:
+    def _told(self, kind: TypeAdapter[T], mine: T) -> list[T]:
         """Return what each rank has passed. A collective."""
-        adapter = TypeAdapter(type(mine))
-        return [adapter.validate_json(each) for each in self._ranks.gather(adapter.dump_json(mine))]
+        return [kind.validate_json(each) for each in self._ranks.gather(kind.dump_json(mine))]
 
     def _decide(self) -> tuple[Recoverable | None, bool]:
         """Return the next state to try and each rank's sources, and whether the checkpoint is to be read first.
@@ -141,8 +143,7 @@ class Restoration:
             if plan is not None:
                 plan = Recoverable(plan.state, tuple(map(self._chosen, plan.sources)))
             decided = _Decision(plan, self._checkpoint_is_newer(plan, known))
-        adapter = TypeAdapter(_Decision)
-        decided = adapter.validate_json(self._ranks.broadcast(adapter.dump_json(decided)))
+        decided = _DECISION.validate_json(self._ranks.broadcast(_DECISION.dump_json(decided)))
         return decided.plan, decided.checkpoint_first
 
     def _chosen(self, sources: Sequence[Holding]) -> tuple[Holding, ...]:
@@ -183,7 +184,7 @@ class Restoration:
         """Load a state if every rank can verify its shard; return whether that was done."""
         rank = self._ranks.rank
         taken, outcome = self._take(plan.state, plan.sources[rank])
-        outcomes = self._told(outcome)
+        outcomes = self._told(_OUTCOME, outcome)
         everywhere = all(each.used for each in outcomes)
         if everywhere:
             assert taken is not None
