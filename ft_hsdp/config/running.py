@@ -193,6 +193,11 @@ class MemoryConfig(Section):
         "that are left, if there are so many; it grows again when there is a host; null: it waits",
     )
 
+    @property
+    def budget(self) -> int | None:
+        """Bytes that a host gives to others; None: no limit."""
+        return None if self.budget_gb is None else int(self.budget_gb * 1e9)
+
 
 class CheckpointConfig(Section):
     """When and where durable checkpoints are written."""

@@ -19,7 +19,7 @@ from ft_hsdp.handshake import HungUp, Purpose, call_blocking
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.agent.client import AgentGone, AgentSocket, BlockAgent
 from ft_hsdp.state.agent.copies import CopyFetcher
-from ft_hsdp.state.agent.messages import CopySlice, Done, DropSlices, Hello, Welcome
+from ft_hsdp.state.agent.messages import Done, DropSlices, Hello, KeepCopy, Welcome
 from ft_hsdp.state.agent.session import AgentConnection, Session
 from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.starter import connect_newest
@@ -84,8 +84,8 @@ def held(slices: SnapshotStore, store: str = STORE) -> list[int]:
     return [each.slice for each in slices.slices(store, "points")]
 
 
-def order(number: int, *addresses: str, budget: int | None = None) -> CopySlice:
-    return CopySlice(about(number), shard_manifest.digest(encoded(number)), addresses, DEADLINE_S, budget)
+def order(number: int, *addresses: str, deadline_s: float = DEADLINE_S) -> KeepCopy:
+    return KeepCopy(about(number), addresses, deadline_s, digest=shard_manifest.digest(encoded(number)))
 
 
 def read(
@@ -245,7 +245,7 @@ def test_a_slice_that_is_dropped_while_it_is_copied_is_written_into_no_other() -
     complete(there)
     copies = CopyFetcher(here, TOKEN)
     with served(there) as other, silent() as (address, called), ThreadPoolExecutor(1) as pool:
-        copied = pool.submit(copies.copy_slice, order(0, address, other), threading.Event())
+        copied = pool.submit(copies.keep, 0, order(0, address, other))
         called()
         assert held(here, OLDER) == [], "another description of the store: the slice is dropped"
         complete(here, 3, OLDER)
@@ -258,7 +258,7 @@ def test_a_copy_that_fails_late_ends_no_slice_that_is_written_meanwhile() -> Non
     slices, cancel = SnapshotStore(), threading.Event()
     copies = CopyFetcher(slices, TOKEN)
     with silent() as (address, called), ThreadPoolExecutor(1) as pool:
-        copied = pool.submit(copies.copy_slice, order(0, address), cancel)
+        copied = pool.submit(copies.keep, 0, order(0, address), cancel)
         called()
         slot, memory = begun(slices, about())  # by the next life of the rank
         memory[:] = content()
@@ -293,7 +293,7 @@ async def test_the_copy_of_a_rank_that_is_gone_ends_at_once() -> None:
     slices = SnapshotStore()
     with silent() as (address, called):
         async with session(slices) as rank:
-            rank.sendall(messages.frame(replace(order(0, *[address] * 8), deadline_s=1e5)))
+            rank.sendall(messages.frame(order(0, *[address] * 8, deadline_s=1e5)))
             await asyncio.to_thread(called)
     begun(slices, about(), NBYTES)  # its memory is free
 
@@ -350,7 +350,7 @@ def test_a_stranger_gives_no_order_reads_no_byte_and_is_no_source() -> None:
                 call_blocking(sock, other, Purpose.AGENT)
         into, outcome = read(running.address, token=other, deadline_s=0.3)
         assert (len(outcome.failed), outcome.nbytes, any(into)) == (1, 0, False)
-        assert "within 0.3 s" in agent.copy(replace(order(1, foreign), deadline_s=0.3))
+        assert "within 0.3 s" in agent.copy(order(1, foreign, deadline_s=0.3))
         again = BlockAgent.connect(TOKEN, 0, 1, DEADLINE_S, "a")
         with pytest.raises(AgentGone):
             again.drop("no digest", [0])

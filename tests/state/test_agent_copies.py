@@ -5,7 +5,6 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,7 +106,7 @@ class Holder:
 
     def keep(self, wanted: KeepCopy, keeper: int = KEEPER) -> KeptCopies:
         self.copies.keep(keeper, wanted)
-        return self.wait(wanted.state, keeper)
+        return self.wait(wanted.about.state, keeper)
 
     def wait(self, wanted: StateId, keeper: int = KEEPER) -> KeptCopies:
         for pull in self.copies.pending(keeper, wanted):
@@ -299,17 +298,15 @@ def test_a_newer_order_supersedes_an_older_fetch(holder: Holder, owners: Owners)
         ({"ranks": 3, "deadline_s": 0.2}, "no donor had it within "),
         ({"address": "127.0.0.1:1"}, "replica 0: [Errno 111] Connection refused"),
         ({"address": "nowhere"}, "replica 0: "),
-        ({"state": state(9), "deadline_s": 0.2}, "no donor had it within "),
+        ({"step": 9, "deadline_s": 0.2}, "no donor had it within "),
     ],
 )
 def test_what_is_not_as_ordered_is_not_kept(holder: Holder, owners: Owners, wrong: dict[str, Any], reason: str):
     owners.has(1)
-    wanted = small(1, owners)
-    changed = KeepCopy(**{name: wrong.get(name, getattr(wanted, name)) for name in KeepCopy.__slots__})
-    (failed,) = holder.keep(changed).failed
+    (failed,) = holder.keep(order(**{"step": 1, "address": owners.address, "nbytes": SMALL, **wrong})).failed
     assert failed.reason.startswith(reason)
     assert holder.steps() == []
-    assert holder.keep(wanted).complete == (SHARD,)
+    assert holder.keep(small(1, owners)).complete == (SHARD,)
 
 
 def test_the_budget_holds_for_all_copies_together(holder: Holder, owners: Owners):
@@ -357,13 +354,13 @@ def test_a_holder_that_owes_a_copy_no_longer_keeps_it_until_the_new_plan_is_sett
 
 def test_copies_of_a_replica_that_is_wrong_are_freed_at_once_and_no_others(holder: Holder, owners: Owners):
     owners.has(1)
-    wrong = replace(small(1, owners), replica=2)
+    wrong = small(1, owners, replica=2)
     holder.keep(small(1, owners))
     holder.keep(wrong)
     holder.copies.owes(KEEPER, OweCopies((SHARD,), state(1)))  # what it owed before waits for a settled state
     assert sorted(holder.store.copies(KEEPER)) == [SHARD, (2, 0)]
     owners.hold = threading.Event()
-    holder.copies.keep(KEEPER, replace(wrong, state=state(2)))
+    holder.copies.keep(KEEPER, small(2, owners, replica=2))
     holder.copies.drop(KEEPER, (1, 2))
     owners.hold.set()
     holder.copies.close()

@@ -136,7 +136,8 @@ def test_an_agent_drops_a_copy_that_flipped_before_its_part_was_sealed(serving: 
     place, store = layout(4, 2), SnapshotStore(1, "r1h1")
     copies = CopyFetcher(store, TOKEN)
     server = StateServer("127.0.0.1", 0, store, TOKEN)
-    order = KeepCopy(0, 2, 4, place.nbytes, place.fingerprint, STATE, served.address, DEADLINE_S, None)
+    about = shard_manifest.ExpectedShard(STATE, 2, 4, place.fingerprint, place.nbytes)
+    order = KeepCopy(about, (served.address,), DEADLINE_S)
     try:
         copies.keep(1, order)
         for pull in copies.pending(1, STATE):

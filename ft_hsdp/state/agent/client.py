@@ -354,7 +354,7 @@ class BlockAgent(AgentLine):
         order = messages.SliceWritten(about.store, about.slice)
         return self._reason(order, 0.0, protocol.framed(encoded))
 
-    def copy(self, order: messages.CopySlice) -> str:
+    def copy(self, order: messages.KeepCopy) -> str:
         """Have the agent copy a slice from other hosts. Blocks until it is here, or cannot be.
 
         Returns:

@@ -1,8 +1,9 @@
-"""The copies of other hosts' shards that a state agent keeps (GEMINI §4).
+"""The copies of other hosts' shards, and of slices of block stores, that a state agent fetches (GEMINI §4).
 
 A rank of this host orders them (`CopyFetcher.keep`), because it computes from its grant which copies its host has
-to hold. The agent fetches each from the owner's state server, verifies it, and keeps it in slots of its own. The
-manifest stays as it was received, so whoever reads the copy finds a bit that has flipped since.
+to hold. The agent fetches each from the state servers that have it, verifies it, and keeps it in slots of its own.
+The manifest stays as it was received, so whoever reads the copy finds a bit that has flipped since. For a slice
+its rank waits, which ends the fetch when it goes.
 
 Each shard has a thread of its own, of low priority: training needs the processor more. The owner sends while its
 network is idle (`pacing`). A fetch ends at its deadline, when a newer order for the shard supersedes it, or with
@@ -15,11 +16,10 @@ copies it no longer owes, and when they are wrong. Copies outlive the connection
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,7 +29,6 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent.messages import (
     MAX_REASON,
     CopyFailure,
-    CopySlice,
     KeepCopy,
     KeptCopies,
     OweCopies,
@@ -40,9 +39,9 @@ from ft_hsdp.state.agent.slots import Content
 from ft_hsdp.state.agent.store import Key, ShardKey, SnapshotStore
 from ft_hsdp.state.pacing import lower_priority
 from ft_hsdp.state.transfer import blocks, fetch
+from ft_hsdp.state.transfer.blocks import SliceName
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest
 from ft_hsdp.state.transfer.parts import Scattered
-from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
 
 CLOSE_S = 10.0  # to wait for the fetches at the end: one that still connects takes 5 s
 
@@ -51,9 +50,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class _Pull:
-    """One order of a copy, with the state of its fetch."""
+    """One order, with the state of its fetch."""
 
     order: KeepCopy
+    content: Content
     until: float  # on the monotonic clock
     cancel: threading.Event = field(default_factory=threading.Event)
     ended: Future[None] = field(default_factory=Future)
@@ -79,7 +79,7 @@ class _Course:
 
 
 class CopyFetcher:
-    """Fetches and keeps copies of other hosts' shards. Thread-safe; only `copy_slice` and `close` block."""
+    """Fetches and keeps what other hosts have. Thread-safe; only `close` blocks, and `keep` for a slice."""
 
     def __init__(self, store: SnapshotStore, token: str) -> None:
         self._store = store
@@ -89,33 +89,42 @@ class CopyFetcher:
         self._owed: dict[int, OweCopies] = {}  # by keeper: the plan that is not settled yet
         self._closed = False
 
-    def keep(self, keeper: int, order: KeepCopy) -> None:
-        """Fetch a copy, instead of what is being fetched of the same shard. Returns before it is there.
+    def keep(self, keeper: int, order: KeepCopy, ended: threading.Event | None = None) -> None:
+        """Fetch a copy of a shard, instead of what is being fetched of the same one; or of a slice.
+
+        Returns before a shard is there. Blocks until a slice is, for ``order.deadline_s`` at most.
 
         Args:
             keeper: The rank of this host that orders it.
-            order: Which shard, and from where.
+            order: What, and from where.
+            ended: Set when who waits for a slice is gone.
 
         Raises:
-            ValueError: There is no room for it, or it cannot be of another host. One line.
+            ValueError: There is no room for it, or it cannot be of another host; or no source has served the slice
+                in time. One line.
         """
-        key = order.replica, order.rank
-        if order.rank >= order.ranks:
-            raise ValueError(f"there is no rank {order.rank} of {order.ranks}")
+        about, until = order.about, time.monotonic() + order.deadline_s
+        if isinstance(about, SliceName):
+            pull = _Pull(order, about.store, until, ended or threading.Event())
+            if why := self._fetch(self._store.admit_slice(about, order.budget), pull):
+                raise ValueError(why)
+            return
+        if about.rank >= about.ranks:
+            raise ValueError(f"there is no rank {about.rank} of {about.ranks}")
         with self._lock:
             if self._closed:
                 raise ValueError("the agent ends")
-            owner = Owner(order.rank, order.ranks, order.nbytes)
+            owner = Owner(about.rank, about.ranks, about.nbytes)
             where = self._store.admit_copy(order.replica, owner, keeper, order.budget)
-            course = self._courses.setdefault(key, _Course())
+            course = self._courses.setdefault((order.replica, about.rank), _Course())
             if course.pending is not None and _same(course.pending.order, order):
                 return
             course.supersede()
             course.failure = None
-            if not self._store.keeps(where, order.state):
-                pull = _Pull(order, time.monotonic() + order.deadline_s)
+            if not self._store.keeps(where, about.state):
+                pull = _Pull(order, about.state, until)
                 try:
-                    pull.ended = course.thread.submit(self._run, where, course, pull)
+                    pull.ended = course.thread.submit(self._run, where, course, pull, about.state)
                 except RuntimeError:
                     pull.cancel.set()
                     raise ValueError("no thread is left for it") from None
@@ -149,7 +158,7 @@ class CopyFetcher:
         with self._lock:
             courses = [self._courses[key] for key in self._store.copies(keeper) if key in self._courses]
             pulls = [each.pending for each in courses if each.pending is not None]
-            return [pull.ended for pull in pulls if pull.order.state == state]
+            return [pull.ended for pull in pulls if pull.content == state]
 
     def kept(self, keeper: int, state: StateId) -> KeptCopies:
         """Return which copies of ``state`` this keeper has, and which have failed."""
@@ -189,78 +198,41 @@ class CopyFetcher:
 
     # On the thread of a shard.
 
-    def _run(self, where: ShardKey, course: _Course, pull: _Pull) -> None:
+    def _run(self, where: ShardKey, course: _Course, pull: _Pull, state: StateId) -> None:
         if pull.cancel.is_set():
             return
-        try:
-            why = self._pull(where, pull)
-        except Exception as error:  # whatever it is: votes wait for this fetch, and later orders, too
-            why = str(error) or type(error).__name__
+        why = self._fetch(where, pull)
         replica, rank, _ = where
         with self._lock:
             if why and not pull.cancel.is_set():
-                _log.warning("rank %d of replica %d: no copy of %s: %s", rank, replica, pull.order.state, why)
-                course.failure = _failure((replica, rank), pull.order.state, why)
+                _log.warning("rank %d of replica %d: no copy of %s: %s", rank, replica, state, why)
+                course.failure = _failure((replica, rank), state, why)
 
-    def _pull(self, where: ShardKey, pull: _Pull) -> str:
-        """Fetch one copy, and return why there is none; "" if there is. Blocks until the deadline at most.
+    # On the thread of a shard, or of the rank that waits for a slice.
 
-        Raises:
-            Exception: There is none for another reason. The slot is free again.
-        """
-        order = pull.order
-        expected = ExpectedShard(order.state, order.rank, order.ranks, order.layout, order.nbytes)
-        donors = [Donor(order.replica, order.address)]
-        make = functools.partial(FetchRequest.exactly, expected, copy=True)
-        return self._fill(where, order.state, donors, make, pull.until, pull.cancel)
-
-    # Any thread.
-
-    def copy_slice(self, order: CopySlice, cancel: threading.Event) -> None:
-        """Copy a slice from the sources that can serve it. Blocks until ``order.deadline_s`` at most.
-
-        Raises:
-            ValueError: There is no room for it, or no source has served it in time. One line.
-        """
-        until = time.monotonic() + order.deadline_s
+    def _fetch(self, key: Key, pull: _Pull) -> str:
+        """Fetch and verify into a slot, and return why there is none or "". Blocks until the deadline at most."""
+        store, order, number = self._store, pull.order, None
         about = order.about
-        key = self._store.admit_slice(about, order.budget)
-        donors = [Donor(number, address) for number, address in enumerate(order.addresses)]
+        donors = [Donor(order.replica + at, address) for at, address in enumerate(order.addresses)]
         try:
-            why = self._fill(
-                *(key, about.store, donors),
-                lambda into: blocks.request(about, order.digest, Scattered(into), {}),
-                *(until, cancel),
+            store.prepare(key)
+            number = store.allocate(key, pull.content, copy=True)
+            if number is None:
+                return store.busy_reason(key)
+            into = store.writable(key, number).data
+            wanted: FetchRequest[Any] = (
+                blocks.request(about, order.digest, Scattered(into), {})
+                if isinstance(about, SliceName)
+                else FetchRequest.exactly(about, into, copy=True)
             )
-        except Exception as error:
-            why = str(error) or type(error).__name__
-        if why:
-            raise ValueError(why)
-
-    def _fill(
-        self,
-        key: Key,
-        content: Content,
-        donors: Sequence[Donor],
-        make: Callable[[memoryview], FetchRequest[Any]],
-        until: float,
-        cancel: threading.Event,
-    ) -> str:
-        """Fetch and verify into a slot, and return why there is none or ""; other errors are raised."""
-        store = self._store
-        store.prepare(key)
-        number = store.allocate(key, content, copy=True)
-        if number is None:
-            return store.busy_reason(key)
-        try:
-            wanted = make(store.writable(key, number).data)
-            left_s = round(until - time.monotonic(), 2)
+            left_s = round(pull.until - time.monotonic(), 2)
             # The manifest is kept as it was received.
-            encoded = fetch.fetch(donors, wanted, self._token, left_s, cancel, lambda *_: None).encoded
-            store.staged(key, content, encoded, number)
-        except BaseException:
+            encoded = fetch.fetch(donors, wanted, self._token, left_s, pull.cancel, lambda *_: None).encoded
+            store.staged(key, pull.content, encoded, number)
+        except Exception as error:  # whatever it is: votes wait for this fetch, and later orders, too
             store.abandon(key, number)
-            raise
+            return str(error) or type(error).__name__
         return ""
 
 

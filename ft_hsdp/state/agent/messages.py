@@ -20,6 +20,7 @@ from ft_hsdp import bounded, protocol
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.copies import MAX_COPIES
 from ft_hsdp.state.transfer.blocks import MAX_NBYTES, MAX_SLICES, SliceName
+from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
 
 MAX_MESSAGE = 16 << 20  # bytes, of a message or of an encoded manifest
 MAX_RANKS = 1 << 20
@@ -137,23 +138,21 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class KeepCopy:
-    """Order: keep a copy of a shard of another host. Answer: Done at once, or OrderRefused.
+    """Order: keep a copy of what other hosts have. Answer: Done or OrderRefused; of a shard at once.
 
-    The agent fetches it from the owner's state server and verifies it. A newer order for the same shard
-    supersedes an older one that is not finished. The rank that orders is the copy's keeper: its `Settle` and
-    `Forget` apply to the copy, too.
+    The agent fetches it from their state servers and verifies it. A newer order for the same shard supersedes an
+    older one that is not finished. The rank that orders is the keeper of a shard's copy: its `Settle` and `Forget`
+    apply to the copy, too. The answer for a slice comes when it is here, or cannot be.
     """
 
-    replica: Annotated[int, Field(ge=0, lt=1 << 31)]  # the owner's
-    rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]  # the owner's
-    ranks: Annotated[int, Field(gt=0, le=MAX_RANKS)]  # of that replica
-    nbytes: Annotated[int, Field(ge=0, le=MAX_NBYTES)]  # of the shard
-    layout: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]  # fingerprint of its tensors
-    state: StateId
-    address: Annotated[str, Field(min_length=1, max_length=300)]  # "host:port" of the owner's state server
+    about: ExpectedShard | SliceName
+    # "host:port" of the state servers that have it; of a shard: the owner's.
+    addresses: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=300)], ...], Field(max_length=64)]
     deadline_s: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]  # until the fetch is given up
-    # Bytes that the agent may use for copies of other hosts' shards; None: no limit.
+    # Bytes that the agent may use for slices and copies of other hosts' shards; None: no limit.
     budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None
+    replica: Annotated[int, Field(ge=0, lt=1 << 31)] = 0  # the owner's, of a shard
+    digest: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""  # of the manifest, of a slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +251,7 @@ class WriteSlice:
     """Order: allocate a slice for this rank to write. Answer: SlotGranted or OrderRefused."""
 
     about: SliceName
-    # Bytes that the agent may use for slices and copies of other hosts' shards; None: no limit.
-    budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None
+    budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None  # as in KeepCopy
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,18 +260,6 @@ class SliceWritten:
 
     store: _Store
     slice: _SliceNumber
-
-
-@dataclass(frozen=True, slots=True)
-class CopySlice:
-    """Order: copy a slice from another host. Answer: Done when it is here, or OrderRefused."""
-
-    about: SliceName
-    digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # of its manifest
-    # "host:port" of the state servers that have it.
-    addresses: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=300)], ...], Field(max_length=64)]
-    deadline_s: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]  # until it is given up
-    budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None  # as in WriteSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,10 +289,16 @@ ORDERS: dict[Line, tuple[type, ...]] = {
         *(KeepCopy, OweCopies, FreeCopies, OpenGate, CloseGate),
     ),
     "copies": (AwaitCopies,),
-    "blocks": (ListSlices, WriteSlice, SliceWritten, CopySlice, DropSlices),
+    "blocks": (ListSlices, WriteSlice, SliceWritten, KeepCopy, DropSlices),
 }
 WITH_HEADER = (Staged, SliceWritten)  # orders that an encoded manifest follows
-SLOW = (Stage, Take, AwaitCopies, *ORDERS["blocks"])  # orders that may take long
+SLOW = (Stage, Take, AwaitCopies, ListSlices, WriteSlice, SliceWritten, DropSlices)
+
+
+def slow(order: object) -> bool:
+    """Return whether an order may take long."""
+    return isinstance(order, SLOW) or (isinstance(order, KeepCopy) and isinstance(order.about, SliceName))
+
 
 # The tag of each message on the socket.
 MESSAGES: dict[str, type] = {
@@ -330,7 +322,6 @@ MESSAGES: dict[str, type] = {
     "SlicesHeld": SlicesHeld,
     "WriteSlice": WriteSlice,
     "SliceWritten": SliceWritten,
-    "CopySlice": CopySlice,
     "DropSlices": DropSlices,
     "Hello": Hello,
     "Welcome": Welcome,

@@ -146,7 +146,7 @@ class Session:
         if isinstance(order, messages.Stage) and self._preparing.done():
             number = self._store.stage(self._key, order.state)
             return None if number is None else self._granted(number)
-        return None if isinstance(order, messages.SLOW) else self._carry_out(order, header)
+        return None if messages.slow(order) else self._carry_out(order, header)
 
     def _close_lent(self) -> None:
         while self._lent:
@@ -204,7 +204,7 @@ class Session:
                 store.forget(self._key)
                 copies.forget(rank)
             case messages.KeepCopy():
-                copies.keep(rank, order)
+                copies.keep(rank, order, self._ended)
             case messages.OweCopies():
                 copies.owes(rank, order)
             case messages.FreeCopies(replicas):
@@ -223,8 +223,6 @@ class Session:
                 if (slot := self._writing.pop((of, number), None)) is None:
                     raise ValueError(f"slice {number} is not being written")
                 store.staged((of, number), of, header, slot)
-            case messages.CopySlice():
-                copies.copy_slice(order, self._ended)
             case messages.DropSlices(of, numbers):
                 store.drop_slices(of, numbers)
         return messages.Done(store.damaged(self._key) if self._hello.line == "snapshots" else ())

@@ -307,7 +307,7 @@ class SnapshotStore:
         with self._lock:
             return self._shards[key].view(number)
 
-    def abandon(self, key: Key, number: int) -> None:
+    def abandon(self, key: Key, number: int | None) -> None:
         """Free a slot whose writer has ended without completing it."""
         with self._lock:
             entry = self._shards[key]

@@ -185,11 +185,11 @@ class ExpectedShard:
     """What a receiver demands of a shard. It knows this from its own model, never from a peer."""
 
     state: StateId
-    rank: int
-    ranks: int
-    layout: str  # the fingerprint of its tensors
-    nbytes: int
-    part: tuple[int, int] | None = None  # (rank, ranks) of whom a part of it is for; None: the whole shard
+    rank: _Size
+    ranks: _Size
+    layout: _Hash  # the fingerprint of its tensors
+    nbytes: _Size
+    part: tuple[_Size, _Size] | None = None  # (rank, ranks) of whom a part of it is for; None: the whole shard
 
 
 MAX_HELD = 4096  # rows of one list of held shards

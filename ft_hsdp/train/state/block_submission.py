@@ -22,7 +22,7 @@ import numpy as np
 from ft_hsdp.errors import Retryable
 from ft_hsdp.memory.blocks import BlockLayout, SliceCopy, Span, SubmissionPlan, merged, plan_submission
 from ft_hsdp.state.agent.client import BlockAgent
-from ft_hsdp.state.agent.messages import CopySlice
+from ft_hsdp.state.agent.messages import KeepCopy
 from ft_hsdp.state.replica_group import Failed, ReplicaGroup
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.blocks import SliceManifest
@@ -134,11 +134,6 @@ class BlockSubmission:
             self._tell(result, lost, time.monotonic() - began)
         return result
 
-    @property
-    def _budget(self) -> int | None:
-        gigabytes = self._job.config.memory.budget_gb
-        return None if gigabytes is None else int(gigabytes * 1e9)
-
     def _plan(self) -> SubmissionPlan:
         known = self._known
         hosts, copies = len(known.hosts), self._data.copies
@@ -209,7 +204,7 @@ class BlockSubmission:
         """Read a slice from the source into memory of the agent; return its digest, or why there is none."""
         layout, size = self._known.layout, self._data.block_bytes
         about = self._data.slice_name(layout, number)
-        memory = self._agent.write(about, self._budget, about.nbytes / COPY_BYTES_PER_S)
+        memory = self._agent.write(about, self._job.config.memory.budget, about.nbytes / COPY_BYTES_PER_S)
         if isinstance(memory, str):
             return "", memory
         for run in layout.contents(number):
@@ -227,7 +222,8 @@ class BlockSubmission:
         about, digest = self._data.slice_name(known.layout, copy.slice), known.digests[copy.slice]
         addresses = tuple(known.hosts[each] for each in copy.sources)
         limit_s = COPY_S + at_once * about.nbytes / COPY_BYTES_PER_S
-        return digest, self._agent.copy(CopySlice(about, digest, addresses, limit_s, self._budget))
+        order = KeepCopy(about, addresses, limit_s, self._job.config.memory.budget, digest=digest)
+        return digest, self._agent.copy(order)
 
     def _tell(self, result: SubmittedBlocks, lost: Sequence[Span], seconds: float) -> None:
         data, refused, origin = self._data, self._refused, self._reader.origin

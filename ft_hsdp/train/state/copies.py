@@ -29,6 +29,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.memory.copies import MemberHosts, Refusal, unmet
 from ft_hsdp.memory.schedule import CopyInterval, Profile
+from ft_hsdp.state.agent.messages import KeepCopy
 from ft_hsdp.state.pacing import MAX_SPANS, PROFILED, SpanMeter
 from ft_hsdp.train.state.copy_plan import CopyPlan, CopyPlanner, hosts_of
 from ft_hsdp.train.state.snapshots import SnapshotWriter
@@ -110,10 +111,9 @@ class CopyKeeper:
         with self._lock:
             before, self._plan = self._plan, plan
             state = self._state
-        old = {(o.replica, o.rank) for o in before.orders} if before is not None else set()
-        new = {(o.replica, o.rank) for o in plan.orders}
-        if before is None or new != old:  # an earlier process of this rank may have ordered others
-            self._agent.owe(sorted(new), since)
+        # An earlier process of this rank may have ordered others.
+        if before is None or plan.orders.keys() != before.orders.keys():
+            self._agent.owe(sorted(plan.orders), since)
         keepers = plan.keepers(self._replica)
         if self._rank == 0 and keepers != self._keepers:
             told = dict(list(keepers.items())[:TOLD_HOSTS])
@@ -252,7 +252,7 @@ class CopyKeeper:
         """Send a vote once the copies of ``state`` are complete, or it is clear that they will not be in time."""
         began = now = time.monotonic()
         until = began + self._patience_s(plan)
-        owed = {(order.replica, order.rank): order for order in plan.orders}
+        owed = plan.orders
         why, late = "", False
         complete: set[tuple[int, int]] = set()
         lasting: set[tuple[int, int]] = set()  # that this host will not keep, as far as it knows
@@ -286,7 +286,7 @@ class CopyKeeper:
             self._failures.pop(shard, None)
         lasting |= refused.keys()
         with self._lock:
-            nbytes = sum(owed[shard].nbytes for shard in complete) if self._counted != state else 0
+            nbytes = sum(owed[shard][0].nbytes for shard in complete) if self._counted != state else 0
             self._counted = state
             first = bool(why) and not self._missing
             if kept or why:
@@ -308,7 +308,7 @@ class CopyKeeper:
     def _patience_s(self, plan: CopyPlan) -> float:
         if self._config.wait_s is not None:
             return self._config.wait_s
-        nbytes = sum(order.nbytes for order in plan.orders)
+        nbytes = sum(shard.nbytes for shard, _ in plan.orders.values())
         return min(WAIT_S + nbytes / BYTES_PER_S, self._planner.limit_s / 2)
 
     # Any thread.
@@ -319,8 +319,10 @@ class CopyKeeper:
     def _order(self, plan: CopyPlan, state: StateId) -> None:
         if not self._due(plan, state):
             return
-        for order in plan.orders:
-            self._agent.keep(replace(order, state=state), self._refusal((order.replica, order.rank), state))
+        for index, (shard, address) in plan.orders.items():
+            wanted, limit_s = replace(shard, state=state), self._planner.limit_s
+            order = KeepCopy(wanted, (address,), limit_s, self._config.budget, index[0])
+            self._agent.keep(order, state.step, self._refusal(index, state))
 
     def _refusal(self, shard: tuple[int, int], state: StateId) -> Callable[[str], None]:
         def refused(reason: str) -> None:

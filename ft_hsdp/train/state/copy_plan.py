@@ -15,7 +15,8 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.memory.copies import MemberHosts, Plan, Refusal, coverage, missing_copies, move_refused
 from ft_hsdp.memory.hosts import Host
-from ft_hsdp.state.agent.messages import MAX_COPIES, KeepCopy
+from ft_hsdp.state.agent.messages import MAX_COPIES, ShardIndex
+from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
 
 SLOTS = 2  # for each shard that a host keeps for another one: of the newest kept state, and of the next one
 DEFAULT_COPIES = 2
@@ -35,7 +36,8 @@ class CopyPlan:
     base: StateId
     whole: Plan
     copies: int  # failure domains in which each shard is, once the plan is carried out
-    orders: tuple[KeepCopy, ...]  # of this rank, of the state `base`
+    # What this rank orders: shards by (replica, rank), of the state `base`, and the owner's state server.
+    orders: dict[ShardIndex, tuple[ExpectedShard, str]]
     source: bool  # this rank's shard is copied by another host
     speaks: bool  # this replica is the healthy one with the lowest id
     wanted: int
@@ -114,7 +116,7 @@ class CopyPlanner:
         speaks = self.replica == min(contributing, default=None)
         if not members:
             known = "the hosts of the ranks are not known" if self.copied else "state.snapshot is on_demand"
-            return CopyPlan(grant.epoch, grant.base, Plan((), (), known), 0, (), False, speaks, wanted)
+            return CopyPlan(grant.epoch, grant.base, Plan((), (), known), 0, {}, False, speaks, wanted)
         level = self.config.apart
         whole = missing_copies(members, wanted, level, room=self.room)
         for told in range(1, len(refusals) + 1):
@@ -126,7 +128,9 @@ class CopyPlanner:
         foreign = any((copy.replica, copy.holder.name) not in own for copy in whole.copies)
         return CopyPlan(grant.epoch, grant.base, whole, copies, orders, source, speaks, wanted, foreign)
 
-    def _orders(self, grant: Grant, members: tuple[MemberHosts, ...], whole: Plan) -> tuple[KeepCopy, ...]:
+    def _orders(
+        self, grant: Grant, members: tuple[MemberHosts, ...], whole: Plan
+    ) -> dict[ShardIndex, tuple[ExpectedShard, str]]:
         """Return what this rank orders: all that its host has to keep, if it is the first rank there.
 
         Several replicas may have ranks on one host. Then the replica whose shards are copied orders, if it has
@@ -134,25 +138,18 @@ class CopyPlanner:
         """
         mine = next((member for member in members if member.replica == self.replica), None)
         if mine is None or not mine.healthy:
-            return ()
+            return {}
         here = mine.hosts[self.rank].name
         if any(host.name == here for host in mine.hosts[: self.rank]):
-            return ()
+            return {}
         there = {m.replica for m in members if m.healthy and any(host.name == here for host in m.hosts)}
         addresses = {member.replica: member.state for member in grant.members}
-        budget = None if self.config.budget_gb is None else int(self.config.budget_gb * 1e9)
-        return tuple(
-            KeepCopy(
-                copy.replica,
-                copy.rank,
-                len(self.shards),
-                self.shards[copy.rank].nbytes,
-                self.shards[copy.rank].layout,
-                grant.base,
+        return {
+            (copy.replica, copy.rank): (
+                ExpectedShard(grant.base, copy.rank, len(self.shards), of.layout, of.nbytes),
                 addresses[copy.replica][copy.rank],
-                self.limit_s,
-                budget,
             )
             for copy in whole.kept_by(here)
+            for of in [self.shards[copy.rank]]
             if self.replica == (copy.replica if copy.replica in there else min(there))
-        )
+        }

@@ -148,15 +148,16 @@ class SnapshotWriter:
 
     # Copies of other hosts' shards; see `train.state.copies`.
 
-    def keep(self, order: KeepCopy, refused: Callable[[str], None]) -> None:
+    def keep(self, order: KeepCopy, step: int, refused: Callable[[str], None]) -> None:
         """Have the agent copy another host's shard. Does not block.
 
         Args:
+            step: Of the state.
             refused: Called on the writer's thread with the reason if the agent has no room for it.
         """
 
         def ask(agent: StateAgent) -> None:
-            if fault_injection.hit("copy-out", order.state.step):
+            if fault_injection.hit("copy-out", step):
                 refused("copy-out: there is no memory for it")
             elif reason := agent.keep(order):
                 refused(reason)

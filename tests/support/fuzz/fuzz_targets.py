@@ -359,7 +359,7 @@ ORDERS = [
     messages.Pin(BASE, 5.0),
     messages.Recall(),
     messages.Done(),
-    messages.KeepCopy(0, 1, 2, 100, "0" * 32, BASE, "127.0.0.1:1", 5.0, 1000),
+    messages.KeepCopy(shard_manifest.ExpectedShard(BASE, 1, 2, "0" * 32, 100), ("127.0.0.1:1",), 5.0, 1000),
     messages.OweCopies(((0, 1),), BASE),
     messages.FreeCopies((0, 1)),
     messages.AwaitCopies(BASE, 1.0),

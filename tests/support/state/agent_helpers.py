@@ -50,12 +50,14 @@ def order(
     nbytes: int = NBYTES,
     *,
     replica: int = 0,
+    ranks: int = 2,
     layout: str = LAYOUT,
     deadline_s: float = DEADLINE_S,
     budget: int | None = None,
 ) -> KeepCopy:
     """To keep a copy of a shard of `content` that the state server at ``address`` has, or will have."""
-    return KeepCopy(replica, rank, 2, nbytes, layout, state(step), address, deadline_s, budget)
+    about = shard_manifest.ExpectedShard(state(step), rank, ranks, layout, nbytes)
+    return KeepCopy(about, (address,), deadline_s, budget, replica)
 
 
 def write(agent: StateAgent, step: int, rank: int = 0, settle: bool = True) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ft_hsdp.config.running import MemoryConfig
 from ft_hsdp.state.replica_group import Failed
 from ft_hsdp.train.state.block_store import BlockStore, SubmittedBlocks
 from ft_hsdp.train.state.snapshots import AgentHome
@@ -50,7 +51,7 @@ class Rank:
         self.alone = False  # in a replay, which has no agents
         self.events: list[tuple[str, str, dict[str, object]]] = []
         timeouts = SimpleNamespace(load_s=DEADLINE_S, agent_s=DEADLINE_S)
-        self.config = SimpleNamespace(timeouts=timeouts, memory=SimpleNamespace(budget_gb=budget_gb))
+        self.config = SimpleNamespace(timeouts=timeouts, memory=MemoryConfig(budget_gb=budget_gb))
 
     def agent_home(self, caller: str) -> AgentHome | None:
         return None if self.alone else AgentHome(TOKEN, 0, self.rank, self.ranks, None, self.host)

@@ -33,15 +33,15 @@ class Agent:
     """The state agent of a host, as far as it keeps copies for others; it has every own snapshot."""
 
     def __init__(self) -> None:
-        self.orders: list[KeepCopy] = []
+        self.orders: list[Any] = []  # step, rank and source
         self.owed: list[tuple[tuple[int, int], ...]] = []
         self.answers: list[KeptCopies | None] = []  # the last one stays
         self.own = True
         self.refuses = ""
         self.asked = threading.Event()
 
-    def keep(self, order: KeepCopy, refused: Callable[[str], None]) -> None:
-        self.orders.append(order)
+    def keep(self, order: KeepCopy, step: int, refused: Callable[[str], None]) -> None:
+        self.orders.append((step, order.about.rank, *order.addresses))
         if self.refuses:
             refused(self.refuses)
 
@@ -133,18 +133,18 @@ TWO_HOSTS = {0: ("r0h0", "r0h0", "r0h1", "r0h1")}
 
 
 def test_the_first_rank_of_each_host_orders_what_its_host_keeps(tmp_path: Path) -> None:
-    ordered: dict[int, list[tuple[int, str]]] = {}
+    ordered: dict[int, list[Any]] = {}
     for rank in range(4):
         one = Rank(tmp_path, 0, rank)
         one.keeper.mark_current(state(3))
         one.keeper.configure(grant(1, 3, TWO_HOSTS))
         one.keeper.mark_current(state(4))
-        ordered[rank] = [(order.rank, order.address) for order in one.agent.orders if order.state == state(4)]
-        assert [o.state.step for o in one.agent.orders] == ([3, 3, 4, 4] if rank in (0, 2) else [])
+        ordered[rank] = [source for step, *source in one.agent.orders if step == 4]
+        assert [step for step, *_ in one.agent.orders] == ([3, 3, 4, 4] if rank in (0, 2) else [])
     assert ordered == {
-        0: [(2, "127.0.0.1:3"), (3, "127.0.0.1:4")],
+        0: [[2, "127.0.0.1:3"], [3, "127.0.0.1:4"]],
         1: [],
-        2: [(0, "127.0.0.1:1"), (1, "127.0.0.1:2")],
+        2: [[0, "127.0.0.1:1"], [1, "127.0.0.1:2"]],
         3: [],
     }
 
@@ -271,8 +271,8 @@ def test_a_copy_that_its_holder_refuses_is_ordered_at_the_next_host_by_all_ranks
         one.keeper.mark_current(state(1))
     assert holder.agent.owed == [((0, 0),), ()]
     assert (0, 0) in ranks[2].agent.owed[-1]
-    assert "127.0.0.1:1" in [order.address for order in ranks[2].agent.orders if order.state == state(1)]
-    assert [order for order in holder.agent.orders if order.state == state(1)] == []
+    assert (1, 0, "127.0.0.1:1") in ranks[2].agent.orders
+    assert [step for step, *_ in holder.agent.orders if step == 1] == []
     assert [one.told()[-1][0] for one in ranks[:1]] == ["Unprotected"]
     assert [name for name, _ in ranks[0].told()].count("CopyMoved") == 1
     first = {"r0h0": "2-3", "r0h1": "0", "r0h2": "1"}
@@ -342,7 +342,7 @@ def test_only_every_third_state_is_copied_waited_for_and_settled(tmp_path: Path)
         one.keeper.mark_current(state(step))
         vote = one.vote(step + 1)
         counts[step] = vote.kept, one.keeper.settled(state(step), vote.kept, CopyCost())
-    assert {order.state.step for order in one.agent.orders} == {1, 3, 6}
+    assert {step for step, *_ in one.agent.orders} == {1, 3, 6}
     assert counts == {s: (s in (1, 3, 6),) * 2 for s in range(1, 8)}
     assert [name for name, _ in one.told()] == ["Protected"]
 
@@ -496,7 +496,7 @@ def test_replicas_that_keep_copies_for_each_other_copy_the_same_states(tmp_path:
         for step in range(1, 10):
             assert one.keeper.settled(state(step), True, CopyCost(waited_s=1.0, step_s=10.0, late=True))
             one.keeper.mark_current(state(step))
-    assert [order.state.step for order in holder.agent.orders if order.rank == 0] == list(range(1, 10))
+    assert [step for step, rank, _ in holder.agent.orders if rank == 0] == list(range(1, 10))
     assert owner.told() == [("Protected", "all shards of step 1 that replica 0 has to keep are in memory")]
 
 
