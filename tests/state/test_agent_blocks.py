@@ -119,10 +119,10 @@ def host(name: str) -> Iterator[tuple[BlockAgent, agent_helpers.Running]]:
 def test_a_slice_is_written_copied_read_in_parts_and_outlives_its_writer() -> None:
     with host("a") as (first, one), host("b") as (second, two):
         assert first.address == one.address
-        assert "does not have it" in second.copy(order(0, one.address))
-        assert second.copy(order(0)) == "there are no donors"
+        assert "does not have it" in second.keep(order(0, one.address))
+        assert second.keep(order(0)) == "there are no donors"
         assert write(first) == ""
-        assert second.copy(order(0, "127.0.0.1:9", one.address)) == "", "the other source has it"
+        assert second.keep(order(0, "127.0.0.1:9", one.address)) == "", "the other source has it"
         first.close()
         one.process.kill()
         one.process.wait(DEADLINE_S)
@@ -350,7 +350,7 @@ def test_a_stranger_gives_no_order_reads_no_byte_and_is_no_source() -> None:
                 call_blocking(sock, other, Purpose.AGENT)
         into, outcome = read(running.address, token=other, deadline_s=0.3)
         assert (len(outcome.failed), outcome.nbytes, any(into)) == (1, 0, False)
-        assert "within 0.3 s" in agent.copy(order(1, foreign, deadline_s=0.3))
+        assert "within 0.3 s" in agent.keep(order(1, foreign, deadline_s=0.3))
         again = BlockAgent.connect(TOKEN, 0, 1, DEADLINE_S, "a")
         with pytest.raises(AgentGone):
             again.drop("no digest", [0])

@@ -42,13 +42,21 @@ class AgentGone(FtHsdpError):
 class AgentLine:
     """One connection to the agent, for one order at a time. Any thread may close it."""
 
-    def __init__(self, connection: AgentSocket) -> None:
+    def __init__(self, connection: AgentSocket, address: str, deadline_s: float) -> None:
+        self.address = address  # "host:port" at which the agent serves over HTTP
+        self.deadline_s = deadline_s  # of each call; may be changed
+        # Snapshots that the agent dropped as damaged; the caller clears the list.
+        self.damaged: list[messages.Damage] = []
         self._socket = connection
         self._lock = threading.Lock()  # held for one order and its answer
 
     @contextlib.contextmanager
-    def exchange(self, seconds: float) -> Iterator[AgentSocket]:
-        """Lend the connection for one order and its answer. An error ends it, and becomes AgentGone."""
+    def exchange(self, wait_s: float = 0.0) -> Iterator[AgentSocket]:
+        """Lend the connection for one order and its answer, which may take ``wait_s`` longer than others.
+
+        An error ends it, and becomes AgentGone.
+        """
+        seconds = self.deadline_s + wait_s
         if not self._lock.acquire(timeout=seconds):
             raise AgentGone(f"the state agent did not answer another call within {seconds:g} s")
         try:
@@ -59,6 +67,27 @@ class AgentLine:
             raise AgentGone(f"the state agent is gone: {error or type(error).__name__}") from error
         finally:
             self._lock.release()
+
+    def ask(self, order: object, *answers: type, wait_s: float = 0.0, more: bytes = b"") -> Any:
+        """Send an order, and ``more`` frames that belong to it; return its answer, of one of these classes."""
+        with self.exchange(wait_s) as connection:
+            return connection.ask(order, *answers, more=more)
+
+    def refusal(self, order: object, wait_s: float = 0.0, more: bytes = b"") -> str:
+        """Have an order carried out. Return "", or one line that says why the agent refuses it."""
+        answer = self.ask(order, messages.Done, messages.OrderRefused, wait_s=wait_s, more=more)
+        if isinstance(answer, messages.OrderRefused):
+            return str(answer.reason)
+        self.damaged += answer.damaged
+        return ""
+
+    def keep(self, order: messages.KeepCopy) -> str:
+        """Have the agent keep a copy of what other hosts have. Waits for a slice, and not for a shard.
+
+        Returns:
+            "", or one line that says why it does not: its budget or memory has no room, or a slice did not come.
+        """
+        return self.refusal(order, order.deadline_s if order.digest else 0.0)
 
     def close(self) -> None:
         """Close the connection. A call that waits on another thread ends with AgentGone.
@@ -80,16 +109,12 @@ class StateAgent(AgentLine):
     """
 
     def __init__(
-        self, connection: AgentSocket, watch: AgentLine, address: str, nbytes: int, deadline_s: float
+        self, connection: AgentSocket, watch: AgentSocket, address: str, nbytes: int, deadline_s: float
     ) -> None:
-        super().__init__(connection)
-        self.address = address  # "host:port" at which the agent serves snapshots over HTTP
+        super().__init__(connection, address, deadline_s)
         self.busy = ""  # why the last `stage` got no slot
-        # Snapshots that the agent dropped as damaged; the caller clears the list.
-        self.damaged: list[messages.Damage] = []
         self._nbytes = nbytes
-        self.deadline_s = deadline_s  # of each call; may be changed
-        self._watch = watch
+        self._watch = AgentLine(watch, address, deadline_s)
         self._maps: dict[int, Bytes] = {}  # the mapped slots by number
         self._open: int | None = None  # the slot that may be written
         self._number = 0  # of the slot that `stage` returned last
@@ -120,7 +145,7 @@ class StateAgent(AgentLine):
         except BaseException:
             connection.close()
             raise
-        return StateAgent(connection, AgentLine(watch), address, nbytes, deadline_s)
+        return StateAgent(connection, watch, address, nbytes, deadline_s)
 
     def stage(self, state: StateId) -> Bytes | None:
         """Return memory to write ``state`` into, or None if there is no slot: then this snapshot is left out.
@@ -130,7 +155,7 @@ class StateAgent(AgentLine):
         Returns:
             uint8 [nbytes] in the agent's memory, writable until `staged`. ``busy`` says why there is none.
         """
-        with self._exchange() as connection:
+        with self.exchange() as connection:
             answer = connection.ask(messages.Stage(state), messages.SlotGranted, messages.OrderRefused)
             if isinstance(answer, messages.OrderRefused):
                 self.busy = answer.reason
@@ -153,14 +178,10 @@ class StateAgent(AgentLine):
         Raises:
             ProtocolViolation: ``state`` is not the one that was staged last, or was dropped by `forget` since.
         """
-        with self._exchange() as connection:
+        with self.exchange():
             self._close_slot()
-            answer = connection.ask(
-                messages.Staged(state), messages.Done, messages.OrderRefused, more=protocol.framed(header)
-            )
-        if isinstance(answer, messages.OrderRefused):
-            raise ProtocolViolation(answer.reason)
-        self.damaged += answer.damaged
+        if why := self.refusal(messages.Staged(state), more=protocol.framed(header)):
+            raise ProtocolViolation(why)
 
     def mark_settled(self, state: StateId, everywhere: bool = True) -> None:
         """Tell the agent whether all ranks of the replica have staged ``state``.
@@ -178,9 +199,8 @@ class StateAgent(AgentLine):
         self._order(messages.Unpin())
 
     def list(self) -> tuple[CompleteSnapshot, ...]:
-        with self._exchange() as connection:
-            held: tuple[CompleteSnapshot, ...] = connection.ask(messages.Recall(), messages.Recalled).held
-            return held
+        held: tuple[CompleteSnapshot, ...] = self.ask(messages.Recall(), messages.Recalled).held
+        return held
 
     def acquire(self, state: StateId) -> tuple[Bytes, bytes] | None:
         """Return a complete snapshot, whose bytes were compared with their checksums, or None.
@@ -191,7 +211,7 @@ class StateAgent(AgentLine):
         Returns:
             (read-only uint8 [nbytes], encoded manifest).
         """
-        with self._exchange() as connection:
+        with self.exchange() as connection:
             answer = connection.ask(messages.Take(state), messages.Taken, messages.Done)
             if isinstance(answer, messages.Done):
                 self.damaged += answer.damaged
@@ -207,7 +227,7 @@ class StateAgent(AgentLine):
         Returns:
             uint8 [PAGE_BYTES], writable; it stays mapped as long as it is used.
         """
-        with self._exchange() as connection:
+        with self.exchange() as connection:
             answer = connection.ask(messages.OpenGate(), messages.GateOpened, messages.OrderRefused)
             return connection.map_segment(PAGE_BYTES, writable=True) if answer == messages.GateOpened() else None
 
@@ -216,19 +236,6 @@ class StateAgent(AgentLine):
 
     def forget(self) -> None:
         self._order(messages.Forget())
-
-    def keep(self, order: messages.KeepCopy) -> str:
-        """Order the agent to keep a copy of another host's shard. Does not wait for the copy.
-
-        Returns:
-            "", or one line that says why the agent refuses: its budget or memory has no room.
-        """
-        with self._exchange() as connection:
-            answer = connection.ask(order, messages.Done, messages.OrderRefused)
-        if isinstance(answer, messages.OrderRefused):
-            return answer.reason
-        self.damaged += answer.damaged
-        return ""
 
     def owes(self, shards: Sequence[ShardIndex], since: StateId) -> None:
         """Tell the agent which shards of other hosts this rank has it keep from now on.
@@ -250,11 +257,10 @@ class StateAgent(AgentLine):
         Blocks until no fetch of that state is under way, for ``wait_s`` at most; and for ``deadline_s`` more if
         the agent does not answer.
         """
-        seconds = wait_s + self.deadline_s
+        order, self._watch.deadline_s = messages.AwaitCopies(state, wait_s), self.deadline_s
         try:
-            with self._watch.exchange(seconds) as watch:
-                answer: messages.KeptCopies = watch.ask(messages.AwaitCopies(state, wait_s), messages.KeptCopies)
-                return answer
+            found: messages.KeptCopies = self._watch.ask(order, messages.KeptCopies, wait_s=wait_s)
+            return found
         except AgentGone:
             self.close()
             raise
@@ -271,8 +277,7 @@ class StateAgent(AgentLine):
         self._watch.close()
 
     def _order(self, order: object) -> None:
-        with self._exchange() as connection:
-            self.damaged += connection.ask(order, messages.Done).damaged
+        self.damaged += self.ask(order, messages.Done).damaged
 
     def _close_slot(self) -> None:
         """Make the slot that was written last read-only, so that not even a stray write changes it."""
@@ -282,9 +287,9 @@ class StateAgent(AgentLine):
             shared_memory.protect(written, writable=False)
 
     @contextlib.contextmanager
-    def _exchange(self) -> Iterator[AgentSocket]:
+    def exchange(self, wait_s: float = 0.0) -> Iterator[AgentSocket]:
         try:
-            with self.exchange(self.deadline_s) as connection:
+            with super().exchange(wait_s) as connection:
                 yield connection
         except AgentGone:
             self._watch.close()
@@ -299,11 +304,6 @@ class BlockAgent(AgentLine):
     time.
     """
 
-    def __init__(self, connection: AgentSocket, address: str, deadline_s: float) -> None:
-        super().__init__(connection)
-        self.address = address  # "host:port" at which the agent serves over HTTP
-        self._deadline_s = deadline_s
-
     @staticmethod
     def connect(token: str, replica: int, rank: int, deadline_s: float, name: str = "") -> BlockAgent:
         """Connect to the state agent of ``replica`` on this host; waits for one that does not listen yet. Blocks.
@@ -316,8 +316,7 @@ class BlockAgent(AgentLine):
             AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
         """
         hello = messages.Hello(rank, rank + 1, 0, "blocks")
-        connection, address = _connected(token, replica, name, deadline_s, hello)
-        return BlockAgent(connection, address, deadline_s)
+        return BlockAgent(*_connected(token, replica, name, deadline_s, hello), deadline_s)
 
     def held(self, store: str, name: str, wait_s: float) -> tuple[messages.HeldSlice, ...]:
         """Return the complete slices of a store on this host, whose checksums were compared.
@@ -329,7 +328,7 @@ class BlockAgent(AgentLine):
             name: That the user gave it.
             wait_s: How much longer the comparison may take, in seconds.
         """
-        found: messages.SlicesHeld = self._ask(messages.ListSlices(store, name), wait_s, messages.SlicesHeld)
+        found: messages.SlicesHeld = self.ask(messages.ListSlices(store, name), messages.SlicesHeld, wait_s=wait_s)
         return found.held
 
     def write(self, about: SliceName, budget: int | None, wait_s: float) -> Bytes | str:
@@ -340,7 +339,7 @@ class BlockAgent(AgentLine):
             wait_s: How much longer its allocation may take, in seconds.
         """
         order = messages.WriteSlice(about, budget)
-        answer = self._ask(order, wait_s, messages.SlotGranted, messages.OrderRefused)
+        answer = self.ask(order, messages.SlotGranted, messages.OrderRefused, wait_s=wait_s)
         if isinstance(answer, messages.OrderRefused):
             return answer.reason
         return self._socket.map_segment(about.nbytes, writable=True)
@@ -351,27 +350,10 @@ class BlockAgent(AgentLine):
         Returns:
             "", or one line that says why the agent refuses it.
         """
-        order = messages.SliceWritten(about.store, about.slice)
-        return self._reason(order, 0.0, protocol.framed(encoded))
-
-    def copy(self, order: messages.KeepCopy) -> str:
-        """Have the agent copy a slice from other hosts. Blocks until it is here, or cannot be.
-
-        Returns:
-            "", or one line that says why it is not here.
-        """
-        return self._reason(order, order.deadline_s)
+        return self.refusal(messages.SliceWritten(about.store, about.slice), more=protocol.framed(encoded))
 
     def drop(self, store: str, numbers: Sequence[int]) -> None:
-        self._ask(messages.DropSlices(store, tuple(numbers)), 0.0, messages.Done)
-
-    def _reason(self, order: object, wait_s: float, more: bytes = b"") -> str:
-        answer = self._ask(order, wait_s, messages.Done, messages.OrderRefused, more=more)
-        return answer.reason if isinstance(answer, messages.OrderRefused) else ""
-
-    def _ask(self, order: object, wait_s: float, *answers: type, more: bytes = b"") -> Any:
-        with self.exchange(self._deadline_s + wait_s) as connection:
-            return connection.ask(order, *answers, more=more)
+        self.ask(messages.DropSlices(store, tuple(numbers)), messages.Done)
 
 
 def _connected(

@@ -223,7 +223,7 @@ class BlockSubmission:
         addresses = tuple(known.hosts[each] for each in copy.sources)
         limit_s = COPY_S + at_once * about.nbytes / COPY_BYTES_PER_S
         order = KeepCopy(about, addresses, limit_s, self._job.config.memory.budget, digest=digest)
-        return digest, self._agent.copy(order)
+        return digest, self._agent.keep(order)
 
     def _tell(self, result: SubmittedBlocks, lost: Sequence[Span], seconds: float) -> None:
         data, refused, origin = self._data, self._refused, self._reader.origin

@@ -170,7 +170,7 @@ def test_bytes_that_flip_in_memory_are_found_in_a_load_and_mended_by_the_next_su
 def test_a_submission_that_is_interrupted_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """All ranks of a host read, and no rank waits for another longer than one slice takes."""
     monkeypatch.setattr("ft_hsdp.train.state.block_data.SLICE_BYTES", 2000)
-    rank, told, written, copied = threading.get_ident, Group.on_all, BlockAgent.written, BlockAgent.copy
+    rank, told, written, copied = threading.get_ident, Group.on_all, BlockAgent.written, BlockAgent.keep
     slices, since, most, orders = Counter[int](), Counter[int](), Counter[int](), list[Any]()
 
     def tells(self: Group, work: Any) -> Any:
@@ -191,7 +191,7 @@ def test_a_submission_that_is_interrupted_goes_on_where_it_was(monkeypatch: pyte
 
     monkeypatch.setattr(Group, "on_all", tells)
     monkeypatch.setattr(BlockAgent, "written", writes)
-    monkeypatch.setattr(BlockAgent, "copy", copies)
+    monkeypatch.setattr(BlockAgent, "keep", copies)
     with hosts("a", "b"):
         replica = Replica(["a", "b"])
 
