@@ -1,4 +1,4 @@
-"""A network of replicas: each has a namespace of its own and a slow link to one switch, as machines have.
+"""A network of replicas: each has a namespace of its own and a link to one switch, as machines have.
 
 What stays inside a replica goes over the loopback of its namespace, at full speed.
 """
@@ -18,7 +18,7 @@ from ft_hsdp.errors import Retryable
 COMMANDS = ("ip", "tc")
 INTERFACE = "link0"  # of a replica
 BRIDGE = "switch"
-SUBNET = "10.77.0.0/24"
+SUBNET, SUBNET_V6 = "10.77.0.0/24", "fd77::/64"
 PORT = 29500
 BURST = "128kb"  # what leaves at once: two of the kernel's largest packets
 QUEUE = "10ms"  # longest time in the queue: 1.25 MB at 1 Gbit, as in a switch
@@ -45,17 +45,19 @@ class Network(Loopback, Scope):
 
     interface = INTERFACE
 
-    def __init__(self, replicas: int, rate: str, congestion: str = "") -> None:
+    def __init__(self, replicas: int, rate: str = "", congestion: str = "", *, v6: bool = False) -> None:
         """Prepare the network.
 
         Args:
             replicas: how many there are.
-            rate: of each link, each way, as tc says it ("1gbit").
+            rate: of each link, each way, as tc says it ("1gbit"); "" sets no limit.
             congestion: control of all TCP in it; "" leaves the machine's default.
+            v6: whether the addresses are of IPv6 instead of IPv4.
         """
         self._prefix = f"ft-hsdp-{os.getpid()}"
         self._rate = rate
         self._congestion = congestion
+        self._v6 = v6
         self.hub = f"{self._prefix}-hub"
         self.replicas = tuple(f"{self._prefix}-{replica}" for replica in range(replicas))
 
@@ -67,9 +69,25 @@ class Network(Loopback, Scope):
             self._add_space(space)
             self._plug(number, space)
 
+    def renew(self, number: int) -> None:
+        """Replace a replica's namespace and link by new ones, without connections; no end hears of it."""
+        _run("ip", "-n", self.hub, "link", "delete", _port(number))
+        _remove(self.replicas[number])
+        self._add_space(self.replicas[number])
+        self._plug(number, self.replicas[number])
+
+    def cut(self, number: int) -> None:
+        """Unplug a replica from the switch: no end hears of it, and what is sent is lost."""
+        _run("ip", "-n", self.hub, "link", "set", _port(number), "nomaster")
+
+    def heal(self, number: int) -> None:
+        """Plug a replica in again."""
+        _run("ip", "-n", self.hub, "link", "set", _port(number), "master", BRIDGE)
+
     def host(self, replica: int | None = None) -> str:
         """Return the address of a replica; of the hub, which hangs on the switch without a limit, if None."""
-        return f"10.77.0.{254 if replica is None else replica + 1}"
+        number = 254 if replica is None else replica + 1
+        return f"fd77::{number:x}" if self._v6 else f"10.77.0.{number}"
 
     def inside(self, replica: int | None, *command: str) -> list[str]:
         """Return the command that does this in a namespace."""
@@ -96,16 +114,17 @@ class Network(Loopback, Scope):
         port = _port(number)
         ends = "type", "veth", "peer", "name", INTERFACE, "netns", space
         _run("ip", "-n", self.hub, "link", "add", port, *ends)
-        _run("ip", "-n", self.hub, "link", "set", port, "master", BRIDGE)
+        self.heal(number)
         self._up(self.hub, port)
         self._up(space, INTERFACE, self.host(number))
-        for name, device in ((self.hub, port), (space, INTERFACE)):
+        for name, device in ((self.hub, port), (space, INTERFACE)) if self._rate else ():
             limit = "rate", self._rate, "burst", BURST, "latency", QUEUE
             _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limit)
 
     def _up(self, space: str, device: str, host: str = "") -> None:
         if host:
-            _run("ip", "-n", space, "address", "add", f"{host}/24", "dev", device)
+            form = (f"{host}/64", "nodad") if self._v6 else (f"{host}/24",)  # it is used at once
+            _run("ip", "-n", space, "address", "add", *form, "dev", device)
         _run("ip", "-n", space, "link", "set", device, "up")
 
 

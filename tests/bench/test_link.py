@@ -4,6 +4,7 @@ import io
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,22 +19,11 @@ from benchmarks.namespaces import BRIDGE, INTERFACE, Network
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import environment
+from tests.support.machines import within
 
 needs_root = pytest.mark.skipif(bool(namespaces.unfit()), reason=namespaces.unfit() or "it can be made")
 SPACES = Path("/run/netns")
-SEND = """
-import socket, sys
-sock = socket.socket()
-if sys.argv[1] == "take":
-    sock.bind((sys.argv[2], 4000))
-    sock.listen()
-    print("listens", flush=True)
-    with sock.accept()[0].makefile("rb") as stream:
-        print(len(stream.read()))
-else:
-    sock.connect((sys.argv[2], 4000))
-    sock.sendall(bytes(int(sys.argv[3])))
-"""
+PIECE = 50_000
 
 
 def left(pid: int) -> list[str]:
@@ -43,13 +33,14 @@ def left(pid: int) -> list[str]:
 
 def transfer(source: str, target: str, host: str, nbytes: int) -> None:
     """Send bytes over TCP from one namespace to another, which is at `host`."""
-    command = ["ip", "netns", "exec", target, sys.executable, "-c", SEND, "take", host]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as taker:
-        assert taker.stdout is not None
-        assert taker.stdout.readline() == "listens\n"
-        command = ["ip", "netns", "exec", source, sys.executable, "-c", SEND, "send", host, str(nbytes)]
-        subprocess.run(command, check=True, timeout=30)
-        assert int(taker.stdout.readline()) == nbytes
+    with within(target, lambda: socket.create_server((host, 4000))) as server:
+        client = within(source, lambda: socket.create_connection((host, 4000), 30))
+        taker = server.accept()[0]
+    for _ in range(nbytes // PIECE):  # as much as has room on the way
+        client.sendall(bytes(PIECE))
+        assert len(taker.recv(PIECE, socket.MSG_WAITALL)) == PIECE
+    client.close()
+    taker.close()
 
 
 def blocks(*seconds: float, sent: float = 0.0) -> list[StepBlock]:

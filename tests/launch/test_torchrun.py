@@ -26,8 +26,7 @@ optim: {{clip: 1.0}}
 @pytest.mark.proof
 def test_replicas_under_torchrun_survive_the_loss_of_a_leader(tmp_path: Path) -> None:
     with TorchrunJob(tmp_path, SETTINGS) as job:
-        launcher = ROOT / "launcher.py"
-        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG", "--replica", "REPLICA") for r in range(2)]
+        replicas = [job.torchrun(r, 2) for r in range(2)]
         job.until(lambda: job.step(1) >= 5, "step 5")
         job.kill(replicas[0], 0)
         check(job.finals(replicas), STEPS, ["1", "0"])
@@ -41,8 +40,7 @@ def test_a_users_script_runs_under_torchrun_and_under_a_supervisor_and_an_edited
     script.write_text((ROOT / "docs" / "examples" / "own_loop.py").read_text())
     settings = "replicas: 2\nranks_per_replica: 2\nentry: mine.py\ntrain: {steps: 120, micro_batch: 16}"
     with TorchrunJob(tmp_path, settings) as job:
-        launcher = ROOT / "launcher.py"
-        replicas = [job.torchrun(0, 2, launcher, "replica", "CONFIG", "--replica", "REPLICA"), job.replica(1)]
+        replicas = [job.torchrun(0, 2), job.replica(1)]
         job.until(lambda: min(job.step(0), job.step(1)) >= 5, "step 5")
         whole = script.read_text()
         script.write_text(f"{whole}\n# edited\n")
@@ -65,8 +63,7 @@ def test_a_users_script_runs_under_torchrun_and_under_a_supervisor_and_an_edited
 def test_the_ranks_of_a_torchrun_that_is_killed_leave_and_end(tmp_path: Path) -> None:
     """Nobody would end them, or start them again; the others repeat no step for it."""
     with TorchrunJob(tmp_path, SETTINGS.replace(f"steps: {STEPS}", "steps: 100000")) as job:
-        launcher = ROOT / "launcher.py"
-        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG", "--replica", "REPLICA") for r in range(2)]
+        replicas = [job.torchrun(r, 2) for r in range(2)]
         job.until(lambda: min(job.step(0), job.step(1)) >= 5, "step 5")
         ranks = [c for c in psutil.Process(replicas[0].pid).children() if "RANK" in c.environ()]
         assert len(ranks) == 2

@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from ft_hsdp.launch.run.directory import RunDir
-from tests.support.scenarios.scenario_job import DEADLINE_S, ROOT, SMALL, Job
+from tests.support.scenarios.scenario_job import DEADLINE_S, SMALL, Job
 from tests.support.torchrun_job import TorchrunJob
 from tests.support.warm import COLD
 
@@ -143,7 +142,7 @@ def test_a_script_that_stops_the_job_ends_it_under_torchrun_too(tmp_path: Path) 
     with TorchrunJob(
         tmp_path, "\n".join(f"{name}: {json.dumps(value)}" for name, value in sections.items())
     ) as job:
-        finals = job.finals([start(job, "torchrun", replica) for replica in range(2)])
+        finals = job.finals([job.torchrun(replica, 1) for replica in range(2)])
         assert ({final["step"] for final in finals}, saved(tmp_path)) == ({5}, [5])
         job.until(
             lambda: "JobFinished" in RunDir(job.run).lighthouse_events.read_text(), "the lighthouse knows it"
@@ -178,7 +177,7 @@ def test_no_step_is_lost_however_a_job_is_told_to_end(tmp_path, launcher, how, w
             started, run = [job.process], job.run
         else:
             others = stack.enter_context(TorchrunJob(tmp_path, text))
-            started = [start(others, launcher, replica) for replica in range(2)]
+            started = [others.replica(r) if launcher == "replica" else others.torchrun(r, 1) for r in range(2)]
             others.until(lambda: min(others.step(0), others.step(1)) >= 5, "step 5")
             run = others.run
         processes = [psutil.Process(each.pid) for each in started]
@@ -201,13 +200,6 @@ def nested(dotted: dict[str, Any]) -> dict[str, Any]:
         else:
             found[key] = value
     return found
-
-
-def start(job: TorchrunJob, launcher: str, replica: int) -> subprocess.Popen[bytes]:
-    """Start a replica of one rank under its own supervisor or under torchrun."""
-    if launcher == "replica":
-        return job.replica(replica)
-    return job.torchrun(replica, 1, ROOT / "launcher.py", "replica", "CONFIG", "--replica", "REPLICA")
 
 
 def check_saved(folder: Path, last: int) -> None:

@@ -1,6 +1,7 @@
 """The disk of the run directory, of the lighthouse's store and of the checkpoints hangs: no step waits for it."""
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -39,7 +40,7 @@ def test_no_step_waits_and_nobody_is_suspected(tmp_path: Path) -> None:
             time.sleep(HANG_S)
         ended, at = time.time(), job.step()
         job.until(lambda: job.step() > at, "its logs go on")
-        job.process.terminate()
+        job.process.send_signal(signal.SIGTERM)
         summary = job.end(143)
         check(summary, summary["steps"])
         exits = [e for e in job.events("ReplicaExited") if e["kind"] not in ("done", "stopped")]

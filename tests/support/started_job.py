@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from ft_hsdp.launch.run.directory import read_jsonl
 from tests.support import warm
 from tests.support.waiting import until
 
@@ -15,13 +16,19 @@ class StartedJob:
     deadline_s = 240.0  # longest time for what is waited for
 
     def __init__(
-        self, command: Sequence[str], folder: Path, run: Path, log: Path, env: Mapping[str, str] | None = None
+        self,
+        command: Sequence[str],
+        folder: Path,
+        run: Path,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        inside: int | None = None,
     ) -> None:
-        """Start `command` in `folder`; it writes to `log`, and the job's files to `run`."""
+        """Start `command` in `folder`, as `warm.start` does; it writes the job's files to `run`."""
         self.run = run
         self.log = log
         log.write_bytes(b"")
-        self.process = warm.start(command, folder, log, os.environ if env is None else env)
+        self.process = warm.start(command, folder, log, os.environ if env is None else env, inside)
 
     def __enter__(self) -> Self:
         return self
@@ -33,11 +40,7 @@ class StartedJob:
 
     def rows(self, file: str) -> list[dict[str, Any]]:
         """The complete lines of a JSONL file of the run."""
-        try:
-            text = (self.run / file).read_text()
-        except OSError:
-            return []
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]
+        return read_jsonl(self.run / file)
 
     def events(self, name: str, **facts: object) -> list[dict[str, Any]]:
         """The events of one name with these facts."""

@@ -1,7 +1,6 @@
 """A job under test whose replicas are started by torchrun, each in a session of its own, beside a lighthouse."""
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ from typing import Any, Self
 import psutil
 
 from ft_hsdp.launch.backend.processes import environment
+from ft_hsdp.launch.run.directory import read_json, read_jsonl
 from tests.support import warm
 from tests.support.waiting import until
 
@@ -54,44 +54,37 @@ class TorchrunJob:
         """What runs python with ``arguments``, as the lighthouse or one of the replicas."""
         return [sys.executable, *arguments]
 
-    def torchrun(self, replica: int, ranks: int, script: Path, *arguments: str) -> warm.Process:
-        """Start ``script`` with ``arguments``, where CONFIG is the job's file and REPLICA the replica.
-
-        Both are in the environment as well.
-        """
-        options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=3"]
-        given = {"CONFIG": str(self._config), "REPLICA": str(replica)}
-        words = [given.get(a, a) for a in arguments]
-        variables = {f"FT_HSDP_{name}": value for name, value in given.items()}
-        return self._start(
-            f"replica{replica}", ["-m", "torch.distributed.run", *options, str(script), *words], **variables
-        )
+    def torchrun(self, replica: int, ranks: int, script: Path | None = None) -> warm.Process:
+        """Start the ranks of a replica: as the launcher's, or as those of a script, by its environment."""
+        words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=3"]
+        if script is None:
+            return self._start(f"replica{replica}", [*words, *self._replica(replica)])
+        given = {"FT_HSDP_CONFIG": str(self._config), "FT_HSDP_REPLICA": str(replica)}
+        return self._start(f"replica{replica}", [*words, str(script)], **given)
 
     def replica(self, replica: int, *more: str, **variables: str) -> warm.Process:
         """Start a replica by hand, with its own supervisor, ``more`` arguments and environment ``variables``."""
-        command = [str(ROOT / "launcher.py"), "replica", str(self._config), "--replica", str(replica), *more]
-        return self._start(f"replica{replica}", command, **variables)
+        return self._start(f"replica{replica}", [*self._replica(replica), *more], **variables)
+
+    def _replica(self, replica: int) -> list[str]:
+        return [str(ROOT / "launcher.py"), "replica", str(self._config), "--replica", str(replica)]
 
     def lighthouse_again(self, port: int) -> None:
         """Start a lighthouse in place of one that is gone."""
         command = [str(ROOT / "launcher.py"), "lighthouse", str(self._config), f"--network.port={port}"]
         self.lighthouse = self._start("lighthouse", command)
 
+    def folder_of(self, replica: int) -> Path:
+        """Where a replica writes its files."""
+        return self.run / "replicas" / str(replica)
+
     def rows(self, replica: int, file: str = "commits.jsonl") -> list[dict[str, Any]]:
         """The steps that a replica committed, or the lines of another file of its, as far as they are written."""
-        try:
-            text = (self.run / "replicas" / str(replica) / file).read_text()
-        except OSError:
-            return []
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+        return read_jsonl(self.folder_of(replica) / file)
 
     def step(self, replica: int) -> int:
-        try:
-            text = (self.run / "replicas" / str(replica) / "commits.jsonl").read_text()
-        except OSError:
-            return 0
-        whole = text[: text.rfind("\n")]
-        return int(json.loads(whole[whole.rfind("\n") + 1 :])["step"]) if "\n" in text else 0
+        rows = self.rows(replica)
+        return int(rows[-1]["step"]) if rows else 0
 
     def kill(self, torchrun: warm.Process, rank: int, number: signal.Signals = signal.SIGKILL) -> None:
         children = psutil.Process(torchrun.pid).children()
@@ -106,11 +99,10 @@ class TorchrunJob:
         for process in torchruns:
             self.until(lambda process=process: process.poll() is not None, "the job ends")
             assert process.returncode == 0, self.tails()
-        files = [self.run / "replicas" / str(r) / "final.json" for r in range(len(torchruns))]
-        return [json.loads(f.read_text()) for f in files]
+        return [read_json(self.folder_of(replica) / "final.json") for replica in range(len(torchruns))]
 
     def tails(self) -> str:
-        texts = {p.name: p.read_text(errors="replace").splitlines()[-25:] for p in self.folder.glob("*.log")}
+        texts = {str(p): p.read_text(errors="replace").splitlines()[-25:] for p in self.folder.rglob("*.log")}
         return "\n".join(f"== {name}{os.linesep}" + "\n".join(lines) for name, lines in texts.items())
 
 

@@ -32,6 +32,7 @@ from ft_hsdp.launch.backend.processes import ONE_THREAD
 from ft_hsdp.lifetime import forgiving
 
 COLD = "FT_HSDP_COLD_JOBS"
+SPACES = {"net": 0x40000000, "uts": 0x04000000, "ipc": 0x08000000, "mount": 0x00020000, "pid": 0x20000000}
 PRELOAD = [
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -47,8 +48,10 @@ PRELOAD = [
 class Forked:
     """A forked launcher, with what tests use of `subprocess.Popen`."""
 
-    def __init__(self, command: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path) -> None:
-        arguments = (list(command), cwd, dict(env), log)
+    def __init__(
+        self, command: Sequence[str], cwd: Path, env: Mapping[str, str], log: Path, inside: int | None
+    ) -> None:
+        arguments = (list(command), cwd, dict(env), log, inside)
         self._process = fork(_launch, arguments)
         assert self._process.pid is not None
         self.pid = self._process.pid
@@ -77,6 +80,7 @@ class Forked:
 Process = subprocess.Popen[bytes] | Forked
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
 _template = forkserver.ForkServer()  # beside the one that other tests start, which imports nothing
 
 
@@ -91,22 +95,56 @@ def fork(target: Callable[..., None], arguments: tuple[Any, ...]) -> multiproces
     return process
 
 
-def start(command: Sequence[str], folder: Path, log: Path, env: Mapping[str, str] = os.environ) -> Process:
-    """Start a process in `folder`, which logs to `log`; a fork of the template if it is a launcher."""
+def start(
+    command: Sequence[str],
+    folder: Path,
+    log: Path,
+    env: Mapping[str, str] = os.environ,
+    inside: int | None = None,
+) -> Process:
+    """Start a process in `folder`, which logs to `log`; a fork of the template if it is a launcher.
+
+    inside: the pid of a process in whose namespaces it runs; `folder` is a folder there.
+    """
     if COLD not in os.environ and command[0] == sys.executable and command[1].endswith("/launcher.py"):
-        return Forked(command, folder, env, log)
+        return Forked(command, folder, env, log, inside)
+    if inside is not None:
+        command, folder = [*enter(inside), f"--wdns={folder}", "setpriv", "--pdeathsig=KILL", *command], Path("/")
     with log.open("ab") as out:
         return subprocess.Popen(
             command, cwd=folder, env=env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
 
 
-def _launch(command: list[str], cwd: Path, env: dict[str, str], log: Path) -> None:
+def enter(inside: int) -> list[str]:
+    """The words before a command that runs in the namespaces of a process."""
+    return ["nsenter", "--target", str(inside), *(f"--{space}" for space in SPACES)]
+
+
+def move(target: int, *spaces: str) -> None:
+    """Move this thread, and its later children, to some namespaces: of a pidfd, or the one of an open file."""
+    if _libc.setns(target, sum(SPACES[space] for space in spaces)):
+        raise OSError(ctypes.get_errno(), f"setns {spaces}")
+
+
+def _enter(inside: int) -> None:
+    """Go on in the namespaces of a process, as a child of this one, which passes signals on, and ends with it."""
+    move(os.pidfd_open(inside), *SPACES)
+    if child := os.fork():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda number, _: os.kill(child, number))
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    _libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+
+
+def _launch(command: list[str], cwd: Path, env: dict[str, str], log: Path, inside: int | None) -> None:
     """In the fork: be the launcher."""
-    os.setsid()
     with log.open("ab") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
+    if inside is not None:
+        _enter(inside)
+    os.setsid()
     _become(command, str(cwd), env)
     launcher, execute = os.getpid(), subprocess._fork_exec  # type: ignore[attr-defined]
 

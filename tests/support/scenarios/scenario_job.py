@@ -63,7 +63,7 @@ def own_disk(folder: Path, mount: str) -> Iterator[int]:
 class Job(StartedJob):
     """A running job; a context that leaves no process behind.
 
-    holder: the pid of a process in whose mount namespace it runs, and in which its run directory is looked for.
+    holder: the pid of a process in whose namespaces it runs, and in which its run directory is looked for.
     """
 
     def __init__(self, folder: Path, steps: int, holder: int | None = None, /, **dotted: object) -> None:
@@ -73,12 +73,10 @@ class Job(StartedJob):
         config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
         overrides = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
         seen = folder if holder is None else Path(f"/proc/{holder}/root{folder}")
-        within = [] if holder is None else ["nsenter", "--mount", "--target", str(holder), "--"]
-        command = [*within, sys.executable, str(ROOT / "launcher.py"), "up", str(config), *overrides]
+        command = [sys.executable, str(ROOT / "launcher.py"), "up", str(config), *overrides]
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # for `preload`
-        super().__init__(
-            command, folder, seen / "runs" / "job", folder / "up.log", {**os.environ, "PYTHONPATH": path}
-        )
+        env, run = {**os.environ, "PYTHONPATH": path}, seen / "runs" / "job"
+        super().__init__(command, folder, run, folder / "up.log", env, holder)
 
     # What can be seen from outside.
 
@@ -97,9 +95,8 @@ class Job(StartedJob):
 
     def agent(self, replica: int) -> int:
         """The pid of the newest state agent of a replica."""
-        (log,) = (self.run / "replicas" / str(replica)).glob("agent-*.log")
-        ready = [line for line in log.read_text().splitlines() if line.startswith("{")]
-        return int(json.loads(ready[-1])["pid"])
+        (agent,) = self.agents(replica).values()
+        return int(agent["pid"])
 
     def agents(self, replica: int) -> dict[str, dict[str, Any]]:
         """Pid and address of the newest state agent on each host of a replica."""

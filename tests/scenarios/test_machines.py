@@ -1,0 +1,257 @@
+"""Replicas that are started by hand on machines which share a network and nothing else."""
+
+import contextlib
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import pytest
+
+from ft_hsdp import address
+from ft_hsdp.config import load
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json, read_jsonl
+from ft_hsdp.launch.run.recorder import Recorder
+from ft_hsdp.launch.run.replay import replay
+from ft_hsdp.launch.run.verify import verify
+from ft_hsdp.state.transfer.donor_connection import ask_held
+from tests.support import warm
+from tests.support.machines import TMP, Machine, Rig, needs_machines
+from tests.support.scenarios.scenario_job import agents_of, check
+from tests.support.slow_script import write_slow_script
+from tests.support.torchrun_job import TorchrunJob
+from tests.support.waiting import until
+
+SERVE = """
+import socket, sys
+family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
+with socket.create_server((sys.argv[1], 4000), family=family) as server:
+    print("listens", flush=True)
+    peer = server.accept()[0]
+    while data := peer.recv(9):
+        peer.sendall(data)
+"""
+OWN = ("/dev/shm/mine", "/run/mine", "/tmp/mine")
+
+
+@needs_machines
+@pytest.mark.parametrize(("cut", "v6"), [(False, False), (True, True)])
+def test_a_machine_has_its_own_of_all_and_nothing_is_left_of_it(cut: bool, v6: bool, tmp_path: Path) -> None:
+    outside = psutil.net_if_addrs().keys()
+    with contextlib.suppress(ZeroDivisionError), Rig(tmp_path, 2, v6=v6, shared=True) as rig:
+        one, two = rig.machines
+        assert one.run("hostname") == "machine0\n"
+        assert one.run("getent", "hosts", "machine1").split() == [two.address, "machine1"]
+        one.run("touch", *OWN, "/tmp/shared/ours")
+        one.run("ipcmk", "-M", "64")
+        assert two.run("find", "/dev/shm", "/run", "/tmp/shared", "-type", "f").split() == ["/tmp/shared/ours"]
+        assert [path for path in (*OWN, two.tmp / "mine") if Path(path).exists()] == []
+        assert ((one.tmp / "mine").exists(), (tmp_path / "shared/ours").exists()) == (True, True)
+        assert [len(m.run("cat", "/proc/sysvipc/shm").splitlines()) for m in (one, two)] == [2, 1]  # with a title
+        server = two.start("server", [sys.executable, "-c", SERVE, two.address])
+        until(lambda: "listens" in (two.tmp / "server.log").read_text())
+        with one.within(lambda: socket.create_connection((two.address, 4000), 30)) as client:
+            for said, plug, to in ((b"1", one, None), (b"2", two, None), (b"3", one, two), (b"4", two, one)):
+                plug.cut(to)
+                client.sendall(said)
+                nothing_comes(client)
+                plug.heal(to)
+                assert client.recv(1) == said
+            two.lose(cut=cut)
+            assert server.wait(30) != 0
+            if cut:
+                nothing_comes(client)
+            else:
+                assert client.recv(1) == b"", "its kernel said that the connection has ended"
+        two.boot()
+        assert next(filter(str.isdecimal, two.run("ls", "/proc").split())) == "1"
+        assert (two.tmp / "server.log").read_text() == two.run("cat", "server.log") == "listens\n"
+        one.start("more", ["sleep", "600"])
+        inside = until(lambda: found if len(found := list(rig.processes())) == 3 else [])
+        raise ZeroDivisionError  # a test that fails
+    assert not [process for process in inside if process.is_running()]
+    assert not [name for name in os.listdir("/run/netns") if name.startswith(f"ft-hsdp-{os.getpid()}-")]
+    assert str(tmp_path) not in Path("/proc/self/mounts").read_text()
+    assert outside == psutil.net_if_addrs().keys()
+
+
+def nothing_comes(client: socket.socket) -> None:
+    client.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        client.recv(1)
+    client.settimeout(30)
+
+
+STEPS, STEP_S = 24, 0.8  # they last until a machine is back, on a slow one, too; then they take no time
+TOKEN, PORT = "the-token-of-a-job-on-machines", 29500
+SETTINGS = f"""
+entry: slow.py
+train: {{steps: {STEPS}}}
+timeouts: {{evict_s: 1.5, connect_s: 2.0, reach_s: 20.0}}
+ftar: {{timeout_s: 3.0}}
+"""
+LEASE_S = 2.0
+LEASE = f"quorum: {{lease_s: {LEASE_S}}}"
+
+
+class JobOnMachines(TorchrunJob):
+    """Its lighthouse is on machine 0, and replica N on machine N + 1 until a test starts it elsewhere."""
+
+    def __init__(self, rig: Rig, folder: Path, replicas: int, ranks: int, more: str = "") -> None:
+        every = "::" if ":" in rig.host() else "0.0.0.0"
+        network = f"network: {{host: '{every}', port: {PORT}}}"
+        super().__init__(folder, f"replicas: {replicas}\nranks_per_replica: {ranks}{SETTINGS}{network}\n{more}")
+        self.run = rig.machines[0].tmp / "runs" / "job"
+        self.machines = rig.machines
+        self.supervisors: dict[int, warm.Process] = {}
+        self._at = {"lighthouse": rig.machines[0]}
+        for machine in rig.machines:
+            shutil.copy(self._config, machine.tmp)
+            write_slow_script(machine.tmp / "slow.py", TMP / "hurry", STEP_S)
+        self._config = TMP / self._config.name
+        self._replicas = replicas
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        for replica in range(self._replicas):
+            self.begin(replica, self.machines[replica + 1])
+        self.until(lambda: all(self.contributors(r) == [*self.supervisors] for r in self.supervisors), "all train")
+        return self
+
+    def begin(self, replica: int, machine: Machine) -> None:
+        """Start a replica on a machine."""
+        self._at[f"replica{replica}"] = machine
+        url = f"http://{address.join(self.machines[0].address, PORT)}"
+        self.supervisors[replica] = self.replica(replica, "--lighthouse", url)
+
+    def _start(self, name: str, arguments: list[str], **variables: str) -> warm.Process:
+        return self._at[name].start(name, self._command(name, arguments), FT_HSDP_TOKEN=TOKEN, **variables)
+
+    def folder_of(self, replica: int) -> Path:
+        return self._at[f"replica{replica}"].tmp / "runs/job/replicas" / str(replica)
+
+    def contributors(self, replica: int = 0) -> list[int]:
+        """Who contributed to the newest step of a replica."""
+        rows = self.rows(replica)
+        return rows[-1]["contributors"] if rows else []
+
+    def events(self, replica: int, name: str) -> list[Row]:
+        """The events of one name of a replica's ranks and supervisor."""
+        rows = [*self.rows(replica, "events.jsonl"), *self.rows(replica, "supervisor.jsonl")]
+        return [row for row in rows if row["event"] == name]
+
+    def told(self, name: str) -> list[Row]:
+        """The lighthouse's events of one name."""
+        return [row for row in read_jsonl(RunDir(self.run).lighthouse_events) if row["event"] == name]
+
+    def end(self) -> tuple[RunDir, dict[str, Any]]:
+        """Let it end soon; all that the machines have kept, as one run, which is allowed, and its summary."""
+        for machine in self.machines:
+            (machine.tmp / "hurry").touch()
+        self.finals([self.supervisors[replica] for replica in range(self._replicas)])
+        run = RunDir(self.folder / "collected" / "job")
+        for machine in self.machines:
+            kept = machine.tmp / "runs" / "job"
+            for file in filter(Path.is_file, kept.rglob("*")):
+                to = run.path / file.relative_to(kept)
+                to.parent.mkdir(parents=True, exist_ok=True)
+                if file.suffix == ".jsonl":  # a replica that ran on two machines has one on both
+                    with to.open("ab") as log:
+                        log.write(file.read_bytes())
+                elif not to.exists() or "replicas" in file.parts:
+                    shutil.copy(file, to)
+        recorder = Recorder(run, load(run.config), lambda _: None, lambda _: None, merge_events=False)
+        while recorder.poll():
+            pass
+        recorder.finish()
+        recorder.close()
+        assert verify(run).breaches == []
+        summary: dict[str, Any] = read_json(run.summary)
+        check(summary, STEPS)
+        return run, summary
+
+
+@needs_machines
+@pytest.mark.proof
+@pytest.mark.parametrize(("cut", "v6"), [(True, False), (False, False), (True, True)])
+def test_a_machine_is_lost_and_its_replica_contributes_again(cut: bool, v6: bool, tmp_path: Path) -> None:
+    """On another machine if the first one was cut off, on the same one if it has only stopped."""
+    with Rig(tmp_path, 5 if cut else 4, v6=v6) as rig, JobOnMachines(rig, tmp_path, 3, 1) as job:
+        lost = rig.machines[2]
+        lost.lose(cut=cut)
+        job.until(lambda: job.contributors() == [0, 2], "the others go on")
+        if not cut:
+            lost.boot()
+        job.begin(1, rig.machines[4] if cut else lost)
+        job.until(lambda: job.contributors() == [0, 1, 2], "it contributes again")
+        _, summary = job.end()
+    assert [summary["replicas"][replica]["incarnations"] for replica in "012"] == [1, 2, 1]
+
+
+@needs_machines
+@pytest.mark.proof
+def test_training_goes_on_while_the_lighthouses_machine_is_cut_off(tmp_path: Path) -> None:
+    with Rig(tmp_path, 4) as rig, JobOnMachines(rig, tmp_path, 3, 1) as job:
+        rig.machines[0].cut()
+        step = job.step(0)
+        job.until(lambda: job.step(0) >= step + 6, "steps without a lighthouse")
+        rig.machines[0].heal()
+        _, summary = job.end()
+        assert len(job.told("EpochGranted")) == 1
+    assert (summary["failures"], summary["recoveries"]) == ([], [])
+    assert {row["epoch"] for replica in range(3) for row in job.rows(replica)} == {1}
+
+
+@needs_machines
+@pytest.mark.proof
+def test_a_replica_that_does_not_reach_the_lighthouse_beyond_its_lease_is_not_lost(tmp_path: Path) -> None:
+    """It stops in order, and comes back; it reaches the other replica all the time."""
+    with Rig(tmp_path, 3) as rig, JobOnMachines(rig, tmp_path, 2, 1, f"{LEASE}\nrestart: {{budget: 1}}") as job:
+        lighthouse, _, far = rig.machines
+        far.cut(lighthouse)
+        job.until(lambda: job.events(1, "LeaseEnded"), "the lease of replica 1 ends")
+        job.until(lambda: job.contributors() == [0], "replica 0 goes on alone")
+        alone = job.step(0)
+        job.until(lambda: job.step(0) > alone + 4, "it trains on, for long")
+        far.heal(lighthouse)
+        job.until(lambda: job.contributors() == [0, 1], "replica 1 contributes again")
+        job.end()
+        assert not job.events(0, "RankEnded"), "the healthy one was held to hang"
+        assert not job.events(1, "RankEnded"), "the one that is cut off was held to hang"
+        assert len(job.events(0, "CheckedIn")) == 1, "the healthy one was started again"
+        assert job.events(1, "ReplicaStarted")
+        assert not job.events(1, "ReplicaLost")
+
+
+@needs_machines
+@pytest.mark.proof
+def test_a_machine_that_is_cut_off_beyond_its_lease_comes_back_with_old_copies(tmp_path, monkeypatch) -> None:
+    """M60: the others go on, and copy among themselves. What it has kept has another name, and nobody takes it."""
+    with Rig(tmp_path, 3) as rig, JobOnMachines(rig, tmp_path, 2, 2, f"{LEASE}\nhosts: {{per_replica: 2}}") as job:
+        far = rig.machines[2]
+        far.cut()
+        job.until(lambda: job.contributors() == [0], "the other one goes on")
+        job.until(lambda: job.rows(0)[-1].get("copied_bytes"), "it copies among its own hosts")
+        old = job.rows(1)[-1]
+        job.until(lambda: job.rows(0)[-1]["t"] > old["t"] + LEASE_S, "steps beyond the lease")
+        job.until(lambda: job.told("ReplicaEvicted"), "the lighthouse gives the lost one up")
+        agents = {agent["address"] for agent in agents_of(far.tmp / "runs/job", 1).values()}
+        kept = [row for rows in far.within(lambda: ask_held(agents, TOKEN, 5.0)).values() for row in rows]
+        assert {row.host for row in kept} == {"r1h0", "r1h1"}
+        assert max(row.state.step for row in kept) == old["step"] < job.step(0)
+        far.heal()
+        job.until(lambda: job.contributors() == [0, 1], "it contributes again")
+        run, summary = job.end()
+    (recovery,) = summary["recoveries"]
+    later = [row for row in job.rows(1) if row["step"] > old["step"]]
+    assert (recovery["replica"], recovery["lost_steps"]) == (1, 0)
+    # Ranks that restart after the link is back already find newer copies at the other replica's hosts.
+    assert old["step"] <= recovery["state"][1] < later[0]["step"]
+    assert job.told("ReplicaEvicted")[0]["incarnation"] == old["incarnation"]
+    assert old["incarnation"] not in {row["incarnation"] for row in later}, "the old ranks trained on"
+    assert (later[0]["role"], later[0]["step"] > old["step"] + 1) == ("behind", True), "it fetched a newer state"
+    monkeypatch.chdir(far.tmp)  # where the script is
+    assert replay(run).equal
