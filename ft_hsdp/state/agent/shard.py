@@ -49,7 +49,7 @@ class Shard:
     views: dict[int, Bytes] = field(default_factory=dict)  # of slots that this process has written or verified
     headers: dict[int, bytes] = field(default_factory=dict)  # encoded manifests of complete slots
     layouts: dict[int, str] = field(default_factory=dict)  # of complete slots, once they were listed
-    verified: dict[int, Future[tuple[bytes, str]]] = field(default_factory=dict)  # (manifest, its digest)
+    verified: dict[int, Future[None]] = field(default_factory=dict)
     damaged: list[Damage] = field(default_factory=list)  # not yet reported to the rank
     acquired: int | None = None  # the slot that the rank itself reads
     growing: int = 0  # slots whose memory is being allocated
@@ -82,16 +82,14 @@ class Shard:
         """Drop all snapshots if they have another size than those of ``owner``."""
         if self.owner != owner:
             _log.info("%s: %s instead of %s: its snapshots are dropped", self, owner, self.owner)
-            self.slots.forget()
-            self.sweep()
+            self.clear()
             self.owner = owner
 
     def set_aside(self) -> None:
         """Keep what is complete and nothing else: the replica has another number of ranks now."""
-        self.slots.abandon(reuse=False)
+        self.abandon(reuse=False)
         self.slots.unpin()
         self.release_acquired()
-        self.sweep()
         self.connected, self.keeper, self.aside = False, None, True
 
     def view(self, number: int) -> Bytes:
@@ -106,6 +104,15 @@ class Shard:
             view = shared_memory.attach(self.fds[number], self.owner.nbytes, writable=not self.own)
             self.views[number] = view
         return view
+
+    def abandon(self, *, reuse: bool) -> None:
+        self.slots.abandon(reuse=reuse)
+        self.sweep()
+
+    def clear(self) -> None:
+        """Drop all snapshots, or the slice. What is read is dropped when its last reader gives it back."""
+        self.slots.forget()
+        self.sweep()
 
     def put_back(self, number: int) -> None:
         self.slots.give_back(number)

@@ -15,11 +15,12 @@ differs is dropped. `stage` never waits for a reader or for a checksum.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from ft_hsdp.core.state_id import StateId
@@ -61,6 +62,11 @@ class SnapshotStore:
         self._budget: int | None = None  # bytes for copies of other hosts' shards, and for slices
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="state-seal")
 
+    @contextlib.contextmanager
+    def _entry(self, key: Key) -> Iterator[Shard]:
+        with self._lock:
+            yield self._shards[key]
+
     def admit(self, owner: Owner) -> ShardKey:
         """Register a rank of this host, and return the key of its shard.
 
@@ -70,8 +76,7 @@ class SnapshotStore:
         with self._lock:
             key, entry = self._fitted(self._replica, owner, own=True)
             if not entry.own:
-                entry.slots.abandon(reuse=False)  # a fetch may still write into it
-                entry.sweep()
+                entry.abandon(reuse=False)  # a fetch may still write into it
             entry.own, entry.connected, entry.keeper = True, True, None
         return key
 
@@ -119,8 +124,7 @@ class SnapshotStore:
     def _drop_other_widths(self, entry: Shard) -> None:
         for each in self._shards.values():
             if each.replica == entry.replica and each.owner.ranks != entry.owner.ranks and not each.connected:
-                each.slots.forget()
-                each.sweep()
+                each.clear()
 
     def _check_room(self, nbytes: int, others: Iterable[Shard], budget: int | None) -> None:
         used = sum(each.needed_bytes for each in others if not each.own and not each.aside)
@@ -139,8 +143,7 @@ class SnapshotStore:
             entry = self._shards.setdefault(key, Shard(NO_REPLICA, owner, own=False, slots=SnapshotSlots(2)))
             if entry.slots.find(about.store) is not None:
                 raise ValueError(f"slice {about.slice} is here already")
-            entry.slots.abandon(reuse=False)
-            entry.sweep()
+            entry.abandon(reuse=False)
             self._check_room(about.nbytes, self._shards.values(), budget)
             check_memory(about.nbytes)
             entry.fit(owner)
@@ -178,8 +181,7 @@ class SnapshotStore:
         with self._lock:
             for number in numbers:
                 if (entry := self._shards.get((store, number))) is not None:
-                    entry.slots.forget()
-                    entry.sweep()
+                    entry.clear()
 
     def descriptor(self, key: Key, number: int) -> int:
         """Return a descriptor of a slot, which the caller has to close.
@@ -198,12 +200,10 @@ class SnapshotStore:
             return {(e.replica, e.owner.rank): (e.replica, e.owner.rank, e.owner.ranks) for e in kept}
 
     def drop_copies(self, key: ShardKey) -> None:
-        with self._lock:
-            entry = self._shards[key]
+        with self._entry(key) as entry:
             if not entry.own:
                 entry.keeper = None
-                entry.slots.forget()
-                entry.sweep()
+                entry.clear()
 
     def prepare(self, key: Key) -> None:
         """Allocate the slots of the steady state. Blocks for as long as the kernel takes to provide the memory."""
@@ -223,8 +223,7 @@ class SnapshotStore:
         Returns:
             False if the shard has MAX_SLOTS slots, or there is no memory for another one.
         """
-        with self._lock:
-            entry = self._shards[key]
+        with self._entry(key) as entry:
             owner, copy = entry.owner, not entry.own
             if entry.slots.full or (copy and not self._may_grow(entry)):
                 return False
@@ -259,8 +258,7 @@ class SnapshotStore:
         Args:
             copy: It is fetched from another host: None if that is no longer to be kept here.
         """
-        with self._lock:
-            entry = self._shards[key]
+        with self._entry(key) as entry:
             if copy and (entry.own or not entry.wanted):
                 return None
             number = entry.slots.stage(content, time.monotonic())
@@ -288,8 +286,7 @@ class SnapshotStore:
         Raises:
             ValueError: ``content`` was not being written.
         """
-        with self._lock:
-            entry = self._shards[key]
+        with self._entry(key) as entry:
             if number not in (None, entry.slots.written):
                 raise ValueError("its slot was dropped meanwhile")
             number = entry.slots.staged(content)
@@ -309,27 +306,23 @@ class SnapshotStore:
 
     def abandon(self, key: Key, number: int | None) -> None:
         """Free a slot whose writer has ended without completing it."""
-        with self._lock:
-            entry = self._shards[key]
+        with self._entry(key) as entry:
             if entry.slots.written == number:
-                entry.slots.abandon(reuse=entry.slice is None)
-                entry.sweep()
+                entry.abandon(reuse=entry.slice is None)
 
     def keeps(self, key: ShardKey, state: StateId) -> bool:
         with self._lock:
             return self._shards[key].slots.find(state) is not None
 
     def mark_settled(self, key: ShardKey, state: StateId, everywhere: bool = True) -> None:
-        with self._lock:
-            entry = self._shards[key]
+        with self._entry(key) as entry:
             entry.slots.mark_settled(state, everywhere)
             if everywhere or len(entry.fds) < INITIAL_SLOTS:  # or its own memory might never come
                 self._drop_other_widths(entry)
 
     def pin(self, key: ShardKey, state: StateId, seconds: float) -> None:
         """Keep ``state`` for ``seconds``, now or once it is complete, and compare its checksums in advance."""
-        with self._lock:
-            entry = self._shards[key]
+        with self._entry(key) as entry:
             entry.slots.pin(state, time.monotonic() + seconds)
             number = entry.slots.find(state)
             if number is not None:
@@ -343,8 +336,7 @@ class SnapshotStore:
             del entry.verified[number]
 
     def unpin(self, key: ShardKey) -> None:
-        with self._lock:
-            entry = self._shards[key]
+        with self._entry(key) as entry:
             entry.slots.unpin()
             entry.release_acquired()
 
@@ -360,8 +352,7 @@ class SnapshotStore:
         Returns:
             (file descriptor, encoded manifest), or None if there is no such snapshot or it is damaged.
         """
-        with self._lock:
-            entry = self._shards[key]
+        with self._entry(key) as entry:
             entry.release_acquired()
             number = entry.slots.find(state)
             if number is None:
@@ -380,18 +371,15 @@ class SnapshotStore:
         return fd, header
 
     def damaged(self, key: ShardKey) -> tuple[Damage, ...]:
-        with self._lock:
-            entry = self._shards[key]
+        with self._entry(key) as entry:
             found, entry.damaged = tuple(entry.damaged), []
             return found
 
     def forget(self, key: ShardKey) -> None:
         """Drop all snapshots of a rank, and what its replica has left in other widths."""
-        with self._lock:
-            entry = self._shards[key]
-            entry.slots.forget()
+        with self._entry(key) as entry:
+            entry.clear()
             entry.release_acquired()
-            entry.sweep()
             self._drop_other_widths(entry)
 
     def disconnect(self, key: ShardKey, *, dead: bool) -> None:
@@ -400,12 +388,10 @@ class SnapshotStore:
         The snapshot that it was writing is abandoned. Its slot is reused only if the rank is ``dead``: a living
         process may still write into it.
         """
-        with self._lock:
-            entry = self._shards[key]
+        with self._entry(key) as entry:
             entry.connected = False
-            entry.slots.abandon(reuse=dead)
+            entry.abandon(reuse=dead)
             entry.release_acquired()
-            entry.sweep()
 
     def borrow(
         self, content: Content, rank: int, ranks: int | None = None, *, verify: bool = True
@@ -429,11 +415,12 @@ class SnapshotStore:
                     return None
                 entry.slots.borrow(number)
                 fd, nbytes, header = entry.fds[number], entry.owner.nbytes, entry.headers[number]
+                served = ServedSnapshot(fd, nbytes, header, shard_manifest.digest(header))
                 if not verify:
-                    return ServedSnapshot(fd, nbytes, header, shard_manifest.digest(header))
+                    return served
                 verification = self._verification(entry, number, content)
             try:
-                manifest, digest = verification.result()
+                verification.result()
             except Exception:
                 with self._lock:
                     dropped = entry.slots.find(content) != number
@@ -441,7 +428,7 @@ class SnapshotStore:
                 if not dropped:  # the agent ends
                     return None
                 continue
-            return ServedSnapshot(fd, nbytes, manifest, digest)
+            return served
 
     def held(self) -> tuple[HeldShard, ...]:
         with self._lock:
@@ -486,23 +473,20 @@ class SnapshotStore:
     def close(self) -> None:
         self._verifier.shutdown(cancel_futures=True)
 
-    def _verification(self, entry: Shard, number: int, content: Content) -> Future[tuple[bytes, str]]:
-        """Return the future (encoded manifest, digest) of a complete slot, which stays borrowed until then."""
+    def _verification(self, entry: Shard, number: int, content: Content) -> Future[None]:
+        """Have a complete slot verified, which stays borrowed until then."""
         if number not in entry.verified:
             entry.slots.borrow(number)
             entry.verified[number] = self._verifier.submit(
-                self._verified, entry, number, content, entry.owner, entry.headers[number]
+                self._verify, entry, number, content, entry.owner, entry.headers[number]
             )
         return entry.verified[number]
 
-    def _verified(
-        self, entry: Shard, number: int, content: Content, owner: Owner, header: bytes
-    ) -> tuple[bytes, str]:
+    def _verify(self, entry: Shard, number: int, content: Content, owner: Owner, header: bytes) -> None:
         try:
             with self._lock:
                 view = entry.view(number)
             compare(header, view, content, owner)
-            return header, shard_manifest.digest(header)
         except Exception as error:
             with self._lock:
                 entry.damage(number, content, error)
