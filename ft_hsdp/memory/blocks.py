@@ -42,6 +42,10 @@ class SliceRun:
     block: int  # the first one
     count: int
 
+    @property
+    def span(self) -> Span:
+        return self.block, self.block + self.count
+
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
@@ -277,7 +281,7 @@ def plan_load(
     for reader, runs in sorted(wanted, key=lambda each: (-_count(each[1]), each[0], each[1][0].block)):
         able = holders.get(runs[0].slice, ())
         if not able:
-            missing += [(reader, (run.block, run.block + run.count)) for run in runs]
+            missing += [(reader, run.span) for run in runs]
             continue
         if near.get(reader) in able:
             holder = near[reader]

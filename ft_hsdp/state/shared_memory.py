@@ -103,6 +103,7 @@ class ServedSnapshot:
     manifest: bytes  # from `shard_manifest.encode`, with checksums
     digest: str  # of the manifest, 64 hex digits
     extents: tuple[Extent, ...] = ()  # of a part: where its bytes lie in the memfd; (): from its begin on
+    room: Any = None  # what owns the memfd, if its lender does not
 
 
 class SnapshotSource(Protocol):
@@ -161,8 +162,7 @@ class InMemorySnapshots:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[tuple[StateId, int, int], tuple[ServedSnapshot, SnapshotBuffer]] = {}
-        self._lent: list[tuple[ServedSnapshot, SnapshotBuffer]] = []
+        self._held: dict[tuple[StateId, int, int], ServedSnapshot] = {}
 
     def put(self, manifest: ShardManifest, room: SnapshotBuffer) -> None:
         """Offer a snapshot.
@@ -175,9 +175,9 @@ class InMemorySnapshots:
             ValueError: The encoded manifest is longer than MAX_MANIFEST bytes.
         """
         encoded = shard_manifest.encode(manifest)
-        served = ServedSnapshot(room.fd, manifest.nbytes, encoded, shard_manifest.digest(encoded))
+        served = ServedSnapshot(room.fd, manifest.nbytes, encoded, shard_manifest.digest(encoded), room=room)
         with self._lock:
-            self._held[manifest.state, manifest.rank, manifest.ranks] = served, room
+            self._held[manifest.state, manifest.rank, manifest.ranks] = served
 
     def drop(self, state: StateId, rank: int) -> None:
         """Stop offering the snapshot of ``state`` and ``rank``. Its memory is freed when no borrow is open."""
@@ -192,11 +192,7 @@ class InMemorySnapshots:
             found = (
                 each for key, each in self._held.items() if key[:2] == (content, rank) and ranks in (None, key[2])
             )
-            held = next(found, None)
-            if held is None:
-                return None
-            self._lent.append(held)
-            return held[0]
+            return next(found, None)
 
     def held(self) -> Sequence[HeldShard]:
         """Return (): who fetches from here knows what is offered."""
@@ -204,10 +200,8 @@ class InMemorySnapshots:
 
     def drop_damaged(self, served: ServedSnapshot, content: StateId | str, error: Exception) -> None:
         with self._lock:
-            for key in [key for key, (held, _) in self._held.items() if held is served]:
+            for key in [key for key, held in self._held.items() if held is served]:
                 del self._held[key]
 
     def give_back(self, served: ServedSnapshot) -> None:
-        with self._lock:
-            place = next(i for i, (lent, _) in enumerate(self._lent) if lent is served)
-            self._lent.pop(place)
+        """Do nothing: what is borrowed keeps its memory."""

@@ -240,7 +240,7 @@ def flip(data: bytes) -> None:
 )
 def test_a_donor_that_lies_is_not_believed(lie: dict[str, Any], transport: StateTransport[Any]) -> None:
     transport.send_checkpoint([1], 1, {"w": torch.ones(1)}, SOON)
-    ((served, room),) = transport._snapshots._held.values()
+    (served,) = transport._snapshots._held.values()
     honest = shard_manifest.decode(served.manifest)
     tensor = replace(honest.tensors[0], **{k: v for k, v in lie.items() if k != "hyper"})
     tensors = (tensor,)
@@ -248,7 +248,7 @@ def test_a_donor_that_lies_is_not_believed(lie: dict[str, Any], transport: State
         honest, tensors=tensors, layout=shard_manifest.fingerprint(tensors), hyper=lie.get("hyper", honest.hyper)
     )
     source = InMemorySnapshots()
-    source.put(changed, room)
+    source.put(changed, served.room)
     token = json.loads(transport.metadata())["token"]
     liar = StateServer("127.0.0.1", 0, source, token)
     told = json.dumps({"addresses": [liar.address], "token": token})

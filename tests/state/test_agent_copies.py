@@ -56,7 +56,6 @@ class Owners(InMemorySnapshots):
         self.hold: threading.Event | None = None  # set: what is sent may leave
         self.priorities: list[int] = []  # of the threads that answer
         self.verifies: list[bool] = []  # whether they compare what they send
-        self._flipped: dict[int, SnapshotBuffer] = {}  # by descriptor
 
     def has(self, step: int, rank: int = 0) -> None:
         room = SnapshotBuffer(SMALL)
@@ -73,7 +72,6 @@ class Owners(InMemorySnapshots):
         served = super().borrow(content, rank, ranks, verify=verify)
         if served is None or self.flip is None:
             return served
-        super().give_back(served)
         manifest, room = bytearray(served.manifest), SnapshotBuffer(SMALL)
         room.bytes[:] = shared_memory.attach(served.fd, SMALL, writable=False)
         at, bit = divmod(self.flip, 8)
@@ -81,12 +79,7 @@ class Owners(InMemorySnapshots):
             manifest[at] ^= 1 << bit
         else:
             room.bytes[at - len(manifest)] ^= 1 << bit
-        self._flipped[room.fd] = room
-        return ServedSnapshot(room.fd, SMALL, bytes(manifest), served.digest)
-
-    def give_back(self, served: ServedSnapshot) -> None:
-        if self._flipped.pop(served.fd, None) is None:
-            super().give_back(served)
+        return ServedSnapshot(room.fd, SMALL, bytes(manifest), served.digest, room=room)
 
     def was_asked(self) -> None:
         """Wait until somebody asks for something."""

@@ -25,9 +25,17 @@ ETAG = f'"{shard_manifest.digest(ENCODED)}"'
 
 
 class Counting(InMemorySnapshots):
-    @property
-    def lent(self) -> int:
-        return len(self._lent)
+    lent = 0
+
+    def borrow(self, *args, **more):
+        served = super().borrow(*args, **more)
+        with self._lock:
+            self.lent += served is not None
+        return served
+
+    def give_back(self, served):
+        with self._lock:
+            self.lent -= 1
 
 
 @pytest.fixture(scope="module")

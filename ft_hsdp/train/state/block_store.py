@@ -196,7 +196,7 @@ class BlockStore:
             missing += [span for reader, span in plan.missing if reader == rank]
             reads = [read for read in plan.reads if read.reader == rank]
             if left_s <= 0:
-                missing += [_span_of(read.run) for read in reads]
+                missing += [read.run.span for read in reads]
                 break
             orders = self._orders(reads, answer)
             outcome = slices_of.read_slices(
@@ -209,7 +209,7 @@ class BlockStore:
                 why = why_of.get(id(order))
                 if why is not None:
                     host = known.hosts.index(order.address)
-                    again += [_span_of(run) for run in runs]
+                    again += [run.span for run in runs]
                     self._strike(order.about.slice, host, why, told=host in given_up)
                     given_up.add(host)
             requests = {rank: merged(again)}
@@ -226,7 +226,7 @@ class BlockStore:
             spans = tuple(
                 ((run.offset + first - run.block) * size, (end - first) * size, place * size)
                 for run in runs
-                for first, end, place in answer.parts(*_span_of(run))  # a run may cross spans of the user
+                for first, end, place in answer.parts(*run.span)  # a run may cross spans of the user
             )
             about = self._data.slice_name(known.layout, number)
             orders.append((SliceRead(about, known.digests[number], known.hosts[host], spans), runs))
@@ -241,10 +241,6 @@ class BlockStore:
             self._job.note_event(
                 "BlocksRejected", why, store=self.name, host=self._known.names[host], slice=number
             )
-
-
-def _span_of(run: SliceRun) -> Span:
-    return run.block, run.block + run.count
 
 
 __all__ = ["BlockCounts", "BlockStore", "SubmittedBlocks"]

@@ -110,7 +110,7 @@ class BlockSubmission:
         self._look(host)
         layout, kept, read, copied = known.layout, known.held(), 0, 0
         plan = self._plan()
-        lost = [span for number, _ in plan.written for span in self._spans(number)] if kept else []
+        lost = [run.span for number, _ in plan.written for run in layout.contents(number)] if kept else []
         rounds = SPARE_ROUNDS + layout.slices * data.copies
         while rounds and (plan.written or plan.copied or plan.dropped):
             rounds -= 1
@@ -138,9 +138,6 @@ class BlockSubmission:
         known = self._known
         hosts, copies = len(known.hosts), self._data.copies
         return plan_submission(known.layout.slices, hosts, copies, known.holders, self._refused.keys())
-
-    def _spans(self, number: int) -> list[Span]:
-        return [(run.block, run.block + run.count) for run in self._known.layout.contents(number)]
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Do something on all ranks, and return what each of them returned. A collective."""
@@ -209,7 +206,7 @@ class BlockSubmission:
             return "", memory
         for run in layout.contents(number):
             begin = run.offset * size
-            data = self._reader.read(run.block, run.block + run.count)
+            data = self._reader.read(*run.span)
             memory[begin : begin + len(data)] = np.frombuffer(data, dtype=np.uint8)
         sums = shard_manifest.checksums(memory.data, chunk=about.piece)
         del memory

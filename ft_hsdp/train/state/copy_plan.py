@@ -6,13 +6,14 @@ same, so they plan alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ft_hsdp.config.running import MemoryConfig
 from ft_hsdp.core.grant import Grant, paths
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.memory.blocks import merged
 from ft_hsdp.memory.copies import MemberHosts, Plan, Refusal, coverage, missing_copies, move_refused
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.state.agent.messages import MAX_COPIES, ShardIndex
@@ -59,14 +60,9 @@ class CopyPlan:
         return {host: _runs(kept) for host, kept in sorted(ranks.items())}
 
 
-def _runs(numbers: Sequence[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1][1:] = [number]
-        else:
-            runs.append([number])
-    return ", ".join("-".join(map(str, run)) for run in runs)
+def _runs(numbers: Iterable[int]) -> str:
+    runs = merged((number, number + 1) for number in numbers)
+    return ", ".join(f"{first}-{end - 1}" if end - first > 1 else f"{first}" for first, end in runs)
 
 
 def hosts_of(grant: Grant) -> tuple[MemberHosts, ...]:
