@@ -63,6 +63,16 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineRanks:
+    """The ranks of an incarnation on one machine, where no supervisor sees them end (`control.exit_watch`)."""
+
+    incarnation: str
+    machine: Annotated[str, Field(pattern=r"^[^\s/]{1,256}$")]  # its host's name
+    machines: Annotated[int, Field(ge=1, le=1 << 12)]  # on how many machines the incarnation has ranks
+    gone: bool  # all its ranks on this machine have ended
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessReport:
     """What a supervisor reports of its replicas' processes. Wire tag "Processes"."""
 
@@ -74,6 +84,7 @@ class ProcessReport:
     owner: Annotated[str, Field(pattern=r"^[0-9A-Za-z-]{0,64}$")] = ""
     # Replicas that `owner` wants to run alone, each with the number of its last lease (0: none).
     leases: dict[int, int] = field(default_factory=dict)
+    machines: tuple[MachineRanks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +111,7 @@ class SupervisorReply:
     # Replicas that it must not start, each with the supervisor that may.
     rivals: dict[int, str] = field(default_factory=dict)
     lease_s: float = 0.0  # how long the leases last from the report on, in seconds
+    exited: tuple[str, ...] = ()  # incarnations of the report's `machines` that are known to have exited
 
 
 @dataclass(frozen=True, slots=True)

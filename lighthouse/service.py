@@ -28,6 +28,7 @@ from lighthouse.quorum.events import (
     Commanded,
     Event,
     Evict,
+    MachineReported,
     Note,
     OpenRequest,
     ProcessesReported,
@@ -207,7 +208,12 @@ class Service:
         now = self._clock()
         owner, claims = report.owner, tuple(sorted(report.leases.items()))
         ended = frozenset(report.ended)
-        self.apply(ProcessesReported(owned, exited, frozenset(report.lost), now, owner, claims, ended))
+        machines = tuple(
+            MachineReported(validation.incarnation(each.incarnation), each.machine, each.machines, each.gone)
+            for each in report.machines
+        )
+        lost = frozenset(report.lost)
+        self.apply(ProcessesReported(owned, exited, lost, now, owner, claims, ended, machines))
         found = {replica: lease_of(self.state, replica) for replica in report.leases}
         held = {replica: lease.number for replica, lease in found.items() if lease and lease.owner == owner}
         rivals = {replica: lease.owner for replica, lease in found.items() if lease and lease.owner != owner}
@@ -223,10 +229,18 @@ class Service:
             leases=held,
             rivals=rivals,
             lease_s=self.state.policy.supervisor_lease_s,
+            exited=tuple(sorted({each.who[1] for each in machines if each.who in self.state.exited})),
         )
 
     def command(
-        self, action: Action, replica: int, reason: str, address: str, force: bool = False, target: int = 0
+        self,
+        action: Action,
+        replica: int,
+        reason: str,
+        address: str,
+        force: bool = False,
+        target: int = 0,
+        host: str = "",
     ) -> str | commands.Impossible:
         """Carry out an operator's order. It is in the journal before it is carried out.
 
@@ -236,6 +250,7 @@ class Service:
             address: The address that the order came from.
             force: Allow an order that leaves too few replicas.
             target: As in `Commanded`.
+            host: As in `Commanded`.
 
         Returns:
             One line that says what will happen, or why nothing can.
@@ -244,7 +259,7 @@ class Service:
             StoreFailed: nothing was done.
         """
         now = self._clock()
-        command = Commanded(action, replica, reason, now, target)
+        command = Commanded(action, replica, reason, now, target, host)
         reporting = {r for r, at in self._supervised.items() if at > now - SUPERVISED_S}
         supervised = commands.Supervised(reporting, self._evictions.orders)
         found = commands.plan(self.state, command, supervised, force)
@@ -259,6 +274,8 @@ class Service:
             }
             if action == "scale":
                 facts |= {"replicas": target}
+            elif action == "host-lost":
+                facts |= {"host": host}
             elif action != "checkpoint":
                 facts |= {"replica": replica, "incarnation": self.state.views[replica].incarnation}
             self._note("OperatorOrdered", reason, facts)
@@ -371,7 +388,8 @@ class Service:
         """Whether the passing of time can change something."""
         s = self.state
         running = (s.since is not None or s.final_since is not None) and not s.finished
-        return self._evictions.pending or (running and any(v.ask is not None for v in s.views))
+        ending = any(gone for each in s.spread for _, _, gone in each.heard)
+        return self._evictions.pending or ending or (running and any(v.ask is not None for v in s.views))
 
     def _arm(self, delay_s: float = TICK_S) -> None:
         """Schedule the next tick if time can change something, else cancel it."""

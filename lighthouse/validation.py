@@ -228,8 +228,9 @@ def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[I
     for number in processes.leases.values():
         _within("leases", number, _numbers(s))
     exited = frozenset(map(incarnation, processes.exited))
+    spread = tuple(incarnation(each.incarnation) for each in processes.machines)
     named = (*processes.running, *processes.lost, *processes.ended, *processes.leases)
-    for replica in (*named, *(r for r, _ in exited)):
+    for replica in (*named, *(r for r, _ in exited), *(r for r, _ in spread)):
         _within("replica", replica, s.policy.slots - 1)
     for replica, running in processes.running.items():
         if running is None:

@@ -1,21 +1,23 @@
-"""A process that outlives the ranks of a replica and tells the lighthouse that they have exited.
+"""A process that outlives the ranks of a replica on one machine and tells the lighthouse that they have ended.
 
-Under ft_hsdp's own launcher the supervisor does that; under another launcher no other process does. It is an exit
-only when all ranks are gone, so this process is started only where all ranks run on one machine. Run as `python -m
-ft_hsdp.control.exit_watch` with a `Watched` as JSON on stdin. It ends when a lighthouse knows, when the run's
-folder is removed, or when its time is over.
+Under ft_hsdp's own launcher the supervisor does that; under another launcher no other process does. A replica on
+several machines has one on each: while the ranks live it says so, or the lighthouse would take its machine for a
+lost one after the end of the others (`lighthouse.quorum.rules.Spread`). Run as `python -m
+ft_hsdp.control.exit_watch` with a `Watched` as JSON on stdin. It ends when a lighthouse knows that the incarnation
+has exited, when the run's folder is removed, or when no lighthouse answers for long.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.jsonl import open_to_append, read_object
 from ft_hsdp.lifetime import unmarked
-from ft_hsdp.protocol import ProcessReport
+from ft_hsdp.protocol import MachineRanks, ProcessReport
 
 AGAIN_S = 0.5
 
@@ -36,13 +38,16 @@ AGAIN_S = 0.5
 @dataclass(frozen=True, slots=True)
 class Watched:
     incarnation: str  # of the replica
-    pids: tuple[int, ...]  # of all its ranks
+    machine: str  # the name of this host
+    machines: int  # on how many machines the incarnation has ranks
+    pids: tuple[int, ...]  # of all its ranks here
     lighthouses: tuple[str, ...]  # their URLs
     token: str  # the job's token
     final: str  # path of its replica's final.json
     listed: str | None  # path of a run's lighthouse.json, which names newer URLs; None: there is none
     network: NetworkConfig  # for TLS
-    patience_s: float  # how long a lighthouse that does not answer is tried, in seconds
+    patience_s: float  # how long a lighthouse that does not answer is tried once they have ended, in seconds
+    beat_s: float  # between two reports that they live, in seconds
 
 
 _WATCHED = TypeAdapter(Watched)
@@ -52,6 +57,23 @@ def process_space() -> str:
     """Return a name that is equal for two processes in which a pid means the same process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def shares(places: Sequence[tuple[str, str, int]], rank: int) -> tuple[int, tuple[int, ...]]:
+    """Return on how many machines ranks are, and which pids the watch of ``rank`` has to watch.
+
+    Args:
+        places: Of each rank: its host's name, its `process_space` and its pid.
+        rank: The rank that asks.
+
+    Returns:
+        () as pids if another rank of the host is the first; 0 and () if pids of one host mean different processes.
+    """
+    hosts = {host for host, _, _ in places}
+    if len({(host, space) for host, space, _ in places}) != len(hosts):
+        return 0, ()
+    mine = [(n, pid) for n, (host, _, pid) in enumerate(places) if host == places[rank][0]]
+    return len(hosts), tuple(pid for _, pid in mine) if mine[0][0] == rank else ()
 
 
 def start(watched: Watched, log: Path) -> subprocess.Popen[bytes]:
@@ -89,27 +111,36 @@ def all_gone(pids: Iterable[int]) -> None:
 
 
 async def report(watched: Watched) -> bool:
-    """Tell a lighthouse that the incarnation has exited.
+    """Tell a lighthouse of the ranks here until it knows that the incarnation has exited.
 
     Args:
-        watched: the incarnation and the lighthouses.
+        watched: the ranks, the incarnation and the lighthouses.
 
     Returns:
-        Whether a lighthouse took the report within `patience_s`. If the `listed` file is gone, the run has been
-        removed, and its lighthouse does not come back: then the report is not sent again.
+        Whether it knows. False: the ranks here have ended, and no lighthouse has answered for `patience_s`, or the
+        `listed` file is gone: then the run has been removed, and its lighthouse does not come back.
     """
     listed = None if watched.listed is None else Path(watched.listed)
     client = LighthouseClient(watched.lighthouses, watched.token, tls.client(watched.network), listed)
-    until = time.monotonic() + watched.patience_s
+    waiting = asyncio.create_task(asyncio.to_thread(all_gone, watched.pids))
+    until = math.inf
     try:
         while True:
+            await asyncio.wait([waiting], timeout=watched.beat_s if watched.machines > 1 else None)
+            gone, pause_s = waiting.done(), 0.0
+            if gone:
+                until, pause_s = min(until, time.monotonic() + watched.patience_s), AGAIN_S
+            here = MachineRanks(watched.incarnation, watched.machine, watched.machines, gone)
             try:
-                await client.report(ProcessReport({}, (watched.incarnation,), ended=_ended(watched)))
-                return True
+                told = ProcessReport({}, ended=_ended(watched) if gone else (), machines=(here,))
+                reply = await client.report(told)
+                if watched.incarnation in reply.exited:
+                    return True
+                until, pause_s = math.inf, watched.beat_s if gone else 0.0
             except LighthouseUnreachable:
-                if time.monotonic() >= until or (listed is not None and not listed.exists()):
+                if gone and (time.monotonic() >= until or (listed is not None and not listed.exists())):
                     return False
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(pause_s)
     finally:
         await client.close()
 
@@ -123,7 +154,6 @@ def _ended(watched: Watched) -> tuple[int, ...]:
 
 def main() -> int:
     watched = _WATCHED.validate_json(sys.stdin.buffer.read())
-    all_gone(watched.pids)
     return 0 if asyncio.run(report(watched)) else 1
 
 

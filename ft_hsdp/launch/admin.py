@@ -1,4 +1,4 @@
-"""`evict`, `drain`, `undrain`, `checkpoint`, `scale`: the operator's orders to the lighthouse of a job."""
+"""The operator's orders to the lighthouse of a job, such as `drain` and `scale`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import json
 import ssl
 from typing import Literal
+from urllib.parse import quote
 
 import httpx
 
@@ -16,7 +17,7 @@ from ft_hsdp.control.lighthouse_client import LighthouseClient, Unproved, get_pr
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, ConfigError, FtHsdpError, LighthouseUnreachable, one_line
 from ft_hsdp.launch.run.directory import RunDir, read_json
 
-Action = Literal["evict", "drain", "undrain", "checkpoint", "scale"]
+Action = Literal["evict", "drain", "undrain", "checkpoint", "scale", "host-lost"]
 
 ADMIN_VARIABLE = "FT_HSDP_ADMIN_TOKEN"
 ANSWER_S = 10.0  # longest wait for one answer
@@ -37,6 +38,7 @@ def order(
     reason: str = "",
     force: bool = False,
     replicas: int | None = None,
+    host: str = "",
 ) -> str:
     """Give the lighthouse of a running job an order, and return in one line what will happen.
 
@@ -49,6 +51,7 @@ def order(
         reason: For the job's journal.
         force: With drain and scale: even below quorum.min_replicas.
         replicas: With scale: the number of replicas.
+        host: With host-lost: the host's name.
 
     Raises:
         ConfigError: There is no token, the token is wrong, or `replicas` is too large.
@@ -64,6 +67,7 @@ def order(
         raise LighthouseUnreachable(f"there is no {run.lighthouse}: the job in {run.path} has no lighthouse")
     whole = action in ("checkpoint", "scale")
     path = f"/v1/admin/{action}" if whole else f"/v1/admin/replicas/{replica}/{action}"
+    path = f"/v1/admin/hosts/{quote(host, safe='')}/lost" if action == "host-lost" else path
     body = {"reason": reason, **({"force": True} if force else {})}
     config = load(run.config)
     if action == "scale":

@@ -27,6 +27,7 @@ ORDERS = {
     "undrain": "let a drained replica come back",
     "checkpoint": "have the next step written as a durable checkpoint",
     "scale": "have the job go on with N replicas, from the next step on",
+    "host-lost": "say that a machine is gone: its ranks count as ended",
 }
 OVERRIDES = "--dotted.key=value sets any key of the configuration; the value is YAML, e.g. --train.steps=60"
 
@@ -165,12 +166,14 @@ def build_parser() -> argparse.ArgumentParser:
     trace.add_argument("out", metavar="OUT", type=Path, nargs="?", help="a file (trace.json in the run's folder)")
     for name, text in ORDERS.items():
         command = with_runs(add(name, text))
-        command.set_defaults(replica=None, replicas=None, force=False)
+        command.set_defaults(replica=None, replicas=None, force=False, host="")
         command.add_argument("run", metavar="RUN", help="a running job's name or folder")
         if name == "scale":
             command.add_argument("replicas", type=int, metavar="N", help="from 1 to max_replicas")
+        if name == "host-lost":
+            command.add_argument("host", metavar="HOST", help="its name, as `status` shows it")
         command.add_argument("--reason", default="", help="for the journal")
-        if name not in ("checkpoint", "scale"):
+        if name in ("evict", "drain", "undrain"):
             command.add_argument("--replica", type=int, required=True, metavar="ID")
         if name in ("drain", "scale"):
             command.add_argument("--force", action="store_true", help="even below quorum.min_replicas")

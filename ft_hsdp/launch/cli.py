@@ -341,7 +341,7 @@ def _order(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.admin import order
 
     run = find_running(args.runs_dir, args.run)
-    _print([order(run, args.command, args.replica, args.reason, args.force, args.replicas)])
+    _print([order(run, args.command, args.replica, args.reason, args.force, args.replicas, args.host)])
     return EXIT_OK
 
 

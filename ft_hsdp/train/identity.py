@@ -136,11 +136,16 @@ def host_path(labels: Mapping[str, str], environment: Mapping[str, str]) -> str:
 
 
 def _start_agent(config: Config, place: RankPlace, replica: int) -> Starter:
-    """Start the state agent of this host if there is none; it ends with the process that started this rank."""
+    """Start the state agent of this host if there is none.
+
+    It ends with our own launcher, which started this rank. Another launcher may end for each restart of a replica
+    on several hosts: what the agent keeps has to outlive it then.
+    """
     host = own_address(config.network.state_interface or config.network.host, place.lighthouses[0])
     log = place.run / "replicas" / str(replica) / f"agent-{host_name(os.environ)}.log"
     linger_s, tls, shared = config.timeouts.linger_s, config.network.tls, os.environ.get(HOST_VARIABLE, "")
-    starter = Starter(place.token, replica, host, os.getppid(), log, linger_s, tls, shared)
+    guard = os.getppid() if place.parent is None else None
+    starter = Starter(place.token, replica, host, guard, log, linger_s, tls, shared)
     starter.ensure()
     return starter
 

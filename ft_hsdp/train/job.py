@@ -424,6 +424,8 @@ class Job(DataSources, UserLoop):
             self.close() if self.built_in else self._part()
         if end.code != EXIT_OK:
             raise Ended(end.code, end.reason)
+        if self.over and self._identity is not None and self._identity.starter is not None:
+            self._identity.starter.end()
         if told and not self.over:
             raise SystemExit(EXIT_LEFT)
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from ft_hsdp import protocol, tls
 from ft_hsdp.config import Config
-from ft_hsdp.control import exit_watch
 from ft_hsdp.control import leader as control
 from ft_hsdp.control.leader import Leader, LeaderSettings
 from ft_hsdp.control.lighthouse_client import MARGIN_S, LighthouseClient
@@ -38,7 +37,8 @@ class ReplicaFacts:
     port: int  # of the leader, on rank 0's host
     weights: tuple[str, ...]  # digests of the initial shards
     layouts: tuple[str, ...]  # digests of the layouts
-    pids: tuple[int, ...] = ()  # of all ranks, if they share one machine
+    machines: int = 0  # on how many hosts the ranks are, if each host's are in one space of pids; else 0
+    pids: tuple[int, ...] = ()  # of the ranks on this one's host, if it is the first of them
     data: Mapping[str, str] = field(default_factory=dict)  # facts of the data
 
 
@@ -92,7 +92,6 @@ class RankZero:
         self,
         about: protocol.QuorumRequest,
         wanted: int,
-        pids: tuple[int, ...],
         send_token: Callable[[CommitToken], None],
         journal: Journal,
     ) -> None:
@@ -100,10 +99,8 @@ class RankZero:
 
         Args:
             wanted: A checkpoint of a state of so many steps or more is demanded; 0: none.
-            pids: Of all ranks, if they share one machine.
         """
         config, identity = self._config, self._identity
-        self._have_exits_reported(pids)
         policy = ReplicaPolicy(
             config.checkpoint.every,
             config.quorum.catchup_log_steps,
@@ -149,26 +146,6 @@ class RankZero:
 
     def _lost(self, rank: int) -> None:
         self.end(f"rank {rank} of this replica is gone", EXIT_RETRYABLE)
-
-    def _have_exits_reported(self, pids: tuple[int, ...]) -> None:
-        """Start a process that tells the lighthouse when all ranks of this replica are gone.
-
-        Under our own supervisor that is its task; another launcher does not do it.
-        """
-        place, folder = self._place, self._place.run / "replicas" / str(self._identity.replica)
-        if place.parent is None or not pids:
-            return
-        watched = exit_watch.Watched(
-            self._identity.incarnation,
-            pids,
-            place.lighthouses,
-            place.token,
-            str(folder / "final.json"),
-            None if place.listed is None else str(place.listed),
-            self._config.network,
-            self._config.timeouts.reach_s,
-        )
-        self._exit_watch = exit_watch.start(watched, folder / "exit-watch.log")
 
     async def _bury_predecessors(self) -> None:
         """Tell the lighthouse that the earlier incarnations have exited: a restart ends them first."""

@@ -76,6 +76,7 @@ from ft_hsdp.train.state.copy_plan import CopiedShard, CopyPlanner, room
 from ft_hsdp.train.state.live_state import LiveState
 from ft_hsdp.train.state.snapshots import AgentHome, SnapshotWriter
 
+BEATS = 3  # of a watch beside the ranks, in timeouts.evict_s
 SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more, comes first
 
 
@@ -134,14 +135,14 @@ class RankRuntime:
         self.ranks = ReplicaGroup(config.timeouts.ranks_s)
         live_state.describe_frozen(self.ranks)
         digests = live_state.weights_digest(), live_state.layout.fingerprint
-        mine = [port, *digests, os.getpid(), exit_watch.process_space(), live_state.layout.nbytes, data]
+        here = host_name(os.environ), exit_watch.process_space(), os.getpid()
+        mine = [port, *digests, here, live_state.layout.nbytes, data]
         gathered = [json.loads(each) for each in self.ranks.gather(json.dumps(mine).encode())]
-        ports, weights, layouts, pids, spaces, sizes_of_shards, told = zip(*gathered, strict=True)
+        ports, weights, layouts, places, sizes_of_shards, told = zip(*gathered, strict=True)
         self._shards = [CopiedShard(*each) for each in zip(layouts, sizes_of_shards, strict=True)]
         room(config.memory.budget_gb, self._shards)
-        self.facts = ReplicaFacts(
-            ports[0], weights, layouts, pids if len(set(spaces)) == 1 else (), same_data(told)
-        )
+        watched = exit_watch.shares(places, place.rank)
+        self.facts = ReplicaFacts(ports[0], weights, layouts, *watched, same_data(told))
         self.ranks.wait_for(config.timeouts.load_s)
 
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -409,13 +410,40 @@ class RankRuntime:
         if isinstance(bus, OtherRank):
             await bus.connect(self.facts.port, hello, config.timeouts.ranks_s)
             self._watch().expect([0])
+            self._have_exits_reported()
             return
         watch = self._watch()  # those that are here early hear of their leader
         await bus.hub.all_here(config.timeouts.ranks_s)
         watch.expect(range(1, place.ranks))
         hellos = [hello, *(bus.hub.hellos[rank] for rank in range(1, place.ranks))]
         about = self._about(state, hellos)
-        await bus.lead(about, wanted, self.facts.pids, self._group.send_token, self.journal)
+        self._have_exits_reported()
+        await bus.lead(about, wanted, self._group.send_token, self.journal)
+
+    def _have_exits_reported(self) -> None:
+        """Start a process that tells the lighthouse when the ranks of this host are gone, on the first of them.
+
+        Under our own supervisor that is its task; another launcher does not do it.
+        """
+        place, facts, timeouts = self.place, self.facts, self.config.timeouts
+        if place.parent is None or not facts.pids:
+            return
+        folder = place.run / "replicas" / str(self.identity.replica)
+        host = host_name(os.environ)
+        watched = exit_watch.Watched(
+            self.identity.incarnation,
+            host,
+            facts.machines,
+            facts.pids,
+            place.lighthouses,
+            place.token,
+            str(folder / "final.json"),
+            None if place.listed is None else str(place.listed),
+            self.config.network,
+            timeouts.reach_s,
+            timeouts.evict_s / BEATS,
+        )
+        self._exit_watch = exit_watch.start(watched, folder / f"exit-watch-{host}.log")
 
     def _about(self, state: StateId, hellos: Sequence[RankHello]) -> QuorumRequest:
         """Return what the leader's requests say of this replica; ``hellos`` are those of its ranks."""

@@ -52,7 +52,7 @@ ERRORS = {
     400: "no HTTP request, another body than was signed, or the connection closed within it",
     401: "no token, an unknown one, or a challenge that is not valid",
     403: "a token of another role",
-    404: "there is no such replica",
+    404: "there is no such replica or host",
     408: "the body did not come in time",
     409: "it cannot be done now",
     413: "the body is too large",
@@ -72,12 +72,18 @@ def admin(service: Service, keys: Keys) -> APIRouter:
     router = APIRouter(prefix="/v1/admin", dependencies=[Depends(Bearer(keys, "admin"))])
 
     def carry_out(
-        request: Request, order: OperatorOrder | None, action: Action, replica: int = 0, target: int = 0
+        request: Request,
+        order: OperatorOrder | None,
+        action: Action,
+        replica: int = 0,
+        target: int = 0,
+        host: str = "",
     ) -> OneLine:
         order = order or OperatorOrder()
         reason = one_line(order.reason)
         address = request.client.host if request.client else "unknown"
-        done = service.command(action, replica, reason or "no reason was given", address, order.force, target)
+        reason = reason or "no reason was given"
+        done = service.command(action, replica, reason, address, order.force, target, host)
         if isinstance(done, Impossible):
             raise HTTPException(done.status, done.detail)
         return OneLine(detail=done)
@@ -106,6 +112,11 @@ def admin(service: Service, keys: Keys) -> APIRouter:
     async def scale(request: Request, size: Size) -> OneLine:
         """Have the job go on with another number of replicas, from the next step boundary on."""
         return carry_out(request, size, "scale", target=size.replicas)
+
+    @router.post("/hosts/{name}/lost")
+    async def host_lost(request: Request, name: str, order: OperatorOrder | None = None) -> OneLine:
+        """Have the ranks on a host count as ended: the machine is gone, and nobody there can say so."""
+        return carry_out(request, order, "host-lost", host=name)
 
     return router
 

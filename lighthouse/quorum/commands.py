@@ -4,6 +4,7 @@
 - drain and undrain: the replica leaves at a step boundary, and stays away until it is undrained.
 - scale: the job goes on with the replicas of the lowest ids.
 - checkpoint: a replica writes the state of the next step, or of the one after it.
+- host-lost: the ranks on a host have ended, by the operator's word, although nobody there can say so.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from lighthouse.quorum.events import Commanded, Effect, Evict
+from ft_hsdp.memory.hosts import Host
+from lighthouse.quorum.events import Commanded, Effect, Evict, MachineReported
 from lighthouse.quorum.state import LighthouseState, Step, wanted
 
 
@@ -63,6 +65,8 @@ def plan(
             return _checkpoint(s)
         case "scale":
             return _scale(s, command.target, supervised, force)
+        case "host-lost":
+            return _host_lost(s, command.host, supervised)
 
 
 def execute(s: LighthouseState, command: Commanded) -> Step:
@@ -180,6 +184,33 @@ def _undrain(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan 
         return CommandPlan(f"replica {r} is not drained{beyond}", due=False)
     who = "its supervisor starts it" if r in supervised.replicas else "it has no supervisor that reports: start it"
     return CommandPlan(f"replica {r} may take part again: {who}")
+
+
+def on_host(s: LighthouseState, host: str) -> tuple[MachineReported, ...]:
+    """Return for each living incarnation with ranks on ``host`` that those have ended."""
+    known = {(m.replica, m.incarnation): m.hosts for m in (s.grant.members if s.grant else ())}
+    known |= {(r, v.incarnation or ""): v.ask.hosts for r, v in enumerate(s.views) if v.ask is not None}
+    places = {who: {Host.parse(path).name for path, _ in hosts} for who, hosts in known.items()}
+    for each in s.spread:
+        places.setdefault((each.replica, each.incarnation), set()).update(machine for machine, *_ in each.heard)
+    return tuple(
+        MachineReported(who, host, len(names), True)
+        for who, names in sorted(places.items())
+        if host in names and who not in s.exited
+    )
+
+
+def _host_lost(s: LighthouseState, host: str, supervised: Supervised) -> CommandPlan | Impossible:
+    found = on_host(s, host)
+    if not found:
+        return Impossible(404, f"no rank is known to run on host {host!r}; `status` lists the hosts")
+    for each in found:
+        if each.who[0] in supervised.replicas:
+            why = f"replica {each.who[0]} has a supervisor that reports, which says itself what has ended"
+            return Impossible(409, why)
+    names = ", ".join(each.who[1] for each in found)
+    also = "" if all(each.machines == 1 for each in found) else ", once their ranks on other hosts have ended, too"
+    return CommandPlan(f"{names} count as exited{also}; a host that was only cut off must end its ranks")
 
 
 def _checkpoint(s: LighthouseState) -> CommandPlan | Impossible:

@@ -25,7 +25,7 @@ class OpenRequest:
     hosts: Hosts = ()  # of its ranks
 
 
-Action = Literal["evict", "drain", "undrain", "checkpoint", "scale"]
+Action = Literal["evict", "drain", "undrain", "checkpoint", "scale", "host-lost"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,16 @@ class AskWithdrawn:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineReported:
+    """What a machine without a supervisor says of the ranks of an incarnation there."""
+
+    who: Incarnation
+    machine: str
+    machines: int  # on so many the incarnation has ranks
+    gone: bool  # all of them on this one have ended
+
+
+@dataclass(frozen=True, slots=True)
 class ProcessesReported:
     """All that a supervisor knows of its replicas."""
 
@@ -55,6 +65,7 @@ class ProcessesReported:
     owner: str = ""  # name of the supervisor; "": a rank reports of itself
     claims: tuple[tuple[int, int], ...] = ()  # (replica that it alone wants to start, its lease's number or 0)
     ended: frozenset[int] = frozenset()  # the replicas whose scripts have ended their part of the job
+    machines: tuple[MachineReported, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +73,11 @@ class Commanded:
     """An operator's order that `commands.plan` found possible."""
 
     action: Action
-    replica: int  # 0 for "checkpoint" and "scale", which concern no replica
+    replica: int  # 0 for "checkpoint", "scale" and "host-lost", which concern no replica
     reason: str
     now: float
     target: int = 0  # how many replicas a "scale" wants
+    host: str = ""  # which one a "host-lost" says is gone
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,34 @@ class AdmittedIncarnation:
 
 
 @dataclass(frozen=True, slots=True)
+class Spread:
+    """An incarnation on machines of which no supervisor reports, as far as they were heard since this term began.
+
+    A commit needs the vote of every rank, so an incarnation of which a rank has ended commits nothing more. What
+    it has committed until then is known once the ranks that can be heard of have ended, too.
+    """
+
+    replica: int
+    incarnation: str
+    machines: int  # on so many it has ranks
+    since: float  # when the first one was heard
+    heard: tuple[tuple[str, float, bool], ...]  # machine, when it was heard last, whether its ranks have ended
+
+    def exited(self, now: float, silence_s: float) -> bool:
+        """Return whether it has exited: its ranks on a machine have ended, and none is heard to live on another.
+
+        A machine that was not heard for ``silence_s`` is lost, or cut off with ranks that commit nothing more.
+
+        Args:
+            now: In seconds of the lighthouse's clock.
+            silence_s: In seconds.
+        """
+        ended = sum(gone for _, _, gone in self.heard)
+        living = any(not gone and now < at + silence_s for _, at, gone in self.heard)
+        return ended > 0 and not living and (ended >= self.machines or now >= self.since + silence_s)
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The right of one supervisor to start a replica."""
 

@@ -17,7 +17,17 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import EACH_ITS_BATCH, UnitPolicy
 from lighthouse.quorum import rules
 from lighthouse.quorum.events import Effect, Note, OpenRequest, Reply
-from lighthouse.quorum.rules import NO_EDGES, AdmittedIncarnation, Base, Edges, Epoch, Incarnation, Lease, replace
+from lighthouse.quorum.rules import (
+    NO_EDGES,
+    AdmittedIncarnation,
+    Base,
+    Edges,
+    Epoch,
+    Incarnation,
+    Lease,
+    Spread,
+    replace,
+)
 from lighthouse.quorum.units import apportion
 
 
@@ -111,6 +121,7 @@ class LighthouseState:
     leases: tuple[Lease, ...] = ()  # which supervisor may start a replica; at most one for each
     agreed: Agreement | None = None  # what the members of the first grant had in common
     admissions: int = 0  # numbers of new incarnations are above this
+    spread: tuple[Spread, ...] = ()  # living ones that no supervisor watches; not durable: machines repeat it
 
     # After states differed and `Policy.on_divergence` is "checkpoint".
     rewound: tuple[int, ...] = ()  # by replica: incarnations up to this number must end and drop their copies

@@ -29,13 +29,14 @@ from collections.abc import Iterable
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Refused, Report
 from ft_hsdp.core.incarnation import IncarnationId
-from lighthouse.quorum.commands import execute
+from lighthouse.quorum.commands import execute, on_host
 from lighthouse.quorum.events import (
     Asked,
     AskWithdrawn,
     Commanded,
     Effect,
     Event,
+    MachineReported,
     Note,
     OpenRequest,
     ProcessesReported,
@@ -43,7 +44,7 @@ from lighthouse.quorum.events import (
     Ticked,
 )
 from lighthouse.quorum.membership import hold_round, settle
-from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Lease, replace
+from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Lease, Spread, replace
 from lighthouse.quorum.state import (
     LighthouseState,
     Step,
@@ -77,11 +78,13 @@ def transition(s: LighthouseState, event: Event) -> Step:
         case ProcessesReported():
             s, effects = _processes(s, event)
             now = event.now
+        case Commanded(action="host-lost", host=host, now=now):
+            s, effects = _processes(s, _nothing_runs(now, on_host(s, host)))
         case Commanded():
             s, effects = execute(s, event)
             now = event.now
         case Ticked(now):
-            effects = ()
+            s, effects = _processes(s, _nothing_runs(now)) if s.spread else (s, ())
     s, more = hold_round(s, now)
     return s, effects + more
 
@@ -240,13 +243,20 @@ def _diverged(s: LighthouseState, report: Report) -> Step:
 def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
     """Take a supervisor's word on what runs: the only evidence that counts as death."""
     s, leased = renew_leases(s, event)
+    s, torn = _hear_machines(s, event)
+    down: dict[int, str | None] = dict.fromkeys(replica for replica, _ in torn)
+    event = replace(event, exited=event.exited | torn, running={**down, **event.running})
     own = {who for who in event.exited if run_of(who[1])[0] == event.owner}
     seen = own | {who for who in event.exited if entitled(s, event.owner, who[0], event.now)}
     event = replace(event, exited=frozenset(seen))
     s, news = record_exits(s, event)
     notes: list[Effect] = [
-        Note("ExitReported", "its supervisor saw it end", {"replica": replica, "incarnation": incarnation})
-        for replica, incarnation in news
+        Note(
+            "ExitReported",
+            "none of its hosts that are heard has a living rank" if who in torn else "its supervisor saw it end",
+            {"replica": who[0], "incarnation": who[1]},
+        )
+        for who in news
     ]
     notes += leased
     if news:
@@ -290,6 +300,26 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
         s = replace(s, finished=True)  # no other replica trains: what still starts is told that it comes too late
         notes.append(Note("JobFinished", f"the scripts of all replicas have ended, at {s.head}"))
     return s, tuple(notes)
+
+
+def _nothing_runs(now: float, machines: tuple[MachineReported, ...] = ()) -> ProcessesReported:
+    """Return a report of nobody's replicas, with what ``machines`` say."""
+    return ProcessesReported({}, frozenset(), frozenset(), now, machines=machines)
+
+
+def _hear_machines(s: LighthouseState, event: ProcessesReported) -> tuple[LighthouseState, frozenset[Incarnation]]:
+    """Take note of machines of incarnations; return which of these have exited now (`rules.Spread`)."""
+    known = {(each.replica, each.incarnation): each for each in s.spread}
+    for said in event.machines:
+        new = Spread(*said.who, said.machines, event.now, ())
+        heard = {machine: (at, gone) for machine, at, gone in known.get(said.who, new).heard}
+        if said.machine in heard or len(heard) < said.machines:
+            heard[said.machine] = event.now, said.gone or heard.get(said.machine, (0.0, False))[1]
+        rows = tuple((machine, *each) for machine, each in sorted(heard.items()))
+        known[said.who] = replace(known.get(said.who, new), machines=said.machines, heard=rows)
+    ended = frozenset(who for who, each in known.items() if each.exited(event.now, s.policy.evict_s))
+    kept = tuple(known[who] for who in sorted(known) if who not in ended | s.exited and number_of(s, who))
+    return (s if kept == s.spread else replace(s, spread=kept)), ended
 
 
 def _contradicts(s: LighthouseState, event: ProcessesReported, replica: int) -> bool:

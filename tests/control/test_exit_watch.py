@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from queue import Queue
@@ -14,10 +15,10 @@ import pytest
 
 from ft_hsdp import protocol
 from ft_hsdp.config.network import NetworkConfig
-from ft_hsdp.control.exit_watch import Watched, start
+from ft_hsdp.control.exit_watch import Watched, shares, start
 from ft_hsdp.http_proof import HEADER
 from ft_hsdp.launch.backend.processes import free_port
-from ft_hsdp.protocol import ProcessReport, SupervisorReply
+from ft_hsdp.protocol import MachineRanks, ProcessReport, SupervisorReply
 from tests.support.lighthouse.signed import proof
 
 TOKEN = "ab" * 32
@@ -40,8 +41,10 @@ class Answer(BaseHTTPRequestHandler):
         if self.server.refuse >= 0:
             self._answer(503, b"")
             return
-        self.server.told.put(protocol.decode(body, ProcessReport))
-        answer = protocol.encode(SupervisorReply((), 0, 0, False))
+        told = protocol.decode(body, ProcessReport)
+        self.server.told.put(told)
+        known = tuple(each.incarnation for each in told.machines if each.gone)
+        answer = protocol.encode(SupervisorReply((), 0, 0, False, exited=known))
         self._answer(200, answer)
 
     def _answer(self, status: int, body: bytes) -> None:
@@ -67,17 +70,42 @@ def lighthouse() -> Iterator[Lighthouse]:
     server.server_close()
 
 
+def watched(pids: tuple[int, ...], url: str, **changes: Any) -> Watched:
+    alone = Watched(NAME, "here", 1, pids, (url,), TOKEN, "", None, NetworkConfig(), 30.0, 0.05)
+    return replace(alone, **changes)
+
+
+def test_a_machine_of_several_says_also_that_its_ranks_live(tmp_path: Path, lighthouse: Lighthouse) -> None:
+    """And after their end until the incarnation is known to have exited: a lighthouse may have been restarted."""
+    rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    url = f"http://127.0.0.1:{lighthouse.server_port}"
+    watch = start(watched((rank.pid,), url, machines=2), tmp_path / "log")
+    alive = ProcessReport({}, machines=(MachineRanks(NAME, "here", 2, False),))
+    assert [lighthouse.told.get(timeout=30) for _ in range(2)] == [alive, alive]
+    rank.communicate()
+    assert watch.wait(30) == 0
+
+
+def test_each_host_has_one_watch_and_containers_with_one_name_have_none() -> None:
+    for places, expected in [
+        ([("a", "s", 1), ("a", "s", 2)], [(1, (1, 2)), (1, ())]),
+        ([("a", "s", 1), ("b", "t", 1), ("b", "t", 2)], [(2, (1,)), (2, (1, 2)), (2, ())]),
+        ([("a", "s", 1), ("a", "t", 1)], [(0, ()), (0, ())]),
+    ]:
+        assert [shares(places, rank) for rank in range(len(places))] == expected
+
+
 def test_the_lighthouse_hears_of_the_end_of_the_last_rank(tmp_path: Path, lighthouse: Lighthouse) -> None:
     """Not before: an incarnation of which a rank lives has not exited. One that refuses is asked again."""
     ranks = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
     pids = tuple(rank.pid for rank in ranks)
     url = f"http://127.0.0.1:{lighthouse.server_port}"
-    watch = start(Watched(NAME, pids, (url,), TOKEN, "", None, NetworkConfig(), 30.0), tmp_path / "log")
+    watch = start(watched(pids, url), tmp_path / "log")
     ranks[0].communicate()
     assert lighthouse.told.empty()
     assert watch.poll() is None
     ranks[1].communicate()
-    assert lighthouse.told.get(timeout=30) == ProcessReport({}, (NAME,))
+    assert lighthouse.told.get(timeout=30) == ProcessReport({}, machines=(MachineRanks(NAME, "here", 1, True),))
     assert watch.wait(30) == 0
     assert (tmp_path / "log").read_text() == ""
 
@@ -87,8 +115,7 @@ def test_the_watch_ends_when_the_run_is_removed(tmp_path: Path) -> None:
     rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     listed, nobody = tmp_path / "lighthouse.json", f"http://127.0.0.1:{free_port('127.0.0.1')}"
     listed.write_text(json.dumps({"url": nobody}))
-    watched = Watched(NAME, (rank.pid,), (nobody,), TOKEN, "", str(listed), NetworkConfig(), 3600.0)
-    watch = start(watched, tmp_path / "log")
+    watch = start(watched((rank.pid,), nobody, listed=str(listed), patience_s=3600.0), tmp_path / "log")
     rank.communicate()
     with pytest.raises(subprocess.TimeoutExpired):
         watch.wait(2)

@@ -133,9 +133,21 @@ class Model(ModelView):
             asked=put(w.asked, r, None),
             answers=put(w.answers, r, None),
             tokens=tuple(t for t in w.tokens if t[0] != r),
-            exits=tuple(sorted((*w.exits, (me.me, me.incarnation)))),
+            exits=w.exits if r in w.torn else tuple(sorted((*w.exits, (me.me, me.incarnation)))),
             growing=w.growing - {r},
+            torn=w.torn - {r},
+            exiled=w.exiled - (w.torn & {r}),
         )
+
+    def tear(self, w: World, r: int) -> World:
+        """Return the world after replica `r` has lost a rank, and its leader is cut off from the lighthouse.
+
+        It is to count as exited: it votes no more, but may still commit what it voted for before.
+        """
+        me = self.replica(w, r)
+        assert me is not None
+        exits = tuple(sorted((*w.exits, (me.me, me.incarnation))))
+        return w._replace(tears=w.tears - 1, torn=w.torn | {r}, exiled=w.exiled | {r}, exits=exits)
 
     def lose_host(self, w: World, r: int) -> World:
         """Return the world after replica `r` loses a host, and no spare is there.
@@ -395,7 +407,8 @@ class Model(ModelView):
         if self.bounds.lie:
             lies.is_harmless(after, w.false, self.halted(w))
         if self.halted(w) and not after.diverged:
-            invariants.truly_lost(after.head, self._replicas(w), w.kept)
+            whole = (None if r in w.torn else peer for r, peer in enumerate(self._replicas(w)))
+            invariants.truly_lost(after.head, tuple(whole), w.kept)
         return w
 
     def put_back(self, w: World) -> World:

@@ -22,7 +22,9 @@ def successors(model: Model, w: World) -> Iterator[Move]:
         return
     for r in range(len(w.replicas)):
         me, id_ = model.replica(w, r), replica_at(w, r)
-        if me is not None:
+        if me is not None and r in w.torn:
+            yield f"the leader of {_who(w, r)} ends, too", partial(model.die, w, r)
+        elif me is not None:
             yield from _of_replica(model, w, r, me)
         elif (id_, name_at(w, r)) not in w.exits and r != w.second and id_ not in model.lighthouse(w).drained:
             grown = r in w.growing and w.kept[r]  # its memory is still there
@@ -59,7 +61,7 @@ def patience(model: Model, w: World) -> Iterator[Move]:
     if s.since is not None and not s.finished:
         yield "the grace of the silent ends", partial(model.consult, w, quorum_events.Ticked(GRACE_S))
         yield "the silent are evicted", partial(model.consult, w, quorum_events.Ticked(EVICT_S))
-    for r in sorted(w.exiled):
+    for r in sorted(w.exiled - w.torn):
         yield f"{_who(w, r)} reaches the lighthouse again", partial(w._replace, exiled=w.exiled - {r})
         yield from _lease_ends(model, w, r)
 
@@ -123,6 +125,8 @@ def _of_replica(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
     if w.leaves and me.phase is not Phase.DONE and not me.departing:
         told = w._replace(leaves=w.leaves - 1)
         yield f"{_who(w, r)} is told to end", partial(model.tell, told, r, events.LeaveRequested())
+    if w.tears and me.phase is not Phase.DONE:
+        yield f"{_who(w, r)} loses a rank, and its leader is cut off", partial(model.tear, w, r)
     if w.deaths and me.phase is not Phase.DONE:
         yield f"{_who(w, r)} is killed", partial(model.die, w._replace(deaths=w.deaths - 1), r)
 

@@ -73,6 +73,8 @@ def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[s
         (bounds(cut=(0, 1)), 2_000),
         (bounds(replicas=2, shortages=1), 4_000),
         (bounds(exiles=1), 1_000),
+        (bounds(replicas=2, tears=1), 1_500),
+        (bounds(replicas=1, steps=3, lapses=2, tears=1, doubles=1), 1_200),
         (bounds(replicas=2, deaths=1, restarts=1, min_replicas=2), 2_000),
         (bounds(replicas=2, deaths=1, recovery=True, min_replicas=2), 1_000),
         pytest.param(bounds(deaths=1, min_replicas=2), 25_000, marks=pytest.mark.soak),

@@ -87,6 +87,7 @@ class Bounds:
     cut: tuple[int, int] | None = None  # two replicas that can never connect to each other
     shortages: int = 0  # replicas that have no descriptor, port or memory left to connect with
     exiles: int = 0  # replicas that cannot reach the lighthouse for longer than their lease
+    tears: int = 0  # replicas that lose a rank, and whose leader is cut off: they count as exited while it lives
     min_replicas: int = 1  # fewer contributors make no step
     units: UnitPolicy = EACH_ITS_BATCH  # how the units of a step are shared out
     # A replica has trained all units that it started with when a grant asks for fewer; False: only the first one.
@@ -163,6 +164,8 @@ class World(NamedTuple):
     short: frozenset[str] = frozenset()  # incarnations that cannot connect
     exiles: int = 0
     exiled: frozenset[int] = frozenset()  # places from which the lighthouse cannot be reached
+    tears: int = 0
+    torn: frozenset[int] = frozenset()  # places that lost a rank: they vote no more
     widths: tuple[tuple[int, ...], ...] = ()  # ranks of each life of each replica; (): without `Bounds.ranks`
     left: tuple[int, ...] = ()  # ranks on the hosts that each replica has now: the width of its next life
     losses: int = 0
@@ -212,6 +215,7 @@ def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -
         copies=b.copies,
         shortages=b.shortages,
         exiles=b.exiles,
+        tears=b.tears,
         widths=tuple((width,) for width in widths),
         left=widths,
         losses=b.losses,

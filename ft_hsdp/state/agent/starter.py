@@ -54,7 +54,7 @@ class Starter:
     token: str
     replica: int
     host: str  # at which the agent serves snapshots over HTTP
-    guard: int  # the agent ends with the process of this id
+    guard: int | None  # the agent ends with the process of this id; None: `end` ends it, or `linger_s`
     log: Path
     linger_s: float  # the agent ends when no rank was connected for so long
     tls: str = "auto"  # network.tls
@@ -89,6 +89,13 @@ class Starter:
             return f"the state agent (pid {pid}) neither answers nor dies, another one is started beside it"
         return ""
 
+    def end(self) -> None:
+        """Have an agent end that outlives who started its ranks: the job has ended. Does not wait for it."""
+        found = self._found() if self.guard is None else None
+        if found is not None and found[1] > 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(found[1], signal.SIGTERM)
+
     @property
     def _loading(self) -> bool:
         """Whether an agent that was started here still runs, asked when none listens. Kills one after LOAD_S."""
@@ -105,8 +112,7 @@ class Starter:
         place = ("--replica", str(self.replica), "--host", self.host, "--port", str(port))
         name = ("--generation", str(generation), *(("--name", self.name) if self.name else ()))
         life = (
-            "--guard",
-            str(self.guard),
+            *(() if self.guard is None else ("--guard", str(self.guard))),
             "--linger",
             str(self.linger_s),
             "--tls",

@@ -15,8 +15,8 @@ ALL = Supervised({0, 1, 2, 3})
 
 
 def order(job: Script, action: Action, number: int) -> Out:
-    about = {"target": number} if action == "scale" else {}
-    return job.feed(Commanded(action, 0 if about else number, "test", job.now, **about))
+    scales = action == "scale"
+    return job.feed(Commanded(action, 0 if scales else number, "test", job.now, number if scales else 0))
 
 
 def scale(job: Script, target: int, **more: Any) -> CommandPlan | Impossible:
