@@ -24,6 +24,7 @@ from ft_hsdp.state.agent.copies import CopyFetcher
 from ft_hsdp.state.agent.messages import CompleteSnapshot, Done, Hello, Recall, Welcome
 from ft_hsdp.state.agent.server import AgentListener, main
 from ft_hsdp.state.agent.store import SnapshotStore
+from ft_hsdp.state.transfer.blocks import SliceName
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import (
     DEADLINE_S,
@@ -477,6 +478,8 @@ def test_a_rank_that_talks_nonsense_loses_its_connection_and_nothing_else(noise:
         ("copies", messages.frame(messages.AwaitCopies(state(1), -1.0))),
         ("blocks", messages.frame(messages.Forget())),
         ("snapshots", messages.frame(messages.DropSlices("0" * 32, ()))),
+        ("blocks", messages.frame(messages.Stage(state(1)))),
+        ("snapshots", messages.frame(messages.Stage(SliceName("0" * 32, "points", 0, 1, 10, 10)))),
     ],
 )
 def test_a_connection_is_for_one_thing(line: messages.Line, noise: bytes):

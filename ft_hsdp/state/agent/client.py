@@ -338,8 +338,9 @@ class BlockAgent(AgentLine):
             budget: Bytes for all that the host keeps for others; None: no limit.
             wait_s: How much longer its allocation may take, in seconds.
         """
-        order = messages.WriteSlice(about, budget)
-        answer = self.ask(order, messages.SlotGranted, messages.OrderRefused, wait_s=wait_s)
+        answer = self.ask(
+            messages.Stage(about, budget), messages.SlotGranted, messages.OrderRefused, wait_s=wait_s
+        )
         if isinstance(answer, messages.OrderRefused):
             return answer.reason
         return self._socket.map_segment(about.nbytes, writable=True)
@@ -350,7 +351,7 @@ class BlockAgent(AgentLine):
         Returns:
             "", or one line that says why the agent refuses it.
         """
-        return self.refusal(messages.SliceWritten(about.store, about.slice), more=protocol.framed(encoded))
+        return self.refusal(messages.Staged(about), more=protocol.framed(encoded))
 
     def drop(self, store: str, numbers: Sequence[int]) -> None:
         self.ask(messages.DropSlices(store, tuple(numbers)), messages.Done)

@@ -2,7 +2,7 @@
 
 Both ends have proved that they know the job's token (`handshake`). A frame is a length and JSON. The rank sends
 orders; each gets one answer. The header of a snapshot or slice, which is its encoded manifest, follows
-`WITH_HEADER` and `Taken` as a frame of its own. The file descriptor of a slot comes with the first byte of the
+`Staged` and `Taken` as a frame of its own. The file descriptor of a slot comes with the first byte of the
 answer.
 
 A rank has up to three connections, because some orders take long, and must not hold up its next snapshot: one for
@@ -67,9 +67,11 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Order: provide a slot for ``state``. Answer: SlotGranted, or OrderRefused: this snapshot is left out."""
+    """Order: provide a slot to write into. Answer: SlotGranted, or OrderRefused: this snapshot is left out."""
 
-    state: StateId
+    about: StateId | SliceName
+    # Of a slice: bytes that the agent may use for slices and copies of other hosts' shards; None: no limit.
+    budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +83,9 @@ class SlotGranted:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """Order: ``state`` is complete in its slot. Its header follows. Answer: Done or OrderRefused."""
+    """Order: it is complete in its slot. Its header follows. Answer: Done or OrderRefused."""
 
-    state: StateId
+    about: StateId | SliceName
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +151,7 @@ class KeepCopy:
     # "host:port" of the state servers that have it; of a shard: the owner's.
     addresses: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=300)], ...], Field(max_length=64)]
     deadline_s: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False)]  # until the fetch is given up
-    # Bytes that the agent may use for slices and copies of other hosts' shards; None: no limit.
-    budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None
+    budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None  # as in Stage
     replica: Annotated[int, Field(ge=0, lt=1 << 31)] = 0  # the owner's, of a shard
     digest: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""  # of the manifest, of a slice
 
@@ -247,22 +248,6 @@ class SlicesHeld:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteSlice:
-    """Order: allocate a slice for this rank to write. Answer: SlotGranted or OrderRefused."""
-
-    about: SliceName
-    budget: Annotated[int, Field(ge=0, le=MAX_NBYTES)] | None = None  # as in KeepCopy
-
-
-@dataclass(frozen=True, slots=True)
-class SliceWritten:
-    """Order: the slice is complete. Its encoded manifest follows. Answer: Done or OrderRefused."""
-
-    store: _Store
-    slice: _SliceNumber
-
-
-@dataclass(frozen=True, slots=True)
 class DropSlices:
     """Order: free slices. Answer: Done."""
 
@@ -289,16 +274,9 @@ ORDERS: dict[Line, tuple[type, ...]] = {
         *(KeepCopy, OweCopies, FreeCopies, OpenGate, CloseGate),
     ),
     "copies": (AwaitCopies,),
-    "blocks": (ListSlices, WriteSlice, SliceWritten, KeepCopy, DropSlices),
+    "blocks": (ListSlices, Stage, Staged, KeepCopy, DropSlices),
 }
-WITH_HEADER = (Staged, SliceWritten)  # orders that an encoded manifest follows
-SLOW = (Stage, Take, AwaitCopies, ListSlices, WriteSlice, SliceWritten, DropSlices)
-
-
-def slow(order: object) -> bool:
-    """Return whether an order may take long."""
-    return isinstance(order, SLOW) or (isinstance(order, KeepCopy) and isinstance(order.about, SliceName))
-
+SLOW = (Stage, Take, AwaitCopies)  # orders that may take long; those for blocks all may
 
 # The tag of each message on the socket.
 MESSAGES: dict[str, type] = {
@@ -320,8 +298,6 @@ MESSAGES: dict[str, type] = {
     "CloseGate": CloseGate,
     "ListSlices": ListSlices,
     "SlicesHeld": SlicesHeld,
-    "WriteSlice": WriteSlice,
-    "SliceWritten": SliceWritten,
     "DropSlices": DropSlices,
     "Hello": Hello,
     "Welcome": Welcome,

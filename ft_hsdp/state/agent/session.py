@@ -14,11 +14,13 @@ from typing import Any
 
 from ft_hsdp import protocol, record_layer
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.agent.copies import CopyFetcher
-from ft_hsdp.state.agent.messages import Hello, SliceIndex
+from ft_hsdp.state.agent.messages import Hello
 from ft_hsdp.state.agent.shard import Owner
-from ft_hsdp.state.agent.store import SnapshotStore
+from ft_hsdp.state.agent.slots import Content
+from ft_hsdp.state.agent.store import Key, SnapshotStore
 from ft_hsdp.state.pacing import Pacer
 from ft_hsdp.state.transfer.blocks import SliceName
 
@@ -81,8 +83,7 @@ class Session:
         self._pacer = pacer
         self._threads = ThreadPoolExecutor(2, "orders")  # one allocates the first slots of a rank meanwhile
         self._ended = threading.Event()
-        self._given: set[int] = set()  # slots whose file descriptors went over this connection
-        self._writing: dict[SliceIndex, int] = {}  # slices, and their slots
+        self._given: dict[Key, list[int]] = {}  # slots whose descriptors went over this connection, newest last
         self._lent: list[int] = []  # descriptors that are closed once they are sent
 
     async def run(self, address: str) -> None:
@@ -104,9 +105,10 @@ class Session:
             await self._serve()
         finally:
             self._threads.shutdown(wait=False)
-            for key, number in self._writing.items():
-                self._store.abandon(key, number)
-            if hello.line == "snapshots":
+            if hello.line == "blocks":
+                for key, numbers in self._given.items():
+                    self._store.abandon(key, numbers[-1])
+            elif hello.line == "snapshots":
                 # Else it is superseded or refused: the process may live, and write on.
                 self._store.disconnect(self._key, dead=self._connection.hung_up)
                 self._pacer.close(hello.rank)
@@ -143,10 +145,11 @@ class Session:
 
     def _at_once(self, order: object, header: bytes) -> tuple[object, bytes, Sequence[int]] | None:
         """Carry out an order that blocks for nothing: a vote waits for its answer. None: it needs a thread."""
-        if isinstance(order, messages.Stage) and self._preparing.done():
-            number = self._store.stage(self._key, order.state)
-            return None if number is None else self._granted(number)
-        return None if messages.slow(order) else self._carry_out(order, header)
+        if isinstance(order, messages.Stage) and isinstance(order.about, StateId) and self._preparing.done():
+            number = self._store.stage(self._key, order.about)
+            return None if number is None else self._granted(self._key, number)
+        slow = self._hello.line == "blocks" or isinstance(order, messages.SLOW)
+        return None if slow else self._carry_out(order, header)
 
     def _close_lent(self) -> None:
         while self._lent:
@@ -161,7 +164,10 @@ class Session:
         """
         data = await self._connection.read(messages.MAX_MESSAGE)
         order = messages.decode(data, *messages.ORDERS[self._hello.line])
-        if isinstance(order, messages.WITH_HEADER):
+        about = getattr(order, "about", None)
+        if about is not None and isinstance(about, SliceName) != (self._hello.line == "blocks"):
+            raise ProtocolViolation(f"an order about {about} on a connection for {self._hello.line}")
+        if isinstance(order, messages.Staged):
             return order, await self._connection.read(messages.MAX_MESSAGE)
         return order, b""
 
@@ -171,16 +177,17 @@ class Session:
         """Return the answer, the header that follows it, and the file descriptors that come along."""
         try:
             match order:
-                case messages.Stage(state):
-                    return self._stage(state)
+                case messages.Stage(SliceName() as about, budget):
+                    return self._stage(self._store.admit_slice(about, budget), about.store)
+                case messages.Stage(StateId() as state):
+                    self._preparing.result()
+                    return self._stage(self._key, state)
                 case messages.Take(state):
                     if (taken := self._store.acquire(self._key, state)) is not None:
                         return messages.Taken(), protocol.framed(taken[1]), taken[:1]
                     return messages.Done(self._store.damaged(self._key)), b"", ()
                 case messages.OpenGate():
                     return messages.GateOpened(), b"", [self._pacer.open(self._hello.rank)]
-                case messages.WriteSlice(about, budget):
-                    return self._write(about, budget)
                 case _:
                     return self._simple(order, header), b"", ()
         except (ValueError, LookupError, OSError) as error:
@@ -189,7 +196,10 @@ class Session:
     def _simple(self, order: object, header: bytes) -> object:
         rank, store, copies = self._hello.rank, self._store, self._copies
         match order:
-            case messages.Staged(state):
+            case messages.Staged(SliceName() as of):
+                key = of.store, of.slice
+                store.staged(key, of.store, header, self._given.get(key, [0])[-1])
+            case messages.Staged(StateId() as state):
                 store.staged(self._key, state, header)
             case messages.Settle(state, everywhere):
                 store.mark_settled(self._key, state, everywhere)
@@ -219,33 +229,21 @@ class Session:
                 return copies.kept(rank, state)
             case messages.ListSlices(of, name):
                 return messages.SlicesHeld(store.slices(of, name))
-            case messages.SliceWritten(of, number):
-                if (slot := self._writing.pop((of, number), None)) is None:
-                    raise ValueError(f"slice {number} is not being written")
-                store.staged((of, number), of, header, slot)
             case messages.DropSlices(of, numbers):
                 store.drop_slices(of, numbers)
         return messages.Done(store.damaged(self._key) if self._hello.line == "snapshots" else ())
 
-    def _stage(self, state: StateId) -> tuple[object, bytes, Sequence[int]]:
-        self._preparing.result()
-        number = self._store.allocate(self._key, state)
-        if number is None:
-            raise ValueError(self._store.busy_reason(self._key))
-        return self._granted(number)
-
-    def _granted(self, number: int) -> tuple[object, bytes, Sequence[int]]:
-        fds = self._store.slots(self._key)
-        new = number not in self._given
-        self._given = self._given & fds.keys() | {number}
-        return messages.SlotGranted(number, new, tuple(fds)), b"", [fds[number]] if new else []
-
-    def _write(self, about: SliceName, budget: int | None) -> tuple[object, bytes, Sequence[int]]:
-        key = self._store.admit_slice(about, budget)
-        number = self._store.allocate(key, about.store, copy=True)
+    def _stage(self, key: Key, content: Content) -> tuple[object, bytes, Sequence[int]]:
+        number = self._store.allocate(key, content)
         if number is None:
             raise ValueError(self._store.busy_reason(key))
-        self._writing[key] = number
-        # Another rank may drop the slice, and the number of its descriptor may be that of another slot then.
-        self._lent.append(self._store.descriptor(key, number))
-        return messages.SlotGranted(number, True, (number,)), b"", self._lent
+        return self._granted(key, number)
+
+    def _granted(self, key: Key, number: int) -> tuple[object, bytes, Sequence[int]]:
+        slots, given = self._store.slots(key), self._given.get(key, ())
+        fds = [] if number in given else [slots[number]]
+        if self._hello.line == "blocks":
+            # Another rank may drop the slice, and the number of its descriptor may be that of another slot then.
+            fds = self._lent = [self._store.descriptor(key, number)]
+        self._given[key] = [*(each for each in given if each in slots and each != number), number]
+        return messages.SlotGranted(number, number not in given, tuple(slots)), b"", fds
