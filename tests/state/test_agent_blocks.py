@@ -221,15 +221,9 @@ def test_a_slice_that_is_dropped_while_it_is_read_is_freed_afterwards() -> None:
 def silent() -> Iterator[tuple[str, Callable[[], None]]]:
     """A source that says nothing: its address, and what waits until somebody has called there."""
     with ExitStack() as stack:
-        listening = stack.enter_context(socket.socket())
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
+        listening = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         listening.settimeout(DEADLINE_S)
-
-        def called() -> None:
-            stack.enter_context(listening.accept()[0])
-
-        yield f"127.0.0.1:{listening.getsockname()[1]}", called
+        yield f"127.0.0.1:{listening.getsockname()[1]}", lambda: stack.enter_context(listening.accept()[0])
 
 
 @pytest.fixture
@@ -381,8 +375,6 @@ def test_a_holder_that_has_no_place_is_asked_again_also_by_a_reader_that_knows_t
     "wrong",
     [
         b"",
-        b"0" * 64 + b"\n{}",
-        encoded()[:-1],
         shard_manifest.encode(replace(manifest(), checksums=("0" * 16,))),
         shard_manifest.encode(replace(manifest(), checksums=("x" * 16,) * 11)),
         encoded(store="x"),

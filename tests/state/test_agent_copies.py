@@ -62,14 +62,12 @@ class Owners(InMemorySnapshots):
         room.bytes[:] = content(step, rank, SMALL)
         self.put(shard_manifest.decode(header(step, rank, nbytes=SMALL)), room)
 
-    def borrow(
-        self, content: StateId | str, rank: int, ranks: int | None = None, *, verify: bool = True
-    ) -> ServedSnapshot | None:
+    def borrow(self, *arguments: Any, **more: Any) -> ServedSnapshot | None:
         self.priorities.append(os.getpriority(os.PRIO_PROCESS, 0))
-        self.verifies.append(verify)
+        self.verifies.append(more["verify"])
         if self.hold is not None:
             self.hold.wait(DEADLINE_S)
-        served = super().borrow(content, rank, ranks, verify=verify)
+        served = super().borrow(*arguments, **more)
         if served is None or self.flip is None:
             return served
         manifest, room = bytearray(served.manifest), SnapshotBuffer(SMALL)

@@ -30,9 +30,7 @@ def holdings() -> Iterator[SnapshotStore]:
 
 
 def write(holdings: SnapshotStore, step: int) -> int | None:
-    number = holdings.stage(SHARD, state(step))
-    if number is None and holdings.grow(SHARD):
-        number = holdings.stage(SHARD, state(step))
+    number = holdings.allocate(SHARD, state(step))
     if number is not None:
         shared_memory.attach(holdings.slots(SHARD)[number], NBYTES, writable=True)[:] = content(step, RANK, NBYTES)
         holdings.staged(SHARD, state(step), header(step, RANK, nbytes=NBYTES))

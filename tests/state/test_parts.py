@@ -1,7 +1,6 @@
 """A rank takes its shard from shards of another number of ranks, over real state servers."""
 
 import json
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,8 +11,7 @@ import pytest
 
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.memory import shape
-from ft_hsdp.state.agent.copies import CopyFetcher
-from ft_hsdp.state.agent.messages import KeepCopy
+from ft_hsdp.state.agent.shard import Owner
 from ft_hsdp.state.agent.store import SnapshotStore
 from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import parts, served_parts, shard_manifest
@@ -130,30 +128,23 @@ def test_a_byte_that_flipped_at_rest_is_not_sealed_into_a_part(serving: Make) ->
         take(4, at(bad), 3, 1)
 
 
-def test_an_agent_drops_a_copy_that_flipped_before_its_part_was_sealed(serving: Make) -> None:
+def test_an_agent_drops_a_copy_that_flipped_before_its_part_was_sealed() -> None:
     """It has compared the copy when it was asked for the whole of it, and does not answer from that any more."""
-    served = serving(4, 2)
-    place, store = layout(4, 2), SnapshotStore(1, "r1h1")
-    copies = CopyFetcher(store, TOKEN)
+    store = SnapshotStore(1, "r1h1")
+    key = store.admit_copy(1, Owner(2, 4, layout(4, 2).nbytes), 1, None)
     server = StateServer("127.0.0.1", 0, store, TOKEN)
-    about = shard_manifest.ExpectedShard(STATE, 2, 4, place.fingerprint, place.nbytes)
-    order = KeepCopy(about, (served.address,), DEADLINE_S)
     try:
-        copies.keep(1, order)
-        for pull in copies.pending(1, STATE):
-            pull.result(DEADLINE_S)
+        number = store.allocate(key, STATE)
+        assert number is not None
+        store.writable(key, number)[:] = content(4, 2)
+        store.staged(key, STATE, shard_manifest.encode(manifest(4, 2)))
         assert ask(server.address, f"{PATH}/2.4/manifest")[0] == 200
-        kept = store.borrow(STATE, 2)
-        assert kept is not None
-        (byte,) = os.pread(kept.fd, 1, 100)
-        os.pwrite(kept.fd, bytes([byte ^ 1]), 100)
-        store.give_back(kept)
+        store.writable(key, number)[100] ^= 1
         assert ask(server.address, f"{PATH}/2.4/manifest?for=1.3")[0] == 404
         assert store.held() == ()
         assert ask(server.address, f"{PATH}/2.4/manifest")[0] == 404
     finally:
         server.close()
-        copies.close()
         store.close()
 
 

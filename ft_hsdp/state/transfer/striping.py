@@ -62,12 +62,12 @@ class ManifestVotes:
 
     def vote(self, donor: int, digest: str) -> None:
         """Record that ``donor`` has the state, with this digest."""
-        self._forget(donor)
+        self.failed(donor)
         self._votes[donor] = digest
 
     def absent(self, donor: int) -> None:
         """Record that ``donor`` does not have the state now. It may vote later."""
-        self._forget(donor)
+        self.failed(donor)
         self._absent.add(donor)
 
     def failed(self, donor: int) -> None:
@@ -109,7 +109,3 @@ class ManifestVotes:
         """Return one line that says which donor has which digest."""
         said = ", ".join(f"replica {donor} has {voted[:12]}" for donor, voted in sorted(self._votes.items()))
         return f"the donors' manifests differ and there is no majority: {said}"
-
-    def _forget(self, donor: int) -> None:
-        self._unheard.discard(donor)
-        self._absent.discard(donor)
