@@ -145,13 +145,12 @@ def url(sock: socket.socket, scheme: str = "http") -> str:
 
 
 def advertised(sock: socket.socket, scheme: str = "http") -> str:
-    """Return the URL under which processes of other machines reach ``sock``.
-
-    Clients know their lighthouses from the configuration, so this is only a hint.
-    """
+    """Return the URL under which processes of other machines reach ``sock``, as far as this one can know it."""
     host, port = sock.getsockname()[:2]
     if address.unspecified(str(host)):
-        return f"{scheme}://{socket.gethostname()}:{port}"
+        with contextlib.suppress(OSError):  # this machine's name is not known
+            socket.getaddrinfo(name := socket.gethostname(), port, sock.family, socket.SOCK_STREAM)
+            return f"{scheme}://{name}:{port}"
     return url(sock, scheme)
 
 
@@ -212,7 +211,8 @@ def serve(
             try:
                 sock = listening()
                 leading = _patiently(lambda: lead(store, database, 0))
-                role = Alone(run, said or url(sock, scheme), claim, *leading)
+                place = url if held is not None else advertised  # who holds the socket is on this machine
+                role = Alone(run, said or place(sock, scheme), claim, *leading)
                 _run(role, sock, keys, context, held is not None)
             finally:
                 database.close()

@@ -138,10 +138,7 @@ def test_an_announced_checkpoint_that_was_not_written_is_said_last_with_a_code_o
 
 
 def test_a_script_that_stops_the_job_ends_it_under_torchrun_too(tmp_path: Path) -> None:
-    sections = nested({**settings(tmp_path, 0, "stop"), "train__steps": ENDLESS})
-    with TorchrunJob(
-        tmp_path, "\n".join(f"{name}: {json.dumps(value)}" for name, value in sections.items())
-    ) as job:
+    with TorchrunJob(tmp_path, **settings(tmp_path, 0, "stop"), train__steps=ENDLESS) as job:
         finals = job.finals([job.torchrun(replica, 1) for replica in range(2)])
         assert ({final["step"] for final in finals}, saved(tmp_path)) == ({5}, [5])
         job.until(
@@ -166,17 +163,15 @@ HOW = ("TERM", "INT", "HUP", "all TERM", "all INT", "all HUP")
 @pytest.mark.parametrize("launcher", ["up", "replica", "torchrun"])
 def test_no_step_is_lost_however_a_job_is_told_to_end(tmp_path, launcher, how, workers) -> None:
     """A signal comes to its supervisors, or to all processes at once, as a control group's stop does it."""
-    same = {key.replace(".", "__"): value for key, value in SMALL.items()}  # as the job that goes on from it
-    chosen = {**same, "data__path": "stdlib", "data__max_bytes": 1048576, **settings(tmp_path, workers)}
-    sections = nested({**chosen, "train__steps": ENDLESS})
-    text = "\n".join(f"{name}: {json.dumps(value)}" for name, value in sections.items())
+    same = {**SMALL, "data.path": "stdlib", "data.max_bytes": 1048576}  # as the job that goes on from it
+    chosen = {**same, **settings(tmp_path, workers), "train__steps": ENDLESS}
     with contextlib.ExitStack() as stack:
         if launcher == "up":
             job = stack.enter_context(Job(tmp_path, ENDLESS, **settings(tmp_path, workers)))
             job.until(lambda: job.step() >= 5, "step 5")
             started, run = [job.process], job.run
         else:
-            others = stack.enter_context(TorchrunJob(tmp_path, text))
+            others = stack.enter_context(TorchrunJob(tmp_path, **chosen))
             started = [others.replica(r) if launcher == "replica" else others.torchrun(r, 1) for r in range(2)]
             others.until(lambda: min(others.step(0), others.step(1)) >= 5, "step 5")
             run = others.run
@@ -188,18 +183,6 @@ def test_no_step_is_lost_however_a_job_is_told_to_end(tmp_path, launcher, how, w
         logs = [file.read_text() for file in run.glob("replicas/*/commits.jsonl")]
         rows = [json.loads(line) for log in logs for line in log.splitlines()]
     check_saved(tmp_path, max(row["step"] for row in rows))
-
-
-def nested(dotted: dict[str, Any]) -> dict[str, Any]:
-    """Settings by dotted key as the configuration that they are of."""
-    found: dict[str, Any] = {}
-    for key, value in dotted.items():
-        section, _, name = key.partition("__")
-        if name:
-            found.setdefault(section, {})[name] = value
-        else:
-            found[key] = value
-    return found
 
 
 def check_saved(folder: Path, last: int) -> None:

@@ -2,12 +2,10 @@
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
 from tests.support.slow_script import write_slow_script
 from tests.support.torchrun_job import TorchrunJob
 
@@ -42,31 +40,25 @@ def test_an_old_supervisor_that_thaws_does_not_touch_the_new_life(tmp_path: Path
         began = job.step(0)
         for process in reversed(frozen):
             process.send_signal(signal.SIGCONT)
-        job.until(
-            lambda: _log(job).count("this one starts it when that one is gone") == 2, "the old one stands by"
-        )
+        job.until(lambda: _log(job).count("starts it when that one is gone") == 2, "the old one stands by")
         job.until(lambda: job.step(0) >= min(STEPS, began + 20), "the others go on")
-        pids = next(e["pids"] for e in job.rows(1, "supervisor.jsonl") if e["event"] == "ReplicaStarted")
+        pids = job.events(1, "ReplicaStarted")[0]["pids"]
         assert not [pid for pid in pids if psutil.pid_exists(pid)], "the old life has ended"
         hurry.touch()
         while (step := job.step(0)) < STEPS:
             job.until(lambda step=step: job.step(0) > step, f"a step after {step}")
-        job.until(lambda: None not in (zero.poll(), new.poll(), old.poll()), "the end")
-        assert (zero.returncode, new.returncode, old.returncode) == (0, 0, 0)
+        finals = job.finals([zero, new, old])
         assert len(_lives(job)) == 2, "no life was started because of the other supervisor"
-        ends = [e for e in job.rows(1, "supervisor.jsonl") if e["event"] == "ReplicaExited"]
-        assert [e["incarnation"] for e in ends if e["kind"] != "done"] == [first]
-        fenced = [e for e in _journal(job) if e["event"] == "AskRefused" and "fenced" in e["reason"]]
+        assert [e["incarnation"] for e in job.events(1, "ReplicaExited") if e["kind"] != "done"] == [first]
+        fenced = [e for e in job.told("AskRefused") if "fenced" in e["reason"]]
         assert len(fenced) <= 1, "at most the old life, once"
-        for granted in (e for e in _journal(job) if e["event"] == "EpochGranted"):
+        for granted in job.told("EpochGranted"):
             assert len(set(granted["members"])) == len(granted["members"])
-        finals = [read_json(RunDir(job.run).final(r)) for r in (0, 1)]
         assert finals[0]["digest"] == finals[1]["digest"]
 
 
 def _lives(job: TorchrunJob) -> list[str]:
-    started = [e for e in job.rows(1, "supervisor.jsonl") if e["event"] == "ReplicaStarted"]
-    return [e["incarnation"] for e in started]
+    return [e["incarnation"] for e in job.events(1, "ReplicaStarted")]
 
 
 def _contributes(job: TorchrunJob, incarnation: str) -> bool:
@@ -76,7 +68,3 @@ def _contributes(job: TorchrunJob, incarnation: str) -> bool:
 
 def _log(job: TorchrunJob) -> str:
     return (job.folder / "replica1.log").read_text()
-
-
-def _journal(job: TorchrunJob) -> list[dict[str, Any]]:
-    return read_jsonl(job.run / "lighthouse" / "events.jsonl")

@@ -13,7 +13,7 @@ import pytest
 
 from ft_hsdp import address
 from ft_hsdp.config import load
-from ft_hsdp.launch.run.directory import Row, RunDir, read_json, read_jsonl
+from ft_hsdp.launch.run.directory import RunDir, read_json
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.replay import replay
 from ft_hsdp.launch.run.verify import verify
@@ -26,9 +26,8 @@ from tests.support.torchrun_job import TorchrunJob
 from tests.support.waiting import until
 
 SERVE = """
-import socket, sys
-family = socket.AF_INET6 if ":" in sys.argv[1] else socket.AF_INET
-with socket.create_server((sys.argv[1], 4000), family=family) as server:
+import socket
+with socket.create_server(("::", 4000), family=socket.AF_INET6, dualstack_ipv6=True) as server:
     print("listens", flush=True)
     peer = server.accept()[0]
     while data := peer.recv(9):
@@ -41,7 +40,7 @@ OWN = ("/dev/shm/mine", "/run/mine", "/tmp/mine")
 @pytest.mark.parametrize(("cut", "v6"), [(False, False), (True, True)])
 def test_a_machine_has_its_own_of_all_and_nothing_is_left_of_it(cut: bool, v6: bool, tmp_path: Path) -> None:
     outside = psutil.net_if_addrs().keys()
-    with contextlib.suppress(ZeroDivisionError), Rig(tmp_path, 2, v6=v6, shared=True) as rig:
+    with contextlib.suppress(ZeroDivisionError), Rig(tmp_path, 2, v6=v6, shared="shared") as rig:
         one, two = rig.machines
         assert one.run("hostname") == "machine0\n"
         assert one.run("getent", "hosts", "machine1").split() == [two.address, "machine1"]
@@ -51,7 +50,7 @@ def test_a_machine_has_its_own_of_all_and_nothing_is_left_of_it(cut: bool, v6: b
         assert [path for path in (*OWN, two.tmp / "mine") if Path(path).exists()] == []
         assert ((one.tmp / "mine").exists(), (tmp_path / "shared/ours").exists()) == (True, True)
         assert [len(m.run("cat", "/proc/sysvipc/shm").splitlines()) for m in (one, two)] == [2, 1]  # with a title
-        server = two.start("server", [sys.executable, "-c", SERVE, two.address])
+        server = two.start("server", [sys.executable, "-c", SERVE])
         until(lambda: "listens" in (two.tmp / "server.log").read_text())
         with one.within(lambda: socket.create_connection((two.address, 4000), 30)) as client:
             for said, plug, to in ((b"1", one, None), (b"2", two, None), (b"3", one, two), (b"4", two, one)):
@@ -98,14 +97,17 @@ LEASE = f"quorum: {{lease_s: {LEASE_S}}}"
 
 
 class JobOnMachines(TorchrunJob):
-    """Its lighthouse is on machine 0, and replica N on machine N + 1 until a test starts it elsewhere."""
+    """Its lighthouse is on machine 0, and replica N on machine N + 1 until a test starts it elsewhere.
+
+    In a rig that shares the folder `runs`, replicas find the lighthouse there.
+    """
 
     def __init__(self, rig: Rig, folder: Path, replicas: int, ranks: int, more: str = "") -> None:
         every = "::" if ":" in rig.host() else "0.0.0.0"
         network = f"network: {{host: '{every}', port: {PORT}}}"
         super().__init__(folder, f"replicas: {replicas}\nranks_per_replica: {ranks}{SETTINGS}{network}\n{more}")
-        self.run = rig.machines[0].tmp / "runs" / "job"
-        self.machines = rig.machines
+        self._shared, self.machines = rig.shared == "runs", rig.machines
+        self.run = self._kept(rig.machines[0])
         self.supervisors: dict[int, warm.Process] = {}
         self._at = {"lighthouse": rig.machines[0]}
         for machine in rig.machines:
@@ -124,37 +126,41 @@ class JobOnMachines(TorchrunJob):
     def begin(self, replica: int, machine: Machine) -> None:
         """Start a replica on a machine."""
         self._at[f"replica{replica}"] = machine
-        url = f"http://{address.join(self.machines[0].address, PORT)}"
-        self.supervisors[replica] = self.replica(replica, "--lighthouse", url)
+        where = ("--lighthouse", f"http://{address.join(self.machines[0].address, PORT)}")
+        self.supervisors[replica] = self.replica(replica, *(() if self._shared else where))
 
     def _start(self, name: str, arguments: list[str], **variables: str) -> warm.Process:
         return self._at[name].start(name, self._command(name, arguments), FT_HSDP_TOKEN=TOKEN, **variables)
 
+    def _kept(self, machine: Machine) -> Path:
+        return (self.folder if self._shared else machine.tmp) / "runs" / "job"
+
     def folder_of(self, replica: int) -> Path:
-        return self._at[f"replica{replica}"].tmp / "runs/job/replicas" / str(replica)
+        return self._kept(self._at[f"replica{replica}"]) / "replicas" / str(replica)
 
     def contributors(self, replica: int = 0) -> list[int]:
         """Who contributed to the newest step of a replica."""
         rows = self.rows(replica)
         return rows[-1]["contributors"] if rows else []
 
-    def events(self, replica: int, name: str) -> list[Row]:
-        """The events of one name of a replica's ranks and supervisor."""
-        rows = [*self.rows(replica, "events.jsonl"), *self.rows(replica, "supervisor.jsonl")]
-        return [row for row in rows if row["event"] == name]
-
-    def told(self, name: str) -> list[Row]:
-        """The lighthouse's events of one name."""
-        return [row for row in read_jsonl(RunDir(self.run).lighthouse_events) if row["event"] == name]
-
     def end(self) -> tuple[RunDir, dict[str, Any]]:
         """Let it end soon; all that the machines have kept, as one run, which is allowed, and its summary."""
         for machine in self.machines:
             (machine.tmp / "hurry").touch()
         self.finals([self.supervisors[replica] for replica in range(self._replicas)])
+        if self._shared:
+            run = RunDir(self.run)
+            self.until(run.summary.exists, "the summary")
+        else:
+            run = self._collected()
+        assert verify(run).breaches == []
+        summary: dict[str, Any] = read_json(run.summary)
+        check(summary, STEPS)
+        return run, summary
+
+    def _collected(self) -> RunDir:
         run = RunDir(self.folder / "collected" / "job")
-        for machine in self.machines:
-            kept = machine.tmp / "runs" / "job"
+        for kept in map(self._kept, self.machines):
             for file in filter(Path.is_file, kept.rglob("*")):
                 to = run.path / file.relative_to(kept)
                 to.parent.mkdir(parents=True, exist_ok=True)
@@ -168,10 +174,7 @@ class JobOnMachines(TorchrunJob):
             pass
         recorder.finish()
         recorder.close()
-        assert verify(run).breaches == []
-        summary: dict[str, Any] = read_json(run.summary)
-        check(summary, STEPS)
-        return run, summary
+        return run
 
 
 @needs_machines
@@ -189,12 +192,14 @@ def test_a_machine_is_lost_and_its_replica_contributes_again(cut: bool, v6: bool
         job.until(lambda: job.contributors() == [0, 1, 2], "it contributes again")
         _, summary = job.end()
     assert [summary["replicas"][replica]["incarnations"] for replica in "012"] == [1, 2, 1]
+    assert [(failure["replica"], failure["back"]) for failure in summary["failures"]] == [(1, True)]
 
 
 @needs_machines
 @pytest.mark.proof
 def test_training_goes_on_while_the_lighthouses_machine_is_cut_off(tmp_path: Path) -> None:
-    with Rig(tmp_path, 4) as rig, JobOnMachines(rig, tmp_path, 3, 1) as job:
+    """The machines share the run's directory, and replicas know the lighthouse from there."""
+    with Rig(tmp_path, 4, shared="runs") as rig, JobOnMachines(rig, tmp_path, 3, 1) as job:
         rig.machines[0].cut()
         step = job.step(0)
         job.until(lambda: job.step(0) >= step + 6, "steps without a lighthouse")

@@ -152,17 +152,18 @@ class Rig(Network):
     Raises Retryable where a command fails.
     """
 
-    def __init__(self, folder: Path, machines: int, *, v6: bool = False, shared: bool = False) -> None:
+    def __init__(self, folder: Path, machines: int, *, v6: bool = False, shared: str = "") -> None:
         """Prepare ``machines`` machines with folders in ``folder``.
 
-        v6: with addresses of IPv6 alone. shared: /tmp/shared is one folder for all.
+        v6: with addresses of IPv6 alone. shared: a folder in /tmp that is one for all.
         """
         super().__init__(machines, v6=v6)
         self._folder = folder
+        self.shared = shared
         self.seen = {path: path for path in {ROOT, Path(sys.prefix)} if TMP in path.parents}
         if shared:
-            self.seen[folder / "shared"] = TMP / "shared"
-            (folder / "shared").mkdir()
+            self.seen[folder / shared] = TMP / shared
+            (folder / shared).mkdir()
         self.machines: list[Machine] = []
 
     def _begin(self, folder: Path) -> None:

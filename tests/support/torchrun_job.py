@@ -1,6 +1,7 @@
 """A job under test whose replicas are started by torchrun, each in a session of its own, beside a lighthouse."""
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -10,8 +11,9 @@ from typing import Any, Self
 
 import psutil
 
+from ft_hsdp.config import dump, parse
 from ft_hsdp.launch.backend.processes import environment
-from ft_hsdp.launch.run.directory import read_json, read_jsonl
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json, read_jsonl
 from tests.support import warm
 from tests.support.waiting import until
 
@@ -20,13 +22,18 @@ DEADLINE_S = 90.0
 
 
 class TorchrunJob:
-    """A lighthouse and torchruns; a context that leaves no process behind."""
+    """A lighthouse and torchruns; a context that leaves no process behind.
 
-    def __init__(self, folder: Path, settings: str) -> None:
+    Its configuration is the text ``settings``, or has the values of ``dotted`` keys, where "__" may be the dot.
+    """
+
+    def __init__(self, folder: Path, settings: str = "", /, **dotted: object) -> None:
         self.folder = folder
         self.run = folder / "runs" / "job"
         self._config = folder / "config.yaml"
-        self._config.write_text(f"job: {{name: job}}\n{settings}\n")
+        given = [f"--{key.replace('__', '.')}={json.dumps(value)}" for key, value in dotted.items()]
+        whole = dump(parse({"job": {"name": "job"}}, given)) if given else f"job: {{name: job}}\n{settings}\n"
+        self._config.write_text(whole)
         self._started: list[warm.Process] = []
 
     def __enter__(self) -> Self:
@@ -90,6 +97,15 @@ class TorchrunJob:
     def rows(self, replica: int, file: str = "commits.jsonl") -> list[dict[str, Any]]:
         """The steps that a replica committed, or the lines of another file of its, as far as they are written."""
         return read_jsonl(self.folder_of(replica) / file)
+
+    def events(self, replica: int, name: str) -> list[Row]:
+        """The events of one name of a replica's ranks and supervisor."""
+        rows = [*self.rows(replica, "events.jsonl"), *self.rows(replica, "supervisor.jsonl")]
+        return [row for row in rows if row["event"] == name]
+
+    def told(self, name: str) -> list[Row]:
+        """The lighthouse's events of one name."""
+        return [row for row in read_jsonl(RunDir(self.run).lighthouse_events) if row["event"] == name]
 
     def step(self, replica: int) -> int:
         rows = self.rows(replica)
