@@ -330,7 +330,8 @@ class Failures:
             if failure is not None and failure.broke is None and failure.injected is None:
                 self._drop(replica, life.incarnation, evident=True)
             return
-        if failure is None and (name == "ExitReported" or kind == "exit 0"):
+        known = any(f.lost and f.life is life for f in self.all[-LIVES * len(self._replicas) :])
+        if failure is None and (known or name == "ExitReported" or kind == "exit 0"):
             return
         failure = failure or self._at(seq, replica, life, str(kind)[:64], row)
         failure.seen(t)

@@ -54,7 +54,8 @@ def test_a_replica_whose_machine_is_gone_has_failed_although_nobody_reports_an_e
     rows = [commit(1), commit(2, who=[0, 2], epoch=2), commit(3, epoch=3)]
     first, second = (event("ReplicaStarted", t, replica=1, incarnation=f"1-{t}-0") for t in (999, 1002))
     broken = event("RingBroken", 1001.5, replica=0, suspect=1, epoch=1)
-    (failure,) = failures(rows, [first, broken, event("SupervisorLeased", 1001.75, replica=1), second], 1.0)
+    late = event("ReplicaExited", 1004.5, replica=1, incarnation="1-999-0", kind="evicted")  # it was cut off alone
+    (failure,) = failures(rows, [first, broken, event("SupervisorLeased", 1001.75, replica=1), second, late], 1.0)
     assert (failure["incarnation"], failure["detect_s"], failure["rejoin_s"]) == ("1-999-0", None, 1.5)
 
 
