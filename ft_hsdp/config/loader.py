@@ -15,12 +15,9 @@ from pydantic import ValidationError
 from ft_hsdp.config.config import Config
 from ft_hsdp.config.entry import title
 from ft_hsdp.config.explain import explain, knows, schema_of, unknown_key
-from ft_hsdp.core.replica_state import ENTRY, PROTOCOL
+from ft_hsdp.core.replica_state import ENTRY, PROTOCOL, PROTOCOL_VERSION
 from ft_hsdp.errors import ConfigError
 
-# Of the messages and of the rules behind them. Raise it when replicas or a lighthouse of the version before cannot
-# take part any more. 1, which stood nowhere, counted batches; 2 counts units; 3 names hosts in a grant.
-PROTOCOL_VERSION = 4
 VALUE_LIMIT = 160  # characters of one agreed value
 _INT_TAG, _FLOAT_TAG, _MERGE_TAG = (f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "merge"))
 _SURPRISING = re.compile(r"[-+]?0[0-9_]+$|.*:")  # 010 is 8, and 1:30 is 90

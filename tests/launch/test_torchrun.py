@@ -1,19 +1,14 @@
 """`torchrun ... launcher.py replica CONFIG --replica N`: torchrun supervises the ranks instead of us."""
 
-import contextlib
 import json
-import secrets
 import signal
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ft_hsdp.launch.backend.processes import free_port
 from tests.support.aborted import aborted
-from tests.support.running import running
 from tests.support.torchrun_job import ROOT, TorchrunJob, check
-from tests.support.waiting import until
 
 pytestmark = pytest.mark.multiproc
 
@@ -78,26 +73,3 @@ def test_the_ranks_of_a_torchrun_that_is_killed_leave_and_end(tmp_path: Path) ->
         job.until(lambda: job.step(1) > step + 3, "the other replica trains on")
         assert "LeaveRequested" in {e["event"] for e in job.rows(0, "events.jsonl")}
         assert aborted(job.rows(1, "events.jsonl")) == []
-
-
-@pytest.mark.proof
-def test_a_lone_replica_on_two_machines_goes_on_after_the_loss_of_one(tmp_path: Path) -> None:
-    """Nobody there can say that the ranks have ended: the other machine's have, and the lost one is silent."""
-    alone = SETTINGS.replace("replicas: 2", "replicas: 1")
-    with TorchrunJob(tmp_path, f"{alone}memory: {{copies: 2}}\ntimeouts: {{evict_s: 4}}") as job:
-        names = [f"{name}-{secrets.token_hex(4)}" for name in "abc"]  # of the hosts, of this test alone
-        port = free_port()
-        first = [job.node(host, port, 1) for host in names[:2]]
-        job.until(lambda: job.step(0) >= 5, "step 5")
-        for process in running(mark=("FT_HSDP_HOST", names[1])):  # the machine is lost: also what outlives ranks
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        job.until(lambda: first[0].poll() is not None, "the ranks of the other machine end")
-        port = free_port()
-        second = [job.node(host, port, 2) for host in (names[0], names[2])]
-        final = job.finals(second[:1])
-    assert final[0]["step"] == STEPS
-    restored = [e for e in job.rows(0, "events.jsonl") if e["event"] == "StateRestored"]
-    assert restored[-1]["rung"] == "copy"
-    assert restored[-1]["lost_steps"] <= 1
-    until(lambda: not running(mark=("FT_HSDP_HOST", names[0])), "nothing is left running", 30.0)

@@ -102,9 +102,11 @@ class JobOnMachines(TorchrunJob):
     In a rig that shares the folder `runs`, replicas find the lighthouse there.
     """
 
+    allow = ""  # whose addresses are another machine's than the one that names them
+
     def __init__(self, rig: Rig, folder: Path, replicas: int, ranks: int, more: str = "") -> None:
         every = "::" if ":" in rig.host() else "0.0.0.0"
-        network = f"network: {{host: '{every}', port: {PORT}}}"
+        network = f"network: {{host: '{every}', port: {PORT}{self.allow}}}"
         super().__init__(folder, f"replicas: {replicas}\nranks_per_replica: {ranks}{SETTINGS}{network}\n{more}")
         self._shared, self.machines = rig.shared == "runs", rig.machines
         self.run = self._kept(rig.machines[0])
@@ -126,8 +128,13 @@ class JobOnMachines(TorchrunJob):
     def begin(self, replica: int, machine: Machine) -> None:
         """Start a replica on a machine."""
         self._at[f"replica{replica}"] = machine
-        where = ("--lighthouse", f"http://{address.join(self.machines[0].address, PORT)}")
-        self.supervisors[replica] = self.replica(replica, *(() if self._shared else where))
+        self.supervisors[replica] = self.replica(replica, *self._lighthouse)
+
+    @property
+    def _lighthouse(self) -> tuple[str, ...]:
+        """The arguments by which a replica finds it."""
+        url = f"http://{address.join(self.machines[0].address, PORT)}"
+        return () if self._shared else ("--lighthouse", url)
 
     def _start(self, name: str, arguments: list[str], **variables: str) -> warm.Process:
         return self._at[name].start(name, self._command(name, arguments), FT_HSDP_TOKEN=TOKEN, **variables)
@@ -175,6 +182,40 @@ class JobOnMachines(TorchrunJob):
         recorder.finish()
         recorder.close()
         return run
+
+
+class LoneReplica(JobOnMachines):
+    """Replica 0 alone, under torchrun, with one rank on each of two machines: no supervisor of ours is there."""
+
+    allow = ", allow: [10.77.0.0/16]"
+
+    def begin(self, replica: int, machine: Machine, other: Machine | None = None) -> None:
+        nodes, where = (machine, other or self.machines[2]), address.join(machine.address, 29400)
+        self._at["replica0"], start = machine, f"start{len(self._at)}"
+        shared = ("--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", "--rdzv-backend=c10d")
+        for node in nodes:
+            name, host = f"{start}-{node.name}", f"--rdzv-conf=is_host={node is machine}"
+            self._at[name] = node
+            common = (*shared, f"--rdzv-endpoint={where}", f"--rdzv-id={start}", host)
+            torchrun = self._torchrun(name, *common, *self._replica(0), *self._lighthouse)
+            self.supervisors.setdefault(0, torchrun)
+
+
+@needs_machines
+@pytest.mark.proof
+@pytest.mark.parametrize("cut", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_a_lone_replica_goes_on_after_the_loss_of_one_of_its_machines(cut: bool, tmp_path: Path) -> None:
+    """Nobody can say that the ranks there have ended: those on the other machine have, and it is silent."""
+    with Rig(tmp_path, 4) as rig, LoneReplica(rig, tmp_path, 1, 2, "memory: {copies: 2}") as job:
+        torchrun = job.supervisors.pop(0)
+        job.until(lambda: job.step(0) >= 4, "states whose copies are there")
+        rig.machines[2].lose(cut=cut)
+        job.until(lambda: torchrun.poll() is not None, "the ranks of the other machine end")
+        job.begin(0, rig.machines[1], rig.machines[3])
+        job.until(lambda: job.events(0, "StateRestored"), "the copies are found")
+        job.end()
+        (restored,) = job.events(0, "StateRestored")
+    assert (restored["rung"], restored["lost_steps"] <= 1) == ("copy", True)
 
 
 @needs_machines

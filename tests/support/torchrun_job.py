@@ -69,12 +69,6 @@ class TorchrunJob:
         given = {"FT_HSDP_CONFIG": str(self._config), "FT_HSDP_REPLICA": str(replica)}
         return self._torchrun(f"replica{replica}", *options, str(script), **given)
 
-    def node(self, host: str, port: int, start: int) -> warm.Process:
-        """Start one of two nodes of replica 0, with one rank; ``start`` is the number of the common start."""
-        where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-id=start{start}"]
-        options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=0", *where]
-        return self._torchrun(f"{host}-{start}", *options, *self._replica(0), FT_HSDP_HOST=host)
-
     def _torchrun(self, name: str, *arguments: str, **variables: str) -> warm.Process:
         return self._start(name, ["-m", "torch.distributed.run", *arguments], **variables)
 

@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ft_hsdp import bounded, protocol
+from ft_hsdp.core.replica_state import PROTOCOL_VERSION
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.memory.copies import MAX_COPIES
 from ft_hsdp.state.transfer.blocks import MAX_NBYTES, MAX_SLICES, SliceName
@@ -318,11 +319,12 @@ def frame(message: object) -> bytes:
 def agent_name(token: str, replica: int, generation: int = 0, host: str = "") -> str:
     """Return the name of the abstract Unix socket of a replica's agent on this host.
 
-    It cannot be computed without the token, so no other user can take it first.
+    It cannot be computed without the token, so no other user can take it first. Ranks and agents of different
+    versions of the protocol do not find each other.
 
     Args:
         generation: 0 to GENERATIONS - 1. An agent above 0 replaces one that neither answers nor dies.
         host: The host's name, if the machine has several hosts; "": the machine is one.
     """
-    parts = (replica, generation, host) if host else (replica, generation)
+    parts = (PROTOCOL_VERSION, replica, generation, *((host,) if host else ()))
     return "\0ft_hsdp/state/" + protocol.mac(token, "state-agent-name", *parts)[:32]
