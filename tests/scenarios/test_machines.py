@@ -220,18 +220,21 @@ def test_a_lone_replica_goes_on_after_the_loss_of_one_of_its_machines(cut: bool,
 
 @needs_machines
 @pytest.mark.proof
-@pytest.mark.parametrize(("cut", "v6"), [(True, False), (False, False), (True, True)])
-def test_a_machine_is_lost_and_its_replica_contributes_again(cut: bool, v6: bool, tmp_path: Path) -> None:
-    """On another machine if the first one was cut off, on the same one if it has only stopped."""
-    with Rig(tmp_path, 5 if cut else 4, v6=v6) as rig, JobOnMachines(rig, tmp_path, 3, 1) as job:
-        lost = rig.machines[2]
-        lost.lose(cut=cut)
+@pytest.mark.parametrize(("how", "v6"), [("lost", False), ("killed", False), ("lost", True), ("cut", False)])
+def test_a_machine_is_lost_and_its_replica_contributes_again(how: str, v6: bool, tmp_path: Path) -> None:
+    """On the same machine if its processes were killed, else on another one; what was only cut off comes back."""
+    with Rig(tmp_path, 5, v6=v6) as rig, JobOnMachines(rig, tmp_path, 3, 1) as job:
+        far, old = rig.machines[2], job.supervisors[1]
+        far.cut() if how == "cut" else far.lose(cut=how == "lost")
         job.until(lambda: job.contributors() == [0, 2], "the others go on")
-        if not cut:
-            lost.boot()
-        job.begin(1, rig.machines[4] if cut else lost)
+        if how == "killed":
+            far.boot()
+        job.begin(1, far if how == "killed" else rig.machines[4])
         job.until(lambda: job.contributors() == [0, 1, 2], "it contributes again")
+        if how == "cut":
+            far.heal()
         _, summary = job.end()
+        assert how != "cut" or old.wait(30) == 0, "the old supervisor starts nothing, and ends with the job"
     assert [summary["replicas"][replica]["incarnations"] for replica in "012"] == [1, 2, 1]
     assert [(failure["replica"], failure["back"]) for failure in summary["failures"]] == [(1, True)]
 
