@@ -33,8 +33,7 @@ def named(world: World, event: str) -> list[Any]:
 
 
 async def test_the_ranks_of_a_cordoned_node_move_and_the_others_stay(tmp_path, monkeypatch) -> None:
-    async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running(0, 1) as world:
         hurt, kept = world.of(1), world.of(1).bundles[0]
         free(monkeypatch, 1)
         world.kill(1)
@@ -56,8 +55,7 @@ async def test_the_ranks_of_a_cordoned_node_move_and_the_others_stay(tmp_path, m
 
 
 async def test_a_node_with_all_ranks_of_a_replica_is_given_back(tmp_path, monkeypatch) -> None:
-    async with World(tmp_path, {"": 3}, spares=0).running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 3}, spares=0).running(0, 1) as world:
         left = world.of(1)
         free(monkeypatch, 1)
         assert not world.backend.cordon(1, "h", WHY, waits=False), "no node has room for both ranks"
@@ -70,8 +68,7 @@ async def test_a_node_with_all_ranks_of_a_replica_is_given_back(tmp_path, monkey
 
 
 async def test_without_room_a_node_is_left_only_if_the_replica_waits(tmp_path, monkeypatch) -> None:
-    async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running() as world:
-        await world.train(1)
+    async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running(1) as world:
         free(monkeypatch, 0)
         assert not world.backend.cordon(1, "elsewhere", WHY, waits=True)
         assert not world.backend.cordon(1, "h1", WHY, waits=False)
@@ -80,8 +77,7 @@ async def test_without_room_a_node_is_left_only_if_the_replica_waits(tmp_path, m
 
 
 async def test_a_spare_on_a_cordoned_node_is_lost_and_one_elsewhere_is_room(tmp_path, monkeypatch) -> None:
-    async with World(tmp_path, {"": 4}, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 4}, strategy="SPREAD").running(0, 1) as world:
         spare = await world.ready()
         for bundle in spare.bundles:
             bundle.location.node = "elsewhere"
@@ -98,8 +94,7 @@ async def test_a_spare_on_a_cordoned_node_is_lost_and_one_elsewhere_is_room(tmp_
 
 
 async def test_a_host_is_lost_when_its_node_is_and_not_when_an_actor_dies(tmp_path, monkeypatch) -> None:
-    async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running() as world:
-        await world.train(1)
+    async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running(1) as world:
         assert world.backend.lost_hosts(1) == world.backend.lost_hosts(0) == ()
         world.of(1).lose(1)
         lives = [True]

@@ -56,8 +56,7 @@ async def settling(world: World, replica: int, **config: Any) -> AsyncIterator[N
 
 
 async def test_it_takes_the_ready_spare_once_another_replica_trains_again(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 3}, timeouts=SOON, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 3}, timeouts=SOON, strategy="SPREAD").running(0, 1) as world:
         spare, hurt = await world.ready(), world.of(1)
         world.kill(0)  # its node lives
         hurt.lose(1)
@@ -69,8 +68,7 @@ async def test_it_takes_the_ready_spare_once_another_replica_trains_again(tmp_pa
 
 
 async def test_it_takes_the_ready_spare_when_its_other_node_is_lost_too(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 3}, timeouts=SOON, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 3}, timeouts=SOON, strategy="SPREAD").running(0, 1) as world:
         spare, hurt = await world.ready(), world.of(1)
         world.kill(0)
         hurt.lose(1)
@@ -83,8 +81,7 @@ async def test_it_takes_the_ready_spare_when_its_other_node_is_lost_too(tmp_path
 
 async def test_two_of_them_get_the_nodes_of_a_spare_if_nobody_trains(tmp_path: Path) -> None:
     """Both exits are reported before either is placed."""
-    async with World(tmp_path, {"": 3}, timeouts=SOON, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 3}, timeouts=SOON, strategy="SPREAD").running(0, 1) as world:
         spare = await world.ready()
         world.of(0).lose(1)
         world.of(1).lose(1)
@@ -94,8 +91,7 @@ async def test_two_of_them_get_the_nodes_of_a_spare_if_nobody_trains(tmp_path: P
 
 
 async def test_a_spare_that_looks_for_the_same_nodes_stops(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 2}, timeouts=SOON, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 2}, timeouts=SOON, strategy="SPREAD").running(0, 1) as world:
         await async_until(lambda: world.spares and world.spares[0].asked, "a spare that looks for a place")
         (spare,) = world.spares
         world.kill(0)
@@ -108,8 +104,7 @@ async def test_a_spare_that_looks_for_the_same_nodes_stops(tmp_path: Path) -> No
 
 
 async def test_a_replica_without_the_state_does_not_count_as_one_that_trains(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 2}, spares=0, timeouts=SOON, strategy="SPREAD").running() as world:
-        await world.train(1)
+    async with World(tmp_path, {"": 2}, spares=0, timeouts=SOON, strategy="SPREAD").running(1) as world:
         hurt = world.of(1)
         await world.start(0)
         async with settling(world, 0):
@@ -120,8 +115,7 @@ async def test_a_replica_without_the_state_does_not_count_as_one_that_trains(tmp
 
 
 async def test_a_node_that_is_cordoned_while_a_spare_starts_there_gets_no_spare(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 4}, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 4}, strategy="SPREAD").running(0, 1) as world:
         world.actors = False
         await async_until(lambda: world.spares and world.spares[0].reserved, "a spare whose actors start")
         (spare,) = world.spares
@@ -141,8 +135,7 @@ async def test_an_error_of_the_system_does_not_end_the_making_of_spares(tmp_path
         return await orders(slot, group, *rest)
 
     monkeypatch.setattr(backend, "start_orders", once)
-    async with World(tmp_path, {"": 3}).running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 3}).running(0, 1) as world:
         await failed.wait()
         await async_until(lambda: world.backend.warm, "another spare")
 
@@ -151,8 +144,7 @@ async def test_a_script_that_is_gone_on_the_driver_is_no_fault_of_a_node(tmp_pat
     async def gone(*_: Any) -> Any:
         raise ConfigError("entry", "my_train.py", "a script that exists")
 
-    async with World(tmp_path, {"": 3}, spares=0).running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 3}, spares=0).running(0, 1) as world:
         world.kill(1)
         own = world.of(1)
         monkeypatch.setattr(backend, "start_orders", gone)
@@ -164,8 +156,7 @@ async def test_a_script_that_is_gone_on_the_driver_is_no_fault_of_a_node(tmp_pat
 
 async def test_the_slot_of_a_spare_whose_ranks_still_die_is_not_used_again(tmp_path: Path) -> None:
     """The actor of a slot is ended for a rank that does not die, and with it the rank of a new owner."""
-    async with World(tmp_path, {"": 3}).running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 3}).running(0, 1) as world:
         spare = await world.ready()
         world.deaf = True
         spare.end(spare.groups[0], 0)

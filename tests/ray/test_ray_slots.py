@@ -245,9 +245,11 @@ class World:
             slot.end(slot.groups[-1], rank)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Self]:
-        """With the end of the block the backend is closed, and nothing is left."""
+    async def running(self, *replicas: int) -> AsyncIterator[Self]:
+        """These replicas train. With the end of the block the backend is closed, and nothing is left."""
         try:
+            if replicas:
+                await self.train(*replicas)
             yield self
         finally:
             await self.backend.close()
@@ -280,8 +282,7 @@ async def test_a_replica_whose_berth_is_lost_takes_the_spare_s(tmp_path: Path) -
 
 @pytest.mark.parametrize("stage", ["no room", "no actors", "not warm"])
 async def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: Path, stage: str) -> None:
-    async with World(tmp_path, {"": 3 if stage == "no room" else 4}).running() as world:
-        await world.train(0, 1, 2)
+    async with World(tmp_path, {"": 3 if stage == "no room" else 4}).running(0, 1, 2) as world:
         world.actors, world.warms = stage != "no actors", False
         await async_until(lambda: world.spares, "a spare")
         spare = world.spares[0]
@@ -301,8 +302,7 @@ async def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: 
 
 
 async def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 2}).running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 2}).running(0, 1) as world:
         await async_until(lambda: world.spares, "a spare that looks for a place")
         (spare,) = world.spares
         looking = asyncio.create_task(world.start(2))
@@ -318,8 +318,7 @@ async def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path
 
 
 async def test_a_replica_that_is_not_wanted_any_more_looks_for_no_place(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 2}).running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 2}).running(0, 1) as world:
         await async_until(lambda: world.spares, "a spare that looks for a place")
         looking = asyncio.create_task(world.backend.place(2))
         await async_until(lambda: not world.spares, "its withdrawal")
@@ -329,8 +328,7 @@ async def test_a_replica_that_is_not_wanted_any_more_looks_for_no_place(tmp_path
 
 
 async def test_the_place_of_a_replica_that_rests_is_the_next_spare_s_or_another_replica_s(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 3}).running() as world:
-        await world.train(0, 1, 2)
+    async with World(tmp_path, {"": 3}).running(0, 1, 2) as world:
         drained, old = world.of(2), world.of(1)
         await async_until(lambda: world.spares, "a spare that looks for a place")
         world.backend.vacated(2)
@@ -398,8 +396,7 @@ async def test_an_actor_that_names_a_file_which_is_no_log_is_ended() -> None:
 
 
 async def test_a_replica_that_only_lost_ranks_moves_and_its_berth_is_the_next_spare_s(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 4}).running() as world:
-        await world.train(0, 1, 2)
+    async with World(tmp_path, {"": 4}).running(0, 1, 2) as world:
         spare, old = await world.ready(), world.of(1)
         world.kill(1)
         assert await world.train(1) == WARM
@@ -412,8 +409,7 @@ async def test_a_replica_that_only_lost_ranks_moves_and_its_berth_is_the_next_sp
 
 
 async def test_a_replica_stays_where_the_only_copy_of_the_state_may_be(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 4}).running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 4}).running(0, 1) as world:
         spare, old = await world.ready(), world.of(1)
         world.kill(0)
         world.kill(1)
@@ -424,8 +420,7 @@ async def test_a_replica_stays_where_the_only_copy_of_the_state_may_be(tmp_path:
 
 
 async def test_a_spare_serves_its_zone_only(tmp_path: Path) -> None:
-    async with World(tmp_path, {"p": 3, "q": 2}, zones=["p", "q"], zone_label="zone").running() as world:
-        await world.train(0, 1, 2)
+    async with World(tmp_path, {"p": 3, "q": 2}, zones=["p", "q"], zone_label="zone").running(0, 1, 2) as world:
         spare = await world.ready()
         assert spare.zone == "p"
         world.of(1).die()
@@ -439,8 +434,9 @@ async def test_a_spare_serves_its_zone_only(tmp_path: Path) -> None:
 
 async def test_where_a_zone_has_no_room_a_spare_is_made_in_another(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(backends, "ELSEWHERE_S", 0.05)
-    async with World(tmp_path, {"p": 2, "q": 2}, spares=2, zones=["p", "q"], zone_label="zone").running() as world:
-        await world.train(0, 1, 2)
+    async with World(tmp_path, {"p": 2, "q": 2}, spares=2, zones=["p", "q"], zone_label="zone").running(
+        0, 1, 2
+    ) as world:
         spare = await world.ready()
         assert spare.zone == "q"
         assert [b.removed for b in world.slots if b.zone == "p"] == [False, False, True]
@@ -453,10 +449,9 @@ async def test_where_a_zone_has_no_room_a_spare_is_made_in_another(tmp_path, mon
 async def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it(tmp_path, zones) -> None:
     there, missing = ("p", "q") if zones else ("", "")
     room = {"p": 2} if zones else {"": 1}
-    async with World(
-        tmp_path, room, timeouts={"place_s": 0.05}, zones=zones, zone_label="zone"
-    ).running() as world:
-        await world.train(0)
+    async with World(tmp_path, room, timeouts={"place_s": 0.05}, zones=zones, zone_label="zone").running(
+        0
+    ) as world:
         looking = asyncio.create_task(world.backend.place(1))
         if zones:
             assert (await world.ready()).zone == there
@@ -483,8 +478,7 @@ async def test_a_spare_that_was_about_to_look_leaves_the_room_to_a_replica(tmp_p
         return await new(self, owner, asked)
 
     monkeypatch.setattr(ReplicaSlots, "new", slow)
-    async with World(tmp_path, {"": 1}, timeouts={"place_s": 0.05}).running() as world:
-        await world.train(0)
+    async with World(tmp_path, {"": 1}, timeouts={"place_s": 0.05}).running(0) as world:
         await due.wait()
         looking = asyncio.create_task(world.backend.place(1))
         await world.sought(1)
@@ -499,8 +493,7 @@ async def test_a_spare_that_was_about_to_look_leaves_the_room_to_a_replica(tmp_p
 
 @pytest.mark.parametrize("stage", ["no room", "no actors", "not warm"])
 async def test_the_end_of_the_job_is_the_end_of_spares_that_are_made(tmp_path: Path, stage: str) -> None:
-    async with World(tmp_path, {"": 2 if stage == "no room" else 3}).running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 2 if stage == "no room" else 3}).running(0, 1) as world:
         world.actors, world.warms = stage != "no actors", False
         await async_until(lambda: len(world.slots) == 3, "a spare")
         if stage == "not warm":
@@ -511,8 +504,7 @@ async def test_the_end_of_the_job_is_the_end_of_spares_that_are_made(tmp_path: P
 
 
 async def test_the_node_that_is_lost_is_replaced_and_the_other_one_stays(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 2}, spares=0, strategy="SPREAD").running(0, 1) as world:
         hurt = world.of(1)
         kept = hurt.bundles[0]
         hurt.lose(1)
@@ -524,18 +516,12 @@ async def test_the_node_that_is_lost_is_replaced_and_the_other_one_stays(tmp_pat
         assert (world.of(1), hurt.bundles[0]) == (hurt, kept)
         assert [order.hosts for order in hurt.orders] == [("h0", "h1")] * 2 + [("h0", "h2")] * 2
         (replaced,) = [e for e in world.events if e["event"] == "HostReplaced"]
-        assert (replaced["replica"], replaced["before"], replaced["host"], replaced["ranks"]) == (
-            1,
-            "h1",
-            "h2",
-            [1],
-        )
+        assert [replaced[key] for key in ("replica", "before", "host", "ranks")] == [1, "h1", "h2", [1]]
         assert await world.train(1) == COLD  # a later start finds all actors
 
 
 async def test_a_spare_that_is_ready_comes_before_another_node(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 3}, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 3}, strategy="SPREAD").running(0, 1) as world:
         spare = await world.ready()
         hurt = world.of(1)
         hurt.lose(1)
@@ -546,8 +532,7 @@ async def test_a_spare_that_is_ready_comes_before_another_node(tmp_path: Path) -
 
 async def test_two_replicas_lose_a_node_each_at_once_and_what_is_left_of_both_stays(tmp_path: Path) -> None:
     """The exit of replica 1 is reported after replica 0 has taken the spare's slot."""
-    async with World(tmp_path, {"": 3}, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 3}, strategy="SPREAD").running(0, 1) as world:
         spare = await world.ready()
         first, second = world.of(0), world.of(1)
         first.lose(1)
@@ -572,8 +557,7 @@ async def test_two_replicas_lose_a_node_each_at_once_and_what_is_left_of_both_st
 
 
 async def test_a_replica_that_loses_the_slot_of_a_spare_at_once_has_what_is_left_of_its_own(tmp_path) -> None:
-    async with World(tmp_path, {"": 3}, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 3}, strategy="SPREAD").running(0, 1) as world:
         spare = await world.ready()
         hurt = world.of(1)
         hurt.lose(1)
@@ -616,8 +600,7 @@ async def test_the_nodes_of_a_replica_are_kept_in_vain_only_where_the_state_is_n
 
 @pytest.mark.parametrize("lost", ["all nodes", "before the start", "twice"])
 async def test_what_is_lost_meanwhile_is_replaced_too(tmp_path: Path, lost: str) -> None:
-    async with World(tmp_path, {"": 3}, spares=0, strategy="SPREAD").running() as world:
-        await world.train(0, 1)
+    async with World(tmp_path, {"": 3}, spares=0, strategy="SPREAD").running(0, 1) as world:
         hurt = world.of(1)
         hurt.lose(1)
         if lost == "all nodes":
