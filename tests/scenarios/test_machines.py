@@ -84,7 +84,7 @@ def nothing_comes(client: socket.socket) -> None:
     client.settimeout(30)
 
 
-STEPS, STEP_S = 24, 0.8  # they last until a machine is back, on a slow one, too; then they take no time
+STEPS, STEP_S = 40, 0.8  # they last until a machine is back, on a slow one, too; then they take no time
 TOKEN, PORT = "the-token-of-a-job-on-machines", 29500
 SETTINGS = f"""
 entry: slow.py
