@@ -37,6 +37,7 @@ ALONE = Subject(Config())
 SPANNING = Subject(parse({"network": {"host": "0.0.0.0"}}))
 GPUS = Subject(parse({"train": {"device": "cuda"}}))
 GIB = 2**30
+ONE_REPLICA = {"replicas": 1, "ranks_per_replica": 2, "hosts": {"per_replica": 2}}
 
 
 def state(check: Callable[[Subject], str], subject: Subject) -> CheckState:
@@ -86,19 +87,28 @@ def test_a_name_that_others_cannot_use_matters_to_a_job_on_several_machines_only
     assert (state(network.hostname, ALONE), state(network.hostname, SPANNING)) == (OK, FAIL)
 
 
+ELSEWHERE = ("http://10.0.0.1:1",)  # lighthouses on another machine
+
+
 @pytest.mark.parametrize(
-    ("host", "lighthouses", "ends"),
+    ("check", "config", "lighthouses", "ends"),
     [
-        ("0.0.0.0", (), OK),
-        ("127.0.0.1", (), OK),
-        ("no-such-host.invalid", (), FAIL),
-        ("192.0.2.77", (), FAIL),
-        ("127.0.0.1", ("http://10.0.0.1:1",), FAIL),
-        ("localhost", ("http://10.0.0.1:1",), FAIL),
+        (network.host, {"network": {"host": "0.0.0.0"}}, (), OK),
+        (network.host, {"network": {"host": "127.0.0.1"}}, (), OK),
+        (network.host, {"network": {"host": "no-such-host.invalid"}}, (), FAIL),
+        (network.host, {"network": {"host": "192.0.2.77"}}, (), FAIL),
+        (network.host, {"network": {"host": "127.0.0.1"}}, ELSEWHERE, FAIL),
+        (network.host, {"network": {"host": "localhost"}}, ELSEWHERE, FAIL),
+        (network.interface, {}, (), OK),
+        (network.interface, {"network": {"state_interface": "127.0.0.7"}}, (), OK),
+        (network.interface, {"network": {"state_interface": "192.0.2.77"}}, (), FAIL),
+        (storage.disk, {"job": {"runs_dir": "/proc/runs"}}, (), FAIL),
+        # copies that cannot be kept are not memory that lacks
+        (host_checks.memory, {**ONE_REPLICA, "memory": {"copies": 3}}, (), OK),
     ],
 )
-def test_the_address_of_a_host_is_one_that_others_can_reach(host, lighthouses, ends) -> None:
-    assert state(network.host, Subject(parse({"network": {"host": host}}), lighthouses)) is ends
+def test_what_a_check_says_of_a_configuration(check, config, lighthouses, ends) -> None:
+    assert state(check, Subject(parse(config), lighthouses)) is ends
 
 
 def test_ports_that_are_free_and_taken() -> None:
@@ -124,13 +134,6 @@ def test_as_many_sockets_as_the_job_needs(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(network, "local_range", lambda: (40000, 40050))
     with pytest.raises(Bad, match="ip_local_port_range"):
         network.sockets(ALONE)
-
-
-def test_states_are_served_where_somebody_can_connect() -> None:
-    assert state(network.interface, ALONE) is OK
-    for address, ends in (("127.0.0.7", OK), ("192.0.2.77", FAIL)):
-        subject = Subject(parse({"network": {"state_interface": address}}))
-        assert state(network.interface, subject) is ends
 
 
 @pytest.mark.parametrize(
@@ -219,9 +222,6 @@ def test_memory_of_ranks_spares_and_snapshots(allow: Callable[[Allowance], None]
         host_checks.memory(ALONE)
 
 
-ONE_REPLICA = {"replicas": 1, "ranks_per_replica": 2, "hosts": {"per_replica": 2}}
-
-
 @pytest.mark.parametrize(
     ("config", "ends", "word"),
     [
@@ -237,10 +237,6 @@ ONE_REPLICA = {"replicas": 1, "ranks_per_replica": 2, "hosts": {"per_replica": 2
 def test_which_copies_a_job_will_have(config: dict[str, Any], ends: CheckState, word: str) -> None:
     (found,) = examine(Subject(parse(config)), checks=[Check("copies", host_checks.copies)])
     assert (found.state, word in found.text) == (ends, True), found.text
-
-
-def test_copies_that_cannot_be_kept_are_not_memory_that_lacks() -> None:
-    assert state(host_checks.memory, Subject(parse({**ONE_REPLICA, "memory": {"copies": 3}}))) is OK
 
 
 def test_memory_can_be_sealed() -> None:
@@ -336,10 +332,6 @@ def test_where_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     ):
         assert word in storage.checkpoint(Subject(parse(config)))
     assert "SQLite" in storage.disk(Subject(parse({"job": {"runs_dir": f"{tmp_path}/net/runs"}})))
-
-
-def test_a_disk_that_is_full_or_closed() -> None:
-    assert state(storage.disk, Subject(parse({"job": {"runs_dir": "/proc/runs"}}))) is FAIL
 
 
 def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:
