@@ -76,7 +76,7 @@ class Machine:
         self._binds = [(folder / "hosts", Path("/etc/hosts"))]
         for outside, at in rig.seen.items():
             mounted = self.tmp / at.relative_to(TMP)
-            mounted.mkdir(parents=True)
+            mounted.mkdir(parents=True, exist_ok=True)  # an environment may be in its checkout
             self._binds.append((outside, mounted))
         self.tmp.mkdir(exist_ok=True)
         self._binds.append((self.tmp, TMP))
@@ -160,7 +160,7 @@ class Rig(Network):
         super().__init__(machines, v6=v6)
         self._folder = folder
         self.shared = shared
-        self.seen = {path: path for path in {ROOT, Path(sys.prefix)} if TMP in path.parents}
+        self.seen = {path: path for path in sorted({ROOT, Path(sys.prefix)}) if TMP in path.parents}
         if shared:
             self.seen[folder / shared] = TMP / shared
             (folder / shared).mkdir()
