@@ -111,7 +111,8 @@ class SupervisorReply:
     # Replicas that it must not start, each with the supervisor that may.
     rivals: dict[int, str] = field(default_factory=dict)
     lease_s: float = 0.0  # how long the leases last from the report on, in seconds
-    exited: tuple[str, ...] = ()  # incarnations of the report's `machines` that are known to have exited
+    # Incarnations of the report's `machines` that have exited, or of which nobody waits to hear it.
+    exited: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ from lighthouse.quorum.events import (
     Ticked,
 )
 from lighthouse.quorum.rules import Incarnation, replace
-from lighthouse.quorum.state import Agreement, LighthouseState, StateAgents, holders, wanted
-from lighthouse.quorum.transition import lease_of, transition
+from lighthouse.quorum.state import Agreement, LighthouseState, StateAgents, holders, lease_of, wanted
+from lighthouse.quorum.transition import transition
 from lighthouse.store import StateSaver, Store, StoreFailed
 
 LONG_POLL_S = 20.0  # a request that is open for this long is answered with Wait
@@ -214,6 +214,7 @@ class Service:
         )
         lost = frozenset(report.lost)
         self.apply(ProcessesReported(owned, exited, lost, now, owner, claims, ended, machines))
+        awaited = {(each.replica, each.incarnation) for each in self.state.spread}
         found = {replica: lease_of(self.state, replica) for replica in report.leases}
         held = {replica: lease.number for replica, lease in found.items() if lease and lease.owner == owner}
         rivals = {replica: lease.owner for replica, lease in found.items() if lease and lease.owner != owner}
@@ -229,7 +230,7 @@ class Service:
             leases=held,
             rivals=rivals,
             lease_s=self.state.policy.supervisor_lease_s,
-            exited=tuple(sorted({each.who[1] for each in machines if each.who in self.state.exited})),
+            exited=tuple(each.who[1] for each in machines if each.gone and each.who not in awaited),
         )
 
     def command(

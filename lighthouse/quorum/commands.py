@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ft_hsdp.memory.hosts import Host
 from lighthouse.quorum.events import Commanded, Effect, Evict, MachineReported
-from lighthouse.quorum.state import LighthouseState, Step, wanted
+from lighthouse.quorum.state import LighthouseState, Step, leased_to, wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def plan(
         case "scale":
             return _scale(s, command.target, supervised, force)
         case "host-lost":
-            return _host_lost(s, command.host, supervised)
+            return _host_lost(s, command.host, command.now)
 
 
 def execute(s: LighthouseState, command: Commanded) -> Step:
@@ -191,21 +191,22 @@ def on_host(s: LighthouseState, host: str) -> tuple[MachineReported, ...]:
     known = {(m.replica, m.incarnation): m.hosts for m in (s.grant.members if s.grant else ())}
     known |= {(r, v.incarnation or ""): v.ask.hosts for r, v in enumerate(s.views) if v.ask is not None}
     places = {who: {Host.parse(path).name for path, _ in hosts} for who, hosts in known.items()}
-    for each in s.spread:
-        places.setdefault((each.replica, each.incarnation), set()).update(machine for machine, *_ in each.heard)
+    spread = {(each.replica, each.incarnation): each for each in s.spread}
+    for who, each in spread.items():
+        places.setdefault(who, set()).update(machine for machine, *_ in each.heard)
     return tuple(
-        MachineReported(who, host, len(names), True)
+        MachineReported(who, host, max(len(names), spread[who].machines if who in spread else 0), True)
         for who, names in sorted(places.items())
         if host in names and who not in s.exited
     )
 
 
-def _host_lost(s: LighthouseState, host: str, supervised: Supervised) -> CommandPlan | Impossible:
+def _host_lost(s: LighthouseState, host: str, now: float) -> CommandPlan | Impossible:
     found = on_host(s, host)
     if not found:
         return Impossible(404, f"no rank is known to run on host {host!r}; `status` lists the hosts")
     for each in found:
-        if each.who[0] in supervised.replicas:
+        if leased_to(s, each.who[0], now):
             why = f"replica {each.who[0]} has a supervisor that reports, which says itself what has ended"
             return Impossible(409, why)
     names = ", ".join(each.who[1] for each in found)

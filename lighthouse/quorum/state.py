@@ -304,6 +304,22 @@ def away(s: LighthouseState, replica: int) -> bool:
     return not wanted(s, replica) and view.ask is None and (view.down is not False or left)
 
 
+def lease_of(s: LighthouseState, replica: int) -> Lease | None:
+    """Return the lease of a replica, even if its supervisor has not reported for long; None if there is none."""
+    return next((lease for lease in s.leases if lease.replica == replica), None)
+
+
+def leased_to(s: LighthouseState, replica: int, now: float) -> str:
+    """Return the supervisor that has the lease of a replica and reports ``now``; "" if there is none.
+
+    The incarnations that it starts have its name as their run's. An incarnation of another supervisor, of which
+    the lighthouse has never heard, was started under a lease that has ended.
+    """
+    known, renewed = lease_of(s, replica), s.views[replica].renewed
+    reports = renewed is not None and now < renewed + s.policy.supervisor_lease_s
+    return known.owner if known is not None and reports else ""
+
+
 def training_is_over(s: LighthouseState) -> bool:
     """Return whether the head is the final state."""
     return s.head is not None and s.head.step >= s.policy.steps

@@ -52,6 +52,8 @@ from lighthouse.quorum.state import (
     answer,
     begin_anew,
     continue_grant,
+    lease_of,
+    leased_to,
     store_behind,
     wanted,
     with_view,
@@ -309,6 +311,8 @@ def _nothing_runs(now: float, machines: tuple[MachineReported, ...] = ()) -> Pro
 
 def _hear_machines(s: LighthouseState, event: ProcessesReported) -> tuple[LighthouseState, frozenset[Incarnation]]:
     """Take note of machines of incarnations; return which of these have exited now (`rules.Spread`)."""
+    if event.owner:  # a supervisor knows nothing of them
+        return s, frozenset()
     known = {(each.replica, each.incarnation): each for each in s.spread}
     for said in event.machines:
         new = Spread(*said.who, said.machines, event.now, ())
@@ -317,8 +321,11 @@ def _hear_machines(s: LighthouseState, event: ProcessesReported) -> tuple[Lighth
             heard[said.machine] = event.now, said.gone or heard.get(said.machine, (0.0, False))[1]
         rows = tuple((machine, *each) for machine, each in sorted(heard.items()))
         known[said.who] = replace(known.get(said.who, new), machines=said.machines, heard=rows)
-    ended = frozenset(who for who, each in known.items() if each.exited(event.now, s.policy.evict_s))
-    kept = tuple(known[who] for who in sorted(known) if who not in ended | s.exited and number_of(s, who))
+    silence_s, members = s.policy.evict_s, {member for epoch in s.epochs for member in epoch.members}
+    over = (who for who, each in known.items() if each.exited(event.now, silence_s))
+    ended = frozenset(who for who in over if not leased_to(s, who[0], event.now))
+    awaited = (who for who in sorted(known) if who not in ended | s.exited)
+    kept = tuple(known[who] for who in awaited if who in members or number_of(s, who))
     return (s if kept == s.spread else replace(s, spread=kept)), ended
 
 
@@ -408,7 +415,7 @@ def admit(s: LighthouseState, who: Incarnation, now: float, report: Report | Non
             )
         if not number and report is not None and (report.epoch or report.max_term):
             return f"{fenced}: {incarnation} was granted before {known.incarnation} was admitted"
-    owner = _leased_to(s, replica, now)
+    owner = leased_to(s, replica, now)
     if not number and owner and run_of(incarnation)[0] != owner:
         return f"supervisor {owner} has the lease of replica {replica}, and did not start {incarnation}"
     if not number:
@@ -436,29 +443,13 @@ def _with(lives: tuple[AdmittedIncarnation, ...], new: AdmittedIncarnation) -> t
     return tuple(sorted([*others, *kept], key=lambda admitted: (admitted.replica, admitted.number)))
 
 
-def lease_of(s: LighthouseState, replica: int) -> Lease | None:
-    """Return the lease of a replica, even if its supervisor has not reported for long; None if there is none."""
-    return next((lease for lease in s.leases if lease.replica == replica), None)
-
-
-def _leased_to(s: LighthouseState, replica: int, now: float) -> str:
-    """Return the supervisor that has the lease of a replica and reports; "" if there is none.
-
-    The incarnations that it starts have its name as their run's. An incarnation of another supervisor, of which
-    the lighthouse has never heard, was started under a lease that has ended.
-    """
-    known, renewed = lease_of(s, replica), s.views[replica].renewed
-    reports = renewed is not None and now < renewed + s.policy.supervisor_lease_s
-    return known.owner if known is not None and reports else ""
-
-
 def entitled(s: LighthouseState, owner: str, replica: int, now: float) -> bool:
     """Return whether the word of the supervisor ``owner`` on what runs of a ``replica`` counts ``now``.
 
     A rank that reports of itself has the owner "": its word counts where no supervisor reports.
     """
     lease = lease_of(s, replica)
-    return not _leased_to(s, replica, now) if not owner else lease is None or lease.owner == owner
+    return not leased_to(s, replica, now) if not owner else lease is None or lease.owner == owner
 
 
 def renew_leases(s: LighthouseState, event: ProcessesReported) -> Step:

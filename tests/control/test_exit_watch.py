@@ -76,7 +76,6 @@ def watched(pids: tuple[int, ...], url: str, **changes: Any) -> Watched:
 
 
 def test_a_machine_of_several_says_also_that_its_ranks_live(tmp_path: Path, lighthouse: Lighthouse) -> None:
-    """And after their end until the incarnation is known to have exited: a lighthouse may have been restarted."""
     rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     url = f"http://127.0.0.1:{lighthouse.server_port}"
     watch = start(watched((rank.pid,), url, machines=2), tmp_path / "log")

@@ -205,7 +205,6 @@ class LoneReplica(JobOnMachines):
 @pytest.mark.proof
 @pytest.mark.parametrize("cut", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_lone_replica_goes_on_after_the_loss_of_one_of_its_machines(cut: bool, tmp_path: Path) -> None:
-    """Nobody can say that the ranks there have ended: those on the other machine have, and it is silent."""
     with Rig(tmp_path, 4) as rig, LoneReplica(rig, tmp_path, 1, 2, "memory: {copies: 2}") as job:
         torchrun = job.supervisors.pop(0)
         job.until(lambda: job.step(0) >= 4, "states whose copies are there")

@@ -218,7 +218,6 @@ class Seen(torch.optim.AdamW):
 
 
 def test_each_shape_of_a_sharded_model_is_stepped_once_before_the_job(mesh: DeviceMesh) -> None:
-    """But for one that is too large a part of the model to be held once more."""
     layers = [torch.nn.Linear(4, 6), *(torch.nn.Linear(6, 6) for _ in range(4)), torch.nn.Linear(6, 99)]
     model = torch.nn.Sequential(*layers)
     fully_shard(model, mesh=mesh)

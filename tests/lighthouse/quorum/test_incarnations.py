@@ -13,7 +13,7 @@ from ft_hsdp.protocol import ProcessReport
 from lighthouse.quorum import rules, transition
 from lighthouse.quorum.events import Asked, OpenRequest, ProcessesReported
 from lighthouse.quorum.rules import EPOCHS, AdmittedIncarnation, Base, Epoch, merged, uncovered
-from lighthouse.quorum.state import LighthouseState, Policy
+from lighthouse.quorum.state import LighthouseState, Policy, lease_of
 from lighthouse.quorum.transition import outlived, run_of
 from tests.support.lighthouse.lighthouse_helpers import (
     START,
@@ -414,7 +414,7 @@ class TwoSupervisors(Script):
 
     @property
     def owner(self) -> str:
-        lease = transition.lease_of(self.s, 1)
+        lease = lease_of(self.s, 1)
         return lease.owner if lease is not None else ""
 
 
@@ -430,7 +430,7 @@ def test_of_two_supervisors_the_first_one_keeps_the_lease_while_it_reports() -> 
 def test_a_lease_that_ended_goes_to_the_other_supervisor_and_does_not_come_back() -> None:
     job = TwoSupervisors()
     job.tells("aaaa", OLD)
-    first = transition.lease_of(job.s, 1)
+    first = lease_of(job.s, 1)
     job.now += 5.0
     assert "SupervisorLeased" in job.tells("bbbb").notes
     job.tells("bbbb", NEW)
