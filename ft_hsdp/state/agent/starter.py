@@ -18,6 +18,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from ft_hsdp import caller_gate
 from ft_hsdp.jsonl import open_to_append
@@ -28,6 +29,8 @@ from ft_hsdp.state.agent import messages
 LOAD_S = 60.0  # after which an agent that was started and does not listen is killed
 KILLED_S = 5.0  # to wait for a killed agent to be gone: freeing much memory takes time
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+Listener: TypeAlias = tuple[int, int]  # an agent that listens: its generation, its pid; pid 0: unknown
 
 
 def connect_newest(sock: socket.socket, token: str, replica: int, name: str = "") -> int:
@@ -62,23 +65,31 @@ class Starter:
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)  # agents outlive this process
     began: float = 0.0  # when the last one was started
 
-    def ensure(self, port: int = 0) -> None:
-        """Start an agent on ``port`` (0: any), unless one listens or is being started. Does not wait for it."""
-        if self._found() is None and not self._loading:
+    def ensure(self, port: int = 0) -> Listener | None:
+        """Start an agent on ``port`` (0: any), unless one listens or is being started. Does not wait for it.
+
+        Returns:
+            The one that listens already.
+        """
+        found = self._found()
+        if found is None and not self._loading:
             self._start(port, 0)
+        return found
 
-    def renew(self, port: int = 0) -> str:
-        """Kill the agent that listens but does not answer, and start another. Blocks for at most KILLED_S.
+    def renew(self, silent: Listener | None, port: int = 0) -> str:
+        """Kill an agent that listens but does not answer, and start another. Blocks for at most KILLED_S.
 
-        An agent that does not die keeps its name and port; the new one gets the next name. If none listens, this
-        is `ensure`.
+        An agent that does not die keeps its name and port; the new one gets the next name.
+
+        Args:
+            silent: The agent that listened before it was asked, from `ensure`. One that has come to listen since
+                then had less time to answer, and stays.
 
         Returns:
             What was done, in words; "" if nothing had to be replaced.
         """
-        found = self._found()
-        if found is None:
-            self.ensure(port)
+        found = self.ensure(port)
+        if found is None or found != silent:
             return ""
         generation, pid = found
         if self._kill(pid):
@@ -135,8 +146,8 @@ class Starter:
         self.started.append(process)
         self.began = time.monotonic()
 
-    def _found(self) -> tuple[int, int] | None:
-        """Return (generation, pid) of the newest agent that listens, or None. Never blocks. pid 0: unknown."""
+    def _found(self) -> Listener | None:
+        """Return the newest agent that listens, or None. Never blocks."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
             try:
@@ -148,8 +159,8 @@ class Starter:
                 return None
             return generation, int(pid)
 
-    def _crowded(self) -> tuple[int, int]:
-        """Return (generation, pid) of an agent whose queue of connections is full.
+    def _crowded(self) -> Listener:
+        """Return an agent whose queue of connections is full.
 
         The pid is known only if the agent was started here.
         """

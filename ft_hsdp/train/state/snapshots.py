@@ -143,7 +143,8 @@ class SnapshotWriter:
         if forgotten is None:
             why, starter = "it does not drop wrong copies", self._home.starter
             if starter is not None:
-                why = starter.renew(int(self.address.rpartition(":")[2])) or why
+                port = int(self.address.rpartition(":")[2])
+                why = starter.renew(starter.ensure(port), port) or why
             self._journal.event("StateAgentLost", why)
 
     # Copies of other hosts' shards; see `train.state.copies`.
@@ -333,10 +334,11 @@ class SnapshotWriter:
         starter = self._home.starter
         if starter is None:
             return self._connect(self._join_s)
+        listens = starter.ensure()
         try:
             return self._connect(self._join_s / 2)
         except AgentGone:
-            done = starter.renew(0)
+            done = starter.renew(listens)
             agent = self._connect(self._join_s / 2)
             if done:
                 self._journal.event("StateAgentLost", done, over=True)
@@ -348,14 +350,14 @@ class SnapshotWriter:
         """Look for the agent, or for one in its place at the same address, until one answers."""
         reason = "snapshots are kept again"
         while not self._closing.wait(AGAIN_S):
-            starter, port = self._home.starter, int(self.address.rpartition(":")[2])
+            starter, port, listens = self._home.starter, int(self.address.rpartition(":")[2]), None
             try:
                 if starter is not None:
-                    starter.ensure(port)
+                    listens = starter.ensure(port)
                 agent = self._connect(self._join_s)
             except (AgentGone, ProtocolViolation):
                 if starter is not None and not self._closing.is_set():  # who closes may end the agents
-                    reason = starter.renew(port) or reason
+                    reason = starter.renew(listens, port) or reason
                 continue
             except OSError as error:  # no process, descriptor or log for it: tried again
                 self._journal.event("StateAgentNotStarted", error.strerror or str(error))

@@ -224,12 +224,12 @@ def test_a_rank_that_starts_beside_a_stopped_agent_replaces_it(mesh: DeviceMesh,
 
 
 def test_an_agent_that_does_not_even_die_is_stood_in_for(mesh, place, monkeypatch) -> None:
-    place.starter.ensure()
+    loading = place.starter.ensure()
     first = StateAgent.connect(place.token, 0, 0, 1, 8, DEADLINE_S)
-    pid = place.agent_pid()
-    os.kill(pid, signal.SIGSTOP)
+    os.kill(place.agent_pid(), signal.SIGSTOP)
+    assert place.starter.renew(loading) == "", "it was killed, and listened only since a moment"
     monkeypatch.setattr(Starter, "_kill", lambda *_: False)
-    assert "neither answers nor dies" in place.starter.renew()
+    assert "neither answers nor dies" in place.starter.renew(place.starter.ensure())
     second = StateAgent.connect(place.token, 0, 1, 2, 8, DEADLINE_S)
     assert second.address != first.address
     first.close()
@@ -250,7 +250,7 @@ def test_a_full_backlog_of_a_stopped_agent_stops_nobody(place: Place) -> None:
     assert len(place.starter.started) == 1
     with pytest.raises(AgentGone):
         StateAgent.connect(place.token, 0, 0, 1, 8, 0.1)
-    assert "was killed" in place.starter.renew()
+    assert "was killed" in place.starter.renew(place.starter.ensure())
     for caller in callers:
         caller.close()
     StateAgent.connect(place.token, 0, 0, 1, 8, DEADLINE_S).close()
