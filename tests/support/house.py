@@ -37,7 +37,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "private reads in tests": (110, 120),
     "monkeypatch.setattr": (146, 150),
     "asserts on prose": (35, 100),
-    "words of docs and ADRs": (59_500, 60_000),
+    "words of docs and ADRs": (58_975, 60_000),
 }
 SLACK = 0.1  # of the limit, or 2
 
