@@ -28,13 +28,6 @@ def test_a_step_appears_once_when_the_next_one_stands_on_it(merger: CommitMerger
     assert steps(merger.finish("L3")) == [3]
 
 
-def test_a_step_that_was_rolled_back_never_shows(merger: CommitMerger) -> None:
-    merger.add([commit(1), commit(2, lineage="gone", epoch=1), commit(2, epoch=2)])
-    merger.add([commit(3, epoch=2)])
-    assert [row["lineage"] for row in merger.confirmed()] == ["L1", "L2"]
-    assert [row["lineage"] for row in merger.finish("L3")] == ["L3"]
-
-
 def test_a_job_that_goes_back_by_several_steps_is_told_again_from_the_first_row() -> None:
     old = [commit(n) for n in range(1, 7)]
     new = [commit(n, lineage=f"R{n}", prev="L2" if n == 3 else f"R{n - 1}", epoch=2) for n in range(3, 9)]

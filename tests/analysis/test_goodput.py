@@ -74,20 +74,6 @@ def test_it_is_the_ratio_of_summary_json():
     adds_up(found)
 
 
-def test_a_job_that_is_scaled_misses_nobody():
-    before = [commit(n, n, (0, 1, 2, 3)) for n in range(1, 6)]
-    found = fold([*before, *(commit(n, n, (0, 1), total=2) for n in range(6, 11))]).effective()
-    assert found["wall_clock"] == pytest.approx(1.0)
-    assert found["lost_s"]["missing"] == 0.0
-
-
-def test_a_replica_that_is_missing_costs_its_share():
-    found = fold([commit(n, n, (0, 1, 2) if n > 5 else (0, 1, 2, 3)) for n in range(1, 11)]).effective()
-    assert found["wall_clock"] == pytest.approx(8.75 / 10)
-    assert found["lost_s"]["missing"] == pytest.approx(1.25)
-    adds_up(found)
-
-
 def test_as_many_units_as_wanted_by_fewer_replicas_is_the_whole_of_a_step():
     """With `quorum.batch: constant` the others train the units of the one that is away, in a longer step."""
     rows, t = [], 0.0

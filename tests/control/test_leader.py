@@ -425,22 +425,16 @@ async def test_a_slow_fetch_is_waited_for_once_and_no_longer_than_the_limit(scen
     assert [t.fence.step for t in s.tokens if not t.verdict] == [4, 5], "it waited for the same fetch again"
 
 
-async def test_a_step_that_is_skipped_is_journalled(s: Scene) -> None:
+@pytest.mark.parametrize(("poisoned", "weight"), [((0,), 1), ((), 0)])
+async def test_a_step_that_changes_nothing_is_journalled(s: Scene, poisoned: tuple[int, ...], weight: int) -> None:
     await s.granted(grant(1, 0))
-    both_vote(s, AttemptId(1, 1, 0), poisoned=(0,))
-    (commit,) = s.named(effects.Commit)
-    assert (commit.record.skipped, commit.record.norm) == (True, 0.0)
-    (event,) = s.events("StepSkipped")
-    assert (event["replicas"], event["step"]) == ([0], 1)
-
-
-async def test_a_step_of_which_nothing_counts_is_journalled(s: Scene) -> None:
-    await s.granted(grant(1, 0))
+    mine = (Contribution(0, weight, 0, 0),)
     for rank in (0, 1):
-        s.leader.received(Vote(rank, AttemptId(1, 1, 0), "d", 0.0, (Contribution(0, 0, 0, 0),)))
-    assert not s.named(effects.Commit)[0].record.updates
+        s.leader.received(Vote(rank, AttemptId(1, 1, 0), "d", 2.0 * weight, mine, poisoned=poisoned))
+    (record,) = (commit.record for commit in s.named(effects.Commit))
+    assert (record.updates, record.skipped, record.norm) == (False, bool(poisoned), 0.0)
     (event,) = s.events("StepSkipped")
-    assert event["replicas"] == []
+    assert (event["replicas"], event["step"]) == ([*poisoned], 1)
 
 
 async def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took(scene) -> None:

@@ -44,14 +44,6 @@ async def test_works_in_any_order_of_the_lanes_do_not_wait_in_a_circle(widths: t
         await asyncio.wait_for(asyncio.gather(*map(asyncio.wrap_future, works)), 30)
 
 
-async def test_equal_widths_have_one_ring_and_copy_nothing() -> None:
-    async with WideRing((3, 3)) as ring:
-        given = await ring.form(1)
-        assert [[ring.number for ring in rank.lanes.of(given)] for rank in ring.replicas[0]] == [[0], [1], [2]]
-        assert all(len(rank.group.transports) == 2 for rank in ring.ranks), "two edges"
-        await ring.check(given)
-
-
 async def test_the_widths_change_from_epoch_to_epoch() -> None:
     """Replica 1 has four ranks, then three, then four again; the one ring of each rank comes back."""
 

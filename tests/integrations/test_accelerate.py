@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.framework_job import ExampleJob, Page, changed_lines, check_kill
+from tests.support.framework_job import COUNTING, ExampleJob, Page, changed_lines, check_kill
 from tests.support.refused import refused
 from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.integration
 STEPS, AT, VICTIM = 150, 40, 1
-OWN_LOOP = "tests/integrations/accelerate_own_loop.py"
 
 
 def test_few_lines_change() -> None:
@@ -38,7 +37,7 @@ def test_the_weights_are_those_of_our_own_loop(tmp_path: Path) -> None:
     with ExampleJob("accelerate", tmp_path, "killed", chaos=[kill], quorum__min_replicas=2) as job:
         killed = job.finish(STEPS)
         assert len(job.events("ReplicaStarted", replica=VICTIM)) == 2
-    with ExampleJob("accelerate", tmp_path, "own", entry=OWN_LOOP) as job:
+    with ExampleJob("accelerate", tmp_path, "own", entry=COUNTING, args=["accelerate"]) as job:
         assert job.finish(STEPS) == killed
 
 
@@ -72,21 +71,16 @@ class Stub(SimpleNamespace):
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of this process alone, and no state of Accelerate from the test before."""
-    import torch.distributed as dist
+def alone(monkeypatch: pytest.MonkeyPatch, group: None) -> Iterator[None]:
+    """The group, and no state of Accelerate from the test before."""
     from accelerate.state import AcceleratorState
 
-    values = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in values.items():
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("ACCELERATE_USE_FSDP", raising=False)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def accelerated(job: Stub, **settings: Any) -> Any:
@@ -95,7 +89,7 @@ def accelerated(job: Stub, **settings: Any) -> Any:
     return FtHsdpAccelerator(job=job, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -108,7 +102,7 @@ def test_settings_that_are_not_those_of_the_job_are_refused(settings: dict[str, 
     refused(lambda: accelerated(Stub(), **settings), words)
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_fsdp_of_another_version_is_refused() -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -116,7 +110,7 @@ def test_fsdp_of_another_version_is_refused() -> None:
     refused(lambda: accelerated(Stub(), fsdp_plugin=plugin), "fsdp_version=2")
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_what_would_change_one_replica_alone_is_refused(tmp_path: Path) -> None:
     from torch.distributed.fsdp import FSDPModule
 
@@ -150,7 +144,7 @@ def test_what_would_change_one_replica_alone_is_refused(tmp_path: Path) -> None:
     assert job.logged == [({"batch": 0}, None), ({"batch": 1}, None), ({"batch": 2}, None)]
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("alone")
 def test_a_scheduler_that_is_stepped_for_each_process_is_refused() -> None:
     accelerator = accelerated(Stub())
     model = torch.nn.Linear(4, 4)

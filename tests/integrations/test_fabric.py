@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.framework_job import Page, changed_lines, check_kill, check_weights
+from tests.support.framework_job import COUNTING, Page, changed_lines, check_kill, check_weights
 from tests.support.refused import refused
 
 pytestmark = pytest.mark.integration
 STEPS, VICTIM = 90, 1
-OWN_LOOP = "tests/integrations/fabric_own_loop.py"
 
 
 def test_few_lines_change() -> None:
@@ -38,7 +37,7 @@ def test_plain_and_killed_runs_of_the_page(tmp_path: Path) -> None:
 def test_other_runs_of_the_page_have_the_weights_of_our_own_loop(tmp_path: Path) -> None:
     page = Page("fabric", tmp_path)
     _, whole, _, waits = page.commands()
-    check_weights(page, whole, waits, OWN_LOOP, STEPS)
+    check_weights(page, whole, waits, COUNTING, STEPS, args=["fabric"])
 
 
 # What is refused: one rank, without a job.
@@ -74,18 +73,6 @@ class Batches:
         while self.job.step < self.job.config.train.steps:
             yield self.job.step
             self.job.step += 1
-
-
-@pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of this process alone."""
-    import torch.distributed as dist
-
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def launched(job: Stub, **settings: Any) -> tuple[Any, Any]:

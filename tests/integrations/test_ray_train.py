@@ -20,13 +20,12 @@ from ft_hsdp.config.loader import parse
 from ft_hsdp.integrations import ray_train
 from ft_hsdp.integrations.ray_train import FtHsdpTorchTrainer, RankUtils, prepare_data_loader
 from ft_hsdp.train import join
-from tests.support.framework_job import ExampleJob, Page, changed_lines, check_kill
+from tests.support.framework_job import COUNTING, ExampleJob, Page, changed_lines, check_kill
 from tests.support.launch.ray_cluster import Cluster
 from tests.support.refused import refused
 
 pytestmark = pytest.mark.integration
 STEPS, AT, VICTIM = 150, 40, 1
-OWN_LOOP = "tests/integrations/ray_train_own_loop.py"
 
 
 def test_few_lines_change() -> None:
@@ -52,7 +51,7 @@ def test_the_page_word_for_word(tmp_path: Path) -> None:
         assert not cluster.ours()
     runs = [tmp_path / "runs" / name for name in ("ray-train", "waits")]
     assert reported(runs[0]) == reported(runs[1])
-    with ExampleJob("ray_train", tmp_path, "own", entry=OWN_LOOP) as job:
+    with ExampleJob("ray_train", tmp_path, "own", entry=COUNTING, args=["ray_train"]) as job:
         own = job.finish(STEPS)
     assert [digest(run) for run in runs] == [own, own]
 
@@ -100,7 +99,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def trainer(folder: Path, document: str = "", loop: Any = dict, **settings: Any) -> FtHsdpTorchTrainer:
     """A trainer of a job of 2 replicas of 2 ranks."""
     file = folder / "job.yaml"
-    file.write_text(f"job: {{name: mine}}\nreplicas: 2\nranks_per_replica: 2\n{document}\n")
+    replicas = "" if document.startswith("replicas:") else "replicas: 2"
+    file.write_text(f"job: {{name: mine}}\n{replicas}\nranks_per_replica: 2\n{document}\n")
     return FtHsdpTorchTrainer(
         loop, job_config=file, **{"scaling_config": ScalingConfig(num_workers=4), **settings}
     )

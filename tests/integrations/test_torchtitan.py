@@ -3,6 +3,7 @@
 Run by `make integration-torchtitan`.
 """
 
+import gc
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -214,19 +215,11 @@ class Stub(SimpleNamespace):
 
 
 @pytest.fixture
-def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of this process alone."""
-    import gc
-
-    import torch.distributed as dist
-
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def mended(group: None) -> Iterator[None]:
+    """The group, and what torchtitan disables is enabled again."""
     yield
-    dist.destroy_process_group()
     torch.autograd.set_multithreading_enabled(True)
-    gc.enable()  # torchtitan has disabled it
+    gc.enable()
 
 
 @pytest.fixture
@@ -246,7 +239,7 @@ def built(config: Any, monkeypatch: pytest.MonkeyPatch, job: Stub) -> Any:
     return config.build()
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("mended")
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -271,7 +264,7 @@ def test_settings_that_a_job_cannot_have_are_refused(config, monkeypatch, key, v
     refused(lambda: built(config, monkeypatch, Stub()), words)
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("mended")
 def test_a_loss_that_runs_backward_and_means_over_units_are_refused(config, monkeypatch) -> None:
     from torchtitan.components.loss import ChunkedLossWrapper
 
@@ -282,13 +275,13 @@ def test_a_loss_that_runs_backward_and_means_over_units_are_refused(config, monk
     refused(lambda: built(config, monkeypatch, Stub()), "ChunkedLossWrapper")
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("mended")
 def test_hooks_of_the_optimizers_are_refused(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config.model_spec.post_optimizer_build_fn = lambda optimizers, *_: optimizers.register_step_pre_hook(print)
     refused(lambda: built(config, monkeypatch, Stub()), "a hook of step")
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("mended")
 def test_what_a_trainer_gives_to_the_job(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config.training.global_batch_size = 16
     config.debug.seed = None
@@ -310,7 +303,7 @@ def test_what_a_trainer_gives_to_the_job(config: Any, monkeypatch: pytest.Monkey
     assert not any("loss" in name or name == "grad_norm" for name in job.logged[0][1])
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("mended")
 def test_the_state_of_a_stream_needs_no_pickle(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from ft_hsdp.train.data.stream import decode_state, encode_state
 
@@ -328,7 +321,7 @@ def test_the_state_of_a_stream_needs_no_pickle(config: Any, monkeypatch: pytest.
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("mended")
 def test_weights_to_begin_with(config: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those of a checkpoint of torchtitan are read; its state of a later step is refused."""
     from torchtitan.trainer import Trainer

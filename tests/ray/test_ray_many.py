@@ -73,36 +73,6 @@ def test_twenty_nodes_in_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-def test_six_nodes_in_a_row_with_a_spare(tmp_path: Path) -> None:
-    """The spare's own node among them; each new node is the next spare's."""
-    steps, losses = 350, 6
-    with Cluster() as cluster:
-        cluster.add(1, 1, 1)
-        with Job(cluster, tmp_path, steps, program=SLOW, replicas=2, spares=1, restart__budget=30) as job:
-            for n in range(losses):
-                job.until(lambda n=n: len(job.events("SpareWarmed")) == n + 1, f"loss {n}: a spare")
-                pids = job.events("SpareWarmed")[-1]["pids"]
-                job.until(lambda: job.contribute(0, 1), f"loss {n}: both replicas")
-                if n % 3 == 2:
-                    cluster.remove(cluster.node_above(pids[0]))
-                    job.until(lambda pids=pids: job.events("SpareLost", pids=pids), f"loss {n}: of the spare")
-                else:
-                    cluster.remove(job.node_of(n % 3))
-                    job.until(lambda pids=pids: job.events("ReplicaStarted", pids=pids), f"loss {n}: the move")
-                cluster.add(1)
-            job.until(lambda: len(job.events("SpareWarmed")) == losses + 1, "the last spare")
-            job.until(lambda: job.contribute(0, 1), "both replicas")
-            job.hurry()
-            summary = job.end(deadline_s=300)
-        nothing_is_left(cluster)
-    audit(summary, steps)
-    # At the start two actors on one machine may have found the same port free: then one replica is started again.
-    assert all(summary["replicas"][n]["incarnations"] >= 3 for n in "01")
-    assert len(job.events("ReplicaStarted", how="from a spare")) == 4
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
 def test_places(tmp_path: Path) -> None:
     with Cluster() as cluster:
         a, b = *cluster.add(2, zone="a"), *cluster.add(2, zone="b")

@@ -520,16 +520,6 @@ async def test_the_node_that_is_lost_is_replaced_and_the_other_one_stays(tmp_pat
         assert await world.train(1) == COLD  # a later start finds all actors
 
 
-async def test_a_spare_that_is_ready_comes_before_another_node(tmp_path: Path) -> None:
-    async with World(tmp_path, {"": 3}, strategy="SPREAD").running(0, 1) as world:
-        spare = await world.ready()
-        hurt = world.of(1)
-        hurt.lose(1)
-        assert await world.train(1) == WARM
-        assert world.of(1) is spare
-        await async_until(lambda: hurt.removed, "what is left of the old place")
-
-
 async def test_two_replicas_lose_a_node_each_at_once_and_what_is_left_of_both_stays(tmp_path: Path) -> None:
     """The exit of replica 1 is reported after replica 0 has taken the spare's slot."""
     async with World(tmp_path, {"": 3}, strategy="SPREAD").running(0, 1) as world:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from ft_hsdp import fault_injection
 from ft_hsdp.fault_injection import FaultOrder
+from tests.support import os_faults  # noqa: F401 - registers its kinds
 
 ME = 1
 Enforced = Callable[..., contextlib.ExitStack]

@@ -13,6 +13,7 @@ from tests.support.scenarios.scenario_job import ROOT, Job, check
 from tests.support.started_job import StartedJob
 
 MARK = "# FT"
+COUNTING = "tests/integrations/counting_loop.py"  # our own loop of the examples that count; args: of which
 
 
 class ExampleJob(Job):

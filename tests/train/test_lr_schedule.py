@@ -292,23 +292,6 @@ def test_a_state_of_other_schedulers_is_refused() -> None:
         assert "\n" not in str(refused.value)
 
 
-def test_a_scheduler_that_ends_before_the_job_is_refused() -> None:
-    _, o, s = made("sgd", "OneCycleLR")
-    groups = Groups(o, s)
-    groups.check_length(STEPS)
-    with pytest.raises(ConfigError, match=r"OneCycleLR: got 'total_steps 12'; allowed: 13 or more"):
-        groups.check_length(STEPS + 1)
-
-
-def test_a_scheduler_that_cannot_go_on_says_so_in_one_line() -> None:
-    m, o, s = made("sgd", "OneCycleLR")
-    groups = Groups(o, s)
-    for step in range(1, STEPS + 1):
-        apply(groups, m, step)
-    with pytest.raises(ConfigError, match=r"OneCycleLR.*that can go on after step 12 .*Tried to step 13 times"):
-        apply(groups, m, 12)
-
-
 def container(schedulers: Iterable[LRScheduler]) -> Iterable[LRScheduler]:
     """What torchtitan has: not a list, but it iterates."""
 

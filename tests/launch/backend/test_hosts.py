@@ -72,21 +72,6 @@ def test_hosts_of_spare_replicas_are_taken_last() -> None:
     ]
 
 
-def test_a_replica_moves_only_if_all_its_lost_hosts_can_be_replaced() -> None:
-    made = hosts(spare=1)
-    assert made.place(0, ["r0h0", "r0h1"], []) is None
-    assert made.of(0) == ("r0h0", "r0h0", "r0h1", "r0h1")
-    assert made.free(["r0h0", "r0h1"]) == ["s0"]
-
-
-def test_of_two_that_wait_the_one_that_needs_less_is_served() -> None:
-    made = hosts(spare=1)
-    made.of(1)
-    down = ["r0h0", "r0h1", "r1h0"]
-    assert made.place(0, down, [1]) is None
-    assert [swap.spare for swap in made.place(1, down, [0]) or []] == ["s0"]
-
-
 def test_the_spare_host_stands_apart_from_the_other_copies_if_there_is_a_choice() -> None:
     """Replica 1 has its copy of the lost shards in rack 1, and so is s0."""
     racks = {"r0*": "0", "r1*": "1", "s0": "1", "s1": "2"}
@@ -171,16 +156,6 @@ def test_of_two_that_run_with_fewer_ranks_one_leaves_for_a_spare_host(down, firs
         assert not made.could_grow(3 - first, down, []), "the host has ranks"
 
 
-def test_a_replica_that_is_smaller_waits_for_no_larger_one() -> None:
-    """Replica 2 has two of four hosts left, replica 1 has three; two hosts are spare."""
-    made, down = EmulatedHosts(4, 4, spare=2), ["r1h3", "r2h2", "r2h3"]
-    for replica in (1, 2):
-        assert made.place(replica, [], []) == []
-        made.lose(replica, down)
-        assert made.shrink(replica, [*down, "s0", "s1"], [], 1)
-    assert [replica for replica in (1, 2) if made.could_grow(replica, down, [])] == [2]
-
-
 def test_a_replica_that_does_not_run_comes_before_a_smaller_one_that_does() -> None:
     """Also if it ran with fewer ranks before."""
     made, down = EmulatedHosts(4, 4, spare=1), ["r0h3", "r1h2", "r1h3"]
@@ -237,15 +212,6 @@ def test_a_replica_that_waits_lends_its_hosts_and_waits_for_the_lost_ones() -> N
     assert made.of(0) == ("r1h0", "r1h0", "r0h1", "r0h1")
     made.lose(1, ["r1h1"])
     assert made.place(1, ["r1h1"], [0]) is None, "what runs lends nothing"
-
-
-def test_a_spare_host_that_is_back_is_taken_before_one_is_lent() -> None:
-    made, down = hosts(1), ["r0h1", "r1h0"]
-    made.of(1)
-    assert made.place(0, [*down, "s0"], [1]) is None
-    made.lend(0)
-    assert [swap.spare for swap in made.place(0, down, [1]) or []] == ["s0"]
-    assert made.place(1, down, []) is None
 
 
 def test_the_hosts_of_a_replica_that_is_given_up_are_spare_for_the_others() -> None:

@@ -6,7 +6,7 @@ from ft_hsdp.core.grant import Continue, Finish, Grant, Refused
 from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
 from lighthouse.quorum.events import Action, Commanded
 from lighthouse.status import describe
-from tests.support.lighthouse.lighthouse_helpers import START, Out, Script, at, name, record, refusal
+from tests.support.lighthouse.lighthouse_helpers import Out, Script, at, name, record, refusal
 
 ALL = Supervised({0, 1, 2})
 
@@ -230,18 +230,6 @@ def test_one_that_is_still_a_member_is_waited_for() -> None:
     step(job, 2, 0, 1, 2)
     job.ask(0, at(1, 3), epoch=1)
     assert not job.ask(1, at(1, 3), epoch=1).answers
-
-
-def test_an_undrained_replica_joins_as_any_other(job: Script) -> None:
-    order(job, "drain", 1)
-    step(job, 2, 0, 1, 2)
-    job.ask(0, at(1, 3), epoch=1, leaving=(1,))
-    job.runs({1: None}, [(1, 0)])
-    order(job, "undrain", 1)
-    job.runs({1: 1})
-    job.ask(1, START, life=1)
-    out = job.ask(0, at(2, 4), epoch=2)
-    assert {m.replica: m.role for m in out.grant(1).members}[1] == "behind"
 
 
 def test_a_checkpoint_is_demanded_until_somebody_has_heard_that_it_was_written(job: Script) -> None:

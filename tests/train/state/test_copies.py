@@ -242,16 +242,6 @@ def test_no_vote_waits_longer_than_it_may(tmp_path, monkeypatch, wait_s, dies_at
     assert vote.waited_s == clock.now - 100.0
 
 
-def test_an_agent_without_room_is_not_waited_for(tmp_path: Path) -> None:
-    one = Rank(tmp_path, 0, 0, wait_s=30.0)
-    one.agent.refuses = "no memory"
-    one.keeper.configure(grant(1, 0, TWO_HOSTS))
-    one.keeper.mark_current(state(0))
-    one.agent.answers = [UNDER_WAY]
-    assert not one.vote(1).kept
-    assert one.told() == [("CopyMissing", "no memory")]
-
-
 THREE_HOSTS = {0: ("r0h0", "r0h1", "r0h2", "r0h2")}
 
 
@@ -527,18 +517,6 @@ def test_copies_that_are_never_complete_become_fewer(tmp_path, wait_s, waited_s,
     slowed = [[row["reason"] for row in one.paced() if not row["over"]] for one in ranks]
     why = f"a step of {step_s:g} s waited {waited_s:g} s for the copies of a state, which were not complete then"
     assert slowed == [[why], []]
-
-
-def test_a_copy_that_its_holder_has_not_does_not_count_as_late(tmp_path: Path) -> None:
-    one = Rank(tmp_path, 0, 0, wait_s=0)
-    one.keeper.configure(grant(1, 0, TWO_HOSTS))
-    failed = KeptCopies(((0, 2),), (CopyFailure(0, 3, "reset", state(0)),))
-    for step in range(1, 9):
-        one.agent.answers = [None if step < 5 else failed]
-        vote = one.vote(step)
-        assert (vote.kept, vote.late) == (False, False)
-        assert one.keeper.settled(state(step - 1), False, CopyCost(step_s=0.1, late=vote.late))
-    assert "CopiesSlowed" not in [event for event, _ in one.told()]
 
 
 def test_no_host_is_asked_for_more_copies_than_its_agent_takes(tmp_path: Path) -> None:

@@ -126,15 +126,6 @@ def sealed_before(host: AgentOfHost) -> Callable[..., tuple[str, ...]]:
     return sealed
 
 
-def test_a_failed_source_makes_way_for_another_replica(job: Job) -> None:
-    own = job.host(0, "r0h0", *((5, 4, rank) for rank in range(4)))
-    job.host(1, "r1h0", *((5, 4, rank) for rank in range(4)))
-    own.flip(5, 4, 0)
-    with mock.patch("ft_hsdp.state.transfer.served_parts._checksums", sealed_before(own)):
-        assert job.restore([own] * 3) == [state(5)] * 3
-    assert job.record["rung"] == "replica"
-
-
 def test_without_a_head_its_own_hosts_are_asked(job: Job) -> None:
     """The lighthouse does not know the job: what the own hosts have in another width counts, too."""
     own = job.host(0, "r0h0", *((5, 4, rank) for rank in range(4)))
