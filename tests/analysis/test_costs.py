@@ -3,7 +3,6 @@
 import pytest
 
 from ft_hsdp.analysis.costs import (
-    HostAway,
     effective_ratio,
     replicated_ratio,
     restart_cost,
@@ -71,20 +70,3 @@ def test_deadpool_loss_probability() -> None:
 def test_shards_are_lost_no_more_often_than_their_hosts() -> None:
     assert loss_rate(3, 4, failures=2.0, repair=0.5) == 3 * 4 * 2.0
     assert loss_rate(3, 64, failures=1e-3, repair=1e120) == pytest.approx(3 * 64 * 1e-3)
-
-
-def test_fewer_ranks_pay_once_a_host_is_away_for_longer_than_a_start() -> None:
-    """One of two replicas of 4 ranks, steps of 20 s, 60 s until it goes on with 2 ranks, 40 s for a start."""
-    job = HostAway(full=0.4, without=0.2, narrow=0.3, patience=60, start=40)
-    assert job.lost_waiting(60) == job.lost_shrinking(60) == pytest.approx(20)
-    assert (job.lost_waiting(61), job.lost_shrinking(61)) == pytest.approx((20.2, 28))
-    assert job.break_even == 100
-    assert job.lost_waiting(100) == pytest.approx(28) == job.lost_shrinking(100)
-    assert (job.lost_waiting(600), job.lost_shrinking(600)) == pytest.approx((128, 78))
-
-
-def test_fewer_ranks_that_train_no_more_than_none_never_pay() -> None:
-    job = HostAway(full=0.4, without=0.2, narrow=0.2, patience=60, start=40)
-    assert job.break_even is None
-    assert job.lost_shrinking(600) == pytest.approx(job.lost_waiting(600))
-    assert job.lost_shrinking(61) > job.lost_waiting(61)

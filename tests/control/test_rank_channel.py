@@ -107,14 +107,6 @@ async def test_a_wrong_hello_is_hung_up_on(said: RankHello) -> None:
         rank.line.close()
 
 
-async def test_who_does_not_know_the_token_says_nothing() -> None:
-    async with Leader(2) as leader:
-        with pytest.raises(handshake.HungUp):
-            await Rank("cd" * 32).connect(leader.port, hello(1))
-        assert not leader.hub.hellos
-        assert leader.lost.empty()
-
-
 async def test_a_hub_that_has_all_its_ranks_listens_no_more() -> None:
     async with Leader(2) as leader:
         rank = await Rank().connect(leader.port, hello(1))

@@ -133,18 +133,12 @@ def record(into, code=0):
     return call
 
 
-def test_waits_for_at_least_the_value(device_stream, driver):
+@pytest.mark.parametrize("entry", ["cuStreamWaitValue32_v2", "cuStreamWriteValue32"])
+def test_the_older_entry_serves_where_the_newer_is_missing(device_stream, driver, entry):
     calls = []
-    driver.cuStreamWaitValue32_v2 = record(calls)
-    device_stream.wait_value(0x1000, 5)
-    assert calls == [(77, 0x1000, 5, 0)]
-
-
-def test_the_older_entry_serves_where_the_newer_is_missing(device_stream, driver):
-    calls = []
-    driver.cuStreamWriteValue32 = record(calls)
-    device_stream.write_value(0x2000, 6)
-    assert calls == [(77, 0x2000, 6, 0)]
+    setattr(driver, entry, record(calls))
+    (device_stream.wait_value if "Wait" in entry else device_stream.write_value)(0x1000, 5)
+    assert calls == [(77, 0x1000, 5, 0)], "it waits for at least the value"
 
 
 def test_a_driver_without_them_is_unsupported(device_stream, driver):

@@ -146,49 +146,19 @@ async def test_a_change_at_the_moment_of_its_cancellation_does_not_keep_it_alive
     assert done
 
 
-async def test_it_goes_on_through_an_outage_and_reports_what_changed_meanwhile() -> None:
-    pictures: list[Any] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
-        assert b"secret" not in head
-        pictures.append(json.loads(await reader.readexactly(size))["body"])
-        said = json.dumps(answer()).encode()
-        begin = f"HTTP/1.1 200 OK\r\nConnection: close\r\n{line_of(head.decode(), 200, said, 'secret')}"
-        writer.write(begin.encode() + b"Content-Length: %d\r\n\r\n" % len(said) + said)
-        await writer.drain()
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    link = LighthouseLink((f"http://127.0.0.1:{port}",), "secret", Progress(), lambda *_: None)
-    running = asyncio.create_task(link.run())
-    await async_until(lambda: pictures, "the first report")
-    server.close()
-    await server.wait_closed()
-    link.started(0, "0-a-0")
-    await async_until(lambda: link.problem, "the outage")
-    link.exited(0, "0-a-0")
-    back = await asyncio.start_server(serve, "127.0.0.1", port)
-    await async_until(lambda: link.settled, "the report after the outage")
-    assert pictures[-1]["exited"] == ["0-a-0"]
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    back.close()
-    await back.wait_closed()
-
-
 class Journal:
-    """A lighthouse that takes telemetry on a real socket."""
+    """A lighthouse that takes reports and telemetry on a real socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.events: list[dict[str, Any]] = []
         self.sources: set[str] = set()
+        self.reports: list[dict[str, Any]] = []
+        self.port = port
 
     async def __aenter__(self) -> Journal:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -196,20 +166,37 @@ class Journal:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
-            while True:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode()
-                length = int(head.lower().split("content-length:")[1].split()[0])
-                body = await reader.readexactly(length)
-                said = json.dumps(answer()).encode()
-                if head.startswith("POST /v1/telemetry "):
-                    told = protocol.decode(body, protocol.Telemetry)
-                    self.sources.add(told.source)
-                    self.events += told.events
-                    said = b""
-                status = 200 if said else 204
-                begin = f"HTTP/1.1 {status} x\r\n{line_of(head, status, said, 'secret')}"
-                writer.write(f"{begin}content-length: {len(said)}\r\n\r\n".encode() + said)
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            assert "secret" not in head
+            length = int(head.lower().split("content-length:")[1].split()[0])
+            body = await reader.readexactly(length)
+            said = json.dumps(answer()).encode()
+            if head.startswith("POST /v1/telemetry "):
+                told = protocol.decode(body, protocol.Telemetry)
+                self.sources.add(told.source)
+                self.events += told.events
+                said = b""
+            else:
+                self.reports.append(json.loads(body)["body"])
+            status = 200 if said else 204
+            begin = f"HTTP/1.1 {status} x\r\nConnection: close\r\n{line_of(head, status, said, 'secret')}"
+            writer.write(f"{begin}content-length: {len(said)}\r\n\r\n".encode() + said)
         writer.close()
+
+
+async def test_it_goes_on_through_an_outage_and_reports_what_changed_meanwhile() -> None:
+    async with Journal() as lighthouse:
+        link = LighthouseLink((lighthouse.url,), "secret", Progress(), lambda *_: None)
+        running = asyncio.create_task(link.run())
+        await async_until(lambda: lighthouse.reports, "the first report")
+    link.started(0, "0-a-0")
+    await async_until(lambda: link.problem, "the outage")
+    link.exited(0, "0-a-0")
+    async with Journal(lighthouse.port) as back:
+        await async_until(lambda: link.settled, "the report after the outage")
+        assert back.reports[-1]["exited"] == ["0-a-0"]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_what_happens_here_goes_to_the_lighthouse_too_and_the_end_is_in_it() -> None:

@@ -420,15 +420,6 @@ def test_the_name_tells_nothing_and_differs_by_token_replica_and_host():
     assert not any(TOKEN[:8] in name for name in names)
 
 
-@pytest.mark.usefixtures("holdings")
-def test_who_does_not_know_the_token_is_not_let_in(caplog: pytest.LogCaptureFixture):
-    with stranger() as sock, pytest.raises(ConnectionError):
-        greet(sock, "ef" * 32)
-    assert "hung up on 1 connections" in caplog.text
-    with stranger() as sock:
-        greet(sock, TOKEN)
-
-
 def test_who_hangs_up_leaves_its_slots_for_the_next(holdings: SnapshotStore):
     rank = connect(REPLICA)
     assert rank.stage(state(1)) is not None

@@ -163,13 +163,6 @@ def test_a_pickle_in_a_checkpoint_is_never_run_by_whoever_changed_it(replica, tw
     assert not (copy / "ran").exists()
 
 
-def test_a_checkpoint_of_another_key_is_refused_and_can_be_adopted(replica, two) -> None:
-    folder, digest = two
-    for each in replica(2, "load", folder, key="another"):
-        assert "checkpoint.trust: true" in each["refused"]
-    assert [each["digest"] for each in replica(2, "load", folder, {"seed": 7}, key=None)] == [digest] * 2
-
-
 def test_other_frozen_weights_are_refused(replica, two) -> None:
     """On the ranks of the writer and on another number of them alike."""
     for ranks in (2, 3):

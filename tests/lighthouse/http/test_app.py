@@ -136,34 +136,21 @@ async def test_nonsense_is_422_with_one_line(path, body):
     assert len(detail) < 300
 
 
-async def streamed(path, receive):
-    """The status of the answer to a worker whose body ``receive`` gives piece by piece."""
-    told = {"method": "POST", "path": path, "raw_path": path.encode(), "query_string": b"", "headers": []}
+async def test_a_body_that_never_ends_is_408(monkeypatch):
+    monkeypatch.setattr(quorum_route, "BODY_S", 0.05)
+    told = {"method": "POST", "path": "/v1/quorum", "raw_path": b"/v1/quorum", "query_string": b"", "headers": []}
     scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "role": "worker", **told}
-    out = []
+    pieces, out = [b"{", b" "], []
+
+    async def slow():
+        await (asyncio.sleep(0.02) if pieces else asyncio.Event().wait())
+        return {"type": "http.request", "body": pieces.pop(0), "more_body": True}
 
     async def send(message):
         out.append(message)
 
-    await create_app(make(), Keys(TOKEN))(scope, receive, send)
-    return out[0]["status"]
-
-
-async def test_a_body_that_never_ends_is_408(monkeypatch):
-    monkeypatch.setattr(quorum_route, "BODY_S", 0.05)
-
-    async def slow():
-        yield b"{"
-        await asyncio.sleep(0.02)
-        yield b" "
-        await asyncio.Event().wait()
-
-    chunks = slow()
-
-    async def receive():
-        return {"type": "http.request", "body": await anext(chunks), "more_body": True}
-
-    assert await streamed("/v1/quorum", receive) == 408
+    await create_app(make(), Keys(TOKEN))(scope, slow, send)
+    assert out[0]["status"] == 408
 
 
 async def test_a_store_that_fails_is_503():

@@ -169,16 +169,6 @@ def test_who_leaves_on_purpose_is_gone_at_the_next_step_without_a_break(job: Scr
     assert out.grant(0).base == at(1, 1)
 
 
-def test_a_known_exit_shrinks_the_membership_at_once(job: Script):
-    job.first(0, 1, 2)
-    job.runs({2: None}, exited=[(2, 0)])
-    assert not job.ask(0, epoch=1, after=1).answers
-    out = job.ask(1, epoch=1, after=1)
-    assert out.grant(0).ring == (0, 1)
-    assert out.grant(0).epoch == 2
-    assert job.now == 0.0
-
-
 @pytest.mark.parametrize(("suspects", "grace_s"), [((), 1.0), ((2,), 0.2)])
 def test_the_silent_are_left_out_after_their_grace_which_is_shorter_for_a_suspect(suspects, grace_s):
     job = Script(suspect_grace_s=0.2, silence_grace_s=1.0)
