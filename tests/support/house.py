@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "statements": (40_600, 39_000),
     "lines with JavaScript": (76_250, 71_000),
     "benchmarks outside the package": (3_450, 4_000),  # statements
-    "test lines": (74_840, 66_000),  # the model checker among them
+    "test lines": (74_830, 66_000),  # the model checker among them
     "modules with code": (305, 310),
     "configuration keys": (120, 120),
     "timeouts among them": (15, 14),

@@ -329,14 +329,6 @@ PLANTED: dict[str, tuple[Callable[[RunDir], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", PLANTED)
-def test_each_breach_is_found(run: RunDir, kind: str) -> None:
-    plant, told = PLANTED[kind]
-    plant(run)
-    found = verify(run)
-    assert any(told in breach for breach in found.breaches), found.breaches
-
-
 def both(change: Callable[[Row], Any], line: int = 6) -> Callable[[RunDir], None]:
     """Change a step in the logs of both replicas."""
 
@@ -395,11 +387,12 @@ def test_steps_of_fewer_ranks_are_no_breach(narrow: RunDir) -> None:
     assert json.loads(narrow.summary.read_text())["narrow_steps"] == {"1": 8}
 
 
-@pytest.mark.parametrize("kind", OF_WIDTHS)
-def test_each_breach_of_widths_is_found(narrow: RunDir, kind: str) -> None:
-    plant, told = OF_WIDTHS[kind]
-    plant(narrow)
-    found = verify(narrow)
+@pytest.mark.parametrize("kind", [*PLANTED, *OF_WIDTHS])
+def test_each_breach_is_found(request: pytest.FixtureRequest, kind: str) -> None:
+    run = request.getfixturevalue("narrow" if kind in OF_WIDTHS else "run")
+    plant, told = PLANTED.get(kind) or OF_WIDTHS[kind]
+    plant(run)
+    found = verify(run)
     assert any(told in breach for breach in found.breaches), found.breaches
 
 
