@@ -23,6 +23,7 @@ from ft_hsdp.core import commit, effects
 from ft_hsdp.core.commit import AttemptId, Vote
 from ft_hsdp.core.events import Leaving
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Hosts, Refused, Report
+from ft_hsdp.core.host_report import AssignedRanks, HostReport
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 
@@ -74,7 +75,7 @@ class MachineRanks:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What a supervisor reports of its replicas' processes. Wire tag "Processes"."""
+    """What a supervisor, a rank or the agent of a host reports of processes. Wire tag "Processes"."""
 
     running: dict[int, str | None]  # the incarnation that runs, by replica id; None: none
     exited: tuple[str, ...] = ()  # incarnations that have exited
@@ -85,6 +86,7 @@ class ProcessReport:
     # Replicas that `owner` wants to run alone, each with the number of its last lease (0: none).
     leases: dict[int, int] = field(default_factory=dict)
     machines: tuple[MachineRanks, ...] = ()
+    host: HostReport | None = None  # from the agent of a host; nothing else is in the report then
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,9 @@ class SupervisorReply:
     lease_s: float = 0.0  # how long the leases last from the report on, in seconds
     # Incarnations of the report's `machines` that have exited, or of which nobody waits to hear it.
     exited: tuple[str, ...] = ()
+    assigned: tuple[AssignedRanks, ...] = ()  # all that a host is to run; what it has besides ends (SIGKILL)
+    seen: str = ""  # the digest of `assigned`, for the next `HostReport`
+    refused: str = ""  # why the agent of the host has to end; "": it goes on
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """The lighthouse: the service that decides which replicas train together, from which state, in which epoch.
 
-One lighthouse serves one job (the word is torchft's). Replicas ask it for each step, supervisors report what runs,
-operators give orders, and the page shows what happens. Nothing here imports torch, so a lighthouse starts fast and
-runs on a small machine.
+One lighthouse serves one job (the word is torchft's). Replicas ask it for each step, supervisors and the agents of
+hosts report what runs, operators give orders, and the page shows what happens. Nothing here imports torch, so a
+lighthouse starts fast and runs on a small machine.
 
 The path of a request for a step:
 
     http/connections -> http/access -> http/quorum_route -> validation -> service
-        -> quorum.transition -> store -> the answer
+        -> placement.machine -> quorum.transition -> store -> the answer
 
 Every decision is made by `quorum`, written to `store`, and only then told. So a lighthouse that is killed at any
 moment and started again continues the same epoch, with a higher term. While it is away, a membership that works
@@ -16,6 +16,7 @@ goes on under its lease.
 Read in this order:
 
 - `quorum`: the decisions, pure. Start here.
+- `placement`: on which hosts the replicas run, pure; it has each event after the quorum.
 - `service`: one job; every event goes through `Service.apply`.
 - `evictions`: the orders to kill silent members.
 - `validation`: what a message may claim at all.
@@ -28,9 +29,9 @@ Read in this order:
 - `ha`: several lighthouses, of which one leads (etcd).
 - `__main__`: the process.
 
-`quorum` and `overview` must not do I/O or import a library. Of `ft_hsdp`, nothing here may import what runs
-beside or above a lighthouse: `ftar`, `state`, `control`, `train`, `launch`, `bench` (import-linter
-checks both).
+`quorum`, `placement` and `overview` must not do I/O or import a library. Of `ft_hsdp`, nothing here may
+import what runs beside or above a lighthouse: `ftar`, `state`, `control`, `train`, `launch`, `bench` (import-
+linter checks both).
 
 Example: ``python -m lighthouse --run runs/job`` serves the job whose configuration is runs/job/config.yaml.
 """

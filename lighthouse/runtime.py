@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 
 from ft_hsdp.config import Config, agreed, config_hash
 from ft_hsdp.core.replica_state import PROTOCOL, difference
+from ft_hsdp.core.restart import BACKOFF_MAX_S, RestartPolicy
 from ft_hsdp.core.units import UnitPolicy
 from ft_hsdp.errors import ConfigError
 from lighthouse.http.access import Keys
@@ -23,6 +24,7 @@ from lighthouse.journal.database import SqliteDatabase
 from lighthouse.journal.exporters import TensorBoardSink, WandbSink
 from lighthouse.journal.journal import JobJournal, Sink
 from lighthouse.overview.overview import JobInfo
+from lighthouse.placement.state import PlacementPolicy
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 from lighthouse.service import Service
 from lighthouse.store import Store
@@ -129,7 +131,27 @@ def policy(config: Config) -> Policy:
             ranks_per_unit=config.ranks_per_unit,
             data_ranks=config.data_ranks,
         ),
+        placing=PlacementPolicy(
+            hosts=config.hosts.per_replica or 1,
+            ranks=config.ranks_per_replica,
+            restart=restart_policy(config),
+            apart=config.memory.apart,
+            place_s=timeouts.place_s,
+            together_s=timeouts.together_s,
+            start_s=timeouts.start_s,
+            lease_s=quorum.lease_s,
+            shrink_to=config.memory.shrink_to,
+        ),
     )
+
+
+def restart_policy(config: Config) -> RestartPolicy:
+    """Return when replicas of a job start again.
+
+    One that waits at the end must come back while the others serve the final state.
+    """
+    chosen, longest_s = config.restart, min(BACKOFF_MAX_S, config.timeouts.final_wait_s / 2)
+    return RestartPolicy(chosen.budget, chosen.backoff_s, chosen.shortage_s, longest_s)
 
 
 def _most_micro_batches(config: Config) -> int:

@@ -6,6 +6,7 @@ Every event goes through `Service.apply`: decide, save, and only then let any ef
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -15,11 +16,15 @@ from typing import Any
 
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Answer, Grant, Holders, Refused, Report
+from ft_hsdp.core.host_report import HostReport
 from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.memory.hosts import Host
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Wait
 from lighthouse import status, validation
 from lighthouse.evictions import Evictions
 from lighthouse.http.rate_limits import Rates
+from lighthouse.placement import machine, signs
+from lighthouse.placement.state import ReplicaPhase
 from lighthouse.quorum import commands
 from lighthouse.quorum.events import (
     Action,
@@ -28,16 +33,17 @@ from lighthouse.quorum.events import (
     Commanded,
     Event,
     Evict,
+    HostClosed,
     MachineReported,
     Note,
     OpenRequest,
     ProcessesReported,
     Reply,
     Ticked,
+    Withdrawn,
 )
 from lighthouse.quorum.rules import Incarnation, replace
 from lighthouse.quorum.state import Agreement, LighthouseState, StateAgents, holders, lease_of, wanted
-from lighthouse.quorum.transition import transition
 from lighthouse.store import StateSaver, Store, StoreFailed
 
 LONG_POLL_S = 20.0  # a request that is open for this long is answered with Wait
@@ -106,6 +112,7 @@ class Service:
         self._waiting: str | None = None  # what the open requests wait for
         self._told: str | None = None  # the newest reason to wait that is in the journal
         self._timer: asyncio.TimerHandle | None = None
+        self._moved = asyncio.Event()  # set, and replaced, when hosts may have to run something else
         self._closed = False
 
     def started(self) -> None:
@@ -192,6 +199,45 @@ class Service:
             asked.answer.set_result(Wait(self._reason))
             asyncio.get_running_loop().call_later(LINGER_S, self._try, AskWithdrawn(asked.replica, asked.id))
 
+    async def host(self, report: ProcessReport, peer: str | None = None) -> SupervisorReply:
+        """Take all that the agent of a host says, and return all that the host is to run.
+
+        If the agent knows that already, the answer waits for another one, for a third of ``evict_s`` at most.
+
+        Args:
+            peer: As in `submit`.
+
+        Raises:
+            ProtocolViolation: the report cannot be true.
+            StoreFailed: nothing was noted.
+        """
+        assert report.host is not None
+        validation.check_host(self.state, report.host, peer, self._allow)
+        reply = self.processes(report)
+        late = asyncio.get_running_loop().time() + self.state.policy.evict_s / 3
+        while report.host.seen == reply.seen and not (reply.refused or self._closed or self._is_over):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(late):
+                    await self._moved.wait()
+                    reply = self._assignment(report.host, reply)
+                    continue
+            break
+        return replace(reply, finished=self.state.finished, halted=self.state.halted)
+
+    @property
+    def _is_over(self) -> bool:
+        return self.state.finished or bool(self.state.halted)
+
+    def closed(self, host: HostReport) -> None:
+        """Take note that the connection of a host's agent has ended before the answer."""
+        self._try(HostClosed(host, self._clock()))
+
+    def _assignment(self, host: HostReport, reply: SupervisorReply) -> SupervisorReply:
+        """Return a reply with what a host is to run."""
+        name, refused = Host.parse(host.path).name, machine.refusal(self.state, host)
+        mine = () if refused else signs.assigned(self.state, name)
+        return replace(reply, assigned=mine, seen=signs.seen(self.state, name), refused=refused)
+
     def processes(self, report: ProcessReport) -> SupervisorReply:
         """Take all that a supervisor knows of its replicas, and return its orders and how far the job is.
 
@@ -213,14 +259,14 @@ class Service:
             for each in report.machines
         )
         lost = frozenset(report.lost)
-        self.apply(ProcessesReported(owned, exited, lost, now, owner, claims, ended, machines))
+        self.apply(ProcessesReported(owned, exited, lost, now, owner, claims, ended, machines, report.host))
         awaited = {(each.replica, each.incarnation) for each in self.state.spread}
         found = {replica: lease_of(self.state, replica) for replica in report.leases}
         held = {replica: lease.number for replica, lease in found.items() if lease and lease.owner == owner}
         rivals = {replica: lease.owner for replica, lease in found.items() if lease and lease.owner != owner}
         self._supervised |= dict.fromkeys((r for r in owned if r not in rivals), now)
         head = self.state.head
-        return SupervisorReply(
+        reply = SupervisorReply(
             evict=tuple(order for order in self._evictions.orders.values() if order.replica in owned),
             epoch=self.state.epoch,
             step=head.step if head else 0,
@@ -232,6 +278,7 @@ class Service:
             lease_s=self.state.policy.supervisor_lease_s,
             exited=tuple(each.who[1] for each in machines if each.gone and each.who not in awaited),
         )
+        return reply if report.host is None else self._assignment(report.host, reply)
 
     def command(
         self,
@@ -262,6 +309,7 @@ class Service:
         now = self._clock()
         command = Commanded(action, replica, reason, now, target, host)
         reporting = {r for r, at in self._supervised.items() if at > now - SUPERVISED_S}
+        reporting |= {r for r, me in enumerate(self.state.placement.replicas) if me.phase is ReplicaPhase.RUNS}
         supervised = commands.Supervised(reporting, self._evictions.orders)
         found = commands.plan(self.state, command, supervised, force)
         if isinstance(found, commands.Impossible):
@@ -284,7 +332,7 @@ class Service:
         return found.detail
 
     def status(self) -> dict[str, Any]:
-        return status.describe_job(self.name, self.state, self._reports, self._reason)
+        return status.describe_job(self.name, self.state, self._reports, self._reason, self._clock())
 
     def holders(self, replica: int | None = None) -> Holders:
         return holders(self.state, replica, self._agents)
@@ -292,6 +340,7 @@ class Service:
     def close(self) -> None:
         """Answer every open request with Wait, and take no more. The store stays open."""
         self._closed = True
+        self._moved.set()
         self._saver.close()
         if self._timer is not None:
             self._timer.cancel()
@@ -309,11 +358,14 @@ class Service:
             StoreFailed: the event has changed nothing.
         """
         before = self.state
-        after, effects = transition(before, event)
+        after, effects = machine.decide(before, event)
         if after.grant is not None and after.agreed is None:
             after = replace(after, agreed=self._agreed)  # durable together with the first grant
         self._saver.save(after)
         self.state = after
+        if after.placement is not before.placement or self._is_over:
+            self._moved.set()
+            self._moved = asyncio.Event()
         if after.rewinding:
             self._agents.clear()  # what they keep may be wrong
         waits: list[str] = []
@@ -338,6 +390,8 @@ class Service:
         """Order a SIGKILL, once; the order stands until the incarnation is known to have exited."""
         if self._evictions.order(self.state, who, reason):
             self._note("ReplicaEvicted", reason, {"replica": who[0], "incarnation": who[1]})
+            if self.state.placement.replicas:
+                self._try(Withdrawn(who, reason, self._clock()))
 
     def _reply(self, replica: int, id_: int, answer: Answer | Wait) -> None:
         """Answer an open request. A lost answer does no harm: the repeated request gets an equal one."""
@@ -390,7 +444,10 @@ class Service:
         s = self.state
         running = (s.since is not None or s.final_since is not None) and not s.finished
         ending = any(gone for each in s.spread for _, _, gone in each.heard)
-        return self._evictions.pending or ending or (running and any(v.ask is not None for v in s.views))
+        placing = bool(s.presence.hosts) and not s.finished
+        return (
+            placing or self._evictions.pending or ending or (running and any(v.ask is not None for v in s.views))
+        )
 
     def _arm(self, delay_s: float = TICK_S) -> None:
         """Schedule the next tick if time can change something, else cancel it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ft_hsdp.core.grant import Report, ranks_of
+from lighthouse.placement.signs import listed_hosts
 from lighthouse.quorum.state import LighthouseState, away, wanted
 
 
@@ -47,11 +48,14 @@ def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], wa
     return does, f"member of epoch {s.grant.epoch}{width}{share}{leaves}"
 
 
-def describe_job(name: str, s: LighthouseState, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:
+def describe_job(
+    name: str, s: LighthouseState, reports: Mapping[int, Report], waiting: str, now: float
+) -> dict[str, object]:
     """Return the body of GET /v1/status.
 
     Args:
         waiting: What open requests wait for.
+        now: Seconds on the lighthouse's clock.
     """
     return {
         "job": name,
@@ -64,6 +68,7 @@ def describe_job(name: str, s: LighthouseState, reports: Mapping[int, Report], w
         "units": sum(m.units for m in s.grant.members if m.role == "contribute") if s.grant else 0,
         "units_wanted": s.grant.units if s.grant else 0,
         "replicas": [_row(s, replica, reports, waiting) for replica in range(s.policy.slots)],
+        "hosts": listed_hosts(s, now),
     }
 
 

@@ -32,11 +32,13 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
 from ft_hsdp.jsonl import DiskThread, clear_way, set_aside
 from ft_hsdp.mounts import LOCKLESS, mount_of
+from lighthouse.placement.state import Placement
+from lighthouse.placement.state import remembered as placed
 from lighthouse.quorum.rules import AdmittedIncarnation, Edges, Epoch, Incarnation, Lease, remembered
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 
 # Of the rows that are written; older ones are read. Since 6 a grant counts units, since 7 it names hosts.
-FORMAT = 7
+FORMAT = 8
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
 RESERVED = 256 << 10  # bytes that a file of SQLite keeps free for writes on a full disk
 LOG_PAGES = 48  # the write-ahead log begins anew after this many; `RESERVED` has room for more
@@ -82,6 +84,7 @@ _DURABLE = {
     "rewound": Durable(TypeAdapter(tuple[int, ...]), since=4),
     "rewinding": Durable(TypeAdapter(bool), since=4),
     "edges": Durable(TypeAdapter(Edges), since=5),
+    "placement": Durable(TypeAdapter(Placement), since=8),
 }
 
 Rows = dict[str, str]
@@ -139,6 +142,7 @@ class Store(ABC):
         state = replace(LighthouseState.empty(policy, 0), **kept)
         state = replace(state, term=max(state.term, self._least_term), target=min(state.target, policy.slots))
         state = replace(state, admissions=int(time.time() * 1000), edges=remembered(state.edges))
+        state = replace(state, placement=placed(state.placement))
         self.save(state)
         return state
 

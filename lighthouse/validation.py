@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 from ft_hsdp.core.commit import MAX_ROWS, AttemptId, CommitRecord
 from ft_hsdp.core.grant import Hosts, Refused, Report, ranks_of
+from ft_hsdp.core.host_report import HostReport
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import MAX_UNIT
 from ft_hsdp.core.replica_state import ENTRY, PROTOCOL, difference, other_data
@@ -40,6 +41,7 @@ STEPS_AHEAD = 2  # no step is further above the job's last one, or the head, tha
 ATTEMPT_LIMIT = 2**20
 _PUT_BACK = " file: put it back as it was when the job began, or start another job (job.name) with it"
 
+_LIFE = re.compile(r"[0-9a-f]{1,32}")
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -239,6 +241,36 @@ def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[I
         if (replica, running) in exited:
             raise ProtocolViolation(f"incarnation {running[:40]!r} cannot both run and have exited")
     return exited
+
+
+def check_host(s: LighthouseState, report: HostReport, peer: str | None, allow: Networks) -> None:
+    """Check that the report of a host's agent can be true.
+
+    Args:
+        peer: The address that it came from, as in `check`.
+        allow: Networks in which ranks may listen besides that address.
+
+    Raises:
+        ProtocolViolation: it cannot; one line names the field.
+    """
+    try:
+        Host.parse(report.path)
+    except ValueError as error:
+        raise ProtocolViolation(f"host: {error}") from None
+    if not _LIFE.fullmatch(report.life) or max(len(report.space), len(report.seen)) > MAX_TEXT:
+        raise ProtocolViolation("host: its agent has a life of up to 32 hexadecimal digits, and short marks")
+    _within("number", report.number, MAX_COUNT)
+    check((report.address,), (), peer, allow)
+    for each in report.ranks:
+        replica, _ = incarnation(each.incarnation)
+        _within("replica", replica, s.policy.slots - 1)
+        for rank in (*each.living, *(ended.rank for ended in each.ended)):
+            _within("rank", rank, MAX_COUNT)
+        lines = [each.failed, *(line for ended in each.ended for line in (ended.why, ended.cause))]
+        if any(len(line) > 4 * MAX_TEXT or not line.isprintable() for line in lines):
+            raise ProtocolViolation("host: a reason is one line of 1,024 characters at most")
+        if not all(-64 <= ended.code <= 255 for ended in each.ended):
+            raise ProtocolViolation("host: an exit code is -64 to 255")
 
 
 @functools.lru_cache(256)

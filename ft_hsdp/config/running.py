@@ -128,9 +128,10 @@ class HostsConfig(Section):
         None,
         ge=1,
         le=MAX_RANKS,
-        description="emulated hosts, r0h0 and so on, over which `up` and `replica` spread the ranks of a replica "
-        "evenly, each with a state agent of its own; it divides ranks_per_replica; null: one under `up`, if no "
-        "variable says where this machine stands, else the machines that there are",
+        description="hosts over which the ranks of a replica are spread evenly, each with a state agent: machines "
+        "under `host`, emulated ones (r0h0 and so on) under `up` and `replica`; it divides ranks_per_replica; "
+        "null: one under `host`, and under `up` if no variable says where this machine stands, else the machines "
+        "that there are",
     )
     spare: Int = Field(
         0,

@@ -91,6 +91,8 @@ def build_parser() -> argparse.ArgumentParser:
     replica = with_config(add("replica", "one replica of a job, or one rank of it under torchrun"))
     replica.add_argument("--replica", type=int, required=True, metavar="ID", help="which one, from 0")
     replica.add_argument("--lighthouse", metavar="URL[,URL]", help="where it is, if not in the run directory")
+    host = with_config(add("host", "the ranks that the lighthouse assigns to this machine"))
+    host.add_argument("--lighthouse", metavar="URL[,URL]", help="where it is, if not in the run directory")
     status = with_runs(with_json(add("status", "the running job: steps, replicas, ranks, pids")))
     status.add_argument("name", metavar="RUN", nargs="?", help="a run's name or folder (the newest that runs)")
     status.add_argument("--run", metavar="RUN", help="the same, by an option")

@@ -30,7 +30,7 @@ from ft_hsdp.lifetime import MARK_VARIABLE, drain, forgiving, outlive_notices
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # an override without its two dashes
 INTERRUPTED = 130  # exit code after Ctrl-C
-JOBS = ("up", "lighthouse", "replica", "submit")  # commands that run a job, or a part of one
+JOBS = ("up", "lighthouse", "replica", "host", "submit")  # commands that run a job, or a part of one
 READING = ("status", "explain", "verify", "trace", "replay")  # commands that read what a run has logged
 EXAMPLES = Path(__file__).parents[1] / "configs"
 BREACH = 1  # exit code of `verify` for a run that breaks the protocol
@@ -136,6 +136,12 @@ def _replica(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.standalone import replica
 
     return replica(_config(args), args.replica, args.lighthouse)
+
+
+def _host(args: argparse.Namespace) -> int:
+    from ft_hsdp.launch.host import host
+
+    return host(_config(args), args.lighthouse)
 
 
 def _submit(args: argparse.Namespace) -> int:
@@ -403,6 +409,7 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "up": _up,
     "lighthouse": _lighthouse,
     "replica": _replica,
+    "host": _host,
     "submit": _submit,
     "render": _render,
     "status": _status,

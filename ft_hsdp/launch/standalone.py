@@ -10,7 +10,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -141,30 +143,58 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
             "--replica", replica_id, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
         )
     config = stamped(config)
-    if "RANK" not in os.environ:  # torchrun may have the other ranks of the replica on other machines
+    ranked = "RANK" in os.environ  # torchrun may have the other ranks of the replica on other machines
+    if not ranked:
         check_device(config)
-    run = run_of(config)
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun's restart: the job has begun
-    trusted, reach_s = tls.trusted(config.network), math.inf if again else config.timeouts.reach_s
-    claim = None
-    if url is not None:
-        claim = _join_elsewhere(run, config, url, trusted, reach_s)
-        urls = urls_of_run(read_json(run.lighthouse))
-    else:
-        urls = wait_for_lighthouse(run, trusted, reach_s)
-        _check_agreed(run, config)
+    run, urls, claim = enter(config, url, math.inf if again else config.timeouts.reach_s)
     prepare_data(config)
-    if "RANK" in os.environ:
+    if ranked:
         from ft_hsdp.launch.backend import entry  # torch is only needed here
 
         code = int(entry.main(config, replica_id, run.path))
         note_end(run, replica_id, code)
         return code
+    return claimed(claim, run, lambda claim: _supervise(config, run, replica_id, urls, claim))
+
+
+def enter(config: Config, url: str | None, reach_s: float) -> tuple[RunDir, tuple[str, ...], Claim | None]:
+    """Find the lighthouse of a job whose processes are started one by one, and its run directory here. Blocks.
+
+    Args:
+        config: The job's configuration.
+        url: As `replica` takes it.
+        reach_s: Longest wait for the lighthouse, in seconds.
+
+    Returns:
+        The run's directory, the addresses of its lighthouses, and the claim on the directory if it was taken.
+
+    Raises:
+        ConfigError: The address, the token or the configuration does not fit the job.
+        LighthouseUnreachable: No lighthouse answers in time.
+    """
+    run, trusted = run_of(config), tls.trusted(config.network)
+    if url is not None:
+        claim = _join_elsewhere(run, config, url, trusted, reach_s)
+        return run, urls_of_run(read_json(run.lighthouse)), claim
+    urls = wait_for_lighthouse(run, trusted, reach_s)
+    _check_agreed(run, config)
+    return run, urls, None
+
+
+def claimed(claim: Claim | None, run: RunDir, work: Callable[[Claim], Coroutine[Any, Any, int]]) -> int:
+    """Return what a coroutine returns that runs while this process has a claim on the run's directory. Blocks.
+
+    Args:
+        claim: The claim; None: it is not taken yet.
+        run: The run's directory.
+        work: Makes the coroutine.
+    """
     if claim is None:
         claim = Claim(run.path, FolderOwner.of(run.name, secret.current(run.token)))
         claim.take("job.name", run.name, "a run that no other job has")
     try:
-        return asyncio.run(_supervise(config, run, replica_id, urls, claim))
+        return asyncio.run(work(claim))
     finally:
         claim.release()
 

@@ -6,6 +6,7 @@ An operator's order is journaled before it is carried out.
 from __future__ import annotations
 
 from email.utils import formatdate
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
@@ -21,7 +22,7 @@ from ft_hsdp.protocol import MAX_COUNT, ProcessReport, QuorumRequest
 from lighthouse.http.access import Bearer, Keys
 from lighthouse.http.journal_routes import takes, views
 from lighthouse.http.metrics import Meter, metrics
-from lighthouse.http.quorum_route import QuorumRoute, read
+from lighthouse.http.quorum_route import QuorumRoute, attended, read
 from lighthouse.journal.journal import JobJournal
 from lighthouse.quorum.commands import Impossible
 from lighthouse.quorum.events import Action
@@ -149,8 +150,15 @@ def create_app(
 
     @v1.post("/processes", dependencies=worker, openapi_extra=takes(ProcessReport))
     async def processes(request: Request) -> Response:
-        """A supervisor says what runs and gets orders to evict."""
-        reply = service.processes(protocol.decode(await read(request.receive), ProcessReport))
+        """A supervisor says what runs and gets orders to evict; a host's agent gets what its host is to run."""
+        report = protocol.decode(await read(request.receive), ProcessReport)
+        if report.host is None:
+            reply = service.processes(report)
+        else:
+            peer = request.client.host if request.client is not None else None
+            reply = await attended(
+                service.host(report, peer), request.receive, partial(service.closed, report.host)
+            )
         return Response(protocol.encode(reply), media_type="application/json")
 
     @v1.get("/status", dependencies=viewer)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -27,6 +28,7 @@ from lighthouse.service import Open, Service
 from lighthouse.store import StoreFailed
 
 PATH = "/v1/quorum"
+T = TypeVar("T")
 BODY_S = 10.0  # longest time for a body to arrive
 
 
@@ -161,6 +163,24 @@ class QuorumRoute:
             data = protocol.encode(answer)
             self._last = answer, data
         return data
+
+
+async def attended(answer: Coroutine[Any, Any, T], receive: Receive, closed: Callable[[], None]) -> T:
+    """Return an answer; if the connection ends before it, call ``closed``. The body has been read before.
+
+    Raises:
+        HTTPException: 400, then.
+    """
+    gone, work = asyncio.ensure_future(_disconnected(receive)), asyncio.ensure_future(answer)
+    try:
+        await asyncio.wait([gone, work], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        closed()
+        raise HTTPException(400, "the connection closed before the answer")
+    finally:
+        gone.cancel()
+        work.cancel()
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ft_hsdp.core.grant import Answer, Hosts, Report
+from ft_hsdp.core.host_report import HostReport
 from lighthouse.quorum.rules import Incarnation
 
 
@@ -66,6 +67,24 @@ class ProcessesReported:
     claims: tuple[tuple[int, int], ...] = ()  # (replica that it alone wants to start, its lease's number or 0)
     ended: frozenset[int] = frozenset()  # the replicas whose scripts have ended their part of the job
     machines: tuple[MachineReported, ...] = ()
+    host: HostReport | None = None  # from the agent of a host, about nothing else; for `placement`
+
+
+@dataclass(frozen=True, slots=True)
+class HostClosed:
+    """The open request of a host's agent was lost, and so was its answer; for `placement`."""
+
+    report: HostReport  # what it said
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """An incarnation is to be killed, by an order; for `placement`."""
+
+    who: Incarnation
+    reason: str
+    now: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +107,7 @@ class Ticked:
 
 
 # What `transition` is told.
-Event = Asked | AskWithdrawn | ProcessesReported | Commanded | Ticked
+Event = Asked | AskWithdrawn | ProcessesReported | HostClosed | Withdrawn | Commanded | Ticked
 
 
 @dataclass(frozen=True, slots=True)

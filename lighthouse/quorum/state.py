@@ -15,6 +15,7 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Answer, Continue, Grant, Holders, Hosts, Member, Report, paths
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import EACH_ITS_BATCH, UnitPolicy
+from lighthouse.placement.state import NOBODY_HEARD, NOTHING_PLACED, Placement, PlacementPolicy, Presence
 from lighthouse.quorum import rules
 from lighthouse.quorum.events import Effect, Note, OpenRequest, Reply
 from lighthouse.quorum.rules import (
@@ -50,6 +51,7 @@ class Policy:
     edge_wait_s: float = 30.0  # first pause of a replica that is left out for its failed connections
     on_divergence: Literal["halt", "checkpoint"] = "halt"  # if states differ and no majority tells which is right
     units: UnitPolicy = EACH_ITS_BATCH  # how the units of a step are shared out
+    placing: PlacementPolicy | None = None  # where replicas run that have no supervisor; None: none is placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,10 @@ class LighthouseState:
     agreed: Agreement | None = None  # what the members of the first grant had in common
     admissions: int = 0  # numbers of new incarnations are above this
     spread: tuple[Spread, ...] = ()  # living ones that no supervisor watches; not durable: machines repeat it
+
+    # Where replicas run that have no supervisor: `lighthouse.placement`.
+    placement: Placement = NOTHING_PLACED
+    presence: Presence = NOBODY_HEARD  # not durable: hosts repeat it
 
     # After states differed and `Policy.on_divergence` is "checkpoint".
     rewound: tuple[int, ...] = ()  # by replica: incarnations up to this number must end and drop their copies

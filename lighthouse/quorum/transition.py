@@ -36,12 +36,14 @@ from lighthouse.quorum.events import (
     Commanded,
     Effect,
     Event,
+    HostClosed,
     MachineReported,
     Note,
     OpenRequest,
     ProcessesReported,
     Reply,
     Ticked,
+    Withdrawn,
 )
 from lighthouse.quorum.membership import hold_round, settle
 from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Lease, Spread, replace
@@ -87,6 +89,8 @@ def transition(s: LighthouseState, event: Event) -> Step:
             now = event.now
         case Ticked(now):
             s, effects = _processes(s, _nothing_runs(now)) if s.spread else (s, ())
+        case HostClosed(now=now) | Withdrawn(now=now):  # `placement` decides what follows
+            return s, ()
     s, more = hold_round(s, now)
     return s, effects + more
 
@@ -255,7 +259,7 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
     notes: list[Effect] = [
         Note(
             "ExitReported",
-            "none of its hosts that are heard has a living rank" if who in torn else "its supervisor saw it end",
+            "none of its hosts that are heard has a living rank" if who in torn else "who started it saw it end",
             {"replica": who[0], "incarnation": who[1]},
         )
         for who in news

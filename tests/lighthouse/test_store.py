@@ -17,12 +17,14 @@ import httpx
 import pytest
 
 from ft_hsdp.core import state_id
+from ft_hsdp.core.host_report import EndedRank
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.mounts import Mount
 from lighthouse import __main__ as program
 from lighthouse import store as stores
 from lighthouse.ha.election import Election, EtcdStore
 from lighthouse.ha.etcd import Etcd
+from lighthouse.placement.state import PlacedReplica, Placement, ReplicaPhase
 from lighthouse.quorum.events import Commanded
 from lighthouse.quorum.rules import NO_EDGES, Barred, Edges, Lease, remembered
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
@@ -171,6 +173,10 @@ def busy():
     agreed = Agreement("hash", "layout", "numerics", (("train.steps", "10"),), "frozen", (("length", "160"),))
     more |= {"rewound": (1, 2, 3), "rewinding": True}
     more |= {"edges": Edges((((0, 1), 4),), (Barred(1, 0.0, 60.0),), 1)}
+    me = PlacedReplica(
+        ("z/r/a",), ReplicaPhase.RUNS, "0-f-1", ("a",), (("ab", "here"),), ended=(("a", EndedRank(0, -9)),)
+    )
+    more |= {"placement": Placement((me,), ((0, me),), (("b", "it is broken"),), (("a", ("ab",)),))}
     return replace(job.s, **more, drained=frozenset({2}), checkpoint=7, target=2, agreed=agreed, leases=leases)
 
 

@@ -31,6 +31,13 @@ SHOWN = {
         "python launcher.py up configs/shrink.yaml",
         "python launcher.py explain shrink",
     ],
+    ("machines", "configs/machines.yaml"): [
+        "python launcher.py lighthouse configs/machines.yaml --url http://10.0.0.1:29500",
+        "python launcher.py host configs/machines.yaml --lighthouse http://10.0.0.1:29500",
+        "python launcher.py status",
+        "python launcher.py explain machines",
+        "python launcher.py lighthouse configs/machines.yaml &",
+    ],
 }
 
 
@@ -38,7 +45,7 @@ def commands(page: str, config: str) -> dict[str, str]:
     """The commands around a configuration, with what the page says of each."""
     text = (ROOT / f"docs/{page}.md").read_text()
     blocks = re.findall(r"^```\w*\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    block = next(block for block in blocks if f" up {config}" in block)
+    block = next((block for block in blocks if f" up {config}" in block), "".join(blocks))
     found = re.findall(r"^(python [^#\n]*?) *(?:# (.*))?$", block, re.MULTILINE)
     return {" ".join(command.split()): said for command, said in found}
 
@@ -46,6 +53,7 @@ def commands(page: str, config: str) -> dict[str, str]:
 @pytest.mark.parametrize("at", SHOWN)
 def test_the_page_shows_the_commands(at: tuple[str, str]) -> None:
     assert list(commands(*at)) == SHOWN[at]
+    load(ROOT / at[1])
 
 
 class Example(Job):

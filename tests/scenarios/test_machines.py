@@ -2,27 +2,19 @@
 
 import contextlib
 import os
-import shutil
 import socket
 import sys
 from pathlib import Path
-from typing import Any, Self
 
 import psutil
 import pytest
 
 from ft_hsdp import address
-from ft_hsdp.config import load
-from ft_hsdp.launch.run.directory import RunDir, read_json
-from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.replay import replay
-from ft_hsdp.launch.run.verify import verify
 from ft_hsdp.state.transfer.donor_connection import ask_held
-from tests.support import warm
-from tests.support.machines import TMP, Machine, Rig, needs_machines
-from tests.support.scenarios.scenario_job import agents_of, check
-from tests.support.slow_script import write_slow_script
-from tests.support.torchrun_job import TorchrunJob
+from tests.support.machines import Machine, Rig, needs_machines
+from tests.support.machines_job import TOKEN, JobOnMachines
+from tests.support.scenarios.scenario_job import agents_of
 from tests.support.waiting import until
 
 SERVE = """
@@ -84,104 +76,8 @@ def nothing_comes(client: socket.socket) -> None:
     client.settimeout(30)
 
 
-STEPS, STEP_S = 40, 0.8  # they last until a machine is back, on a slow one, too; then they take no time
-TOKEN, PORT = "the-token-of-a-job-on-machines", 29500
-SETTINGS = f"""
-entry: slow.py
-train: {{steps: {STEPS}}}
-timeouts: {{evict_s: 1.5, connect_s: 2.0, reach_s: 20.0}}
-ftar: {{timeout_s: 3.0}}
-"""
 LEASE_S = 2.0
 LEASE = f"quorum: {{lease_s: {LEASE_S}}}"
-
-
-class JobOnMachines(TorchrunJob):
-    """Its lighthouse is on machine 0, and replica N on machine N + 1 until a test starts it elsewhere.
-
-    In a rig that shares the folder `runs`, replicas find the lighthouse there.
-    """
-
-    allow = ""  # whose addresses are another machine's than the one that names them
-
-    def __init__(self, rig: Rig, folder: Path, replicas: int, ranks: int, more: str = "") -> None:
-        every = "::" if ":" in rig.host() else "0.0.0.0"
-        network = f"network: {{host: '{every}', port: {PORT}{self.allow}}}"
-        super().__init__(folder, f"replicas: {replicas}\nranks_per_replica: {ranks}{SETTINGS}{network}\n{more}")
-        self._shared, self.machines = rig.shared == "runs", rig.machines
-        self.run = self._kept(rig.machines[0])
-        self.supervisors: dict[int, warm.Process] = {}
-        self._at = {"lighthouse": rig.machines[0]}
-        for machine in rig.machines:
-            shutil.copy(self._config, machine.tmp)
-            write_slow_script(machine.tmp / "slow.py", TMP / "hurry", STEP_S)
-        self._config = TMP / self._config.name
-        self._replicas = replicas
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        for replica in range(self._replicas):
-            self.begin(replica, self.machines[replica + 1])
-        self.until(lambda: all(self.contributors(r) == [*self.supervisors] for r in self.supervisors), "all train")
-        return self
-
-    def begin(self, replica: int, machine: Machine) -> None:
-        """Start a replica on a machine."""
-        self._at[f"replica{replica}"] = machine
-        self.supervisors[replica] = self.replica(replica, *self._lighthouse)
-
-    @property
-    def _lighthouse(self) -> tuple[str, ...]:
-        """The arguments by which a replica finds it."""
-        url = f"http://{address.join(self.machines[0].address, PORT)}"
-        return () if self._shared else ("--lighthouse", url)
-
-    def _start(self, name: str, arguments: list[str], **variables: str) -> warm.Process:
-        return self._at[name].start(name, self._command(name, arguments), FT_HSDP_TOKEN=TOKEN, **variables)
-
-    def _kept(self, machine: Machine) -> Path:
-        return (self.folder if self._shared else machine.tmp) / "runs" / "job"
-
-    def folder_of(self, replica: int) -> Path:
-        return self._kept(self._at[f"replica{replica}"]) / "replicas" / str(replica)
-
-    def contributors(self, replica: int = 0) -> list[int]:
-        """Who contributed to the newest step of a replica."""
-        rows = self.rows(replica)
-        return rows[-1]["contributors"] if rows else []
-
-    def end(self) -> tuple[RunDir, dict[str, Any]]:
-        """Let it end soon; all that the machines have kept, as one run, which is allowed, and its summary."""
-        for machine in self.machines:
-            (machine.tmp / "hurry").touch()
-        self.finals([self.supervisors[replica] for replica in range(self._replicas)])
-        if self._shared:
-            run = RunDir(self.run)
-            self.until(run.summary.exists, "the summary")
-        else:
-            run = self._collected()
-        assert verify(run).breaches == []
-        summary: dict[str, Any] = read_json(run.summary)
-        check(summary, STEPS)
-        return run, summary
-
-    def _collected(self) -> RunDir:
-        run = RunDir(self.folder / "collected" / "job")
-        for kept in map(self._kept, self.machines):
-            for file in filter(Path.is_file, kept.rglob("*")):
-                to = run.path / file.relative_to(kept)
-                to.parent.mkdir(parents=True, exist_ok=True)
-                if file.suffix == ".jsonl":  # a replica that ran on two machines has one on both
-                    with to.open("ab") as log:
-                        log.write(file.read_bytes())
-                elif not to.exists() or "replicas" in file.parts:
-                    shutil.copy(file, to)
-        recorder = Recorder(run, load(run.config), lambda _: None, lambda _: None, merge_events=False)
-        while recorder.poll():
-            pass
-        recorder.finish()
-        recorder.close()
-        return run
 
 
 class LoneReplica(JobOnMachines):

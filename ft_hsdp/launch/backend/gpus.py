@@ -14,8 +14,12 @@ from ft_hsdp.config import Config
 VISIBLE, ORDER = "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"
 
 
-def check_device(config: Config) -> str:
+def check_device(config: Config, hosts: int = 1) -> str:
     """Return in words the device on which ranks compute.
+
+    Args:
+        config: The job's configuration.
+        hosts: Over how many machines the ranks of a replica are spread evenly.
 
     Raises:
         ConfigError: This machine lacks the devices that train.device names.
@@ -26,18 +30,18 @@ def check_device(config: Config) -> str:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from ft_hsdp.train.device import describe  # a job on CPUs starts without torch in this process
 
-    return describe(config.train.device, config.ranks_per_replica)
+    return describe(config.train.device, config.ranks_per_replica // hosts)
 
 
-def gpus_here(config: Config) -> tuple[str, ...]:
-    """Return the GPUs of this machine that the job may use; () if ranks compute on the CPU.
+def gpus_here(config: Config, hosts: int = 1) -> tuple[str, ...]:
+    """Return the GPUs of this machine that the job may use; () if ranks compute on the CPU; as `check_device`.
 
     Raises:
         ConfigError: This machine lacks the devices that train.device names.
     """
     if config.train.device == "cpu":
         return ()
-    check_device(config)
+    check_device(config, hosts)
     import torch  # `check_device` has loaded it
 
     return visible(torch.cuda.device_count(), os.environ)

@@ -77,21 +77,27 @@ def foreign(environment: Collection[str]) -> set[str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that is free, and that no outgoing connection takes.
+    """Return a TCP port that is free, and that no outgoing connection takes. Raises OSError if there is none."""
+    with kept_port(host) as sock:
+        return int(sock.getsockname()[1])
+
+
+def kept_port(host: str) -> socket.socket:
+    """Return a socket that is bound to such a port: no other process gets it from here before it is closed.
 
     Raises:
         OSError: No port is free.
     """
     for _ in range(TRIES):
-        port = FIRST_PORT + secrets.randbelow(PORTS)
-        with socket.socket(address.family(host)) as sock:
-            try:
-                sock.bind((host, port))
-            except OSError as error:
-                if error.errno == errno.EADDRINUSE:
-                    continue
+        sock = socket.socket(address.family(host))
+        try:
+            sock.bind((host, FIRST_PORT + secrets.randbelow(PORTS)))
+        except OSError as error:
+            sock.close()
+            if error.errno != errno.EADDRINUSE:
                 raise
-            return port
+        else:
+            return sock
     raise OSError(errno.EADDRINUSE, f"no port is free at {host}")
 
 

@@ -29,7 +29,8 @@ def status(run: RunDir) -> Status:
     trusted = tls.trusted(config.network)
     answer = next(filter(None, (_ask(run, f"{url}/v1/status", trusted) for url in urls)), None)
     reported: dict[int, Row] = {row["replica"]: row for row in (answer or {}).get("replicas", [])}
-    replicas = [_replica(run, n, reported.get(n)) for n in range(config.slots)]
+    placed = (answer or {}).get("hosts", [])
+    replicas = [_replica(run, n, reported.get(n), placed) for n in range(config.slots)]
     for row in replicas:
         if 0 < len(row["ranks"]) < config.ranks_per_replica and config.memory.shrink_to is not None:
             row["of_ranks"] = config.ranks_per_replica
@@ -41,7 +42,7 @@ def status(run: RunDir) -> Status:
     target = (answer or {}).get("target", config.replicas)
     share: Row = {key: answer[key] for key in ("units", "units_wanted") if key in answer} if answer else {}
     scaled = {"target": target} if target != config.replicas else {}
-    emulated = (read_json(run.hosts) or {}).get("hosts", [])
+    hosts = placed or (read_json(run.hosts) or {}).get("hosts", [])
     return {
         "job": config.job.name,
         "step": answer["step"] if answer else newest,
@@ -51,7 +52,7 @@ def status(run: RunDir) -> Status:
         "lighthouse": {"pid": leader["pid"], "url": leader["url"]},
         **several,
         **scaled,
-        **({"hosts": emulated} if emulated else {}),
+        **({"hosts": hosts} if hosts else {}),
         "replicas": replicas,
     }
 
@@ -75,16 +76,24 @@ def lines(run: RunDir, document: Status) -> list[str]:
         step = replica["step"]
         few = f"{len(replica['ranks'])} of {replica['of_ranks']} ranks: " if "of_ranks" in replica else ""
         found.append(f"  replica {replica['replica']}  {replica['state']:<12} step {step}  {few}{ranks}{pause}")
-    away = [row for row in document.get("hosts", ()) if row["state"] != "used"]
-    found += [f"  host {row['host']}  {row['state']}" for row in away]
+    for row in document.get("hosts", ()):
+        if row.get("ranks"):
+            numbers = ", ".join(map(str, row["ranks"]))
+            word = "rank" if len(row["ranks"]) == 1 else "ranks"
+            found.append(f"  host {row['host']}  {row['state']}  replica {row['replica']}, {word} {numbers}")
+        elif row["state"] != "used":
+            found.append(f"  host {row['host']}  {row['state']}")
     if leader["url"]:
         found.append(f"  page {page_link(leader['url'], secret.current(run.token))}")
     return found
 
 
-def _replica(run: RunDir, replica: int, reported: Row | None) -> Row:
-    """Return the part of the document on one replica, with the lighthouse's word on it if there is one."""
-    listed = read_json(run.processes(replica)) or {"ranks": []}
+def _replica(run: RunDir, replica: int, reported: Row | None, placed: list[Row]) -> Row:
+    """Return the part of the document on one replica, with the lighthouse's word on it if there is one.
+
+    Its processes are listed here only if one supervisor knows all of them: it is not ``placed`` on hosts.
+    """
+    listed = ({} if placed else read_json(run.processes(replica))) or {"ranks": []}
     ranks = [
         {"rank": r["rank"], "pid": r["pid"], "host": r["host"], "state": r["state"] if _runs(r) else "exited"}
         for r in listed["ranks"]

@@ -272,7 +272,7 @@ def test_a_constant_batch_that_ranks_do_not_divide_is_said() -> None:
 
 def test_status_names_the_units_of_each_and_who_stands_by() -> None:
     script = job(allowed=(1, 3))
-    told = describe_job("job", script.s, {r: report(r) for r in range(4)}, "")
+    told = describe_job("job", script.s, {r: report(r) for r in range(4)}, "", 0.0)
     rows: Any = told["replicas"]
     assert (told["units"], told["units_wanted"]) == (12, 12)
     assert [row["state"] for row in rows] == ["training", "training", "training", "standby"]

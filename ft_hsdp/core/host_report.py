@@ -1,0 +1,59 @@
+"""What the agent of a host reports, and what it is to run.
+
+These dataclasses travel (`ft_hsdp.protocol`), and some are stored: their field names are part of the wire format.
+There are no orders: each report is complete, and so is each answer. So an exit, a restart of either side, a lost
+or a doubled message need no repair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EndedRank:
+    """A rank that has ended on a host."""
+
+    rank: int
+    code: int  # negative: the signal
+    killed: bool = False  # by the agent, because it was assigned no more: its end shows no cause
+    cause: str = ""  # a `launch.backend.rank_end.Cause`; "": it has said nothing
+    why: str = ""  # one line, for people
+
+
+@dataclass(frozen=True, slots=True)
+class HostRanks:
+    """What a host has of an incarnation that is assigned to it, or still runs there."""
+
+    incarnation: str
+    living: tuple[int, ...] = ()  # ranks that run, or are being started
+    ended: tuple[EndedRank, ...] = ()
+    failed: str = ""  # why a rank could not be started, in one line
+    done: bool = False  # its script has ended its part of the job (final.json, on the host of rank 0)
+
+
+@dataclass(frozen=True, slots=True)
+class HostReport:
+    """All that the agent of a host says of it."""
+
+    path: str  # "zone/rack/host"; the name of the host is unique in the job
+    life: str  # of the agent: another one after each start, of hexadecimal digits
+    # In which pids mean the same processes. There is one agent of a host in it, and its ranks end with it.
+    space: str
+    number: int  # of this report: the agent counts them, and an older one that comes late says nothing
+    address: str  # "host:port", where rank 0 of an incarnation would listen
+    ranks: tuple[HostRanks, ...] = ()
+    leaving: bool = False  # its agent was told to end: it gets no ranks, and those that it has leave
+    # The digest of the newest assignment that it knows: the answer waits a while for another one. "": it has none.
+    seen: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AssignedRanks:
+    """Ranks of an incarnation that a host is to run. Numbers and addresses alone: the host knows what runs."""
+
+    incarnation: str
+    ranks: tuple[int, ...]  # on this host
+    hosts: tuple[str, ...]  # the name of each rank's host
+    master: str  # "host:port", where rank 0 listens
+    leaves: bool = False  # it is to leave the job (SIGTERM): it is not wanted, or goes on elsewhere

@@ -1,0 +1,416 @@
+"""`host`: the agent of one machine. It starts and ends the ranks that the lighthouse assigns to its host.
+
+It decides nothing. Each report to the lighthouse is complete: which ranks run here, which have ended, and how. The
+answer is complete, too: which ranks are to run here. The agent makes that true. So an exit, a restart of either
+side, a lost or a doubled message need no repair, and while no lighthouse answers the ranks go on.
+
+The lighthouse keeps a report open until the assignment changes. When something changes on the host, the agent
+gives the open report up and sends another one, so both sides hear of a change at once.
+
+An assignment holds numbers and addresses alone. What runs is what this host's command line says. All that the
+agent starts dies with it, so its next life (`HostReport.life`) begins without ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ft_hsdp import address, protocol, secret, tls
+from ft_hsdp.claim import Claim
+from ft_hsdp.config import Config
+from ft_hsdp.config.entry import stamped
+from ft_hsdp.control.exit_watch import process_space
+from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
+from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks, HostReport
+from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.errors import (
+    EXIT_OK,
+    EXIT_RETRYABLE,
+    ConfigError,
+    FtHsdpError,
+    LighthouseUnreachable,
+    Retryable,
+    one_line,
+)
+from ft_hsdp.event_table import tell
+from ft_hsdp.launch.backend import gpus as gpu_shares
+from ft_hsdp.launch.backend.base import ReplicaProcess, ReplicaSpec, WorkerGroup, WorkerProcess, assignment
+from ft_hsdp.launch.backend.forkserver import PRELOAD, ForkServer
+from ft_hsdp.launch.backend.gpus import GpuShares, check_device, gpus_here
+from ft_hsdp.launch.backend.local import Forked
+from ft_hsdp.launch.backend.processes import ONE_THREAD, kept_port
+from ft_hsdp.launch.job import what_is_kept
+from ft_hsdp.launch.lighthouse_link import REPLY_S
+from ft_hsdp.launch.local import prepare_data
+from ft_hsdp.launch.run.directory import JobFiles, RunDir, supervised, write_config
+from ft_hsdp.launch.standalone import claimed, enter
+from ft_hsdp.lifetime import stop_signals
+from ft_hsdp.protocol import ProcessReport, SupervisorReply
+from ft_hsdp.train.identity import HOST_VARIABLE, host_path
+
+AGAIN_S = 0.2  # to the next report, after one without an answer, or with an old one that came at once
+LAST_S = 2.0  # for the answer to the last report
+WHY = 400  # characters of a reason in a report
+
+
+def host(config: Config, url: str | None) -> int:
+    """Run the ranks that the lighthouse assigns to this machine, until the job has ended; return the exit code.
+
+    Blocks.
+
+    Args:
+        config: The job's configuration.
+        url: The address of a lighthouse, or several after commas, as `standalone.replica` takes it.
+
+    Raises:
+        ConfigError: The address, the token or the configuration does not fit the job.
+        LighthouseUnreachable: No lighthouse answers within timeouts.reach_s.
+        Retryable: The lighthouse refuses this host, or the fork server does not start.
+    """
+    config = stamped(config)
+    check_device(config, config.hosts.per_replica or 1)
+    run, urls, claim = enter(config, url, config.timeouts.reach_s)
+    prepare_data(config)
+    return claimed(claim, run, lambda claim: _serve(config, run, urls, claim))
+
+
+async def _serve(config: Config, run: RunDir, urls: tuple[str, ...], claim: Claim) -> int:
+    def lost(pid: int, why: str) -> None:
+        _say(tell(supervised("ForkServerLost", f"{why}: another one is started, the ranks go on", pid=pid)))
+
+    _say(what_is_kept(config))
+    timeouts = config.timeouts
+    preload = (*PRELOAD, *config.preload)
+    forks = ForkServer(run.path, preload=preload, boot_s=timeouts.boot_s, spawn_s=timeouts.spawn_s, lost=lost)
+    token, reply_s = secret.current(run.token), timeouts.evict_s / 3 + REPLY_S
+    client = LighthouseClient(urls, token, tls.client(config.network), run.lighthouse, reply_s)
+    agent = HostAgent(config, run, forks, client, gpus_here(config, config.hosts.per_replica or 1))
+    await forks.start()  # a signal that comes meanwhile ends this process at once
+    for number in stop_signals():
+        asyncio.get_running_loop().add_signal_handler(number, agent.stop, number)
+    keeping = asyncio.create_task(JobFiles(run).keep(claim, lambda event: _say(tell(event))))
+    try:
+        return await agent.run()
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await client.close()
+
+
+def alone(token: str, name: str) -> socket.socket:
+    """Return a socket that one process of this machine has while it is the agent of a host of a job.
+
+    Its name is abstract, so nothing is left of it.
+
+    Args:
+        token: Of the job.
+        name: Of the host.
+
+    Raises:
+        ConfigError: Another process has it.
+    """
+    mine = socket.socket(socket.AF_UNIX)
+    try:
+        mine.bind("\0ft_hsdp/host/" + protocol.mac(token, "host-agent", name)[:32])
+    except OSError:
+        mine.close()
+        allowed = f"a host that has no agent of this job yet; {HOST_VARIABLE} gives a machine another name"
+        raise ConfigError("host", name, allowed) from None
+    return mine
+
+
+class HeldRanks(ReplicaProcess):
+    """The ranks of an incarnation that this host was assigned; it keeps them in mind after their end."""
+
+    def __init__(self, assigned: AssignedRanks, config: Path, run: RunDir) -> None:
+        """Begin without processes. Raises LighthouseUnreachable if it is no incarnation."""
+        who = IncarnationId.parse(assigned.incarnation)
+        if who is None:
+            raise LighthouseUnreachable(f"the lighthouse assigns {assigned.incarnation!r}")
+        super().__init__(ReplicaSpec(who.replica, len(assigned.hosts), who.run_id, who.restarts, config), run)
+        self.assigned = assigned
+        self.wanted = True  # the newest assignment has it
+        self.reported = False  # the lighthouse knows how all its ranks have ended
+        self.starting = set(assigned.ranks)  # ranks without a process, until all are started
+        self.failed = ""
+        self.leaving = False  # its ranks were told to leave
+        self.dropped = False  # its ranks were killed
+        self.ends: list[EndedRank] = []
+
+    @property
+    def over(self) -> bool:
+        """Return whether no rank runs, and none is started."""
+        return not self.starting and not self.living
+
+    def report(self) -> HostRanks:
+        living = {*self.starting, *(rank.rank for rank in self.living)}
+        done = self.over and bool((self.final or {}).get("of_job"))
+        return HostRanks(self.name, tuple(sorted(living)), tuple(self.ends), self.failed, done)
+
+    def started(self, rank: int, process: WorkerProcess) -> None:
+        super().started(rank, process)
+        self.starting.discard(rank)
+        if self.dropped:  # since the fork was ordered
+            self.kill()
+        elif self.leaving:
+            process.signal(signal.SIGTERM)
+
+    def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
+        super().exited(rank, process, code)
+        gone = self.ranks[rank]
+        said, line = self.told(gone), self.explain(gone)
+        why = said.error if said else line.partition(": ")[2]
+        self.ends.append(EndedRank(rank, code, gone.killed, said.cause if said else "", why[:WHY]))
+        _say(f"{self.name}: {line}")
+
+    def leave(self, within_s: float) -> None:
+        """Tell the ranks to leave the job, once; kill them if they have not within ``within_s`` seconds."""
+        if not self.leaving:
+            self.leaving = True
+            self.send(signal.SIGTERM)
+            self.send(signal.SIGCONT)  # a stopped process does not handle SIGTERM
+            asyncio.get_running_loop().call_later(within_s, self.kill)
+
+    async def gone(self) -> None:
+        await self.wait_for(lambda: self.over)
+
+    def kill(self) -> None:
+        """Send SIGKILL to all ranks, and start no other one."""
+        self.dropped = True
+        super().kill()
+
+
+class HostAgent:
+    """Makes the assignments of the lighthouse true on this host."""
+
+    def __init__(
+        self, config: Config, run: RunDir, forks: ForkServer, client: LighthouseClient, gpus: Sequence[str] = ()
+    ) -> None:
+        """Make the agent; nothing is started or reported before `run`. May look up network.host.
+
+        Args:
+            config: The job's configuration, with which ranks are started.
+            run: The run's directory.
+            forks: From which ranks are forked; it is closed at the end.
+            client: Of the lighthouse.
+            gpus: On which ranks compute; (): on the CPU.
+
+        Raises:
+            ConfigError: `hosts.labels`, `network.host` or the environment cannot be used.
+            OSError: No port is free, or the run's directory cannot be written.
+        """
+        self._config = config
+        self._run = run
+        self._forks = forks
+        self._client = client
+        self._gpus = GpuShares(gpus)
+        self._path = host_path(config.hosts.labels, os.environ)
+        self.name = self._path.rpartition("/")[2]
+        self._life, self._space = secrets.token_hex(8), process_space()
+        self._only = alone(secret.current(run.token), self.name)
+        self._port = kept_port(own_address(config.network.host, client.url))
+        self._file = run.path / f"host-{self.name}.yaml"
+        write_config(self._file, config)
+        self._held: dict[str, HeldRanks] = {}  # by incarnation; one that was held is never started again
+        self._seen, self._number = "", 0
+        self._problem: str | None = None  # why the last report failed; "": it did not; None: there was none
+        self._leaving = False
+        self._code: int | None = None  # with which this process ends once no rank is left
+        self._changed = asyncio.Event()
+        self._starts: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> int:
+        """Report and carry out the answers until this host has no part in the job any more.
+
+        Returns:
+            The exit code.
+
+        Raises:
+            Retryable: The lighthouse refuses this host.
+        """
+        try:
+            while self._code is None or not all(held.over for held in self._held.values()):
+                await self._exchange()
+            self._leaving, self._seen = True, ""
+            with contextlib.suppress(LighthouseUnreachable, TimeoutError):
+                async with asyncio.timeout(LAST_S):
+                    await self._client.report(ProcessReport({}, host=self._report()))
+            return self._code
+        finally:
+            for start in self._starts:
+                start.cancel()
+            await asyncio.gather(*self._starts, return_exceptions=True)
+            await self._forks.close()
+            self._port.close()
+            self._only.close()
+
+    def stop(self, number: int) -> None:
+        """Leave the job because of a signal; a second SIGINT kills the ranks, as a user means it."""
+        for held in self._held.values():
+            if not self._leaving:
+                held.leave(self._config.timeouts.stop_s)
+            elif number == signal.SIGINT:  # schedulers repeat SIGTERM
+                held.kill()
+        if not self._leaving:
+            self._leaving, self._code = True, 128 + number
+        self._changed.set()
+
+    async def _exchange(self) -> None:
+        """Send a report and act on the answer; give it up when something changes on this host."""
+        self._changed.clear()
+        loop, report = asyncio.get_running_loop(), self._report()
+        began, problem, old = loop.time(), "", False
+        asking = asyncio.create_task(self._client.report(ProcessReport({}, host=report)))
+        changing = asyncio.create_task(self._changed.wait())
+        try:
+            await asyncio.wait((asking, changing), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                return
+            self._take(asking.result())
+            for each in report.ranks:
+                self._held[each.incarnation].reported = not each.living
+            old = self._seen == report.seen and loop.time() - began < AGAIN_S
+        except LighthouseUnreachable as error:
+            problem = str(error)
+            self._heard(problem)
+        finally:
+            asking.cancel()
+            changing.cancel()
+            await asyncio.gather(asking, changing, return_exceptions=True)
+        if problem or old:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGAIN_S):
+                    await self._changed.wait()
+
+    def _heard(self, problem: str = "") -> None:
+        """Say that a lighthouse answers, or why none does, if that is new."""
+        if self._problem is None and not problem:
+            _say(f"host {self.name} joined, {self._client.url}")
+        elif bool(problem) != bool(self._problem):
+            _say(f"{problem}; the ranks go on" if problem else f"lighthouse {self._client.url} answers again")
+        self._problem = problem
+
+    def _report(self) -> HostReport:
+        ranks = tuple(held.report() for held in self._held.values() if held.wanted or not held.reported)
+        self._number += 1
+        who = (self._path, self._life, self._space, self._number)
+        return HostReport(*who, self._address, ranks, self._leaving, self._seen)
+
+    @property
+    def _address(self) -> str:
+        return address.join(*self._port.getsockname()[:2])
+
+    def _take(self, reply: SupervisorReply) -> None:
+        """Kill what is not assigned, and start what is new. Raises Retryable if this host is refused."""
+        if reply.refused:
+            raise Retryable(f"the lighthouse refuses host {self.name}: {reply.refused}")
+        self._heard()
+        timeouts = self._config.timeouts
+        if self._code is None and (reply.halted or reply.finished):
+            self._code = EXIT_RETRYABLE if reply.halted else EXIT_OK
+            if reply.halted:
+                _say(reply.halted)
+            allowed_s = timeouts.stop_s + (0.0 if reply.halted else timeouts.save_s)  # a checkpoint may be written
+            asyncio.get_running_loop().call_later(allowed_s, self._kill_all)
+        names = {each.incarnation for each in reply.assigned}
+        for name, held in self._held.items():
+            held.wanted = name in names
+            if not held.wanted:
+                held.kill()
+        for each in reply.assigned:
+            held = self._held.get(each.incarnation) or self._hold(each)
+            if each.leaves:
+                held.leave(timeouts.stop_s)
+        self._seen = reply.seen
+
+    def _kill_all(self) -> None:
+        for held in self._held.values():
+            held.kill()
+
+    def _hold(self, assigned: AssignedRanks) -> HeldRanks:
+        """Begin to start an incarnation, unless this host leaves."""
+        held = self._held[assigned.incarnation] = HeldRanks(assigned, self._file, self._run)
+        if self._code is not None:
+            held.failed = "this host leaves the job"
+            held.starting.clear()
+            return held
+        ranks = ", ".join(map(str, assigned.ranks))
+        _say(f"{'ranks' if len(assigned.ranks) > 1 else 'rank'} {ranks} of {held.name} start")
+        start = asyncio.create_task(self._start(held))
+        self._starts.add(start)
+        start.add_done_callback(self._starts.discard)
+        return held
+
+    async def _start(self, held: HeldRanks) -> None:
+        """Fork the ranks of an incarnation here; if that fails, `HeldRanks.failed` says why."""
+        assigned, run, port = held.assigned, self._run, None
+        group = WorkerGroup(held.spec.size, held.spec.config, held.spec)
+        group.given(held)
+        gpu_of, left = dict[int, str](), dict[int, str]()  # left: of ranks that were not started
+        try:
+            if 0 in assigned.ranks and assigned.master == self._address:
+                port, self._port = self._port, kept_port(self._port.getsockname()[0])
+                self._changed.set()  # the next rank 0 gets the new one
+            same = [each for each in self._held.values() if each.replica == held.replica and each is not held]
+            await asyncio.gather(*(each.gone() for each in same if each.dropped))  # they may use a GPU's memory
+            chosen = self._gpus.take(len(assigned.ranks))
+            gpu_of |= enumerate(chosen)
+            left |= gpu_of
+            run.replica(held.replica).mkdir(parents=True, exist_ok=True)
+            master, number = address.split(assigned.master)
+            shared = {
+                **ONE_THREAD,
+                "WORLD_SIZE": str(held.spec.size),
+                "LOCAL_WORLD_SIZE": str(len(assigned.ranks)),
+                "MASTER_ADDR": master,
+                "MASTER_PORT": str(number),
+                **gpu_shares.environment(chosen),
+            }
+            for local, rank in enumerate(assigned.ranks):
+                if held.dropped or held.leaving:
+                    break
+
+                def exited(pid: int, code: int, local: int = local, rank: int = rank) -> None:
+                    if local in gpu_of:
+                        self._gpus.leave(gpu_of[local])
+                    group.exited(rank, Forked(pid, self._forks, socket.gethostname(), self.name), code)
+                    held.write()
+                    self._changed.set()
+
+                if rank == 0 and port is not None:
+                    port.close()
+                pid = await self._forks.spawn(
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(local)},
+                    config=held.spec.config,
+                    log=run.rank_log(held.replica, rank),
+                    on_exit=exited,
+                    assignment=assignment(held.spec, rank, run, assigned.hosts, self.name),
+                )
+                left.pop(local, None)
+                group.started(rank, Forked(pid, self._forks, socket.gethostname(), self.name))
+            held.write()
+        except (FtHsdpError, OSError, ValueError) as error:
+            held.failed = one_line(str(error))[:WHY]
+            _say(f"{held.name}: {held.failed}")
+            held.kill()
+        finally:
+            for gpu in left.values():
+                self._gpus.leave(gpu)
+            if port is not None:
+                port.close()
+            if held.starting or held.failed:
+                self._changed.set()
+            held.starting.clear()
+            held.wake()
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)  # noqa: T201 - progress of a command

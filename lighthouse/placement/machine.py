@@ -1,0 +1,285 @@
+"""One event in: what the quorum decides, and then what follows for the replicas that are placed on hosts. Pure.
+
+`decide` takes the place of `quorum.transition` where there are hosts. What placement does about a failure is
+DeadPool's Table II (`memory.replacement.decide`); which host takes the place of another is
+`memory.replacement.assign`; when a replica starts again is `core.restart`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ft_hsdp.core import restart
+from ft_hsdp.core.host_report import HostReport
+from ft_hsdp.core.restart import REFILL_STEPS, GiveUp, Restart
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, EXIT_USAGE
+from ft_hsdp.memory.hosts import Host
+from ft_hsdp.memory.replacement import Action, Evidence
+from ft_hsdp.memory.replacement import decide as judge
+from lighthouse.placement.fill import fill, tell, with_placement, with_replica
+from lighthouse.placement.signs import LEAVING, is_gone, is_lost, is_over, is_silent, says, telling
+from lighthouse.placement.state import FORMER, PlacedReplica, Placement, Presence, PresentHost, ReplicaPhase
+from lighthouse.quorum.events import (
+    Asked,
+    Commanded,
+    Effect,
+    Event,
+    HostClosed,
+    Note,
+    ProcessesReported,
+    Ticked,
+    Withdrawn,
+)
+from lighthouse.quorum.rules import replace as change
+from lighthouse.quorum.state import LighthouseState, Step, training_is_over, wanted
+from lighthouse.quorum.transition import transition
+
+SHORTAGE, SCRIPT = "shortage", "script"  # of `launch.backend.rank_end.Cause`
+FORGOTTEN = 10  # times evict_s: a spare host that is silent for so long is forgotten
+ENDED = "a rank of it has ended"
+REFUSED = "another agent of this host has been started since"
+
+
+def decide(s: LighthouseState, event: Event) -> Step:
+    """Return the state after ``event``, and the effects: those of the quorum, then those of placement."""
+    s, effects = transition(s, event)
+    if s.policy.placing is None or not (s.presence.since is not None or _concerns(event)):
+        return s, effects
+    now = getattr(event, "now", None)
+    if now is None:
+        return s, effects
+    before, s = s.presence, _hear(s, event, now)
+    if isinstance(event, Asked) or _says_nothing_new(before, event):
+        return s, effects  # the path of each step, and of each sign of life: what time changes is seen in a moment
+    for replica in range(s.policy.slots):
+        s, more = _advance(s, replica, event, now)
+        effects += more
+    s, more = fill(s, now)
+    return s, effects + more
+
+
+def refusal(s: LighthouseState, report: HostReport) -> str:
+    """Return why the agent of a host has to end; "": it goes on."""
+    lives = dict(s.placement.lives).get(Host.parse(report.path).name, ())
+    return REFUSED if report.life in lives[:-1] else ""
+
+
+# What is heard.
+
+
+def _concerns(event: Event) -> bool:
+    return isinstance(event, ProcessesReported) and event.host is not None
+
+
+def _says_nothing_new(before: Presence, event: Event) -> bool:
+    """Return whether the report of a host is as its last one."""
+    report = event.host if isinstance(event, ProcessesReported) else None
+    there = before.host(Host.parse(report.path).name) if report is not None else None
+    if report is None or there is None or there.closed is not None:
+        return False
+    return replace(there.report, number=report.number, address=report.address) == report
+
+
+def _hear(s: LighthouseState, event: Event, now: float) -> LighthouseState:
+    """Take note of a report of a host, of the end of its connection, or of a request of a replica."""
+    presence, placement = s.presence, s.placement
+    if presence.since is None:
+        presence = replace(presence, since=now)
+    if isinstance(event, Ticked):
+        presence = _without_old(s, presence, now)
+    if not placement.replicas:
+        placement = replace(placement, replicas=(PlacedReplica(),) * s.policy.slots)
+    match event:
+        case ProcessesReported(host=HostReport() as report) if not refusal(s, report):
+            name, known = Host.parse(report.path).name, dict(placement.lives)
+            if (lives := known.get(name, ())) and lives[-1] == report.life:
+                pass
+            else:
+                known[name] = (*lives, report.life)[-FORMER:]
+                placement = replace(placement, lives=tuple(sorted(known.items())))
+            there = presence.host(name)
+            if there is not None and there.report.life == report.life and report.number <= there.report.number:
+                return s
+            presence = replace(presence, hosts={**presence.hosts, name: PresentHost(report, now)})
+        case HostClosed(report):  # another one may have come before the end of its connection was seen
+            name = Host.parse(report.path).name
+            there = presence.host(name)
+            if there is not None and there.report is report:
+                presence = replace(presence, hosts={**presence.hosts, name: replace(there, closed=now)})
+        case Commanded(action="host-lost", host=name):
+            placement = _bury(placement, name)
+            presence = replace(presence, hosts={n: each for n, each in presence.hosts.items() if n != name})
+        case Asked(request):
+            who, incarnation = request.report.replica, request.report.incarnation
+            before, at, _ = presence.asked.get(who, ("", now, 0.0))
+            gap = now - at if before == incarnation else 0.0
+            presence = replace(presence, asked={**presence.asked, who: (incarnation, now, gap)})
+    return with_placement(s, presence=presence, placement=placement)
+
+
+def _without_old(s: LighthouseState, presence: Presence, now: float) -> Presence:
+    """Return a presence without the spare hosts that are silent for long."""
+    used, gone = {name for me in s.placement.replicas for name in me.used}, now - FORGOTTEN * s.policy.evict_s
+    old = {name for name, each in presence.hosts.items() if each.heard < gone} - used
+    hosts = {name: each for name, each in presence.hosts.items() if name not in old}
+    return replace(presence, hosts=hosts) if old else presence
+
+
+def _bury(placement: Placement, name: str) -> Placement:
+    """Return a placement in which no process of what was started on a host is left."""
+
+    def without(me: PlacedReplica) -> PlacedReplica:
+        return replace(me, buried=(*me.buried, name)) if name in me.used else me
+
+    shadows = tuple((replica, without(me)) for replica, me in placement.shadows)
+    return replace(placement, replicas=tuple(map(without, placement.replicas)), shadows=shadows)
+
+
+# How an incarnation fares.
+
+
+def _advance(s: LighthouseState, replica: int, event: Event, now: float) -> Step:
+    """Look after the newest incarnation of a replica."""
+    me, effects = s.placement.replicas[replica], list[Effect]()
+    if me.phase is ReplicaPhase.RESTS:
+        return s, ()
+    me = _with_ends(s, me, now)
+    if s.grant is not None and not me.contributed:
+        member = s.grant.member(replica, me.incarnation)
+        committed = s.head is not None and s.head.commit_epoch == s.grant.epoch
+        me = replace(me, contributed=committed and member is not None and member.role == "contribute")
+    if me.phase is ReplicaPhase.RUNS and (why := _trouble(s, replica, me, event, now)):
+        me = replace(me, phase=ReplicaPhase.ENDS, why=why)
+    s = with_replica(s, replica, me)
+    if is_over(s, me, now):
+        who = (replica, me.incarnation)
+        s, told = tell(s, now, {replica: None}, frozenset({who}), ended=frozenset({replica} if me.done else ()))
+        s, more = _judge(s, replica, me, now)
+        return s, (*effects, *told, *more)
+    places = range(len(me.used))
+    if me.phase is ReplicaPhase.ENDS and all(is_gone(s, me, n) or is_silent(s, me, n, now) for n in places):
+        # Others take its place, and it is fenced. What it may have committed is not known.
+        shadows = (*s.placement.shadows, (replica, me))
+        s = with_placement(s, placement=replace(s.placement, shadows=shadows))
+        s, more = _judge(s, replica, me, now, exited=False)
+        return s, (*effects, *more)
+    return s, tuple(effects)
+
+
+def _with_ends(s: LighthouseState, me: PlacedReplica, now: float) -> PlacedReplica:
+    """Return a record with what its hosts say of ranks that ended by themselves."""
+    known = {(host, rank.rank): rank for host, rank in me.ended}
+    failed, done = me.failed, me.done
+    for name, (life, _) in zip(me.used, me.lives, strict=True):
+        present = s.presence.host(name)
+        said = present.ranks(me.incarnation) if present is not None and present.report.life == life else None
+        if said is not None and (said.ended or said.failed or said.done):
+            known |= {(name, rank.rank): rank for rank in said.ended if not rank.killed}
+            failed, done = failed or said.failed, done or said.done
+    if len(known) == len(me.ended) and (failed, done) == (me.failed, me.done):
+        return me
+    ended = tuple((host, rank) for (host, _), rank in sorted(known.items()))
+    since = me.since if me.since is not None or not ended else now
+    return replace(me, ended=ended, failed=failed, done=done, since=since)
+
+
+def _trouble(s: LighthouseState, replica: int, me: PlacedReplica, event: Event, now: float) -> str:
+    """Return why an incarnation that runs has to end; "": it goes on."""
+    policy = s.policy.placing
+    assert policy is not None
+    if isinstance(event, Withdrawn) and event.who == (replica, me.incarnation):
+        return event.reason
+    if me.failed:
+        return me.failed
+    asked = s.presence.asked.get(replica, ("",))[0] == me.incarnation
+    joined = asked or (s.grant is not None and s.grant.member(replica, me.incarnation) is not None)
+    if not joined and now >= max(me.due, s.presence.since or 0.0) + policy.start_s:
+        return f"it has not asked for a step within {policy.start_s:g} s (timeouts.start_s)"
+    if any(rank.code not in LEAVING for _, rank in me.ended):
+        return ENDED
+    if me.ended and len(me.ended) < len(me.used) * policy.each and now >= (me.since or now) + policy.together_s:
+        return f"only {len(me.ended)} of its ranks have ended"
+    for position, name in enumerate(me.used):
+        present = s.presence.host(name)
+        if present is not None and present.report.life != me.lives[position][0]:
+            return f"the agent of host {name} was started again"
+        if name in me.buried or is_lost(s, name, now):
+            return f"host {name} is lost"
+    return ""
+
+
+def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, exited: bool = True) -> Step:
+    """Decide what follows the end of an incarnation: DeadPool's Table II, and when the replica starts again."""
+    policy = s.policy.placing
+    assert policy is not None
+    kind, rank, host = telling(me, len(me.used) * policy.each)
+    lost = [name for n, name in enumerate(me.used) if not is_gone(s, me, n)]
+    kind = "host lost" if lost and rank is None else kind
+    step = s.head.step if s.head is not None else 0
+    committed = step - me.base if me.contributed else 0
+    why = says(rank) if rank is not None and me.why in ("", ENDED) else me.why or f"all ranks ended: {kind}"
+    facts: dict[str, object] = {"replica": replica, "incarnation": me.incarnation}
+    codes = {str(r.rank): r.code for _, r in me.ended}
+    effects: list[Effect] = [Note("ReplicaExited", why, {**facts, "kind": kind, "codes": codes})]
+    rests = replace(me, phase=ReplicaPhase.RESTS, ended=(), failed="", why=why, since=None, contributed=False)
+    if not exited:
+        rests = replace(rests, run="", first=me.restart.restarts + 1)
+    again = replace(me.restart, restarts=me.restart.restarts + 1)
+    if kind == "done":
+        return with_replica(s, replica, replace(rests, places=())), tuple(effects)
+    if kind in ("left", "exit 0") and (
+        not wanted(s, replica) or s.finished or training_is_over(s) or kind == "left"
+    ):
+        return with_replica(s, replica, replace(rests, restart=again, done=False)), tuple(effects)
+    code = rank.code if rank is not None else None
+    if code in (EXIT_CONFIG, EXIT_USAGE) and not me.contributed and not step:
+        return _give_up(s, replica, rests, why, now, effects)
+    own_fault = rank is not None and code not in (EXIT_RETRYABLE, *LEAVING) and not lost
+    counts = dict(me.failed_on) if committed < REFILL_STEPS else {}
+    fatal = (
+        (step + 1, me.fatal[1] + 1 if me.fatal[0] == step + 1 else 1) if own_fault and me.contributed else me.fatal
+    )
+    if own_fault:
+        counts[host] = counts.get(host, 0) + 1
+    rests = replace(rests, failed_on=tuple(sorted(counts.items())), fatal=fatal)
+    others = [each for n, each in enumerate(s.placement.replicas) if n != replica and each.incarnation]
+    alike = min([fatal[1], *(each.fatal[1] if each.fatal[0] == fatal[0] else 0 for each in others)])
+    trains = committed == 0 and step > me.base
+    found = judge(Evidence(code, bool(lost), counts.get(host, 0), trains, alike if own_fault else 0))
+    if found.action is Action.HALT:
+        s = _halt(s, f"step {fatal[0]}: {found.reason}; the last time {why}")
+        effects.append(Note("JobGivenUp", found.reason, {**facts, "step": fatal[0]}))
+    if found.cordoned and host not in dict(s.placement.cordoned):
+        cordoned = tuple(sorted({**dict(s.placement.cordoned), host: found.reason}.items()))
+        s = with_placement(s, placement=replace(s.placement, cordoned=cordoned))
+        effects.append(Note("HostCordoned", f"{found.reason}: {why}", {"replica": replica, "host": host}))
+    cause = f"{kind}: {why}"
+    if me.failed or (rank is not None and rank.cause == SHORTAGE and not me.contributed):
+        state, then = restart.on_shortage(me.restart, policy.restart, cause, now)
+    elif lost and not own_fault:
+        state, then = again, Restart(0.0, f"{cause}; a lost host costs none of the budget")
+    else:
+        error = restart.essence(rank.why) if rank is not None and rank.cause == SCRIPT else ""
+        state, then = restart.on_loss(me.restart, policy.restart, max(committed, 0), cause, error=error)
+    if isinstance(then, GiveUp):
+        return _give_up(s, replica, rests, then.reason, now, effects)
+    effects.append(Note("RestartScheduled", then.reason, {**facts, "delay_s": then.delay_s}))
+    rests = replace(rests, restart=state, due=now + then.delay_s, why=then.reason, done=False)
+    return with_replica(s, replica, rests), tuple(effects)
+
+
+def _give_up(
+    s: LighthouseState, replica: int, rests: PlacedReplica, why: str, now: float, effects: list[Effect]
+) -> Step:
+    """Never start a replica again; if no other one is left, the job is halted."""
+    s = with_replica(s, replica, replace(rests, given_up=why, places=()))
+    s, told = tell(s, now, {replica: None}, lost=frozenset({replica}))
+    note = Note("ReplicaLost", why, {"replica": replica})
+    others = [each for n, each in enumerate(s.placement.replicas) if wanted(s, n)]
+    if all(each.given_up for each in others):
+        s = _halt(s, f"every replica is lost: {why}")
+    return s, (*effects, *told, note)
+
+
+def _halt(s: LighthouseState, why: str) -> LighthouseState:
+    return s if s.halted else change(s, halted=why)

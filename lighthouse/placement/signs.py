@@ -1,0 +1,189 @@
+"""What reports show: which host is lost, whether an incarnation has exited, and what each host is to run. Pure."""
+
+from __future__ import annotations
+
+from ft_hsdp.core.host_report import AssignedRanks, EndedRank
+from ft_hsdp.core.state_id import digest
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
+from ft_hsdp.memory.hosts import Host
+from lighthouse.placement.state import PlacedReplica, ReplicaPhase
+from lighthouse.quorum.state import LighthouseState, wanted
+
+TEMPORARY = "temporary"  # a `launch.backend.rank_end.Cause`
+LEAVING = (EXIT_OK, EXIT_LEFT)  # exit codes of a rank that is done, or left the job
+
+
+def is_lost(s: LighthouseState, name: str, now: float) -> bool:
+    """Return whether a host is lost: its agent is silent, and the replica there does not ask for steps either.
+
+    It is not while most of the hosts are silent: then the lighthouse is the one that is cut off.
+    """
+    evict_s, present = s.policy.evict_s, s.presence.host(name)
+    if not unheard(s, name, now):
+        return False
+    known = known_hosts(s)
+    silent = sum(unheard(s, each, now) for each in known)
+    if silent > 1 and 2 * silent > len(known):
+        return False
+    for replica, me in enumerate(s.placement.replicas):
+        incarnation, at, gap = s.presence.asked.get(replica, ("", 0.0, 0.0))
+        if name in me.used and me.phase is ReplicaPhase.RUNS and incarnation == me.incarnation:
+            if present is not None and present.closed is not None and at <= present.closed:
+                return now >= at + 2 * gap
+            return now >= at + max(evict_s, 2 * gap)
+    return True
+
+
+def is_over(s: LighthouseState, me: PlacedReplica, now: float) -> bool:
+    """Return whether an incarnation has exited.
+
+    All its hosts say so; or one of its ranks has ended, and on no host that is heard one is left: it commits
+    nothing more. Or none of its hosts was heard for so long that no grant of its ranks holds any more.
+    """
+    policy = s.policy.placing
+    assert policy is not None
+    gone = [is_gone(s, me, position) for position in range(len(me.used))]
+    silent = [is_silent(s, me, position, now) for position in range(len(me.used))]
+    if all(gone) or ((any(gone) or me.ended) and all(g or q for g, q in zip(gone, silent, strict=True))):
+        return True
+    heard = [each.heard for name in me.used if (each := s.presence.host(name)) is not None]
+    last = max([*heard, now if s.presence.since is None else s.presence.since])
+    return all(silent) and now >= last + policy.lease_s + 2 * s.policy.evict_s
+
+
+def known_hosts(s: LighthouseState) -> list[str]:
+    """Return the names of the hosts that are to be heard."""
+    used = {name for me in s.placement.replicas if me.phase is not ReplicaPhase.RESTS for name in me.used}
+    return sorted(used | {name for name, each in s.presence.hosts.items() if not each.report.leaving})
+
+
+def unheard(s: LighthouseState, name: str, now: float) -> bool:
+    """Return whether the agent of a host is gone, or cut off."""
+    present, since = s.presence.host(name), s.presence.since
+    if present is None:
+        return since is not None and now >= since + s.policy.evict_s
+    return present.silent(now, s.policy.evict_s)
+
+
+def is_silent(s: LighthouseState, me: PlacedReplica, position: int, now: float) -> bool:
+    """Return whether nothing is heard of the agent that started ranks; another machine may have its name now."""
+    present = s.presence.host(me.used[position])
+    replaced = present is not None and present.report.life != me.lives[position][0]
+    return replaced or unheard(s, me.used[position], now)
+
+
+def is_gone(s: LighthouseState, me: PlacedReplica, position: int) -> bool:
+    """Return whether no process of an incarnation is left on a host, by the word of its agent."""
+    name, (life, space) = me.used[position], me.lives[position]
+    present = s.presence.host(name)
+    if name in me.buried:
+        return True
+    if present is None:
+        return False
+    if present.report.life != life:
+        return present.report.space == space  # it has taken the place of the agent with which they have ended
+    mine = present.ranks(me.incarnation)
+    if mine is not None:
+        return not mine.living
+    return me.phase is not ReplicaPhase.RUNS and present.report.seen == seen(s, name)
+
+
+def says(rank: EndedRank) -> str:
+    """Return in one line how a rank ended."""
+    how = f"signal {-rank.code}" if rank.code < 0 else f"exit {rank.code}"
+    return f"rank {rank.rank} ended with {how}" + (f": {rank.why}" if rank.why else "")
+
+
+def telling(me: PlacedReplica, ranks: int) -> tuple[str, EndedRank | None, str]:
+    """Return how an incarnation ended, the rank that shows why, and its host.
+
+    The order in which ends are heard of says nothing. A rank that lost its peers ends with 75, so any other code
+    comes before that one.
+    """
+    own = list(me.ended)
+    if len(own) == ranks and all(rank.code in LEAVING for _, rank in own):
+        kind = "done" if me.done else "left" if any(r.code == EXIT_LEFT for _, r in own) else "exit 0"
+        return kind, None, ""
+    if not any(rank.code for _, rank in own):
+        return "not started" if me.failed else "ended", None, ""
+    host, rank = max(
+        own,
+        key=lambda each: (
+            each[1].code in (EXIT_CONFIG, EXIT_USAGE),
+            each[1].code == EXIT_HARDWARE,
+            each[1].code not in (*LEAVING, EXIT_RETRYABLE),
+            each[1].cause not in ("", TEMPORARY),
+            each[1].code != EXIT_OK,
+        ),
+    )
+    return ("exit" if rank.code >= 0 else "signal") + f" {abs(rank.code)}", rank, host
+
+
+def assigned(s: LighthouseState, name: str) -> tuple[AssignedRanks, ...]:
+    """Return all that a host is to run."""
+    present, policy = s.presence.host(name), s.policy.placing
+    found = []
+    for replica, me in enumerate(s.placement.replicas):
+        if me.phase is not ReplicaPhase.RUNS or name not in me.used or present is None or policy is None:
+            continue
+        each, position = policy.each, me.used.index(name)
+        if me.lives[position][0] == present.report.life:
+            ranks = tuple(policy.ranks_at(position))
+            hosts = tuple(host for host in me.used for _ in range(each))
+            found.append(AssignedRanks(me.incarnation, ranks, hosts, me.master, leaves(s, replica, me)))
+    return tuple(found)
+
+
+def seen(s: LighthouseState, name: str) -> str:
+    """Return the digest of what a host is to run, which it repeats in its next report.
+
+    No two are equal between which something was started: a host that has seen this one knows of all before.
+    """
+    return digest(str(s.placement.starts), *map(repr, assigned(s, name)))
+
+
+def leaves(s: LighthouseState, replica: int, me: PlacedReplica) -> bool:
+    """Return whether an incarnation is to leave: it is not wanted, or a host of it ends, or it can grow."""
+    ends = any((each := s.presence.host(name)) is not None and each.report.leaving for name in me.used)
+    return ends or not wanted(s, replica) or (me.contributed and could_grow(s, replica, me))
+
+
+def usable_hosts(s: LighthouseState, now: float) -> dict[str, Host]:
+    """Return the hosts that may get ranks, by name."""
+    cordoned = dict(s.placement.cordoned)
+    return {
+        name: each.host
+        for name, each in s.presence.hosts.items()
+        if name not in cordoned and not each.report.leaving and not unheard(s, name, now)
+    }
+
+
+def listed_hosts(s: LighthouseState, now: float) -> list[dict[str, object]]:
+    """Return each host with its state, and the replica and the ranks that it has, for people."""
+    policy, cordoned = s.policy.placing, dict(s.placement.cordoned)
+    rows: list[dict[str, object]] = []
+    for name in known_hosts(s):
+        replica, me = next(((n, me) for n, me in enumerate(s.placement.replicas) if name in me.used), (None, None))
+        runs = me is not None and me.phase is ReplicaPhase.RUNS and policy is not None
+        state = (
+            "silent" if unheard(s, name, now) else "cordoned" if name in cordoned else "used" if runs else "spare"
+        )
+        row: dict[str, object] = {"host": name, "state": state, "replica": replica if runs else None}
+        if runs and me is not None and policy is not None:
+            row["ranks"] = policy.ranks_at(me.used.index(name))
+        rows.append(row)
+    return rows
+
+
+def could_grow(s: LighthouseState, replica: int, me: PlacedReplica) -> bool:
+    """Return whether there are hosts for all ranks of a replica that runs with fewer."""
+    policy, since = s.policy.placing, s.presence.since
+    if policy is None or len(me.used) == policy.hosts or since is None:
+        return False
+    usable = s.presence.hosts
+    now = max(each.heard for each in usable.values()) if usable else since
+    free = usable_hosts(s, now).keys() - {
+        n for each in s.placement.replicas if each.phase is not ReplicaPhase.RESTS for n in each.used
+    }
+    waiting = sum(each.phase is ReplicaPhase.RESTS and each.since is not None for each in s.placement.replicas)
+    return not waiting and len(free) >= policy.hosts - len(me.used)

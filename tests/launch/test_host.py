@@ -1,0 +1,166 @@
+"""The agent of a host, beside a made-up lighthouse and a real fork server."""
+
+import asyncio
+import secrets
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from ft_hsdp import protocol
+from ft_hsdp.config import parse
+from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.core.host_report import AssignedRanks, HostRanks, HostReport
+from ft_hsdp.errors import EXIT_OK, EXIT_RETRYABLE, Retryable
+from ft_hsdp.launch.backend.forkserver import ForkServer
+from ft_hsdp.launch.host import HostAgent
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.protocol import ProcessReport, SupervisorReply
+from ft_hsdp.secret import write_private
+from tests.support.launch.launch_helpers import Plan
+from tests.support.waiting import async_until
+
+
+class Scene:
+    """An agent, and its lighthouse: that keeps a report open until it has another answer than the last one."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run, self.reports, self.down, self.open = run, list[HostReport](), False, 0
+        self._reply = SupervisorReply((), 0, 0, False, seen="0")
+        self._changed = asyncio.Event()
+        config = parse({"job": {"name": "job", "runs_dir": str(run.path.parent)}, "timeouts": {"stop_s": 1.0}})
+        write_private(run.token, secrets.token_hex(32))
+        forks = ForkServer(run.path, entry="tests.support.launch.standin:main", preload=())
+        http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
+        self.agent = HostAgent(config, run, forks, LighthouseClient(("http://127.0.0.1:1",), "s", http=http), "AB")
+        self.running = asyncio.create_task(self.agent.run())
+
+    async def _answer(self, request: httpx.Request) -> httpx.Response:
+        if self.down:
+            raise httpx.ConnectError("down")
+        report = protocol.decode(request.content, ProcessReport).host
+        assert report is not None
+        self.reports.append(report)
+        self.open += 1
+        try:
+            while report.seen == self._reply.seen:
+                await self._changed.wait()
+        finally:
+            self.open -= 1
+        return httpx.Response(200, content=protocol.encode(self._reply))
+
+    def answers(self, *assigned: AssignedRanks, **more: Any) -> None:
+        seen = str(int(self._reply.seen) + 1)
+        self._reply = SupervisorReply((), 0, 0, **{"finished": False, **more}, assigned=assigned, seen=seen)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def assigned(self, name: str, *ranks: int, of: int = 2, **more: Any) -> AssignedRanks:
+        return AssignedRanks(name, ranks, ("h",) * of, self.reports[-1].address, **more)
+
+    def of(self, name: str) -> HostRanks | None:
+        """What the newest report says of an incarnation."""
+        return next((ranks for ranks in self.reports[-1].ranks if ranks.incarnation == name), None)
+
+    async def reported(self, name: str, living: tuple[int, ...], *ended: tuple[int, int, bool]) -> HostRanks:
+        def fits() -> HostRanks | None:
+            said = self.of(name)
+            fit = said and said.living == living and {(e.rank, e.code, e.killed) for e in said.ended} == {*ended}
+            return said if fit else None
+
+        found = await async_until(fits, f"{name}: {living}, {ended}", said=lambda: str(self.reports[-1]))
+        assert found is not None
+        return found
+
+    async def waiting(self, *names: str) -> None:
+        """Wait until these ranks run, by REPLICA-RESTART-RANK."""
+        for name in names:
+            await async_until((self.run.path / f"waiting-{name}").exists, f"rank {name}")
+
+
+@pytest.fixture
+async def scene(run_dir: RunDir) -> AsyncIterator[Scene]:
+    made = Scene(run_dir)
+    await async_until(lambda: made.open, "a report")
+    yield made
+    made.running.cancel()
+    await asyncio.gather(made.running, return_exceptions=True)
+
+
+async def test_what_is_assigned_starts_once_its_end_is_told_and_the_rest_is_killed(scene, run_dir, plan) -> None:
+    plan({"0": {"0": {"1": ["raise", "key", "oh"]}}, "1": {"1": {"0": ["final", True]}}})
+    first = scene.reports[-1]
+    one, other = scene.assigned("0-a-0", 1, 2, of=4), scene.assigned("1-a-1", 0, of=1)
+    scene.answers(one, other)
+    said = await scene.reported("0-a-0", (2,), (1, EXIT_RETRYABLE, False))
+    assert (said.ended[0].cause, "KeyError" in said.ended[0].why) == ("script", True)
+    await scene.waiting("0-0-2")
+    assert "GPU 1 of A,B" in run_dir.rank_log(0, 2).read_text()
+    assert (await scene.reported("1-a-1", (), (0, 0, False))).done
+    assert scene.reports[-1].address != first.address == other.master  # one port for each rank 0
+    assert {report.life for report in scene.reports} == {first.life}
+    scene.answers(one, scene.assigned("0-a-1", 1, 2, of=4))
+    await scene.waiting("0-1-1", "0-1-2")
+    await scene.reported("0-a-0", (2,), (1, EXIT_RETRYABLE, False))
+    assert scene.of("1-a-1") is None  # it is over, and not assigned
+    scene.answers(scene.assigned("0-a-1", 1, 2, of=4))
+    await scene.reported("0-a-0", (), (1, EXIT_RETRYABLE, False), (2, -signal.SIGKILL, True))
+    scene.answers(scene.assigned("0-a-1", 1, 2, of=4))
+    await async_until(lambda: scene.of("0-a-0") is None, "the next report")
+    scene.answers(one, scene.assigned("0-a-1", 1, 2, of=4))
+    await scene.reported("0-a-0", (), (1, EXIT_RETRYABLE, False), (2, -signal.SIGKILL, True))
+    await scene.reported("0-a-1", (1, 2))
+
+
+async def test_ranks_that_are_to_leave_are_told_and_killed_if_they_do_not(scene: Scene, plan: Plan) -> None:
+    plan({"0": {"0": {"1": ["deaf"]}}})
+    scene.answers(scene.assigned("0-a-0", 0, 1))
+    await scene.waiting("0-0-0", "0-0-1")
+    scene.answers(scene.assigned("0-a-0", 0, 1, leaves=True))
+    await scene.reported("0-a-0", (1,), (0, -signal.SIGTERM, False))
+    await scene.reported("0-a-0", (), (0, -signal.SIGTERM, False), (1, -signal.SIGKILL, True))
+
+
+async def test_a_rank_that_cannot_be_started_ends_the_others_here(scene: Scene, run_dir: RunDir) -> None:
+    run_dir.replica(3).parent.mkdir()
+    run_dir.replica(3).write_text("in the way")
+    scene.answers(scene.assigned("3-a-0", 0, 1))
+    assert "3" in (await scene.reported("3-a-0", ())).failed
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"), [({"finished": True}, EXIT_OK), ({"halted": "no"}, EXIT_RETRYABLE), ({}, 143)]
+)
+async def test_the_agent_ends_once_no_rank_is_left_and_says_so(scene: Scene, answer: Any, code: int) -> None:
+    scene.answers(ranks := scene.assigned("0-a-0", 0, 1))
+    await scene.waiting("0-0-0", "0-0-1")
+    if answer:
+        scene.answers(ranks, **answer)
+        await async_until(lambda: scene.reports[-1].seen == "2", "it knows")
+        scene.answers(scene.assigned("0-a-0", 0, 1, leaves=True), **answer)
+    else:
+        scene.agent.stop(signal.SIGTERM)
+    assert await scene.running == code
+    await scene.reported("0-a-0", (), (0, -signal.SIGTERM, False), (1, -signal.SIGTERM, False))
+    assert (scene.reports[-1].leaving, scene.reports[-1].seen) == (True, "")
+
+
+async def test_a_host_that_is_refused_ends_its_ranks_and_itself(scene: Scene) -> None:
+    scene.answers(scene.assigned("0-a-0", 0, 1))
+    await scene.waiting("0-0-0", "0-0-1")
+    scene.answers(refused="another host has its name")
+    with pytest.raises(Retryable, match="another host has its name"):
+        await scene.running
+
+
+async def test_ranks_go_on_without_a_lighthouse_and_the_next_one_hears_what_happened(scene, plan, run_dir) -> None:
+    plan({"0": {"0": {"0": ["exit-when", "go", 7]}}})
+    scene.answers(scene.assigned("0-a-0", 0, 1))
+    await scene.waiting("0-0-1")
+    scene.down = True
+    (run_dir.path / "go").touch()
+    await async_until(lambda: not scene.open, "the report to be given up")
+    scene.down = False
+    await scene.reported("0-a-0", (1,), (0, 7, False))

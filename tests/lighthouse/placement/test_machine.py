@@ -1,0 +1,284 @@
+"""Where replicas run, and what follows when a rank, a host or the lighthouse is lost."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport
+from ft_hsdp.core.restart import RestartPolicy
+from ft_hsdp.core.state_id import initial
+from ft_hsdp.errors import EXIT_HARDWARE, EXIT_LEFT
+from ft_hsdp.memory.hosts import Host
+from lighthouse.placement.machine import decide, refusal
+from lighthouse.placement.signs import assigned, listed_hosts, seen
+from lighthouse.placement.state import PlacedReplica, PlacementPolicy, ReplicaPhase, remembered
+from lighthouse.quorum.events import Commanded, Event, HostClosed, Note, ProcessesReported, Ticked, Withdrawn
+from lighthouse.quorum.state import LighthouseState, Policy
+
+EVICT_S, PLACE_S = 2.0, 5.0
+
+
+class World:
+    """A lighthouse and hosts whose agents do at once what they are assigned."""
+
+    def __init__(self, *hosts: str, replicas: int = 2, each: int = 2, **policy: Any) -> None:
+        placing = PlacementPolicy(each, 2 * each, RestartPolicy(3, 0.0), place_s=PLACE_S, together_s=1.0)
+        settings = Policy(replicas, steps=100, evict_s=EVICT_S, placing=replace(placing, **policy))
+        self.s = LighthouseState.empty(settings, term=1)
+        self.now, self.notes = 100.0, list[Note]()
+        self.has: dict[str, dict[str, HostRanks]] = {}
+        self.number = 0
+        self.lives: dict[str, str] = {}
+        self.spaces: dict[str, str] = {}
+        self.cut: set[str] = set()
+        self.leaving: set[str] = set()
+        for host in hosts:
+            self.join(host)
+        self.settle()
+
+    def join(self, host: str, life: str = "a", space: str = "here") -> None:
+        self.lives[host], self.spaces[host], self.has[host] = life, space, {}
+
+    def apply(self, event: Event) -> None:
+        self.s, effects = decide(self.s, event)
+        self.notes += [each for each in effects if isinstance(each, Note)]
+
+    def report(self, host: str, *, obeys: bool = True) -> HostReport:
+        """Have the agent of a host report, and do what it is assigned."""
+        has, name = self.has[host], Host.parse(host).name
+        known = seen(self.s, name) if obeys else ""
+        self.number += 1
+        who = (host, self.lives[host], self.spaces[host], self.number)
+        report = HostReport(*who, f"127.0.0.1:{len(name)}", tuple(has.values()), host in self.leaving, known)
+        self.apply(ProcessesReported({}, frozenset(), frozenset(), self.now, host=report))
+        if obeys:
+            mine = {each.incarnation: each for each in assigned(self.s, name)}
+            for name in [*has]:
+                if name not in mine:
+                    del has[name]
+            for each in mine.values():
+                has.setdefault(each.incarnation, HostRanks(each.incarnation, each.ranks))
+        return report
+
+    def settle(self, seconds: float = 0.0) -> None:
+        """Let time pass; all hosts that are not cut off report."""
+        until = self.now + seconds
+        while True:
+            for host in [each for each in self.has if each not in self.cut]:
+                self.report(host)
+            self.apply(Ticked(self.now))
+            if self.now >= until:
+                break
+            self.now += 0.25
+        for _ in range(2):
+            for host in [each for each in self.has if each not in self.cut]:
+                self.report(host)
+
+    def ends(self, host: str, rank: int, code: int, **said: Any) -> None:
+        """Have a rank end by itself."""
+        ((name, mine),) = self.has[host].items()
+        rest = tuple(each for each in mine.living if each != rank)
+        self.has[host][name] = replace(mine, living=rest, ended=(*mine.ended, EndedRank(rank, code, **said)))
+        self.report(host, obeys=False)
+
+    def me(self, replica: int = 0) -> PlacedReplica:
+        return self.s.placement.replicas[replica]
+
+    def told(self, name: str) -> list[str]:
+        return [note.reason for note in self.notes if note.event == name]
+
+    def runs(self) -> dict[str, tuple[str, ...]]:
+        return {
+            each.incarnation: each.used for each in self.s.placement.replicas if each.phase is ReplicaPhase.RUNS
+        }
+
+
+def test_replicas_start_where_there_is_a_host_for_all_their_ranks() -> None:
+    w = World("z/r1/a", "z/r1/b", "z/r2/c")
+    first = w.me().incarnation
+    assert w.me(1).phase is ReplicaPhase.RESTS
+    w.join("z/r2/d")
+    w.settle()
+    assert sorted(w.runs().values()) == [("a", "b"), ("c", "d")]
+    (of_b,) = assigned(w.s, "b")
+    assert (of_b.incarnation, of_b.ranks, of_b.hosts) == (first, (2, 3), ("a", "a", "b", "b"))
+    assert of_b.master == assigned(w.s, "a")[0].master
+    assert not of_b.leaves
+    w.join("z/r2/e")
+    w.settle()
+    rows = [(row["host"], row["state"], row.get("ranks")) for row in listed_hosts(w.s, w.now)]
+    assert [rows[1], rows[4]] == [("b", "used", [2, 3]), ("e", "spare", None)]
+
+
+@pytest.mark.parametrize("code", [-9, 75, 70])
+def test_when_a_rank_ends_the_others_are_ended_and_the_replica_starts_again_in_place(code: int) -> None:
+    w = World("a", "b", replicas=1)
+    w.ends("a", 0, code)
+    assert (w.me().phase, assigned(w.s, "a"), assigned(w.s, "b")) == (ReplicaPhase.ENDS, (), ())
+    w.report("a")
+    assert w.me().phase is ReplicaPhase.ENDS  # host b has not said that its ranks are gone
+    w.settle()
+    assert w.runs() == {w.me().incarnation: ("a", "b")}
+    assert w.me().restart.restarts == w.me().restart.used == 1
+    assert (0, w.me().incarnation[:-1] + "0") in w.s.exited
+
+
+def test_a_spare_host_takes_the_place_of_a_lost_one_and_nothing_else_moves() -> None:
+    w = World("a", "b", "c", "d", "spare")
+    assert w.runs() == {w.me(0).incarnation: ("a", "b"), w.me(1).incarnation: ("c", "d")}
+    before = w.me(1).incarnation
+    w.cut.add("d")
+    w.settle(EVICT_S + 1)
+    assert (w.me(1).used, w.me(1).restart.used) == (("c", "spare"), 0)
+    assert w.me(0).restart.restarts == 0
+    assert len(w.told("HostReplaced")) == 1
+    assert (1, before) in w.s.exited  # its ranks on c are gone, and it commits nothing without them
+
+
+def test_a_host_that_is_lost_with_all_ranks_is_replaced_and_has_not_exited_before_it_says_so() -> None:
+    w = World("a", "b", "spare", each=1)
+    before, run = w.me(1).incarnation, w.me(1).run
+    w.cut.add("b")
+    w.settle(EVICT_S + 1)
+    assert w.me(1).used == ("spare",)
+    assert (1, before) not in w.s.exited
+    assert w.me(1).run != run  # the exit of a later incarnation would stand for that of this one
+    w.cut.clear()
+    w.settle()
+    assert w.has["b"] == {}
+    w.settle()
+    assert (1, before) in w.s.exited
+    assert w.s.placement.shadows == ()
+
+
+def test_silence_of_an_agent_alone_changes_nothing() -> None:
+    w = World("a", "b", "c", each=1)
+    w.cut.add("a")
+    for _ in range(20):
+        w.now += 0.5
+        asked = {0: (w.me().incarnation, w.now, 0.5)}
+        w.s = replace(w.s, presence=replace(w.s.presence, asked=asked))
+        w.report("b")
+        w.report("c")
+    assert w.me().used == ("a",)
+
+
+def test_while_most_hosts_are_silent_the_lighthouse_is_cut_off() -> None:
+    w = World("a", "b", "c", "d", "e")
+    w.cut |= {"a", "c", "d"}
+    w.settle(3 * EVICT_S)
+    assert {each.phase for each in w.s.placement.replicas} == {ReplicaPhase.RUNS}
+
+
+def test_a_host_whose_connection_ends_is_lost_sooner() -> None:
+    w = World("a", "b", "c", each=1)
+    former = w.report("a")
+    closed = w.report("a")
+    w.cut.add("a")
+    w.apply(HostClosed(former, w.now))
+    w.settle(EVICT_S / 5)
+    assert w.me().used == ("a",)  # it had sent another one meanwhile
+    w.apply(HostClosed(closed, w.now))
+    w.settle(EVICT_S / 5)
+    assert w.me().used == ("c",)
+
+
+def test_an_agent_that_is_started_again_has_no_ranks_of_before_and_the_former_one_has_to_end() -> None:
+    w = World("a", replicas=1, each=1)
+    before = w.me().incarnation
+    old = w.report("a")
+    w.join("a", "b")
+    w.settle()
+    assert (0, before) in w.s.exited
+    assert w.runs() == {w.me().incarnation: ("a",)}
+    assert refusal(w.s, old)
+    assert not refusal(w.s, replace(old, life="b"))
+
+
+def test_another_machine_with_the_name_of_a_lost_one_says_nothing_of_the_ranks_there() -> None:
+    w = World("a", replicas=1, each=1)
+    before = w.me().incarnation
+    w.join("a", "b", "elsewhere")
+    w.settle()
+    assert w.runs() == {w.me().incarnation: ("a",)}
+    assert (0, before) not in w.s.exited
+
+
+def test_where_no_host_is_left_the_others_go_on_without_the_replica_or_it_has_fewer_ranks() -> None:
+    for shrink_to, used, told in ((None, ("a", "b"), "ReplicaUnplaced"), (2, ("a",), "Shrunk")):
+        w = World("a", "b", replicas=1, shrink_to=shrink_to)
+        w.s = replace(w.s, head=replace(initial("c", "w"), step=5))
+        w.cut.add("b")
+        w.settle(EVICT_S + PLACE_S + 1)
+        assert (w.me().used, len(w.told(told))) == (used, 1)
+        w.s = replace(w.s, placement=replace(w.s.placement, replicas=(replace(w.me(), contributed=True),)))
+        w.cut.clear()
+        w.settle()
+        if shrink_to:
+            assert assigned(w.s, "a")[0].leaves  # it can have all ranks again
+            w.ends("a", 0, EXIT_LEFT)
+            w.ends("a", 1, EXIT_LEFT)
+            w.settle()
+        assert w.me().used == ("a", "b")
+
+
+def test_what_ends_a_replica_again_and_again_is_given_up_cordoned_or_halted() -> None:
+    w = World("a", "b", replicas=1)
+    for _ in range(4):
+        w.ends("a", 0, 70)
+        w.settle()
+    assert "budget of 3" in w.me().given_up
+    assert w.s.halted.startswith("every replica is lost")
+    w = World("a", "b", "c", replicas=1, each=1)
+    w.ends("a", 0, EXIT_HARDWARE)
+    w.settle()
+    assert (w.me().used, len(w.told("HostCordoned"))) == (("b",), 1)
+
+
+def test_a_host_that_is_told_to_end_gives_its_ranks_to_a_spare_one() -> None:
+    w = World("a", "b", replicas=1, each=1)
+    w.leaving.add("a")
+    w.report("a")
+    assert assigned(w.s, "a")[0].leaves
+    for rank in (0, 1):
+        w.ends("a", rank, EXIT_LEFT)
+    w.settle()
+    assert (w.me().used, w.me().restart.used) == (("b",), 0)
+
+
+def test_after_the_lighthouse_was_started_again_all_stays_where_it_is() -> None:
+    w = World("a", "b", "c", each=1)
+    before = w.s.placement
+    w.s = replace(LighthouseState.empty(w.s.policy, term=2), placement=remembered(before))
+    w.now = 7.0
+    w.report("b")
+    w.settle(EVICT_S / 2)
+    assert w.s.placement == remembered(before)
+    w.cut.add("a")
+    w.settle(2 * EVICT_S)
+    assert w.me().used == ("c",)
+
+
+def test_what_does_not_ask_for_a_step_is_started_again() -> None:
+    w = World("a", replicas=1, each=1, start_s=3.0)
+    before = w.me().incarnation
+    w.s = replace(w.s, presence=replace(w.s.presence, asked={0: (before, w.now, 0.0)}))
+    w.settle(4.0)
+    assert w.me().incarnation == before
+    w.s = replace(w.s, presence=replace(w.s.presence, asked={}))
+    w.settle(1.0)
+    assert w.me().incarnation != before
+
+
+def test_an_order_to_kill_an_incarnation_and_one_about_a_host_end_it() -> None:
+    w = World("a", "b", "c", each=1)
+    before = w.me().incarnation
+    w.apply(Withdrawn((0, before), "it is silent", w.now))
+    w.settle()
+    assert w.told("ReplicaExited")[-1] == "it is silent"
+    w.cut.add("b")
+    w.apply(Commanded("host-lost", 0, "it burnt", w.now, host="b"))
+    w.settle()
+    assert w.me(1).used == ("c",)
+    assert w.me(0).incarnation != before

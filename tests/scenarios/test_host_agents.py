@@ -1,0 +1,155 @@
+"""Hosts whose agents run what the lighthouse places on them: machines that share a network and nothing else."""
+
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+
+from ft_hsdp.launch.run.directory import Row, read_json, read_jsonl
+from tests.support.machines import Machine, Rig, needs_machines
+from tests.support.machines_job import PORT, JobOnMachines
+from tests.support.torchrun_job import ROOT, TorchrunJob
+
+pytestmark = [needs_machines, pytest.mark.proof]
+
+FROM_MEMORY = {"agent", "copy", "replica"}
+
+
+class JobOnHosts(JobOnMachines):
+    """The lighthouse is on machine 0, each other one has an agent; a replica has a rank on each of its hosts."""
+
+    allow = ", allow: [10.77.0.0/16]"
+
+    def __init__(self, rig: Rig, folder: Path, replicas: int, hosts: int, more: str = "") -> None:
+        super().__init__(rig, folder, replicas, hosts, f"hosts: {{per_replica: {hosts}}}\n{more}")
+
+    def __enter__(self) -> Self:
+        TorchrunJob.__enter__(self)
+        for machine in self.machines[1:]:
+            self.join(machine)
+        everyone = list(range(self._replicas))
+        self.until(lambda: all(self.contributors(r) == everyone for r in everyone), "all train")
+        self.steps(4, "states whose copies are there")
+        return self
+
+    def join(self, machine: Machine) -> None:
+        """Start the agent of a machine."""
+        self._at[name := f"host{machine.number}"] = machine
+        command = [str(ROOT / "launcher.py"), "host", str(self._config), *self._lighthouse]
+        self.supervisors[machine.number] = self._start(name, command)
+
+    def lose(self, machine: Machine, *, cut: bool) -> None:
+        machine.lose(cut=cut)
+        del self.supervisors[machine.number]
+
+    def rows(self, replica: int, file: str = "commits.jsonl") -> list[Row]:
+        """The lines of all machines on which the replica ran."""
+        logs = [self.kept(machine) / "replicas" / str(replica) / file for machine in self.machines]
+        return sorted((row for log in logs for row in read_jsonl(log)), key=lambda row: row["t"])
+
+    def steps(self, count: int, what: str) -> None:
+        before = self.step(0)
+        self.until(lambda: self.step(0) >= before + count, what)
+
+    def starts(self, replica: int) -> list[Row]:
+        """Each incarnation of a replica, with its hosts."""
+        return [row for row in self.told("ReplicaStarted") if row["replica"] == replica]
+
+    def hosts(self, replica: int) -> list[Machine]:
+        """Where its newest incarnation is."""
+        names = self.starts(replica)[-1]["hosts"]
+        return [machine for name in names for machine in self.machines if machine.name == name]
+
+    def spare(self) -> Machine:
+        used = [host.number for replica in range(self._replicas) for host in self.hosts(replica)]
+        (spare,) = [machine for machine in self.machines[1:] if machine.number not in used]
+        return spare
+
+    def back(self, replica: int, starts: int) -> None:
+        """Wait until an incarnation contributes, the STARTS-th of a replica."""
+
+        def contributes() -> bool:
+            names = [row["incarnation"] for row in self.starts(replica)]
+            row = self.rows(replica)[-1]
+            return names.index(row["incarnation"]) == starts - 1 and replica in row["contributors"]
+
+        self.until(contributes, f"replica {replica} contributes again")
+
+    def ended(self) -> list[dict[str, Any]]:
+        """Let it end; its recoveries: from memory, at the cost of a step at most. The machines keep nothing."""
+        _, summary = self.end()
+        for number in self.supervisors:
+            left = self.machines[number].run("ls", "/dev/shm")
+            assert left == "", f"machine {number}: {left}"
+        assert {each["rung"] for each in summary["recoveries"]} <= FROM_MEMORY
+        assert all(each["lost_steps"] <= 1 for each in summary["recoveries"])
+        recoveries: list[dict[str, Any]] = summary["recoveries"]
+        return recoveries
+
+
+@pytest.mark.parametrize("how", ["killed", "cut", "without its agent"])
+def test_a_spare_machine_takes_the_place_of_a_lost_one(how: str, tmp_path: Path) -> None:
+    with Rig(tmp_path, 6) as rig, JobOnHosts(rig, tmp_path, 2, 2) as job:
+        spare, (stays, lost), other = job.spare(), job.hosts(1), job.hosts(0)
+        if how == "without its agent":
+            job.supervisors.pop(lost.number).kill()
+        else:
+            job.lose(lost, cut=how == "cut")
+        job.back(1, 2)
+        assert (job.hosts(1), job.hosts(0)) == ([stays, spare], other)
+        job.ended()
+        assert how != "without its agent" or lost.run("ls", "/dev/shm") == ""
+        assert all(0 in row["contributors"] for row in job.rows(0))
+        assert len({row["incarnation"] for row in job.rows(0)}) == 1
+
+
+def test_a_lone_replica_goes_on_from_copies_with_a_spare_machine(tmp_path: Path) -> None:
+    with Rig(tmp_path, 5) as rig, JobOnHosts(rig, tmp_path, 1, 3, "memory: {copies: 2}") as job:
+        spare, (lost, *stay) = job.spare(), job.hosts(0)
+        job.lose(lost, cut=True)
+        job.back(0, 2)
+        assert job.hosts(0) == [spare, *stay]
+        assert [each["rung"] for each in job.ended()] == ["copy"]
+
+
+def test_a_machine_that_was_cut_off_is_a_spare_one_when_it_is_back(tmp_path: Path) -> None:
+    with Rig(tmp_path, 4) as rig, JobOnHosts(rig, tmp_path, 2, 1) as job:
+        spare, (far,) = job.spare(), job.hosts(1)
+        far.cut()
+        job.back(1, 2)
+        assert job.hosts(1) == [spare]
+        (old,) = read_json(job.kept(far) / "replicas/1/processes.json")["ranks"]
+        assert str(old["pid"]) in far.run("ls", "/proc").split(), "its rank runs still"
+        far.heal()
+        job.until(lambda: str(old["pid"]) not in far.run("ls", "/proc").split(), "it is ended")
+        job.lose(spare, cut=False)
+        job.back(1, 3)
+        assert job.hosts(1) == [far]
+        job.ended()
+
+
+def test_a_machine_and_the_lighthouse_are_lost_at_once(tmp_path: Path) -> None:
+    with Rig(tmp_path, 4) as rig, JobOnHosts(rig, tmp_path, 1, 2) as job:
+        spare, (stays, lost) = job.spare(), job.hosts(0)
+        job.lighthouse.kill()
+        job.lose(lost, cut=True)
+        job.lighthouse.wait()
+        job.lighthouse_again(PORT)
+        job.back(0, 2)
+        assert job.hosts(0) == [stays, spare]
+        job.ended()
+
+
+def test_fewer_ranks_go_on_until_a_lost_machine_has_an_agent_again(tmp_path: Path) -> None:
+    more = "memory: {shrink_to: 1, copies: 2}"
+    with Rig(tmp_path, 3) as rig, JobOnHosts(rig, tmp_path, 1, 2, more) as job:
+        stays, lost = job.hosts(0)
+        job.lose(lost, cut=True)
+        job.back(0, 2)
+        assert job.hosts(0) == [stays]
+        job.steps(3, "it trains on")
+        lost.boot()
+        job.join(lost)
+        job.back(0, 3)
+        assert job.hosts(0) == [stays, lost]
+        job.ended()
