@@ -363,7 +363,8 @@ class Service:
             after = replace(after, agreed=self._agreed)  # durable together with the first grant
         self._saver.save(after)
         self.state = after
-        if after.placement is not before.placement or self._is_over:
+        leaving = isinstance(event, ProcessesReported) and event.host is not None and event.host.leaving
+        if after.placement is not before.placement or self._is_over or leaving or isinstance(event, Commanded):
             self._moved.set()
             self._moved = asyncio.Event()
         if after.rewinding:

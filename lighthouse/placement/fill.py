@@ -8,7 +8,7 @@ from dataclasses import replace
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Assignment, assign
-from lighthouse.placement.signs import is_over, usable_hosts
+from lighthouse.placement.signs import is_over, is_powerless, usable_hosts
 from lighthouse.placement.state import PlacedReplica, Placement, Presence, ReplicaPhase
 from lighthouse.quorum.events import Effect, Note, ProcessesReported
 from lighthouse.quorum.rules import Incarnation
@@ -55,10 +55,11 @@ def fill(s: LighthouseState, now: float) -> Step:
     """Give hosts to replicas that need some, and start those that are due."""
     policy, effects = s.policy.placing, list[Effect]()
     assert policy is not None
-    s = _without_old_shadows(s, now)
+    s, gone = _without_old_shadows(s, now)
+    effects += gone
     due = [n for n in range(s.policy.slots) if _may_start(s, n, now)]
     if not due:
-        return s, ()
+        return s, tuple(effects)
     found = _assignments(s, due, now)
     for replica in due:
         me, given = s.placement.replicas[replica], found[replica]
@@ -162,14 +163,13 @@ def _start(s: LighthouseState, replica: int, me: PlacedReplica, hosts: tuple[Hos
     return s, (*effects, Note("ReplicaStarted", me.why or "first start", facts), *told)
 
 
-def _without_old_shadows(s: LighthouseState, now: float) -> LighthouseState:
+def _without_old_shadows(s: LighthouseState, now: float) -> Step:
     """Tell the quorum of replaced incarnations that have exited since, and forget them."""
-    if not s.placement.shadows:
-        return s
-    left = []
+    left, effects = [], list[Effect]()
     for replica, me in s.placement.shadows:
-        if is_over(s, me, now):
-            s, _ = tell(s, now, {}, frozenset({(replica, me.incarnation)}))
+        if is_over(s, me, now) or is_powerless(s, me, now):
+            s, told = tell(s, now, {}, frozenset({(replica, me.incarnation)}))
+            effects += told
         else:
             left.append((replica, me))
-    return with_placement(s, placement=replace(s.placement, shadows=tuple(left)))
+    return with_placement(s, placement=replace(s.placement, shadows=tuple(left))), tuple(effects)

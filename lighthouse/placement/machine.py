@@ -17,7 +17,7 @@ from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Action, Evidence
 from ft_hsdp.memory.replacement import decide as judge
 from lighthouse.placement.fill import fill, tell, with_placement, with_replica
-from lighthouse.placement.signs import LEAVING, is_gone, is_lost, is_over, is_silent, says, telling
+from lighthouse.placement.signs import LEAVING, is_gone, is_lost, is_over, is_silent, leaves, says, telling
 from lighthouse.placement.state import FORMER, PlacedReplica, Placement, Presence, PresentHost, ReplicaPhase
 from lighthouse.quorum.events import (
     Asked,
@@ -159,7 +159,7 @@ def _advance(s: LighthouseState, replica: int, event: Event, now: float) -> Step
     places = range(len(me.used))
     if me.phase is ReplicaPhase.ENDS and all(is_gone(s, me, n) or is_silent(s, me, n, now) for n in places):
         # Others take its place, and it is fenced. What it may have committed is not known.
-        shadows = (*s.placement.shadows, (replica, me))
+        shadows = (*s.placement.shadows, (replica, replace(me, since=now)))
         s = with_placement(s, placement=replace(s.placement, shadows=shadows))
         s, more = _judge(s, replica, me, now, exited=False)
         return s, (*effects, *more)
@@ -227,9 +227,7 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     again = replace(me.restart, restarts=me.restart.restarts + 1)
     if kind == "done":
         return with_replica(s, replica, replace(rests, places=())), tuple(effects)
-    if kind in ("left", "exit 0") and (
-        not wanted(s, replica) or s.finished or training_is_over(s) or kind == "left"
-    ):
+    if kind in ("left", "exit 0") and (leaves(s, replica, me) or s.finished or training_is_over(s)):
         return with_replica(s, replica, replace(rests, restart=again, done=False)), tuple(effects)
     code = rank.code if rank is not None else None
     if code in (EXIT_CONFIG, EXIT_USAGE) and not me.contributed and not step:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import or_
+
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank
 from ft_hsdp.core.state_id import digest
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
@@ -38,17 +40,23 @@ def is_over(s: LighthouseState, me: PlacedReplica, now: float) -> bool:
     """Return whether an incarnation has exited.
 
     All its hosts say so; or one of its ranks has ended, and on no host that is heard one is left: it commits
-    nothing more. Or none of its hosts was heard for so long that no grant of its ranks holds any more.
+    nothing more.
     """
-    policy = s.policy.placing
-    assert policy is not None
     gone = [is_gone(s, me, position) for position in range(len(me.used))]
     silent = [is_silent(s, me, position, now) for position in range(len(me.used))]
-    if all(gone) or ((any(gone) or me.ended) and all(g or q for g, q in zip(gone, silent, strict=True))):
-        return True
-    heard = [each.heard for name in me.used if (each := s.presence.host(name)) is not None]
-    last = max([*heard, now if s.presence.since is None else s.presence.since])
-    return all(silent) and now >= last + policy.lease_s + 2 * s.policy.evict_s
+    return all(gone) or ((any(gone) or bool(me.ended)) and all(map(or_, gone, silent)))
+
+
+def is_powerless(s: LighthouseState, shadow: PlacedReplica, now: float) -> bool:
+    """Return whether no grant of an incarnation that was replaced holds any more: it was silent for so long."""
+    policy = s.policy.placing
+    assert policy is not None
+    heard = [now if shadow.since is None and s.presence.since is None else shadow.since or s.presence.since or 0.0]
+    for position, name in enumerate(shadow.used):
+        present = s.presence.host(name)
+        if present is not None and present.report.life == shadow.lives[position][0]:
+            heard.append(present.heard)
+    return now >= max(heard) + policy.lease_s + 2 * s.policy.evict_s
 
 
 def known_hosts(s: LighthouseState) -> list[str]:

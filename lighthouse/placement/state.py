@@ -133,11 +133,12 @@ class Presence:
 
 def remembered(placement: Placement) -> Placement:
     """Return a placement as it counts after a restart of the lighthouse, whose clock is another one."""
-    replicas = tuple(
-        replace(each, due=0.0, since=None, restart=replace(each.restart, prevented=0, prevented_at=0.0))
-        for each in placement.replicas
-    )
-    return replace(placement, replicas=replicas)
+
+    def anew(me: PlacedReplica) -> PlacedReplica:
+        return replace(me, due=0.0, since=None, restart=replace(me.restart, prevented=0, prevented_at=0.0))
+
+    shadows = tuple((replica, anew(me)) for replica, me in placement.shadows)
+    return replace(placement, replicas=tuple(map(anew, placement.replicas)), shadows=shadows)
 
 
 NOTHING_PLACED, NOBODY_HEARD = Placement(), Presence()

@@ -197,12 +197,14 @@ def test_an_agent_that_is_started_again_has_no_ranks_of_before_and_the_former_on
 
 
 def test_another_machine_with_the_name_of_a_lost_one_says_nothing_of_the_ranks_there() -> None:
-    w = World("a", replicas=1, each=1)
+    w = World("a", replicas=1, each=1, lease_s=5.0)
     before = w.me().incarnation
     w.join("a", "b", "elsewhere")
     w.settle()
     assert w.runs() == {w.me().incarnation: ("a",)}
     assert (0, before) not in w.s.exited
+    w.settle(5.0 + 3 * EVICT_S)
+    assert (0, before) in w.s.exited  # no grant of it holds any more
 
 
 def test_where_no_host_is_left_the_others_go_on_without_the_replica_or_it_has_fewer_ranks() -> None:
