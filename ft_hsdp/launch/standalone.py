@@ -428,8 +428,10 @@ def _join_elsewhere(run: RunDir, config: Config, url: str, trusted: tls.Trusted,
         claim.take("job.name", run.name, "a name that no running job has")
     else:
         claim = make_run(run, config, token)
-    if set(urls_of_run(read_json(run.lighthouse))) != set(urls):
-        write_json(run.lighthouse, {"pid": 0, "url": urls[0], "urls": list(urls)})
+    recorded = read_json(run.lighthouse) or {}
+    if set(urls_of_run(recorded)) != set(urls):
+        who = recorded if another(recorded) else {"pid": 0}  # the lighthouse may be on this machine
+        write_json(run.lighthouse, {**who, "url": urls[0], "urls": list(urls)})
     return claim
 
 
