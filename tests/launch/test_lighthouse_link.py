@@ -65,7 +65,7 @@ async def test_the_picture_is_full_each_time_and_the_answer_is_taken() -> None:
     scene.link.exited(1, "1-a-0")  # late, about an incarnation that was followed already
     scene.link.lost(2)
     await scene.link.report()
-    whose = {"owner": scene.link.owner, "leases": {}, "ended": [], "machines": []}
+    whose = {"owner": scene.link.owner, "leases": {}, "ended": [], "machines": [], "host": None}
     assert sent[0] == {"running": {"0": "0-a-0", "1": "1-a-0"}, "exited": [], "lost": [], **whose}
     assert sent[1]["running"] == {"0": "0-a-0", "1": "1-a-1"}
     assert set(sent[1]["exited"]) == {"1-a-0"}

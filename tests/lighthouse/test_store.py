@@ -173,10 +173,9 @@ def busy():
     agreed = Agreement("hash", "layout", "numerics", (("train.steps", "10"),), "frozen", (("length", "160"),))
     more |= {"rewound": (1, 2, 3), "rewinding": True}
     more |= {"edges": Edges((((0, 1), 4),), (Barred(1, 0.0, 60.0),), 1)}
-    me = PlacedReplica(
-        ("z/r/a",), ReplicaPhase.RUNS, "0-f-1", ("a",), (("ab", "here"),), ended=(("a", EndedRank(0, -9)),)
-    )
-    more |= {"placement": Placement((me,), ((0, me),), (("b", "it is broken"),), (("a", ("ab",)),))}
+    ended = (("a", EndedRank(0, -9)),)
+    me = PlacedReplica(("z/r/a",), ReplicaPhase.RUNS, "0-f-1", ("a",), (("ab", "here"),), ended=ended)
+    more |= {"placement": Placement((me,), 3, ((0, me),), (("b", "it is broken"),), (("a", ("ab",)),))}
     return replace(job.s, **more, drained=frozenset({2}), checkpoint=7, target=2, agreed=agreed, leases=leases)
 
 

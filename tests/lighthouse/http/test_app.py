@@ -78,6 +78,7 @@ async def test_status_and_health():
         "members",
         "units",
         "units_wanted",
+        "hosts",
         "replicas",
         "protection",
     }

@@ -29,10 +29,8 @@ class World:
         self.now, self.notes = 100.0, list[Note]()
         self.has: dict[str, dict[str, HostRanks]] = {}
         self.number = 0
-        self.lives: dict[str, str] = {}
-        self.spaces: dict[str, str] = {}
-        self.cut: set[str] = set()
-        self.leaving: set[str] = set()
+        self.lives, self.spaces = dict[str, str](), dict[str, str]()
+        self.cut, self.leaving = set[str](), set[str]()
         for host in hosts:
             self.join(host)
         self.settle()
