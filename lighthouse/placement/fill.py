@@ -149,6 +149,7 @@ def _start(s: LighthouseState, replica: int, me: PlacedReplica, hosts: tuple[Hos
         used=tuple(host.name for host in hosts),
         lives=tuple((report.life, report.space) for report in reports),
         run=run,
+        start=s.placement.starts + 1,
         master=reports[0].address,
         base=s.head.step if s.head is not None else 0,
         due=now,
@@ -157,7 +158,7 @@ def _start(s: LighthouseState, replica: int, me: PlacedReplica, hosts: tuple[Hos
         buried=(),
     )
     s = with_replica(s, replica, runs)
-    s = with_placement(s, placement=replace(s.placement, starts=s.placement.starts + 1))
+    s = with_placement(s, placement=replace(s.placement, starts=runs.start))
     s, told = tell(s, now, {replica: name})
     facts = {"replica": replica, "incarnation": name, "restarts": number, "hosts": list(runs.used)}
     return s, (*effects, Note("ReplicaStarted", me.why or "first start", facts), *told)

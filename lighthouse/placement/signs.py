@@ -145,9 +145,11 @@ def assigned(s: LighthouseState, name: str) -> tuple[AssignedRanks, ...]:
 def seen(s: LighthouseState, name: str) -> str:
     """Return the digest of what a host is to run, which it repeats in its next report.
 
-    No two are equal between which something was started: a host that has seen this one knows of all before.
+    No two are equal between which something was started there: a host that has seen this one knows of all before.
     """
-    return digest(str(s.placement.starts), *map(repr, assigned(s, name)))
+    known = (*s.placement.replicas, *(me for _, me in s.placement.shadows))
+    newest = max((me.start for me in known if name in me.used), default=0)
+    return digest(str(newest), *map(repr, assigned(s, name)))
 
 
 def leaves(s: LighthouseState, replica: int, me: PlacedReplica) -> bool:

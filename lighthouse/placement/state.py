@@ -64,6 +64,7 @@ class PlacedReplica:
         ""  # of its incarnations: another one if an incarnation was replaced and is not known to have exited
     )
     first: int = 0  # restarts before that run
+    start: int = 0  # the number of its start, over all replicas
     master: str = ""  # "host:port" of its rank 0
     base: int = 0  # step of the head when it was started
     contributed: bool = False  # it was a contributor when a step was committed
