@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol, Unpack
@@ -31,7 +31,7 @@ FLUSH_S = 0.25  # longest time until a worker's row is stored
 WRITE_S = 0.5  # longest wait for a disk: no decision depends on a row
 MAX_PENDING = 4096  # rows that wait to be stored; more are stored at once
 SLICE = 200  # rows that are folded before other tasks of the event loop run
-KNOWN = 4096  # newest commits that are recognized when another replica reports them too
+KNOWN = 4096  # newest commits and events that are recognized when they are reported again
 PASTS = 4  # overviews of earlier times that are kept
 MAX_SAID = 300  # characters of the sentence on an event
 COMPLAIN_S = 10.0  # between two log lines about lost rows
@@ -83,6 +83,7 @@ class JobJournal:
         self._overview = Overview(about)
         self._caught_up = database.last == 0
         self._known = OrderedDict((_name(e.row), None) for e in database.commits(MAX_READ))
+        self._heard = OrderedDict[tuple[str, str], None]()  # events, each with who told it
         self._stragglers = Stragglers(about.slots)
         self._vitals = Vitals()
         self._dropped: dict[str, int] = {}
@@ -123,12 +124,18 @@ class JobJournal:
             raise ProtocolViolation("commits and logged values come from replicas")
         if self._closed:
             return
+        # A sender that got no answer in time sends its rows again.
+        names = [(telemetry.source, repr(raw)) for raw in telemetry.events]
+        events = [row for row, name in zip(events, names, strict=True) if self._first(name, self._heard)]
         for row in events:
             self._before(row)
         if who.replica is not None:
             self._vitals.hear(who.replica, beats, self._monotonic())
         self._number("event", events + self._missed(telemetry, now))
-        self._number("commit", [row | {"incarnation": who.incarnation} for row in commits if self._first(row)])
+        self._number(
+            "commit",
+            [row | {"incarnation": who.incarnation} for row in commits if self._first(_name(row), self._known)],
+        )
         self._number("logged", [row | {"incarnation": who.incarnation} for row in logged])
         for row, raw in zip(commits, telemetry.commits, strict=True):
             assert who.replica is not None
@@ -319,13 +326,12 @@ class JobJournal:
         while len(self._past_overviews) > PASTS:
             self._past_overviews.popitem(last=False)
 
-    def _first(self, row: Row) -> bool:
-        name = _name(row)
-        if name in self._known:
+    def _first(self, name: Hashable, known: OrderedDict[Any, None]) -> bool:
+        if name in known:
             return False
-        self._known[name] = None
-        if len(self._known) > KNOWN:
-            self._known.popitem(last=False)
+        known[name] = None
+        if len(known) > KNOWN:
+            known.popitem(last=False)
         return True
 
     def _before(self, row: Row) -> None:
