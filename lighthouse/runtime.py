@@ -14,7 +14,6 @@ from starlette.types import ASGIApp
 
 from ft_hsdp.config import Config, agreed, config_hash
 from ft_hsdp.core.replica_state import PROTOCOL, difference
-from ft_hsdp.core.restart import BACKOFF_MAX_S, RestartPolicy
 from ft_hsdp.core.units import UnitPolicy
 from ft_hsdp.errors import ConfigError
 from lighthouse.http.access import Keys
@@ -134,7 +133,7 @@ def policy(config: Config) -> Policy:
         placing=PlacementPolicy(
             hosts=config.hosts.per_replica or 1,
             ranks=config.ranks_per_replica,
-            restart=restart_policy(config),
+            restart=config.restart_policy,
             apart=config.memory.apart,
             place_s=timeouts.place_s,
             together_s=timeouts.together_s,
@@ -143,15 +142,6 @@ def policy(config: Config) -> Policy:
             shrink_to=config.memory.shrink_to,
         ),
     )
-
-
-def restart_policy(config: Config) -> RestartPolicy:
-    """Return when replicas of a job start again.
-
-    One that waits at the end must come back while the others serve the final state.
-    """
-    chosen, longest_s = config.restart, min(BACKOFF_MAX_S, config.timeouts.final_wait_s / 2)
-    return RestartPolicy(chosen.budget, chosen.backoff_s, chosen.shortage_s, longest_s)
 
 
 def _most_micro_batches(config: Config) -> int:

@@ -28,6 +28,7 @@ from ft_hsdp.config.running import (
 )
 from ft_hsdp.config.timeouts import RestartConfig, TimeoutsConfig, WaitKey
 from ft_hsdp.config.training import DataConfig, LrConfig, ModelConfig, OptimConfig, TrainConfig
+from ft_hsdp.core.restart import BACKOFF_MAX_S, RestartPolicy
 
 
 def _having(section: str, key: str, value: JsonValue) -> JsonDict:
@@ -142,6 +143,13 @@ class Config(Section):
         """Longest time between two durable checkpoints; 0: steps count instead, or none is written."""
         by_time = self.checkpoint.every == 0 and self.checkpoint.dir is not None
         return self.checkpoint.every_s if by_time else 0.0
+
+    @property
+    def restart_policy(self) -> RestartPolicy:
+        """When its replicas start again."""
+        # One that waits at the end must come back while the others serve the final state.
+        chosen, longest_s = self.restart, min(BACKOFF_MAX_S, self.timeouts.final_wait_s / 2)
+        return RestartPolicy(chosen.budget, chosen.backoff_s, chosen.shortage_s, longest_s)
 
     @property
     def takes_faults(self) -> bool:

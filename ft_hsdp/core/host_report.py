@@ -17,7 +17,7 @@ class EndedRank:
     rank: int
     code: int  # negative: the signal
     killed: bool = False  # by the agent, because it was assigned no more: its end shows no cause
-    cause: str = ""  # a `launch.backend.rank_end.Cause`; "": it has said nothing
+    cause: str = ""  # a `restart.Cause`; "": it has said nothing
     why: str = ""  # one line, for people
 
 

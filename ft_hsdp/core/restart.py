@@ -10,10 +10,13 @@ comes again has longer and longer pauses; one that ends every replica is the scr
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from ft_hsdp.core.ledger import Run
+from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, EXIT_UNREACHABLE
 
 BACKOFF_MAX_S = 60.0  # longest pause before a restart: a machine that was repaired is found within it
 UNREACHED_S = 1.0  # shortest wait before a replica looks for its lighthouse in another life
@@ -23,6 +26,26 @@ FATAL_ENDS = 2  # ends by one unit, after which it is blamed
 SAME_ENDS = 2  # ends of each replica by one error, after which the script is to blame
 REFILL_STEPS = 10  # steps that an incarnation must have committed to count as healthy
 NARROW_ENDS = 2  # ends with so few ranks, or more, before a contribution, after which they are too few
+# Signals with which a program ends by its own fault; the others come from outside, and say nothing about a step.
+OWN_FAULT = frozenset({-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL})
+LEAVING = frozenset({EXIT_OK, EXIT_LEFT})  # exit codes of a rank that is done, or left the job
+
+
+class Cause(StrEnum):
+    """What is to blame for the end of a rank, as it says itself."""
+
+    SHORTAGE = "shortage"  # this machine had too little of something
+    CHANGED = "changed"  # the script is not the one with which the job began
+    DEVICE = (
+        "device"  # a kernel on its device, or a process that reads its data, failed: the batch may be to blame
+    )
+    TEMPORARY = "temporary"  # it may not happen again
+    SCRIPT = "script"  # none of these: it may well happen again
+
+
+def own_fault(code: int) -> bool:
+    """Return whether a rank with this exit code failed by itself: nobody ended it, and it lacked nothing."""
+    return code in OWN_FAULT if code < 0 else code not in (*LEAVING, EXIT_UNREACHABLE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ restarts make the replica healthy again.
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -20,18 +19,15 @@ from pathlib import Path
 from ft_hsdp.config import Config
 from ft_hsdp.core import restart
 from ft_hsdp.core.ledger import Run
-from ft_hsdp.core.restart import REFILL_STEPS, FatalUnits, ends_all
-from ft_hsdp.errors import EXIT_UNREACHABLE
-from ft_hsdp.launch.backend.base import DONE, EVICTED, LEAVING, LEFT, NOT_STARTED, STRAY, ReplicaProcess
+from ft_hsdp.core.restart import REFILL_STEPS, Cause, FatalUnits, ends_all
+from ft_hsdp.launch.backend.base import DONE, EVICTED, LEFT, NOT_STARTED, STRAY, ReplicaProcess
 from ft_hsdp.launch.backend.processes import no_room
-from ft_hsdp.launch.backend.rank_end import Cause, RankEnd
+from ft_hsdp.launch.backend.rank_end import RankEnd
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.memory.replacement import Decision, Evidence, decide
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - ranks and state agents keep their memory there
 TOLD_AGAIN_S = 60.0  # after so many seconds a changed script is named again
-# Signals with which a program ends by its own fault; the others come from outside, and say nothing about a step.
-OWN_FAULT = frozenset({-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +61,7 @@ class IncarnationEnd:
         """Return whether a rank failed by itself: nobody ended it, and it lacked nothing from outside."""
         if self.code is None or self.kind in (DONE, EVICTED, LEFT, STRAY):
             return False
-        return self.code in OWN_FAULT if self.code < 0 else self.code not in (*LEAVING, EXIT_UNREACHABLE)
+        return restart.own_fault(self.code)
 
 
 def end_of(current: ReplicaProcess, step: int | None, committed: int) -> IncarnationEnd:
@@ -103,10 +99,7 @@ class Restarts:
             config: The job's configuration.
             event: Writes an event of the replica: takes its name, the reason, and its other fields by keyword.
         """
-        chosen = config.restart
-        # A replica that waits at the end must come back while the others serve the final state.
-        longest_s = min(restart.BACKOFF_MAX_S, config.timeouts.final_wait_s / 2)
-        self._policy = restart.RestartPolicy(chosen.budget, chosen.backoff_s, chosen.shortage_s, longest_s)
+        self._policy = config.restart_policy
         self._state = restart.RestartState()
         self._event = event
         self.prevented: Cause | None = None  # what prevents a start

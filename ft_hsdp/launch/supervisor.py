@@ -22,11 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from ft_hsdp.config import Config, dump
-from ft_hsdp.core.restart import GiveUp, essence
+from ft_hsdp.core.restart import LEAVING, OWN_FAULT, Cause, GiveUp, essence
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, EXIT_USAGE, Retryable
 from ft_hsdp.launch.backend.base import (
     DONE,
-    LEAVING,
     LEFT,
     NOT_STARTED,
     STRAY,
@@ -36,9 +35,8 @@ from ft_hsdp.launch.backend.base import (
     ReplicaSpec,
     kind_of,
 )
-from ft_hsdp.launch.backend.rank_end import Cause, RankEnd
+from ft_hsdp.launch.backend.rank_end import RankEnd
 from ft_hsdp.launch.failures import (
-    OWN_FAULT,
     IncarnationEnd,
     JobFailures,
     Life,

@@ -16,6 +16,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol, Unpack
 
+from ft_hsdp.core.state_id import digest
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.event_table import grave, tell
 from ft_hsdp.jsonl import DiskThread
@@ -83,7 +84,7 @@ class JobJournal:
         self._overview = Overview(about)
         self._caught_up = database.last == 0
         self._known = OrderedDict((_name(e.row), None) for e in database.commits(MAX_READ))
-        self._heard = OrderedDict[tuple[str, str], None]()  # events, each with who told it
+        self._heard = OrderedDict[str, None]()  # digests of events and of who told them
         self._stragglers = Stragglers(about.slots)
         self._vitals = Vitals()
         self._dropped: dict[str, int] = {}
@@ -125,7 +126,7 @@ class JobJournal:
         if self._closed:
             return
         # A sender that got no answer in time sends its rows again.
-        names = [(telemetry.source, repr(raw)) for raw in telemetry.events]
+        names = [digest(telemetry.source, repr(raw)) for raw in telemetry.events]
         events = [row for row, name in zip(events, names, strict=True) if self._first(name, self._heard)]
         for row in events:
             self._before(row)

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from ft_hsdp.core import restart
 from ft_hsdp.core.host_report import HostReport
-from ft_hsdp.core.restart import REFILL_STEPS, GiveUp, Restart
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, EXIT_USAGE
+from ft_hsdp.core.restart import LEAVING, REFILL_STEPS, Cause, GiveUp, Restart
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, EXIT_UNREACHABLE, EXIT_USAGE
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Action, Evidence
 from ft_hsdp.memory.replacement import decide as judge
 from lighthouse.placement.fill import fill, tell, with_placement, with_replica
-from lighthouse.placement.signs import LEAVING, is_gone, is_lost, is_over, is_silent, leaves, says, telling
+from lighthouse.placement.signs import is_gone, is_lost, is_over, is_silent, leaves, says, telling
 from lighthouse.placement.state import FORMER, PlacedReplica, Placement, Presence, PresentHost, ReplicaPhase
 from lighthouse.quorum.events import (
     Asked,
@@ -34,7 +34,6 @@ from lighthouse.quorum.rules import replace as change
 from lighthouse.quorum.state import LighthouseState, Step, training_is_over, wanted
 from lighthouse.quorum.transition import transition
 
-SHORTAGE, SCRIPT = "shortage", "script"  # of `launch.backend.rank_end.Cause`
 FORGOTTEN = 10  # times evict_s: a spare host that is silent for so long is forgotten
 ENDED = "a rank of it has ended"
 REFUSED = "another agent of this host has been started since"
@@ -92,9 +91,7 @@ def _hear(s: LighthouseState, event: Event, now: float) -> LighthouseState:
     match event:
         case ProcessesReported(host=HostReport() as report) if not refusal(s, report):
             name, known = Host.parse(report.path).name, dict(placement.lives)
-            if (lives := known.get(name, ())) and lives[-1] == report.life:
-                pass
-            else:
+            if (lives := known.get(name, ()))[-1:] != (report.life,):
                 known[name] = (*lives, report.life)[-FORMER:]
                 placement = replace(placement, lives=tuple(sorted(known.items())))
             there = presence.host(name)
@@ -232,7 +229,8 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     code = rank.code if rank is not None else None
     if code in (EXIT_CONFIG, EXIT_USAGE) and not me.contributed and not step:
         return _give_up(s, replica, rests, why, now, effects)
-    own_fault = rank is not None and code not in (EXIT_RETRYABLE, *LEAVING) and not lost
+    bereft = code == EXIT_RETRYABLE and rank is not None and rank.cause in ("", Cause.TEMPORARY)
+    own_fault = code is not None and restart.own_fault(code) and not (lost or bereft)
     counts = dict(me.failed_on) if committed < REFILL_STEPS else {}
     fatal = (
         (step + 1, me.fatal[1] + 1 if me.fatal[0] == step + 1 else 1) if own_fault and me.contributed else me.fatal
@@ -252,13 +250,16 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         s = with_placement(s, placement=replace(s.placement, cordoned=cordoned))
         effects.append(Note("HostCordoned", f"{found.reason}: {why}", {"replica": replica, "host": host}))
     cause = f"{kind}: {why}"
-    if me.failed or (rank is not None and rank.cause == SHORTAGE and not me.contributed):
-        state, then = restart.on_shortage(me.restart, policy.restart, cause, now)
+    prevented = rank is not None and rank.cause in (Cause.SHORTAGE, Cause.CHANGED) and not me.contributed
+    if me.failed or prevented:
+        bounded = rank is None or rank.cause != Cause.CHANGED
+        state, then = restart.on_shortage(me.restart, policy.restart, cause, now, bounded=bounded)
     elif lost and not own_fault:
         state, then = again, Restart(0.0, f"{cause}; a lost host costs none of the budget")
     else:
-        error = restart.essence(rank.why) if rank is not None and rank.cause == SCRIPT else ""
-        state, then = restart.on_loss(me.restart, policy.restart, max(committed, 0), cause, error=error)
+        error = restart.essence(rank.why) if rank is not None and rank.cause == Cause.SCRIPT else ""
+        unreached = code == EXIT_UNREACHABLE and me.restart.restarts > 0
+        state, then = restart.on_loss(me.restart, policy.restart, max(committed, 0), cause, unreached, error)
     if isinstance(then, GiveUp):
         return _give_up(s, replica, rests, then.reason, now, effects)
     effects.append(Note("RestartScheduled", then.reason, {**facts, "delay_s": then.delay_s}))

@@ -5,14 +5,12 @@ from __future__ import annotations
 from operator import or_
 
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank
+from ft_hsdp.core.restart import LEAVING, Cause
 from ft_hsdp.core.state_id import digest
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
 from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.state import PlacedReplica, ReplicaPhase
 from lighthouse.quorum.state import LighthouseState, wanted
-
-TEMPORARY = "temporary"  # a `launch.backend.rank_end.Cause`
-LEAVING = (EXIT_OK, EXIT_LEFT)  # exit codes of a rank that is done, or left the job
 
 
 def is_lost(s: LighthouseState, name: str, now: float) -> bool:
@@ -120,7 +118,7 @@ def telling(me: PlacedReplica, ranks: int) -> tuple[str, EndedRank | None, str]:
             each[1].code in (EXIT_CONFIG, EXIT_USAGE),
             each[1].code == EXIT_HARDWARE,
             each[1].code not in (*LEAVING, EXIT_RETRYABLE),
-            each[1].cause not in ("", TEMPORARY),
+            each[1].cause not in ("", Cause.TEMPORARY),
             each[1].code != EXIT_OK,
         ),
     )

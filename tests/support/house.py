@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "statements": (41_350, 39_000),
     "lines with JavaScript": (77_550, 71_000),
     "benchmarks outside the package": (3_450, 4_000),  # statements
-    "test lines": (75_365, 66_000),  # the model checker among them
+    "test lines": (75_375, 66_000),  # the model checker among them
     "modules with code": (310, 310),
     "configuration keys": (120, 120),
     "timeouts among them": (15, 14),

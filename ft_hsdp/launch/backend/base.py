@@ -19,10 +19,11 @@ from typing import Any, Protocol
 
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
+from ft_hsdp.core.restart import LEAVING, Cause
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.processes import last_line
-from ft_hsdp.launch.backend.rank_end import Cause, RankEnd
+from ft_hsdp.launch.backend.rank_end import RankEnd
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json, write_json_later
 
@@ -37,7 +38,6 @@ TORN = "exit 0 of some ranks only"
 LEFT = "left"
 STRAY = "exit 0 before the end"
 NOT_STARTED = "not started"  # a rank could not be started
-LEAVING = frozenset({EXIT_OK, EXIT_LEFT})  # exit codes of a rank that is done, or left the job
 
 
 @dataclass(frozen=True, slots=True)

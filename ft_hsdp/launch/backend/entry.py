@@ -33,9 +33,9 @@ from types import TracebackType
 from ft_hsdp import protocol
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import anchored, is_function, stamped, title
+from ft_hsdp.core.restart import Cause
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, FtHsdpError, one_line
 from ft_hsdp.launch.backend import rank_end
-from ft_hsdp.launch.backend.rank_end import Cause
 from ft_hsdp.lifetime import leave
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.transfer import shard_manifest

@@ -12,9 +12,9 @@ import errno
 import os
 import re
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 
+from ft_hsdp.core.restart import Cause
 from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError, LocalResourceError, exhausted, one_line, raised_from
 from ft_hsdp.launch.run.directory import RunDir, read_json, try_write_json
 
@@ -31,16 +31,6 @@ _OUTSIDE = re.compile(  # in the type or text of an error: what is not under the
 )
 _DEVICE = re.compile(r"cuda error|cudnn|cublas|device-side|worker .*(killed by|exited)", re.IGNORECASE)
 _spare_descriptors: list[int] = []
-
-
-class Cause(StrEnum):
-    SHORTAGE = "shortage"  # this machine had too little of something
-    CHANGED = "changed"  # the script is not the one with which the job began
-    DEVICE = (
-        "device"  # a kernel on its device, or a process that reads its data, failed: the batch may be to blame
-    )
-    TEMPORARY = "temporary"  # it may not happen again
-    SCRIPT = "script"  # none of these: it may well happen again
 
 
 @dataclass(frozen=True, slots=True)

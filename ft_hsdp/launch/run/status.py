@@ -30,7 +30,8 @@ def status(run: RunDir) -> Status:
     answer = next(filter(None, (_ask(run, f"{url}/v1/status", trusted) for url in urls)), None)
     reported: dict[int, Row] = {row["replica"]: row for row in (answer or {}).get("replicas", [])}
     placed = (answer or {}).get("hosts", [])
-    replicas = [_replica(run, n, reported.get(n), placed) for n in range(config.slots)]
+    elsewhere = {row["replica"] for row in placed}
+    replicas = [_replica(run, n, reported.get(n), n in elsewhere) for n in range(config.slots)]
     for row in replicas:
         if 0 < len(row["ranks"]) < config.ranks_per_replica and config.memory.shrink_to is not None:
             row["of_ranks"] = config.ranks_per_replica
@@ -88,7 +89,7 @@ def lines(run: RunDir, document: Status) -> list[str]:
     return found
 
 
-def _replica(run: RunDir, replica: int, reported: Row | None, placed: list[Row]) -> Row:
+def _replica(run: RunDir, replica: int, reported: Row | None, placed: bool) -> Row:
     """Return the part of the document on one replica, with the lighthouse's word on it if there is one.
 
     Its processes are listed here only if one supervisor knows all of them: it is not ``placed`` on hosts.

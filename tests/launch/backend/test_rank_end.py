@@ -3,9 +3,10 @@ import os
 
 import pytest
 
+from ft_hsdp.core.restart import Cause
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import last_line
-from ft_hsdp.launch.backend.rank_end import Cause, RankEnd, cause_of, tell, told
+from ft_hsdp.launch.backend.rank_end import RankEnd, cause_of, tell, told
 from ft_hsdp.launch.run.directory import RunDir
 
 

@@ -8,7 +8,7 @@ import pytest
 from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport
 from ft_hsdp.core.restart import RestartPolicy
 from ft_hsdp.core.state_id import initial
-from ft_hsdp.errors import EXIT_HARDWARE, EXIT_LEFT
+from ft_hsdp.errors import EXIT_HARDWARE, EXIT_LEFT, EXIT_UNREACHABLE
 from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.machine import decide, refusal
 from lighthouse.placement.signs import assigned, listed_hosts, seen
@@ -234,6 +234,16 @@ def test_what_ends_a_replica_again_and_again_is_given_up_cordoned_or_halted() ->
     w.ends("a", 0, EXIT_HARDWARE)
     w.settle()
     assert (w.me().used, len(w.told("HostCordoned"))) == (("b",), 1)
+
+
+@pytest.mark.parametrize(("code", "used"), [(-9, 3), (EXIT_UNREACHABLE, 1)])
+def test_a_host_is_not_left_for_what_comes_from_outside(code: int, used: int) -> None:
+    w = World("a", "b", "c", each=1)
+    for step in (1, 2, 3):
+        w.s = replace(w.s, head=replace(initial("c", "w"), step=step))  # the other replica trains
+        w.ends("a", 0, code)
+        w.settle(10.0)
+    assert (w.me().used, w.me().restart.used) == (("a",), used)
 
 
 def test_a_host_that_is_told_to_end_gives_its_ranks_to_a_spare_one() -> None:
