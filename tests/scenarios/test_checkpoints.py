@@ -116,27 +116,6 @@ def test_a_folder_that_vanishes_is_made_again_and_the_end_says_what_is_there(tmp
 
 
 STEPS = 30
-FLIPPED = {  # the newest copy of rank 1 flips, and the rank dies at once
-    "snapshot-flip": {"replicas": [0], "rank": 1, "step": 8},
-    "snapshot-kept": {"replicas": [0], "rank": 1, "step": 8},
-}
-
-
-@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_a_flipped_copy_is_not_restored(tmp_path: Path, replicas: int) -> None:
-    """Alone the replica goes on from the copy before; beside another one it fetches what it lacks."""
-    points: dict[str, Any] = dict(FLIPPED)
-    steps = 16
-    with Job(tmp_path, steps, replicas=replicas, debug__failpoints=points) as job:
-        summary = job.end()
-        check(summary, steps)
-        (found,) = job.events("SnapshotCorrupt", replica=0, rank=1)
-        assert "changed since" in found["reason"]
-        (restored,) = job.events("StateRestored", replica=0)
-        assert (restored["step"], restored["origin"]) == (found["step"] - 1, "agent")
-        assert not job.events("JobHalted")
-        assert not job.events("StateDiverged")
-        assert job.replayed()["equal"]
 
 
 def test_a_copy_that_one_rank_left_out_costs_no_older_one(tmp_path: Path) -> None:
