@@ -26,6 +26,7 @@ FATAL_ENDS = 2  # ends by one unit, after which it is blamed
 SAME_ENDS = 2  # ends of each replica by one error, after which the script is to blame
 REFILL_STEPS = 10  # steps that an incarnation must have committed to count as healthy
 NARROW_ENDS = 2  # ends with so few ranks, or more, before a contribution, after which they are too few
+TOO_FEW = f"{NARROW_ENDS} starts with so few ranks, or more, ended before a commit"
 # Signals with which a program ends by its own fault; the others come from outside, and say nothing about a step.
 OWN_FAULT = frozenset({-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGBUS, -signal.SIGFPE, -signal.SIGILL})
 LEAVING = frozenset({EXIT_OK, EXIT_LEFT})  # exit codes of a rank that is done, or left the job
@@ -231,6 +232,26 @@ class NarrowEnds:
     def after_end(self, ranks: int) -> NarrowEnds:
         """Return this after so many ranks have ended before they contributed."""
         return replace(self, ended=(*self.ended, ranks))
+
+    def after_run(
+        self, ranks: int, wanted: int, *, began: bool, contributed: bool, elsewhere: bool
+    ) -> tuple[NarrowEnds, bool]:
+        """Return this after the end of an incarnation, and whether its ranks may have been too few.
+
+        Args:
+            ranks: that it had.
+            wanted: ranks that the replica is to have.
+            began: whether they were started.
+            contributed: whether it has contributed to a step.
+            elsewhere: whether its end has another known reason: it lost a host, or was sent away.
+        """
+        if ranks == wanted:
+            return NarrowEnds() if began else self, False  # fewer are tried anew after the next loss
+        if contributed:
+            return self.after_contribution(ranks), False
+        if elsewhere or not began or not self.blames(ranks):
+            return self, False
+        return self.after_end(ranks), True
 
     def after_contribution(self, ranks: int) -> NarrowEnds:
         """Return this after so many ranks have contributed: these and more are enough."""

@@ -160,19 +160,14 @@ class ReplicaPlace:
             lost_hosts: Its hosts that are lost.
             cause: Why it ended, in one line.
         """
-        ranks = current.spec.size
-        if ranks == self._all:
-            if end.kind != NOT_STARTED:
-                self._narrow = restart.NarrowEnds()  # all ranks ran: fewer are tried anew after the next loss
-            return False
-        if self._commits.contributing == current.name or end.committed >= restart.REFILL_STEPS:
-            self._narrow = self._narrow.after_contribution(ranks)
-            return False
-        elsewhere = lost_hosts or end.kind in (DONE, LEFT, STRAY, NOT_STARTED)
-        if elsewhere or end.code in (EXIT_HARDWARE, EXIT_UNREACHABLE) or not self._narrow.blames(ranks):
-            return False
-        self._narrow = self._narrow.after_end(ranks)
-        if ranks < self._narrow.least:
-            reason = f"{restart.NARROW_ENDS} starts with so few ranks, or more, ended before a commit; {cause}"
-            self._event("TooFewRanks", reason, ranks=ranks)
-        return True
+        ranks, elsewhere = current.spec.size, end.kind in (DONE, LEFT, STRAY)
+        self._narrow, too_few = self._narrow.after_run(
+            ranks,
+            self._all,
+            began=end.kind != NOT_STARTED,
+            contributed=self._commits.contributing == current.name or end.committed >= restart.REFILL_STEPS,
+            elsewhere=elsewhere or bool(lost_hosts) or end.code in (EXIT_HARDWARE, EXIT_UNREACHABLE),
+        )
+        if too_few and ranks < self._narrow.least:
+            self._event("TooFewRanks", f"{restart.TOO_FEW}; {cause}", ranks=ranks)
+        return too_few

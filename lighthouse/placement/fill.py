@@ -67,8 +67,13 @@ def fill(s: LighthouseState, now: float) -> Step:
         if given.missing:
             waits = now - (me.since if me.since is not None else now)
             s = with_replica(s, replica, me := replace(me, since=now if me.since is None else me.since))
-            hosts = given.left(policy.each, policy.shrink_to) if waits >= policy.place_s and s.head else ()
-            if waits >= policy.place_s and not hosts and not s.views[replica].lost:
+            least = policy.shrink_to and max(policy.shrink_to, me.narrow.least)
+            hosts = given.left(policy.each, least) if s.head else ()
+            # One that had fewer ranks has waited for hosts already, unless it has lost another one.
+            had, too_few = len(me.used), len(me.used) * policy.each < me.narrow.least
+            if waits < policy.place_s and not (0 < had < policy.hosts and (too_few or len(hosts) == had)):
+                continue
+            if not hosts and not s.views[replica].lost:
                 s, told = tell(s, now, {replica: None}, lost=frozenset({replica}))
                 away = ", ".join(given.hosts[n].name or "?" for n in given.missing)
                 effects += (

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ft_hsdp.core import restart
 from ft_hsdp.core.host_report import HostReport
 from ft_hsdp.core.restart import LEAVING, REFILL_STEPS, Cause, GiveUp, Restart
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, EXIT_UNREACHABLE, EXIT_USAGE
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_RETRYABLE, EXIT_UNREACHABLE, EXIT_USAGE
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Action, Evidence
 from ft_hsdp.memory.replacement import decide as judge
@@ -209,8 +209,10 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     """Decide what follows the end of an incarnation: DeadPool's Table II, and when the replica starts again."""
     policy = s.policy.placing
     assert policy is not None
-    kind, rank, host = telling(me, len(me.used) * policy.each)
+    ranks = len(me.used) * policy.each
+    kind, rank, host = telling(me, ranks)
     lost = [name for n, name in enumerate(me.used) if not is_gone(s, me, n)]
+    silent = any(is_silent(s, me, n, now) for n in range(len(me.used)))
     kind = "host lost" if lost and rank is None else kind
     step = s.head.step if s.head is not None else 0
     committed = step - me.base if me.contributed else 0
@@ -226,7 +228,21 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         return with_replica(s, replica, replace(rests, places=())), tuple(effects)
     if kind in ("left", "exit 0") and (leaves(s, replica, me) or s.finished or training_is_over(s)):
         return with_replica(s, replica, replace(rests, restart=again, done=False)), tuple(effects)
-    code = rank.code if rank is not None else None
+    code, cause = rank.code if rank is not None else None, f"{kind}: {why}"
+    narrow, too_few = me.narrow.after_run(
+        ranks,
+        policy.ranks,
+        began=not me.failed,
+        contributed=me.contributed,
+        elsewhere=bool(lost or silent) or kind in ("left", "exit 0") or code in (EXIT_HARDWARE, EXIT_UNREACHABLE),
+    )
+    rests = replace(rests, narrow=narrow)
+    then: Restart | GiveUp
+    if too_few:
+        if ranks < narrow.least:
+            effects.append(Note("TooFewRanks", f"{restart.TOO_FEW}; {cause}", {**facts, "ranks": ranks}))
+        state, then = restart.on_narrow_end(me.restart, policy.restart, cause)
+        return _again(s, replica, replace(rests, restart=state), then, now, effects)
     if code in (EXIT_CONFIG, EXIT_USAGE) and not me.contributed and not step:
         return _give_up(s, replica, rests, why, now, effects)
     bereft = code == EXIT_RETRYABLE and rank is not None and rank.cause in ("", Cause.TEMPORARY)
@@ -249,7 +265,6 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         cordoned = tuple(sorted({**dict(s.placement.cordoned), host: found.reason}.items()))
         s = with_placement(s, placement=replace(s.placement, cordoned=cordoned))
         effects.append(Note("HostCordoned", f"{found.reason}: {why}", {"replica": replica, "host": host}))
-    cause = f"{kind}: {why}"
     prevented = rank is not None and rank.cause in (Cause.SHORTAGE, Cause.CHANGED) and not me.contributed
     if me.failed or prevented:
         bounded = rank is None or rank.cause != Cause.CHANGED
@@ -262,9 +277,16 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         state, then = restart.on_loss(me.restart, policy.restart, max(committed, 0), cause, unreached, error)
     if isinstance(then, GiveUp):
         return _give_up(s, replica, rests, then.reason, now, effects)
-    effects.append(Note("RestartScheduled", then.reason, {**facts, "delay_s": then.delay_s}))
-    rests = replace(rests, restart=state, due=now + then.delay_s, why=then.reason, done=False)
-    return with_replica(s, replica, rests), tuple(effects)
+    return _again(s, replica, replace(rests, restart=state), then, now, effects)
+
+
+def _again(
+    s: LighthouseState, replica: int, rests: PlacedReplica, then: Restart, now: float, effects: list[Effect]
+) -> Step:
+    """Start a replica again after a pause."""
+    facts = {"replica": replica, "incarnation": rests.incarnation, "delay_s": then.delay_s}
+    rests = replace(rests, due=now + then.delay_s, why=then.reason, done=False)
+    return with_replica(s, replica, rests), (*effects, Note("RestartScheduled", then.reason, facts))
 
 
 def _give_up(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport
-from ft_hsdp.core.restart import RestartPolicy, RestartState
+from ft_hsdp.core.restart import NarrowEnds, RestartPolicy, RestartState
 from ft_hsdp.memory.hosts import Host, Level
 
 FORMER = 8  # lives of a host's agent that are remembered: a report of one of them comes from a second agent
@@ -40,7 +40,7 @@ class PlacementPolicy:
         return list(range(position * self.each, (position + 1) * self.each))
 
 
-NEW = RestartState()
+NEW, NEVER_NARROW = RestartState(), NarrowEnds()
 
 
 class ReplicaPhase(StrEnum):
@@ -74,6 +74,7 @@ class PlacedReplica:
     failed: str = ""  # why a rank could not be started
     why: str = ""  # it has to end, or is to start now
     restart: RestartState = NEW
+    narrow: NarrowEnds = NEVER_NARROW
     failed_on: tuple[tuple[str, int], ...] = ()  # failures on each host since the replica was healthy
     fatal: tuple[int, int] = (0, 0)  # step that ended it last, and how often
     given_up: str = ""  # why it is never started again; "": it may be

@@ -170,7 +170,7 @@ def test_a_flipped_copy_is_not_restored(tmp_path: Path, replicas: int) -> None:
         both = {("r0h0", 0), ("r0h0", 1)}  # else the newest copy of both is that of the step before
         job.until_known(HEAD, lambda: job.stopped(0, 1) and job.held(HEAD) >= both, "the copies of the head")
         job.lose()
-        (row,) = recoveries(job, STEPS)
+        (_,) = recoveries(job, STEPS)
         (found,) = job.events("SnapshotCorrupt", replica=0, rank=1)
         assert "changed since" in found["reason"]
         (restored,) = job.events("StateRestored", replica=0)

@@ -223,6 +223,25 @@ def test_where_no_host_is_left_the_others_go_on_without_the_replica_or_it_has_fe
         assert w.me().used == ("a", "b")
 
 
+def test_fewer_ranks_that_end_before_they_contribute_are_blamed_alone_and_not_tried_for_ever() -> None:
+    w = World("a", "b", replicas=1, shrink_to=2)
+    w.s = replace(w.s, head=replace(initial("c", "w"), step=5))
+    w.cut.add("b")
+    w.settle(EVICT_S + PLACE_S + 1)
+    for used, told in ((("a",), 0), (("a",), 1)):
+        assert w.runs() == {w.me().incarnation: used}
+        w.ends("a", 0, 70)
+        w.settle()
+        assert (w.me().restart.used, w.me().failed_on, len(w.told("TooFewRanks"))) == (0, (), told)
+    assert (w.runs(), len(w.told("ReplicaUnplaced"))) == ({}, 1)  # at once: it has waited before
+    w.cut.clear()
+    w.settle()
+    assert w.runs() == {w.me().incarnation: ("a", "b")}
+    w.ends("b", 2, 70)
+    w.settle()
+    assert (w.me().restart.used, w.me().failed_on) == (1, (("b", 1),))
+
+
 def test_what_ends_a_replica_again_and_again_is_given_up_cordoned_or_halted() -> None:
     w = World("a", "b", replicas=1)
     for _ in range(4):
