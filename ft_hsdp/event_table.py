@@ -65,6 +65,9 @@ _ORDERED = {
     "evict": "an operator evicts replica {replica}",
     "drain": "an operator drains replica {replica}: it is to stay away",
     "undrain": "an operator lets replica {replica} come back",
+    "drain-host": "an operator drains host {host}: it is to have no ranks",
+    "undrain-host": "an operator lets host {host} have ranks again",
+    "host-lost": "an operator says that host {host} is gone",
     "scale": "an operator scales the job to {replicas} replicas",
     "checkpoint": "an operator orders a checkpoint",
 }

@@ -323,7 +323,7 @@ class Service:
             }
             if action == "scale":
                 facts |= {"replicas": target}
-            elif action == "host-lost":
+            elif host:
                 facts |= {"host": host}
             elif action != "checkpoint":
                 facts |= {"replica": replica, "incarnation": self.state.views[replica].incarnation}
@@ -333,6 +333,10 @@ class Service:
 
     def status(self) -> dict[str, Any]:
         return status.describe_job(self.name, self.state, self._reports, self._reason, self._clock())
+
+    def hosts(self) -> list[dict[str, object]]:
+        """Return the hosts on which replicas are placed, for people."""
+        return signs.listed_hosts(self.state, self._clock())
 
     def holders(self, replica: int | None = None) -> Holders:
         return holders(self.state, replica, self._agents)

@@ -47,11 +47,11 @@ def order(
     Args:
         run: The run's directory.
         action: The order.
-        replica: With evict, drain and undrain: the replica.
+        replica: With evict, and with drain and undrain unless there is a host: the replica.
         reason: For the job's journal.
-        force: With drain and scale: even below quorum.min_replicas.
+        force: With drain and scale: even below quorum.min_replicas, or without a spare host.
         replicas: With scale: the number of replicas.
-        host: With host-lost: the host's name.
+        host: With host-lost, drain and undrain: the host's name.
 
     Raises:
         ConfigError: There is no token, the token is wrong, or `replicas` is too large.
@@ -67,7 +67,7 @@ def order(
         raise LighthouseUnreachable(f"there is no {run.lighthouse}: the job in {run.path} has no lighthouse")
     whole = action in ("checkpoint", "scale")
     path = f"/v1/admin/{action}" if whole else f"/v1/admin/replicas/{replica}/{action}"
-    path = f"/v1/admin/hosts/{quote(host, safe='')}/lost" if action == "host-lost" else path
+    path = f"/v1/admin/hosts/{quote(host, safe='')}/{action.removeprefix('host-')}" if host else path
     body = {"reason": reason, **({"force": True} if force else {})}
     config = load(run.config)
     if action == "scale":

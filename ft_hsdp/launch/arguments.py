@@ -23,8 +23,8 @@ BENCH_TIME = (
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",
-    "drain": "have one replica leave after its step, and keep it away",
-    "undrain": "let a drained replica come back",
+    "drain": "have a replica leave after its step, or the ranks of a host move",
+    "undrain": "let a drained replica come back, or a host have ranks",
     "checkpoint": "have the next step written as a durable checkpoint",
     "scale": "have the job go on with N replicas, from the next step on",
     "host-lost": "say that a machine is gone: its ranks count as ended",
@@ -176,9 +176,13 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument("host", metavar="HOST", help="its name, as `status` shows it")
         command.add_argument("--reason", default="", help="for the journal")
         if name in ("evict", "drain", "undrain"):
-            command.add_argument("--replica", type=int, required=True, metavar="ID")
+            what = command.add_mutually_exclusive_group(required=True)
+            what.add_argument("--replica", type=int, metavar="ID")
+            if name != "evict":
+                what.add_argument("--host", metavar="HOST", help="its name, as `status` shows it")
         if name in ("drain", "scale"):
-            command.add_argument("--force", action="store_true", help="even below quorum.min_replicas")
+            even = "even below quorum.min_replicas" + (", or without a spare host" if name == "drain" else "")
+            command.add_argument("--force", action="store_true", help=even)
     export = with_runs(with_json(add("export", "a checkpoint's model in safetensors")))
     export.add_argument("source", metavar="CHECKPOINT_DIR", help="checkpoint.dir, a checkpoint in it, or a run")
     export.add_argument("out", metavar="OUT", type=Path, help="a new FILE.safetensors; the built-in model: folder")

@@ -119,6 +119,16 @@ def admin(service: Service, keys: Keys) -> APIRouter:
         """Have the ranks on a host count as ended: the machine is gone, and nobody there can say so."""
         return carry_out(request, order, "host-lost", host=name)
 
+    @router.post("/hosts/{name}/drain")
+    async def drain_host(request: Request, name: str, order: OperatorOrder | None = None) -> OneLine:
+        """Have the ranks of a host move to a spare one at the next step boundary; it gets no others."""
+        return carry_out(request, order, "drain-host", host=name)
+
+    @router.post("/hosts/{name}/undrain")
+    async def undrain_host(request: Request, name: str, order: OperatorOrder | None = None) -> OneLine:
+        """Let a host have ranks again that was drained, or cordoned because of failures."""
+        return carry_out(request, order, "undrain-host", host=name)
+
     return router
 
 

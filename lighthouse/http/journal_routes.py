@@ -140,6 +140,7 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
             raise _unreadable(error) from None
         if service is not None and at is None:
             _decided(shown, service.state)
+            shown["hosts"] = service.hosts()
         return JSONResponse(shown)
 
     @routes.get("/v1/events", dependencies=viewer)

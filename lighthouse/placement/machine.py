@@ -67,7 +67,8 @@ def refusal(s: LighthouseState, report: HostReport) -> str:
 
 
 def _concerns(event: Event) -> bool:
-    return isinstance(event, ProcessesReported) and event.host is not None
+    orders = isinstance(event, Commanded) and event.action in ("drain-host", "undrain-host")
+    return orders or (isinstance(event, ProcessesReported) and event.host is not None)
 
 
 def _says_nothing_new(before: Presence, event: Event) -> bool:
@@ -106,6 +107,10 @@ def _hear(s: LighthouseState, event: Event, now: float) -> LighthouseState:
         case Commanded(action="host-lost", host=name):
             placement = _bury(placement, name)
             presence = replace(presence, hosts={n: each for n, each in presence.hosts.items() if n != name})
+        case Commanded(action="drain-host" | "undrain-host" as action, host=name, reason=reason):
+            cordoned = {host: why for host, why in placement.cordoned if host != name}
+            cordoned |= {name: f"an operator drained it: {reason}"} if action == "drain-host" else {}
+            placement = replace(placement, cordoned=tuple(sorted(cordoned.items())))
         case Asked(request):
             who, incarnation = request.report.replica, request.report.incarnation
             before, at, _ = presence.asked.get(who, ("", now, 0.0))

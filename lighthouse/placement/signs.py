@@ -151,34 +151,55 @@ def seen(s: LighthouseState, name: str) -> str:
 
 
 def leaves(s: LighthouseState, replica: int, me: PlacedReplica) -> bool:
-    """Return whether an incarnation is to leave: it is not wanted, or a host of it ends, or it can grow."""
-    ends = any((each := s.presence.host(name)) is not None and each.report.leaving for name in me.used)
+    """Return whether an incarnation is to leave: it is not wanted, or has to leave a host, or can grow."""
+    ends = any(ends_on(s, name) for name in me.used)
     return ends or not wanted(s, replica) or (me.contributed and could_grow(s, replica, me))
+
+
+def ends_on(s: LighthouseState, name: str) -> bool:
+    """Return whether ranks have to leave a host: its agent was told to end, or it was drained."""
+    present = s.presence.host(name)
+    return name in dict(s.placement.cordoned) or (present is not None and present.report.leaving)
 
 
 def usable_hosts(s: LighthouseState, now: float) -> dict[str, Host]:
     """Return the hosts that may get ranks, by name."""
-    cordoned = dict(s.placement.cordoned)
     return {
         name: each.host
         for name, each in s.presence.hosts.items()
-        if name not in cordoned and not each.report.leaving and not unheard(s, name, now)
+        if not ends_on(s, name) and not unheard(s, name, now)
     }
 
 
+def spare_hosts(s: LighthouseState, now: float) -> int:
+    """Return how many hosts could take ranks of others, beyond those for which replicas wait already."""
+    policy, usable = s.policy.placing, usable_hosts(s, now).keys()
+    replicas = [me for n, me in enumerate(s.placement.replicas) if wanted(s, n) and not (me.given_up or me.done)]
+    places = {name for me in replicas for name in me.names}
+    unplaced = sum(policy.hosts for me in replicas if policy is not None and not me.places)
+    return len(usable - places) - len(places - usable) - unplaced
+
+
 def listed_hosts(s: LighthouseState, now: float) -> list[dict[str, object]]:
-    """Return each host with its state, and the replica and the ranks that it has, for people."""
+    """Return each host with its state, the replica and the ranks that it has, and why it gets none, for people.
+
+    It is used, spare, or silent; or leaving, until its ranks have left; or cordoned, which it was because of
+    failures, or by an operator.
+    """
     policy, cordoned = s.policy.placing, dict(s.placement.cordoned)
+    replicas = s.placement.replicas
+    on = {name: n for n, me in enumerate(replicas) if me.phase is ReplicaPhase.RUNS for name in me.used}
     rows: list[dict[str, object]] = []
-    for name in known_hosts(s):
-        replica, me = next(((n, me) for n, me in enumerate(s.placement.replicas) if name in me.used), (None, None))
-        runs = me is not None and me.phase is ReplicaPhase.RUNS and policy is not None
-        state = (
-            "silent" if unheard(s, name, now) else "cordoned" if name in cordoned else "used" if runs else "spare"
-        )
-        row: dict[str, object] = {"host": name, "state": state, "replica": replica if runs else None}
-        if runs and me is not None and policy is not None:
-            row["ranks"] = policy.ranks_at(me.used.index(name))
+    for name in sorted({*known_hosts(s), *cordoned}):
+        replica = on.get(name)
+        state = "silent" if unheard(s, name, now) else "spare" if replica is None else "used"
+        if name in cordoned and replica is None:
+            state = "cordoned"
+        elif state == "used" and ends_on(s, name):
+            state = "leaving"
+        row: dict[str, object] = {"host": name, "state": state, "replica": replica, "why": cordoned.get(name, "")}
+        if replica is not None and policy is not None:
+            row["ranks"] = policy.ranks_at(replicas[replica].used.index(name))
         rows.append(row)
     return rows
 

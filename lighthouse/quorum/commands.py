@@ -5,6 +5,8 @@
 - scale: the job goes on with the replicas of the lowest ids.
 - checkpoint: a replica writes the state of the next step, or of the one after it.
 - host-lost: the ranks on a host have ended, by the operator's word, although nobody there can say so.
+- drain-host and undrain-host: the ranks on a host move to a spare one at a step boundary, and it gets no others
+  until it is undrained (`lighthouse.placement`).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from ft_hsdp.memory.hosts import Host
+from lighthouse.placement.signs import listed_hosts, spare_hosts
 from lighthouse.quorum.events import Commanded, Effect, Evict, MachineReported
 from lighthouse.quorum.state import LighthouseState, Step, leased_to, wanted
 
@@ -67,6 +70,10 @@ def plan(
             return _scale(s, command.target, supervised, force)
         case "host-lost":
             return _host_lost(s, command.host, command.now)
+        case "drain-host":
+            return _drain_host(s, command.host, command.now, force)
+        case "undrain-host":
+            return _undrain_host(s, command.host)
 
 
 def execute(s: LighthouseState, command: Commanded) -> Step:
@@ -212,6 +219,30 @@ def _host_lost(s: LighthouseState, host: str, now: float) -> CommandPlan | Impos
     names = ", ".join(each.who[1] for each in found)
     also = "" if all(each.machines == 1 for each in found) else ", once their ranks on other hosts have ended, too"
     return CommandPlan(f"{names} count as exited{also}; a host that was only cut off must end its ranks")
+
+
+def _drain_host(s: LighthouseState, host: str, now: float, force: bool) -> CommandPlan | Impossible:
+    row = next((row for row in listed_hosts(s, now) if row["host"] == host), None)
+    if row is None:
+        return Impossible(404, f"no agent of a host {host!r} reports; `status` lists the hosts")
+    if row["why"]:
+        return CommandPlan(f"host {host} gets no ranks already: {row['why']}", due=False)
+    stays = "gets no ranks until it is undrained"
+    if row["replica"] is None:
+        return CommandPlan(f"host {host} {stays}")
+    spare, whose = spare_hosts(s, now), f"replica {row['replica']}"
+    if spare < 1 and not force:
+        why = f"no spare host can take the ranks of {whose} on host {host}: start an agent on another machine"
+        return Impossible(409, f'{why}; {{"force": true}} drains it all the same, and {whose} waits')
+    moves = "goes on with a spare host" if spare > 0 else "waits for a host"
+    return CommandPlan(f"{whose} leaves at the next step boundary and {moves}; host {host} {stays}")
+
+
+def _undrain_host(s: LighthouseState, host: str) -> CommandPlan | Impossible:
+    why = dict(s.placement.cordoned).get(host)
+    if why is None:
+        return CommandPlan(f"host {host} is not drained", due=False)
+    return CommandPlan(f"host {host} may get ranks again, which it did not because {why}")
 
 
 def _checkpoint(s: LighthouseState) -> CommandPlan | Impossible:

@@ -26,7 +26,7 @@ class OpenRequest:
     hosts: Hosts = ()  # of its ranks
 
 
-Action = Literal["evict", "drain", "undrain", "checkpoint", "scale", "host-lost"]
+Action = Literal["evict", "drain", "undrain", "checkpoint", "scale", "host-lost", "drain-host", "undrain-host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +92,11 @@ class Commanded:
     """An operator's order that `commands.plan` found possible."""
 
     action: Action
-    replica: int  # 0 for "checkpoint", "scale" and "host-lost", which concern no replica
+    replica: int  # 0 for orders that concern no single replica
     reason: str
     now: float
     target: int = 0  # how many replicas a "scale" wants
-    host: str = ""  # which one a "host-lost" says is gone
+    host: str = ""  # which one a "host-lost" says is gone, or is drained or undrained
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,8 @@
 """Hosts whose agents run what the lighthouse places on them: machines that share a network and nothing else."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, Self
 
@@ -7,7 +10,7 @@ import pytest
 
 from ft_hsdp.launch.run.directory import Row, read_json, read_jsonl
 from tests.support.machines import Machine, Rig, needs_machines
-from tests.support.machines_job import PORT, JobOnMachines
+from tests.support.machines_job import PORT, STEPS, JobOnMachines
 from tests.support.torchrun_job import ROOT, TorchrunJob
 
 pytestmark = [needs_machines, pytest.mark.proof]
@@ -54,6 +57,18 @@ class JobOnHosts(JobOnMachines):
     def starts(self, replica: int) -> list[Row]:
         """Each incarnation of a replica, with its hosts."""
         return [row for row in self.told("ReplicaStarted") if row["replica"] == replica]
+
+    def launcher(self, command: str, *more: str) -> str:
+        """What a command about the job says on the machine of the lighthouse."""
+        return self.machines[0].run(sys.executable, str(ROOT / "launcher.py"), command, self.run.name, *more)
+
+    def order(self, action: str, machine: Machine) -> None:
+        self.launcher(action, "--host", machine.name)
+
+    def states(self) -> dict[Machine, str]:
+        """What `status` says of the machines."""
+        rows = {row["host"]: row["state"] for row in json.loads(self.launcher("status", "--json"))["hosts"]}
+        return {machine: rows[machine.name] for machine in self.machines if machine.name in rows}
 
     def hosts(self, replica: int) -> list[Machine]:
         """Where its newest incarnation is."""
@@ -153,3 +168,28 @@ def test_fewer_ranks_go_on_until_a_lost_machine_has_an_agent_again(tmp_path: Pat
         job.back(0, 3)
         assert job.hosts(0) == [stays, lost]
         job.ended()
+
+
+def test_a_machine_is_drained_without_a_repeated_step_and_gets_no_ranks_until_it_is_undrained(
+    tmp_path: Path,
+) -> None:
+    with Rig(tmp_path, 4) as rig, JobOnHosts(rig, tmp_path, 1, 2) as job:
+        spare, (stays, away) = job.spare(), job.hosts(0)
+        job.order("drain", away)
+        job.back(0, 2)
+        assert job.hosts(0) == [stays, spare]
+        with pytest.raises(subprocess.CalledProcessError):
+            job.order("drain", stays)  # there is no spare machine
+        before = read_json(job.run / "lighthouse.json")
+        job.lighthouse.kill()
+        job.lighthouse.wait()
+        job.lighthouse_again(PORT)
+        job.until(lambda: read_json(job.run / "lighthouse.json") != before, "the lighthouse listens again")
+        job.until(lambda: job.states() == {away: "cordoned", stays: "used", spare: "used"}, "all is remembered")
+        job.order("undrain", away)
+        job.order("drain", stays)
+        job.back(0, 3)
+        assert job.hosts(0) == [away, spare]
+        assert job.states() == {away: "used", stays: "cordoned", spare: "used"}
+        assert [each["lost_steps"] for each in job.ended()] == [0, 0]
+        assert [row["step"] for row in job.rows(0)] == [*range(1, STEPS + 1)]

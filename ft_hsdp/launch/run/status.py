@@ -78,12 +78,13 @@ def lines(run: RunDir, document: Status) -> list[str]:
         few = f"{len(replica['ranks'])} of {replica['of_ranks']} ranks: " if "of_ranks" in replica else ""
         found.append(f"  replica {replica['replica']}  {replica['state']:<12} step {step}  {few}{ranks}{pause}")
     for row in document.get("hosts", ()):
+        line = f"  host {row['host']}  {row['state']}" + (f": {row['why']}" if row.get("why") else "")
         if row.get("ranks"):
             numbers = ", ".join(map(str, row["ranks"]))
             word = "rank" if len(row["ranks"]) == 1 else "ranks"
-            found.append(f"  host {row['host']}  {row['state']}  replica {row['replica']}, {word} {numbers}")
+            found.append(f"{line}  replica {row['replica']}, {word} {numbers}")
         elif row["state"] != "used":
-            found.append(f"  host {row['host']}  {row['state']}")
+            found.append(line)
     if leader["url"]:
         found.append(f"  page {page_link(leader['url'], secret.current(run.token))}")
     return found
