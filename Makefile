@@ -160,7 +160,7 @@ docs: $(TOOLS)
 
 # FTAR beside gloo and torchft. Use a machine on which nothing else runs.
 bench: $(TOOLS)
-	$(BIN)/python launcher.py bench ftar rings
+	$(BIN)/python launcher.py bench ftar
 
 # The kernels, and a job of two replicas on one GPU. Without .venv it runs with $(PYTHON) as it is, and fetches nothing.
 gpu: GPU_PYTHON = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

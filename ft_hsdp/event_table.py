@@ -369,32 +369,6 @@ EVENTS: dict[str, EventKind] = {
 }
 """Every event that ft_hsdp writes, by name."""
 
-_OVER = {
-    "BufferRestored": "BufferChanged",
-    "CopiesResumed": "CopiesSlowed",
-    "LighthouseRestarted": "LighthouseExited",
-    "ReplicaResumed": "ReplicaStalled",
-    "StartAllowed": "StartPrevented",
-    "StateAgentFound": "StateAgentLost",
-    "StoreRecovered": "StoreFailed",
-    "StragglerGone": "StragglerSeen",
-}
-_FORMER: dict[str, dict[str, Any]] = {
-    **{name: {"event": today, "over": True} for name, today in _OVER.items()},
-    "Finished": {"event": "Ended", "code": 0, "final": True},
-    "JobScaled": {"event": "OperatorOrdered", "order": "scale"},
-    "Left": {"event": "Ended", "code": 0, "final": False},
-    "ReplicaDrained": {"event": "OperatorOrdered", "order": "drain"},
-    "ReplicaUndrained": {"event": "OperatorOrdered", "order": "undrain"},
-}
-"""What earlier versions said under another name, where more than a sentence depends on it."""
-
-
-def as_today(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event that an earlier version wrote as this version would write it; any other one unchanged."""
-    return {**event, **_FORMER.get(event["event"], {})}
-
-
 _ORDERLY = ("exit 0", "done", "stopped", "drained")  # how processes end that were meant to end
 _OPTIONAL = frozenset(
     {"blocks", "copies", "epoch", "every", "holder", "shard", "step", "store", "tensor", "units", "units_wanted"}

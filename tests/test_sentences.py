@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from ft_hsdp.config import ChaosConfig
-from ft_hsdp.event_table import EVENTS, as_today, fault, grave, tell
+from ft_hsdp.event_table import EVENTS, fault, grave, tell
 from lighthouse.quorum.events import Action
 
 ROOT = Path(__file__).parents[1]
@@ -126,13 +126,6 @@ def test_what_is_over_has_a_sentence_of_its_own_and_is_no_failure(name: str) -> 
 @pytest.mark.parametrize("facts", [{"order": order} for order in get_args(Action)])
 def test_each_order_of_an_operator_has_a_sentence(facts: dict[str, str]) -> None:
     assert tell({"event": "OperatorOrdered", **FACTS, **facts}).startswith("an operator ")
-
-
-def test_what_an_earlier_version_wrote_means_the_same_today() -> None:
-    assert as_today({"event": "JobScaled", "replicas": 2})["order"] == "scale"
-    for name in ("Left", "ReplicaDrained", "ReplicaResumed", "StartAllowed"):
-        assert tell(as_today({"event": name, **FACTS})) != f"{name} replica {FACTS['replica']} - because"
-    assert as_today({"event": "Ended", "code": 75}) == {"event": "Ended", "code": 75}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`bench ftar`: the time of one all-reduce, every contender in turn, round after round (ABAB).
 
 The workers of all contenders of one ring size are alive at once, so that one is measured right after the other.
-`benchmarks.rings` measures with them what happens when members die.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import re
 import secrets
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from ft_hsdp.bench.command import KIB, MIB, listed, measures_of, rounds_of, sizes_of
-from ft_hsdp.bench.processes import Answer, Scope, WorkerLink, ask, collect, greet, spawn_worker
+from ft_hsdp.bench.processes import Scope, WorkerLink, ask, greet, spawn_worker
 from ft_hsdp.bench.results import (
     ProgressLog,
     ResultRow,
@@ -35,9 +34,8 @@ from ft_hsdp.bench.results import (
     times_as_fast,
     version,
 )
-from ft_hsdp.errors import ConfigError, DataCorruption, Retryable
+from ft_hsdp.errors import ConfigError, DataCorruption
 
-MEASURES = ("bandwidth",)
 SIZES = (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
 MEMBERS = (2, 4)
 MOST_MEMBERS = 16
@@ -65,12 +63,10 @@ class Contender:
     options: Mapping[str, Any] = field(default_factory=dict)
     copies: int = 1  # tensors of the measured size that a rank holds
     needs: str = "ft_hsdp"  # a package without which it is left out
-    reconfigures: bool = False  # it can join again under a new epoch
-    recovers: bool = False  # it outlives the death of a member
 
 
 def _ftar(transport: str, text: str) -> Contender:
-    return Contender(f"{WORKER}:FTAR", text, {"transport": transport}, 2, reconfigures=True, recovers=True)
+    return Contender(f"{WORKER}:FTAR", text, {"transport": transport}, 2)
 
 
 CONTENDERS: dict[str, Contender] = {
@@ -82,34 +78,28 @@ CONTENDERS: dict[str, Contender] = {
         "ft_hsdp.bench.torchft:TorchFT",
         "torchft's ProcessGroupGloo, in place",
         needs="torchft",
-        reconfigures=True,
     ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceOptions:
-    """What is measured; None where each measure has its own."""
+    """What `bench ftar` measures."""
 
-    measures: tuple[str, ...]
-    sizes: tuple[int, ...] | None  # of messages, in bytes
-    members: tuple[int, ...] | None
-    contenders: tuple[str, ...] | None
+    sizes: tuple[int, ...]  # of messages, in bytes
+    members: tuple[int, ...]
+    contenders: tuple[str, ...]
     rounds: int
 
 
 def options(args: Namespace) -> AllReduceOptions:
-    """Return what `bench ftar` is to do."""
-    return options_of(args, MEASURES)
-
-
-def options_of(args: Namespace, measures: tuple[str, ...]) -> AllReduceOptions:
-    """Return which of ``measures`` are meant, and of what. Raises ConfigError for words that are not allowed."""
+    """Return what `bench ftar` is to do. Raises ConfigError for words that are not allowed."""
+    measures_of(args, ("bandwidth",))
     return AllReduceOptions(
-        measures_of(args, measures),
-        sizes_of(args),
-        listed("--members", args.members, _members, f"2 to {MOST_MEMBERS}, e.g. 2,4"),
-        listed("--contenders", args.contenders, _contender, f"some of {','.join(CONTENDERS)}"),
+        sizes_of(args) or SIZES,
+        listed("--members", args.members, _members, f"2 to {MOST_MEMBERS}, e.g. 2,4") or MEMBERS,
+        listed("--contenders", args.contenders, _contender, f"some of {','.join(CONTENDERS)}")
+        or tuple(CONTENDERS),
         rounds_of(args, 20),
     )
 
@@ -148,55 +138,36 @@ def run(options: AllReduceOptions, stream: TextIO) -> dict[str, Any]:
         DataCorruption: A sum is wrong.
     """
     log = ProgressLog(stream)
-    members, sizes = options.members or MEMBERS, options.sizes or SIZES
-    contenders = taking_part("bandwidth", options.contenders or tuple(CONTENDERS), log)
-    check_memory(contenders.values(), max(members), max(sizes))
+    contenders = taking_part(options.contenders, log)
+    tensors = sum(contender.copies for contender in contenders.values()) * max(options.members)
+    check_room(tensors, max(options.sizes), "all contenders at once take")
     result, started = begin_result("ftar", log)
     result["contenders"] = {name: contender.text for name, contender in contenders.items()}
     result["bandwidth"] = rows = []
-    for count in members:
+    for count in options.members:
         with WorkerRings(contenders, count) as all_rings:
             log.say(f"{count} members: {', '.join(all_rings.rings)}")
-            for size in sizes:
+            for size in options.sizes:
                 rows.append(row := _bandwidth(all_rings, size, options.rounds))
                 medians = ", ".join(f"{name} {each['p50_ms']:.3g} ms" for name, each in row["contenders"].items())
                 log.say(f"{count} members, {size_name(size)}: {medians}")
     return finish_result(result, goals(result), log, started)
 
 
-def taking_part(
-    measure: str,
-    wanted: Sequence[str],
-    log: ProgressLog,
-    unfit: Callable[[Contender], str] = lambda contender: "",
-) -> dict[str, Contender]:
-    """Return the contenders that take part in a measure; a note tells of each that does not.
-
-    Args:
-        measure: its name.
-        wanted: the names of those who should.
-        log: takes the notes.
-        unfit: returns why a contender cannot take part, "" if it can.
-
-    Raises:
-        ConfigError: None of them can.
-    """
-    found, why = {}, []
-    for name in wanted:
-        each = CONTENDERS[name]
-        if reason := f"not installed: {each.needs}" if version(each.needs) is None else unfit(each):
-            why.append(f"{name} is left out of {measure}: {reason}")
-        else:
-            found[name] = each
+def taking_part(wanted: Sequence[str], log: ProgressLog) -> dict[str, Contender]:
+    """Return those that are installed; a note tells of each that is not. Raises ConfigError if none is."""
+    found = {name: CONTENDERS[name] for name in wanted if version(CONTENDERS[name].needs) is not None}
     if not found:
-        raise ConfigError("--contenders", ",".join(wanted), f"one that can take part ({'; '.join(why)})")
-    for text in why:
-        log.note(text)
+        raise ConfigError("--contenders", ",".join(wanted), "one that is installed")
+    for name in wanted:
+        if name not in found:
+            log.note(f"{name} is left out: {CONTENDERS[name].needs} is not installed")
     return found
 
 
 def _bandwidth(all_rings: WorkerRings, size: int, rounds: int) -> ResultRow:
-    all_rings.prepare(size)
+    for ring in all_rings.rings.values():
+        ring.prepare(size)
     times = batch(size)
     seconds = interleave({name: partial(ring.time, times) for name, ring in all_rings.rings.items()}, rounds)
     row: ResultRow = {
@@ -217,73 +188,29 @@ def batch(size: int) -> int:
     return next((times for limit, times in BATCHES if size <= limit), 1)
 
 
-def check_memory(contenders: Iterable[Contender], members: int, size: int) -> None:
-    """Raise ConfigError where tensors of ``size`` bytes do not fit at all members of all contenders at once."""
-    copies = sum(contender.copies for contender in contenders) * members
-    check_room(copies, size, "all contenders at once take")
-
-
 class WorkerRing:
-    """A contender's workers and their ring."""
+    """A contender's workers, in a ring."""
 
-    def __init__(self, name: str, links: Iterable[WorkerLink]) -> None:
-        self.name = name
-        self.links = list(links)  # by member
-        self.order = list(range(len(self.links)))  # the ring, clockwise
-        self._epoch = 0
+    def __init__(self, links: Iterable[WorkerLink]) -> None:
+        self.links = list(links)  # clockwise
 
-    @property
-    def active(self) -> list[WorkerLink]:
-        """Return the members of the ring, clockwise."""
-        return [self.links[member] for member in self.order]
-
-    def join(self, order: Sequence[int] | None = None) -> float:
-        """Form a ring of these members under a new epoch.
-
-        Returns:
-            Seconds from a common start until all are ready.
-        """
-        self.order = list(self.order if order is None else order)
-        self._epoch += 1
-        ring = [(member, self.links[member].address) for member in self.order]
-        start = time.monotonic() + LEAD_S
-        return self.last(ask(self.active, {"do": "join", "epoch": self._epoch, "ring": ring, "at": start})) - start
+    def join(self) -> None:
+        """Form the ring. Raises Retryable."""
+        greet(self.links)
+        ask(self.links, {"do": "join", "ring": [(n, link.address) for n, link in enumerate(self.links)]})
 
     def prepare(self, size: int) -> None:
         """Allocate ``size`` bytes, and sum known values. Raises DataCorruption if a sum is wrong."""
-        ask(self.active, {"do": "prepare", "bytes": size})
-        self.check()
+        ask(self.links, {"do": "prepare", "bytes": size})
+        for link, answer in zip(self.links, ask(self.links, {"do": "check"}), strict=True):
+            if answer["wrong"]:
+                raise DataCorruption(f"bench: {link.name} has a wrong sum: {answer['wrong']}")
 
-    def check(self) -> None:
-        """Sum known values. Raises DataCorruption if a sum is wrong."""
-        for link, answer in zip(self.active, ask(self.active, {"do": "check"}), strict=True):
-            if wrong := answer.get("wrong"):
-                raise DataCorruption(f"bench: {link.name} has a wrong sum: {wrong}")
-            _complete(link, answer)
-
-    def start(self, times: int = 1) -> float:
-        """Begin so many all-reduces, one after the other; return the common start."""
-        start = time.monotonic() + LEAD_S
-        for link in self.active:
-            link.send({"do": "run", "times": times, "at": start})
-        return start
-
-    def time(self, times: int = 1) -> float:
+    def time(self, times: int) -> float:
         """Return the seconds of an all-reduce: from a common start to the slowest rank's end, over ``times``."""
-        start = self.start(times)
-        return (self.last(collect(self.active)) - start) / times
-
-    def last(self, answers: Sequence[Answer]) -> float:
-        """Return the moment when the last member was done. Raises Retryable if one has failed."""
-        for link, answer in zip(self.active, answers, strict=True):
-            _complete(link, answer)
-        return max(float(answer["t"]) for answer in answers)
-
-
-def _complete(link: WorkerLink, answer: Answer) -> None:
-    """Raise Retryable where an undisturbed all-reduce failed."""
-    if "raised" in answer:
-        raise Retryable(f"bench: {link.name} raised {answer['raised']}: {answer['text']}")
+        start = time.monotonic() + LEAD_S
+        answers = ask(self.links, {"do": "run", "times": times, "at": start})
+        return (max(float(answer["t"]) for answer in answers) - start) / times
 
 
 class WorkerRings(Scope):
@@ -301,28 +228,9 @@ class WorkerRings(Scope):
     def _begin(self, folder: Path) -> None:
         self._folder = folder
         for name in self.contenders:
-            self.rings[name] = WorkerRing(name, [self._start(name, member) for member in range(self.members)])
+            self.rings[name] = WorkerRing(self._start(name, member) for member in range(self.members))
         for ring in self.rings.values():
-            greet(ring.links)
             ring.join()
-
-    def prepare(self, size: int) -> None:
-        """Allocate ``size`` bytes everywhere, and see that every sum is right.
-
-        Raises:
-            ConfigError: Memory does not suffice.
-            DataCorruption: A sum is wrong.
-        """
-        check_memory(self.contenders.values(), self.members, size)
-        for ring in self.rings.values():
-            ring.prepare(size)
-
-    def replace(self, name: str, member: int) -> None:
-        """Start a fresh worker in the place of one that was killed; it is not in the ring yet."""
-        links = self.rings[name].links
-        links[member].close()
-        links[member] = self._start(name, member)
-        greet([links[member]])
 
     def _start(self, name: str, member: int) -> WorkerLink:
         contender, worker = self.contenders[name], f"{name} rank {member}"

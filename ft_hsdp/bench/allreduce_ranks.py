@@ -2,13 +2,12 @@
 
 `python -m ft_hsdp.bench.allreduce_ranks FD MODULE:CLASS SPEC` knows these commands:
 
-    -> {"do": "join", "epoch": 1, "ring": [[0, ""]], "at": 12.5}   <- {"t": 12.6}
-    -> {"do": "prepare", "bytes": 4096}               <- {}
-    -> {"do": "check"}                                <- {"wrong": ""}
-    -> {"do": "run", "times": 1, "at": 12.5}          <- {"t": 12.6}
+    -> {"do": "join", "ring": [[0, ""]]}        <- {}
+    -> {"do": "prepare", "bytes": 4096}         <- {}
+    -> {"do": "check"}                          <- {"wrong": ""}
+    -> {"do": "run", "times": 1, "at": 12.5}    <- {"t": 12.6}
 
-Times are of CLOCK_MONOTONIC, which all processes of a machine share; `at` is when to start. An all-reduce or a
-join that fails in a way that FTAR can recover from is answered {"raised": "PeerDead", "text": "", "t": 12.6}.
+Times are of CLOCK_MONOTONIC, which all processes of a machine share; `at` is when to start.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from torch import Tensor
 
 from ft_hsdp.bench.allreduce import WorkerSpec
 from ft_hsdp.bench.processes import LOOPBACK, Answer, Obey, run_worker
-from ft_hsdp.errors import RecoverableError
 from ft_hsdp.ftar import Communicator, Settings
 
 TIMEOUT_S = 60.0  # longest time of one operation of any contender
@@ -39,13 +37,13 @@ BLOCK = 1 << 20  # elements that are filled or checked at a time
 
 
 class AllReduceRank(ABC):
-    """One member of a contender's ring: join, all-reduce, join again. Its end is the end of its process."""
+    """One member of a contender's ring. Its end is the end of its process."""
 
     in_place = False  # whether the sum replaces the input
     address = ""  # what the other members must be told, if anything
 
     @abstractmethod
-    def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
+    def join(self, ring: Sequence[tuple[int, str]]) -> None:
         """Form a ring with these (member, address), own entry included; returns when it is ready."""
 
     @abstractmethod
@@ -67,9 +65,8 @@ class FTAR(AllReduceRank):
         self.address = self._ring.address
         self._registered = settings.transport == "shm"
 
-    def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
-        """Reconfigure; reconnects only what changed."""
-        self._ring.reconfigure(epoch, ring)
+    def join(self, ring: Sequence[tuple[int, str]]) -> None:
+        self._ring.reconfigure(1, ring)
 
     def all_reduce(self, source: Tensor, sink: Tensor) -> None:
         """Sum ``source`` into ``sink``, with ``source`` kept."""
@@ -95,13 +92,12 @@ class StoreRank(AllReduceRank):
 class Gloo(StoreRank):
     """`torch.distributed.all_reduce` of the default group, which a process can make once."""
 
-    def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
+    def join(self, ring: Sequence[tuple[int, str]]) -> None:
         """Make the default group."""
         host, _, port = dict(ring)[0].rpartition(":")
         timeout = timedelta(seconds=TIMEOUT_S)
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
-        rank = [member for member, _ in ring].index(self.spec.member)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=len(ring), timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=self.spec.member, world_size=len(ring), timeout=timeout)
 
     def all_reduce(self, source: Tensor, sink: Tensor) -> None:
         """Sum ``sink`` in place over the ranks."""
@@ -114,32 +110,25 @@ class Worker:
     def __init__(self, rank: AllReduceRank, member: int) -> None:
         self.rank = rank
         self._member = member
-        self._position = 0
         self._members = 1
         self._source = self._sink = torch.empty(0)
 
     def obey(self, command: Mapping[str, Any]) -> Answer:
         """Do one thing; return the answer."""
-        try:
-            time.sleep(max(0.0, command.get("at", 0.0) - time.monotonic()))
-            match command["do"]:
-                case "join":
-                    self._join(command["epoch"], command["ring"])
-                case "run":
-                    for _ in range(command["times"]):
-                        self.rank.all_reduce(self._source, self._sink)
-                case "prepare":
-                    self._prepare(command["bytes"] // 4)
-                case "check":
-                    return {"wrong": self._check()}
-        except RecoverableError as error:
-            return {"raised": type(error).__name__, "text": str(error), "t": time.monotonic()}
-        return {"t": time.monotonic()}
-
-    def _join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
-        self.rank.join(epoch, [(member, address) for member, address in ring])
-        self._position = [member for member, _ in ring].index(self._member)
-        self._members = len(ring)
+        match command["do"]:
+            case "join":
+                self.rank.join([(member, address) for member, address in command["ring"]])
+                self._members = len(command["ring"])
+            case "run":
+                time.sleep(max(0.0, command["at"] - time.monotonic()))
+                for _ in range(command["times"]):
+                    self.rank.all_reduce(self._source, self._sink)
+                return {"t": time.monotonic()}
+            case "prepare":
+                self._prepare(command["bytes"] // 4)
+            case "check":
+                return {"wrong": self._check()}
+        return {}
 
     def _prepare(self, elements: int) -> None:
         self._source = self._sink = torch.empty(0)  # give the old memory back first
@@ -151,7 +140,7 @@ class Worker:
     def _check(self) -> str:
         """Sum known values once; return "" or what is wrong with the sum."""
         for part, pattern in _blocks(self._source):
-            torch.add(pattern, self._position, out=part)
+            torch.add(pattern, self._member, out=part)
         self.rank.all_reduce(self._source, self._sink)
         wrong = ""
         for number, (part, pattern) in enumerate(_blocks(self._sink)):

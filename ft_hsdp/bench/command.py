@@ -7,8 +7,8 @@ raises ConfigError for what is not allowed.
 from __future__ import annotations
 
 import re
-from argparse import ArgumentTypeError, Namespace
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, TextIO, TypeVar
 
@@ -21,38 +21,11 @@ BENCHES: Mapping[str, str] = {
     "recovery": "ft_hsdp.bench.recovery",
     "overhead": "ft_hsdp.bench.overhead",
     # A checkout has these, beside the package.
-    "rings": "benchmarks.rings",
-    "link": "benchmarks.link",
-    "snapshot": "benchmarks.snapshots",
     "return": "benchmarks.returns",
-    "readers": "benchmarks.readers",
-    "local": "benchmarks.local",
-    "ray": "benchmarks.under_ray",
     "units": "benchmarks.units",
-    "adopt": "benchmarks.adopt",
     "memory": "benchmarks.memory",
-    "flips": "benchmarks.flips",
     "lone": "benchmarks.lone",
     "losses": "benchmarks.losses",
-}
-
-# What was here before, and what has taken its place: by bench and measure, or by bench.
-GONE = "it is gone; docs/measurements.md has its last figures"
-MOVED: Mapping[tuple[str, str], str] = {
-    **{("ftar", each): f"this one is now: bench rings --measure {each}" for each in ("kill", "reconfigure")},
-    **{(each, "link"): "this one is now: bench link" for each in ("ftar", "overhead")},
-    **{("recovery", each): f"this one is now: bench {each}" for each in ("return", "readers", "local")},
-    ("overhead", "ray"): "this one is now: bench ray",
-    ("memory", "flips"): "this one is now: bench flips",
-    **{("memory", each): GONE for each in ("none", "plan", "gaps", "step")},
-    **{(each, "spin"): GONE for each in ("ftar", "rings")},
-    ("recovery", "rejoin"): GONE,
-    ("fetch", "small"): GONE,
-    ("overhead", "snapshot"): "this one is now: bench snapshot",
-}
-GONE_BENCHES: Mapping[str, str] = {
-    "width": "it is gone; in its place: bench lone, bench losses",
-    **dict.fromkeys(("strangers", "tls", "driver"), GONE),
 }
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -62,27 +35,6 @@ _SIZE = re.compile(r"(\d{1,12}) ?([kmg]i?)?b?", re.IGNORECASE)
 _UNITS = {"": 1, "k": KIB, "m": MIB, "g": GIB}
 
 _T = TypeVar("_T")
-
-
-def bench_name(word: str) -> str:
-    """Return the name of a bench as it was given. Raises ArgumentTypeError for one that is gone."""
-    if word in GONE_BENCHES:
-        raise ArgumentTypeError(f"bench {word}: {GONE_BENCHES[word]}")
-    return word
-
-
-def refuse_gone(names: Sequence[str], args: Namespace) -> None:
-    """Raise ConfigError for a measure or an option that the named benches had once; the error says what to use."""
-    for name in names:
-        if (instead := MOVED.get((name, args.measure))) is not None:
-            raise ConfigError("--measure", args.measure, f"others with bench {name}; {instead}")
-    if set(names) == {"recovery"}:
-        for key, value, others in (
-            ("--rounds", args.rounds, "bench readers and bench local"),
-            ("--sizes", args.sizes, "bench local"),
-        ):
-            if value is not None:
-                raise ConfigError(key, value, f"nothing with bench recovery; it is an option of {others}")
 
 
 def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
@@ -137,10 +89,8 @@ def sizes_of(args: Namespace) -> tuple[int, ...] | None:
     return listed("--sizes", args.sizes, _size, "multiples of 4 bytes up to 4GiB, e.g. 64KiB,1MiB")
 
 
-def listed(
-    key: str, text: str | None, read: Callable[[str], _T | None], allowed: str, doubles: bool = False
-) -> tuple[_T, ...] | None:
-    """Return the words of a comma list, each read; a word that comes twice counts once unless ``doubles``."""
+def listed(key: str, text: str | None, read: Callable[[str], _T | None], allowed: str) -> tuple[_T, ...] | None:
+    """Return the words of a comma list, each read; a word that comes twice counts once."""
     if text is None:
         return None
     values: list[_T] = []
@@ -149,7 +99,7 @@ def listed(
         if value is None:
             raise ConfigError(key, text, allowed)
         values.append(value)
-    return tuple(values if doubles else dict.fromkeys(values))
+    return tuple(dict.fromkeys(values))
 
 
 def _size(word: str) -> int | None:

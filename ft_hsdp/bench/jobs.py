@@ -30,7 +30,6 @@ TRAINING = "ft_hsdp.bench.training"
 WAITING, TRANSFORMER = f"{TRAINING}:waiting", f"{TRAINING}:transformer"
 ENDLESS = 10**6  # steps and restarts: the job is ended when the bench has enough
 TRAIN: Mapping[str, Any] = {"steps": ENDLESS, "threads": 1}
-SHARE = 0.05  # of a CPU that a Ray cluster sets aside for a rank: many share those that there are
 QUIET_STEPS = 5  # to which all contribute before the next signal
 RECENT = 20  # rows in which a commit is looked for
 SEED = 7  # of victims and moments
@@ -62,15 +61,12 @@ class Setup:
 class RankSpec:
     """Which rank a worker of `bench overhead` is."""
 
-    kind: str  # alone, hsdp or ft_hsdp
+    kind: str  # hsdp or ft_hsdp
     setup: Mapping[str, Any]
     replica: int
     rank: int
-    host: str  # its replica's address
-    first: str  # the address of replica 0
-    interface: str  # the way to the other replicas
     port: int  # of a store
-    config: str  # its own YAML file
+    config: str  # the YAML file
     run: str
 
 
@@ -84,7 +80,6 @@ def job_config(setup: Setup, runs: Path, **sections: Any) -> Config:
             "train": TRAIN,
             "optim": {"clip": None},
             "restart": {"budget": ENDLESS},
-            "ray": {"folder": str(runs), "resources": {"CPU": SHARE}},
             **setup.sections,
             **sections,
         }
@@ -149,22 +144,14 @@ class UnderTest(Scope):
                 raise Retryable(f"bench: not within {PATIENCE_S:g} s: {what}{words}")
             time.sleep(TICK_S)
 
-    def wait_for_all(self, last: int | None = None) -> bool:
-        """Wait until all replicas have contributed to `QUIET_STEPS` steps in a row, or until after step ``last``.
-
-        Returns:
-            False after ``last``.
-        """
+    def wait_for_all(self) -> None:
+        """Wait until all replicas have contributed to `QUIET_STEPS` steps in a row."""
 
         def there(rows: Sequence[Row]) -> bool:
             newest = rows[-QUIET_STEPS:]
             return len(newest) == QUIET_STEPS and all(map(self.whole, newest))
 
-        def over() -> bool:
-            return last is not None and any(rows and rows[-1]["step"] > last for rows in self.rows.values())
-
-        self.wait(lambda: over() or all(map(there, self.rows.values())), "all replicas contribute")
-        return not over()
+        self.wait(lambda: all(map(there, self.rows.values())), "all replicas contribute")
 
     def wait_for_survivors(self, kill: Kill) -> None:
         """Wait until each survivor has committed a step without the victim."""
@@ -182,7 +169,6 @@ def hit_at_random(
     chance: random.Random,
     hit: Callable[[int, int], Kill],
     then: Callable[[Kill], None],
-    last: int | None = None,
 ) -> Iterator[Kill]:
     """Hit a random rank at a random moment of a step, ``count`` times, and yield each kill once ``then`` returns.
 
@@ -194,40 +180,21 @@ def hit_at_random(
         chance: where victims and moments come from.
         hit: sends the signal to a rank of a replica.
         then: waits for what has to happen before the next one.
-        last: the step after which nothing is hit any more; None: there is no such step.
     """
     for _ in range(count):
-        if not job.wait_for_all(last):
-            return
+        job.wait_for_all()
         time.sleep(chance.uniform(0, job.step_s()))
         kill = hit(chance.randrange(job.setup.replicas), chance.randrange(job.setup.ranks))
         then(kill)
         yield kill
-    job.wait_for_all(last)
+    job.wait_for_all()
 
 
 class JobUnderTest(UnderTest):
     """A job of this product under `up`; after it has ended, ``events`` has all that its processes logged."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        launcher: Sequence[str] = ("up",),
-        env: Mapping[str, str] | None = None,
-        python: str = sys.executable,
-    ) -> None:
-        """Prepare a job.
-
-        Args:
-            setup: what is trained.
-            launcher: the command that runs a configuration, and its options.
-            env: added to its environment.
-            python: the interpreter of all its processes.
-        """
+    def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self._python = python
-        self._launcher = launcher
-        self._env = env
         self.events: list[Row] = []
         self.run: RunDir
 
@@ -241,9 +208,8 @@ class JobUnderTest(UnderTest):
         self.run = RunDir(runs / config.job.name)
         self._tailers = {replica: Tailer(self.run.commits(replica)) for replica in self.rows}
         self._log = folder / "job.log"
-        command, *rest = self._launcher
-        line = [self._python, *tied("ft_hsdp.launch.cli", command, str(file), *rest)[1:]]
-        self._process = spawn(self.stack, line, self._log, self._env, end=self._end, cwd=folder)
+        line = tied("ft_hsdp.launch.cli", "up", str(file))
+        self._process = spawn(self.stack, line, self._log, end=self._end, cwd=folder)
 
     def read(self) -> None:
         """Read what was committed since the last call."""

@@ -3,14 +3,12 @@
 A step of ft_hsdp is taken beside the same step of PyTorch's HSDP, which survives nothing.
 
 All contenders are alive at once, and each trains a block of steps while the others wait, so that what else runs on
-the machine slows all of them. Between two blocks each rank (`training`) stands before its next step. `bench link`
-and `bench snapshot` of the repository train with the same processes.
+the machine slows all of them. Between two blocks each rank (`training`) stands before its next step.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
@@ -86,17 +84,12 @@ def run(rounds: int, stream: TextIO) -> dict[str, Any]:
     return finish_result(result, goals(result), log, started)
 
 
-def in_turns(
-    contenders: Mapping[str, tuple[str, Setup]],
-    rounds: int,
-    python: str = sys.executable,
-) -> dict[str, list[float]]:
+def in_turns(contenders: Mapping[str, tuple[str, Setup]], rounds: int) -> dict[str, list[float]]:
     """Train all contenders on this machine, all alive, one block of one of them at a time (ABAB).
 
     Args:
         contenders: kind and setup, by name.
         rounds: how many blocks of each count.
-        python: the interpreter of all processes.
 
     Returns:
         Seconds of a step, of each of so many blocks, by contender.
@@ -105,22 +98,14 @@ def in_turns(
         Retryable: A process fails.
     """
     with scratch() as (stack, folder):
-        place = Loopback(python)
         samples: dict[str, Callable[[], float]] = {}
         for number, (name, (kind, setup)) in enumerate(contenders.items()):
             own = folder / str(number)
             own.mkdir()
-            if kind == PRODUCT:
-                start_lighthouse(place, setup, own, stack)
-            links = start(name, kind, number, place, setup, own, stack)
+            links = start(name, kind, setup, own, stack)
             greet(links)  # one after the other: two dozen imports at once take too long
             samples[name] = partial(train, links, setup.steps)
         return interleave(samples, rounds)
-
-
-def compared(took: Mapping[str, list[float]], anchor: str) -> dict[str, dict[str, float]]:
-    """Return how many times as long as the anchor's each other contender's step takes."""
-    return {name: ratio_interval(seconds, took[anchor]) for name, seconds in took.items() if name != anchor}
 
 
 def steady(
@@ -128,7 +113,6 @@ def steady(
     log: ProgressLog,
     setup: Setup = SETUP,
     transports: tuple[str, ...] = TRANSPORTS,
-    python: str = sys.executable,
 ) -> list[ResultRow]:
     """Return a row: steps of HSDP, of a second HSDP (the method's own noise), of ft_hsdp over each transport.
 
@@ -138,42 +122,17 @@ def steady(
     for transport in transports:
         sections = {**setup.sections, "ftar": {"timeout_s": PATIENCE_S, "transport": transport}}
         contenders[f"ft_hsdp, {transport}"] = (PRODUCT, replace(setup, sections=sections))
-    took = in_turns(contenders, rounds, python)
+    took = in_turns(contenders, rounds)
     row: ResultRow = {
         "replicas": setup.replicas,
         "ranks": setup.ranks,
         "rounds": rounds,
         "crews": {name: spread(seconds) for name, seconds in took.items()},
-        "times": compared(took, "hsdp"),
+        "times": {name: ratio_interval(took[name], took["hsdp"]) for name in took if name != "hsdp"},
     }
     for name, found in row["times"].items():
         log.say(f"{name}: {found['ratio']:.3f} times HSDP's step ({found['low']:.3f} to {found['high']:.3f})")
     return [row]
-
-
-class Loopback:
-    """Where replicas are: all on this machine. `benchmarks.namespaces` gives each a network of its own."""
-
-    interface = "lo"  # between replicas
-
-    def __init__(self, python: str = sys.executable) -> None:
-        """Prepare a place whose processes are run by the interpreter ``python``."""
-        self._python = python
-        self._ports: dict[tuple[int, int], int] = {}
-
-    def host(self, replica: int | None = None) -> str:
-        """Return the address of a replica; of the hub, where the lighthouse is, if None."""
-        return LOOPBACK
-
-    def inside(self, replica: int | None, *command: str) -> list[str]:
-        """Return the command that does this at a replica, or at the hub: a command of `tied`."""
-        return [self._python, *command[1:]]
-
-    def port(self, number: int, replica: int) -> int:
-        """Return a port at a replica for the store of contender ``number``: the same for the same place."""
-        if (number, replica) not in self._ports:
-            self._ports[number, replica] = free_port(LOOPBACK)
-        return self._ports[number, replica]
 
 
 def train(links: Sequence[WorkerLink], steps: int) -> float:
@@ -183,54 +142,35 @@ def train(links: Sequence[WorkerLink], steps: int) -> float:
     return (max(answer["t"] for answer in answers) - start) / steps
 
 
-def start(
-    name: str, kind: str, number: int, place: Loopback, setup: Setup, folder: Path, stack: ExitStack
-) -> list[WorkerLink]:
+def start(name: str, kind: str, setup: Setup, folder: Path, stack: ExitStack) -> list[WorkerLink]:
     """Start a contender's processes; return the ranks, replica by replica.
 
     Args:
         name: of the contender.
-        kind: alone, hsdp or ft_hsdp.
-        number: tells contenders apart that run side by side.
-        place: where the replicas are.
+        kind: hsdp or ft_hsdp.
         setup: what is trained.
         folder: takes the configuration, the run and the logs.
         stack: what ends the processes.
     """
     run = RunDir(folder / "runs" / "bench")
-    links = []
+    config = job_config(setup, run.path.parent, network={"host": LOOPBACK})
+    file = folder / "config.yaml"
+    file.write_text(dump(config))
+    if kind == PRODUCT:
+        write_job_files(run, config)
+        lighthouse = spawn(stack, tied("lighthouse", "--run", str(run.path)), run.lighthouse_log)
+        listening(lighthouse, run.lighthouse, run.lighthouse_log, "the lighthouse")
+    links, port = [], 0
     for replica in range(setup.replicas):
-        host, within = place.host(replica), partial(place.inside, replica)
-        file = folder / f"{replica}.yaml"
-        file.write_text(dump(job_config(setup, run.path.parent, network={"host": host})))
         if kind == PRODUCT:  # the state agent waits for the ranks
-            agent = within(*tied("ft_hsdp.state.agent.server", "--replica", str(replica), "--host", host))
+            agent = tied("ft_hsdp.state.agent.server", "--replica", str(replica), "--host", LOOPBACK)
             env = {TOKEN_VARIABLE: run.token.read_text().strip()}
             spawn(stack, agent, run.path.parent / f"agent-{replica}.log", env)
+        if kind == PRODUCT or replica == 0:  # each replica of ft_hsdp has a store of its own
+            port = free_port(LOOPBACK)
         for rank in range(setup.ranks):
-            spec = RankSpec(
-                kind,
-                asdict(setup),
-                replica,
-                rank,
-                host,
-                place.host(0),
-                place.interface,
-                place.port(number, 0 if kind == "hsdp" else replica),
-                str(file),
-                str(run.path),
-            )
+            spec = RankSpec(kind, asdict(setup), replica, rank, port, str(file), str(run.path))
             log = folder / f"{name.replace(' ', '-')}-{replica}-{rank}.log"
             worker = f"{name} replica {replica} rank {rank}"
-            links.append(spawn_worker(stack, worker, TRAINING, [json.dumps(asdict(spec))], log, within=within))
+            links.append(spawn_worker(stack, worker, TRAINING, [json.dumps(asdict(spec))], log))
     return links
-
-
-def start_lighthouse(place: Loopback, setup: Setup, folder: Path, stack: ExitStack) -> RunDir:
-    """Make ft_hsdp's run in ``folder`` and start its lighthouse at the hub; return the run. Raises Retryable."""
-    run = RunDir(folder / "runs" / "bench")
-    write_job_files(run, job_config(setup, run.path.parent, network={"host": place.host()}))
-    command = place.inside(None, *tied("lighthouse", "--run", str(run.path)))
-    process = spawn(stack, command, run.lighthouse_log)
-    listening(process, run.lighthouse, run.lighthouse_log, "the lighthouse")
-    return run

@@ -126,10 +126,9 @@ def listening(process: Process, file: Path, log: Path, who: str) -> dict[str, An
 class WorkerLink:
     """The bench's end of one worker."""
 
-    def __init__(self, name: str, line: Connection, process: Process, log: Path) -> None:
+    def __init__(self, name: str, line: Connection, log: Path) -> None:
         self.name = name  # in messages
         self.address = ""
-        self.process = process
         self.line = line
         self._log = log
 
@@ -150,11 +149,6 @@ class WorkerLink:
             raise Retryable(f"bench: {self.name} failed: {answer['error']}")
         return answer
 
-    def close(self) -> None:
-        """Kill the worker and wait until it is gone."""
-        kill(self.process)
-        self.line.close()
-
     def _gone(self) -> Retryable:
         line = last_line(self._log)
         return Retryable(f"bench: {self.name} died" + (f": {line}" if line else ""))
@@ -167,7 +161,6 @@ def spawn_worker(
     arguments: Sequence[str],
     log: Path,
     env: Mapping[str, str] | None = None,
-    within: Callable[..., list[str]] | None = None,
 ) -> WorkerLink:
     """Start a module that serves the bench over a socket, whose number is its first argument.
 
@@ -178,15 +171,12 @@ def spawn_worker(
         arguments: after the socket.
         log: what it writes to.
         env: added to its environment.
-        within: returns the command that runs the given words in a network namespace.
     """
     ours, theirs = Pipe()
     with theirs:
-        command = tied(module, str(theirs.fileno()), *arguments)
-        process = spawn(stack, within(*command) if within else command, log, env, (theirs.fileno(),))
-    link = WorkerLink(name, ours, process, log)
-    stack.callback(link.close)
-    return link
+        spawn(stack, tied(module, str(theirs.fileno()), *arguments), log, env, (theirs.fileno(),))
+    stack.callback(ours.close)
+    return WorkerLink(name, ours, log)
 
 
 def greet(links: Sequence[WorkerLink]) -> None:
@@ -195,19 +185,19 @@ def greet(links: Sequence[WorkerLink]) -> None:
         link.address = answer.get("address", "")
 
 
-def collect(links: Sequence[WorkerLink], timeout_s: float = ANSWER_S) -> list[Answer]:
+def collect(links: Sequence[WorkerLink]) -> list[Answer]:
     """Return one answer of each worker, in their order.
 
     Raises:
-        Retryable: One of them failed, or did not answer within ``timeout_s``.
+        Retryable: One of them failed, or did not answer within `ANSWER_S`.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + ANSWER_S
     answers: dict[WorkerLink, Answer] = {}
     waiting: dict[Any, WorkerLink] = {link.line: link for link in links}
     while waiting:
         ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise Retryable(f"bench: {next(iter(waiting.values())).name} did not answer within {timeout_s:g} s")
+            raise Retryable(f"bench: {next(iter(waiting.values())).name} did not answer within {ANSWER_S:g} s")
         for line in ready:
             link = waiting.pop(line)
             answers[link] = link.receive()

@@ -91,7 +91,7 @@ class QuorumOptions:
 def options(args: Namespace) -> QuorumOptions:
     """Return what `bench quorum` is to do."""
     allowed = f"numbers from 1 to {MAX_REPLICAS}, e.g. 12,64"
-    members = listed("--members", args.members or None, _clients, allowed, doubles=True)
+    members = listed("--members", args.members or None, _clients, allowed)
     return QuorumOptions(members or MEMBERS, rounds_of(args, 300))
 
 

@@ -37,14 +37,10 @@ class TorchFT(StoreRank):
         super().__init__(spec)
         self._group = ProcessGroupGloo(timeout=timedelta(seconds=TIMEOUT_S))
 
-    def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
-        """Configure with a fresh prefix of the store."""
-        self._group.configure(
-            f"{dict(ring)[0]}/{epoch}",
-            f"replica_{self.spec.member}",
-            [member for member, _ in ring].index(self.spec.member),
-            len(ring),
-        )
+    def join(self, ring: Sequence[tuple[int, str]]) -> None:
+        """Configure with a prefix of the store."""
+        member = self.spec.member
+        self._group.configure(f"{dict(ring)[0]}/1", f"replica_{member}", member, len(ring))
 
     def all_reduce(self, source: Tensor, sink: Tensor) -> None:
         """Sum ``sink`` in place over the ranks."""

@@ -15,6 +15,7 @@ with "step" and "participants".
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -135,7 +136,7 @@ def main() -> None:
 def product(spec: RankSpec, setup: Setup, config: Config) -> Iterator[None]:
     """Train with the whole of ft_hsdp, by its public API."""
     os.environ |= {"RANK": str(spec.rank), "WORLD_SIZE": str(setup.ranks), "MASTER_PORT": str(spec.port)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"MASTER_ADDR": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo"}
     job = ft_hsdp.join(config, spec.replica, Path(spec.run))
     model = make_model(setup, config)
     shard(model, parts_of(model), init_device_mesh("cpu", (setup.ranks,)))
@@ -148,21 +149,13 @@ def product(spec: RankSpec, setup: Setup, config: Config) -> Iterator[None]:
         optim.step()
 
 
-def torch_fsdp(spec: RankSpec, setup: Setup, config: Config) -> Iterator[None]:
-    """Train with FSDP2.
-
-    alone: over the ranks of a replica, which knows of no other. hsdp: PyTorch's HSDP, on a mesh of replicas and
-    ranks; gradients are all-reduced by gloo.
-    """
-    shape: tuple[int, ...] = (setup.ranks,)
-    rank, store, interface = spec.rank, spec.host, "lo"
-    if spec.kind == "hsdp":
-        shape = (setup.replicas, setup.ranks)
-        rank, store, interface = spec.replica * setup.ranks + spec.rank, spec.first, spec.interface
-    os.environ["GLOO_SOCKET_IFNAME"] = interface
-    meet, world = f"tcp://{store}:{spec.port}", setup.ranks if len(shape) == 1 else setup.replicas * setup.ranks
-    dist.init_process_group("gloo", meet, timedelta(seconds=PATIENCE_S), world_size=world, rank=rank)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "rank")[-len(shape) :])
+def hsdp(spec: RankSpec, setup: Setup, config: Config) -> Iterator[None]:
+    """Train with PyTorch's HSDP, on a mesh of replicas and ranks; gradients are all-reduced by gloo."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    shape = (setup.replicas, setup.ranks)
+    meet, limit, rank = f"tcp://{LOOPBACK}:{spec.port}", timedelta(seconds=PATIENCE_S), spec.replica * setup.ranks
+    dist.init_process_group("gloo", meet, limit, world_size=math.prod(shape), rank=rank + spec.rank)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "rank"))
     model = make_model(setup, config)
     shard(model, parts_of(model), mesh)
     optimizer = build_optimizer(config, list(model.parameters()))
@@ -246,7 +239,7 @@ def set_up() -> tuple[Answer, Obey]:
     """Get ready for the first step."""
     spec = RankSpec(**json.loads(sys.argv[2]))
     torch.set_num_threads(1)
-    train = product if spec.kind == PRODUCT else torch_fsdp
+    train = product if spec.kind == PRODUCT else hsdp
     steps = train(spec, Setup(**spec.setup), load(Path(spec.config)))
     next(steps)
 

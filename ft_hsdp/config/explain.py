@@ -15,24 +15,10 @@ from pydantic import BaseModel, ValidationError
 from ft_hsdp.config.base import CROSS_FIELD
 from ft_hsdp.config.timeouts import TimeoutsConfig
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.fault_injection import INJECTED_BY_TESTS
 
 Schema = Mapping[str, Any]
 _ANYTHING: Schema = {"description": "any value"}
 _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
-GONE = {
-    "chaos.by_s": INJECTED_BY_TESTS,
-    "chaos.delay_s": INJECTED_BY_TESTS,
-    "lighthouse.etcd_prefix": "keys in etcd begin with /ft_hsdp/ and job.name",
-    "lighthouse.keep_rows": "the journal keeps a million rows",
-    "ray.cpus_per_rank": "set ray.resources.CPU",
-    "ray.gpus_per_rank": "set ray.resources.GPU",
-    "ray.rack_label": "the label is rack; hosts.labels says where hosts stand that have none",
-    "restart.backoff_max_s": "a pause that grows from restart.backoff_s takes a minute at most",
-    "restart.hold_s": "it is 0.2 x timeouts.stop_s",
-    "train.poison_retries": "a unit is given up after three steps",
-}
-"""Keys that there were, without the places of items in lists, and what a user does instead."""
 
 
 @cache
@@ -71,7 +57,7 @@ def explain(error: ValidationError, model: type[BaseModel], given: object) -> Co
 def unknown_key(path: Sequence[int | str], model: type[BaseModel], value: object) -> ConfigError:
     """Return the error for a key that does not exist; it names the nearest key that does.
 
-    Of a wait that follows a key it names that key, and of one that is gone what to do instead.
+    Of a wait that follows a key it names that key.
 
     Args:
         path: of the key.
@@ -88,9 +74,6 @@ def unknown_key(path: Sequence[int | str], model: type[BaseModel], value: object
             f"no value: it is {rule.times:.3g} x timeouts.{rule.base}; set that, or timeouts.factor for all waits"
         )
         return ConfigError(dotted(path), value, allowed)
-    instead = GONE.get(dotted([part for part in path if isinstance(part, str)]))
-    if instead is not None:
-        return ConfigError(dotted(path), value, f"there is no such key any more; {instead}")
     siblings = list(_resolve(model, path[:-1]).get("properties", {}))
     below = [
         f"{each}.{key}" for each in siblings for key in _resolve(model, [*path[:-1], each]).get("properties", {})

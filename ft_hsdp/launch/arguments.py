@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from ft_hsdp.analysis.costs import ASSUMED, option
-from ft_hsdp.bench.command import BENCHES, bench_name
+from ft_hsdp.bench.command import BENCHES
 from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError
-from ft_hsdp.fault_injection import INJECTED_BY_TESTS
 from ft_hsdp.launch.render import command as rendering
 
 MEASURES = (
-    "of recovery: kill, torchft, stop; of rings: kill, reconfigure; "
-    "of units: constant, rate, refill, loss, tokens, kills; of adopt: step, kill; of memory: lost, union; or all"
+    "of recovery: kill, torchft, stop; of units: constant, rate, refill, loss, tokens, kills; "
+    "of memory: lost, union; or all"
 )
 BENCH_TIME = (
     "On 2 quiet cores ftar takes about 6 minutes, and 15 GiB of memory; fetch 2, and 10 GiB; quorum 1; "
-    "recovery 7; overhead 8. The others are in the repository alone: rings 6; link 2; snapshot 4; return 3; "
-    "readers 1; local 1; ray 8; units 13; adopt 10; memory 20; flips 1; lone 2; losses 20"
+    "recovery 7; overhead 8. The others are in the repository alone: return 3; units 13; memory 20; lone 2; "
+    "losses 20"
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",
@@ -42,10 +41,6 @@ class _Help(argparse.HelpFormatter):
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26)
         self._action_max_length = 14  # the measure forgets how far commands are indented
-
-
-def _gone(_: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(f"there is no such option; {INJECTED_BY_TESTS}")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -117,10 +112,8 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("--signal", choices=["KILL", "STOP", "TERM"], default="KILL", help="KILL by default")
     chaos.add_argument("--for-s", type=float, default=0.0, metavar="S", help="lift it after S s (0: never)")
     chaos.add_argument("--reject", action="store_true", help="with partition: refuse connections")
-    for gone in ("--by-s", "--delay-s"):
-        chaos.add_argument(gone, type=_gone, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     bench = with_json(add("bench", "the figures, beside their anchors"))
-    bench.add_argument("what", nargs="+", type=bench_name, choices=[*BENCHES])
+    bench.add_argument("what", nargs="+", choices=[*BENCHES])
     bench.add_argument("--measure", metavar="WHAT", help=MEASURES)
     bench.add_argument("--sizes", metavar="LIST", help="of messages or states, e.g. 64KiB,1MiB")
     bench.add_argument("--members", metavar="LIST", help="ring sizes, e.g. 2,4")
@@ -129,13 +122,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--rounds",
         type=int,
         metavar="N",
-        help="of what is interleaved: 20; quorum 300; overhead 70; snapshot 30; readers and local 5; "
-        "ray 6; units 4; flips 10000 (bytes)",
+        help="of what is interleaved: 20; fetch 7; quorum 300; overhead 70; units 4",
     )
-    kills = (
-        "how many: recovery 200; return 12; units 50 of each kind; adopt 7 of each trainer; memory and lone 20; "
-        "losses 50"
-    )
+    kills = "how many: recovery 200; return 12; units 50 of each kind; memory and lone 20; losses 50"
     bench.add_argument("--kills", type=int, metavar="N", help=kills)
     bench.epilog = BENCH_TIME
     doctor = with_json(with_config(add("doctor", "preflight: what would stop the job, and what to do")))

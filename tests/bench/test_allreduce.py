@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.rings import run
-from ft_hsdp.bench.allreduce import CONTENDERS, AllReduceOptions, Contender
+from ft_hsdp.bench.allreduce import CONTENDERS, Contender
 from ft_hsdp.bench.command import KIB
 from ft_hsdp.launch.cli import main
 
@@ -26,7 +25,7 @@ def _path(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def standin(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Let the stand-in take part."""
-    contender = Contender(STAND_IN, "", options, copies=2, reconfigures=True, recovers=True)
+    contender = Contender(STAND_IN, "", options, copies=2)
     monkeypatch.setitem(CONTENDERS, "standin", contender)
 
 
@@ -55,22 +54,6 @@ def test_contenders_sum_right_and_one_json_document_has_their_ratios(
     assert result["versions"]["torch"]
     assert result["machine"]["tcp_congestion_default"]
     assert "\nbandwidth:\nmembers: 2\n" in err
-
-
-@pytest.mark.proof
-def test_the_other_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    standin(monkeypatch, takes_s=0.05)
-    options = AllReduceOptions(("kill", "reconfigure"), (5120 * KIB,), (3,), ("standin", "gloo"), rounds=1)
-    with open(os.devnull, "w") as nowhere:
-        result = run(options, nowhere)
-    (kill,) = result["kill"]
-    assert kill["kills"] == 1
-    assert kill["raise"]["count"] + kill["finished"] == 2
-    assert kill["next"]["count"] == 1
-    assert kill["next"]["p50_ms"] > kill["raise"]["min_ms"] > 0
-    changes = {row["change"]: row["count"] for row in result["reconfigure"]}
-    assert [note for note in result["notes"] if "gloo" in note and "reconfigure" in note]
-    assert changes == {"same": 1, "reversed": 1}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Machines for tests: what a process sees of its machine is its own, and one machine can be lost.
 
 Each machine has namespaces for network, host name, mounts, processes and System V memory, joined by the switch of
-`benchmarks.namespaces`. Its /tmp is a folder of the test, which outlives it; its /dev/shm and /run are empty when
+`namespaces`. Its /tmp is a folder of the test, which outlives it; its /dev/shm and /run are empty when
 it boots. The rest of the file system, and the kernel with its boot id, is that of the machine below.
 """
 
@@ -19,10 +19,9 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from benchmarks import namespaces
-from benchmarks.namespaces import INTERFACE, Network
 from ft_hsdp.launch.backend.processes import environment
-from tests.support import warm
+from tests.support import namespaces, warm
+from tests.support.namespaces import INTERFACE, Network
 
 T = TypeVar("T")
 

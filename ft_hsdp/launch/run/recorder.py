@@ -28,7 +28,6 @@ from ft_hsdp.analysis.commits import (
 )
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.event_table import as_today
 from ft_hsdp.jsonl import Lost, Queued
 from ft_hsdp.launch.run.audit import WINDOW
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json, read_jsonl, write_json
@@ -44,9 +43,9 @@ def events_of(run: RunDir) -> list[Row]:
 
 
 def event_streams(run: RunDir) -> list[Iterator[Row]]:
-    """Return the events of each log of a run, in the words of today: of the merged log, or of each process's."""
+    """Return the events of each log of a run: of the merged log, or of each process's."""
     logs = [run.events] if run.events.exists() else logs_of(run, 1 + max(run.replicas(), default=-1))
-    return [map(as_today, filter(_is_event, Tailer(log).all())) for log in logs]
+    return [filter(_is_event, Tailer(log).all()) for log in logs]
 
 
 def _is_event(row: Row) -> bool:

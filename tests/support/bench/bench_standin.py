@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import time
 from collections.abc import Sequence
 
 import torch
@@ -11,21 +10,19 @@ from torch import Tensor
 
 from ft_hsdp.bench.allreduce import WorkerSpec
 from ft_hsdp.bench.allreduce_ranks import AllReduceRank
-from ft_hsdp.errors import PeerDead
 
 CONNECT_S = 10.0
 PIECE = 1 << 16
 
 
 class StandIn(AllReduceRank):
-    """Options: takes_s, how long an all-reduce takes at least; fault: what member 1 does in one.
+    """The option ``fault`` says what member 1 does in an all-reduce.
 
     Faults: "wrong" (one element of its sum), "dies", "fails" (an error that nobody expects).
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._fault = spec.options.get("fault", "") if spec.member == 1 else ""
-        self._takes_s = spec.options.get("takes_s", 0.0)
         self._member = spec.member
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(CONNECT_S)
@@ -33,18 +30,12 @@ class StandIn(AllReduceRank):
         self._edges: list[socket.socket] = []
         self._members = 1
 
-    def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
-        self.close()
-        position = [member for member, _ in ring].index(self._member)
-        host, _, port = ring[(position + 1) % len(ring)][1].rpartition(":")
+    def join(self, ring: Sequence[tuple[int, str]]) -> None:
+        host, _, port = ring[(self._member + 1) % len(ring)][1].rpartition(":")
         right = socket.create_connection((host, int(port)), CONNECT_S)
         right.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        right.sendall(bytes([epoch]))
-        while True:  # an edge of an older epoch may wait in front
-            left, _ = self._listener.accept()
-            left.settimeout(CONNECT_S)
-            if left.recv(1) == bytes([epoch]):
-                break
+        left, _ = self._listener.accept()
+        left.settimeout(CONNECT_S)
         self._edges, self._members = [left, right], len(ring)
 
     def all_reduce(self, source: Tensor, sink: Tensor) -> None:
@@ -55,31 +46,17 @@ class StandIn(AllReduceRank):
         passing = source
         sink.copy_(source)
         for _ in range(self._members - 1):
-            time.sleep(self._takes_s / self._members)
             passing = self._hop(passing)
             sink += passing
         if self._fault == "wrong":
             sink[5] += 1
-
-    def close(self) -> None:
-        for edge in self._edges:
-            edge.close()
-        self._edges = []
 
     def _hop(self, tensor: Tensor) -> Tensor:
         """Give a tensor to the right, take one from the left, a piece at a time so that no buffer overflows."""
         left, right = self._edges
         arrived = torch.empty_like(tensor)
         out, into = tensor.numpy().data.cast("B"), arrived.numpy().data.cast("B")
-        try:
-            for at in range(0, len(out), PIECE):
-                right.sendall(out[at : at + PIECE])
-                piece = into[at : at + PIECE]
-                while piece:
-                    if (count := left.recv_into(piece)) == 0:
-                        raise ConnectionError("end of stream")
-                    piece = piece[count:]
-        except OSError as error:
-            self.close()  # so that the neighbours hear of it
-            raise PeerDead(str(error)) from None
+        for at in range(0, len(out), PIECE):
+            right.sendall(out[at : at + PIECE])
+            left.recv_into(into[at : at + PIECE], 0, socket.MSG_WAITALL)
         return arrived
