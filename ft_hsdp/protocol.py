@@ -118,6 +118,7 @@ class SupervisorReply:
     assigned: tuple[AssignedRanks, ...] = ()  # all that a host is to run; what it has besides ends (SIGKILL)
     seen: str = ""  # the digest of `assigned`, for the next `HostReport`
     refused: str = ""  # why the agent of the host has to end; "": it goes on
+    wrong: bool = False  # it is `halted` because of its configuration or its script
 
 
 @dataclass(frozen=True, slots=True)

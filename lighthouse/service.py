@@ -222,7 +222,8 @@ class Service:
                     reply = self._assignment(report.host, reply)
                     continue
             break
-        return replace(reply, finished=self.state.finished, halted=self.state.halted)
+        s = self.state
+        return replace(reply, finished=s.finished, halted=s.halted, wrong=s.placement.wrong)
 
     @property
     def _is_over(self) -> bool:

@@ -135,14 +135,13 @@ class Store(ABC):
         if rows:
             self._saved = self._decode(found, rows)
             kept = {**self._saved, "term": self._saved["term"] + 1}
-            if not kept.get("diverged"):
-                kept.pop("halted", None)
+            halted = not kept.get("diverged") and bool(kept.pop("halted", ""))
         else:
-            kept = {"term": int(time.time())}
+            kept, halted = {"term": int(time.time())}, False
         state = replace(LighthouseState.empty(policy, 0), **kept)
         state = replace(state, term=max(state.term, self._least_term), target=min(state.target, policy.slots))
         state = replace(state, admissions=int(time.time() * 1000), edges=remembered(state.edges))
-        state = replace(state, placement=placed(state.placement))
+        state = replace(state, placement=placed(state.placement, halted))
         self.save(state)
         return state
 

@@ -32,6 +32,7 @@ from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks, HostReport
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import (
+    EXIT_CONFIG,
     EXIT_OK,
     EXIT_RETRYABLE,
     ConfigError,
@@ -315,7 +316,7 @@ class HostAgent:
         self._heard()
         timeouts = self._config.timeouts
         if self._code is None and (reply.halted or reply.finished):
-            self._code = EXIT_RETRYABLE if reply.halted else EXIT_OK
+            self._code = (EXIT_CONFIG if reply.wrong else EXIT_RETRYABLE) if reply.halted else EXIT_OK
             if reply.halted:
                 _say(reply.halted)
             allowed_s = timeouts.stop_s + (0.0 if reply.halted else timeouts.save_s)  # a checkpoint may be written

@@ -17,7 +17,7 @@ from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Action, Evidence
 from ft_hsdp.memory.replacement import decide as judge
 from lighthouse.placement.fill import fill, tell, with_placement, with_replica
-from lighthouse.placement.signs import is_gone, is_lost, is_over, is_silent, leaves, says, telling
+from lighthouse.placement.signs import active_replicas, is_gone, is_lost, is_over, is_silent, leaves, says, telling
 from lighthouse.placement.state import FORMER, PlacedReplica, Placement, Presence, PresentHost, ReplicaPhase
 from lighthouse.quorum.events import (
     Asked,
@@ -150,6 +150,12 @@ def _advance(s: LighthouseState, replica: int, event: Event, now: float) -> Step
         member = s.grant.member(replica, me.incarnation)
         committed = s.head is not None and s.head.commit_epoch == s.grant.epoch
         me = replace(me, contributed=committed and member is not None and member.role == "contribute")
+    if me.contributed and not s.placement.trained:
+        s = with_placement(s, placement=replace(s.placement, trained=True))
+    if me.prevented and _joined(s, replica, me):
+        me = replace(me, prevented="", restart=restart.on_start(me.restart))
+        facts = {"replica": replica, "incarnation": me.incarnation, "over": True}
+        effects.append(Note("StartPrevented", "what prevented it is over", facts))
     if me.phase is ReplicaPhase.RUNS and (why := _trouble(s, replica, me, event, now)):
         me = replace(me, phase=ReplicaPhase.ENDS, why=why)
     s = with_replica(s, replica, me)
@@ -193,9 +199,7 @@ def _trouble(s: LighthouseState, replica: int, me: PlacedReplica, event: Event, 
         return event.reason
     if me.failed:
         return me.failed
-    asked = s.presence.asked.get(replica, ("",))[0] == me.incarnation
-    joined = asked or (s.grant is not None and s.grant.member(replica, me.incarnation) is not None)
-    if not joined and now >= max(me.due, s.presence.since or 0.0) + policy.start_s:
+    if not _joined(s, replica, me) and now >= max(me.due, s.presence.since or 0.0) + policy.start_s:
         return f"it has not asked for a step within {policy.start_s:g} s (timeouts.start_s)"
     if any(rank.code not in LEAVING for _, rank in me.ended):
         return ENDED
@@ -208,6 +212,12 @@ def _trouble(s: LighthouseState, replica: int, me: PlacedReplica, event: Event, 
         if name in me.buried or is_lost(s, name, now):
             return f"host {name} is lost"
     return ""
+
+
+def _joined(s: LighthouseState, replica: int, me: PlacedReplica) -> bool:
+    """Return whether an incarnation has asked for a step."""
+    asked = s.presence.asked.get(replica, ("",))[0] == me.incarnation
+    return asked or me.contributed or (s.grant is not None and s.grant.member(replica, me.incarnation) is not None)
 
 
 def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, exited: bool = True) -> Step:
@@ -248,8 +258,18 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
             effects.append(Note("TooFewRanks", f"{restart.TOO_FEW}; {cause}", {**facts, "ranks": ranks}))
         state, then = restart.on_narrow_end(me.restart, policy.restart, cause)
         return _again(s, replica, replace(rests, restart=state), then, now, effects)
+    said = rank.cause if rank is not None else ""
+    # A first start has the wrong script: that is an error of the operator.
+    changed = said == Cause.CHANGED and me.restart.restarts > 0
+    if me.failed or ((changed or said == Cause.SHORTAGE) and not _joined(s, replica, me)):
+        state, then = restart.on_shortage(me.restart, policy.restart, cause, now, bounded=not changed)
+        prevents = Cause.CHANGED if changed else Cause.SHORTAGE
+        late = changed and isinstance(then, Restart) and then.delay_s >= restart.SHORTAGE_S[1]
+        if me.prevented != prevents or late:  # a changed script is named again
+            effects.append(Note("StartPrevented", cause, {**facts, "cause": prevents}))
+        return _again(s, replica, replace(rests, restart=state, prevented=prevents), then, now, effects)
     if code in (EXIT_CONFIG, EXIT_USAGE) and not me.contributed and not step:
-        return _give_up(s, replica, rests, why, now, effects)
+        return _give_up(s, replica, rests, why, now, effects, wrong=why)
     bereft = code == EXIT_RETRYABLE and rank is not None and rank.cause in ("", Cause.TEMPORARY)
     own_fault = code is not None and restart.own_fault(code) and not (lost or bereft)
     counts = dict(me.failed_on) if committed < REFILL_STEPS else {}
@@ -259,53 +279,69 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     if own_fault:
         counts[host] = counts.get(host, 0) + 1
     rests = replace(rests, failed_on=tuple(sorted(counts.items())), fatal=fatal)
-    others = [each for n, each in enumerate(s.placement.replicas) if n != replica and each.incarnation]
-    alike = min([fatal[1], *(each.fatal[1] if each.fatal[0] == fatal[0] else 0 for each in others)])
+    others = [s.placement.replicas[n].fatal for n in active_replicas(s) if n != replica]
+    times = min([fatal[1], *(times if at == fatal[0] else 0 for at, times in others)])
     trains = committed == 0 and step > me.base
-    found = judge(Evidence(code, bool(lost), counts.get(host, 0), trains, alike if own_fault else 0))
+    found = judge(Evidence(code, bool(lost), counts.get(host, 0), trains, times if own_fault else 0))
     if found.action is Action.HALT:
-        s = _halt(s, f"step {fatal[0]}: {found.reason}; the last time {why}")
         effects.append(Note("JobGivenUp", found.reason, {**facts, "step": fatal[0]}))
+        s, told = _halt(s, f"step {fatal[0]}: {found.reason}; the last time {why}")
+        effects += told
     if found.cordoned and host not in dict(s.placement.cordoned):
         cordoned = tuple(sorted({**dict(s.placement.cordoned), host: found.reason}.items()))
         s = with_placement(s, placement=replace(s.placement, cordoned=cordoned))
         effects.append(Note("HostCordoned", f"{found.reason}: {why}", {"replica": replica, "host": host}))
-    prevented = rank is not None and rank.cause in (Cause.SHORTAGE, Cause.CHANGED) and not me.contributed
-    if me.failed or prevented:
-        bounded = rank is None or rank.cause != Cause.CHANGED
-        state, then = restart.on_shortage(me.restart, policy.restart, cause, now, bounded=bounded)
-    elif lost and not own_fault:
+    if lost and not own_fault:
         state, then = again, Restart(0.0, f"{cause}; a lost host costs none of the budget")
     else:
-        error = restart.essence(rank.why) if rank is not None and rank.cause == Cause.SCRIPT else ""
+        error = restart.essence(rank.why) if rank is not None and said else ""
         unreached = code == EXIT_UNREACHABLE and me.restart.restarts > 0
         state, then = restart.on_loss(me.restart, policy.restart, max(committed, 0), cause, unreached, error)
-    if isinstance(then, GiveUp):
-        return _give_up(s, replica, rests, then.reason, now, effects)
+        active = [state, *(s.placement.replicas[n].restart for n in active_replicas(s) if n != replica)]
+        alike = restart.ends_all((each.error, each.same) for each in active)
+        if said == Cause.SCRIPT and not s.placement.trained and alike:
+            wrong = f"each replica ends with the same error before the first step: {why}"
+            return _give_up(s, replica, rests, why, now, effects, wrong=wrong)
     return _again(s, replica, replace(rests, restart=state), then, now, effects)
 
 
 def _again(
-    s: LighthouseState, replica: int, rests: PlacedReplica, then: Restart, now: float, effects: list[Effect]
+    s: LighthouseState,
+    replica: int,
+    rests: PlacedReplica,
+    then: Restart | GiveUp,
+    now: float,
+    effects: list[Effect],
 ) -> Step:
-    """Start a replica again after a pause."""
+    """Start a replica again after a pause, or give it up."""
+    if isinstance(then, GiveUp):
+        return _give_up(s, replica, rests, then.reason, now, effects)
     facts = {"replica": replica, "incarnation": rests.incarnation, "delay_s": then.delay_s}
     rests = replace(rests, due=now + then.delay_s, why=then.reason, done=False)
     return with_replica(s, replica, rests), (*effects, Note("RestartScheduled", then.reason, facts))
 
 
 def _give_up(
-    s: LighthouseState, replica: int, rests: PlacedReplica, why: str, now: float, effects: list[Effect]
+    s: LighthouseState,
+    replica: int,
+    rests: PlacedReplica,
+    why: str,
+    now: float,
+    effects: list[Effect],
+    *,
+    wrong: str = "",
 ) -> Step:
-    """Never start a replica again; if no other one is left, the job is halted."""
+    """Never start a replica again. The job is halted if no other one is left, or if what it runs is ``wrong``."""
     s = with_replica(s, replica, replace(rests, given_up=why, places=()))
     s, told = tell(s, now, {replica: None}, lost=frozenset({replica}))
-    note = Note("ReplicaLost", why, {"replica": replica})
-    others = [each for n, each in enumerate(s.placement.replicas) if wanted(s, n)]
-    if all(each.given_up for each in others):
-        s = _halt(s, f"every replica is lost: {why}")
-    return s, (*effects, *told, note)
+    effects = [*effects, *told, Note("ReplicaLost", why, {"replica": replica})]
+    if wrong:
+        s = with_placement(s, placement=replace(s.placement, wrong=True))
+    if wrong or all(me.given_up for n, me in enumerate(s.placement.replicas) if wanted(s, n)):
+        s, more = _halt(s, wrong or f"every replica is lost: {why}")
+        effects += more
+    return s, tuple(effects)
 
 
-def _halt(s: LighthouseState, why: str) -> LighthouseState:
-    return s if s.halted else change(s, halted=why)
+def _halt(s: LighthouseState, why: str) -> Step:
+    return (s, ()) if s.halted else (change(s, halted=why), (Note("JobHalted", why),))

@@ -162,6 +162,12 @@ def ends_on(s: LighthouseState, name: str) -> bool:
     return name in dict(s.placement.cordoned) or (present is not None and present.report.leaving)
 
 
+def active_replicas(s: LighthouseState) -> list[int]:
+    """Return the replicas that take part in the job."""
+    placed = enumerate(s.placement.replicas)
+    return [n for n, me in placed if wanted(s, n) and not me.given_up and not me.done]
+
+
 def usable_hosts(s: LighthouseState, now: float) -> dict[str, Host]:
     """Return the hosts that may get ranks, by name."""
     return {
@@ -174,7 +180,7 @@ def usable_hosts(s: LighthouseState, now: float) -> dict[str, Host]:
 def spare_hosts(s: LighthouseState, now: float) -> int:
     """Return how many hosts could take ranks of others, beyond those for which replicas wait already."""
     policy, usable = s.policy.placing, usable_hosts(s, now).keys()
-    replicas = [me for n, me in enumerate(s.placement.replicas) if wanted(s, n) and not (me.given_up or me.done)]
+    replicas = [s.placement.replicas[n] for n in active_replicas(s)]
     places = {name for me in replicas for name in me.names}
     unplaced = sum(policy.hosts for me in replicas if policy is not None and not me.places)
     return len(usable - places) - len(places - usable) - unplaced

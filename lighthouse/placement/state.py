@@ -72,6 +72,7 @@ class PlacedReplica:
     ended: tuple[tuple[str, EndedRank], ...] = ()  # ranks that ended by themselves, with the names of their hosts
     buried: tuple[str, ...] = ()  # its hosts of which an operator says that they are gone
     failed: str = ""  # why a rank could not be started
+    prevented: str = ""  # what prevents a start: a `restart.Cause`
     why: str = ""  # it has to end, or is to start now
     restart: RestartState = NEW
     narrow: NarrowEnds = NEVER_NARROW
@@ -96,6 +97,8 @@ class Placement:
     shadows: tuple[tuple[int, PlacedReplica], ...] = ()  # incarnations that were replaced before they have exited
     cordoned: tuple[tuple[str, str], ...] = ()  # hosts that get no ranks any more, and why
     lives: tuple[tuple[str, tuple[str, ...]], ...] = ()  # by name of the host: of its agents, the newest last
+    trained: bool = False  # an incarnation has contributed
+    wrong: bool = False  # the configuration or the script is to blame for the end of the job
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +136,22 @@ class Presence:
         return self.hosts.get(name)
 
 
-def remembered(placement: Placement) -> Placement:
-    """Return a placement as it counts after a restart of the lighthouse, whose clock is another one."""
+def remembered(placement: Placement, halted: bool = False) -> Placement:
+    """Return a placement as it counts after a restart of the lighthouse, whose clock is another one.
+
+    Args:
+        placement: Of the former life.
+        halted: The job was halted, and is tried once more: no failure counts any more.
+    """
 
     def anew(me: PlacedReplica) -> PlacedReplica:
-        return replace(me, due=0.0, since=None, restart=replace(me.restart, prevented=0, prevented_at=0.0))
+        state = RestartState(me.restart.restarts) if halted else replace(me.restart, prevented=0, prevented_at=0.0)
+        me = replace(me, due=0.0, since=None, restart=state)
+        return replace(me, failed_on=(), fatal=(0, 0), given_up="") if halted else me
 
     shadows = tuple((replica, anew(me)) for replica, me in placement.shadows)
-    return replace(placement, replicas=tuple(map(anew, placement.replicas)), shadows=shadows)
+    replicas = tuple(map(anew, placement.replicas))
+    return replace(placement, replicas=replicas, shadows=shadows, wrong=placement.wrong and not halted)
 
 
 NOTHING_PLACED, NOBODY_HEARD = Placement(), Presence()

@@ -13,7 +13,7 @@ from ft_hsdp import protocol
 from ft_hsdp.config import parse
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.core.host_report import AssignedRanks, HostRanks, HostReport
-from ft_hsdp.errors import EXIT_OK, EXIT_RETRYABLE, Retryable
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, Retryable
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.host import HostAgent
 from ft_hsdp.launch.run.directory import RunDir
@@ -131,7 +131,13 @@ async def test_a_rank_that_cannot_be_started_ends_the_others_here(scene: Scene, 
 
 
 @pytest.mark.parametrize(
-    ("answer", "code"), [({"finished": True}, EXIT_OK), ({"halted": "no"}, EXIT_RETRYABLE), ({}, 143)]
+    ("answer", "code"),
+    [
+        ({"finished": True}, EXIT_OK),
+        ({"halted": "no"}, EXIT_RETRYABLE),
+        ({"halted": "no", "wrong": True}, EXIT_CONFIG),
+        ({}, 143),
+    ],
 )
 async def test_the_agent_ends_once_no_rank_is_left_and_says_so(scene: Scene, answer: Any, code: int) -> None:
     scene.answers(ranks := scene.assigned("0-a-0", 0, 1))

@@ -7,7 +7,12 @@ from typing import Any
 
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Grant, ranges
+from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport
+from ft_hsdp.core.restart import RestartPolicy
+from ft_hsdp.errors import EXIT_CONFIG
+from ft_hsdp.protocol import ProcessReport
 from lighthouse.overview.replicas import Lanes
+from lighthouse.placement.state import PlacementPolicy
 from lighthouse.quorum.state import Policy
 from tests.support.lighthouse.lighthouse_helpers import MemoryStore, Script, ask, at, events, make_service
 
@@ -18,6 +23,17 @@ def said(replica: int, *place: Any, **fields: Any) -> Any:
     """What a replica of three ranks asks."""
     message = ask(replica, *place, **fields)
     return replace(message, ring=message.ring * 3, state=message.state * 3, hosts=OWN[replica])
+
+
+async def test_the_agent_of_a_host_hears_that_the_script_is_to_blame() -> None:
+    placing = PlacementPolicy(1, 1, RestartPolicy(1, 0.0))
+    service, _ = make_service(total=1, placing=placing)
+    report = HostReport("n0", "a", "here", 1, "127.0.0.1:4000")
+    reply = await service.host(ProcessReport({}, host=report))
+    ended = (HostRanks(reply.assigned[0].incarnation, ended=(EndedRank(0, EXIT_CONFIG),)),)
+    report = replace(report, number=2, ranks=ended, seen=reply.seen)
+    reply = await service.host(ProcessReport({}, host=report))
+    assert (reply.assigned, bool(reply.halted), reply.wrong) == ((), True, True)
 
 
 async def test_a_grant_names_the_hosts_of_each_member_and_the_journal_those_that_are_new() -> None:

@@ -251,8 +251,10 @@ def test_an_unchanged_state_costs_no_write_and_a_changed_one_only_its_fields(kin
 
 def test_a_halt_by_policy_is_decided_anew(kind):
     """The operator may have chosen another policy, or brought back who held the head."""
-    saved(kind, halted="no copy of the head is left")
+    placement = Placement((PlacedReplica(given_up="its budget is used up"),), wrong=True)
+    saved(kind, halted="no copy of the head is left", placement=placement)
     assert [reopened(kind).halted for _ in range(2)] == [""] * 2
+    assert reopened(kind).placement == Placement((PlacedReplica(),))
 
 
 def test_a_failed_write_changes_nothing_and_is_told(lasting):

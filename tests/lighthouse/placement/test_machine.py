@@ -8,7 +8,7 @@ import pytest
 from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport
 from ft_hsdp.core.restart import RestartPolicy
 from ft_hsdp.core.state_id import initial
-from ft_hsdp.errors import EXIT_HARDWARE, EXIT_LEFT, EXIT_UNREACHABLE
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_UNREACHABLE
 from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.machine import decide, refusal
 from lighthouse.placement.signs import assigned, listed_hosts, seen
@@ -254,6 +254,44 @@ def test_what_ends_a_replica_again_and_again_is_given_up_cordoned_or_halted() ->
     w.ends("a", 0, EXIT_HARDWARE)
     w.settle()
     assert (w.me().used, len(w.told("HostCordoned"))) == (("b",), 1)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "trained", "ends"),
+    [(75, "script", False, 2), (75, "script", True, 0), (75, "temporary", False, 0), (EXIT_CONFIG, "", False, 1)],
+)
+def test_a_script_that_ends_each_replica_before_the_first_step_ends_the_job(code, said, trained, ends) -> None:
+    w = World("a", "b", each=1)
+    w.s = replace(w.s, placement=replace(w.s.placement, trained=trained))
+    for number in range(2):
+        for host in "ab":
+            if w.runs():
+                w.ends(host, 0, code, cause=said, why=f"KeyError: {number}")
+            w.settle(10.0)
+        assert bool(w.s.halted) == (0 < ends <= number + 1)
+    assert (w.s.placement.wrong, bool(w.s.halted)) == (ends > 0, ends > 0)
+    assert w.told("JobHalted") == [w.s.halted] * bool(ends)
+    w.s = replace(LighthouseState.empty(w.s.policy, term=2), placement=remembered(w.s.placement, halted=True))
+    w.settle(10.0)
+    assert (len(w.runs()), w.s.placement.wrong) == (2, False)  # a job that was halted is tried once more
+
+
+@pytest.mark.parametrize("said", ["shortage", "changed"])
+def test_what_prevents_a_start_is_told_and_so_is_its_end(said: str) -> None:
+    w = World("a", replicas=1, each=1)
+    w.ends("a", 0, 75)
+    for _ in range(2):
+        w.settle(5.0)
+        w.ends("a", 0, EXIT_CONFIG, cause=said, why="it lacks something")
+        w.settle()
+        assert (w.me().restart.used, w.me().failed_on, len(w.told("StartPrevented"))) == (1, (), 1)
+    w.settle(5.0)
+    w.s = replace(w.s, presence=replace(w.s.presence, asked={0: (w.me().incarnation, w.now, 0.0)}))
+    w.settle()
+    assert (len(w.told("StartPrevented")), w.me().restart.prevented) == (2, 0)
+    w.ends("a", 0, 75, cause=said)
+    w.settle()
+    assert (w.me().restart.used, len(w.told("StartPrevented"))) == (2, 2)
 
 
 @pytest.mark.parametrize(("code", "used"), [(-9, 3), (EXIT_UNREACHABLE, 1)])
