@@ -20,6 +20,16 @@ const ACTIONS = {
     effect: (r) => `Replica ${r} may join again: it fetches the state and contributes from the next epoch on.`,
     path: (r) => `/v1/admin/replicas/${r}/undrain`,
   },
+  "drain-host": {
+    title: (h) => `Drain ${h}?`,
+    effect: (h) => `A replica with ranks on ${h} leaves after its present step and goes on with a spare machine; no step is repeated. ${h} gets no ranks until it is undrained.`,
+    path: (h) => `/v1/admin/hosts/${encodeURIComponent(h)}/drain`,
+  },
+  "undrain-host": {
+    title: (h) => `Let ${h} have ranks again?`,
+    effect: (h) => `${h} is spare, or takes a place that is free.`,
+    path: (h) => `/v1/admin/hosts/${encodeURIComponent(h)}/undrain`,
+  },
   checkpoint: {
     title: () => "Write a checkpoint now?",
     effect: () => "The replicas write a checkpoint of the next step that they commit. Training goes on meanwhile.",
@@ -29,12 +39,13 @@ const ACTIONS = {
 
 export function Confirmation() {
   const asked = useStore((s) => s.asked);
-  return asked && html`<${Dialog} key=${asked.action + asked.replica} asked=${asked} />`;
+  return asked && html`<${Dialog} key=${asked.action + (asked.host ?? asked.replica)} asked=${asked} />`;
 }
 
 function Dialog({ asked }) {
-  const { action, replica } = asked;
-  const order = ACTIONS[action];
+  const { action, replica, host } = asked;
+  const order = ACTIONS[host ? `${action}-host` : action];
+  const what = host ?? replica;
   const dialog = useRef(null);
   const [token, setToken] = useState(adminToken());
   const [known, setKnown] = useState(adminToken() !== "");
@@ -53,7 +64,7 @@ function Dialog({ asked }) {
     setError("");
     keepAdminToken(token);
     try {
-      const { detail } = await post(order.path(replica), { reason: reason.trim() });
+      const { detail } = await post(order.path(what), { reason: reason.trim() });
       store.set({ asked: null, notice: { text: detail, good: true } });
       refresh();
     } catch (failure) {
@@ -69,14 +80,14 @@ function Dialog({ asked }) {
   return html`
     <dialog ref=${dialog} class="confirm" aria-labelledby="confirm" onCancel=${close} onKeyDown=${(e) => e.stopPropagation()}>
       <form onSubmit=${send}>
-        <h2 id="confirm">${order.title(replica)}</h2>
-        <p>${order.effect(replica)}</p>
+        <h2 id="confirm">${order.title(what)}</h2>
+        <p>${order.effect(what)}</p>
         ${!known && html`<label>Admin token<input type="password" autocomplete="off" required value=${token} onInput=${(e) => setToken(e.target.value)} /><small class="quiet">RUN/admin_token; kept in this tab only</small></label>`}
         <label>Reason, for the journal<input type="text" required maxlength="200" value=${reason} onInput=${(e) => setReason(e.target.value)} /></label>
         ${error && html`<p class="notice bad" role="alert">${error}</p>`}
         <footer>
           <button type="button" onClick=${close}>cancel</button>
-          <button type="submit" class=${action === "evict" ? "danger solid" : "solid"} disabled=${sending}>${action === "checkpoint" ? "write checkpoint" : `${action} replica ${replica}`}</button>
+          <button type="submit" class=${action === "evict" ? "danger solid" : "solid"} disabled=${sending}>${action === "checkpoint" ? "write checkpoint" : host ? `${action} ${host}` : `${action} replica ${replica}`}</button>
         </footer>
       </form>
     </dialog>

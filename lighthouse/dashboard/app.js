@@ -4,6 +4,7 @@ import { forgetViewKey, keepViewKey, readAddress, viewKey } from "./api.js";
 import { Drawer } from "./drawer.js";
 import { Effective } from "./effective.js";
 import { Connection, Header } from "./header.js";
+import { Hosts } from "./hosts.js";
 import { html, render, useEffect, useState } from "./html.js";
 import { Log } from "./log.js";
 import { start } from "./model.js";
@@ -27,7 +28,7 @@ function Page() {
     <main>
       <div class="board">
         <${Timeline} />
-        <div class="side"><${Effective} /><${Waterfall} /><${Run} /></div>
+        <div class="side"><${Effective} /><${Waterfall} /><${Hosts} /><${Run} /></div>
         <${Log} />
       </div>
     </main>

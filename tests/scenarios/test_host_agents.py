@@ -62,9 +62,6 @@ class JobOnHosts(JobOnMachines):
         """What a command about the job says on the machine of the lighthouse."""
         return self.machines[0].run(sys.executable, str(ROOT / "launcher.py"), command, self.run.name, *more)
 
-    def order(self, action: str, machine: Machine) -> None:
-        self.launcher(action, "--host", machine.name)
-
     def states(self) -> dict[Machine, str]:
         """What `status` says of the machines."""
         rows = {row["host"]: row["state"] for row in json.loads(self.launcher("status", "--json"))["hosts"]}
@@ -175,19 +172,19 @@ def test_a_machine_is_drained_without_a_repeated_step_and_gets_no_ranks_until_it
 ) -> None:
     with Rig(tmp_path, 4) as rig, JobOnHosts(rig, tmp_path, 1, 2) as job:
         spare, (stays, away) = job.spare(), job.hosts(0)
-        job.order("drain", away)
+        job.launcher("drain", "--host", away.name)
         job.back(0, 2)
         assert job.hosts(0) == [stays, spare]
         with pytest.raises(subprocess.CalledProcessError):
-            job.order("drain", stays)  # there is no spare machine
+            job.launcher("drain", "--host", stays.name)  # there is no spare machine
         before = read_json(job.run / "lighthouse.json")
         job.lighthouse.kill()
         job.lighthouse.wait()
         job.lighthouse_again(PORT)
         job.until(lambda: read_json(job.run / "lighthouse.json") != before, "the lighthouse listens again")
         job.until(lambda: job.states() == {away: "cordoned", stays: "used", spare: "used"}, "all is remembered")
-        job.order("undrain", away)
-        job.order("drain", stays)
+        job.launcher("undrain", "--host", away.name)
+        job.launcher("drain", "--host", stays.name)
         job.back(0, 3)
         assert job.hosts(0) == [away, spare]
         assert job.states() == {away: "used", stays: "cordoned", spare: "used"}

@@ -367,13 +367,10 @@ def state_of(w: World, host: str) -> tuple[object, object]:
 
 
 def test_the_ranks_of_a_drained_host_move_to_a_spare_one_and_it_gets_none_until_it_is_undrained() -> None:
-    w = World("a", "b", "c")
-    w.join("d")
-    w.join("e")
-    w.settle()
+    w = World("a", "b", "c", "d", "e")
     assert isinstance(order(w, "drain-host", "b"), CommandPlan)
     assert state_of(w, "b") == ("leaving", 0)
-    assert [assigned(w.s, name)[0].leaves for name in "abcd"] == [True, True, False, False]
+    assert [assigned(w.s, name)[0].leaves for name in "abc"] == [True, True, False]
     assert isinstance(order(w, "drain-host", "c"), Impossible), "the spare host is promised"
     for host, rank in (("a", 0), ("a", 1), ("b", 2), ("b", 3)):
         w.ends(host, rank, EXIT_LEFT)

@@ -12,7 +12,8 @@ import httpx
 from playwright.sync_api import Browser, Page, expect
 
 from ft_hsdp import address, protocol
-from ft_hsdp.protocol import Telemetry
+from ft_hsdp.core.host_report import HostReport
+from ft_hsdp.protocol import ProcessReport, Telemetry
 from lighthouse.http.access import view_key
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.overview.overview import JournalEntry
@@ -99,9 +100,16 @@ class Server:
         commits: tuple[dict[str, Any], ...] = (),
         logged: tuple[dict[str, Any], ...] = (),
     ) -> None:
-        body = protocol.encode(Telemetry(f"{replica}-run-0", events, commits, logged=logged))
-        answer = httpx.post(f"{self.url}/v1/telemetry", content=body, auth=BlockingProof(TOKEN), trust_env=False)
-        assert answer.status_code == 204, answer.text
+        self._post("telemetry", Telemetry(f"{replica}-run-0", events, commits, logged=logged))
+
+    def report(self, host: str) -> None:
+        """Have the agent of a host report once."""
+        self._post("processes", ProcessReport({}, host=HostReport(host, "a", "here", 1, "127.0.0.1:29500")))
+
+    def _post(self, path: str, message: Any) -> None:
+        body = protocol.encode(message)
+        answer = httpx.post(f"{self.url}/v1/{path}", content=body, auth=BlockingProof(TOKEN), trust_env=False)
+        assert answer.is_success, answer.text
 
 
 @dataclass

@@ -11,12 +11,14 @@ from pathlib import Path
 import uvicorn
 
 from ft_hsdp.config import Config
+from ft_hsdp.core.restart import RestartPolicy
 from ft_hsdp.protocol import ProcessReport
 from lighthouse.http.access import Keys
 from lighthouse.http.app import create_app
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.overview import JobInfo
+from lighthouse.placement.state import PlacementPolicy
 from lighthouse.quorum.state import Policy
 from lighthouse.runtime import about
 from lighthouse.service import Service
@@ -36,7 +38,8 @@ class _Server(uvicorn.Server):
         job = JobInfo("pretrain", REPLICAS, 2, STEPS, config=about(Config()).config)
         self._journal = JobJournal(SqliteDatabase(database), job)
         store = MemoryStore()
-        state = store.load(Policy(slots=REPLICAS, steps=STEPS))
+        placing = PlacementPolicy(1, 2, RestartPolicy(3, 0.0))
+        state = store.load(Policy(slots=REPLICAS, steps=STEPS, evict_s=600.0, placing=placing))
         self._service = Service(state, store, TOKEN, lambda row: self._journal.note([row]), name="pretrain")
         app = gated(create_app(self._service, Keys(TOKEN, ADMIN), self._journal))
         super().__init__(uvicorn.Config(app, port=port, lifespan="off", log_level="warning"))
