@@ -186,10 +186,7 @@ EVENTS: dict[str, EventKind] = {
     ),
     "LighthouseAwaited": EventKind("replica {replica} waits for a lighthouse, to join again", told=True),
     "BatchGivenUp": EventKind(
-        lambda e: (
-            (f"{e['units']} units from " if "units" in e else "batch ")  # an earlier version counted batches
-            + f"{e.get('index')} of data shard {e.get('shard')} will not be trained: given up"
-        ),
+        lambda e: f"{_units(e)} will not be trained: given up",
         grave=True,
         told=True,
     ),
@@ -298,11 +295,7 @@ EVENTS: dict[str, EventKind] = {
     ),
     "CheckpointPassedOver": EventKind("the checkpoint {checkpoint} is passed over", told=True),
     "SettingChanged": EventKind(
-        lambda e: (
-            f"{e['setting']} is {e['new']} now, and was {e['old']} in the checkpoint"
-            if e.get("setting") is not None
-            else "optimizer and schedule go on with the values of the checkpoint"
-        ),
+        "{setting} is {new} now, and was {old} in the checkpoint",
         told=True,
         once=True,
     ),

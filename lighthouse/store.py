@@ -19,7 +19,7 @@ import sqlite3
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,8 +37,7 @@ from lighthouse.placement.state import remembered as placed
 from lighthouse.quorum.rules import AdmittedIncarnation, Edges, Epoch, Incarnation, Lease, remembered
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 
-# Of the rows that are written; older ones are read. Since 6 a grant counts units, since 7 it names hosts.
-FORMAT = 8
+FORMAT = 8  # of the rows
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
 RESERVED = 256 << 10  # bytes that a file of SQLite keeps free for writes on a full disk
 LOG_PAGES = 48  # the write-ahead log begins anew after this many; `RESERVED` has room for more
@@ -56,35 +55,27 @@ FULL = (
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Durable:
-    """How a field of `LighthouseState` is kept."""
-
-    adapter: TypeAdapter[Any]
-    since: int = 1  # the first format that has it; from an older store the field gets its default
-
-
-_DURABLE = {
-    "term": Durable(TypeAdapter(int)),
-    "fresh": Durable(TypeAdapter(bool)),
-    "head": Durable(TypeAdapter(StateId | None)),
-    "epoch": Durable(TypeAdapter(int)),
-    "epochs": Durable(TypeAdapter(tuple[Epoch, ...])),
-    "exited": Durable(TypeAdapter(frozenset[Incarnation])),
-    "grant": Durable(TypeAdapter(Grant | None)),
-    "finished": Durable(TypeAdapter(bool)),
-    "halted": Durable(TypeAdapter(str), since=2),
-    "diverged": Durable(TypeAdapter(tuple[int, ...]), since=2),
-    "drained": Durable(TypeAdapter(frozenset[int]), since=2),
-    "checkpoint": Durable(TypeAdapter(int), since=2),
-    "target": Durable(TypeAdapter(int), since=3),
-    "lives": Durable(TypeAdapter(tuple[AdmittedIncarnation, ...]), since=4),
-    "leases": Durable(TypeAdapter(tuple[Lease, ...]), since=4),
-    "agreed": Durable(TypeAdapter(Agreement | None), since=4),
-    "rewound": Durable(TypeAdapter(tuple[int, ...]), since=4),
-    "rewinding": Durable(TypeAdapter(bool), since=4),
-    "edges": Durable(TypeAdapter(Edges), since=5),
-    "placement": Durable(TypeAdapter(Placement), since=8),
+_DURABLE: dict[str, TypeAdapter[Any]] = {
+    "term": TypeAdapter(int),
+    "fresh": TypeAdapter(bool),
+    "head": TypeAdapter(StateId | None),
+    "epoch": TypeAdapter(int),
+    "epochs": TypeAdapter(tuple[Epoch, ...]),
+    "exited": TypeAdapter(frozenset[Incarnation]),
+    "grant": TypeAdapter(Grant | None),
+    "finished": TypeAdapter(bool),
+    "halted": TypeAdapter(str),
+    "diverged": TypeAdapter(tuple[int, ...]),
+    "drained": TypeAdapter(frozenset[int]),
+    "checkpoint": TypeAdapter(int),
+    "target": TypeAdapter(int),
+    "lives": TypeAdapter(tuple[AdmittedIncarnation, ...]),
+    "leases": TypeAdapter(tuple[Lease, ...]),
+    "agreed": TypeAdapter(Agreement | None),
+    "rewound": TypeAdapter(tuple[int, ...]),
+    "rewinding": TypeAdapter(bool),
+    "edges": TypeAdapter(Edges),
+    "placement": TypeAdapter(Placement),
 }
 
 Rows = dict[str, str]
@@ -135,7 +126,7 @@ class Store(ABC):
         if rows:
             self._saved = self._decode(found, rows)
             kept = {**self._saved, "term": self._saved["term"] + 1}
-            halted = not kept.get("diverged") and bool(kept.pop("halted", ""))
+            halted = not kept["diverged"] and bool(kept.pop("halted"))
         else:
             kept, halted = {"term": int(time.time())}, False
         state = replace(LighthouseState.empty(policy, 0), **kept)
@@ -173,14 +164,13 @@ class Store(ABC):
 
     def _decode(self, found: int, rows: Mapping[str, str]) -> dict[str, Any]:
         """Return the values in ``rows`` of format ``found``; ConfigError if any is missing or not valid."""
-        if not 1 <= found <= FORMAT:
-            allowed = f"a store of this version (format {found}, this version reads 1 to {FORMAT})"
+        if found != FORMAT:
+            allowed = f"a store of this version (format {found}, this version reads {FORMAT})"
             raise ConfigError("lighthouse store", self._name, allowed)
-        wanted = {name: field.adapter for name, field in _DURABLE.items() if field.since <= found}
-        if rows.keys() != wanted.keys():
-            raise self._unusable(f"not as it was written: {', '.join(sorted(wanted.keys() ^ rows.keys()))}")
+        if rows.keys() != _DURABLE.keys():
+            raise self._unusable(f"not as it was written: {', '.join(sorted(_DURABLE.keys() ^ rows.keys()))}")
         try:
-            return {name: adapter.validate_json(rows[name], strict=True) for name, adapter in wanted.items()}
+            return {name: adapter.validate_json(rows[name], strict=True) for name, adapter in _DURABLE.items()}
         except ValidationError as error:
             raise self._unusable(str(error).splitlines()[0]) from None
 
@@ -414,7 +404,7 @@ def finished(path: Path) -> bool | None:
 def _encode(name: str, value: Any) -> str:
     """Return one durable field as JSON; a set is sorted, so that equal values are equal text."""
     value = tuple(sorted(value)) if isinstance(value, frozenset) else value
-    return _DURABLE[name].adapter.dump_json(value, warnings=False).decode()
+    return _DURABLE[name].dump_json(value, warnings=False).decode()
 
 
 def full(error: sqlite3.Error) -> bool:

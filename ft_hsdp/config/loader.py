@@ -166,7 +166,7 @@ def config_hash(config: Config) -> str:
     return _hash(agreed(config))
 
 
-def resume_hash(config: Config, data: Mapping[str, Any] | None = None, optimizer: bool = False) -> str:
+def resume_hash(config: Config, data: Mapping[str, Any] | None = None) -> str:
     """Return the hash over what a checkpoint and the job that resumes from it must have in common: 32 hex digits.
 
     It covers the model, the text, the seed and the number of sequences that a replica trains in a step; not the
@@ -175,7 +175,6 @@ def resume_hash(config: Config, data: Mapping[str, Any] | None = None, optimizer
     Args:
         config: of the job.
         data: the values of section ``data`` that it is to have instead of its own.
-        optimizer: whether the optimizer counts, as in checkpoints that do not say what it was made with.
 
     Returns:
         32 hex digits.
@@ -184,7 +183,6 @@ def resume_hash(config: Config, data: Mapping[str, Any] | None = None, optimizer
     shared = {
         "model": _model(config),
         "data": {key: (data or {}).get(key, value) for key, value in own.items()},
-        **({"optim": config.optim.model_dump(exclude={"offload"})} if optimizer else {}),
         "seed": train.seed,
         "seq_len": train.seq_len,
         "sequences": train.micro_batch * train.accumulate * config.data_ranks,

@@ -63,21 +63,6 @@ class Ledger:
         """Return the ledger of `shards` data shards of which nothing was trained."""
         return Ledger((0,) * shards)
 
-    @staticmethod
-    def of_batches(cursors: Iterable[int], holes: Iterable[tuple[int, int]], units: int) -> Ledger:
-        """Return the ledger of whole batches of so many `units`, which checkpoints of an earlier version have.
-
-        Args:
-            cursors: for each data shard, one more than its highest batch that was trained.
-            holes: (data shard, batch) below the cursors that were not trained.
-            units: of a batch.
-
-        Raises:
-            ValueError: training cannot lead to such a ledger.
-        """
-        runs = _united((shard, index * units, units) for shard, index in holes)
-        return Ledger(tuple(cursor * units for cursor in cursors), tuple(runs))
-
     def at(self, shard: int, places: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
         """Return the units at some places among the untrained units of a data `shard`, in the order of the places.
 

@@ -63,7 +63,6 @@ class Exported:
     out: str  # folder or file
     skipped: tuple[SkippedCheckpoint, ...]  # newer checkpoints that are not valid
     missing: tuple[str, ...] = ()  # frozen parameters and buffers of the model that were not written
-    known: bool = True  # whether the checkpoint says what training does not change
 
     def lines(self) -> list[str]:
         told = [f"passed over {each.name}: {each.reason}" for each in self.skipped]
@@ -72,10 +71,6 @@ class Exported:
             more = f" and {len(self.missing) - 1} more" if self.missing[1:] else ""
             told.append(
                 f"missing in it: {self.missing[0]}{more}, which training does not change (--base adds them)"
-            )
-        if not self.known:
-            told.append(
-                "missing in it: frozen weights and buffers, if the model has any: the checkpoint is too old"
             )
         return told
 
@@ -106,8 +101,7 @@ def export(source: Path, out: Path, step: int | None, key: bytes | None, base: P
     if of_user:
         weights, missing = _state_dict(checkpoint, base)
         _write(out, out.parent, weights)
-        known = checkpoint.manifest.frozen is not None
-        return Exported(state, _count(weights), str(out), found.skipped, missing, known)
+        return Exported(state, _count(weights), str(out), found.skipped, missing)
     if base is not None:
         raise ConfigError("--base", str(base), f"OUT as FILE{SUFFIX}: the built-in model has no frozen weights")
     parameters, config = _llama(checkpoint)
@@ -192,7 +186,7 @@ def _state_dict(checkpoint: Checkpoint, base: Path | None) -> tuple[dict[str, to
     for name, first in manifest.aliases.items():
         if first in weights:
             weights[name] = weights[first].clone()  # a file has no two names for the same bytes
-    named = [*(each.name for each in manifest.frozen or ()), *manifest.aliases]
+    named = [*(each.name for each in manifest.frozen), *manifest.aliases]
     return weights, tuple(name for name in named if name not in weights)
 
 
@@ -203,7 +197,7 @@ def _frozen_of(base: Path, manifest: CheckpointManifest) -> dict[str, torch.Tens
         ConfigError: Something is not there, or is another tensor.
     """
     files = sorted(base.glob(f"*{SUFFIX}")) if base.is_dir() else [base]
-    frozen = {each.name: each for each in manifest.frozen or ()}
+    frozen = {each.name: each for each in manifest.frozen}
     others = {first: name for name, first in manifest.aliases.items()}
     found: dict[str, torch.Tensor] = {}
     try:

@@ -26,7 +26,7 @@ from lighthouse.ha.election import Election, EtcdStore
 from lighthouse.ha.etcd import Etcd
 from lighthouse.placement.state import PlacedReplica, Placement, ReplicaPhase
 from lighthouse.quorum.events import Commanded
-from lighthouse.quorum.rules import NO_EDGES, Barred, Edges, Lease, remembered
+from lighthouse.quorum.rules import Barred, Edges, Lease
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 from lighthouse.store import FORMAT, SqliteStore, StoreFailed
 from tests.support.etcd_server import LossyEtcd
@@ -304,9 +304,10 @@ def test_a_damaged_value_counts_as_a_lost_store_or_is_one_clear_line(lasting):
     (lost if isinstance(lasting, Sqlite) else refused)(lasting)
 
 
-def test_a_store_of_a_later_version_is_one_clear_line_and_stays(lasting):
+@pytest.mark.parametrize("number", [FORMAT - 1, 99])
+def test_a_store_of_another_version_is_one_clear_line_and_stays(lasting, number):
     reopened(lasting)
-    lasting.format(99)
+    lasting.format(number)
     refused(lasting)
     lasting.format(FORMAT)
     assert not reopened(lasting).fresh or reopened(lasting).term
@@ -334,23 +335,6 @@ def refused(kind):
     assert caught.value.exit_code == 64
     assert len(str(caught.value).splitlines()) == 1
     store.close()
-
-
-@pytest.mark.parametrize("before", range(1, FORMAT))
-def test_a_store_of_a_format_before_is_read_and_becomes_one_of_this(lasting, before):
-    """The fields that it lacks have their defaults."""
-    state = saved(lasting, busy())
-    for name, field in DURABLE.items():
-        if field.since > before:
-            lasting.drop(name)
-    lasting.format(before)
-    again = reopened(lasting)
-    assert (again.epoch, again.grant, again.exited) == (state.epoch, state.grant, state.exited)
-    assert (again.halted, again.diverged) == (("", ()) if before < 2 else (state.halted, state.diverged))
-    assert again.target == (POLICY.slots if before < 3 else state.target)
-    assert again.lives == (() if before < 4 else state.lives)
-    assert again.edges == (NO_EDGES if before < 5 else remembered(state.edges))
-    assert reopened(lasting).term == again.term + 1
 
 
 def test_a_deposed_lighthouse_decides_nothing_and_writes_nothing(in_etcd):

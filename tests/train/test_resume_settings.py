@@ -15,7 +15,7 @@ from torch.optim.swa_utils import SWALR
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.optimizer.creation import create_state
-from ft_hsdp.train.optimizer.given import GIVEN, UNKNOWN, ChangedSetting
+from ft_hsdp.train.optimizer.given import GIVEN, ChangedSetting
 from ft_hsdp.train.optimizer.groups import Groups, Schedule
 from tests.train.test_lr_schedule import SCHEDULERS, Warming, apply, made, record, root
 
@@ -388,14 +388,6 @@ def test_another_optimizer_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"'AdamW'; allowed: the optimizers of the checkpoint, Adam") as refused:
         job(torch.optim.AdamW(model().parameters())).resume(checkpoint, AT)
     assert "\n" not in str(refused.value)
-
-
-def test_a_checkpoint_that_says_nothing_of_arguments_is_taken_as_it_is() -> None:
-    m = model()
-    groups = job(sgd(m))
-    resumed = job(sgd(model(), lr=0.9))
-    assert resumed.resume(groups.hyper(), AT) == (UNKNOWN,)
-    assert resumed.hyper() == groups.hyper()
 
 
 def test_a_schedule_that_is_over_before_the_step_of_the_checkpoint_is_refused() -> None:

@@ -27,7 +27,6 @@ from ft_hsdp.analysis.commits import (
     newest_final,
 )
 from ft_hsdp.config import Config
-from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Lost, Queued
 from ft_hsdp.launch.run.audit import WINDOW
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json, read_jsonl, write_json
@@ -70,19 +69,6 @@ def logged_of(run: RunDir) -> list[Row]:
     """Return the values that the loops of a run have logged, by time."""
     rows = chain.from_iterable(read_jsonl(run.logged(n)) for n in run.replicas())
     return sorted(filter(is_logged, rows), key=lambda row: row["t"])
-
-
-def check_counts_units(run: RunDir) -> None:
-    """Check that a run's commits count units. Reads the beginning of each log.
-
-    Raises:
-        ConfigError: An earlier version made the run, whose commits count batches.
-    """
-    for replica in run.replicas():
-        for row in Tailer(run.commits(replica)).poll(FED_BYTES)[:1]:
-            if "contributions" in row and "units" not in row:
-                allowed = "a run that counts units: an earlier version of ft_hsdp made this one, and can check it"
-                raise ConfigError("RUN", run.name, allowed)
 
 
 def finals_of(run: RunDir) -> dict[int, Row]:

@@ -33,7 +33,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.backend import entry
 from ft_hsdp.launch.backend.processes import environment, free_port, last_line, tied
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json
-from ft_hsdp.launch.run.recorder import check_counts_units, commits_of, finals_of
+from ft_hsdp.launch.run.recorder import commits_of, finals_of
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.checkpoint import catalog
 from ft_hsdp.state.checkpoint.catalog import UNSIGNED
@@ -70,7 +70,6 @@ def replay(run: RunDir, begins: Callable[[], object] = lambda: None) -> ReplayVe
         ConfigError: The run is not finished, ran on GPUs or with a loop that no `entry` names, an earlier version
             made it, its logs have a gap, its first checkpoint is gone, or its entry failed.
     """
-    check_counts_units(run)
     config = load(run.config)
     if config.train.device != "cpu":
         raise ConfigError("RUN", run.name, f"a run on CPUs: a {config.train.device} sums in another order")

@@ -88,7 +88,7 @@ class RunTally:
             return
         if name == "JobDoubted":
             self._doubted.add(str(event.get("tensor")))
-        if name == "StateRestored" and "rung" in event:  # an earlier version did not say so much
+        if name == "StateRestored":
             width = {"width": event["width"]} if "width" in event else {}  # only if it was another than its own
             self._recoveries.append({key: event.get(key) for key in RECOVERY} | width)
         if name == "ReplicaStarted":

@@ -24,7 +24,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import open_regular, parsed
 from ft_hsdp.launch.run.directory import DAMAGED, Row, RunDir, Tailer, another, read_json
 from ft_hsdp.launch.run.grants import KEPT, LoggedGrant, LoggedGrants
-from ft_hsdp.launch.run.recorder import FedLogs, check_counts_units, event_streams, finals_of
+from ft_hsdp.launch.run.recorder import FedLogs, event_streams, finals_of
 from ft_hsdp.launch.run.summary import RunTally
 
 AT_ONCE = 64 << 10  # bytes of each log that are in memory
@@ -71,9 +71,8 @@ def verify(run: RunDir) -> Findings:
     """Check a run that has ended.
 
     Raises:
-        ConfigError: The run still runs, an earlier version made it, or its config.yaml cannot be loaded.
+        ConfigError: The run still runs, or its config.yaml cannot be loaded.
     """
-    check_counts_units(run)
     if another(read_json(run.supervisor)):
         raise ConfigError("run", str(run.path), "a run that has ended")
     return _Check(run).all()

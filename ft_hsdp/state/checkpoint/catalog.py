@@ -228,7 +228,6 @@ def resume(
     frozen: tuple[Frozen, ...] = (),
     step: int | None = None,
     data: JobData | None = None,
-    former_hash: str = "",
 ) -> Resumed | None:
     """Load the newest valid checkpoint in ``folder`` into the replica's live tensors. A collective. Blocks.
 
@@ -243,7 +242,6 @@ def resume(
         frozen: What a state dict of the model has beside the state; the checkpoint's must be equal.
         step: Look only at checkpoints of this step.
         data: Of this job; None: they are not compared.
-        former_hash: What an earlier version would have as ``config_hash``; may be the checkpoint's, too.
 
     Returns:
         What was loaded, or None if the folder has no such checkpoint.
@@ -264,7 +262,7 @@ def resume(
                 return None
             said = "; ".join(f"{each.name}: {each.reason}" for each in skipped)
             raise ConfigError(KEY, str(folder), f"a folder with a valid checkpoint, or without any ({said})")
-        _fits(folder / name, manifest, (config_hash, former_hash), expected, frozen, data)
+        _fits(folder / name, manifest, config_hash, expected, frozen, data)
         failure = _read(folder / name, manifest, live, ranks)
         if not failure:
             seconds = time.monotonic() - began
@@ -320,7 +318,7 @@ def _choose(
 def _fits(
     path: Path,
     manifest: CheckpointManifest,
-    hashes: tuple[str, str],
+    config_hash: str,
     expected: tuple[Stored, ...],
     frozen: tuple[Frozen, ...],
     data: JobData | None,
@@ -330,19 +328,19 @@ def _fits(
     Raises:
         ConfigError: It is not. Raised on all ranks alike.
     """
-    accepted = {*hashes}
+    accepted = {config_hash}
     if data is not None:
-        differing_data(path, manifest, hashes[0], data)
+        differing_data(path, manifest, config_hash, data)
         accepted.add(data.hash_with(manifest.config))
     if manifest.config_hash not in accepted:
-        allowed = f"checkpoints of this configuration ({hashes[0][:8]}; its own is {manifest.config_hash[:8]})"
+        allowed = f"checkpoints of this configuration ({config_hash[:8]}; its own is {manifest.config_hash[:8]})"
         raise ConfigError(KEY, str(path), allowed)
     differing = set(manifest.tensors) ^ set(expected)
     if differing:
         one = min(differing, key=lambda each: (each.kind, each.name))
         allowed = f"checkpoints of this model and optimizer ({one.kind} {one.name} differs)"
         raise ConfigError(KEY, str(path), allowed)
-    if manifest.frozen is not None and (others := set(manifest.frozen) ^ set(frozen)):
+    if others := set(manifest.frozen) ^ set(frozen):
         names = sorted({each.name for each in others})
         which = names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
         allowed = f"checkpoints of a job with the same frozen weights and buffers ({which} differs): load those"

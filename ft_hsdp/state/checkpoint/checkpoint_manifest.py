@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: canonical JSON with an HMAC of the operator's checkpoint key.
 
 It says where in the files every piece of a tensor lies. A reader needs no other index: DCP's own is a pickle.
-Decoding accepts only what `encode` makes, or made in the format before, so every changed byte shows.
+Decoding accepts only what `encode` makes, so every changed byte shows.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import json
 import re
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,6 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import open_regular
 
 FORMAT = 5
-OF_MODELS = 4  # read too: it says nothing of the data
-OF_STATES = 3  # read too: moreover, it says nothing of what the model has beside the state
-OF_BATCHES = 2  # read too: moreover, its ledger counts batches
 MAX_SIZE = 2**20  # data ranks of a replica, and micro-batches of one
 MANIFEST = "manifest.json"
 METADATA = ".metadata"  # DCP's index, for torch's tools; never read here
@@ -99,7 +96,7 @@ class CheckpointManifest:
     files: dict[str, File]  # by name
     pieces: tuple[TensorPiece, ...] = ()
     user: dict[str, dict[str, Any]] = field(default_factory=dict)  # JSON values of the user's own state, by name
-    frozen: tuple[Frozen, ...] | None = None  # what else a state dict of the model has; None: not known
+    frozen: tuple[Frozen, ...] = ()  # what else a state dict of the model has
     aliases: dict[str, str] = field(default_factory=dict)  # further names of tied tensors: the name here by them
     data: dict[str, str] = field(default_factory=dict)  # facts about the data
     mac: str = ""  # HMAC-SHA256 over the fields above
@@ -107,8 +104,6 @@ class CheckpointManifest:
 
 
 _ADAPTER = TypeAdapter(CheckpointManifest)
-# What says which units a ledger of batches stands for: micro-batches, ranks, cursors and holes.
-_NAMED = TypeAdapter(tuple[int, int, tuple[int, ...], tuple[tuple[int, int], ...]])
 
 
 def encode(manifest: CheckpointManifest) -> bytes:
@@ -117,11 +112,7 @@ def encode(manifest: CheckpointManifest) -> bytes:
     Raises:
         ValueError: A value cannot be written as JSON.
     """
-    return _sealed(_ADAPTER.dump_python(manifest, mode="json"))
-
-
-def _sealed(written: dict[str, Any]) -> bytes:
-    """Return the canonical JSON of the fields of a manifest, with its digest in place of the one there."""
+    written = _ADAPTER.dump_python(manifest, mode="json")
     digest = blake3.blake3(state_id.canonical({**written, "digest": ""}).encode()).hexdigest()
     return state_id.canonical({**written, "digest": digest}).encode()
 
@@ -152,20 +143,20 @@ def _mac(written: dict[str, Any], key: bytes) -> str:
 
 
 def decode(data: bytes) -> CheckpointManifest:
-    """Return the manifest in ``data``, validated; one of a format before as one of this format.
+    """Return the manifest in ``data``, validated.
 
     Raises:
-        Unusable: ``data`` is not exactly what `encode` makes, or made in a format before.
+        Unusable: ``data`` is not exactly what `encode` makes.
     """
     try:
         written = json.loads(data)
         # The fields of other formats are others, so the format is looked at first.
         found = written.get("format") if isinstance(written, dict) else FORMAT
-        if found not in (OF_BATCHES, OF_STATES, OF_MODELS, FORMAT):
-            raise Unusable(f"{MANIFEST} has format {str(found)[:20]}, this version reads {OF_BATCHES} to {FORMAT}")
-        manifest = _ADAPTER.validate_json(data if found == FORMAT else json.dumps(_renewed(written)))
-        whole = (encode(manifest) if found == FORMAT else _sealed(written)) == data
-    except (ValidationError, ValueError, RecursionError, KeyError, TypeError) as error:
+        if found != FORMAT:
+            raise Unusable(f"{MANIFEST} has format {str(found)[:20]}, this version reads {FORMAT}")
+        manifest = _ADAPTER.validate_json(data)
+        whole = encode(manifest) == data
+    except (ValidationError, ValueError, RecursionError) as error:
         raise Unusable(f"{MANIFEST} is not valid: {str(error).splitlines()[0][:120]}") from error
     if not whole:
         raise Unusable(f"{MANIFEST} does not fit its digest")
@@ -177,28 +168,10 @@ def decode(data: bytes) -> CheckpointManifest:
         piece.tensor in range(len(manifest.tensors)) and piece.file in manifest.files for piece in manifest.pieces
     ):
         raise Unusable(f"{MANIFEST} names pieces of what it does not have")
-    known = {each.name for each in manifest.tensors} | {each.name for each in manifest.frozen or ()}
+    known = {each.name for each in manifest.tensors} | {each.name for each in manifest.frozen}
     if not known.issuperset(manifest.aliases.values()):
         raise Unusable(f"{MANIFEST} has other names of what it does not have")
     return manifest
-
-
-def _renewed(written: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a manifest of a format before as those of this format.
-
-    A ledger that counts batches gets their units; how often a batch was left out is forgotten. The signature of
-    the result is not valid.
-
-    Raises:
-        KeyError, TypeError, ValueError: It is not such a manifest.
-    """
-    if written["format"] in (OF_STATES, OF_MODELS):
-        return {**written, "format": FORMAT}
-    was = written["ledger"]
-    named = written["config"]["train"]["accumulate"], written["ranks"], was["cursors"], was["holes"]
-    accumulate, ranks, cursors, holes = _NAMED.validate_python(named)
-    ledger = Ledger.of_batches(cursors, holes, accumulate * ranks)
-    return {**written, "format": FORMAT, "accumulate": accumulate, "ledger": asdict(ledger)}
 
 
 def name_of(state: StateId, incarnation: str) -> str:

@@ -45,10 +45,6 @@ class ChangedSetting:
     new: Json
 
 
-UNKNOWN = ChangedSetting("", None, None)
-"""Stands for all arguments, if the checkpoint does not say with which it was written."""
-
-
 def of_function(function: Callable[[int], Any], steps: int) -> Json:
     """Return what tells a function of the step from others: of each power of two its first value and a digest."""
     if not isinstance(function, FunctionType) and getattr(function, "__dict__", None):

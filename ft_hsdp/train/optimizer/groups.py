@@ -23,7 +23,7 @@ from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.optimizer import given
 from ft_hsdp.train.optimizer.clipping import CLIP_EPS, clip_groups
-from ft_hsdp.train.optimizer.given import GIVEN, UNKNOWN, ChangedSetting
+from ft_hsdp.train.optimizer.given import GIVEN, ChangedSetting
 from ft_hsdp.train.optimizer.lr_schedule import TorchSchedulers, from_json, to_json
 
 SCHEDULERS = "schedulers"  # the key of their states, in a dict behind those of the groups
@@ -235,10 +235,7 @@ class Groups:
         Raises:
             ConfigError: The checkpoint is of other optimizers, or a schedule cannot be computed again.
         """
-        then = next((each[GIVEN] for each in hyper if set(each) == {GIVEN}), None)
-        if then is None:
-            self.adopt(hyper)
-            return (UNKNOWN,)
+        then = next(each[GIVEN] for each in hyper if set(each) == {GIVEN})
         now = self.given
         classes = [[each["class"] for each in of["optimizers"]] for of in (then, now)]
         if classes[0] != classes[1]:

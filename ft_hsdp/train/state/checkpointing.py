@@ -52,7 +52,6 @@ class Checkpoints:
     batch: tuple[int, int]  # micro-batches of a data rank, and data ranks, of a batch of the job
     key: bytes | None  # with which they have to be signed; None: any are trusted
     data: JobData | None = None  # None: those of the checkpoint are not compared
-    former_hash: str = ""  # what an earlier version would have as ``config_hash``
 
 
 def open_checkpoints(
@@ -105,8 +104,7 @@ def checkpoints_of(config: Config, run: Path, ranks: ReplicaGroup, data: Mapping
     required = None if config.checkpoint.trust else _key(config, run, ranks)
     batch = config.train.accumulate, config.data_ranks
     about = job_data(config, data)
-    hashes = resume_hash(config), resume_hash(config, optimizer=True)
-    return Checkpoints(folder, hashes[0], config.slots, config.data_shards, batch, required, about, hashes[1])
+    return Checkpoints(folder, resume_hash(config), config.slots, config.data_shards, batch, required, about)
 
 
 def job_data(config: Config, facts: Mapping[str, str]) -> JobData:
@@ -160,7 +158,6 @@ def load_checkpoint(
             live_state.frozen,
             step,
             checkpoints.data,
-            checkpoints.former_hash,
         )
     if found is None:
         return None

@@ -40,7 +40,6 @@ from ft_hsdp.state.transfer.fetch import Donor
 from ft_hsdp.state.transfer.parts import Uncuttable
 from ft_hsdp.state.transfer.reshape import WantedShard
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
-from ft_hsdp.train.optimizer.given import UNKNOWN
 from ft_hsdp.train.state.checkpointing import Checkpoints, load_checkpoint
 from ft_hsdp.train.state.known_shards import KnownShards, RankAgent, Recoverer
 from ft_hsdp.train.state.live_state import LiveState
@@ -280,10 +279,6 @@ class Restoration:
     def _tell_changes(self) -> None:
         step = self._now.step
         for change in self._live.changes:
-            if change == UNKNOWN:
-                reason = f"the checkpoint of step {step} does not say what they were made with"
-                self._journal.event("SettingChanged", reason, step=step)
-                continue
             reason = (
                 f"the script gives it so now, and the checkpoint of step {step} was written with the other value"
             )

@@ -13,7 +13,6 @@ from ft_hsdp.launch.backend.forkserver import ENTRY
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.replay import ReplaySegment, agreed, replay, segments
-from ft_hsdp.launch.run.verify import verify
 from ft_hsdp.train.replay.job import ReplayOutcome, Script
 from tests.support.launch.launch_helpers import train
 from tests.support.launch.launch_rows import commit
@@ -34,21 +33,6 @@ def test_a_replay_sees_a_unit_that_was_trained_before(ledger: Ledger, cursors: l
     script = Script([row], config.data_ranks, config, rank, state, *[None] * 3)  # type: ignore[arg-type]
     assert isinstance(next(script.orders), RunBatch) is right
     assert script.differs_at == (None if right else 3)
-
-
-@pytest.mark.parametrize("check", [replay, verify])
-def test_a_run_from_before_units_were_recorded_is_refused_with_the_reason(tmp_path, check) -> None:
-    run = RunDir(tmp_path / "old")
-    run.final(0).parent.mkdir(parents=True)
-    run.config.write_text(dump(Config()))
-    row = {key: value for key, value in commit(1).items() if not key.startswith("units")}
-    row["contributions"] = [{"replica": 0, "weight": 1, "shard": 0, "index": 0, "loss": 2.0}]
-    run.commits(0).write_text(json.dumps(row) + "\n")
-    with pytest.raises(
-        ConfigError, match=r"^RUN: got 'old'; allowed: a run that counts units: an earlier version"
-    ) as e:
-        check(run)
-    assert e.value.exit_code == 64
 
 
 def test_a_run_of_a_users_own_loop_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -73,7 +73,6 @@ def test_each_recovery_is_a_row() -> None:
     }
     rows = history(3)
     events = [
-        event("StateRestored", 999.0, replica=1, step=2, origin="agent"),  # of an earlier version
         event("StateRestored", 1000.0, replica=1, step=2, origin="replica", **facts),
     ]
     summary = summarize(CONFIG, rows, fed(rows), {}, events)
