@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import io
-import random
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +11,8 @@ import torch
 from benchmarks.returns import (
     SETUPS,
     back,
-    our_turn,
     returns,
     stages_in,
-    torchft_turn,
     wait_for_return,
 )
 from ft_hsdp.bench import jobs
@@ -125,14 +121,3 @@ def test_a_victim_of_each_contender_comes_back() -> None:
         assert parts == pytest.approx(found["commit"]["p50_ms"], abs=0.01)
     assert row["contenders"]["torchft"]["phases"]["imports"]["p50_ms"] > 0
     assert row["contenders"]["cold"]["phases"]["warm-up"]["p50_ms"] > 0
-
-
-@pytest.mark.proof
-@pytest.mark.multiproc
-@pytest.mark.usefixtures("_nothing_left")
-def test_the_real_model_is_trained_by_both() -> None:
-    setup = replace(SETUPS["2 M parameters"], replicas=1)
-    for contender in (partial(our_turn, 0), torchft_turn):
-        turn = contender(setup, 0, random.Random(1))
-        assert turn.step_s > 0.01
-        assert turn.backs == ()

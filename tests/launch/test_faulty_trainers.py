@@ -127,13 +127,12 @@ def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
         assert (event["shard"], event["index"]) == POISON
 
 
-@pytest.mark.parametrize("refill", [pytest.param("next_step", marks=pytest.mark.soak), "same_step"])
-def test_units_that_are_never_finite_are_given_up_under_a_constant_batch(tmp_path: Path, refill: str) -> None:
+def test_units_that_are_never_finite_are_given_up_under_a_constant_batch(tmp_path: Path) -> None:
     """They are left out of some steps first. Each of those has the units of the other replica alone."""
     run = poisoned(
         tmp_path,
         train={"steps": 14, "accumulate": 2},
-        quorum={"batch": "constant", "refill": refill},
+        quorum={"batch": "constant", "refill": "same_step"},
         lr={"intervention": "linear"},
         chaos=[{"at_step": 8, "replicas": [0], "down_steps": 2}],
     )

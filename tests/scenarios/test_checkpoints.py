@@ -175,12 +175,6 @@ def test_a_survivor_writes_the_next_state_instead(tmp_path: Path) -> None:
     assert [e["replica"] for e in started if e["step"] == steps[0]] == [1]
 
 
-def test_a_replica_that_is_alone_writes_it_in_its_next_life(tmp_path: Path) -> None:
-    steps, _ = written(tmp_path, 1, 0, EVERY)
-    assert EVERY not in steps, "its writer did not die"
-    assert EVERY < steps[0] < EVERY + 5
-
-
 @pytest.mark.parametrize("replicas", [2, 1])
 def test_the_final_state_is_written_all_the_same(tmp_path: Path, replicas: int) -> None:
     steps, started = written(tmp_path, replicas, 0, WRITER_STEPS)

@@ -23,22 +23,14 @@ def kill_one(job: Job, rng: random.Random, within: int) -> None:
     job.until(lambda: job.step() > dead, "survivors commit")
 
 
-@pytest.mark.parametrize(
-    ("seed", "kills", "steps", "train"),
-    [
-        pytest.param(1, 5, 60, {}, marks=pytest.mark.soak),
-        pytest.param(2, 5, 60, {"data__assignment": "global"}, marks=pytest.mark.soak),
-        pytest.param(3, 5, 60, HARD, marks=pytest.mark.soak),
-        pytest.param(2, 2, 25, HARD, marks=pytest.mark.proof),
-    ],
-)
-def test_kills_at_random_moments(tmp_path, monkeypatch, seed, kills, steps, train) -> None:
+@pytest.mark.proof
+def test_kills_at_random_moments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any rank of any replica, leaders included, as long as one replica is left to go on."""
     monkeypatch.setenv(COLD, "1")  # each process as a user has it
-    rng = random.Random(seed)
-    with Job(tmp_path, steps, restart__budget=50, **train) as job:
+    rng, steps = random.Random(2), 25
+    with Job(tmp_path, steps, restart__budget=50, **HARD) as job:
         job.until(lambda: job.step() >= 3, "step 3")
-        for _ in range(kills):
+        for _ in range(2):
             kill_one(job, rng, 9)
         summary = job.end()
         check(summary, steps)
@@ -239,13 +231,12 @@ def agents(job: Job) -> set[int]:
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
-def test_the_others_go_on_and_the_lost_one_returns(tmp_path: Path, number: signal.Signals) -> None:
+def test_the_others_go_on_and_the_lost_one_returns(tmp_path: Path) -> None:
     with Job(tmp_path, FORK_STEPS, replicas=2, ranks_per_replica=1, timeouts__load_s=120.0) as job:
         job.until(lambda: job.step() >= 5, "some steps")
         server, kept, other = fork_server(job), agents(job), job.pid(0, 0)
         assert len(kept) == 2
-        os.kill(server, number)
+        os.kill(server, signal.SIGSTOP)
         job.signal(1, 0, signal.SIGKILL)
         job.until(lambda: job.events("ForkServerLost", pid=server), "the fork server to be given up")
         assert job.pid(0, 0) == other

@@ -107,9 +107,8 @@ def all_train(job: Job, *replicas: int) -> None:
     job.until(lambda: job.step() >= goal, f"step {goal}")
 
 
-@pytest.mark.parametrize("assignment", ["per_replica", pytest.param("global", marks=pytest.mark.soak)])
-def test_two_three_one_two(tmp_path: Path, assignment: str) -> None:
-    with Job(tmp_path, ELASTIC_STEPS, **ELASTIC, data__assignment=assignment) as job:
+def test_two_three_one_two(tmp_path: Path) -> None:
+    with Job(tmp_path, ELASTIC_STEPS, **ELASTIC) as job:
         all_train(job, 0, 1)
         scale(job, 3)
         all_train(job, 0, 1, 2)

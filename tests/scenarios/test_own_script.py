@@ -6,7 +6,7 @@ import pytest
 
 from ft_hsdp.launch.injection import inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir
-from tests.scenarios.test_spares import WARM, ready, settle, starts
+from tests.scenarios.test_spares import starts
 from tests.support.aborted import aborted
 from tests.support.scenarios.scenario_job import ROOT, Job, check
 from tests.support.slow_script import write_slow_script
@@ -21,21 +21,6 @@ def test_a_function_trains(tmp_path: Path) -> None:
     with Job(tmp_path, 8, entry="mine:main", **settings) as job:
         check(job.end(), 8)
         assert not (job.run.parent / ".cache").exists(), "the data of the built-in trainer were prepared"
-
-
-@pytest.mark.proof
-def test_a_users_script_goes_on_in_a_spare(tmp_path: Path) -> None:
-    """The spare has sharded and warmed up its model before it hears to which replica it belongs."""
-    with Job(tmp_path, 100, entry=str(EXAMPLE), spares=2, **TWO) as job:
-        pids = ready(job)
-        job.signal(1, 1, signal.SIGKILL)
-        job.until(lambda: len(starts(job, 1)) == 2, "the second life")
-        summary = job.end()
-        settle(job, summary, 100)
-        assert (starts(job, 1)[1]["how"], starts(job, 1)[1]["pids"]) == (WARM, pids)
-        rows = job.rows("metrics.jsonl")
-        assert [row["step"] for row in rows] == list(range(1, 101))
-        assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
 
 
 @pytest.mark.proof

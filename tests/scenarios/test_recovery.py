@@ -109,14 +109,6 @@ def test_a_damaged_source_costs_a_step_and_no_rank_takes_another_state(tmp_path:
         assert job.rolled_back() == 1
 
 
-@pytest.mark.soak  # the proof has it in test_copies.py: the owner and its holder at once
-def test_nothing_in_memory_leaves_the_checkpoint_the_same_for_all(tmp_path: Path) -> None:
-    with Standing(tmp_path, checkpoint__every=4) as job:
-        job.until(lambda: any(e["step"] == 8 for e in job.events("CheckpointWritten")), "the checkpoint")
-        job.lose(ALL)
-        from_checkpoint(job.recovered())
-
-
 @pytest.mark.proof
 def test_hosts_with_the_same_shard_leave_the_checkpoint(tmp_path: Path) -> None:
     """Rank 1's shards are whole in both replicas, rank 0's nowhere: no rank takes what is in memory."""

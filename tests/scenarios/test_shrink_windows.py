@@ -109,24 +109,6 @@ def test_the_number_of_ranks_of_a_donor_changes_while_another_replica_is_behind(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("batch", ["adapt", "constant"])
-def test_one_of_two_replicas_loses_two_hosts_a_connection_and_gets_them_back_meanwhile(tmp_path, batch) -> None:
-    """4 ranks, then 3, then 2 while the 3 start; connections are reset; the hosts are back before the 2 train."""
-    with job_of(tmp_path, 60, 2, 4, 2, **{"quorum.batch": batch, "checkpoint.every": 5}) as job:
-        job.until(lambda: job.step() >= 5, "step 5")
-        hosts = [lose(job, 0, "r0h3")]
-        job.until(lambda: job.events("Shrunk", replica=0), "three ranks")
-        job.until(lambda: starts(job, 0) == 2, "the second life")
-        hosts.append(lose(job, 0, "r0h2"))
-        reset(job, 1)
-        job.until(lambda: len(job.events("Shrunk", replica=0)) == 2, "two ranks")
-        for host in hosts:
-            host.lifted("it is back")
-        finish(job, 60)
-        assert changes(job, 0) == [(4, 3), (3, 2), (2, 4)]
-
-
-@pytest.mark.soak
 def test_one_of_two_replicas_trains_with_three_of_four_ranks_and_a_connection_is_reset(tmp_path: Path) -> None:
     """Lanes of 4 and 3 ranks are formed again after a reset, and again as another host is lost."""
     with job_of(tmp_path, 80, 2, 4, 2, **{"checkpoint.every": 5}) as job:
@@ -144,25 +126,6 @@ def test_one_of_two_replicas_trains_with_three_of_four_ranks_and_a_connection_is
         finish(job, 80)
         assert changes(job, 0) == [(4, 3), (3, 2), (2, 4)]
         assert not commits_of(RunDir(job.run.resolve()))[-1].get("ring_widths")
-
-
-@pytest.mark.soak
-def test_a_host_that_comes_back_goes_to_the_replica_that_has_too_few(tmp_path: Path) -> None:
-    """Its former replica has a spare host and keeps it; the narrower one grows on the host that is back."""
-    with job_of(tmp_path, 60, 2, 2, 1, **{"hosts.spare": 1}) as job:
-        job.until(lambda: job.step() >= 3, "step 3")
-        first = lose(job, 0, "r0h1")
-        job.until(lambda: job.events("HostReplaced"), "the spare host is taken")
-        job.until(lambda: starts(job, 0) == 2, "it starts on the spare host")
-        before = job.step()
-        job.until(lambda: contributed(job, before + 1), "both train")
-        second = lose(job, 1, "r1h1")
-        job.until(lambda: contributed(job, before, 2, 1), "the other one trains with one rank")
-        first.lifted("it is back")
-        job.until(lambda: job.events("Grown", replica=1), "it has two ranks")
-        second.lifted("it is back, too")
-        finish(job, 60)
-        assert (changes(job, 0), changes(job, 1)) == ([], [(2, 1), (1, 2)])
 
 
 @pytest.mark.soak
@@ -200,20 +163,3 @@ def test_another_host_is_lost_after_the_order_to_leave_and_before_all_ranks_star
         ranks = [len(row["pids"]) for row in job.events("ReplicaStarted")]
         assert (ranks[:3], ranks[-1]) == ([3, 2, 2], 3)
         assert all(one["lost_steps"] <= 1 for one in summary["recoveries"])
-
-
-@pytest.mark.soak
-def test_the_only_replica_waits_for_its_host_if_fewer_ranks_do_not_fit(tmp_path: Path) -> None:
-    """A rank is killed at each start, as if memory were short. No restart of the budget is left for that."""
-    with job_of(tmp_path, 30, 1, 3, 1, **{"checkpoint.every": 5, "restart.budget": 1}) as job:
-        job.until(lambda: job.step() >= 5 and job.events("Protected"), "copies")
-        host = lose(job, 0, "r0h2")
-        for count in (2, 3):
-            job.until(lambda count=count: starts(job, 0) == count, "two ranks start")
-            job.signal(0, 0, signal.SIGKILL)
-        job.until(lambda: job.events("ReplicaUnplaced"), "it waits")
-        host.lifted("it is back")
-        finish(job, 30)
-        assert [row["ranks"] for row in job.events("TooFewRanks")] == [2]
-        assert changes(job, 0) == [(3, 2), (2, 3)]
-        assert not job.events("HostCordoned")
