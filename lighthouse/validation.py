@@ -266,6 +266,8 @@ def check_host(s: LighthouseState, report: HostReport, peer: str | None, allow: 
         _within("replica", replica, s.policy.slots - 1)
         for rank in (*each.living, *(ended.rank for ended in each.ended)):
             _within("rank", rank, MAX_COUNT)
+        for number in each.fed or ():
+            _within("fed", number, MAX_UNIT)
         lines = [each.failed, *(line for ended in each.ended for line in (ended.why, ended.cause))]
         if any(len(line) > 4 * MAX_TEXT or not line.isprintable() for line in lines):
             raise ProtocolViolation("host: a reason is one line of 1,024 characters at most")

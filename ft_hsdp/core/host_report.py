@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ft_hsdp.core.ledger import Run
+
 
 @dataclass(frozen=True, slots=True)
 class EndedRank:
@@ -30,6 +32,9 @@ class HostRanks:
     ended: tuple[EndedRank, ...] = ()
     failed: str = ""  # why a rank could not be started, in one line
     done: bool = False  # its script has ended its part of the job (final.json, on the host of rank 0)
+    # On the host of rank 0, once its ranks there have ended:
+    fed: Run | None = None  # the units that were in flight
+    usable: bool = False  # its gradients have changed the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +62,4 @@ class AssignedRanks:
     hosts: tuple[str, ...]  # the name of each rank's host
     master: str  # "host:port", where rank 0 listens
     leaves: bool = False  # it is to leave the job (SIGTERM): it is not wanted, or goes on elsewhere
+    fatal: tuple[Run, ...] = ()  # units that have ended the processes which trained them

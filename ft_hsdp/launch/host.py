@@ -31,6 +31,7 @@ from ft_hsdp.control.exit_watch import process_space
 from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks, HostReport
 from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.ledger import Run
 from ft_hsdp.errors import (
     EXIT_CONFIG,
     EXIT_OK,
@@ -48,6 +49,7 @@ from ft_hsdp.launch.backend.forkserver import PRELOAD, ForkServer
 from ft_hsdp.launch.backend.gpus import GpuShares, check_device, gpus_here
 from ft_hsdp.launch.backend.local import Forked
 from ft_hsdp.launch.backend.processes import ONE_THREAD, kept_port
+from ft_hsdp.launch.incarnation_watch import last_fed
 from ft_hsdp.launch.job import what_is_kept
 from ft_hsdp.launch.lighthouse_link import REPLY_S
 from ft_hsdp.launch.local import prepare_data
@@ -136,7 +138,8 @@ class HeldRanks(ReplicaProcess):
         who = IncarnationId.parse(assigned.incarnation)
         if who is None:
             raise LighthouseUnreachable(f"the lighthouse assigns {assigned.incarnation!r}")
-        super().__init__(ReplicaSpec(who.replica, len(assigned.hosts), who.run_id, who.restarts, config), run)
+        size = who.replica, len(assigned.hosts)
+        super().__init__(ReplicaSpec(*size, who.run_id, who.restarts, config, assigned.fatal), run)
         self.assigned = assigned
         self.wanted = True  # the newest assignment has it
         self.reported = False  # the lighthouse knows how all its ranks have ended
@@ -145,6 +148,7 @@ class HeldRanks(ReplicaProcess):
         self.leaving = False  # its ranks were told to leave
         self.dropped = False  # its ranks were killed
         self.ends: list[EndedRank] = []
+        self.fed: tuple[Run | None, bool] = None, False  # as `last_fed` has it
 
     @property
     def over(self) -> bool:
@@ -154,7 +158,7 @@ class HeldRanks(ReplicaProcess):
     def report(self) -> HostRanks:
         living = {*self.starting, *(rank.rank for rank in self.living)}
         done = self.over and bool((self.final or {}).get("of_job"))
-        return HostRanks(self.name, tuple(sorted(living)), tuple(self.ends), self.failed, done)
+        return HostRanks(self.name, tuple(sorted(living)), tuple(self.ends), self.failed, done, *self.fed)
 
     def started(self, rank: int, process: WorkerProcess) -> None:
         super().started(rank, process)
@@ -171,6 +175,8 @@ class HeldRanks(ReplicaProcess):
         why = said.error if said else line.partition(": ")[2]
         self.ends.append(EndedRank(rank, code, gone.killed, said.cause if said else "", why[:WHY]))
         _say(f"{self.name}: {line}")
+        if self.over and 0 in self.assigned.ranks:
+            self.fed = last_fed(self._run, self.replica, self.name)
 
     def leave(self, within_s: float) -> None:
         """Tell the ranks to leave the job, once; kill them if they have not within ``within_s`` seconds."""

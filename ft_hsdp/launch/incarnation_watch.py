@@ -67,6 +67,14 @@ def in_flight(run: RunDir, replica: int, incarnation: str, committed: int) -> Ru
     return int(fed[-1]["shard"]), int(fed[-1]["index"]), int(fed[-1]["units"])
 
 
+def last_fed(run: RunDir, replica: int, incarnation: str) -> tuple[Run | None, bool]:
+    """Return the units that an incarnation had in flight, and whether its gradients have changed the weights."""
+    newest = Tailer(run.commits(replica)).newest(4 * FED_BYTES)
+    rows = [row for row in newest if row.get("incarnation") == incarnation]
+    usable = any(row.get("role") == "contribute" and replica not in row.get("poisoned", ()) for row in rows)
+    return in_flight(run, replica, incarnation, max((row.get("step", 0) for row in rows), default=0)), usable
+
+
 class IncarnationGuard:
     """Watches one incarnation until it is over."""
 

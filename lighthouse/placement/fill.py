@@ -161,6 +161,9 @@ def _start(s: LighthouseState, replica: int, me: PlacedReplica, hosts: tuple[Hos
         since=None,
         why="",
         buried=(),
+        fed=None,
+        usable=False,
+        blamed=len(s.placement.fatal.blamed),
     )
     s = with_replica(s, replica, runs)
     s = with_placement(s, placement=replace(s.placement, starts=runs.start))

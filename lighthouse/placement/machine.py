@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ft_hsdp.core import restart
 from ft_hsdp.core.host_report import HostReport
-from ft_hsdp.core.restart import LEAVING, REFILL_STEPS, Cause, GiveUp, Restart
+from ft_hsdp.core.restart import LEAVING, OWN_FAULT, REFILL_STEPS, Cause, GiveUp, Restart
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_RETRYABLE, EXIT_UNREACHABLE, EXIT_USAGE
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Action, Evidence
@@ -177,18 +177,18 @@ def _advance(s: LighthouseState, replica: int, event: Event, now: float) -> Step
 def _with_ends(s: LighthouseState, me: PlacedReplica, now: float) -> PlacedReplica:
     """Return a record with what its hosts say of ranks that ended by themselves."""
     known = {(host, rank.rank): rank for host, rank in me.ended}
-    failed, done = me.failed, me.done
+    failed, done, fed, usable = me.failed, me.done, me.fed, me.usable
     for name, (life, _) in zip(me.used, me.lives, strict=True):
         present = s.presence.host(name)
         said = present.ranks(me.incarnation) if present is not None and present.report.life == life else None
         if said is not None and (said.ended or said.failed or said.done):
             known |= {(name, rank.rank): rank for rank in said.ended if not rank.killed}
             failed, done = failed or said.failed, done or said.done
-    if len(known) == len(me.ended) and (failed, done) == (me.failed, me.done):
-        return me
+            fed, usable = fed or said.fed, usable or said.usable
     ended = tuple((host, rank) for (host, _), rank in sorted(known.items()))
     since = me.since if me.since is not None or not ended else now
-    return replace(me, ended=ended, failed=failed, done=done, since=since)
+    after = replace(me, ended=ended, failed=failed, done=done, fed=fed, usable=usable, since=since)
+    return me if after == me else after
 
 
 def _trouble(s: LighthouseState, replica: int, me: PlacedReplica, event: Event, now: float) -> str:
@@ -268,6 +268,8 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         if me.prevented != prevents or late:  # a changed script is named again
             effects.append(Note("StartPrevented", cause, {**facts, "cause": prevents}))
         return _again(s, replica, replace(rests, restart=state, prevented=prevents), then, now, effects)
+    s, blamed = _blame(s, replica, me, why, code in OWN_FAULT or said not in ("", Cause.TEMPORARY))
+    effects += blamed
     if code in (EXIT_CONFIG, EXIT_USAGE) and not me.contributed and not step:
         return _give_up(s, replica, rests, why, now, effects, wrong=why)
     bereft = code == EXIT_RETRYABLE and rank is not None and rank.cause in ("", Cause.TEMPORARY)
@@ -303,6 +305,20 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
             wrong = f"each replica ends with the same error before the first step: {why}"
             return _give_up(s, replica, rests, why, now, effects, wrong=wrong)
     return _again(s, replica, replace(rests, restart=state), then, now, effects)
+
+
+def _blame(s: LighthouseState, replica: int, me: PlacedReplica, why: str, own_error: bool) -> Step:
+    """Blame the units that were in flight, if they have ended processes again and again."""
+    known, step = s.placement.fatal, s.head.step + 1 if s.head is not None else 1
+    others = [s.placement.replicas[n].fatal[0] for n in active_replicas(s) if n != replica]
+    # Each replica has other units: what ends all of them is the step.
+    units = me.fed if own_error and not (others and {*others} == {step}) else None
+    after = known.after_end(replica, units, me.usable)
+    s = with_placement(s, placement=replace(s.placement, fatal=after))
+    if units is None or after.blamed == known.blamed:
+        return s, ()
+    facts = dict(zip(("shard", "index", "units"), units, strict=True), replica=replica, incarnation=me.incarnation)
+    return s, (Note("BatchBlamed", f"it ended its process again: {why}", facts),)
 
 
 def _again(

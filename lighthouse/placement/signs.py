@@ -136,7 +136,8 @@ def assigned(s: LighthouseState, name: str) -> tuple[AssignedRanks, ...]:
         if me.lives[position][0] == present.report.life:
             ranks = tuple(policy.ranks_at(position))
             hosts = tuple(host for host in me.used for _ in range(each))
-            found.append(AssignedRanks(me.incarnation, ranks, hosts, me.master, leaves(s, replica, me)))
+            fatal = s.placement.fatal.blamed[: me.blamed]
+            found.append(AssignedRanks(me.incarnation, ranks, hosts, me.master, leaves(s, replica, me), fatal))
     return tuple(found)
 
 

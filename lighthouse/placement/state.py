@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ft_hsdp.core.host_report import EndedRank, HostRanks, HostReport
-from ft_hsdp.core.restart import NarrowEnds, RestartPolicy, RestartState
+from ft_hsdp.core.ledger import Run
+from ft_hsdp.core.restart import FatalUnits, NarrowEnds, RestartPolicy, RestartState
 from ft_hsdp.memory.hosts import Host, Level
 
 FORMER = 8  # lives of a host's agent that are remembered: a report of one of them comes from a second agent
@@ -40,7 +41,7 @@ class PlacementPolicy:
         return list(range(position * self.each, (position + 1) * self.each))
 
 
-NEW, NEVER_NARROW = RestartState(), NarrowEnds()
+NEW, NEVER_NARROW, NO_FATAL_UNITS = RestartState(), NarrowEnds(), FatalUnits()
 
 
 class ReplicaPhase(StrEnum):
@@ -78,6 +79,9 @@ class PlacedReplica:
     narrow: NarrowEnds = NEVER_NARROW
     failed_on: tuple[tuple[str, int], ...] = ()  # failures on each host since the replica was healthy
     fatal: tuple[int, int] = (0, 0)  # step that ended it last, and how often
+    fed: Run | None = None  # units in flight at its end
+    usable: bool = False  # its gradients have changed the weights
+    blamed: int = 0  # of the units that are blamed for ends of processes, its ranks know so many
     given_up: str = ""  # why it is never started again; "": it may be
     # In seconds of the lighthouse's clock, which is another one after a restart.
     due: float = 0.0  # not started before; of one that runs: when it was started
@@ -98,6 +102,7 @@ class Placement:
     cordoned: tuple[tuple[str, str], ...] = ()  # hosts that get no ranks any more, and why
     lives: tuple[tuple[str, tuple[str, ...]], ...] = ()  # by name of the host: of its agents, the newest last
     trained: bool = False  # an incarnation has contributed
+    fatal: FatalUnits = NO_FATAL_UNITS
     wrong: bool = False  # the configuration or the script is to blame for the end of the job
 
 

@@ -1,6 +1,7 @@
 """The agent of a host, beside a made-up lighthouse and a real fork server."""
 
 import asyncio
+import json
 import secrets
 import signal
 from collections.abc import AsyncIterator
@@ -112,6 +113,25 @@ async def test_what_is_assigned_starts_once_its_end_is_told_and_the_rest_is_kill
     scene.answers(one, scene.assigned("0-a-1", 1, 2, of=4))
     await scene.reported("0-a-0", (), (1, EXIT_RETRYABLE, False), (2, -signal.SIGKILL, True))
     await scene.reported("0-a-1", (1, 2))
+
+
+async def test_the_host_of_rank_0_says_which_units_were_in_flight_when_its_ranks_ended(
+    scene, run_dir, plan
+) -> None:
+    rows = {"fed": {"step": 7, "shard": 1, "index": 4, "units": 2}, "commits": {"step": 6, "role": "contribute"}}
+    for replica in (0, 1):
+        run_dir.replica(replica).mkdir(parents=True)
+        for name, row in rows.items():
+            said = {**row, "incarnation": f"{replica}-a-0"}
+            (run_dir.replica(replica) / f"{name}.jsonl").write_text(f"{json.dumps(said)}\n")
+    plan({"0": {"0": {"1": ["exit", 3]}}, "1": {"0": {"1": ["exit", 3]}}})
+    scene.answers(scene.assigned("0-a-0", 0, 1), scene.assigned("1-a-0", 1, fatal=((0, 5, 2),)))
+    assert (await scene.reported("0-a-0", (0,), (1, 3, False))).fed is None
+    assert (await scene.reported("1-a-0", (), (1, 3, False))).fed is None
+    assert "[[0, 5, 2]]" in run_dir.rank_log(1, 1).read_text()
+    scene.answers()
+    said = await scene.reported("0-a-0", (), (1, 3, False), (0, -signal.SIGKILL, True))
+    assert (said.fed, said.usable) == ((1, 4, 2), True)
 
 
 async def test_ranks_that_are_to_leave_are_told_and_killed_if_they_do_not(scene: Scene, plan: Plan) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.host_report import EndedRank
+from ft_hsdp.core.restart import FatalUnits
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.mounts import Mount
 from lighthouse import __main__ as program
@@ -174,8 +175,11 @@ def busy():
     more |= {"rewound": (1, 2, 3), "rewinding": True}
     more |= {"edges": Edges((((0, 1), 4),), (Barred(1, 0.0, 60.0),), 1)}
     ended = (("a", EndedRank(0, -9)),)
+    fatal = FatalUnits((((0, 5, 2), 1),), ((1, 5, 2),), frozenset({0, 1}))
     me = PlacedReplica(("z/r/a",), ReplicaPhase.RUNS, "0-f-1", ("a",), (("ab", "here"),), ended=ended)
-    more |= {"placement": Placement((me,), 3, ((0, me),), (("b", "it is broken"),), (("a", ("ab",)),))}
+    more |= {
+        "placement": Placement((me,), 3, ((0, me),), (("b", "it is broken"),), (("a", ("ab",)),), fatal=fatal)
+    }
     return replace(job.s, **more, drained=frozenset({2}), checkpoint=7, target=2, agreed=agreed, leases=leases)
 
 

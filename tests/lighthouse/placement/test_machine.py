@@ -74,11 +74,12 @@ class World:
             for host in [each for each in self.has if each not in self.cut]:
                 self.report(host)
 
-    def ends(self, host: str, rank: int, code: int, **said: Any) -> None:
+    def ends(self, host: str, rank: int, code: int, fed: Any = (None, False), **said: Any) -> None:
         """Have a rank end by itself."""
         ((name, mine),) = self.has[host].items()
         rest = tuple(each for each in mine.living if each != rank)
-        self.has[host][name] = replace(mine, living=rest, ended=(*mine.ended, EndedRank(rank, code, **said)))
+        ended = (*mine.ended, EndedRank(rank, code, **said))
+        self.has[host][name] = replace(mine, living=rest, ended=ended, fed=fed[0], usable=fed[1])
         self.report(host, obeys=False)
 
     def me(self, replica: int = 0) -> PlacedReplica:
@@ -274,6 +275,34 @@ def test_a_script_that_ends_each_replica_before_the_first_step_ends_the_job(code
     w.s = replace(LighthouseState.empty(w.s.policy, term=2), placement=remembered(w.s.placement, halted=True))
     w.settle(10.0)
     assert (len(w.runs()), w.s.placement.wrong) == (2, False)  # a job that was halted is tried once more
+
+
+def test_units_that_end_processes_twice_are_left_out_by_all_that_start_later() -> None:
+    w = World("a", "b", each=1, restart=RestartPolicy(9, 0.0))
+    units, others = (0, 5, 2), (0, 7, 2)
+
+    def end(host: str, fed: tuple[int, int, int], usable: bool = False, code: int = -11, **said: Any) -> int:
+        w.ends(host, 0, code, (fed, usable), **said)
+        w.settle(5.0)
+        return len(w.told("BatchBlamed"))
+
+    assert end("a", units) == end("b", units, code=-9) == end("b", units, code=75, cause="temporary") == 0
+    assert end("b", units, code=75, cause="device") == 1
+    assert (assigned(w.s, "a")[0].fatal, assigned(w.s, "b")[0].fatal) == ((), (units,))
+    assert end("b", others) == end("b", others) == 1  # it has not contributed since: they are not to blame
+    assert (end("b", others, usable=True), end("b", others)) == (1, 2)
+    assert end("a", others) == 2
+    assert assigned(w.s, "a")[0].fatal == (units, others)
+
+
+def test_units_are_not_blamed_for_a_step_that_has_ended_the_other_replicas() -> None:
+    w = World("a", "b", each=1, restart=RestartPolicy(9, 0.0))
+    for host in "ab" * 2:
+        replicas = tuple(replace(each, contributed=True) for each in w.s.placement.replicas)
+        w.s = replace(w.s, placement=replace(w.s.placement, replicas=replicas))
+        w.ends(host, 0, -11, ((0, 5, 2), True))
+        w.settle(5.0)
+    assert not w.told("BatchBlamed")
 
 
 @pytest.mark.parametrize("said", ["shortage", "changed"])

@@ -16,7 +16,7 @@ from typing import Any
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir, write_json
-from ft_hsdp.train.identity import HOST_RANK_VARIABLE, HOST_VARIABLE, IncarnationSource
+from ft_hsdp.train.identity import FATAL_VARIABLE, HOST_RANK_VARIABLE, HOST_VARIABLE, IncarnationSource
 
 
 def before_a_call(plan: dict[str, list[Any]], run: Path) -> None:
@@ -43,7 +43,7 @@ def main(config: Config, calling: IncarnationSource, run: Path) -> int:
         before_a_call(plan.get("spare", {}), run)
     replica, restart = calling.wait().replica, os.environ["TORCHELASTIC_RESTART_COUNT"]
     action = plan.get(str(replica), {}).get(restart, {}).get(os.environ["RANK"], ["wait"])
-    print(f"rank {os.environ['RANK']} of {config.replicas} replicas: {action}")
+    print(f"rank {os.environ['RANK']} of {config.replicas} replicas: {action}", os.environ.get(FATAL_VARIABLE, ""))
     if "CUDA_VISIBLE_DEVICES" in os.environ:
         print(f"on GPU {os.environ['LOCAL_RANK']} of {os.environ['CUDA_VISIBLE_DEVICES']}")
     match action:
