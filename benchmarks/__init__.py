@@ -5,9 +5,8 @@ In a checkout `launcher.py bench NAME` runs these, too (`ft_hsdp.bench.command` 
 made. Nothing in the product imports this package. What a bench finds stands in docs/measurements.md.
 
 - `returns` (bench return): a killed replica's way back;
-- `units` with `unit_figures` and `token_mean`: work that is counted in units, while replicas are lost;
+- `token_mean`: the gradient of a job that weighs tokens beside that of one big batch;
 - `memory`: copies of states in host memory;
-- `lone`, `losses`: a replica that goes on with fewer ranks, once and at random;
-- `whole_job`: a job whose end several of these await;
+- `whole_job`: a job whose end is awaited;
 - `kernels`: the kernels and the GPU data plane; `python -m benchmarks.kernels`, or `make gpu`, runs them.
 """

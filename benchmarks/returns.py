@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TextIO
 
-from benchmarks.unit_figures import contributes
 from ft_hsdp.analysis.incarnations import incarnations
 from ft_hsdp.bench.command import kills_of
 from ft_hsdp.bench.jobs import (
@@ -96,7 +95,7 @@ def stages_in(events: Iterable[Row]) -> Stages:
 def back(kill: Kill, rows: Sequence[Row], stages: Stages, step_s: float) -> Back | None:
     """Return how the victim of ``kill`` came back; None where it did not. ``rows``: its own commits."""
     after = [row for row in rows if row["t"] > kill.t and row["incarnation"] != kill.incarnation]
-    full = next((row for row in after if contributes(row)), None)
+    full = next((row for row in after if row["role"] == "contribute"), None)
     if full is None:
         return None
     first = after[0]
@@ -233,7 +232,7 @@ def wait_for_return(job: UnderTest, kill: Kill) -> None:
     """Wait until the victim, started again, has contributed to a step. Raises Retryable."""
 
     def there(row: Row) -> bool:
-        return row["t"] > kill.t and row["incarnation"] != kill.incarnation and contributes(row)
+        return row["t"] > kill.t and row["incarnation"] != kill.incarnation and row["role"] == "contribute"
 
     rows = job.rows[kill.replica]
     job.wait(lambda: any(map(there, rows[-RECENT:])), "the replica contributes again")

@@ -22,10 +22,7 @@ BENCHES: Mapping[str, str] = {
     "overhead": "ft_hsdp.bench.overhead",
     # A checkout has these, beside the package.
     "return": "benchmarks.returns",
-    "units": "benchmarks.units",
     "memory": "benchmarks.memory",
-    "lone": "benchmarks.lone",
-    "losses": "benchmarks.losses",
 }
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30

@@ -11,14 +11,10 @@ from ft_hsdp.bench.command import BENCHES
 from ft_hsdp.errors import EXIT_CONFIG, FtHsdpError
 from ft_hsdp.launch.render import command as rendering
 
-MEASURES = (
-    "of recovery: kill, torchft, stop; of units: constant, rate, refill, loss, tokens, kills; "
-    "of memory: lost, union; or all"
-)
+MEASURES = "of recovery: kill, torchft, stop; of memory: lost, union; or all"
 BENCH_TIME = (
     "On 2 quiet cores ftar takes about 6 minutes, and 15 GiB of memory; fetch 2, and 10 GiB; quorum 1; "
-    "recovery 7; overhead 8. The others are in the repository alone: return 3; units 13; memory 20; lone 2; "
-    "losses 20"
+    "recovery 7; overhead 8. The others are in the repository alone: return 3; memory 20"
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",
@@ -122,9 +118,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--rounds",
         type=int,
         metavar="N",
-        help="of what is interleaved: 20; fetch 7; quorum 300; overhead 70; units 4",
+        help="of what is interleaved: 20; fetch 7; quorum 300; overhead 70",
     )
-    kills = "how many: recovery 200; return 12; units 50 of each kind; memory and lone 20; losses 50"
+    kills = "how many: recovery 200; return 12; memory 20"
     bench.add_argument("--kills", type=int, metavar="N", help=kills)
     bench.epilog = BENCH_TIME
     doctor = with_json(with_config(add("doctor", "preflight: what would stop the job, and what to do")))

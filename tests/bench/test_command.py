@@ -26,11 +26,11 @@ def test_a_bench_of_the_repository_is_named_where_there_is_none(
     monkeypatch.setitem(sys.modules, "benchmarks", None)
     for name in [each for each in sys.modules if each.startswith("benchmarks.")]:
         monkeypatch.delitem(sys.modules, name)
-    assert main(["bench", "units"]) == 64
+    assert main(["bench", "memory"]) == 64
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
-    assert "launcher.py bench units" in err
+    assert "launcher.py bench memory" in err
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,6 @@ def test_a_bench_of_the_repository_is_named_where_there_is_none(
         ("overhead --measure kill", "--measure: got 'kill'"),
         ("quorum --members 65", "--members: got '65'"),
         ("quorum --members 2,x", "--members: got '2,x'"),
-        ("units --measure steady", "--measure: got 'steady'"),
         ("memory --measure gap", "lost, union"),
         ("fetch --measure speed", "--measure: got 'speed'"),
         ("fetch --sizes 3", "--sizes: got '3'"),

@@ -28,8 +28,8 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 SIZES: dict[str, tuple[int, int]] = {
     "statements": (41_293, 39_000),
     "lines with JavaScript": (77_355, 71_000),
-    "benchmarks outside the package": (2_286, 4_000),  # statements
-    "test lines": (75_005, 66_000),  # the model checker among them
+    "benchmarks outside the package": (1_861, 4_000),  # statements
+    "test lines": (74_828, 66_000),  # the model checker among them
     "modules with code": (310, 310),
     "configuration keys": (120, 120),
     "timeouts among them": (15, 14),
@@ -37,7 +37,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "private reads in tests": (109, 120),
     "monkeypatch.setattr": (141, 150),
     "asserts on prose": (35, 100),
-    "words of docs and ADRs": (59_778, 60_000),
+    "words of docs and ADRs": (59_771, 60_000),
 }
 SLACK = 0.1  # of the limit, or 2
 
