@@ -15,7 +15,6 @@ Blocks are counted, never bytes. A span is (first block, block after the last on
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -286,7 +285,9 @@ def plan_load(
         if near.get(reader) in able:
             holder = near[reader]
         else:
-            holder = min(able, key=lambda host: (loads[host], (reader, host) not in talks, _mixed(reader, host)))
+            holder = min(
+                able, key=lambda host: (loads[host], (reader, host) not in talks, placement.mixed(reader, host))
+            )
             loads[holder] += _count(runs)
             talks.add((reader, holder))
         reads += [BlockRead(reader, holder, run) for run in runs]
@@ -313,10 +314,6 @@ def _together(
 
 def _count(runs: Sequence[SliceRun]) -> int:
     return sum(run.count for run in runs)
-
-
-def _mixed(*parts: int) -> int:
-    return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())
 
 
 # Who works on what.

@@ -135,11 +135,12 @@ def probing(shard: int, hosts: int, first: Iterable[int] = ()) -> Iterator[int]:
         first: the holders of the first placement, which come before all others.
     """
     named = list(dict.fromkeys(first))
-    start = _hash("start", shard) % hosts
-    steps = (1 + _hash("step", shard, seed) % max(1, hosts - 1) for seed in count())
+    start = mixed("start", shard) % hosts
+    steps = (1 + mixed("step", shard, seed) % max(1, hosts - 1) for seed in count())
     yield from named
     yield from (host for host in double_hashing(start, steps, hosts) if host not in named)
 
 
-def _hash(*parts: object) -> int:
+def mixed(*parts: object) -> int:
+    """Return a number that depends on all of ``parts``, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest())

@@ -22,13 +22,9 @@ from ft_hsdp.launch.render.settings import (
     Shape,
     Site,
     check,
-    comment,
-    document,
-    dump,
     in_pods,
     shape,
     spread,
-    what_runs,
 )
 from ft_hsdp.memory.hosts import DOMAINS_VARIABLE
 from ft_hsdp.train.identity import HOST_VARIABLE
@@ -89,20 +85,8 @@ def jobset(config: Config, site: Site) -> str:
             ],
         },
     }
-    parts = [pod.config_map(name, site.namespace, dump(settings))]
-    if site.claim is None:
-        parts.append(pod.runs_claim(name, site.namespace))
-    space = "" if site.namespace is None else f" -n {site.namespace}"
-    facts = {
-        "replicas": config.slots,
-        "ranks": config.ranks_per_replica,
-        "entry": what_runs(config),
-        "secret": secret,
-        "space": space,
-    }
     version = "0.8" if layout.nodes == 1 else "0.12"
-    head = comment(_HEAD.format(job=config.job.name, name=name, version=version, **facts))
-    return head + "---\n".join(document(part) for part in (*parts, jobs))
+    return pod.manifest(_HEAD, settings, site, jobs, replicas=config.slots, secret=secret, version=version)
 
 
 def _failures(layout: Shape) -> CommentedValue:

@@ -9,8 +9,9 @@ import math
 import re
 from typing import Any
 
+from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.render.settings import FOLDER
+from ft_hsdp.launch.render.settings import FOLDER, Site, comment, document, dump, what_runs
 
 LONGEST = 42  # a pod's name is a label of at most 63 characters, of which "-lighthouse-0-0-abcde" takes 21
 
@@ -48,6 +49,30 @@ def metadata(name: str, namespace: str | None, job: str) -> Tree:
         **placed,
         "labels": {"app.kubernetes.io/name": "ft-hsdp", "app.kubernetes.io/instance": job},
     }
+
+
+def manifest(head: str, config: Config, site: Site, job: Tree, **facts: object) -> str:
+    """Return the file of a job: a comment, its configuration, a volume for the runs if it has none, and the job.
+
+    Args:
+        head: Text of the comment, with places for what is known of every job, and for ``facts``.
+        config: Is in the file.
+        site: What the site gives the pods.
+        job: The object that runs the job.
+        **facts: More that the comment says.
+    """
+    name = label(config.job.name)
+    parts = [config_map(name, site.namespace, dump(config))]
+    if site.claim is None:
+        parts.append(runs_claim(name, site.namespace))
+    told = {
+        "job": config.job.name,
+        "name": name,
+        "ranks": config.ranks_per_replica,
+        "entry": what_runs(config),
+        "space": "" if site.namespace is None else f" -n {site.namespace}",
+    }
+    return comment(head.format(**told, **facts)) + "---\n".join(document(part) for part in (*parts, job))
 
 
 def config_map(job: str, namespace: str | None, settings: str) -> Tree:

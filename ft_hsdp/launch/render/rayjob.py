@@ -19,11 +19,7 @@ from ft_hsdp.launch.render.settings import (
     CommentedValue,
     Site,
     check,
-    comment,
-    document,
-    dump,
     in_pods,
-    what_runs,
 )
 from ft_hsdp.train.identity import HOST_VARIABLE
 
@@ -74,19 +70,7 @@ def rayjob(config: Config, site: Site) -> str:
             },
         },
     }
-    parts = [pod.config_map(name, site.namespace, dump(config))]
-    if site.claim is None:
-        parts.append(pod.runs_claim(name, site.namespace))
-    space = "" if site.namespace is None else f" -n {site.namespace}"
-    facts = {
-        "replicas": config.replicas,
-        "ranks": config.ranks_per_replica,
-        "entry": what_runs(config),
-        "space": space,
-        "version": RAY_VERSION,
-    }
-    head = comment(_HEAD.format(job=config.job.name, name=name, **facts))
-    return head + "---\n".join(document(part) for part in (*parts, job))
+    return pod.manifest(_HEAD, config, site, job, replicas=config.replicas, version=RAY_VERSION)
 
 
 def _submitter(site: Site) -> Tree:
