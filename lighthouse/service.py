@@ -215,15 +215,16 @@ class Service:
         validation.check_host(self.state, report.host, peer, self._allow)
         reply = self.processes(report)
         late = asyncio.get_running_loop().time() + self.state.policy.evict_s / 3
-        while report.host.seen == reply.seen and not (reply.refused or self._closed or self._is_over):
+        while report.host.seen == reply.seen and not (
+            reply.refused or reply.finished or reply.halted or self._closed
+        ):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(late):
                     await self._moved.wait()
                     reply = self._assignment(report.host, reply)
                     continue
             break
-        s = self.state
-        return replace(reply, finished=s.finished, halted=s.halted, wrong=s.placement.wrong)
+        return reply
 
     @property
     def _is_over(self) -> bool:
@@ -237,6 +238,8 @@ class Service:
         """Return a reply with what a host is to run."""
         name, refused = Host.parse(host.path).name, machine.refusal(self.state, host)
         mine = () if refused else signs.assigned(self.state, name)
+        finished, halted = signs.fate(self.state, host)
+        reply = replace(reply, finished=finished, halted=halted, wrong=self.state.placement.wrong)
         return replace(reply, assigned=mine, seen=signs.seen(self.state, name), refused=refused)
 
     def processes(self, report: ProcessReport) -> SupervisorReply:

@@ -260,6 +260,8 @@ def check_host(s: LighthouseState, report: HostReport, peer: str | None, allow: 
     if not _LIFE.fullmatch(report.life) or max(len(report.space), len(report.seen)) > MAX_TEXT:
         raise ProtocolViolation("host: its agent has a life of up to 32 hexadecimal digits, and short marks")
     _within("number", report.number, MAX_COUNT)
+    if report.replica is not None:
+        _within("replica", report.replica, s.policy.slots - 1)
     check((report.address,), (), peer, allow)
     for each in report.ranks:
         replica, _ = incarnation(each.incarnation)

@@ -51,6 +51,7 @@ class HostReport:
     leaving: bool = False  # its agent was told to end: it gets no ranks, and those that it has leave
     # The digest of the newest assignment that it knows: the answer waits a while for another one. "": it has none.
     seen: str = ""
+    replica: int | None = None  # it takes ranks of this replica alone; None: of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +64,4 @@ class AssignedRanks:
     master: str  # "host:port", where rank 0 listens
     leaves: bool = False  # it is to leave the job (SIGTERM): it is not wanted, or goes on elsewhere
     fatal: tuple[Run, ...] = ()  # units that have ended the processes which trained them
+    trains: bool = False  # it has contributed to a step: what takes CPU time may begin

@@ -18,8 +18,8 @@ Read the modules in this order:
     lighthouse_process  the lighthouses of a job, each started again on its port
     lighthouse_link     a supervisor's reports to the lighthouse, and the orders in its answers
     progress            how far the job is; tasks wait for its changes
-    standalone          `lighthouse` and `replica`: the processes one by one, or under torchrun
-    host                `host`: the agent of one machine, which runs what the lighthouse assigns to it
+    standalone          `lighthouse`, and what the processes have in common that are started one by one
+    host                `host` and `replica`: the agent of one machine, which runs what it is assigned
     chaos, injection    injected failures: which one is due, and how it is injected
     admin, export       the operator's orders; a checkpoint as a Hugging Face model
     run                 the run's directory, and the commands that read it

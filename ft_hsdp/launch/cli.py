@@ -133,7 +133,7 @@ def _lighthouse(args: argparse.Namespace) -> int:
 
 
 def _replica(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.standalone import replica
+    from ft_hsdp.launch.host import replica
 
     return replica(_config(args), args.replica, args.lighthouse)
 

@@ -1,11 +1,14 @@
-"""`host`: the agent of one machine. It starts and ends the ranks that the lighthouse assigns to its host.
+"""`host` and `replica`: the agent of one machine. It starts and ends the ranks that the lighthouse assigns to it.
+
+That of `host` takes ranks of each replica, that of `replica` all ranks of one.
 
 It decides nothing. Each report to the lighthouse is complete: which ranks run here, which have ended, and how. The
 answer is complete, too: which ranks are to run here. The agent makes that true. So an exit, a restart of either
 side, a lost or a doubled message need no repair, and while no lighthouse answers the ranks go on.
 
 The lighthouse keeps a report open until the assignment changes. When something changes on the host, the agent
-gives the open report up and sends another one, so both sides hear of a change at once.
+sends another one beside it, so both sides hear of a change at once. An open report whose connection ends tells the
+lighthouse that the agent is gone.
 
 An assignment holds numbers and addresses alone. What runs is what this host's command line says. All that the
 agent starts dies with it, so its next life (`HostReport.life`) begins without ranks.
@@ -15,25 +18,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import secrets
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from ft_hsdp import address, protocol, secret, tls
+from ft_hsdp import address, secret, tls
 from ft_hsdp.claim import Claim
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.exit_watch import process_space
 from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
+from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks, HostReport
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
 from ft_hsdp.errors import (
     EXIT_CONFIG,
+    EXIT_HARDWARE,
     EXIT_OK,
     EXIT_RETRYABLE,
     ConfigError,
@@ -48,17 +56,19 @@ from ft_hsdp.launch.backend.base import ReplicaProcess, ReplicaSpec, WorkerGroup
 from ft_hsdp.launch.backend.forkserver import PRELOAD, ForkServer
 from ft_hsdp.launch.backend.gpus import GpuShares, check_device, gpus_here
 from ft_hsdp.launch.backend.local import Forked
-from ft_hsdp.launch.backend.processes import ONE_THREAD, kept_port
+from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port, kept_port
+from ft_hsdp.launch.backend.spares import SparePool
 from ft_hsdp.launch.incarnation_watch import last_fed
 from ft_hsdp.launch.job import what_is_kept
 from ft_hsdp.launch.lighthouse_link import REPLY_S
 from ft_hsdp.launch.local import prepare_data
-from ft_hsdp.launch.run.directory import JobFiles, RunDir, supervised, write_config
-from ft_hsdp.launch.standalone import claimed, enter
+from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, Tailer, supervised, write_config
+from ft_hsdp.launch.standalone import alone, claimed, enter, note_end
 from ft_hsdp.lifetime import stop_signals
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
-from ft_hsdp.train.identity import HOST_VARIABLE, host_path
+from ft_hsdp.train.identity import host_path
 
+INJECTIONS_S = 0.2  # between two reads of the log of injected failures
 AGAIN_S = 0.2  # to the next report, after one without an answer, or with an old one that came at once
 LAST_S = 2.0  # for the answer to the last report
 WHY = 400  # characters of a reason in a report
@@ -82,12 +92,60 @@ def host(config: Config, url: str | None) -> int:
     check_device(config, config.hosts.per_replica or 1)
     run, urls, claim = enter(config, url, config.timeouts.reach_s)
     prepare_data(config)
-    return claimed(claim, run, lambda claim: _serve(config, run, urls, claim))
+    return claimed(claim, run, lambda claim: serve(config, run, urls, claim))
 
 
-async def _serve(config: Config, run: RunDir, urls: tuple[str, ...], claim: Claim) -> int:
+def replica(config: Config, replica_id: int, url: str | None = None) -> int:
+    """Run one replica of a job on this machine until it is done, and return the exit code. Blocks.
+
+    Under torchrun (RANK is set) this process is one of its ranks, else the agent of a host for this replica alone.
+
+    Args:
+        config: The job's configuration.
+        replica_id: The replica.
+        url: The address of a lighthouse, or several after commas. It needs FT_HSDP_TOKEN in the environment. None:
+            as in the run directory.
+
+    Raises:
+        ConfigError: The id, the address, the token or the configuration does not fit the job.
+        LighthouseUnreachable: No lighthouse answers within timeouts.reach_s. A rank that torchrun started again
+            waits without a limit.
+        Retryable: The lighthouse refuses this host, or the fork server does not start.
+    """
+    if not 0 <= replica_id < config.slots:
+        raise ConfigError(
+            "--replica", replica_id, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
+        )
+    config = stamped(config)
+    ranked = "RANK" in os.environ  # torchrun may have the other ranks of the replica on other machines
+    if not ranked:
+        check_device(config)
+        if (hosts := config.hosts.per_replica or 1) > 1:
+            allowed = "1 where `replica` starts a whole replica; else start `host` on each of its machines"
+            raise ConfigError("hosts.per_replica", hosts, allowed)
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun's restart: the job has begun
+    run, urls, claim = enter(config, url, math.inf if again else config.timeouts.reach_s)
+    prepare_data(config)
+    if ranked:
+        from ft_hsdp.launch.backend import entry  # torch is only needed here
+
+        code = int(entry.main(config, replica_id, run.path))
+        note_end(run, replica_id, code)
+        return code
+    return claimed(claim, run, lambda claim: serve(config, run, urls, claim, replica_id))
+
+
+async def serve(
+    config: Config, run: RunDir, urls: tuple[str, ...], claim: Claim, replica_id: int | None = None
+) -> int:
+    """Be the agent of this machine, for one replica or for each, until the job has ended; return the exit code."""
+
+    def emit(event: Row) -> None:
+        reporter.event(event)
+        _say(tell(event))
+
     def lost(pid: int, why: str) -> None:
-        _say(tell(supervised("ForkServerLost", f"{why}: another one is started, the ranks go on", pid=pid)))
+        emit(supervised("ForkServerLost", f"{why}: another one is started, the ranks go on", pid=pid))
 
     _say(what_is_kept(config))
     timeouts = config.timeouts
@@ -95,46 +153,48 @@ async def _serve(config: Config, run: RunDir, urls: tuple[str, ...], claim: Clai
     forks = ForkServer(run.path, preload=preload, boot_s=timeouts.boot_s, spawn_s=timeouts.spawn_s, lost=lost)
     token, reply_s = secret.current(run.token), timeouts.evict_s / 3 + REPLY_S
     client = LighthouseClient(urls, token, tls.client(config.network), run.lighthouse, reply_s)
-    agent = HostAgent(config, run, forks, client, gpus_here(config, config.hosts.per_replica or 1))
-    await forks.start()  # a signal that comes meanwhile ends this process at once
-    for number in stop_signals():
-        asyncio.get_running_loop().add_signal_handler(number, agent.stop, number)
-    keeping = asyncio.create_task(JobFiles(run).keep(claim, lambda event: _say(tell(event))))
-    try:
-        return await agent.run()
-    finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
-        await client.close()
+    reporter = Reporter("supervisor", client.tell)
+    gpus = gpus_here(config, config.hosts.per_replica or 1)
+    agent = HostAgent(config, run, forks, client, gpus, replica=replica_id, emit=emit)
+    with await alone(token, agent.name, waits=replica_id is not None):
+        await forks.start()  # a signal that comes meanwhile ends this process at once
+        for number in stop_signals():
+            asyncio.get_running_loop().add_signal_handler(number, agent.stop, number)
+        reporter.start()
+        beside = [asyncio.create_task(JobFiles(run).keep(claim, emit))]
+        if replica_id is not None:
+            beside.append(asyncio.create_task(_note_injections(run, replica_id, reporter)))
+        try:
+            return await agent.run()
+        finally:
+            for task in beside:
+                task.cancel()
+            await asyncio.gather(*beside, return_exceptions=True)
+            await reporter.close()
+            await client.close()
 
 
-def alone(token: str, name: str) -> socket.socket:
-    """Return a socket that one process of this machine has while it is the agent of a host of a job.
-
-    Its name is abstract, so nothing is left of it.
-
-    Args:
-        token: Of the job.
-        name: Of the host.
-
-    Raises:
-        ConfigError: Another process has it.
-    """
-    mine = socket.socket(socket.AF_UNIX)
-    try:
-        mine.bind("\0ft_hsdp/host/" + protocol.mac(token, "host-agent", name)[:32])
-    except OSError:
-        mine.close()
-        allowed = f"a host that has no agent of this job yet; {HOST_VARIABLE} gives a machine another name"
-        raise ConfigError("host", name, allowed) from None
-    return mine
+async def _note_injections(run: RunDir, replica_id: int, reporter: Reporter) -> None:
+    """Send the lighthouse the events of the failures that `ft-hsdp chaos` injects here from now on."""
+    log = Tailer(run.injections(replica_id))
+    for _ in log.all():
+        pass
+    while True:
+        await asyncio.sleep(INJECTIONS_S)
+        for event in log.poll():
+            reporter.event(event)
 
 
 class HeldRanks(ReplicaProcess):
     """The ranks of an incarnation that this host was assigned; it keeps them in mind after their end."""
 
-    def __init__(self, assigned: AssignedRanks, config: Path, run: RunDir) -> None:
-        """Begin without processes. Raises LighthouseUnreachable if it is no incarnation."""
+    def __init__(
+        self, assigned: AssignedRanks, config: Path, run: RunDir, changed: Callable[[], None] = lambda: None
+    ) -> None:
+        """Begin without processes; ``changed`` is called after each end.
+
+        Raises LighthouseUnreachable if it is no incarnation.
+        """
         who = IncarnationId.parse(assigned.incarnation)
         if who is None:
             raise LighthouseUnreachable(f"the lighthouse assigns {assigned.incarnation!r}")
@@ -149,6 +209,7 @@ class HeldRanks(ReplicaProcess):
         self.dropped = False  # its ranks were killed
         self.ends: list[EndedRank] = []
         self.fed: tuple[Run | None, bool] = None, False  # as `last_fed` has it
+        self._report_end = changed
 
     @property
     def over(self) -> bool:
@@ -177,6 +238,8 @@ class HeldRanks(ReplicaProcess):
         _say(f"{self.name}: {line}")
         if self.over and 0 in self.assigned.ranks:
             self.fed = last_fed(self._run, self.replica, self.name)
+        self.write()
+        self._report_end()
 
     def leave(self, within_s: float) -> None:
         """Tell the ranks to leave the job, once; kill them if they have not within ``within_s`` seconds."""
@@ -199,7 +262,15 @@ class HostAgent:
     """Makes the assignments of the lighthouse true on this host."""
 
     def __init__(
-        self, config: Config, run: RunDir, forks: ForkServer, client: LighthouseClient, gpus: Sequence[str] = ()
+        self,
+        config: Config,
+        run: RunDir,
+        forks: ForkServer,
+        client: LighthouseClient,
+        gpus: Sequence[str] = (),
+        *,
+        replica: int | None = None,
+        emit: Callable[[Row], None] = lambda _: None,
     ) -> None:
         """Make the agent; nothing is started or reported before `run`. May look up network.host.
 
@@ -209,6 +280,8 @@ class HostAgent:
             forks: From which ranks are forked; it is closed at the end.
             client: Of the lighthouse.
             gpus: On which ranks compute; (): on the CPU.
+            replica: Whose ranks alone it takes, and all of them; None: those of each.
+            emit: Takes each event of a spare.
 
         Raises:
             ConfigError: `hosts.labels`, `network.host` or the environment cannot be used.
@@ -219,10 +292,10 @@ class HostAgent:
         self._forks = forks
         self._client = client
         self._gpus = GpuShares(gpus)
-        self._path = host_path(config.hosts.labels, os.environ)
+        self._replica = replica
+        self._path = host_path(config.hosts.labels, os.environ) + ("" if replica is None else f"-r{replica}")
         self.name = self._path.rpartition("/")[2]
         self._life, self._space = secrets.token_hex(8), process_space()
-        self._only = alone(secret.current(run.token), self.name)
         self._port = kept_port(own_address(config.network.host, client.url))
         self._file = run.path / f"host-{self.name}.yaml"
         write_config(self._file, config)
@@ -233,6 +306,15 @@ class HostAgent:
         self._code: int | None = None  # with which this process ends once no rank is left
         self._changed = asyncio.Event()
         self._starts: set[asyncio.Task[None]] = set()
+        whole = (config.hosts.per_replica or 1) == 1  # a spare may be any replica
+        self._pool = SparePool(
+            config.spares // config.ranks_per_replica if whole else 0,
+            run.path / f"spares-{self.name}" if replica is None else run.replica(replica) / "spares",
+            partial(self._fork, range(config.ranks_per_replica), ""),
+            emit,
+            config.timeouts.hold_s,
+        )
+        self._open: set[asyncio.Task[SupervisorReply]] = set()  # older reports without an answer
 
     async def run(self) -> int:
         """Report and carry out the answers until this host has no part in the job any more.
@@ -244,6 +326,7 @@ class HostAgent:
             Retryable: The lighthouse refuses this host.
         """
         try:
+            self._pool.settled(ReplicaSpec(0, self._config.ranks_per_replica, "", 0, self._file))
             while self._code is None or not all(held.over for held in self._held.values()):
                 await self._exchange()
             self._leaving, self._seen = True, ""
@@ -252,12 +335,13 @@ class HostAgent:
                     await self._client.report(ProcessReport({}, host=self._report()))
             return self._code
         finally:
-            for start in self._starts:
-                start.cancel()
-            await asyncio.gather(*self._starts, return_exceptions=True)
+            tasks = (*self._starts, *self._open)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._pool.close()
             await self._forks.close()
             self._port.close()
-            self._only.close()
 
     def stop(self, number: int) -> None:
         """Leave the job because of a signal; a second SIGINT kills the ranks, as a user means it."""
@@ -271,7 +355,7 @@ class HostAgent:
         self._changed.set()
 
     async def _exchange(self) -> None:
-        """Send a report and act on the answer; give it up when something changes on this host."""
+        """Send a report and act on the answer; leave it open when something changes on this host."""
         self._changed.clear()
         loop, report = asyncio.get_running_loop(), self._report()
         began, problem, old = loop.time(), "", False
@@ -280,6 +364,7 @@ class HostAgent:
         try:
             await asyncio.wait((asking, changing), return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
+                self._leave_open(asking)
                 return
             self._take(asking.result())
             for each in report.ranks:
@@ -289,13 +374,25 @@ class HostAgent:
             problem = str(error)
             self._heard(problem)
         finally:
-            asking.cancel()
-            changing.cancel()
-            await asyncio.gather(asking, changing, return_exceptions=True)
+            tasks = {asking, changing} - self._open
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if problem or old:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AGAIN_S):
                     await self._changed.wait()
+
+    def _leave_open(self, asking: asyncio.Task[SupervisorReply]) -> None:
+        """Let a report that a newer one follows have its answer, which nobody needs."""
+
+        def over(task: asyncio.Task[SupervisorReply]) -> None:
+            self._open.discard(task)
+            if not task.cancelled():
+                task.exception()  # the newer report has it, too
+
+        self._open.add(asking)
+        asking.add_done_callback(over)
 
     def _heard(self, problem: str = "") -> None:
         """Say that a lighthouse answers, or why none does, if that is new."""
@@ -309,7 +406,7 @@ class HostAgent:
         ranks = tuple(held.report() for held in self._held.values() if held.wanted or not held.reported)
         self._number += 1
         who = (self._path, self._life, self._space, self._number)
-        return HostReport(*who, self._address, ranks, self._leaving, self._seen)
+        return HostReport(*who, self._address, ranks, self._leaving, self._seen, self._replica)
 
     @property
     def _address(self) -> str:
@@ -322,7 +419,7 @@ class HostAgent:
         self._heard()
         timeouts = self._config.timeouts
         if self._code is None and (reply.halted or reply.finished):
-            self._code = (EXIT_CONFIG if reply.wrong else EXIT_RETRYABLE) if reply.halted else EXIT_OK
+            self._code = (EXIT_CONFIG if reply.wrong else self._failure) if reply.halted else EXIT_OK
             if reply.halted:
                 _say(reply.halted)
             allowed_s = timeouts.stop_s + (0.0 if reply.halted else timeouts.save_s)  # a checkpoint may be written
@@ -332,11 +429,22 @@ class HostAgent:
             held.wanted = name in names
             if not held.wanted:
                 held.kill()
+            if held.over:
+                self._pool.settled(held.spec)
         for each in reply.assigned:
             held = self._held.get(each.incarnation) or self._hold(each)
             if each.leaves:
                 held.leave(timeouts.stop_s)
+            if each.trains:
+                self._pool.settled(held.spec)
         self._seen = reply.seen
+
+    @property
+    def _failure(self) -> int:
+        """Return with which code this process ends if its job or replica has failed, for a scheduler."""
+        newest = next(reversed(self._held.values()), None)
+        codes = {rank.code for rank in newest.ends if not rank.killed} if newest else set()
+        return next((code for code in (EXIT_CONFIG, EXIT_HARDWARE) if code in codes), EXIT_RETRYABLE)
 
     def _kill_all(self) -> None:
         for held in self._held.values():
@@ -344,7 +452,7 @@ class HostAgent:
 
     def _hold(self, assigned: AssignedRanks) -> HeldRanks:
         """Begin to start an incarnation, unless this host leaves."""
-        held = self._held[assigned.incarnation] = HeldRanks(assigned, self._file, self._run)
+        held = self._held[assigned.incarnation] = HeldRanks(assigned, self._file, self._run, self._changed.set)
         if self._code is not None:
             held.failed = "this host leaves the job"
             held.starting.clear()
@@ -357,66 +465,87 @@ class HostAgent:
         return held
 
     async def _start(self, held: HeldRanks) -> None:
-        """Fork the ranks of an incarnation here; if that fails, `HeldRanks.failed` says why."""
+        """Assign a spare, or else fork the ranks of an incarnation here; `HeldRanks.failed` says why it failed."""
         assigned, run, port = held.assigned, self._run, None
-        group = WorkerGroup(held.spec.size, held.spec.config, held.spec)
-        group.given(held)
-        gpu_of, left = dict[int, str](), dict[int, str]()  # left: of ranks that were not started
+        self._pool.began(held.spec)
         try:
             if 0 in assigned.ranks and assigned.master == self._address:
                 port, self._port = self._port, kept_port(self._port.getsockname()[0])
                 self._changed.set()  # the next rank 0 gets the new one
             same = [each for each in self._held.values() if each.replica == held.replica and each is not held]
             await asyncio.gather(*(each.gone() for each in same if each.dropped))  # they may use a GPU's memory
-            chosen = self._gpus.take(len(assigned.ranks))
-            gpu_of |= enumerate(chosen)
-            left |= gpu_of
             run.replica(held.replica).mkdir(parents=True, exist_ok=True)
-            master, number = address.split(assigned.master)
-            shared = {
-                **ONE_THREAD,
-                "WORLD_SIZE": str(held.spec.size),
-                "LOCAL_WORLD_SIZE": str(len(assigned.ranks)),
-                "MASTER_ADDR": master,
-                "MASTER_PORT": str(number),
-                **gpu_shares.environment(chosen),
-            }
-            for local, rank in enumerate(assigned.ranks):
-                if held.dropped or held.leaving:
-                    break
-
-                def exited(pid: int, code: int, local: int = local, rank: int = rank) -> None:
-                    if local in gpu_of:
-                        self._gpus.leave(gpu_of[local])
-                    group.exited(rank, Forked(pid, self._forks, socket.gethostname(), self.name), code)
-                    held.write()
-                    self._changed.set()
-
-                if rank == 0 and port is not None:
-                    port.close()
-                pid = await self._forks.spawn(
-                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(local)},
-                    config=held.spec.config,
-                    log=run.rank_log(held.replica, rank),
-                    on_exit=exited,
-                    assignment=assignment(held.spec, rank, run, assigned.hosts, self.name),
-                )
-                left.pop(local, None)
-                group.started(rank, Forked(pid, self._forks, socket.gethostname(), self.name))
+            if port is not None:
+                port.close()
+            group = self._pool.take(lambda spare: spare.complete and spare.size == held.spec.size)
+            if group is None:
+                group = WorkerGroup(held.spec.size, held.spec.config, held.spec)
+                group.given(held)
+                await self._fork(assigned.ranks, assigned.master, group)
+            else:
+                group.spec = held.spec
+                for rank, process in group.processes.items():
+                    self._forks.assign(process.pid, self._assignment(held.spec, rank, assigned.hosts))
+                group.given(held)
             held.write()
         except (FtHsdpError, OSError, ValueError) as error:
             held.failed = one_line(str(error))[:WHY]
             _say(f"{held.name}: {held.failed}")
             held.kill()
         finally:
-            for gpu in left.values():
-                self._gpus.leave(gpu)
             if port is not None:
                 port.close()
             if held.starting or held.failed:
                 self._changed.set()
             held.starting.clear()
             held.wake()
+
+    def _assignment(self, spec: ReplicaSpec, rank: int, hosts: Sequence[str]) -> dict[str, Any]:
+        """Return the message for a rank; one of `replica` is on this machine whatever the name of its host is."""
+        placed = (hosts, self.name) if self._replica is None else ()
+        return assignment(spec, rank, self._run, *placed)
+
+    async def _fork(self, ranks: Sequence[int], master: str, group: WorkerGroup) -> None:
+        """Start ranks of a group here, of an incarnation or of a spare, until one ends or has to."""
+        chosen = self._gpus.take(len(ranks))
+        gpu_of, left = dict(enumerate(chosen)), dict(enumerate(chosen))  # left: of ranks that were not started
+        spec, held = group.spec, self._held.get(group.spec.name) if group.spec else None
+        host, port = address.split(master or f"127.0.0.1:{free_port()}")
+        shared = {
+            **ONE_THREAD,
+            "WORLD_SIZE": str(group.size),
+            "LOCAL_WORLD_SIZE": str(len(ranks)),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            **gpu_shares.environment(chosen),
+        }
+        try:
+            for local, rank in enumerate(ranks):
+                if group.gone or (held is not None and (held.dropped or held.leaving)):
+                    break
+
+                def exited(pid: int, code: int, local: int = local, rank: int = rank) -> None:
+                    if local in gpu_of:
+                        self._gpus.leave(gpu_of[local])
+                    group.exited(rank, self._forked(pid), code)
+
+                hosts = held.assigned.hosts if held is not None else ()
+                pid = await self._forks.spawn(
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(local)},
+                    config=group.config,
+                    log=self._pool.log(group, rank) if spec is None else self._run.rank_log(spec.replica, rank),
+                    on_exit=exited,
+                    assignment=None if spec is None else self._assignment(spec, rank, hosts),
+                    on_warm=lambda _, rank=rank: group.warm(rank),  # type: ignore[misc]
+                )
+                left.pop(local, None)
+                group.started(rank, self._forked(pid))
+        finally:
+            for gpu in left.values():
+                self._gpus.leave(gpu)
+
+    def _forked(self, pid: int) -> Forked:
+        return Forked(pid, self._forks, socket.gethostname(), self.name)
 
 
 def _say(line: str) -> None:

@@ -13,7 +13,6 @@ import ssl
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 
@@ -46,7 +45,6 @@ class LighthouseLink:
         progress: Progress,
         on_evict: OnEvict,
         tls: ssl.SSLContext | None = None,
-        file: Path | None = None,
         http: httpx.AsyncClient | None = None,
     ) -> None:
         """Make the link; `run` connects it.
@@ -57,7 +55,6 @@ class LighthouseLink:
             progress: Takes the lighthouse's news of the job.
             on_evict: Called with each order to evict.
             tls: For HTTPS; None: HTTP.
-            file: As in `LighthouseClient`.
             http: As in `LighthouseClient`.
         """
         self.problem: str | None = None  # why the last report failed
@@ -73,7 +70,7 @@ class LighthouseLink:
         self._rivals: dict[int, str] = {}  # the other supervisor that has a lease, by replica
         self._delivered: ProcessReport | None = None  # the newest report that was answered
         self._changed = asyncio.Event()
-        self._client = LighthouseClient(urls, token, tls, file, REPLY_S, http)
+        self._client = LighthouseClient(urls, token, tls, None, REPLY_S, http)
         self._reporter = Reporter("supervisor", self._client.tell)
 
     def started(self, replica: int, incarnation: str) -> None:

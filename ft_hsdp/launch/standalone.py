@@ -1,4 +1,4 @@
-"""`lighthouse` and `replica`: the processes of a job one by one, on any machines, or under torchrun."""
+"""The processes of a job one by one: `lighthouse`, and what those have in common that are started beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import math
 import os
-import signal
 import socket
 import sys
 import time
@@ -16,40 +15,19 @@ from typing import Any
 
 import httpx
 
-from ft_hsdp import secret, tls
+from ft_hsdp import protocol, secret, tls
 from ft_hsdp.claim import Claim, FolderOwner
 from ft_hsdp.config import Config, agreed, load
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.lighthouse_client import Unproved, get_proved, parse_urls, urls_of_run
 from ft_hsdp.core.replica_state import ENTRY, difference
-from ft_hsdp.errors import (
-    EXIT_CONFIG,
-    EXIT_HARDWARE,
-    EXIT_OK,
-    EXIT_RETRYABLE,
-    ConfigError,
-    LighthouseUnreachable,
-    Retryable,
-)
-from ft_hsdp.event_table import tell
-from ft_hsdp.jsonl import Journal, clear_way
-from ft_hsdp.launch.backend.forkserver import PRELOAD
-from ft_hsdp.launch.backend.gpus import check_device, gpus_here
-from ft_hsdp.launch.backend.hosts import EmulatedHosts
-from ft_hsdp.launch.backend.local import LocalBackend
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, ConfigError, LighthouseUnreachable, Retryable
+from ft_hsdp.jsonl import clear_way
 from ft_hsdp.launch.backend.processes import environment
-from ft_hsdp.launch.failures import JobFailures, Outcome
-from ft_hsdp.launch.job import END_S, what_is_kept
-from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.lighthouse_process import check_port
-from ft_hsdp.launch.local import prepare_data
-from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run import follow
 from ft_hsdp.launch.run.directory import (
-    JobFiles,
-    Row,
     RunDir,
-    Tailer,
     another,
     make_run,
     read_json,
@@ -57,11 +35,11 @@ from ft_hsdp.launch.run.directory import (
     write_config,
     write_json,
 )
-from ft_hsdp.launch.supervisor import ReplicaSupervisor
-from ft_hsdp.lifetime import stop_signals
 from ft_hsdp.secret import TOKEN_VARIABLE
+from ft_hsdp.train.identity import HOST_VARIABLE
 from lighthouse.store import finished
 
+ALONE_S = 0.2  # between two looks whether another process has ended
 REFUSED_S = 5.0  # for which a lighthouse may refuse the token: that of an earlier job ends soon
 INJECTIONS_S = 0.2  # between two reads of the log of injected failures
 
@@ -122,48 +100,12 @@ def _store(run: RunDir) -> Path:
     return run.path / "lighthouse" / "store.sqlite"
 
 
-def replica(config: Config, replica_id: int, url: str | None = None) -> int:
-    """Run one replica of a job until it is done, and return the exit code. Blocks.
-
-    Under torchrun (RANK is set) this process is one of its ranks, otherwise it supervises all ranks.
-
-    Args:
-        config: The job's configuration.
-        replica_id: The replica.
-        url: The address of a lighthouse, or several after commas. It needs FT_HSDP_TOKEN in the environment. None:
-            as in the run directory.
-
-    Raises:
-        ConfigError: The id, the address, the token or the configuration does not fit the job.
-        LighthouseUnreachable: No lighthouse answers within timeouts.reach_s. A rank that torchrun started again
-            waits without a limit.
-    """
-    if not 0 <= replica_id < config.slots:
-        raise ConfigError(
-            "--replica", replica_id, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
-        )
-    config = stamped(config)
-    ranked = "RANK" in os.environ  # torchrun may have the other ranks of the replica on other machines
-    if not ranked:
-        check_device(config)
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun's restart: the job has begun
-    run, urls, claim = enter(config, url, math.inf if again else config.timeouts.reach_s)
-    prepare_data(config)
-    if ranked:
-        from ft_hsdp.launch.backend import entry  # torch is only needed here
-
-        code = int(entry.main(config, replica_id, run.path))
-        note_end(run, replica_id, code)
-        return code
-    return claimed(claim, run, lambda claim: _supervise(config, run, replica_id, urls, claim))
-
-
 def enter(config: Config, url: str | None, reach_s: float) -> tuple[RunDir, tuple[str, ...], Claim | None]:
     """Find the lighthouse of a job whose processes are started one by one, and its run directory here. Blocks.
 
     Args:
         config: The job's configuration.
-        url: As `replica` takes it.
+        url: As `host.replica` takes it.
         reach_s: Longest wait for the lighthouse, in seconds.
 
     Returns:
@@ -217,6 +159,38 @@ def note_end(run: RunDir, replica_id: int, code: int) -> None:
             said.write_text(f"{code} {host}\n")
 
 
+async def alone(token: str, name: str, *, waits: bool = False) -> socket.socket:
+    """Return a socket that one process of this machine has while it is the agent of a host of a job.
+
+    Its name is abstract, so nothing is left of it.
+
+    Args:
+        token: Of the job.
+        name: Of the host.
+        waits: Stand by while another process has it, without an end.
+
+    Raises:
+        ConfigError: Another process has it.
+    """
+    told = False
+    while True:
+        mine = socket.socket(socket.AF_UNIX)
+        try:
+            mine.bind("\0ft_hsdp/host/" + protocol.mac(token, "host-agent", name)[:32])
+        except OSError:
+            mine.close()
+        else:
+            return mine
+        if not waits:
+            allowed = f"a host that has no agent of this job yet; {HOST_VARIABLE} gives a machine another name"
+            raise ConfigError("host", name, allowed)
+        if not told:
+            line = f"another process is {name}; this one stands by until that one ends"
+            print(line, file=sys.stderr)  # noqa: T201 - progress of a command
+        told = True
+        await asyncio.sleep(ALONE_S)
+
+
 def wait_for_lighthouse(run: RunDir, trusted: tls.Trusted, timeout_s: float) -> tuple[str, ...]:
     """Wait until a lighthouse of a run answers, and return the addresses of all of them. Blocks.
 
@@ -266,114 +240,6 @@ class Unknown(ConfigError):
 
     def __init__(self, url: str) -> None:
         super().__init__(TOKEN_VARIABLE, "...", f"the token of the job whose lighthouse is at {url}")
-
-
-async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[str, ...], claim: Claim) -> int:
-    """Supervise one replica, with its own fork server, and return the exit code."""
-    folder = run.replica(replica_id)
-    folder.mkdir(parents=True, exist_ok=True)
-    config_file = folder / "config.yaml"  # the lighthouse decides whether it fits the job's configuration
-    events = Journal(run.supervision(replica_id))
-    print(what_is_kept(config), file=sys.stderr)  # noqa: T201 - one line for the user
-
-    def emit(event: Row) -> None:
-        events(event)
-        link.note(event)
-        print(tell(event), file=sys.stderr)  # noqa: T201 - progress of a command
-
-    progress = Progress()
-    backend = LocalBackend(
-        run,
-        preload=(*PRELOAD, *config.preload),
-        boot_s=config.timeouts.boot_s,
-        spawn_s=config.timeouts.spawn_s,
-        spares=config.spares // config.ranks_per_replica,
-        folder=folder / "spares",
-        emit=emit,
-        quiet_s=config.timeouts.hold_s,
-        hosts=EmulatedHosts(config.hosts.per_replica, config.ranks_per_replica),
-        shrink_to=config.memory.shrink_to,
-        gpus=gpus_here(config),
-    )
-    if config.hosts.spare:
-        note = f"hosts.spare: {config.hosts.spare} is not used here: `replica` starts no spare host, `up` does"
-        print(note, file=sys.stderr)  # noqa: T201 - one line for the user
-    token, context = secret.current(run.token), tls.client(config.network)
-
-    def on_evict(_: int, incarnation: str, reason: str) -> None:
-        supervisor.evict(incarnation, reason)
-
-    link = LighthouseLink(urls, token, progress, on_evict, context, run.lighthouse)
-    supervisor = ReplicaSupervisor(
-        replica_id,
-        config,
-        run,
-        backend=backend,
-        link=link,
-        progress=progress,
-        emit=emit,
-        survivors=lambda: True,
-        failures=JobFailures(lambda: (replica_id,)) if config.slots == 1 else None,
-        config_file=config_file,
-    )
-    stopped: list[int] = []
-    stopping: list[asyncio.Task[None]] = []
-
-    def on_signal(number: int) -> None:
-        if not stopped:
-            stopped.append(number)
-            stopping.append(asyncio.create_task(supervisor.stop(config.timeouts.stop_s)))
-        elif number == signal.SIGINT and supervisor.current is not None:  # schedulers repeat SIGTERM, users Ctrl-C
-            supervisor.current.kill()
-
-    for number in stop_signals():
-        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
-    reporting = asyncio.create_task(link.run())
-    injections = asyncio.create_task(_note_injections(run, replica_id, link))
-    keeping = asyncio.create_task(JobFiles(run).keep(claim, emit))
-    try:
-        await progress.wait_for(lambda: progress.heard or bool(stopped), config.timeouts.reach_s)
-        outcome = await supervisor.run()
-        if outcome.kind == "stopped":
-            link.lost(replica_id)  # others must not wait for it, until it is started again
-        await progress.wait_for(lambda: link.settled, END_S / 10)
-    finally:
-        reporting.cancel()
-        injections.cancel()
-        keeping.cancel()
-        await asyncio.gather(reporting, injections, keeping, *stopping, return_exceptions=True)
-        await backend.close()
-        events.close()
-    first = supervisor.current.first if supervisor.current is not None else None
-    return exit_code(outcome, stopped, first.code if first is not None else None)
-
-
-async def _note_injections(run: RunDir, replica_id: int, link: LighthouseLink) -> None:
-    """Send the lighthouse the events of the failures that `ft-hsdp chaos` injects here from now on."""
-    log = Tailer(run.injections(replica_id))
-    for _ in log.all():
-        pass
-    while True:
-        await asyncio.sleep(INJECTIONS_S)
-        for event in log.poll():
-            link.note(event)
-
-
-def exit_code(outcome: Outcome, stopped: list[int], rank: int | None) -> int:
-    """Return the exit code of `ft-hsdp replica`, and print the reason of a failure.
-
-    Args:
-        outcome: How the replica ended.
-        stopped: The signals that this process got.
-        rank: The exit code of the rank that ended first, if one did.
-    """
-    if stopped:
-        return 128 + stopped[0]
-    if outcome.kind not in ("done", "drained"):
-        print(outcome.reason, file=sys.stderr)  # noqa: T201 - one line for the user
-    if outcome.kind == "lost" and rank == EXIT_HARDWARE:
-        return EXIT_HARDWARE
-    return {"done": EXIT_OK, "drained": EXIT_OK, "config": EXIT_CONFIG}.get(outcome.kind, EXIT_RETRYABLE)
 
 
 def _join_elsewhere(run: RunDir, config: Config, url: str, trusted: tls.Trusted, timeout_s: float) -> Claim:

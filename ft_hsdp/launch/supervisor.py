@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ft_hsdp.config import Config, dump
+from ft_hsdp.config import Config
 from ft_hsdp.core.restart import LEAVING, OWN_FAULT, Cause, GiveUp, essence
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, EXIT_USAGE, Retryable
 from ft_hsdp.launch.backend.base import (
@@ -72,7 +71,6 @@ class ReplicaSupervisor:
         survivors: Callable[[], bool] = lambda: False,
         proven: Callable[[], bool] = lambda: False,
         failures: JobFailures | None = None,
-        config_file: Path | None = None,
     ) -> None:
         """Make the supervisor of a replica; `run` starts it.
 
@@ -87,7 +85,6 @@ class ReplicaSupervisor:
             survivors: Whether another replica of the job runs; a restart then waits for its next commit.
             proven: Whether others train with this configuration; then a rank that refuses it is on a bad machine.
             failures: Those of all replicas of the job; None: this process knows no other replica.
-            config_file: The YAML file that the ranks load; None: the run's configuration.
         """
         self.replica = replica
         self.current: ReplicaProcess | None = None  # the newest incarnation, running or not
@@ -100,7 +97,6 @@ class ReplicaSupervisor:
         self._emit = emit
         self._survivors = survivors
         self._proven = proven
-        self._config_file = config_file or run.config
         self._run_id = link.owner  # by this the lighthouse knows which supervisor started an incarnation
         self._restarts = Restarts(config, self._event)
         self._commits = CommitWatch(run, replica)
@@ -223,7 +219,7 @@ class ReplicaSupervisor:
             self._place.ranks,
             self._run_id,
             self._restarts.number,
-            self._config_file,
+            self._run.config,
             self._failures.blamed,
         )
         current = ReplicaProcess(spec, self._run)
@@ -233,8 +229,6 @@ class ReplicaSupervisor:
         began = self._progress.step
         self._link.started(self.replica, current.name)
         try:
-            if self._config_file != self._run.config:  # only now: another supervisor may have had the lease
-                await asyncio.to_thread(self._config_file.write_text, dump(self._config))
             how = await self._unless_stopped(current.start(self._backend))
         except (Retryable, OSError) as error:  # OSError: this machine has no descriptor or port left, for now
             current.kill()

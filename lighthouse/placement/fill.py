@@ -10,7 +10,7 @@ from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Assignment, assign
 from lighthouse.placement.signs import is_over, is_powerless, usable_hosts
 from lighthouse.placement.state import PlacedReplica, Placement, Presence, ReplicaPhase
-from lighthouse.quorum.events import Effect, Note, ProcessesReported
+from lighthouse.quorum.events import PLACEMENT, Effect, Note, ProcessesReported
 from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.rules import replace as change
 from lighthouse.quorum.state import LighthouseState, Step, leased_to, wanted
@@ -35,7 +35,7 @@ def tell(
     ended: frozenset[int] = frozenset(),
 ) -> Step:
     """Tell the quorum what runs, as a supervisor would."""
-    return transition(s, ProcessesReported(running, exited, lost, now, ended=ended))
+    return transition(s, ProcessesReported(running, exited, lost, now, PLACEMENT, ended=ended))
 
 
 def with_placement(
@@ -71,7 +71,8 @@ def fill(s: LighthouseState, now: float) -> Step:
             hosts = given.left(policy.each, least) if s.head else ()
             # One that had fewer ranks has waited for hosts already, unless it has lost another one.
             had, too_few = len(me.used), len(me.used) * policy.each < me.narrow.least
-            if waits < policy.place_s and not (0 < had < policy.hosts and (too_few or len(hosts) == had)):
+            waited = waits >= policy.place_s or _left(s, given)
+            if not (waited or (0 < had < policy.hosts and (too_few or len(hosts) == had))):
                 continue
             if not hosts and not s.views[replica].lost:
                 s, told = tell(s, now, {replica: None}, lost=frozenset({replica}))
@@ -98,7 +99,14 @@ def _may_start(s: LighthouseState, replica: int, now: float) -> bool:
     me = s.placement.replicas[replica]
     over = s.finished or s.halted or me.given_up or me.done
     free = me.phase is ReplicaPhase.RESTS and not leased_to(s, replica, now)
-    return bool(free and not over and wanted(s, replica) and now >= me.due)
+    hosted = me.incarnation or any(each.report.replica in (None, replica) for each in s.presence.hosts.values())
+    return bool(free and hosted and not over and wanted(s, replica) and now >= me.due)
+
+
+def _left(s: LighthouseState, given: Assignment) -> bool:
+    """Return whether the hosts that a replica lacks have left on request: others need not wait for it."""
+    lacked = [s.presence.host(given.hosts[n].name) for n in given.missing]
+    return all(each is not None and each.report.leaving for each in lacked)
 
 
 def _assignments(s: LighthouseState, due: list[int], now: float) -> dict[int, Assignment]:
@@ -106,16 +114,20 @@ def _assignments(s: LighthouseState, due: list[int], now: float) -> dict[int, As
     policy = s.policy.placing
     assert policy is not None
     usable, taken, places = usable_hosts(s, now), set[str](), dict[int, list[Host]]()
+    bound = {name: each.report.replica for name, each in s.presence.hosts.items()}
     for replica, me in enumerate(s.placement.replicas):
         if replica in due:
             blank = [Host("", "", f"?{replica}.{n}") for n in range(policy.hosts)]
-            places[replica] = [Host.parse(path) for path in me.places] or blank
+            own = [host for name, host in usable.items() if bound[name] == replica]
+            before = [Host.parse(path) for path in me.places] or blank
+            places[replica] = own[:1] if own and before[0].name not in usable else before
         elif me.phase is not ReplicaPhase.RESTS:
             places[replica] = [Host.parse(path) for path in me.places]
             taken |= set(me.used)
     lost = {host.name for hosts in places.values() for host in hosts} - usable.keys() - taken
     held = {host.name for hosts in places.values() for host in hosts}
-    spares = [host for name, host in usable.items() if name not in held and name not in taken]
+    free = usable.keys() - (held | taken)
+    spares = [host for name, host in usable.items() if name in free and bound[name] is None]
     shrunk = {n: len(s.placement.replicas[n].used) for n in places if n not in due}
     shrunk = {n: count for n, count in shrunk.items() if count < policy.hosts}
     return assign(places, lost, spares, policy.apart, shrunk=shrunk)

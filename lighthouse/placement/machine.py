@@ -17,8 +17,19 @@ from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Action, Evidence
 from ft_hsdp.memory.replacement import decide as judge
 from lighthouse.placement.fill import fill, tell, with_placement, with_replica
-from lighthouse.placement.signs import active_replicas, is_gone, is_lost, is_over, is_silent, leaves, says, telling
-from lighthouse.placement.state import FORMER, PlacedReplica, Placement, Presence, PresentHost, ReplicaPhase
+from lighthouse.placement.signs import (
+    active_replicas,
+    free_hosts,
+    is_cut_off,
+    is_gone,
+    is_lost,
+    is_over,
+    is_silent,
+    leaves,
+    says,
+    telling,
+)
+from lighthouse.placement.state import FORMER, NEW, PlacedReplica, Placement, Presence, PresentHost, ReplicaPhase
 from lighthouse.quorum.events import (
     Asked,
     Commanded,
@@ -95,9 +106,14 @@ def _hear(s: LighthouseState, event: Event, now: float) -> LighthouseState:
             if (lives := known.get(name, ()))[-1:] != (report.life,):
                 known[name] = (*lives, report.life)[-FORMER:]
                 placement = replace(placement, lives=tuple(sorted(known.items())))
+                placement = _tried_again(placement, report.replica)
             there = presence.host(name)
             if there is not None and there.report.life == report.life and report.number <= there.report.number:
                 return s
+            evict_s, alone = s.policy.evict_s, presence.alone
+            returns = there is not None and there.silent(now, evict_s)
+            if returns and (is_cut_off(s, now) or (alone is not None and now < alone + evict_s)):
+                presence = replace(presence, alone=now)
             presence = replace(presence, hosts={**presence.hosts, name: PresentHost(report, now)})
         case HostClosed(report):  # another one may have come before the end of its connection was seen
             name = Host.parse(report.path).name
@@ -125,6 +141,15 @@ def _without_old(s: LighthouseState, presence: Presence, now: float) -> Presence
     old = {name for name, each in presence.hosts.items() if each.heard < gone} - used
     hosts = {name: each for name, each in presence.hosts.items() if name not in old}
     return replace(presence, hosts=hosts) if old else presence
+
+
+def _tried_again(placement: Placement, replica: int | None) -> Placement:
+    """Return a placement in which a replica whose own host was started counts again if it was given up."""
+    if replica is None or not placement.replicas[replica].given_up:
+        return placement
+    replicas = list(placement.replicas)
+    replicas[replica] = replace(replicas[replica], given_up="", restart=NEW, failed_on=(), fatal=(0, 0))
+    return replace(placement, replicas=tuple(replicas))
 
 
 def _bury(placement: Placement, name: str) -> Placement:
@@ -289,7 +314,8 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         effects.append(Note("JobGivenUp", found.reason, {**facts, "step": fatal[0]}))
         s, told = _halt(s, f"step {fatal[0]}: {found.reason}; the last time {why}")
         effects += told
-    if found.cordoned and host not in dict(s.placement.cordoned):
+    replaceable = code == EXIT_HARDWARE or bool(free_hosts(s, replica, now))
+    if found.cordoned and replaceable and host not in dict(s.placement.cordoned):
         cordoned = tuple(sorted({**dict(s.placement.cordoned), host: found.reason}.items()))
         s = with_placement(s, placement=replace(s.placement, cordoned=cordoned))
         effects.append(Note("HostCordoned", f"{found.reason}: {why}", {"replica": replica, "host": host}))
@@ -353,7 +379,9 @@ def _give_up(
     effects = [*effects, *told, Note("ReplicaLost", why, {"replica": replica})]
     if wrong:
         s = with_placement(s, placement=replace(s.placement, wrong=True))
-    if wrong or all(me.given_up for n, me in enumerate(s.placement.replicas) if wanted(s, n)):
+    bound = any(each.report.replica is not None for each in s.presence.hosts.values())  # it may be started again
+    lost = not bound and all(me.given_up for n, me in enumerate(s.placement.replicas) if wanted(s, n))
+    if wrong or lost:
         s, more = _halt(s, wrong or f"every replica is lost: {why}")
         effects += more
     return s, tuple(effects)

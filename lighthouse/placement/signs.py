@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from operator import or_
 
-from ft_hsdp.core.host_report import AssignedRanks, EndedRank
+from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostReport
 from ft_hsdp.core.restart import LEAVING, Cause
 from ft_hsdp.core.state_id import digest
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
@@ -14,16 +14,9 @@ from lighthouse.quorum.state import LighthouseState, wanted
 
 
 def is_lost(s: LighthouseState, name: str, now: float) -> bool:
-    """Return whether a host is lost: its agent is silent, and the replica there does not ask for steps either.
-
-    It is not while most of the hosts are silent: then the lighthouse is the one that is cut off.
-    """
+    """Return whether a host is lost: its agent is silent, and the replica there does not ask for steps either."""
     evict_s, present = s.policy.evict_s, s.presence.host(name)
-    if not unheard(s, name, now):
-        return False
-    known = known_hosts(s)
-    silent = sum(unheard(s, each, now) for each in known)
-    if silent > 1 and 2 * silent > len(known):
+    if not unheard(s, name, now) or is_cut_off(s, now):
         return False
     for replica, me in enumerate(s.placement.replicas):
         incarnation, at, gap = s.presence.asked.get(replica, ("", 0.0, 0.0))
@@ -32,6 +25,13 @@ def is_lost(s: LighthouseState, name: str, now: float) -> bool:
                 return now >= at + 2 * gap
             return now >= at + max(evict_s, 2 * gap)
     return True
+
+
+def is_cut_off(s: LighthouseState, now: float) -> bool:
+    """Return whether the lighthouse is the one that is cut off: all hosts are silent, or most of several."""
+    known = known_hosts(s)
+    silent = sum(unheard(s, each, now) for each in known)
+    return silent == len(known) or (silent > 1 and 2 * silent > len(known))
 
 
 def is_over(s: LighthouseState, me: PlacedReplica, now: float) -> bool:
@@ -64,11 +64,12 @@ def known_hosts(s: LighthouseState) -> list[str]:
 
 
 def unheard(s: LighthouseState, name: str, now: float) -> bool:
-    """Return whether the agent of a host is gone, or cut off."""
-    present, since = s.presence.host(name), s.presence.since
+    """Return whether the agent of a host is gone, or cut off; after the lighthouse was, all have time to come."""
+    present, alone, evict_s = s.presence.host(name), s.presence.alone, s.policy.evict_s
     if present is None:
-        return since is not None and now >= since + s.policy.evict_s
-    return present.silent(now, s.policy.evict_s)
+        alone = s.presence.since
+        return alone is not None and now >= alone + evict_s
+    return present.silent(now, evict_s) and (alone is None or now >= alone + evict_s)
 
 
 def is_silent(s: LighthouseState, me: PlacedReplica, position: int, now: float) -> bool:
@@ -137,8 +138,18 @@ def assigned(s: LighthouseState, name: str) -> tuple[AssignedRanks, ...]:
             ranks = tuple(policy.ranks_at(position))
             hosts = tuple(host for host in me.used for _ in range(each))
             fatal = s.placement.fatal.blamed[: me.blamed]
-            found.append(AssignedRanks(me.incarnation, ranks, hosts, me.master, leaves(s, replica, me), fatal))
+            now = leaves(s, replica, me), fatal, me.contributed
+            found.append(AssignedRanks(me.incarnation, ranks, hosts, me.master, *now))
     return tuple(found)
+
+
+def fate(s: LighthouseState, report: HostReport) -> tuple[bool, str]:
+    """Return whether the job has ended for a host, and why it cannot go on there; "": it can."""
+    if report.replica is None or not s.placement.replicas:
+        return s.finished, s.halted
+    me, cordoned = s.placement.replicas[report.replica], dict(s.placement.cordoned)
+    halted = s.halted or me.given_up or cordoned.get(Host.parse(report.path).name, "")
+    return s.finished or (me.done and me.phase is ReplicaPhase.RESTS), halted
 
 
 def seen(s: LighthouseState, name: str) -> str:
@@ -187,6 +198,13 @@ def spare_hosts(s: LighthouseState, now: float) -> int:
     return len(usable - places) - len(places - usable) - unplaced
 
 
+def free_hosts(s: LighthouseState, replica: int, now: float) -> set[str]:
+    """Return the usable hosts without ranks that a replica could have."""
+    used = {n for each in s.placement.replicas if each.phase is not ReplicaPhase.RESTS for n in each.used}
+    own = {n for n, each in s.presence.hosts.items() if each.report.replica in (None, replica)}
+    return (usable_hosts(s, now).keys() & own) - used
+
+
 def listed_hosts(s: LighthouseState, now: float) -> list[dict[str, object]]:
     """Return each host with its state, the replica and the ranks that it has, and why it gets none, for people.
 
@@ -218,8 +236,6 @@ def could_grow(s: LighthouseState, replica: int, me: PlacedReplica) -> bool:
         return False
     usable = s.presence.hosts
     now = max(each.heard for each in usable.values()) if usable else since
-    free = usable_hosts(s, now).keys() - {
-        n for each in s.placement.replicas if each.phase is not ReplicaPhase.RESTS for n in each.used
-    }
+    free = free_hosts(s, replica, now)
     waiting = sum(each.phase is ReplicaPhase.RESTS and each.since is not None for each in s.placement.replicas)
     return not waiting and len(free) >= policy.hosts - len(me.used)

@@ -124,8 +124,7 @@ class PresentHost:
 
     def silent(self, now: float, evict_s: float) -> bool:
         """Return whether its agent is gone, or cut off."""
-        lost = self.closed is not None and now >= self.closed + evict_s / 10
-        return lost or now >= self.heard + evict_s
+        return self.closed is not None or now >= self.heard + evict_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +132,7 @@ class Presence:
     """What was heard in this term."""
 
     since: float | None = None  # when the first host was heard, or a replica was first looked after
+    alone: float | None = None  # when a host was heard before which this lighthouse was cut off
     hosts: Mapping[str, PresentHost] = field(default_factory=dict, hash=False)  # by name
     # By replica: its incarnation, when that asked last, and how long before that it had asked.
     asked: Mapping[int, tuple[str, float, float]] = field(default_factory=dict, hash=False)

@@ -14,6 +14,8 @@ from ft_hsdp.core.grant import Answer, Hosts, Report
 from ft_hsdp.core.host_report import HostReport
 from lighthouse.quorum.rules import Incarnation
 
+PLACEMENT = "(placement)"  # the owner of what runs on hosts; no message can have this name
+
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
@@ -63,7 +65,7 @@ class ProcessesReported:
     exited: frozenset[Incarnation]
     lost: frozenset[int]  # the replicas that it has given up
     now: float
-    owner: str = ""  # name of the supervisor; "": a rank reports of itself
+    owner: str = ""  # name of the supervisor; "": a rank reports of itself; `PLACEMENT`
     claims: tuple[tuple[int, int], ...] = ()  # (replica that it alone wants to start, its lease's number or 0)
     ended: frozenset[int] = frozenset()  # the replicas whose scripts have ended their part of the job
     machines: tuple[MachineReported, ...] = ()

@@ -15,7 +15,14 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Answer, Continue, Grant, Holders, Hosts, Member, Report, paths
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.core.units import EACH_ITS_BATCH, UnitPolicy
-from lighthouse.placement.state import NOBODY_HEARD, NOTHING_PLACED, Placement, PlacementPolicy, Presence
+from lighthouse.placement.state import (
+    NOBODY_HEARD,
+    NOTHING_PLACED,
+    Placement,
+    PlacementPolicy,
+    Presence,
+    ReplicaPhase,
+)
 from lighthouse.quorum import rules
 from lighthouse.quorum.events import Effect, Note, OpenRequest, Reply
 from lighthouse.quorum.rules import (
@@ -324,6 +331,12 @@ def leased_to(s: LighthouseState, replica: int, now: float) -> str:
     known, renewed = lease_of(s, replica), s.views[replica].renewed
     reports = renewed is not None and now < renewed + s.policy.supervisor_lease_s
     return known.owner if known is not None and reports else ""
+
+
+def is_placed(s: LighthouseState, replica: int) -> bool:
+    """Return whether `lighthouse.placement` has started processes of a replica that are not known to be gone."""
+    known = s.placement.replicas
+    return bool(known) and known[replica].phase is not ReplicaPhase.RESTS
 
 
 def training_is_over(s: LighthouseState) -> bool:

@@ -31,6 +31,7 @@ from ft_hsdp.core.grant import Refused, Report
 from ft_hsdp.core.incarnation import IncarnationId
 from lighthouse.quorum.commands import execute, on_host
 from lighthouse.quorum.events import (
+    PLACEMENT,
     Asked,
     AskWithdrawn,
     Commanded,
@@ -54,6 +55,7 @@ from lighthouse.quorum.state import (
     answer,
     begin_anew,
     continue_grant,
+    is_placed,
     lease_of,
     leased_to,
     store_behind,
@@ -252,7 +254,7 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
     s, torn = _hear_machines(s, event)
     down: dict[int, str | None] = dict.fromkeys(replica for replica, _ in torn)
     event = replace(event, exited=event.exited | torn, running={**down, **event.running})
-    own = {who for who in event.exited if run_of(who[1])[0] == event.owner}
+    own = {who for who in event.exited if run_of(who[1])[0] == event.owner and not is_placed(s, who[0])}
     seen = own | {who for who in event.exited if entitled(s, event.owner, who[0], event.now)}
     event = replace(event, exited=frozenset(seen))
     s, news = record_exits(s, event)
@@ -327,7 +329,7 @@ def _hear_machines(s: LighthouseState, event: ProcessesReported) -> tuple[Lighth
         known[said.who] = replace(known.get(said.who, new), machines=said.machines, heard=rows)
     silence_s, members = s.policy.evict_s, {member for epoch in s.epochs for member in epoch.members}
     over = (who for who, each in known.items() if each.exited(event.now, silence_s))
-    ended = frozenset(who for who in over if not leased_to(s, who[0], event.now))
+    ended = frozenset(who for who in over if entitled(s, "", who[0], event.now))
     awaited = (who for who in sorted(known) if who not in ended | s.exited)
     kept = tuple(known[who] for who in awaited if who in members or number_of(s, who))
     return (s if kept == s.spread else replace(s, spread=kept)), ended
@@ -422,6 +424,8 @@ def admit(s: LighthouseState, who: Incarnation, now: float, report: Report | Non
     owner = leased_to(s, replica, now)
     if not number and owner and run_of(incarnation)[0] != owner:
         return f"supervisor {owner} has the lease of replica {replica}, and did not start {incarnation}"
+    if not number and is_placed(s, replica) and s.placement.replicas[replica].incarnation != incarnation:
+        return f"replica {replica} runs on hosts that have not started {incarnation}"
     if not number:
         number = max(s.admissions, known.number if known is not None else 0) + 1
     if number == mine:
@@ -450,8 +454,10 @@ def _with(lives: tuple[AdmittedIncarnation, ...], new: AdmittedIncarnation) -> t
 def entitled(s: LighthouseState, owner: str, replica: int, now: float) -> bool:
     """Return whether the word of the supervisor ``owner`` on what runs of a ``replica`` counts ``now``.
 
-    A rank that reports of itself has the owner "": its word counts where no supervisor reports.
+    A rank that reports of itself has the owner "": its word counts where no supervisor and no host reports.
     """
+    if is_placed(s, replica):
+        return owner == PLACEMENT
     lease = lease_of(s, replica)
     return not leased_to(s, replica, now) if not owner else lease is None or lease.owner == owner
 

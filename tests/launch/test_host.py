@@ -17,7 +17,7 @@ from ft_hsdp.core.host_report import AssignedRanks, HostRanks, HostReport
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, Retryable
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.host import HostAgent
-from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
 from ft_hsdp.secret import write_private
 from tests.support.launch.launch_helpers import Plan
@@ -27,15 +27,18 @@ from tests.support.waiting import async_until
 class Scene:
     """An agent, and its lighthouse: that keeps a report open until it has another answer than the last one."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, replica: int | None = None, **settings: Any) -> None:
         self.run, self.reports, self.down, self.open = run, list[HostReport](), False, 0
+        self.events = list[Row]()
         self._reply = SupervisorReply((), 0, 0, False, seen="0")
         self._changed = asyncio.Event()
-        config = parse({"job": {"name": "job", "runs_dir": str(run.path.parent)}, "timeouts": {"stop_s": 1.0}})
+        job = {"name": "job", "runs_dir": str(run.path.parent)}
+        config = parse({"job": job, "timeouts": {"stop_s": 1.0}, **settings})
         write_private(run.token, secrets.token_hex(32))
         forks = ForkServer(run.path, entry="tests.support.launch.standin:main", preload=())
         http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
-        self.agent = HostAgent(config, run, forks, LighthouseClient(("http://127.0.0.1:1",), "s", http=http), "AB")
+        client = LighthouseClient(("http://127.0.0.1:1",), "s", http=http)
+        self.agent = HostAgent(config, run, forks, client, "AB", replica=replica, emit=self.events.append)
         self.running = asyncio.create_task(self.agent.run())
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
@@ -190,3 +193,22 @@ async def test_ranks_go_on_without_a_lighthouse_and_the_next_one_hears_what_happ
     await async_until(lambda: not scene.open, "the report to be given up")
     scene.down = False
     await scene.reported("0-a-0", (1,), (0, 7, False))
+
+
+@pytest.mark.parametrize(("code", "ends_with"), [(64, 64), (76, 76), (1, EXIT_RETRYABLE)])
+async def test_a_scheduler_is_told_what_to_do(run_dir: RunDir, plan: Plan, code: int, ends_with: int) -> None:
+    """76 wants another machine, 75 another try. A host for one replica has a warm spare for its next start."""
+    plan({"1": {"0": {"0": ["exit", 1]}, "1": {"1": ["exit", code]}}})
+    scene = Scene(run_dir, replica=1, ranks_per_replica=2, spares=2)
+    await async_until(lambda: [e for e in scene.events if e["event"] == "SpareWarmed"], "a spare")
+    scene.answers(scene.assigned("1-a-0", 0, 1))
+    await scene.reported("1-a-0", (1,), (0, 1, False))
+    assert (scene.reports[-1].replica, scene.reports[-1].path.endswith("-r1")) == (1, True)
+    made = (run_dir.path / "spares-made").read_text().split()
+    assert {str(each["pid"]) for each in read_json(run_dir.processes(1))["ranks"]} == set(made), (
+        "no spare was used"
+    )
+    scene.answers(scene.assigned("1-a-1", 0, 1))
+    await scene.reported("1-a-1", (0,), (1, code, False))
+    scene.answers(halted="replica 1 is given up")
+    assert await scene.running == ends_with

@@ -13,8 +13,7 @@ import pytest
 from ft_hsdp.config import Config, load, parse
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.http_proof import HEADER, keys_of
-from ft_hsdp.launch import backend, standalone
-from ft_hsdp.launch.failures import Outcome
+from ft_hsdp.launch import backend, host, standalone
 from ft_hsdp.launch.run.directory import RunDir, make_run, read_json, write_job_files, write_json
 from lighthouse.quorum.state import Policy
 from lighthouse.store import SqliteStore
@@ -56,13 +55,13 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     async def supervise(*_: object) -> int:
         return 7
 
-    for name, stand_in in {
-        "REFUSED_S": 0.2,
-        "prepare_data": lambda _: None,
-        "_supervise": supervise,
-        "follow": SimpleNamespace(start=lambda _: None),
-    }.items():
-        monkeypatch.setattr(standalone, name, stand_in)
+    for module, name, stand_in in (
+        (standalone, "REFUSED_S", 0.2),
+        (host, "prepare_data", lambda _: None),
+        (host, "serve", supervise),
+        (standalone, "follow", SimpleNamespace(start=lambda _: None)),
+    ):
+        monkeypatch.setattr(module, name, stand_in)
     monkeypatch.setattr("os.execve", lambda *_: None)
     return parse({"job": {"name": "job", "runs_dir": str(tmp_path)}, "timeouts": {"reach_s": 0.3}})
 
@@ -78,7 +77,7 @@ def test_nothing_is_written_before_the_lighthouse_has_taken_the_token(config, ur
         monkeypatch.setenv("FT_HSDP_TOKEN", secret)
         before = content(tmp_path)
         with pytest.raises(error, match=line):
-            standalone.replica(config, 0, where)
+            host.replica(config, 0, where)
         assert content(tmp_path) == before
 
     refused(GOOD, NOBODY, LighthouseUnreachable, "does not answer within")
@@ -86,18 +85,18 @@ def test_nothing_is_written_before_the_lighthouse_has_taken_the_token(config, ur
     refused(" ", url, ConfigError, "FT_HSDP_TOKEN: .*set and blank")
     assert not (tmp_path / "job").exists()
     monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
-    assert standalone.replica(config, 0, url) == 7
+    assert host.replica(config, 0, url) == 7
     run = RunDir(tmp_path / "job")
     assert (run.token.read_text(), read_json(run.lighthouse)["urls"]) == (GOOD, [url])
     made = content(tmp_path)
-    assert standalone.replica(config, 0, url) == 7
+    assert host.replica(config, 0, url) == 7
     assert content(tmp_path) == made, "all pods of a job may have one folder: it is not written again"
     refused(GOOD, NOBODY, LighthouseUnreachable, "does not answer within")
     refused("b" * 64, url, ConfigError, "FT_HSDP_TOKEN")
     monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
     for spoil in (Path.unlink, lambda f: f.write_text(""), lambda f: f.write_bytes(b"\xff" * 9)):
         spoil(run.token)
-        assert standalone.replica(config, 0, url) == 7
+        assert host.replica(config, 0, url) == 7
         assert run.token.read_text() == GOOD
 
 
@@ -107,10 +106,10 @@ def test_a_replica_of_another_job_leaves_a_run_that_lives_alone(config, url, tmp
     before = content(tmp_path)
     monkeypatch.setenv("FT_HSDP_TOKEN", GOOD)
     with pytest.raises(ConfigError, match=r"job\.name: .*job job has it since"):
-        standalone.replica(config, 0, url)
+        host.replica(config, 0, url)
     assert content(tmp_path) == before
     claim.release()
-    assert standalone.replica(config, 0, url) == 7, "its owner has ended"
+    assert host.replica(config, 0, url) == 7, "its owner has ended"
     assert len(list(tmp_path.glob("job.*Z"))) == 1
 
 
@@ -121,11 +120,11 @@ def test_an_edited_file_is_refused_and_does_not_replace_the_configuration(config
     SqliteStore(run.path / "lighthouse/store.sqlite").close()
     before, train = content(tmp_path), config.train.model_copy(update={"seed": 9})
     edited = config.model_copy(update={"train": train})
-    for begin in (lambda: standalone.replica(edited, 0), lambda: standalone.lighthouse(edited)):
+    for begin in (lambda: host.replica(edited, 0), lambda: standalone.lighthouse(edited)):
         with pytest.raises(ConfigError, match=r"train\.seed: got .*another job\.name is another run"):
             begin()
         assert content(tmp_path) == before
-    assert standalone.replica(config, 0) == 7
+    assert host.replica(config, 0) == 7
     assert content(tmp_path) == before, "nothing but what it starts is written"
 
 
@@ -150,22 +149,6 @@ def test_a_lighthouse_that_is_started_again_goes_on_with_the_run_and_its_token_o
     with pytest.raises(ConfigError, match=r"FT_HSDP_TOKEN: .*blank"):
         standalone.lighthouse(parse({"job": {"name": "new", "runs_dir": str(tmp_path)}}))
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("kind", "stopped", "rank", "code"),
-    [
-        ("done", [], 0, 0),
-        ("drained", [], None, 0),
-        ("config", [], 64, 64),
-        ("lost", [], 76, 76),
-        ("lost", [], -9, 75),
-        ("stopped", [15, 15], 76, 143),
-    ],
-)
-def test_a_scheduler_is_told_what_to_do(kind: str, stopped: list[int], rank: int | None, code: int) -> None:
-    """76 wants another machine, 75 another try."""
-    assert standalone.exit_code(Outcome(kind, "why"), stopped, rank) == code
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -200,5 +183,5 @@ def test_a_rank_of_torchrun_leaves_a_code_that_no_start_mends(
     for name, value in {"FT_HSDP_TOKEN": GOOD, "RANK": "3", "SLURMD_NODENAME": "node7"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(backend, "entry", SimpleNamespace(main=lambda *_: code), raising=False)
-    assert standalone.replica(there, 1, url) == code
+    assert host.replica(there, 1, url) == code
     assert {file.name: file.read_text() for file in folder.iterdir()} == ({"ended-3": left} if left else {})

@@ -9,8 +9,11 @@ from typing import Any, Self
 import pytest
 
 from ft_hsdp.launch.run.directory import Row, read_json, read_jsonl
+from ft_hsdp.launch.run.replay import replay
+from ft_hsdp.state.transfer.donor_connection import ask_held
 from tests.support.machines import Machine, Rig, needs_machines
-from tests.support.machines_job import PORT, STEPS, JobOnMachines
+from tests.support.machines_job import PORT, STEPS, TOKEN, JobOnMachines
+from tests.support.scenarios.scenario_job import agents_of
 from tests.support.torchrun_job import ROOT, TorchrunJob
 
 pytestmark = [needs_machines, pytest.mark.proof]
@@ -190,3 +193,29 @@ def test_a_machine_is_drained_without_a_repeated_step_and_gets_no_ranks_until_it
         assert job.states() == {away: "used", stays: "cordoned", spare: "used"}
         assert [each["lost_steps"] for each in job.ended()] == [0, 0]
         assert [row["step"] for row in job.rows(0)] == [*range(1, STEPS + 1)]
+
+
+def test_machines_that_were_cut_off_come_back_with_old_copies(tmp_path: Path, monkeypatch: Any) -> None:
+    """M60: the others go on, and copy among themselves. What they kept has another name, and nobody takes it."""
+    with Rig(tmp_path, 5) as rig, JobOnHosts(rig, tmp_path, 2, 2) as job:
+        far = job.hosts(1)
+        for machine in far:
+            machine.cut()
+        job.until(lambda: job.contributors() == [0], "the other one goes on")
+        job.until(lambda: job.rows(0)[-1].get("copied_bytes"), "it copies among its own hosts")
+        old = job.rows(1)[-1]
+        for machine in far:
+            (agent,) = agents_of(job.kept(machine), 1).values()
+            held = machine.within(lambda agent=agent: ask_held({agent["address"]}, TOKEN, 5.0))
+            assert {row.host for rows in held.values() for row in rows} == {machine.name}
+            assert max(row.state.step for rows in held.values() for row in rows) == old["step"] < job.step(0)
+        for machine in far:
+            machine.heal()
+        job.back(1, 2)
+        run, summary = job.end()
+    later = [row for row in job.rows(1) if row["step"] > old["step"]]
+    assert all(row["lost_steps"] == 0 for row in summary["recoveries"])
+    assert old["incarnation"] not in {row["incarnation"] for row in later}, "the old ranks trained on"
+    assert (later[0]["role"], later[0]["step"] > old["step"] + 1) == ("behind", True), "it fetched a newer state"
+    monkeypatch.chdir(far[0].tmp)  # where the script is
+    assert replay(run).equal

@@ -10,11 +10,8 @@ import psutil
 import pytest
 
 from ft_hsdp import address
-from ft_hsdp.launch.run.replay import replay
-from ft_hsdp.state.transfer.donor_connection import ask_held
 from tests.support.machines import Machine, Rig, needs_machines
-from tests.support.machines_job import TOKEN, JobOnMachines
-from tests.support.scenarios.scenario_job import agents_of
+from tests.support.machines_job import JobOnMachines
 from tests.support.waiting import until
 
 SERVE = """
@@ -162,36 +159,5 @@ def test_a_replica_that_does_not_reach_the_lighthouse_beyond_its_lease_is_not_lo
         assert not job.events(0, "RankEnded"), "the healthy one was held to hang"
         assert not job.events(1, "RankEnded"), "the one that is cut off was held to hang"
         assert len(job.events(0, "CheckedIn")) == 1, "the healthy one was started again"
-        assert job.events(1, "ReplicaStarted")
-        assert not job.events(1, "ReplicaLost")
-
-
-@needs_machines
-@pytest.mark.proof
-def test_a_machine_that_is_cut_off_beyond_its_lease_comes_back_with_old_copies(tmp_path, monkeypatch) -> None:
-    """M60: the others go on, and copy among themselves. What it has kept has another name, and nobody takes it."""
-    with Rig(tmp_path, 3) as rig, JobOnMachines(rig, tmp_path, 2, 2, f"{LEASE}\nhosts: {{per_replica: 2}}") as job:
-        far = rig.machines[2]
-        far.cut()
-        job.until(lambda: job.contributors() == [0], "the other one goes on")
-        job.until(lambda: job.rows(0)[-1].get("copied_bytes"), "it copies among its own hosts")
-        old = job.rows(1)[-1]
-        job.until(lambda: job.rows(0)[-1]["t"] > old["t"] + LEASE_S, "steps beyond the lease")
-        job.until(lambda: job.told("ReplicaEvicted"), "the lighthouse gives the lost one up")
-        agents = {agent["address"] for agent in agents_of(far.tmp / "runs/job", 1).values()}
-        kept = [row for rows in far.within(lambda: ask_held(agents, TOKEN, 5.0)).values() for row in rows]
-        assert {row.host for row in kept} == {"r1h0", "r1h1"}
-        assert max(row.state.step for row in kept) == old["step"] < job.step(0)
-        far.heal()
-        job.until(lambda: job.contributors() == [0, 1], "it contributes again")
-        run, summary = job.end()
-    (recovery,) = summary["recoveries"]
-    later = [row for row in job.rows(1) if row["step"] > old["step"]]
-    assert (recovery["replica"], recovery["lost_steps"]) == (1, 0)
-    # Ranks that restart after the link is back already find newer copies at the other replica's hosts.
-    assert old["step"] <= recovery["state"][1] < later[0]["step"]
-    assert job.told("ReplicaEvicted")[0]["incarnation"] == old["incarnation"]
-    assert old["incarnation"] not in {row["incarnation"] for row in later}, "the old ranks trained on"
-    assert (later[0]["role"], later[0]["step"] > old["step"] + 1) == ("behind", True), "it fetched a newer state"
-    monkeypatch.chdir(far.tmp)  # where the script is
-    assert replay(run).equal
+        assert [row["replica"] for row in job.told("ReplicaStarted")].count(1) == 2
+        assert not job.told("ReplicaLost")

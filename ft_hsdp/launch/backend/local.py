@@ -12,7 +12,6 @@ import contextlib
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ft_hsdp import fault_injection
@@ -54,7 +53,6 @@ class LocalBackend:
         boot_s: float = 120.0,
         spawn_s: float = SPAWN_S,
         spares: int = 0,
-        folder: Path | None = None,
         emit: Callable[[Row], None] = lambda _: None,
         quiet_s: float = 0.0,
         hosts: EmulatedHosts | None = None,
@@ -71,7 +69,6 @@ class LocalBackend:
             boot_s: Longest time for that, in seconds.
             spawn_s: Longest time for a fork, in seconds.
             spares: How many spares are kept warm.
-            folder: Of the spares' files; None: the run's own.
             emit: Takes each event.
             quiet_s: How long no replica may have started before a spare is made, in seconds.
             hosts: For which hosts this machine stands; None: for itself.
@@ -93,7 +90,7 @@ class LocalBackend:
         self._listed: list[dict[str, object]] = []  # the content of hosts.json
         self._keeping: asyncio.Task[None] | None = None
         self._gpus = GpuShares(gpus)
-        self._pool = SparePool(spares, folder or run.spares, self._fork, emit, quiet_s)
+        self._pool = SparePool(spares, run.spares, self._fork, emit, quiet_s)
 
     @property
     def server_pid(self) -> int | None:

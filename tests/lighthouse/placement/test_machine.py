@@ -11,10 +11,19 @@ from ft_hsdp.core.state_id import initial
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_UNREACHABLE
 from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.machine import decide, refusal
-from lighthouse.placement.signs import assigned, listed_hosts, seen
+from lighthouse.placement.signs import assigned, fate, listed_hosts, seen
 from lighthouse.placement.state import PlacedReplica, PlacementPolicy, ReplicaPhase, remembered
 from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
-from lighthouse.quorum.events import Commanded, Event, HostClosed, Note, ProcessesReported, Ticked, Withdrawn
+from lighthouse.quorum.events import (
+    Commanded,
+    Event,
+    HostClosed,
+    MachineReported,
+    Note,
+    ProcessesReported,
+    Ticked,
+    Withdrawn,
+)
 from lighthouse.quorum.state import LighthouseState, Policy
 
 EVICT_S, PLACE_S = 2.0, 5.0
@@ -32,6 +41,7 @@ class World:
         self.number = 0
         self.lives, self.spaces = dict[str, str](), dict[str, str]()
         self.cut, self.leaving = set[str](), set[str]()
+        self.bound = dict[str, int]()
         for host in hosts:
             self.join(host)
         self.settle()
@@ -50,6 +60,7 @@ class World:
         self.number += 1
         who = (host, self.lives[host], self.spaces[host], self.number)
         report = HostReport(*who, f"127.0.0.1:{len(name)}", tuple(has.values()), host in self.leaving, known)
+        report = replace(report, replica=self.bound.get(host))
         self.apply(ProcessesReported({}, frozenset(), frozenset(), self.now, host=report))
         if obeys:
             mine = {each.incarnation: each for each in assigned(self.s, name)}
@@ -168,7 +179,22 @@ def test_while_most_hosts_are_silent_the_lighthouse_is_cut_off() -> None:
     w = World("a", "b", "c", "d", "e")
     w.cut |= {"a", "c", "d"}
     w.settle(3 * EVICT_S)
-    assert {each.phase for each in w.s.placement.replicas} == {ReplicaPhase.RUNS}
+    w.cut |= {"b", "e"}
+    w.settle(EVICT_S)
+    for host in "bdcea":  # they come back one after another
+        w.cut.discard(host)
+        w.settle(EVICT_S / 4)
+    assert {(each.phase, each.restart.restarts) for each in w.s.placement.replicas} == {(ReplicaPhase.RUNS, 0)}
+
+
+def test_a_lone_host_that_is_silent_is_not_lost_until_another_one_comes() -> None:
+    w = World("a", replicas=1, each=1)
+    w.cut.add("a")
+    w.settle(3 * EVICT_S)
+    assert w.me().phase is ReplicaPhase.RUNS
+    w.join("b")
+    w.settle(3 * EVICT_S)
+    assert w.me().used == ("b",)
 
 
 def test_a_host_whose_connection_ends_is_lost_sooner() -> None:
@@ -321,6 +347,69 @@ def test_what_prevents_a_start_is_told_and_so_is_its_end(said: str) -> None:
     w.ends("a", 0, 75, cause=said)
     w.settle()
     assert (w.me().restart.used, len(w.told("StartPrevented"))) == (2, 2)
+
+
+def test_only_its_hosts_are_believed_about_the_ranks_of_a_replica_that_is_placed() -> None:
+    w = World("a", replicas=1, each=1)
+    name = w.me().incarnation
+    gone = MachineReported((0, name), "a", 1, gone=True)
+    for owner in ("", w.me().run):
+        for running in (None, "0-other-0"):
+            report = {0: running}, frozenset({(0, name)}), frozenset({0}), w.now, owner
+            w.apply(ProcessesReported(*report, machines=(gone,)))
+    assert w.s.exited == frozenset()
+    assert ((view := w.s.views[0]).incarnation, view.down, view.lost) == (name, False, False)
+
+
+def of_replica_1(*hosts: str) -> World:
+    """A job of two replicas of which a launcher has started the second one; another one has the first."""
+    w = World(each=1)
+    w.bound |= dict.fromkeys(hosts, 1)
+    for host in hosts:
+        w.join(host)
+        w.settle()
+    return w
+
+
+def test_a_host_of_one_replica_runs_that_alone_and_a_second_one_stands_by() -> None:
+    w = of_replica_1("a", "b")
+    w.settle(2 * PLACE_S)
+    assert w.runs() == {w.me(1).incarnation: ("a",)}
+    assert not w.s.views[0].lost
+    w.cut.add("a")
+    w.settle(EVICT_S + 1)
+    assert w.me(1).used == ("b",)
+    w.leaving.add("b")
+    w.ends("b", 0, EXIT_LEFT)
+    w.ends("b", 1, EXIT_LEFT)
+    w.settle()
+    assert w.s.views[1].lost  # nobody waits for it
+
+
+@pytest.mark.parametrize(("code", "times", "why"), [(70, 4, "budget of 3"), (EXIT_HARDWARE, 1, "")])
+def test_a_replica_that_is_given_up_is_tried_again_by_the_next_process_that_is_started_for_it(
+    code, times, why
+) -> None:
+    w = of_replica_1("a")
+    for _ in range(times):
+        assert fate(w.s, w.report("a")) == (False, "")
+        w.ends("a", 0, code)
+        w.settle()
+    ended, reason = fate(w.s, w.report("a"))
+    assert (ended, why in reason, bool(reason), w.s.halted) == (False, True, True, "")
+    w.bound["b"] = 1
+    w.join("b", "b")
+    w.settle()
+    assert w.me(1).phase is ReplicaPhase.RUNS
+
+
+def test_a_replica_whose_script_is_done_has_ended_for_its_host() -> None:
+    w = of_replica_1("a")
+    ((name, mine),) = w.has["a"].items()
+    w.has["a"][name] = replace(mine, living=(), ended=tuple(EndedRank(r, 0) for r in (0, 1)), done=True)
+    w.settle()
+    assert fate(w.s, w.report("a")) == (True, "")
+    assert not w.s.finished
 
 
 @pytest.mark.parametrize(("code", "used"), [(-9, 3), (EXIT_UNREACHABLE, 1)])
