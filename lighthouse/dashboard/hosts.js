@@ -6,6 +6,7 @@ const ABOUT = {
   silent: "its agent is not heard",
   leaving: "its ranks leave after the present step",
   cordoned: "it gets no ranks until an operator lets it have some",
+  waiting: "its replica lacks another machine",
   used: "ranks run there",
   spare: "it takes the place of a machine that is lost, or leaves",
 };

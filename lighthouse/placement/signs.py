@@ -189,13 +189,15 @@ def usable_hosts(s: LighthouseState, now: float) -> dict[str, Host]:
     }
 
 
-def spare_hosts(s: LighthouseState, now: float) -> int:
-    """Return how many hosts could take ranks of others, beyond those for which replicas wait already."""
+def spare_hosts(s: LighthouseState, replica: int, now: float) -> int:
+    """Return how many hosts could take ranks of a replica, beyond those for which others wait already."""
     policy, usable = s.policy.placing, usable_hosts(s, now).keys()
-    replicas = [s.placement.replicas[n] for n in active_replicas(s)]
-    places = {name for me in replicas for name in me.names}
-    unplaced = sum(policy.hosts for me in replicas if policy is not None and not me.places)
-    return len(usable - places) - len(places - usable) - unplaced
+    active = [s.placement.replicas[n] for n in active_replicas(s)]
+    places = {name for me in active for name in me.names}
+    free = free_hosts(s, replica, now) - places
+    own = sum(s.presence.hosts[name].report.replica == replica for name in free)  # no other one may have them
+    unplaced = sum(policy.hosts for me in active if policy is not None and not me.places)
+    return own or len(free) - len(places - usable) - unplaced
 
 
 def free_hosts(s: LighthouseState, replica: int, now: float) -> set[str]:
@@ -208,18 +210,21 @@ def free_hosts(s: LighthouseState, replica: int, now: float) -> set[str]:
 def listed_hosts(s: LighthouseState, now: float) -> list[dict[str, object]]:
     """Return each host with its state, the replica and the ranks that it has, and why it gets none, for people.
 
-    It is used, spare, or silent; or leaving, until its ranks have left; or cordoned, which it was because of
-    failures, or by an operator.
+    It is used, spare, or silent; or waiting, because its replica lacks another host; or leaving, until its ranks
+    have left; or cordoned, which it was because of failures, or by an operator.
     """
     policy, cordoned = s.policy.placing, dict(s.placement.cordoned)
     replicas = s.placement.replicas
     on = {name: n for n, me in enumerate(replicas) if me.phase is ReplicaPhase.RUNS for name in me.used}
+    awaited = {name for n, me in enumerate(replicas) if wanted(s, n) and n not in on.values() for name in me.names}
     rows: list[dict[str, object]] = []
     for name in sorted({*known_hosts(s), *cordoned}):
         replica = on.get(name)
         state = "silent" if unheard(s, name, now) else "spare" if replica is None else "used"
         if name in cordoned and replica is None:
             state = "cordoned"
+        elif state == "spare" and name in awaited:
+            state = "waiting"
         elif state == "used" and ends_on(s, name):
             state = "leaving"
         row: dict[str, object] = {"host": name, "state": state, "replica": replica, "why": cordoned.get(name, "")}

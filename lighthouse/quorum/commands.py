@@ -228,9 +228,10 @@ def _drain_host(s: LighthouseState, host: str, now: float, force: bool) -> Comma
     if row["why"]:
         return CommandPlan(f"host {host} gets no ranks already: {row['why']}", due=False)
     stays = "gets no ranks until it is undrained"
-    if row["replica"] is None:
+    replica = row["replica"]
+    if not isinstance(replica, int):
         return CommandPlan(f"host {host} {stays}")
-    spare, whose = spare_hosts(s, now), f"replica {row['replica']}"
+    spare, whose = spare_hosts(s, replica, now), f"replica {replica}"
     if spare < 1 and not force:
         why = f"no spare host can take the ranks of {whose} on host {host}: start an agent on another machine"
         return Impossible(409, f'{why}; {{"force": true}} drains it all the same, and {whose} waits')

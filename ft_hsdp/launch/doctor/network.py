@@ -20,12 +20,13 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ft_hsdp import tls
+from ft_hsdp import secret, tls
 from ft_hsdp.address import check_interfaces, loopback, reached, unspecified
-from ft_hsdp.control.lighthouse_client import get_proved, own_address
+from ft_hsdp.control.lighthouse_client import Unproved, get_proved, own_address
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
 from ft_hsdp.launch.lighthouse_process import check_port
+from ft_hsdp.launch.run.directory import run_of
 from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse.ha.etcd import Etcd, EtcdRefused, EtcdUnreachable, prefix
 
@@ -220,17 +221,23 @@ def lighthouse(subject: Subject) -> str:
     try:
         healthz(subject)
     except LighthouseUnreachable as error:
-        raise Bad(f"{error}; start it, or open its port in the firewalls between") from None
-    return "; ".join(found) if len(found) == 1 else f"one of {', '.join(subject.lighthouses)} answers"
+        raise Bad(str(error)) from None
+    lacks = "" if tokens(subject) else f"; {TOKEN_VARIABLE} is not set, which `host` and `replica` need"
+    return (found[0] if len(found) == 1 else f"one of {', '.join(subject.lighthouses)} answers") + lacks
+
+
+def tokens(subject: Subject) -> tuple[str, ...]:
+    """Return the job's tokens, if this machine has them. Raises ConfigError if they cannot be used."""
+    return secret.given(TOKEN_VARIABLE) or secret.read(run_of(subject.config).token, "")
 
 
 def healthz(subject: Subject) -> httpx.Response:
-    """Return the answer of the first lighthouse that gives one; proved, if the environment has the job's token.
+    """Return the answer of the first lighthouse that gives one; proved, if this machine has the job's token.
 
     Raises:
         LighthouseUnreachable: None answers.
     """
-    problem, token = "", os.environ.get(TOKEN_VARIABLE, "")
+    problem, token = "", "".join(tokens(subject)[:1])
     for url in subject.lighthouses:
         try:
             trusted = tls.trusted(subject.config.network)
@@ -238,8 +245,11 @@ def healthz(subject: Subject) -> httpx.Response:
             if token:
                 return get_proved(where, token, ANSWER_S, trusted).raise_for_status()
             return httpx.get(where, timeout=ANSWER_S, trust_env=False, verify=trusted).raise_for_status()
+        except Unproved:
+            problem = f"{url} does not know the token of this machine; set {TOKEN_VARIABLE} to the job's"
         except (httpx.HTTPError, httpx.InvalidURL, ssl.SSLError) as error:
-            problem = f"{url} does not answer ({str(error) or type(error).__name__})"
+            why = str(error) or type(error).__name__
+            problem = f"{url} does not answer ({why}); start it, or open its port in the firewalls between"
     raise LighthouseUnreachable(problem)
 
 

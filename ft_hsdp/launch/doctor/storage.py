@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import re
@@ -11,9 +12,12 @@ from pathlib import Path
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.doctor.host import gib, weights
+from ft_hsdp.launch.doctor.network import tokens
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
 from ft_hsdp.launch.run.directory import alive, read_json, run_of
+from ft_hsdp.launch.standalone import alone
 from ft_hsdp.mounts import Ability, existing, mount_of, need
+from ft_hsdp.train.identity import host_name
 
 
 def installed(_: Subject) -> str:
@@ -65,9 +69,11 @@ ENOUGH = 64 * 2**20  # tokens; the count stops there
 
 
 def name(subject: Subject) -> str:
-    """Check that no running job has the name."""
+    """Check that no running job has the name, and no other agent that of this host if the lighthouse is there."""
     run = run_of(subject.config)
-    for file in (run.supervisor, run.lighthouse):
+    if subject.lighthouses and (known := tokens(subject)):
+        asyncio.run(alone(known[0], host_name(os.environ))).close()
+    for file in (run.supervisor,) if subject.lighthouses else (run.supervisor, run.lighthouse):
         named = read_json(file)
         if alive(named):
             raise Bad(f"job.name {run.name} is taken by pid {named['pid']}; end it or choose another name")

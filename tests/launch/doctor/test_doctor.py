@@ -1,4 +1,6 @@
+import asyncio
 import json
+import os
 import re
 import socket
 import threading
@@ -14,6 +16,9 @@ from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.doctor import CHECKS, Bad, CheckState, Finding, Subject, Undecided, examine
 from ft_hsdp.launch.doctor.checks import Check
 from ft_hsdp.launch.run.directory import RunDir, identity, write_json
+from ft_hsdp.launch.standalone import alone
+from ft_hsdp.secret import TOKEN_VARIABLE
+from ft_hsdp.train.identity import host_name
 from tests.support.launch.launch_helpers import DEADLINE_S
 
 PAGE = (Path(__file__).parents[3] / "docs/doctor.md").read_text()
@@ -172,6 +177,14 @@ def test_one_that_does_not_answer_fails(elsewhere: str) -> None:
     nameless = found("lighthouse", Subject(parse({}), ("http://no-such-host.invalid:1",)))
     assert nameless.state is CheckState.FAIL
     assert "no-such-host.invalid" in nameless.text
+
+
+def test_an_unknown_token_and_the_name_of_another_agent_fail(elsewhere: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "5e" * 16)
+    subject = Subject(parse({}), (elsewhere,))
+    assert TOKEN_VARIABLE in found("lighthouse", subject).text
+    with asyncio.run(alone("5e" * 16, host_name(os.environ))):
+        assert not found("name", subject).ok
 
 
 @pytest.mark.parametrize(
