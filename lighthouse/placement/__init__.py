@@ -15,5 +15,6 @@ and its replica does not ask either; then others may take its place. That is no 
 only if the agents of all its hosts say so, or a rank of it is known to have ended and nothing of it is left on any
 host that can be heard: a commit needs the vote of every rank.
 
-- `state`: the records. `signs`: what reports show. `machine`: the decisions. `fill`: hosts for replicas.
+- `state`: the records. `signs`: what reports show, and which hosts replicas would get. `machine`: the decisions.
+  `fill`: hosts for replicas.
 """

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.memory.hosts import Host
-from ft_hsdp.memory.replacement import Assignment, assign
-from lighthouse.placement.signs import is_over, is_powerless, usable_hosts
-from lighthouse.placement.state import PlacedReplica, Placement, Presence, ReplicaPhase
+from ft_hsdp.memory.replacement import Assignment
+from lighthouse.placement.signs import assignments, due_replicas, is_over, is_powerless
+from lighthouse.placement.state import NO_HOST, PlacedReplica, Placement, Presence, ReplicaPhase
 from lighthouse.quorum.events import PLACEMENT, Effect, Note, ProcessesReported
 from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.rules import replace as change
-from lighthouse.quorum.state import LighthouseState, Step, leased_to, wanted
+from lighthouse.quorum.state import LighthouseState, Step, wanted
 from lighthouse.quorum.transition import transition
 
 
@@ -57,10 +57,10 @@ def fill(s: LighthouseState, now: float) -> Step:
     assert policy is not None
     s, gone = _without_old_shadows(s, now)
     effects += gone
-    due = [n for n in range(s.policy.slots) if _may_start(s, n, now)]
+    due = due_replicas(s, now)
     if not due:
         return s, tuple(effects)
-    found = _assignments(s, due, now)
+    found = assignments(s, due, now)
     for replica in due:
         me, given = s.placement.replicas[replica], found[replica]
         hosts = given.hosts
@@ -88,19 +88,12 @@ def fill(s: LighthouseState, now: float) -> Step:
             if not hosts:
                 continue
         else:
-            effects += _swaps(s, replica, me, given)
-            me = replace(me, places=tuple(map(str, given.hosts)))
+            s, swaps = _take(s, replica, given)
+            effects += swaps
+            me = s.placement.replicas[replica]
         s, more = _start(s, replica, me, hosts, now)
         effects += more
     return s, tuple(effects)
-
-
-def _may_start(s: LighthouseState, replica: int, now: float) -> bool:
-    me = s.placement.replicas[replica]
-    over = s.finished or s.halted or me.given_up or me.done
-    free = me.phase is ReplicaPhase.RESTS and not leased_to(s, replica, now)
-    hosted = me.incarnation or any(each.report.replica in (None, replica) for each in s.presence.hosts.values())
-    return bool(free and hosted and not over and wanted(s, replica) and now >= me.due)
 
 
 def _left(s: LighthouseState, given: Assignment) -> bool:
@@ -109,41 +102,24 @@ def _left(s: LighthouseState, given: Assignment) -> bool:
     return all(each is not None and each.report.leaving for each in lacked)
 
 
-def _assignments(s: LighthouseState, due: list[int], now: float) -> dict[int, Assignment]:
-    """Return where replicas would run that are to be started: others stay where they are."""
-    policy = s.policy.placing
+def _take(s: LighthouseState, replica: int, given: Assignment) -> Step:
+    """Give hosts to a replica. One that had a place in another replica leaves the lost one there instead."""
+    policy, me, notes = s.policy.placing, s.placement.replicas[replica], list[Effect]()
     assert policy is not None
-    usable, taken, places = usable_hosts(s, now), set[str](), dict[int, list[Host]]()
-    bound = {name: each.report.replica for name, each in s.presence.hosts.items()}
-    for replica, me in enumerate(s.placement.replicas):
-        if replica in due:
-            blank = [Host("", "", f"?{replica}.{n}") for n in range(policy.hosts)]
-            own = [host for name, host in usable.items() if bound[name] == replica]
-            before = [Host.parse(path) for path in me.places] or blank
-            places[replica] = own[:1] if own and before[0].name not in usable else before
-        elif me.phase is not ReplicaPhase.RESTS:
-            places[replica] = [Host.parse(path) for path in me.places]
-            taken |= set(me.used)
-    lost = {host.name for hosts in places.values() for host in hosts} - usable.keys() - taken
-    held = {host.name for hosts in places.values() for host in hosts}
-    free = usable.keys() - (held | taken)
-    spares = [host for name, host in usable.items() if name in free and bound[name] is None]
-    shrunk = {n: len(s.placement.replicas[n].used) for n in places if n not in due}
-    shrunk = {n: count for n, count in shrunk.items() if count < policy.hosts}
-    return assign(places, lost, spares, policy.apart, shrunk=shrunk)
-
-
-def _swaps(s: LighthouseState, replica: int, me: PlacedReplica, given: Assignment) -> tuple[Note, ...]:
-    """Return an event for each host that takes the place of another one."""
-    notes, policy = [], s.policy.placing
-    assert policy is not None
-    for position, (before, host) in enumerate(zip(me.names, given.hosts, strict=False)):
-        if before != host.name:
-            cordoned = dict(s.placement.cordoned)
-            why = cordoned.get(before) or f"host {before} is lost or leaves"
-            facts = {"replica": replica, "host": host.name, "before": before, "ranks": policy.ranks_at(position)}
-            notes.append(Note("HostReplaced", why, facts))
-    return tuple(notes)
+    for position, host in enumerate(given.hosts):
+        before = me.hosts[position] if me.places else NO_HOST
+        if before.name == host.name:
+            continue
+        why = dict(s.placement.cordoned).get(before.name) or f"host {before.name} is lost or leaves"
+        facts = {"replica": replica, "host": host.name, "before": before.name, "ranks": policy.ranks_at(position)}
+        notes += [Note("HostReplaced", why, facts)] if before.name else []
+        for n, other in enumerate(s.placement.replicas):
+            if n != replica and host.name in other.names:
+                places = tuple(str(before if each.name == host.name else each) for each in other.hosts)
+                s = with_replica(s, n, replace(other, places=places))
+                lends = wanted(s, n) and other.phase is ReplicaPhase.RESTS
+                notes += [Note("HostLent", why, {"replica": n, "host": host.name, "to": replica})] if lends else []
+    return with_replica(s, replica, replace(me, places=tuple(map(str, given.hosts)))), tuple(notes)
 
 
 def _start(s: LighthouseState, replica: int, me: PlacedReplica, hosts: tuple[Host, ...], now: float) -> Step:

@@ -29,7 +29,15 @@ from lighthouse.placement.signs import (
     says,
     telling,
 )
-from lighthouse.placement.state import FORMER, NEW, PlacedReplica, Placement, Presence, PresentHost, ReplicaPhase
+from lighthouse.placement.state import (
+    FORMER,
+    PlacedReplica,
+    Placement,
+    Presence,
+    PresentHost,
+    ReplicaPhase,
+    tried_again,
+)
 from lighthouse.quorum.events import (
     Asked,
     Commanded,
@@ -148,7 +156,7 @@ def _tried_again(placement: Placement, replica: int | None) -> Placement:
     if replica is None or not placement.replicas[replica].given_up:
         return placement
     replicas = list(placement.replicas)
-    replicas[replica] = replace(replicas[replica], given_up="", restart=NEW, failed_on=(), fatal=(0, 0))
+    replicas[replica] = tried_again(replicas[replica])
     return replace(placement, replicas=tuple(replicas))
 
 

@@ -9,8 +9,9 @@ from ft_hsdp.core.restart import LEAVING, Cause
 from ft_hsdp.core.state_id import digest
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
 from ft_hsdp.memory.hosts import Host
-from lighthouse.placement.state import PlacedReplica, ReplicaPhase
-from lighthouse.quorum.state import LighthouseState, wanted
+from ft_hsdp.memory.replacement import Assignment, assign
+from lighthouse.placement.state import NO_HOST, PlacedReplica, ReplicaPhase
+from lighthouse.quorum.state import LighthouseState, leased_to, wanted
 
 
 def is_lost(s: LighthouseState, name: str, now: float) -> bool:
@@ -236,11 +237,48 @@ def listed_hosts(s: LighthouseState, now: float) -> list[dict[str, object]]:
 
 def could_grow(s: LighthouseState, replica: int, me: PlacedReplica) -> bool:
     """Return whether there are hosts for all ranks of a replica that runs with fewer."""
-    policy, since = s.policy.placing, s.presence.since
-    if policy is None or len(me.used) == policy.hosts or since is None:
+    policy, hosts = s.policy.placing, s.presence.hosts.values()
+    if policy is None or len(me.used) == policy.hosts or not hosts:
         return False
-    usable = s.presence.hosts
-    now = max(each.heard for each in usable.values()) if usable else since
-    free = free_hosts(s, replica, now)
-    waiting = sum(each.phase is ReplicaPhase.RESTS and each.since is not None for each in s.placement.replicas)
-    return not waiting and len(free) >= policy.hosts - len(me.used)
+    now = max(each.heard for each in hosts)
+    given = assignments(s, due_replicas(s, now), now)[replica]
+    return len(given.hosts) == policy.hosts and not given.missing
+
+
+def due_replicas(s: LighthouseState, now: float) -> list[int]:
+    """Return the replicas that are to be started now."""
+    if s.finished or s.halted:
+        return []
+    found, bound = [], {each.report.replica for each in s.presence.hosts.values()}
+    for n in active_replicas(s):
+        me = s.placement.replicas[n]
+        hosted = me.incarnation or not bound.isdisjoint({None, n})
+        if me.phase is ReplicaPhase.RESTS and hosted and now >= me.due and not leased_to(s, n, now):
+            found.append(n)
+    return found
+
+
+def assignments(s: LighthouseState, due: list[int], now: float) -> dict[int, Assignment]:
+    """Return where replicas would run: those that are due come first, and others stay where they are.
+
+    A replica that waits to be started again keeps its hosts. One that has waited for hosts in vain lends its own.
+    """
+    policy, active = s.policy.placing, active_replicas(s)
+    assert policy is not None
+    usable, kept, places = usable_hosts(s, now), set[str](), dict[int, list[Host]]()
+    bound = {name: each.report.replica for name, each in s.presence.hosts.items()}
+    for replica, me in enumerate(s.placement.replicas):
+        if replica in due:
+            own = [host for name, host in usable.items() if bound[name] == replica]
+            before = list(me.hosts) or [NO_HOST] * policy.hosts
+            places[replica] = own[:1] if own and before[0].name not in usable else before
+        elif me.phase is not ReplicaPhase.RESTS or replica in active:
+            mine = me.names if me.phase is ReplicaPhase.RESTS else me.used
+            places[replica] = [host if host.name in mine else NO_HOST for host in me.hosts]
+            kept |= set(mine)
+    held = {host.name for hosts in places.values() for host in hosts}
+    spares = [host for name, host in usable.items() if name not in held and bound[name] is None]
+    shrunk = {n: len(s.placement.replicas[n].used) for n in places if n not in due}
+    shrunk = {n: count for n, count in shrunk.items() if count < policy.hosts}
+    lenders = [n for n in due if s.views[n].lost]
+    return assign(places, held - usable.keys() - kept, spares, policy.apart, shrunk=shrunk, lenders=lenders)

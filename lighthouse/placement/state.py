@@ -44,6 +44,9 @@ class PlacementPolicy:
 NEW, NEVER_NARROW, NO_FATAL_UNITS = RestartState(), NarrowEnds(), FatalUnits()
 
 
+NO_HOST = Host("", "", "")
+
+
 class ReplicaPhase(StrEnum):
     """Whether a replica has processes."""
 
@@ -56,7 +59,9 @@ class ReplicaPhase(StrEnum):
 class PlacedReplica:
     """One replica: where it is, how its newest incarnation fares, and what it may still do."""
 
-    places: tuple[str, ...] = ()  # paths of its hosts, by position; (): it never had any, or gave them back
+    # Paths of its hosts, by position, "" where it has none; (): it never had any, or gave them back. No other
+    # replica has a place on one of them.
+    places: tuple[str, ...] = ()
     phase: ReplicaPhase = ReplicaPhase.RESTS
     incarnation: str = ""  # its newest one
     used: tuple[str, ...] = ()  # names of the hosts on which that is: fewer than `places` if it has fewer ranks
@@ -88,8 +93,12 @@ class PlacedReplica:
     since: float | None = None  # it waits for hosts, or for the ranks of an incarnation to end together
 
     @property
+    def hosts(self) -> tuple[Host, ...]:
+        return tuple(Host.parse(path) if path else NO_HOST for path in self.places)
+
+    @property
     def names(self) -> tuple[str, ...]:
-        return tuple(Host.parse(path).name for path in self.places)
+        return tuple(host.name for host in self.hosts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +150,11 @@ class Presence:
         return self.hosts.get(name)
 
 
+def tried_again(me: PlacedReplica) -> PlacedReplica:
+    """Return a record without failures."""
+    return replace(me, restart=RestartState(me.restart.restarts + 1), failed_on=(), fatal=(0, 0), given_up="")
+
+
 def remembered(placement: Placement, halted: bool = False) -> Placement:
     """Return a placement as it counts after a restart of the lighthouse, whose clock is another one.
 
@@ -150,9 +164,8 @@ def remembered(placement: Placement, halted: bool = False) -> Placement:
     """
 
     def anew(me: PlacedReplica) -> PlacedReplica:
-        state = RestartState(me.restart.restarts) if halted else replace(me.restart, prevented=0, prevented_at=0.0)
-        me = replace(me, due=0.0, since=None, restart=state)
-        return replace(me, failed_on=(), fatal=(0, 0), given_up="") if halted else me
+        me = replace(me, due=0.0, since=None, restart=replace(me.restart, prevented=0, prevented_at=0.0))
+        return tried_again(me) if halted else me
 
     shadows = tuple((replica, anew(me)) for replica, me in placement.shadows)
     replicas = tuple(map(anew, placement.replicas))

@@ -18,7 +18,7 @@ import pytest
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.host_report import EndedRank
-from ft_hsdp.core.restart import FatalUnits
+from ft_hsdp.core.restart import FatalUnits, RestartState
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.mounts import Mount
 from lighthouse import __main__ as program
@@ -258,7 +258,7 @@ def test_a_halt_by_policy_is_decided_anew(kind):
     placement = Placement((PlacedReplica(given_up="its budget is used up"),), wrong=True)
     saved(kind, halted="no copy of the head is left", placement=placement)
     assert [reopened(kind).halted for _ in range(2)] == [""] * 2
-    assert reopened(kind).placement == Placement((PlacedReplica(),))
+    assert reopened(kind).placement == Placement((PlacedReplica(restart=RestartState(1)),))
 
 
 def test_a_failed_write_changes_nothing_and_is_told(lasting):

@@ -96,8 +96,11 @@ class World:
     def me(self, replica: int = 0) -> PlacedReplica:
         return self.s.placement.replicas[replica]
 
+    def told_as(self, name: str) -> list[Note]:
+        return [note for note in self.notes if note.event == name]
+
     def told(self, name: str) -> list[str]:
-        return [note.reason for note in self.notes if note.event == name]
+        return [note.reason for note in self.told_as(name)]
 
     def runs(self) -> dict[str, tuple[str, ...]]:
         return {
@@ -253,6 +256,71 @@ def test_where_no_host_is_left_the_others_go_on_without_the_replica_or_it_has_fe
         assert w.me().used == ("a", "b")
 
 
+def test_a_replica_that_waits_in_vain_lends_its_host_to_another_one_and_gets_others_once_they_are_there() -> None:
+    w = World("a", "b", "c", "d")
+    w.cut |= {"b", "d"}
+    w.settle(EVICT_S + PLACE_S + 1)
+    assert w.runs() == {w.me(0).incarnation: ("a", "c")}
+    (lent,) = w.told_as("HostLent")
+    assert (lent.facts["replica"], lent.facts["host"], lent.facts["to"]) == (1, "c", 0)
+    w.cut.remove("d")
+    w.settle(1.0)
+    assert len(w.runs()) == 1
+    w.cut.clear()
+    w.settle()
+    assert w.runs() == {w.me(0).incarnation: ("a", "c"), w.me(1).incarnation: ("b", "d")}
+    assert len(w.told_as("HostLent")) == 1
+
+
+def test_a_replica_that_is_to_start_again_later_keeps_its_hosts() -> None:
+    w = World("a", "b", "c", "d", restart=RestartPolicy(3, 30.0))
+    for _ in range(2):
+        w.ends("a", 0, 70)
+        w.settle(1.0)
+    w.cut.add("d")
+    w.settle(EVICT_S + PLACE_S + 1)
+    assert w.runs() == {}
+    w.settle(30.0)
+    assert w.runs() == {w.me(0).incarnation: ("a", "b")}
+
+
+def test_a_replica_that_is_wanted_again_gets_hosts_that_no_other_one_has() -> None:
+    w = World("a", "b", "c", "d")
+    w.s = replace(w.s, drained=frozenset({0}))
+    for host in "ab":
+        for rank in w.has[host][w.me().incarnation].living:
+            w.ends(host, rank, EXIT_LEFT)
+    w.settle()
+    w.cut.add("d")
+    w.settle(EVICT_S + 1)
+    assert w.runs() == {w.me(1).incarnation: ("c", "a")}
+    w.s = replace(w.s, drained=frozenset())
+    w.settle(PLACE_S + 1)
+    assert (len(w.runs()), w.told_as("HostLent")) == (1, [])
+    w.cut.clear()
+    w.settle()
+    assert w.runs() == {w.me(0).incarnation: ("d", "b"), w.me(1).incarnation: ("c", "a")}
+
+
+def test_of_two_replicas_with_fewer_ranks_the_one_that_gets_the_host_leaves() -> None:
+    w = World("a", "b", "c", "d", shrink_to=2)
+    w.s = replace(w.s, head=replace(initial("c", "w"), step=5))
+    w.cut |= {"b", "d"}
+    w.settle(EVICT_S + PLACE_S + 1)
+    assert sorted(w.runs().values()) == [("a",), ("c",)]
+    replicas = tuple(replace(each, contributed=True) for each in w.s.placement.replicas)
+    w.s = replace(w.s, placement=replace(w.s.placement, replicas=replicas))
+    w.cut.remove("b")
+    w.settle()
+    assert [assigned(w.s, host)[0].leaves for host in "ac"] == [True, False]
+    w.cut = {"a"}
+    w.settle(EVICT_S + 1)
+    assert (sorted(w.runs().values()), w.told_as("HostLent")) == ([("c",), ("d", "b")], [])
+    w.cut.clear()
+    w.settle()
+    assert (assigned(w.s, "c")[0].leaves, w.me(1).names) == (True, ("c", "a"))
+
+
 def test_fewer_ranks_that_end_before_they_contribute_are_blamed_alone_and_not_tried_for_ever() -> None:
     w = World("a", "b", replicas=1, shrink_to=2)
     w.s = replace(w.s, head=replace(initial("c", "w"), step=5))
@@ -402,7 +470,7 @@ def test_a_replica_that_is_given_up_is_tried_again_by_the_next_process_that_is_s
     w.bound["b"] = 1
     w.join("b", "b")
     w.settle()
-    assert w.me(1).phase is ReplicaPhase.RUNS
+    assert (w.me(1).phase, w.me(1).restart.restarts) == (ReplicaPhase.RUNS, times)  # no incarnation has its name
 
 
 def test_a_replica_whose_script_is_done_has_ended_for_its_host() -> None:

@@ -72,7 +72,9 @@ class Walk:
 
     def check(self) -> None:
         used = [name for me in self.s.placement.replicas if me.phase is not ReplicaPhase.RESTS for name in me.used]
-        assert len(used) == len(set(used))  # a host has ranks of two replicas
+        places = [name for me in self.s.placement.replicas for name in me.names if name]
+        for names in (used, places):
+            assert len(names) == len(set(names))  # else a host has ranks of two replicas
         living = {each for machine in self.machines for each in machine.living()}
         for _, name in self.s.exited:
             width = next((len(m.held[name].hosts) for m in self.machines if name in m.held), 0)
@@ -106,6 +108,8 @@ class Walk:
             placement = remembered(self.s.placement)
             self.s = replace(state, placement=placement, exited=self.s.exited, lives=self.s.lives)
             self.now = self.random.choice((5.0, self.now, 1e4))
+        elif pick < 0.07:
+            self.s = replace(self.s, drained=self.s.drained ^ {self.random.randrange(2)})
         elif pick < 0.8:
             self.exchange(machine)
         else:
@@ -113,6 +117,7 @@ class Walk:
             self.apply(Ticked(self.now))
 
     def heal(self) -> None:
+        self.s = replace(self.s, drained=frozenset())
         for machine in self.machines:
             machine.linked = True
         for _ in range(60):
