@@ -156,18 +156,6 @@ def test_of_two_that_run_with_fewer_ranks_one_leaves_for_a_spare_host(down, firs
         assert not made.could_grow(3 - first, down, []), "the host has ranks"
 
 
-def test_a_replica_that_does_not_run_comes_before_a_smaller_one_that_does() -> None:
-    """Also if it ran with fewer ranks before."""
-    made, down = EmulatedHosts(4, 4, spare=1), ["r0h3", "r1h2", "r1h3"]
-    for replica in (0, 1):
-        made.place(replica, [], [])
-        made.lose(replica, down)
-        made.shrink(replica, [*down, "s0"], [], 1)
-    assert made.could_grow(0, down, []), "one host is too few for replica 1"
-    assert made.place(1, ["r0h3", "r1h3"], [0]) is None, "r1h2 is back, and both need one"
-    assert [swap.spare for swap in made.place(0, ["r0h3", "r1h3"], []) or []] == ["s0"]
-
-
 def test_who_has_lent_its_hosts_goes_on_with_fewer_ranks_and_lends_no_more() -> None:
     made, down = EmulatedHosts(3, 3), ["r0h1", "r0h2"]
     made.place(1, [], [])
