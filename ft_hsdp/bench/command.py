@@ -22,6 +22,7 @@ BENCHES: Mapping[str, str] = {
     "overhead": "ft_hsdp.bench.overhead",
     # A checkout has these, beside the package.
     "return": "benchmarks.returns",
+    "hosts": "benchmarks.hosts",
     "memory": "benchmarks.memory",
 }
 

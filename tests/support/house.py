@@ -28,7 +28,7 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 SIZES: dict[str, tuple[int, int]] = {
     "statements": (41_362, 39_000),
     "lines with JavaScript": (77_464, 71_000),
-    "benchmarks outside the package": (1_861, 4_000),  # statements
+    "benchmarks outside the package": (1_913, 4_000),  # statements
     "test lines": (74_975, 66_000),  # the model checker among them
     "modules with code": (310, 310),
     "configuration keys": (120, 120),
