@@ -316,7 +316,8 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     rests = replace(rests, failed_on=tuple(sorted(counts.items())), fatal=fatal)
     others = [s.placement.replicas[n].fatal for n in active_replicas(s) if n != replica]
     times = min([fatal[1], *(times if at == fatal[0] else 0 for at, times in others)])
-    trains = committed == 0 and step > me.base
+    beside = [s.placement.replicas[n].contributed for n in active_replicas(s) if n != replica]
+    trains = step > me.base and (committed == 0 or any(beside))
     found = judge(Evidence(code, bool(lost), counts.get(host, 0), trains, times if own_fault else 0))
     if found.action is Action.HALT:
         effects.append(Note("JobGivenUp", found.reason, {**facts, "step": fatal[0]}))

@@ -492,6 +492,22 @@ def test_a_host_is_not_left_for_what_comes_from_outside(code: int, used: int) ->
     assert (w.me().used, w.me().restart.used) == (("a",), used)
 
 
+@pytest.mark.parametrize(("beside", "used"), [(True, "c"), (False, "a")])
+def test_a_host_that_ends_ranks_again_and_again_is_left_if_others_train_beside_them(
+    beside: bool, used: str
+) -> None:
+    w = World("a", "b", "c", each=1, restart=RestartPolicy(9, 0.0))
+    for step in (1, 2, 3):
+        mine, other = w.s.placement.replicas
+        replicas = replace(mine, contributed=True), replace(other, contributed=beside)
+        w.s = replace(
+            w.s, head=replace(initial("c", "w"), step=step), placement=replace(w.s.placement, replicas=replicas)
+        )
+        w.ends("a", 0, -11)
+        w.settle(10.0)
+    assert w.me().used == (used,)
+
+
 def test_a_host_that_is_told_to_end_gives_its_ranks_to_a_spare_one() -> None:
     w = World("a", "b", replicas=1, each=1)
     w.leaving.add("a")
