@@ -298,7 +298,6 @@ class HostAgent:
         self._life, self._space = secrets.token_hex(8), process_space()
         self._port = kept_port(own_address(config.network.host, client.url))
         self._file = run.path / f"host-{self.name}.yaml"
-        write_config(self._file, config)
         self._held: dict[str, HeldRanks] = {}  # by incarnation; one that was held is never started again
         self._seen, self._number = "", 0
         self._problem: str | None = None  # why the last report failed; "": it did not; None: there was none
@@ -326,6 +325,7 @@ class HostAgent:
             Retryable: The lighthouse refuses this host.
         """
         try:
+            write_config(self._file, self._config)  # only now: another process may have been this host
             self._pool.settled(ReplicaSpec(0, self._config.ranks_per_replica, "", 0, self._file))
             while self._code is None or not all(held.over for held in self._held.values()):
                 await self._exchange()

@@ -179,7 +179,7 @@ def test_explain_tells_every_decision_with_its_reason_and_each_failure(config, c
 
 def test_without_a_supervisor_explain_reads_what_each_process_logged(config, capsys) -> None:
     run = _run()
-    for path, t in ((run.lighthouse_events, 2.0), (run.replica_events(0), 1.0), (run.supervision(0), 3.0)):
+    for path, t in ((run.lighthouse_events, 2.0), (run.replica_events(0), 1.0), (run.injections(0), 3.0)):
         log = LineWriter(path)
         log.write(event("Waiting", t))
         log.close()

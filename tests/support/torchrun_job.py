@@ -93,9 +93,8 @@ class TorchrunJob:
         return read_jsonl(self.folder_of(replica) / file)
 
     def events(self, replica: int, name: str) -> list[Row]:
-        """The events of one name of a replica's ranks and supervisor."""
-        rows = [*self.rows(replica, "events.jsonl"), *self.rows(replica, "supervisor.jsonl")]
-        return [row for row in rows if row["event"] == name]
+        """The events of one name of a replica's ranks."""
+        return [row for row in self.rows(replica, "events.jsonl") if row["event"] == name]
 
     def told(self, name: str) -> list[Row]:
         """The lighthouse's events of one name."""

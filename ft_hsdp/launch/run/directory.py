@@ -102,10 +102,6 @@ class RunDir:
         """Return the path of the events of failures that were injected by hand."""
         return self.replica(replica) / "chaos.jsonl"
 
-    def supervision(self, replica: int) -> Path:
-        """Return the path of the supervisor's events, where `launcher.py replica` started the replica."""
-        return self.replica(replica) / "supervisor.jsonl"
-
     def final(self, replica: int) -> Path:
         return self.replica(replica) / "final.json"
 

@@ -78,7 +78,7 @@ def finals_of(run: RunDir) -> dict[int, Row]:
 
 def logs_of(run: RunDir, replicas: int) -> list[Path]:
     """Return the paths of all logs of events that are merged; `replicas` is their number."""
-    of_one = (run.replica_events, run.supervision, run.injections)
+    of_one = (run.replica_events, run.injections)
     return [run.lighthouse_events, *(log(n) for n in range(replicas) for log in of_one)]
 
 
