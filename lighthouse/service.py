@@ -24,7 +24,6 @@ from lighthouse import status, validation
 from lighthouse.evictions import Evictions
 from lighthouse.http.rate_limits import Rates
 from lighthouse.placement import machine, signs
-from lighthouse.placement.state import ReplicaPhase
 from lighthouse.quorum import commands
 from lighthouse.quorum.events import (
     Action,
@@ -313,7 +312,7 @@ class Service:
         now = self._clock()
         command = Commanded(action, replica, reason, now, target, host)
         reporting = {r for r, at in self._supervised.items() if at > now - SUPERVISED_S}
-        reporting |= {r for r, me in enumerate(self.state.placement.replicas) if me.phase is ReplicaPhase.RUNS}
+        reporting |= {r for r in range(self.state.policy.slots) if signs.has_host(self.state, r)}
         supervised = commands.Supervised(reporting, self._evictions.orders)
         found = commands.plan(self.state, command, supervised, force)
         if isinstance(found, commands.Impossible):

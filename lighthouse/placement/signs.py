@@ -245,14 +245,20 @@ def could_grow(s: LighthouseState, replica: int, me: PlacedReplica) -> bool:
     return len(given.hosts) == policy.hosts and not given.missing
 
 
+def has_host(s: LighthouseState, replica: int) -> bool:
+    """Return whether a host is there that takes ranks of a replica."""
+    here = [each.report for each in s.presence.hosts.values()]
+    return any(report.replica in (None, replica) and not report.leaving for report in here)
+
+
 def due_replicas(s: LighthouseState, now: float) -> list[int]:
     """Return the replicas that are to be started now."""
     if s.finished or s.halted:
         return []
-    found, bound = [], {each.report.replica for each in s.presence.hosts.values()}
+    found = []
     for n in active_replicas(s):
         me = s.placement.replicas[n]
-        hosted = me.incarnation or not bound.isdisjoint({None, n})
+        hosted = me.incarnation or has_host(s, n)
         if me.phase is ReplicaPhase.RESTS and hosted and now >= me.due and not leased_to(s, n, now):
             found.append(n)
     return found
