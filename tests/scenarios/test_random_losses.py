@@ -65,10 +65,14 @@ class Losses(JobOnHosts):
             agent.suspend()
             return agent.resume
         if what == "rank":
-            for file in self.kept(machine).glob("replicas/*/processes.json"):
-                pids = [str(rank["pid"]) for rank in read_json(file)["ranks"] if rank["state"] == "running"]
-                with contextlib.suppress(subprocess.CalledProcessError):  # of an earlier life
-                    machine.run("kill", "-9", *pids)
+            for replica in range(self._replicas):
+                if machine in self.hosts(replica):
+                    found = read_json(self.kept(machine) / "replicas" / str(replica) / "processes.json")["ranks"]
+                    pids = [str(rank["pid"]) for rank in found if rank["state"] == "running"]
+                    with contextlib.suppress(
+                        subprocess.CalledProcessError
+                    ):  # it has ended because of another loss
+                        machine.run("kill", "-9", *pids)
             return lambda: None
         if machine is first or what == "agent":
             process.kill()
