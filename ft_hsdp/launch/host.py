@@ -39,6 +39,7 @@ from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks, HostReport
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
+from ft_hsdp.core.restart import LEAVING
 from ft_hsdp.errors import (
     EXIT_CONFIG,
     EXIT_HARDWARE,
@@ -235,6 +236,8 @@ class HeldRanks(ReplicaProcess):
         said, line = self.told(gone), self.explain(gone)
         why = said.error if said else line.partition(": ")[2]
         self.ends.append(EndedRank(rank, code, gone.killed, said.cause if said else "", why[:WHY]))
+        if code not in LEAVING and not self.leaving:
+            self.kill()  # a replica without one of its ranks commits nothing
         _say(f"{self.name}: {line}")
         if self.over and 0 in self.assigned.ranks:
             self.fed = last_fed(self._run, self.replica, self.name)

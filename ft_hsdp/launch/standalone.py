@@ -182,11 +182,11 @@ async def alone(token: str, name: str, *, waits: bool = False) -> socket.socket:
         else:
             return mine
         if not waits:
-            allowed = f"a host that has no agent of this job yet; {HOST_VARIABLE} gives a machine another name"
-            raise ConfigError("host", name, allowed)
+            raise ConfigError(
+                "host", name, f"a host without an agent of this job; {HOST_VARIABLE} gives another name"
+            )
         if not told:
-            line = f"another process is {name}; this one stands by until that one ends"
-            print(line, file=sys.stderr)  # noqa: T201 - progress of a command
+            print(f"another process is {name}: this one stands by", file=sys.stderr)  # noqa: T201 - progress
         told = True
         await asyncio.sleep(ALONE_S)
 

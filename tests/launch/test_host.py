@@ -61,6 +61,11 @@ class Scene:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    @property
+    def number(self) -> int:
+        """Of the newest answer."""
+        return int(self._reply.seen)
+
     def assigned(self, name: str, *ranks: int, of: int = 2, **more: Any) -> AssignedRanks:
         return AssignedRanks(name, ranks, ("h",) * of, self.reports[-1].address, **more)
 
@@ -94,28 +99,30 @@ async def scene(run_dir: RunDir) -> AsyncIterator[Scene]:
 
 
 async def test_what_is_assigned_starts_once_its_end_is_told_and_the_rest_is_killed(scene, run_dir, plan) -> None:
-    plan({"0": {"0": {"1": ["raise", "key", "oh"]}}, "1": {"1": {"0": ["final", True]}}})
+    plan({"0": {"0": {"2": ["raise", "key", "oh"]}}, "1": {"1": {"0": ["final", True]}}})
     first = scene.reports[-1]
     one, other = scene.assigned("0-a-0", 1, 2, of=4), scene.assigned("1-a-1", 0, of=1)
     scene.answers(one, other)
-    said = await scene.reported("0-a-0", (2,), (1, EXIT_RETRYABLE, False))
+    ends = (2, EXIT_RETRYABLE, False), (1, -signal.SIGKILL, True)  # without one rank the others commit nothing
+    said = await scene.reported("0-a-0", (), *ends)
     assert (said.ended[0].cause, "KeyError" in said.ended[0].why) == ("script", True)
-    await scene.waiting("0-0-2")
     assert "GPU 1 of A,B" in run_dir.rank_log(0, 2).read_text()
     assert (await scene.reported("1-a-1", (), (0, 0, False))).done
     assert scene.reports[-1].address != first.address == other.master  # one port for each rank 0
     assert {report.life for report in scene.reports} == {first.life}
     scene.answers(one, scene.assigned("0-a-1", 1, 2, of=4))
     await scene.waiting("0-1-1", "0-1-2")
-    await scene.reported("0-a-0", (2,), (1, EXIT_RETRYABLE, False))
+    await scene.reported("0-a-0", (), *ends)
     assert scene.of("1-a-1") is None  # it is over, and not assigned
-    scene.answers(scene.assigned("0-a-1", 1, 2, of=4))
-    await scene.reported("0-a-0", (), (1, EXIT_RETRYABLE, False), (2, -signal.SIGKILL, True))
-    scene.answers(scene.assigned("0-a-1", 1, 2, of=4))
+    for _ in range(2):
+        scene.answers(scene.assigned("0-a-1", 1, 2, of=4))
+        await async_until(lambda: scene.reports[-1].seen == str(scene.number), "it knows")
     await async_until(lambda: scene.of("0-a-0") is None, "the next report")
     scene.answers(one, scene.assigned("0-a-1", 1, 2, of=4))
-    await scene.reported("0-a-0", (), (1, EXIT_RETRYABLE, False), (2, -signal.SIGKILL, True))
+    await scene.reported("0-a-0", (), *ends)
     await scene.reported("0-a-1", (1, 2))
+    scene.answers()
+    await scene.reported("0-a-1", (), (1, -signal.SIGKILL, True), (2, -signal.SIGKILL, True))
 
 
 async def test_the_host_of_rank_0_says_which_units_were_in_flight_when_its_ranks_ended(
@@ -129,10 +136,8 @@ async def test_the_host_of_rank_0_says_which_units_were_in_flight_when_its_ranks
             (run_dir.replica(replica) / f"{name}.jsonl").write_text(f"{json.dumps(said)}\n")
     plan({"0": {"0": {"1": ["exit", 3]}}, "1": {"0": {"1": ["exit", 3]}}})
     scene.answers(scene.assigned("0-a-0", 0, 1), scene.assigned("1-a-0", 1, fatal=((0, 5, 2),)))
-    assert (await scene.reported("0-a-0", (0,), (1, 3, False))).fed is None
     assert (await scene.reported("1-a-0", (), (1, 3, False))).fed is None
     assert "[[0, 5, 2]]" in run_dir.rank_log(1, 1).read_text()
-    scene.answers()
     said = await scene.reported("0-a-0", (), (1, 3, False), (0, -signal.SIGKILL, True))
     assert (said.fed, said.usable) == ((1, 4, 2), True)
 
@@ -192,7 +197,7 @@ async def test_ranks_go_on_without_a_lighthouse_and_the_next_one_hears_what_happ
     (run_dir.path / "go").touch()
     await async_until(lambda: not scene.open, "the report to be given up")
     scene.down = False
-    await scene.reported("0-a-0", (1,), (0, 7, False))
+    await scene.reported("0-a-0", (), (0, 7, False), (1, -signal.SIGKILL, True))
 
 
 @pytest.mark.parametrize(("code", "ends_with"), [(64, 64), (76, 76), (1, EXIT_RETRYABLE)])
@@ -202,13 +207,13 @@ async def test_a_scheduler_is_told_what_to_do(run_dir: RunDir, plan: Plan, code:
     scene = Scene(run_dir, replica=1, ranks_per_replica=2, spares=2)
     await async_until(lambda: [e for e in scene.events if e["event"] == "SpareWarmed"], "a spare")
     scene.answers(scene.assigned("1-a-0", 0, 1))
-    await scene.reported("1-a-0", (1,), (0, 1, False))
+    await scene.reported("1-a-0", (), (0, 1, False), (1, -signal.SIGKILL, True))
     assert (scene.reports[-1].replica, scene.reports[-1].path.endswith("-r1")) == (1, True)
     made = (run_dir.path / "spares-made").read_text().split()
     assert {str(each["pid"]) for each in read_json(run_dir.processes(1))["ranks"]} == set(made), (
         "no spare was used"
     )
     scene.answers(scene.assigned("1-a-1", 0, 1))
-    await scene.reported("1-a-1", (0,), (1, code, False))
+    await scene.reported("1-a-1", (), (1, code, False), (0, -signal.SIGKILL, True))
     scene.answers(halted="replica 1 is given up")
     assert await scene.running == ends_with

@@ -29,7 +29,7 @@ SIZES: dict[str, tuple[int, int]] = {
     "statements": (41_362, 39_000),
     "lines with JavaScript": (77_473, 71_000),
     "benchmarks outside the package": (1_913, 4_000),  # statements
-    "test lines": (75_088, 66_000),  # the model checker among them
+    "test lines": (75_098, 66_000),  # the model checker among them
     "modules with code": (310, 310),
     "configuration keys": (120, 120),
     "timeouts among them": (15, 14),
