@@ -82,7 +82,7 @@ def host(config: Config, url: str | None) -> int:
 
     Args:
         config: The job's configuration.
-        url: The address of a lighthouse, or several after commas, as `standalone.replica` takes it.
+        url: The address of a lighthouse, or several after commas, as `replica` takes it.
 
     Raises:
         ConfigError: The address, the token or the configuration does not fit the job.
@@ -145,18 +145,27 @@ async def serve(
         reporter.event(event)
         _say(tell(event))
 
-    def lost(pid: int, why: str) -> None:
-        emit(supervised("ForkServerLost", f"{why}: another one is started, the ranks go on", pid=pid))
-
     _say(what_is_kept(config))
-    timeouts = config.timeouts
-    preload = (*PRELOAD, *config.preload)
-    forks = ForkServer(run.path, preload=preload, boot_s=timeouts.boot_s, spawn_s=timeouts.spawn_s, lost=lost)
+    timeouts, goes_on = config.timeouts, "another one is started, the ranks go on"
+    forks = ForkServer(
+        run.path,
+        preload=(*PRELOAD, *config.preload),
+        boot_s=timeouts.boot_s,
+        spawn_s=timeouts.spawn_s,
+        lost=lambda pid, why: emit(supervised("ForkServerLost", f"{why}: {goes_on}", pid=pid)),
+    )
     token, reply_s = secret.current(run.token), timeouts.evict_s / 3 + REPLY_S
     client = LighthouseClient(urls, token, tls.client(config.network), run.lighthouse, reply_s)
     reporter = Reporter("supervisor", client.tell)
-    gpus = gpus_here(config, config.hosts.per_replica or 1)
-    agent = HostAgent(config, run, forks, client, gpus, replica=replica_id, emit=emit)
+    agent = HostAgent(
+        config,
+        run,
+        forks,
+        client,
+        gpus_here(config, config.hosts.per_replica or 1),
+        replica=replica_id,
+        emit=emit,
+    )
     with await alone(token, agent.name, waits=replica_id is not None):
         await forks.start()  # a signal that comes meanwhile ends this process at once
         for number in stop_signals():
@@ -408,8 +417,10 @@ class HostAgent:
     def _report(self) -> HostReport:
         ranks = tuple(held.report() for held in self._held.values() if held.wanted or not held.reported)
         self._number += 1
-        who = (self._path, self._life, self._space, self._number)
-        return HostReport(*who, self._address, ranks, self._leaving, self._seen, self._replica)
+        return HostReport(
+            *(self._path, self._life, self._space, self._number, self._address),
+            *(ranks, self._leaving, self._seen, self._replica),
+        )
 
     @property
     def _address(self) -> str:
@@ -460,8 +471,9 @@ class HostAgent:
             held.failed = "this host leaves the job"
             held.starting.clear()
             return held
-        ranks = ", ".join(map(str, assigned.ranks))
-        _say(f"{'ranks' if len(assigned.ranks) > 1 else 'rank'} {ranks} of {held.name} start")
+        _say(
+            f"{'ranks' if len(assigned.ranks) > 1 else 'rank'} {str([*assigned.ranks])[1:-1]} of {held.name} start"
+        )
         start = asyncio.create_task(self._start(held))
         self._starts.add(start)
         start.add_done_callback(self._starts.discard)

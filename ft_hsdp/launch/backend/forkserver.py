@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend import children
@@ -281,7 +281,7 @@ class ForkServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             ours.setblocking(False)
-            with theirs, await asyncio.to_thread(open_log, self._run / "forkserver.log") as log:
+            with theirs, await self._open_log() as log:
                 args = (str(theirs.fileno()), self._entry, str(self._run), *self._preload)
                 process = await asyncio.create_subprocess_exec(
                     *tied("ft_hsdp.launch.backend.zygote", *args),
@@ -295,6 +295,15 @@ class ForkServer:
             ours.close()
             raise
         return process, ours
+
+    async def _open_log(self) -> IO[bytes]:
+        """Open the server's log, on a thread because a disk may hang; if this is cancelled, it is closed then."""
+        opening = asyncio.ensure_future(asyncio.to_thread(open_log, self._run / "forkserver.log"))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            opening.add_done_callback(lambda done: done.exception() or done.result().close())
+            raise
 
     async def _start(self) -> _Server:
         try:

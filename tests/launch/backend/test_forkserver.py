@@ -1,5 +1,6 @@
 import asyncio
 import errno
+import gc
 import json
 import os
 import resource
@@ -159,6 +160,17 @@ async def test_the_end_waits_for_a_server_that_was_given_up(run_dir, monkeypatch
         await ranks.spawn()
     await ranks.server.close()
     assert first in waited
+
+
+async def test_a_start_that_is_cancelled_leaves_no_log_open(run_dir: RunDir) -> None:
+    server = ForkServer(run_dir.path, entry="tests.support.launch.standin:main", preload=())
+    for _ in range(20):  # the thread that opens it is at another place each time
+        start = asyncio.create_task(server.start())
+        await asyncio.sleep(0)
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+    await server.close()
+    gc.collect()  # a warning is an error
 
 
 async def test_a_frozen_server_costs_one_start_and_no_rank(run_dir: RunDir) -> None:
