@@ -446,7 +446,12 @@ def test_a_host_of_one_replica_runs_that_alone_and_a_second_one_stands_by() -> N
     w.settle(2 * PLACE_S)
     assert w.runs() == {w.me(1).incarnation: ("a",)}
     assert not w.s.views[0].lost
-    w.cut.add("a")
+    w.join("c")
+    w.settle()
+    w.cut.add("c")
+    w.settle(EVICT_S + 1)
+    assert (w.me(0).phase, w.me(0).used) == (ReplicaPhase.RESTS, ("c",))  # b is not for replica 0
+    w.cut = {"a"}
     w.settle(EVICT_S + 1)
     assert w.me(1).used == ("b",)
     w.leaving.add("b")
