@@ -225,10 +225,6 @@ class Service:
             break
         return reply
 
-    @property
-    def _is_over(self) -> bool:
-        return self.state.finished or bool(self.state.halted)
-
     def closed(self, host: HostReport) -> None:
         """Take note that the connection of a host's agent has ended before the answer."""
         self._try(HostClosed(host, self._clock()))
@@ -371,7 +367,8 @@ class Service:
         self._saver.save(after)
         self.state = after
         leaving = isinstance(event, ProcessesReported) and event.host is not None and event.host.leaving
-        if after.placement is not before.placement or self._is_over or leaving or isinstance(event, Commanded):
+        moved = leaving or after.placement is not before.placement or isinstance(event, Commanded)
+        if moved or after.finished or after.halted:
             self._moved.set()
             self._moved = asyncio.Event()
         if after.rewinding:

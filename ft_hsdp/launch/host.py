@@ -146,6 +146,8 @@ async def serve(
         _say(tell(event))
 
     _say(what_is_kept(config))
+    if config.hosts.spare:
+        _say(f"hosts.spare: {config.hosts.spare} is not used here: a machine that no replica needs is spare")
     timeouts, goes_on = config.timeouts, "another one is started, the ranks go on"
     forks = ForkServer(
         run.path,
@@ -187,8 +189,7 @@ async def serve(
 async def _note_injections(run: RunDir, replica_id: int, reporter: Reporter) -> None:
     """Send the lighthouse the events of the failures that `ft-hsdp chaos` injects here from now on."""
     log = Tailer(run.injections(replica_id))
-    for _ in log.all():
-        pass
+    list(log.all())  # those of before
     while True:
         await asyncio.sleep(INJECTIONS_S)
         for event in log.poll():
@@ -208,8 +209,9 @@ class HeldRanks(ReplicaProcess):
         who = IncarnationId.parse(assigned.incarnation)
         if who is None:
             raise LighthouseUnreachable(f"the lighthouse assigns {assigned.incarnation!r}")
-        size = who.replica, len(assigned.hosts)
-        super().__init__(ReplicaSpec(*size, who.run_id, who.restarts, config, assigned.fatal), run)
+        super().__init__(
+            ReplicaSpec(who.replica, len(assigned.hosts), who.run_id, who.restarts, config, assigned.fatal), run
+        )
         self.assigned = assigned
         self.wanted = True  # the newest assignment has it
         self.reported = False  # the lighthouse knows how all its ranks have ended

@@ -41,7 +41,6 @@ from lighthouse.store import finished
 
 ALONE_S = 0.2  # between two looks whether another process has ended
 REFUSED_S = 5.0  # for which a lighthouse may refuse the token: that of an earlier job ends soon
-INJECTIONS_S = 0.2  # between two reads of the log of injected failures
 
 
 def lighthouse(config: Config, url: str | None = None) -> int:

@@ -78,6 +78,8 @@ def decide(s: LighthouseState, event: Event) -> Step:
 
 def refusal(s: LighthouseState, report: HostReport) -> str:
     """Return why the agent of a host has to end; "": it goes on."""
+    if report.replica is not None and s.policy.placing is not None and s.policy.placing.hosts > 1:
+        return "hosts.per_replica of the job is not 1: start `host` on each machine of a replica"
     lives = dict(s.placement.lives).get(Host.parse(report.path).name, ())
     return REFUSED if report.life in lives[:-1] else ""
 

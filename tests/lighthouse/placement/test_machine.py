@@ -111,6 +111,7 @@ class World:
 def test_replicas_start_where_there_is_a_host_for_all_their_ranks() -> None:
     w = World("z/r1/a", "z/r1/b", "z/r2/c")
     first = w.me().incarnation
+    assert refusal(w.s, replace(w.report("z/r1/a"), replica=0))  # it would have all ranks of the replica
     assert w.me(1).phase is ReplicaPhase.RESTS
     w.join("z/r2/d")
     w.settle()
