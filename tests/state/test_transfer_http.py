@@ -2,7 +2,9 @@ import http.client
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -38,25 +40,18 @@ class Counting(InMemorySnapshots):
             self.lent -= 1
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[Counting, str]]:
+@pytest.fixture
+def source() -> Counting:
     source = Counting()
-    served = StateServer("127.0.0.1", 0, source, TOKEN)
-    yield source, served.address
-    served.close()
-
-
-@pytest.fixture
-def source(running: tuple[Counting, str]) -> Iterator[Counting]:
-    source, _ = running
     source.put(SNAPSHOT.manifest, SNAPSHOT.room)
-    yield source
-    until(lambda: source.lent == 0, "something was not given back")
+    return source
 
 
 @pytest.fixture
-def address(running: tuple[Counting, str], source: Counting) -> str:
-    return running[1]
+def address(source: Counting) -> Iterator[str]:
+    with closing(StateServer("127.0.0.1", 0, source, TOKEN)) as served:
+        yield served.address
+        until(lambda: source.lent == 0, "something was not given back")
 
 
 def ask(
@@ -69,13 +64,10 @@ def ask(
 def answer(
     address: str, path: str, token: str = TOKEN, method: str = "GET", span: str | None = None
 ) -> tuple[int, bytes, dict[str, str]]:
-    connection = KnownConnection(address, token)
-    try:
+    with closing(KnownConnection(address, token)) as connection:
         connection.request(method, path, headers={} if span is None else {"Range": span})
         response = connection.getresponse()
         body = response.read()
-    finally:
-        connection.close()
     return response.status, body, dict(response.headers)
 
 
@@ -118,16 +110,15 @@ def test_a_range_that_cannot_be_given(address: str, span: str) -> None:
 
 
 def test_one_connection_for_many_answers(address: str) -> None:
-    connection = KnownConnection(address, TOKEN)
     socks = set()
-    for path, status in (("manifest", 200), ("no", 404), ("data", 200), ("data", 200)):
-        connection.request("GET", f"{PATH}/{path}")
-        response = connection.getresponse()
-        response.read()
-        assert response.status == status
-        assert connection.sock is not None
-        socks.add(connection.sock.getsockname())
-    connection.close()
+    with closing(KnownConnection(address, TOKEN)) as connection:
+        for path, status in (("manifest", 200), ("no", 404), ("data", 200), ("data", 200)):
+            connection.request("GET", f"{PATH}/{path}")
+            response = connection.getresponse()
+            response.read()
+            assert response.status == status
+            assert connection.sock is not None
+            socks.add(connection.sock.getsockname())
     assert len(socks) == 1
 
 
@@ -182,12 +173,40 @@ def test_reading_is_all_that_can_be_done(address: str, method: str) -> None:
     assert len(body) < 2000
 
 
-def taken_place(address: str) -> socket.socket:
+def taken_place(stack: ExitStack, address: str) -> socket.socket:
     """A connection that has its thread."""
-    sock = known(address, TOKEN, Purpose.STATE)
+    sock = stack.enter_context(known(address, TOKEN, Purpose.STATE))
     sock.sendall(f"GET {PATH}/no HTTP/1.1\r\n\r\n".encode())
     assert sock.recv(12) == b"HTTP/1.1 404"
     return sock
+
+
+def hung_up(sock: socket.socket, data: bytes) -> bool:
+    sock.settimeout(0.02)
+    try:
+        sock.sendall(data)
+        return sock.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+class Clock:
+    """The time of the server, which the test has go faster."""
+
+    ahead_s, asked = 0.0, 0
+
+    def monotonic(self) -> float:
+        self.asked += 1
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    clock = Clock()
+    with mock.patch.multiple(state_http, time=clock, TICK_S=0.01, WINDOW_BYTES=1 << 20):
+        yield clock
 
 
 @pytest.fixture
@@ -200,83 +219,68 @@ def limits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize("limits", [{"MAX_READERS": 4}, {"MAX_READERS_PER_PEER": 4}], ids=str, indirect=True)
 def test_too_many_readers_are_hung_up_on_and_it_recovers(address: str) -> None:
-    places = [taken_place(address) for _ in range(4)]
-    with known(address, TOKEN, Purpose.STATE) as late:
-        assert late.recv(4096) == b""
-    places.pop().close()
-
     def served() -> bool:
         try:
             return ask(address, f"{PATH}/manifest")[0] == 200
         except (ConnectionError, http.client.HTTPException):
             return False
 
-    until(served, "a place did not become free")
-    for sock in places:
-        sock.close()
+    with ExitStack() as stack:
+        places = [taken_place(stack, address) for _ in range(4)]
+        with known(address, TOKEN, Purpose.STATE) as late:
+            assert late.recv(4096) == b""
+        places.pop().close()
+        until(served, "a place did not become free")
 
 
 @pytest.mark.usefixtures("limits")
 @pytest.mark.parametrize("limits", [{"IDLE_S": 0.1}], ids=str, indirect=True)
 def test_a_silent_reader_and_one_that_drips_lose_their_places(address: str) -> None:
     with known(address, TOKEN, Purpose.STATE) as silent, known(address, TOKEN, Purpose.STATE) as slow:
-        slow.settimeout(0.02)
         silent.sendall(b"GET /v1")
-        assert silent.recv(1) == b""
-        deadline = time.monotonic() + 5
-        while True:  # a byte now and then does not help
-            assert time.monotonic() < deadline
-            try:
-                slow.sendall(b"G")
-                if slow.recv(1) == b"":
-                    break
-            except TimeoutError:
-                continue
-            except ConnectionError:
-                break
+        until(lambda: hung_up(silent, b""), "a silent reader keeps its place")
+        until(lambda: hung_up(slow, b"G"), "a byte now and then helps")
 
 
-@pytest.mark.usefixtures("limits")
-@pytest.mark.parametrize("limits", [{"WINDOW_S": 0.25, "WINDOW_BYTES": 1 << 20}], ids=str, indirect=True)
-def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(address, source) -> None:
-    state = replace(STATE, step=9)
-    size = 64 << 20
+def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(address, source, clock) -> None:
+    state, size = replace(STATE, step=9), 64 << 20
     big = SnapshotBuffer(size)
     source.put(replace(SNAPSHOT.manifest, state=state, nbytes=size, tensors=(), checksums=("0" * 16,) * 16), big)
     path = PATH.replace("/7/", "/9/") + "/data"
-    host, port = address.split(":")
+
+    def dropped() -> bool:
+        clock.ahead_s += state_http.WINDOW_S
+        return source.lent == 0
+
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
-        sock.connect((host, int(port)))
+        sock.connect(split(address))
         handshake.call_blocking(sock, TOKEN, Purpose.STATE)
         sock.sendall(f"GET {path} HTTP/1.1\r\n\r\n".encode())
-        until(lambda: source.lent == 1, "nothing was borrowed")
-        until(lambda: source.lent == 0, "a reader that takes nothing keeps its place")
-    connection = KnownConnection(address, TOKEN)
-    connection.request("GET", path)
-    response = connection.getresponse()
-    got, began = 0, time.monotonic()
-    while part := response.read(1 << 20):
-        got += len(part)
-        if time.monotonic() - began < 1.0:  # four windows
-            time.sleep(0.02)
-    connection.close()
-    assert got == size
+        assert sock.recv(12) == b"HTTP/1.1 200"
+        until(dropped, "a reader that takes nothing keeps its place")
+    clock.ahead_s = 0.0
+    with closing(KnownConnection(address, TOKEN)) as connection:
+        connection.request("GET", path)
+        response = connection.getresponse()
+        for _ in range(3):  # windows
+            assert len(response.read(size // 4)) == size // 4
+            clock.ahead_s += state_http.WINDOW_S + 1
+            asked = clock.asked
+            until(lambda asked=asked: clock.asked > asked + 2, "the server has looked at its readers")
+        assert len(response.read()) == size // 4
 
 
 def test_strangers_take_no_place_from_a_reader(address: str) -> None:
     """Connections from two addresses held all places for ever, whether they asked for something or not."""
-    crowd = []
-    for number in range(3 * state_http.MAX_READERS):
-        sock = socket.socket()
-        sock.bind((f"127.0.0.{2 + number % 2}", 0))
-        sock.connect(split(address))
-        if number % 3 == 0:
-            sock.sendall(f"GET {PATH}/manifest HTTP/1.1\r\n\r\n".encode())
-        crowd.append(sock)
-    assert ask(address, f"{PATH}/manifest")[0] == 200
-    for sock in crowd:
-        sock.close()
+    with ExitStack() as crowd:
+        for number in range(3 * state_http.MAX_READERS):
+            sock = crowd.enter_context(socket.socket())
+            sock.bind((f"127.0.0.{2 + number % 2}", 0))
+            sock.connect(split(address))
+            if number % 3 == 0:
+                sock.sendall(f"GET {PATH}/manifest HTTP/1.1\r\n\r\n".encode())
+        assert ask(address, f"{PATH}/manifest")[0] == 200
 
 
 def test_a_thread_that_cannot_start_gives_its_place_back(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
@@ -292,9 +296,8 @@ def test_a_thread_that_cannot_start_gives_its_place_back(monkeypatch: pytest.Mon
 def test_it_serves_over_both_families(host: str) -> None:
     source = InMemorySnapshots()
     source.put(SNAPSHOT.manifest, SNAPSHOT.room)
-    served = StateServer(host, 0, source, TOKEN)
-    assert ask(served.address, f"{PATH}/manifest") == (200, ENCODED)
-    served.close()
+    with closing(StateServer(host, 0, source, TOKEN)) as served:
+        assert ask(served.address, f"{PATH}/manifest") == (200, ENCODED)
 
 
 def test_after_close_nobody_answers_and_nothing_is_borrowed(source: Counting) -> None:

@@ -12,7 +12,7 @@ from ft_hsdp.handshake import Purpose
 class KnownConnection(http.client.HTTPConnection):
     """HTTP behind the handshake of a state server."""
 
-    def __init__(self, where: str, token: str, timeout: float = 5.0) -> None:
+    def __init__(self, where: str, token: str, timeout: float = 30.0) -> None:
         host, port = address.split(where)
         super().__init__(host, port, timeout=timeout)
         self._token = token
@@ -22,7 +22,7 @@ class KnownConnection(http.client.HTTPConnection):
         handshake.call_blocking(self.sock, self._token, Purpose.STATE)
 
 
-def known(where: str, token: str, purpose: Purpose, timeout: float = 5.0) -> socket.socket:
+def known(where: str, token: str, purpose: Purpose, timeout: float = 30.0) -> socket.socket:
     """A blocking connection whose both ends know the token."""
     sock = socket.create_connection(address.split(where), timeout=timeout)
     try:
