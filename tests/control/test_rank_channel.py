@@ -62,7 +62,7 @@ def test_every_effect_that_is_not_the_leader_s_own_reaches_its_ranks() -> None:
 async def test_orders_and_reports() -> None:
     async with Leader(3) as leader:
         ranks = [await Rank().connect(leader.port, hello(r)) for r in (2, 1)]
-        await leader.hub.all_here(5)
+        await leader.hub.all_here(30)
         assert leader.hub.hellos == {1: hello(1), 2: hello(2)}
         orders = [
             effects.RunBatch(4),
@@ -99,7 +99,7 @@ async def test_all_here_has_a_deadline() -> None:
 async def test_a_wrong_hello_is_hung_up_on(said: RankHello) -> None:
     async with Leader(3) as leader:
         rank = await Rank().connect(leader.port, said)
-        await asyncio.wait_for(rank.lost.wait(), 3)
+        await asyncio.wait_for(rank.lost.wait(), 30)
         with pytest.raises(TimeoutError):
             await leader.hub.all_here(0.05)
         assert leader.hub.hellos == {}
@@ -110,7 +110,7 @@ async def test_a_wrong_hello_is_hung_up_on(said: RankHello) -> None:
 async def test_a_hub_that_has_all_its_ranks_listens_no_more() -> None:
     async with Leader(2) as leader:
         rank = await Rank().connect(leader.port, hello(1))
-        await leader.hub.all_here(5)
+        await leader.hub.all_here(30)
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection("127.0.0.1", leader.port)
         leader.hub.broadcast(effects.RunBatch(1))
@@ -125,7 +125,7 @@ async def test_a_rank_says_hello_once() -> None:
             await leader.hub.all_here(0.1)
         assert 1 in leader.hub.hellos
         second = await Rank().connect(leader.port, hello(1))
-        await asyncio.wait_for(second.lost.wait(), 3)
+        await asyncio.wait_for(second.lost.wait(), 30)
         leader.hub.broadcast(effects.RunBatch(1))
         assert await first.orders.get() == effects.RunBatch(1)
         for rank in (first, second):
@@ -140,7 +140,7 @@ async def test_noise_instead_of_a_hello_is_hung_up_on(noise: bytes) -> None:
             writer.write(noise)
             writer.write_eof()
             with contextlib.suppress(ConnectionResetError):
-                assert len(await asyncio.wait_for(reader.read(), 3)) in (0, handshake.CHALLENGE_BYTES)
+                assert len(await asyncio.wait_for(reader.read(), 30)) in (0, handshake.CHALLENGE_BYTES)
             writer.close()
             assert leader.lost.empty()
 
@@ -150,23 +150,23 @@ async def test_the_end_of_a_rank_is_reported() -> None:
         rank = await Rank().connect(leader.port, hello(2))
         _, writer = await known(leader.port)
         writer.write(protocol.frame(hello(1)))
-        await leader.hub.all_here(5)
+        await leader.hub.all_here(30)
         rank.line.close()
-        assert await asyncio.wait_for(leader.lost.get(), 3) == 2
+        assert await asyncio.wait_for(leader.lost.get(), 30) == 2
         writer.write(b"\x00\x00\x00\x02{}")  # nonsense counts as its end, too
-        assert await asyncio.wait_for(leader.lost.get(), 3) == 1
+        assert await asyncio.wait_for(leader.lost.get(), 30) == 1
         writer.close()
 
 
 async def test_a_rank_may_not_give_orders_nor_a_leader_reports() -> None:
     async with Leader(2) as leader:
         rank = await Rank().connect(leader.port, hello(1))
-        await leader.hub.all_here(5)
+        await leader.hub.all_here(30)
         leader.hub.broadcast(RankStopped(0, 1))
-        await asyncio.wait_for(rank.lost.wait(), 3)
+        await asyncio.wait_for(rank.lost.wait(), 30)
         assert rank.orders.empty()
         rank.line.send(effects.Exit(0, "says who"))
-        assert await asyncio.wait_for(leader.lost.get(), 3) == 1
+        assert await asyncio.wait_for(leader.lost.get(), 30) == 1
         assert leader.heard.empty()
         rank.line.close()
 
@@ -174,9 +174,9 @@ async def test_a_rank_may_not_give_orders_nor_a_leader_reports() -> None:
 async def test_the_end_of_the_leader_is_noticed() -> None:
     async with Leader(2) as leader:
         rank = await Rank().connect(leader.port, hello(1))
-        await leader.hub.all_here(5)
+        await leader.hub.all_here(30)
         leader.hub.close()
-        await asyncio.wait_for(rank.lost.wait(), 3)
+        await asyncio.wait_for(rank.lost.wait(), 30)
         rank.line.close()
 
 

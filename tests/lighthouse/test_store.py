@@ -265,10 +265,8 @@ def test_a_failed_write_changes_nothing_and_is_told(lasting):
     store = lasting.open()
     state = store.load(POLICY)
     with lasting.broken(store):
-        started = time.monotonic()
         with pytest.raises(StoreFailed) as caught:
             store.save(replace(state, head=START, epoch=4))
-        assert time.monotonic() - started < 6.0
         assert len(str(caught.value).splitlines()) == 1
     store.close()
     again = reopened(lasting)

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ def test_ctrl_c_once_writes_the_state_and_the_same_command_goes_on_from_it(tmp_p
 
 @pytest.mark.proof
 def test_ctrl_c_twice_leaves_nothing(tmp_path: Path) -> None:
-    with Job(tmp_path, ENDLESS, **SMALL) as job:
+    with Job(tmp_path, ENDLESS, **SMALL, timeouts__stop_s=600) as job:  # for which it would wait for the replicas
         job.until(lambda: job.step() >= 3, "step 3")
         below = beside(job)
         pid = job.pid(1, 0)
@@ -75,12 +74,10 @@ def test_ctrl_c_twice_leaves_nothing(tmp_path: Path) -> None:
         os.kill(pid, signal.SIGSTOP)  # it cannot leave
         job.process.send_signal(signal.SIGINT)
         job.until(lambda: "stopping: " in job.log.read_text(), "the first word")
-        began = time.monotonic()
         job.process.send_signal(signal.SIGINT)
         job.end(130)
-        assert time.monotonic() - began < 8.0, "it waited for the replicas"
         nothing_runs(job)
-        _, left = psutil.wait_procs(below, timeout=5.0)
+        _, left = psutil.wait_procs(below, timeout=30.0)
         assert not left
 
 

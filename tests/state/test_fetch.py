@@ -284,7 +284,7 @@ def test_what_donors_have_is_fetched_bit_by_bit(count: int, tls: record_layer.Mo
     assert len(honest.manifest.checksums) > 3
     assert sum(got.given.values()) == honest.manifest.nbytes
     assert told == []
-    assert 0 < got.seconds < 10
+    assert 0 < got.seconds < 60
 
 
 def test_an_empty_shard_and_one_below_a_chunk() -> None:

@@ -399,7 +399,7 @@ def test_a_work_that_is_done_before_its_callback_is_set() -> None:
 
     thread = threading.Thread(target=body, daemon=True)
     thread.start()
-    thread.join(5)
+    thread.join(30)
     assert not thread.is_alive(), "it waits for itself"
     assert len(s.votes) == 1
 

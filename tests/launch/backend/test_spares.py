@@ -283,12 +283,12 @@ async def test_a_replica_has_no_place_while_a_host_of_it_is_down(run_dir: RunDir
     assert world.backend.vacancy(0) == ""
     write_json(order, asdict(fault_injection.FaultOrder("host", 0, host="r0h1")))
     assert "r0h1 is down" in world.backend.vacancy(0)
-    await asyncio.wait_for(world.backend.place(1), 5)
+    await asyncio.wait_for(world.backend.place(1), 30)
     placing = asyncio.create_task(world.backend.place(0))
     done, _ = await asyncio.wait([placing], timeout=4 * fault_injection.LOOK_S)
     assert not done
     order.unlink()
-    await asyncio.wait_for(placing, 5)
+    await asyncio.wait_for(placing, 30)
 
 
 def gpus_of(run: RunDir, replica: int) -> list[str]:

@@ -215,12 +215,12 @@ def test_who_never_takes_a_point_holds_nobody_up_and_gets_no_more_than_its_place
     sink = Stuck(tmp_path)
     one = row(1)
     sink.take("commit", 0, one)
-    assert sink.begun.wait(5)
+    assert sink.begun.wait(30)
     for seq in range(1, 50_000):  # the sink is stuck for good: a commit that waited for it would never return
         sink.take("commit", seq, one)
     sink.close()
     sink.over.set()
-    assert sink.shut.wait(5)
+    assert sink.shut.wait(30)
     assert sink.taken <= 1 + exporters.WAITING
 
 

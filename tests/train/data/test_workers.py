@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from multiprocessing import active_children
 from pathlib import Path
@@ -143,13 +143,15 @@ def die(index: int) -> None:
 
 
 def test_a_worker_that_dies_is_an_error_at_once(tmp_path: Path) -> None:
-    with reading(Diary(tmp_path, die)) as reader:
+    with reading(Diary(tmp_path, die), timeout=60) as reader:
         reader.guess(after(0))
         assert reader.batch(at(0), after(1))["index"].tolist() == [0]
         began = time.monotonic()
         with pytest.raises(Retryable) as died:
             reader.batch(at(3), after(4))
-        assert time.monotonic() - began < 3.0, "torch's own look at its workers comes every 5 s"
+        assert time.monotonic() - began < 30.0, "torch itself looks at its workers when the timeout is over"
+        for child in active_children():
+            child.kill()  # torch waits on
         found = re.fullmatch(r"the data of this rank: worker process (\d+) has ended with (.*)", str(died.value))
         assert found is not None
         assert found[2] == "signal 9 (SIGKILL)"
@@ -202,7 +204,9 @@ def test_a_closed_reader_reads_no_more(tmp_path: Path) -> None:
 
 
 def alive(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    with suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def catches(pid: int, number: int) -> bool:
@@ -214,25 +218,25 @@ def catches(pid: int, number: int) -> bool:
 def test_workers_do_not_outlive_a_rank_that_is_killed(tmp_path: Path) -> None:
     """They would hold its connections open: other processes notice by their end that it is gone."""
     program = f"""
-import os, signal, pathlib
-from multiprocessing import active_children
+import signal, pathlib
+from torch.utils.data import _utils
 from ft_hsdp.lifetime import die_with
 from ft_hsdp.train.data.samples import SampleReader
 from ft_hsdp.train.data.workers import ReadOptions, open_loader
 from tests.train.data.test_workers import SHAPE, Diary, after, hang
 die_with({os.getpid()})
+_utils.worker.MP_STATUS_CHECK_INTERVAL = 3600.0  # between two looks of torch's workers for their parent
 folder = pathlib.Path({str(tmp_path)!r})
 signal.signal(signal.SIGTERM, lambda *_: (folder / "told").touch())
 reader = open_loader(SampleReader(Diary(folder, hang), 1, None, False, True, 5), SHAPE, ReadOptions(2))
 reader.guess(after(3))
-(folder / "pids").write_text(" ".join(str(p.pid) for p in active_children()))
 while True:
     signal.pause()
 """
     rank = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, start_new_session=True)
     try:
-        until(lambda: 3 in Diary(tmp_path).reads() and (tmp_path / "pids").exists(), "a worker hangs")
-        workers = [psutil.Process(int(pid)) for pid in (tmp_path / "pids").read_text().split()]
+        until(lambda: 3 in Diary(tmp_path).reads(), "a worker hangs")
+        workers = psutil.Process(rank.pid).children()
         assert len(workers) == 2
         # A shell may have SIGQUIT ignored from the start; nothing but the worker itself has SIGUSR2 ignored.
         last = signal.SIGUSR2, signal.SIGQUIT
@@ -246,9 +250,7 @@ while True:
     finally:
         rank.kill()
         rank.wait()
-    began = time.monotonic()
     until(lambda: not any(map(alive, workers)), "they end")
-    assert time.monotonic() - began < 2.0, "torch's workers look for their parent every 5 s"
 
 
 def test_workers_of_a_fork_server_read_the_same(tmp_path: Path) -> None:

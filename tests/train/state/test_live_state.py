@@ -259,21 +259,21 @@ def test_an_update_waits_for_a_copy(mesh: DeviceMesh, monkeypatch: pytest.Monkey
 
     def slow(*args: Any) -> tuple[str, ...]:
         copying.set()
-        assert go.wait(5)
+        assert go.wait(30)
         return pack(*args)
 
     want = bytes(packed(live)[1])
     monkeypatch.setattr(live_state, "pack", slow)
     copier = threading.Thread(target=lambda: got.append(packed(live)))
     copier.start()
-    assert copying.wait(5)
+    assert copying.wait(30)
     updater = threading.Thread(target=steps, args=(live, sharded, 1))
     updater.start()
     updater.join(0.2)
     assert live.state == START, "the update did not wait"
     go.set()
-    copier.join(5)
-    updater.join(5)
+    copier.join(30)
+    updater.join(30)
     assert live.state is not None
     assert live.state.step == 1
     assert bytes(got[0][1]) == want
