@@ -364,7 +364,7 @@ async def test_an_open_poll_is_left_when_its_lighthouse_freezes_or_leads_no_more
 
 
 async def test_a_poll_can_be_cancelled() -> None:
-    async with following(Sea(a="slow", b="slow", c="slow")) as follow:
+    async with following(Sea(a="hangs", b="hangs", c="hangs")) as follow:
         asking = asyncio.create_task(follow.post("/v1/x", b""))
         await asyncio.sleep(0.05)
         asking.cancel()
