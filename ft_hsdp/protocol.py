@@ -119,6 +119,7 @@ class SupervisorReply:
     seen: str = ""  # the digest of `assigned`, for the next `HostReport`
     refused: str = ""  # why the agent of the host has to end; "": it goes on
     wrong: bool = False  # it is `halted` because of its configuration or its script
+    lost: tuple[int, ...] = ()  # replicas that were given up, and at the end of a halted job all that are not done
 
 
 @dataclass(frozen=True, slots=True)

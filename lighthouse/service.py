@@ -234,7 +234,8 @@ class Service:
         name, refused = Host.parse(host.path).name, machine.refusal(self.state, host)
         mine = () if refused else signs.assigned(self.state, name)
         finished, halted = signs.fate(self.state, host)
-        reply = replace(reply, finished=finished, halted=halted, wrong=self.state.placement.wrong)
+        lost = signs.lost_replicas(self.state)
+        reply = replace(reply, finished=finished, halted=halted, wrong=self.state.placement.wrong, lost=lost)
         return replace(reply, assigned=mine, seen=signs.seen(self.state, name), refused=refused)
 
     def processes(self, report: ProcessReport) -> SupervisorReply:

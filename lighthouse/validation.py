@@ -262,6 +262,8 @@ def check_host(s: LighthouseState, report: HostReport, peer: str | None, allow: 
     _within("number", report.number, MAX_COUNT)
     if report.replica is not None:
         _within("replica", report.replica, s.policy.slots - 1)
+    for number, most in zip(report.home or (), (s.policy.slots - 1, MAX_COUNT), strict=False):
+        _within("home", number, most)
     check((report.address,), (), peer, allow)
     for each in report.ranks:
         replica, _ = incarnation(each.incarnation)
@@ -270,7 +272,7 @@ def check_host(s: LighthouseState, report: HostReport, peer: str | None, allow: 
             _within("rank", rank, MAX_COUNT)
         for number in each.fed or ():
             _within("fed", number, MAX_UNIT)
-        lines = [each.failed, *(line for ended in each.ended for line in (ended.why, ended.cause))]
+        lines = [each.failed, each.how, *(line for ended in each.ended for line in (ended.why, ended.cause))]
         if any(len(line) > 4 * MAX_TEXT or not line.isprintable() for line in lines):
             raise ProtocolViolation("host: a reason is one line of 1,024 characters at most")
         if not all(-64 <= ended.code <= 255 for ended in each.ended):

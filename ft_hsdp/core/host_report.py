@@ -35,6 +35,7 @@ class HostRanks:
     # On the host of rank 0, once its ranks there have ended:
     fed: Run | None = None  # the units that were in flight
     usable: bool = False  # its gradients have changed the weights
+    how: str = ""  # they were started: cold, or from a spare; "": not all of them are
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class HostReport:
     # The digest of the newest assignment that it knows: the answer waits a while for another one. "": it has none.
     seen: str = ""
     replica: int | None = None  # it takes ranks of this replica alone; None: of each
+    home: tuple[int, int] | None = None  # the replica, and the place in it, that has it first; None: it is spare
 
 
 @dataclass(frozen=True, slots=True)

@@ -275,3 +275,13 @@ def doubled(first_s: float, times: int, most_s: float) -> float:
     failures.
     """
     return float(min(most_s, first_s * 2 ** min(times - 1, 64))) if times > 0 else 0.0
+
+
+def exit_in_words(code: int) -> str:
+    """Return an exit code in words: `SIGKILL`, `exit 75`."""
+    if code >= 0:
+        return f"exit {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

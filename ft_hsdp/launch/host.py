@@ -22,12 +22,8 @@ import math
 import os
 import secrets
 import signal
-import socket
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
 
 from ft_hsdp import address, secret, tls
 from ft_hsdp.claim import Claim
@@ -36,10 +32,7 @@ from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.exit_watch import process_space
 from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
 from ft_hsdp.control.telemetry import Reporter
-from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks, HostReport
-from ft_hsdp.core.incarnation import IncarnationId
-from ft_hsdp.core.ledger import Run
-from ft_hsdp.core.restart import LEAVING
+from ft_hsdp.core.host_report import AssignedRanks, HostReport
 from ft_hsdp.errors import (
     EXIT_CONFIG,
     EXIT_HARDWARE,
@@ -52,17 +45,12 @@ from ft_hsdp.errors import (
     one_line,
 )
 from ft_hsdp.event_table import tell
-from ft_hsdp.launch.backend import gpus as gpu_shares
-from ft_hsdp.launch.backend.base import ReplicaProcess, ReplicaSpec, WorkerGroup, WorkerProcess, assignment
 from ft_hsdp.launch.backend.forkserver import PRELOAD, ForkServer
-from ft_hsdp.launch.backend.gpus import GpuShares, check_device, gpus_here
-from ft_hsdp.launch.backend.local import Forked
-from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port, kept_port
-from ft_hsdp.launch.backend.spares import SparePool
-from ft_hsdp.launch.incarnation_watch import last_fed
-from ft_hsdp.launch.job import what_is_kept
+from ft_hsdp.launch.backend.gpus import check_device, gpus_here
+from ft_hsdp.launch.backend.processes import kept_port
+from ft_hsdp.launch.backend.ranks import WHY, HeldRanks, LocalRanks
+from ft_hsdp.launch.job import prepare_data, what_is_kept
 from ft_hsdp.launch.lighthouse_link import REPLY_S
-from ft_hsdp.launch.local import prepare_data
 from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, Tailer, supervised, write_config
 from ft_hsdp.launch.standalone import alone, claimed, enter, note_end
 from ft_hsdp.lifetime import stop_signals
@@ -72,7 +60,8 @@ from ft_hsdp.train.identity import host_path
 INJECTIONS_S = 0.2  # between two reads of the log of injected failures
 AGAIN_S = 0.2  # to the next report, after one without an answer, or with an old one that came at once
 LAST_S = 2.0  # for the answer to the last report
-WHY = 400  # characters of a reason in a report
+LOOK_S = 1.0  # between two looks whether a rank is stopped
+STOPPED = 2  # times evict_s until a rank that is stopped is killed: the lighthouse knows more, and acts first
 
 
 def host(config: Config, url: str | None) -> int:
@@ -159,16 +148,22 @@ async def serve(
     token, reply_s = secret.current(run.token), timeouts.evict_s / 3 + REPLY_S
     client = LighthouseClient(urls, token, tls.client(config.network), run.lighthouse, reply_s)
     reporter = Reporter("supervisor", client.tell)
-    agent = HostAgent(
-        config,
-        run,
-        forks,
-        client,
-        gpus_here(config, config.hosts.per_replica or 1),
-        replica=replica_id,
-        emit=emit,
-    )
-    with await alone(token, agent.name, waits=replica_id is not None):
+    path, whole = agent_path(config, os.environ, replica_id), (config.hosts.per_replica or 1) == 1
+    name = path.rpartition("/")[2]
+    with await alone(token, name, waits=replica_id is not None):
+        file = run.path / f"host-{name}.yaml"
+        write_config(file, config)  # only now: another process may have been this host
+        ranks = LocalRanks(
+            config,
+            run,
+            forks,
+            gpus=gpus_here(config, config.hosts.per_replica or 1),
+            file=file,
+            spares=run.path / f"spares-{name}" if replica_id is None else run.replica(replica_id) / "spares",
+            whole=whole,
+            emit=emit,
+        )
+        agent = HostAgent(config, run, ranks, client, path, replica=replica_id, emit=emit, say=_say)
         await forks.start()  # a signal that comes meanwhile ends this process at once
         for number in stop_signals():
             asyncio.get_running_loop().add_signal_handler(number, agent.stop, number)
@@ -182,6 +177,7 @@ async def serve(
             for task in beside:
                 task.cancel()
             await asyncio.gather(*beside, return_exceptions=True)
+            await ranks.close()
             await reporter.close()
             await client.close()
 
@@ -196,82 +192,6 @@ async def _note_injections(run: RunDir, replica_id: int, reporter: Reporter) -> 
             reporter.event(event)
 
 
-class HeldRanks(ReplicaProcess):
-    """The ranks of an incarnation that this host was assigned; it keeps them in mind after their end."""
-
-    def __init__(
-        self, assigned: AssignedRanks, config: Path, run: RunDir, changed: Callable[[], None] = lambda: None
-    ) -> None:
-        """Begin without processes; ``changed`` is called after each end.
-
-        Raises LighthouseUnreachable if it is no incarnation.
-        """
-        who = IncarnationId.parse(assigned.incarnation)
-        if who is None:
-            raise LighthouseUnreachable(f"the lighthouse assigns {assigned.incarnation!r}")
-        super().__init__(
-            ReplicaSpec(who.replica, len(assigned.hosts), who.run_id, who.restarts, config, assigned.fatal), run
-        )
-        self.assigned = assigned
-        self.wanted = True  # the newest assignment has it
-        self.reported = False  # the lighthouse knows how all its ranks have ended
-        self.starting = set(assigned.ranks)  # ranks without a process, until all are started
-        self.failed = ""
-        self.leaving = False  # its ranks were told to leave
-        self.dropped = False  # its ranks were killed
-        self.ends: list[EndedRank] = []
-        self.fed: tuple[Run | None, bool] = None, False  # as `last_fed` has it
-        self._report_end = changed
-
-    @property
-    def over(self) -> bool:
-        """Return whether no rank runs, and none is started."""
-        return not self.starting and not self.living
-
-    def report(self) -> HostRanks:
-        living = {*self.starting, *(rank.rank for rank in self.living)}
-        done = self.over and bool((self.final or {}).get("of_job"))
-        return HostRanks(self.name, tuple(sorted(living)), tuple(self.ends), self.failed, done, *self.fed)
-
-    def started(self, rank: int, process: WorkerProcess) -> None:
-        super().started(rank, process)
-        self.starting.discard(rank)
-        if self.dropped:  # since the fork was ordered
-            self.kill()
-        elif self.leaving:
-            process.signal(signal.SIGTERM)
-
-    def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
-        super().exited(rank, process, code)
-        gone = self.ranks[rank]
-        said, line = self.told(gone), self.explain(gone)
-        why = said.error if said else line.partition(": ")[2]
-        self.ends.append(EndedRank(rank, code, gone.killed, said.cause if said else "", why[:WHY]))
-        if code not in LEAVING and not self.leaving:
-            self.kill()  # a replica without one of its ranks commits nothing
-        _say(f"{self.name}: {line}")
-        if self.over and 0 in self.assigned.ranks:
-            self.fed = last_fed(self._run, self.replica, self.name)
-        self.write()
-        self._report_end()
-
-    def leave(self, within_s: float) -> None:
-        """Tell the ranks to leave the job, once; kill them if they have not within ``within_s`` seconds."""
-        if not self.leaving:
-            self.leaving = True
-            self.send(signal.SIGTERM)
-            self.send(signal.SIGCONT)  # a stopped process does not handle SIGTERM
-            asyncio.get_running_loop().call_later(within_s, self.kill)
-
-    async def gone(self) -> None:
-        await self.wait_for(lambda: self.over)
-
-    def kill(self) -> None:
-        """Send SIGKILL to all ranks, and start no other one."""
-        self.dropped = True
-        super().kill()
-
-
 class HostAgent:
     """Makes the assignments of the lighthouse true on this host."""
 
@@ -279,58 +199,63 @@ class HostAgent:
         self,
         config: Config,
         run: RunDir,
-        forks: ForkServer,
+        ranks: LocalRanks,
         client: LighthouseClient,
-        gpus: Sequence[str] = (),
+        path: str,
         *,
         replica: int | None = None,
+        home: tuple[int, int] | None = None,
         emit: Callable[[Row], None] = lambda _: None,
+        say: Callable[[str], None] = lambda _: None,
+        news: Callable[[SupervisorReply], None] = lambda _: None,
+        may_start: Callable[[int], Awaitable[object]] | None = None,
     ) -> None:
         """Make the agent; nothing is started or reported before `run`. May look up network.host.
 
         Args:
-            config: The job's configuration, with which ranks are started.
+            config: The job's configuration.
             run: The run's directory.
-            forks: From which ranks are forked; it is closed at the end.
+            ranks: Starts ranks on this machine.
             client: Of the lighthouse.
-            gpus: On which ranks compute; (): on the CPU.
+            path: Of the host, as `agent_path` has it.
             replica: Whose ranks alone it takes, and all of them; None: those of each.
-            emit: Takes each event of a spare.
+            home: The replica, and the place in it, that the host has first; None: it is spare.
+            emit: Takes each event.
+            say: Takes lines for people.
+            news: Takes each answer of the lighthouse.
+            may_start: Waits until a replica may start; None: each may at once.
 
         Raises:
-            ConfigError: `hosts.labels`, `network.host` or the environment cannot be used.
-            OSError: No port is free, or the run's directory cannot be written.
+            ConfigError: `network.host` cannot be used.
+            OSError: No port is free.
         """
         self._config = config
         self._run = run
-        self._forks = forks
+        self._ranks = ranks
         self._client = client
-        self._gpus = GpuShares(gpus)
+        self._path = path
         self._replica = replica
-        self._path = host_path(config.hosts.labels, os.environ) + ("" if replica is None else f"-r{replica}")
-        self.name = self._path.rpartition("/")[2]
+        self._home = home
+        self._emit = emit
+        self._say = say
+        self._news = news
+        self._may_start = may_start
+        self.name = path.rpartition("/")[2]
         self._life, self._space = secrets.token_hex(8), process_space()
         self._port = kept_port(own_address(config.network.host, client.url))
-        self._file = run.path / f"host-{self.name}.yaml"
-        self._held: dict[str, HeldRanks] = {}  # by incarnation; one that was held is never started again
+        self.held: dict[str, HeldRanks] = {}  # by incarnation; one that was held is never started again
         self._seen, self._number = "", 0
         self._problem: str | None = None  # why the last report failed; "": it did not; None: there was none
         self._leaving = False
         self._code: int | None = None  # with which this process ends once no rank is left
         self._changed = asyncio.Event()
         self._starts: set[asyncio.Task[None]] = set()
-        whole = (config.hosts.per_replica or 1) == 1  # a spare may be any replica
-        self._pool = SparePool(
-            config.spares // config.ranks_per_replica if whole else 0,
-            run.path / f"spares-{self.name}" if replica is None else run.replica(replica) / "spares",
-            partial(self._fork, range(config.ranks_per_replica), ""),
-            emit,
-            config.timeouts.hold_s,
-        )
         self._open: set[asyncio.Task[SupervisorReply]] = set()  # older reports without an answer
 
     async def run(self) -> int:
         """Report and carry out the answers until this host has no part in the job any more.
+
+        Its ranks are killed at the end, also if it is cancelled.
 
         Returns:
             The exit code.
@@ -338,10 +263,10 @@ class HostAgent:
         Raises:
             Retryable: The lighthouse refuses this host.
         """
+        looking = asyncio.create_task(self._look())
         try:
-            write_config(self._file, self._config)  # only now: another process may have been this host
-            self._pool.settled(ReplicaSpec(0, self._config.ranks_per_replica, "", 0, self._file))
-            while self._code is None or not all(held.over for held in self._held.values()):
+            self._ranks.keep_spares()
+            while self._code is None or not all(held.over for held in self.held.values()):
                 await self._exchange()
             self._leaving, self._seen = True, ""
             with contextlib.suppress(LighthouseUnreachable, TimeoutError):
@@ -349,17 +274,16 @@ class HostAgent:
                     await self._client.report(ProcessReport({}, host=self._report()))
             return self._code
         finally:
-            tasks = (*self._starts, *self._open)
+            tasks = (*self._starts, *self._open, looking)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await self._pool.close()
-            await self._forks.close()
+            self._kill_all()
             self._port.close()
 
     def stop(self, number: int) -> None:
         """Leave the job because of a signal; a second SIGINT kills the ranks, as a user means it."""
-        for held in self._held.values():
+        for held in self.held.values():
             if not self._leaving:
                 held.leave(self._config.timeouts.stop_s)
             elif number == signal.SIGINT:  # schedulers repeat SIGTERM
@@ -367,6 +291,13 @@ class HostAgent:
         if not self._leaving:
             self._leaving, self._code = True, 128 + number
         self._changed.set()
+
+    async def _look(self) -> None:
+        """End ranks that are stopped, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for held in self.held.values():
+                held.end_stopped(STOPPED * self._config.timeouts.evict_s)
 
     async def _exchange(self) -> None:
         """Send a report and act on the answer; leave it open when something changes on this host."""
@@ -382,7 +313,7 @@ class HostAgent:
                 return
             self._take(asking.result())
             for each in report.ranks:
-                self._held[each.incarnation].reported = not each.living
+                self.held[each.incarnation].reported = not each.living
             old = self._seen == report.seen and loop.time() - began < AGAIN_S
         except LighthouseUnreachable as error:
             problem = str(error)
@@ -411,17 +342,17 @@ class HostAgent:
     def _heard(self, problem: str = "") -> None:
         """Say that a lighthouse answers, or why none does, if that is new."""
         if self._problem is None and not problem:
-            _say(f"host {self.name} joined, {self._client.url}")
+            self._say(f"host {self.name} joined, {self._client.url}")
         elif bool(problem) != bool(self._problem):
-            _say(f"{problem}; the ranks go on" if problem else f"lighthouse {self._client.url} answers again")
+            self._say(f"{problem}; the ranks go on" if problem else f"lighthouse {self._client.url} answers again")
         self._problem = problem
 
     def _report(self) -> HostReport:
-        ranks = tuple(held.report() for held in self._held.values() if held.wanted or not held.reported)
+        ranks = tuple(held.report() for held in self.held.values() if held.wanted or not held.reported)
         self._number += 1
         return HostReport(
             *(self._path, self._life, self._space, self._number, self._address),
-            *(ranks, self._leaving, self._seen, self._replica),
+            *(ranks, self._leaving, self._seen, self._replica, self._home),
         )
 
     @property
@@ -433,47 +364,51 @@ class HostAgent:
         if reply.refused:
             raise Retryable(f"the lighthouse refuses host {self.name}: {reply.refused}")
         self._heard()
+        self._news(reply)
         timeouts = self._config.timeouts
         if self._code is None and (reply.halted or reply.finished):
             self._code = (EXIT_CONFIG if reply.wrong else self._failure) if reply.halted else EXIT_OK
             if reply.halted:
-                _say(reply.halted)
+                self._say(reply.halted)
             allowed_s = timeouts.stop_s + (0.0 if reply.halted else timeouts.save_s)  # a checkpoint may be written
+            for held in self.held.values() if reply.halted else ():
+                held.leave(timeouts.stop_s)
             asyncio.get_running_loop().call_later(allowed_s, self._kill_all)
         names = {each.incarnation for each in reply.assigned}
-        for name, held in self._held.items():
+        for name, held in self.held.items():
             held.wanted = name in names
             if not held.wanted:
                 held.kill()
             if held.over:
-                self._pool.settled(held.spec)
+                self._ranks.pool.settled(held.spec)
         for each in reply.assigned:
-            held = self._held.get(each.incarnation) or self._hold(each)
+            held = self.held.get(each.incarnation) or self._hold(each)
             if each.leaves:
                 held.leave(timeouts.stop_s)
             if each.trains:
-                self._pool.settled(held.spec)
+                self._ranks.pool.settled(held.spec)
         self._seen = reply.seen
 
     @property
     def _failure(self) -> int:
         """Return with which code this process ends if its job or replica has failed, for a scheduler."""
-        newest = next(reversed(self._held.values()), None)
+        newest = next(reversed(self.held.values()), None)
         codes = {rank.code for rank in newest.ends if not rank.killed} if newest else set()
         return next((code for code in (EXIT_CONFIG, EXIT_HARDWARE) if code in codes), EXIT_RETRYABLE)
 
     def _kill_all(self) -> None:
-        for held in self._held.values():
+        for held in self.held.values():
             held.kill()
 
     def _hold(self, assigned: AssignedRanks) -> HeldRanks:
         """Begin to start an incarnation, unless this host leaves."""
-        held = self._held[assigned.incarnation] = HeldRanks(assigned, self._file, self._run, self._changed.set)
+        held = HeldRanks(assigned, self._ranks.file, self._run, self._changed.set, self._emit)
+        self.held[assigned.incarnation] = held
         if self._code is not None:
             held.failed = "this host leaves the job"
             held.starting.clear()
             return held
-        _say(
+        self._say(
             f"{'ranks' if len(assigned.ranks) > 1 else 'rank'} {str([*assigned.ranks])[1:-1]} of {held.name} start"
         )
         start = asyncio.create_task(self._start(held))
@@ -484,85 +419,39 @@ class HostAgent:
     async def _start(self, held: HeldRanks) -> None:
         """Assign a spare, or else fork the ranks of an incarnation here; `HeldRanks.failed` says why it failed."""
         assigned, run, port = held.assigned, self._run, None
-        self._pool.began(held.spec)
+        self._ranks.pool.began(held.spec)
         try:
+            if self._may_start is not None:
+                await self._may_start(held.replica)
             if 0 in assigned.ranks and assigned.master == self._address:
                 port, self._port = self._port, kept_port(self._port.getsockname()[0])
                 self._changed.set()  # the next rank 0 gets the new one
-            same = [each for each in self._held.values() if each.replica == held.replica and each is not held]
+            same = [each for each in self.held.values() if each.replica == held.replica and each is not held]
             await asyncio.gather(*(each.gone() for each in same if each.dropped))  # they may use a GPU's memory
             run.replica(held.replica).mkdir(parents=True, exist_ok=True)
             if port is not None:
                 port.close()
-            group = self._pool.take(lambda spare: spare.complete and spare.size == held.spec.size)
-            if group is None:
-                group = WorkerGroup(held.spec.size, held.spec.config, held.spec)
-                group.given(held)
-                await self._fork(assigned.ranks, assigned.master, group)
-            else:
-                group.spec = held.spec
-                for rank, process in group.processes.items():
-                    self._forks.assign(process.pid, self._assignment(held.spec, rank, assigned.hosts))
-                group.given(held)
+            await self._ranks.start(held, self.name, self._replica is None)
             held.write()
         except (FtHsdpError, OSError, ValueError) as error:
             held.failed = one_line(str(error))[:WHY]
-            _say(f"{held.name}: {held.failed}")
+            self._say(f"{held.name}: {held.failed}")
             held.kill()
         finally:
             if port is not None:
                 port.close()
-            if held.starting or held.failed:
-                self._changed.set()
             held.starting.clear()
+            self._changed.set()
             held.wake()
 
-    def _assignment(self, spec: ReplicaSpec, rank: int, hosts: Sequence[str]) -> dict[str, Any]:
-        """Return the message for a rank; one of `replica` is on this machine whatever the name of its host is."""
-        placed = (hosts, self.name) if self._replica is None else ()
-        return assignment(spec, rank, self._run, *placed)
 
-    async def _fork(self, ranks: Sequence[int], master: str, group: WorkerGroup) -> None:
-        """Start ranks of a group here, of an incarnation or of a spare, until one ends or has to."""
-        chosen = self._gpus.take(len(ranks))
-        gpu_of, left = dict(enumerate(chosen)), dict(enumerate(chosen))  # left: of ranks that were not started
-        spec, held = group.spec, self._held.get(group.spec.name) if group.spec else None
-        host, port = address.split(master or f"127.0.0.1:{free_port()}")
-        shared = {
-            **ONE_THREAD,
-            "WORLD_SIZE": str(group.size),
-            "LOCAL_WORLD_SIZE": str(len(ranks)),
-            "MASTER_ADDR": host,
-            "MASTER_PORT": str(port),
-            **gpu_shares.environment(chosen),
-        }
-        try:
-            for local, rank in enumerate(ranks):
-                if group.gone or (held is not None and (held.dropped or held.leaving)):
-                    break
+def agent_path(config: Config, environment: Mapping[str, str], replica_id: int | None = None) -> str:
+    """Return the path of a host in the job: that of the machine, or of one replica's agent on it.
 
-                def exited(pid: int, code: int, local: int = local, rank: int = rank) -> None:
-                    if local in gpu_of:
-                        self._gpus.leave(gpu_of[local])
-                    group.exited(rank, self._forked(pid), code)
-
-                hosts = held.assigned.hosts if held is not None else ()
-                pid = await self._forks.spawn(
-                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(local)},
-                    config=group.config,
-                    log=self._pool.log(group, rank) if spec is None else self._run.rank_log(spec.replica, rank),
-                    on_exit=exited,
-                    assignment=None if spec is None else self._assignment(spec, rank, hosts),
-                    on_warm=lambda _, rank=rank: group.warm(rank),  # type: ignore[misc]
-                )
-                left.pop(local, None)
-                group.started(rank, self._forked(pid))
-        finally:
-            for gpu in left.values():
-                self._gpus.leave(gpu)
-
-    def _forked(self, pid: int) -> Forked:
-        return Forked(pid, self._forks, socket.gethostname(), self.name)
+    Raises:
+        ConfigError: `hosts.labels` or the environment cannot be used.
+    """
+    return host_path(config.hosts.labels, environment) + ("" if replica_id is None else f"-r{replica_id}")
 
 
 def _say(line: str) -> None:

@@ -1,4 +1,4 @@
-"""A whole job on any backend: its lighthouses and replicas, injected failures, and what the user sees."""
+"""A whole job, on this machine or a cluster: its processes, injected failures, and what the user sees."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from typing import Any, Protocol, TextIO
 
 import psutil
 
-from ft_hsdp import fault_injection, secret, tls
+from ft_hsdp import fault_injection, secret
 from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError
+from ft_hsdp.jsonl import DISK
 from ft_hsdp.launch import chaos
-from ft_hsdp.launch.backend.base import Backend
-from ft_hsdp.launch.failures import JobFailures, Outcome
+from ft_hsdp.launch.backend.base import WorkerProcess
 from ft_hsdp.launch.injection import SIGNALS, Inflicted, inflict, injection_event
-from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, identity, make_run, run_of
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
-from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from ft_hsdp.lifetime import stop_signals
 from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, PUBLISHED
 from lighthouse.http.access import page_link
 
 TICK_S = 0.1  # between two reads of the logs
-END_S = 30.0  # longest time from the end of a replica's last process to the end of its supervisor
+END_S = 30.0  # longest time from the end of the last process to the end of what runs the replicas
 
 
 class LighthouseHandle(Protocol):
@@ -55,15 +53,60 @@ class LighthouseHandle(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class JobEnd:
+    """How the replicas of a job have ended."""
+
+    well: bool = False  # the job has its final state, and each replica that it needed trained to it
+    wrong: str = ""  # what is wrong with the configuration or the script, in one line; "": nothing
+    lost: tuple[int, ...] = ()  # replicas that were given up
+
+
+class Replicas(Protocol):
+    """What runs the replicas of a job, on this machine or on a cluster."""
+
+    @property
+    def end(self) -> JobEnd:
+        """Return how they have ended, after `run`."""
+
+    async def open(self) -> None:
+        """Make ready for the first start; raise FtHsdpError if no rank can be started."""
+
+    async def run(self, urls: tuple[str, ...]) -> None:
+        """Run all replicas until none has a part in the job any more.
+
+        Args:
+            urls: The addresses of the lighthouses.
+        """
+
+    def running(self) -> list[int]:
+        """Return the replicas of which all ranks run."""
+
+    def ranks(self, replica: int) -> tuple[str, Mapping[int, WorkerProcess]]:
+        """Return the newest incarnation of a replica, "" if it has none, and its processes by rank."""
+
+    def stay_away(self, replica: int, until_step: int) -> None:
+        """Do not start a replica again before so many steps are committed."""
+
+    def note(self, event: Row) -> None:
+        """Send the lighthouse an event that no rank sends."""
+
+    def stop(self, number: int) -> None:
+        """Have all ranks leave the job because of a signal; kill them at SIGINT after that."""
+
+    async def close(self) -> None:
+        """End all processes that were started."""
+
+
+@dataclass(frozen=True, slots=True)
 class JobResources:
     """The processes of a job, on this machine or on a cluster."""
 
-    backend: Backend
+    replicas: Replicas
     lighthouse: LighthouseHandle
 
 
-MakeResources = Callable[[Callable[[Row], None]], JobResources]
-"""Makes the resources of a job; its argument is called with each event of the backend and the lighthouses."""
+MakeResources = Callable[[Progress, Callable[[Row], None]], JobResources]
+"""Makes the resources of a job, from its progress, which they move on, and what is called with each event."""
 
 
 def start_run(config: Config) -> RunDir:
@@ -118,16 +161,13 @@ class JobRun:
         self._terminal = terminal
         self._make_resources = resources
         self._where = os.path.relpath(run.path)
-        self._supervisors: dict[int, ReplicaSupervisor] = {}  # by replica
-        self._outcomes: dict[int, Outcome] = {}  # of the replicas that have ended
+        self._replicas: Replicas | None = None
         self._stopped_by: int | None = None  # number of the first signal
         self._written: int | None = None  # step of the newest checkpoint, as it was logged
         self._seen = False  # one that was written could be seen from here
         self._checkpoints = Path(config.checkpoint.dir or run.path / "checkpoints")
         self._over = asyncio.Event()  # the job ends
         self._background: list[asyncio.Task[Any]] = []
-        self._link: LighthouseLink | None = None
-        self._failures = JobFailures(self._active, lambda: self._recorder.newest is not None)
         self._hit: set[int | None] = set()  # rules of `chaos` that have hit something
 
     async def run(self) -> tuple[int, Summary | None]:
@@ -135,36 +175,33 @@ class JobRun:
         config, run = self._config, self._run
         self._progress = Progress()
         self._recorder = Recorder(run, config, self._terminal.commit, self._on_event)
-        resources = self._make_resources(self._recorder.emit)
-        self._backend, lighthouse = resources.backend, resources.lighthouse
+        resources = self._make_resources(self._progress, self._recorder.emit)
+        replicas, lighthouse = resources.replicas, resources.lighthouse
         self._planner = chaos.Planner(config.chaos, config.ranks_per_replica, config.slots)
         loop = asyncio.get_running_loop()
         for number in stop_signals():
             loop.add_signal_handler(number, self._on_signal, number)
-        replicas: list[asyncio.Task[None]] = []
+        main: asyncio.Task[None] | None = None
         try:
-            if await self._unless_over(self._start(lighthouse)):
-                token, context = secret.current(run.token), tls.client(config.network)
-                self._terminal.say(f"page: {page_link(lighthouse.urls[0], token)}", "dim")
-                link = LighthouseLink(lighthouse.urls, token, self._progress, self._evict, context)
-                self._link = link
-                for replica in range(config.slots):
-                    self._supervisors[replica] = self._supervisor(replica, link)
+            if await self._unless_over(self._start(replicas, lighthouse)):
+                self._terminal.say(f"page: {page_link(lighthouse.urls[0], secret.current(run.token))}", "dim")
+                self._replicas = replicas
                 keeping = JobFiles(run).keep(self._claim, self._recorder.emit)
-                self._run_in_background(link.run(), lighthouse.keep(), self._tick(), keeping)
-                replicas = [asyncio.create_task(self._replica(s)) for s in self._supervisors.values()]
+                self._run_in_background(lighthouse.keep(), self._tick(replicas), keeping)
+                main = asyncio.create_task(replicas.run(lighthouse.urls))
+                main.add_done_callback(lambda _: self._over.set())
                 await self._over.wait()
         finally:
             try:
-                await self._end(replicas, lighthouse)
-                lost = self._claim.lost  # then the folder is of another job, whose files must stay
-                summary = None if lost else self._recorder.finish(given_up(self._outcomes, self._progress.halted))
+                await self._end(replicas, main, lighthouse)
+                end, gone = replicas.end, self._claim.lost  # gone: another job has the folder, its files stay
+                summary = None if gone else self._recorder.finish(end.lost)
             finally:
                 self._recorder.close()
                 self._claim.release()
         self._claim.check()
         assert summary is not None, "the run is ours"
-        code = self._code()
+        code = self._code(end)
         unsaved = self._unsaved() if self._stopped_by is not None or code == EXIT_OK else ""
         code = EXIT_RETRYABLE if unsaved else code
         for line in self._planner.idle(self._hit):
@@ -200,8 +237,8 @@ class JobRun:
         logged = [] if self._seen or self._written is None else [self._written]
         return [*(step for _, step in places), *logged]
 
-    async def _start(self, lighthouse: LighthouseHandle) -> None:
-        """Start the lighthouses and the backend, side by side."""
+    async def _start(self, replicas: Replicas, lighthouse: LighthouseHandle) -> None:
+        """Start the lighthouses and what runs replicas, side by side."""
         config = self._config
         most = f" (up to {config.slots})" if config.slots > config.replicas else ""
         size = f"{config.replicas} replicas{most} x {config.ranks_per_replica} ranks"
@@ -209,7 +246,7 @@ class JobRun:
         self._terminal.say(what_is_kept(config), "dim")
         async with asyncio.TaskGroup() as group:
             group.create_task(lighthouse.start())
-            group.create_task(self._backend.open())
+            group.create_task(replicas.open())
 
     async def _unless_over(self, work: Coroutine[Any, Any, None]) -> bool:
         """Await `work`, and cancel it if the job is stopped meanwhile; return whether it was finished."""
@@ -227,44 +264,6 @@ class JobRun:
             raise group.exceptions[0] from None
         return True
 
-    def _supervisor(self, replica: int, link: LighthouseLink) -> ReplicaSupervisor:
-        def others() -> bool:
-            return any(s.running for s in self._supervisors.values() if s.replica != replica)
-
-        return ReplicaSupervisor(
-            replica,
-            self._config,
-            self._run,
-            backend=self._backend,
-            link=link,
-            progress=self._progress,
-            emit=self._recorder.emit,
-            survivors=others,
-            proven=lambda: self._progress.step > 0 and others(),
-            failures=self._failures,
-        )
-
-    async def _replica(self, supervisor: ReplicaSupervisor) -> None:
-        """Run one replica. The last one ends the job, and so does one that refuses its configuration."""
-        try:
-            outcome = await supervisor.run()
-        except BaseException:
-            self._over.set()
-            raise
-        self._outcomes[supervisor.replica] = outcome
-        if outcome.kind == "config" or self._all_ended:
-            self._over.set()
-
-    def _active(self) -> list[int]:
-        """Return the replicas that take part in the job: those that have not ended and do not rest."""
-        return [n for n, s in self._supervisors.items() if n not in self._outcomes and not s.resting]
-
-    @property
-    def _all_ended(self) -> bool:
-        """Return whether a replica has ended, and all others have ended or rest because they are not wanted."""
-        rest = [s for n, s in self._supervisors.items() if n not in self._outcomes]
-        return bool(self._outcomes) and all(s.resting for s in rest)
-
     def _run_in_background(self, *work: Coroutine[Any, Any, None]) -> None:
         """Run coroutines beside the replicas; if one fails, the job ends."""
 
@@ -277,7 +276,7 @@ class JobRun:
             task.add_done_callback(ended)
             self._background.append(task)
 
-    async def _tick(self) -> None:
+    async def _tick(self, replicas: Replicas) -> None:
         """Merge the logs, show them, and inject the failures that are due, until cancelled."""
         while True:
             await asyncio.to_thread(self._recorder.read)
@@ -286,10 +285,9 @@ class JobRun:
             newest = self._recorder.newest
             if newest is not None:
                 self._progress.saw(newest["step"], newest["epoch"])
-            running = [n for n, s in self._supervisors.items() if s.running]
-            for injection in self._planner.due(self._progress.step, time.monotonic(), running):
+            for injection in self._planner.due(self._progress.step, time.monotonic(), replicas.running()):
                 self._inject(injection)
-            if self._all_ended or self._failures.halted or self._claim.lost:
+            if self._claim.lost:
                 self._over.set()
             await asyncio.sleep(TICK_S)
 
@@ -297,9 +295,9 @@ class JobRun:
         """Inject a failure; one that names a host hits the ranks of the replica there, if there are any."""
         if injection.host is not None:
             assert injection.replica is not None, "a host has ranks of replicas"
-            current = self._supervisors[injection.replica].current
-            ranks = {} if current is None else current.ranks
-            on_host = [n for n, rank in ranks.items() if rank.process.host == injection.host]
+            assert self._replicas is not None, "they run"
+            _, ranks = self._replicas.ranks(injection.replica)
+            on_host = [n for n, process in ranks.items() if process.host == injection.host]
             if injection.kind != fault_injection.HOST or not on_host:
                 for rank in on_host:
                     self._inject(replace(injection, rank=rank, host=None))
@@ -327,21 +325,16 @@ class JobRun:
         """Send a signal to a rank, on whichever machine it runs; None: its replica goes on without that rank."""
         assert injection.replica is not None
         assert injection.rank is not None, "a signal hits one rank"
-        supervisor = self._supervisors[injection.replica]
-        current = supervisor.current
-        assert current is not None, "only a replica that runs is hit"
-        if injection.rank not in current.ranks:
+        assert self._replicas is not None, "only a replica that runs is hit"
+        name, ranks = self._replicas.ranks(injection.replica)
+        if injection.rank not in ranks:
             return None
-        process = current.ranks[injection.rank].process
+        process = ranks[injection.rank]
         if injection.down_steps:
-            supervisor.stay_away(self._progress.step + injection.down_steps)
-        event = injection_event(injection, process.pid, [current.name], time.time())
+            self._replicas.stay_away(injection.replica, self._progress.step + injection.down_steps)
+        event = injection_event(injection, process.pid, [name], time.time())
         process.signal(SIGNALS[injection.signal])
         return Inflicted(event, lambda: process.signal(signal.SIGCONT))
-
-    def _evict(self, replica: int, incarnation: str, reason: str) -> None:
-        if replica in self._supervisors:
-            self._supervisors[replica].evict(incarnation, reason)
 
     def _on_event(self, event: Row) -> None:
         """Show an event; send it to the lighthouse if no rank does."""
@@ -350,11 +343,13 @@ class JobRun:
             self._written = max(event["step"], self._written or 0)
             self._seen = self._seen or any(self._checkpoints.glob(f"step-{event['step']}-*"))
         from_no_rank = event.get("source") in ("supervisor", "chaos") or event["event"] == "RankEnded"
-        if self._link is not None and from_no_rank:
-            self._link.note(event)
+        if self._replicas is not None and from_no_rank:
+            self._replicas.note(event)
 
     def _on_signal(self, number: int) -> None:
         """Have all replicas leave the job; at Ctrl-C after that, kill them. Schedulers repeat the others."""
+        if self._replicas is not None and (self._stopped_by is None or number == signal.SIGINT):
+            self._replicas.stop(number)
         if self._stopped_by is None:
             self._stopped_by = number
             self._over.set()
@@ -363,47 +358,56 @@ class JobRun:
             how = f"the step is ended{last}, all leave within {stop_s:g} s"
             self._terminal.say(f"stopping: {how}; Ctrl-C once more stops at once", "yellow")
             return
-        if number != signal.SIGINT:
-            return
-        self._terminal.say("stopping at once", "yellow")
-        for supervisor in self._supervisors.values():
-            if supervisor.current is not None:
-                supervisor.current.kill()
+        if number == signal.SIGINT:
+            self._terminal.say("stopping at once", "yellow")
 
-    async def _end(self, replicas: list[asyncio.Task[None]], lighthouse: LighthouseHandle) -> None:
+    async def _end(
+        self, replicas: Replicas, main: asyncio.Task[None] | None, lighthouse: LighthouseHandle
+    ) -> None:
         """End all processes. None is left when this returns."""
-        await asyncio.gather(*(s.stop(self._config.timeouts.stop_s) for s in self._supervisors.values()))
-        if replicas:
-            _, late = await asyncio.wait(replicas, timeout=self._config.timeouts.gone_s + END_S)
-            for task in late:
-                task.cancel()
+        if main is not None:
+            if not main.done() and self._stopped_by is None:
+                replicas.stop(signal.SIGTERM)
+            timeouts = self._config.timeouts
+            await asyncio.wait([main], timeout=timeouts.stop_s + timeouts.gone_s + END_S)
+            main.cancel()
         for task in self._background:
             task.cancel()
-        ends = await asyncio.gather(*self._background, *replicas, return_exceptions=True)
-        await self._backend.close()
+        ends = await asyncio.gather(*self._background, *filter(None, [main]), return_exceptions=True)
+        await replicas.close()
         await lighthouse.stop()
         for error in ends:
             if isinstance(error, Exception):
                 raise error
 
-    def _code(self) -> int:
+    def _code(self, end: JobEnd) -> int:
         """Return the job's exit code, once all replicas have ended."""
         if self._stopped_by is not None:
             return 128 + self._stopped_by
-        refused = [outcome for outcome in self._outcomes.values() if outcome.kind == "config"]
-        if refused:
-            print(refused[0].reason, file=sys.stderr)  # noqa: T201 - one line for the user
+        if end.wrong:
+            print(end.wrong, file=sys.stderr)  # noqa: T201 - one line for the user
             return EXIT_CONFIG
-        kinds = [outcome.kind for outcome in self._outcomes.values()]
-        ended_well = sum(map(kinds.count, ("done", "drained", "unplaced")))
-        well = "done" in kinds and ended_well == self._config.slots
-        return EXIT_OK if well else EXIT_RETRYABLE
+        return EXIT_OK if end.well else EXIT_RETRYABLE
 
 
-def given_up(outcomes: Mapping[int, Outcome], halted: str) -> list[int]:
-    """Return the replicas that were given up; of a job that was halted also those that were stopped with it."""
-    kinds = ("lost", "stopped") if halted else ("lost",)
-    return [replica for replica, outcome in outcomes.items() if outcome.kind in kinds]
+def prepare_data(config: Config) -> None:
+    """Make the folder of runs, and in it the file of tokens for the built-in trainer, if they do not exist.
+
+    Raises:
+        ConfigError: data.path cannot be read, or job.runs_dir cannot be made.
+        Retryable: The file cannot be written.
+    """
+    runs_dir = Path(config.job.runs_dir).resolve()
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in DISK:
+            raise
+        raise ConfigError("job.runs_dir", str(runs_dir), f"a folder that can be made ({error.strerror})") from None
+    if config.entry is None:
+        from ft_hsdp.train import tokens  # numpy is not needed for --help
+
+        tokens.prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, runs_dir / ".cache")
 
 
 def what_is_kept(config: Config) -> str:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import TextIO
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TextIO
 
+from ft_hsdp import fault_injection, secret, tls
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import stamped
+from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.jsonl import DISK
-from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
+from ft_hsdp.launch.backend.base import WorkerProcess
+from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD, ForkServer
 from ft_hsdp.launch.backend.gpus import check_device, gpus_here
-from ft_hsdp.launch.backend.hosts import EmulatedHosts
-from ft_hsdp.launch.backend.local import LocalBackend
-from ft_hsdp.launch.backend.spare_agents import SpareAgents
-from ft_hsdp.launch.job import JobResources, MakeResources, run_job, start_run
+from ft_hsdp.launch.backend.ranks import HeldRanks, LocalRanks
+from ft_hsdp.launch.host import HostAgent, agent_path
+from ft_hsdp.launch.job import JobEnd, JobResources, MakeResources, prepare_data, run_job, start_run
+from ft_hsdp.launch.lighthouse_link import REPLY_S
 from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port
-from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.run.directory import Row, RunDir, supervised
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.memory.copies import MemberHosts, unmet
-from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, SLURM_VARIABLE, Host, Level
+from ft_hsdp.memory.hosts import DOMAINS_VARIABLE, SLURM_VARIABLE, Host
+from ft_hsdp.protocol import ProcessReport, SupervisorReply
 from ft_hsdp.train.identity import HOST_VARIABLE, host_path
 
 
@@ -57,7 +64,7 @@ def local_resources(
     preload: tuple[str, ...] = PRELOAD,
     lighthouse: str = "lighthouse",
 ) -> MakeResources:
-    """Return a function that makes a job's backend and lighthouses on this machine.
+    """Return a function that makes what runs a job's replicas and lighthouses on this machine.
 
     Args:
         config: The job's configuration.
@@ -67,35 +74,255 @@ def local_resources(
         lighthouse: The module that runs as a lighthouse.
     """
 
-    def make(emit: Callable[[Row], None]) -> JobResources:
-        backend = LocalBackend(
-            run,
-            entry=entry,
-            preload=(*preload, *config.preload),
-            boot_s=config.timeouts.boot_s,
-            spawn_s=config.timeouts.spawn_s,
-            spares=config.spares // config.ranks_per_replica,
-            emit=emit,
-            quiet_s=config.timeouts.hold_s,
-            hosts=emulated_hosts(config),
-            agents=SpareAgents(config, run, emit) if config.hosts.spare else None,
-            shrink_to=config.memory.shrink_to,
-            gpus=gpus_here(config),
-        )
-        return JobResources(backend, LighthouseFleet(run, config, emit, module=lighthouse))
+    def make(progress: Progress, emit: Callable[[Row], None]) -> JobResources:
+        replicas = LocalReplicas(config, run, progress, emit, entry, (*preload, *config.preload))
+        return JobResources(replicas, LighthouseFleet(run, config, emit, module=lighthouse))
 
     return make
 
 
-def emulated_hosts(config: Config) -> EmulatedHosts:
-    """Return the hosts for which this machine stands, those of spare replicas included.
+@dataclass(frozen=True, slots=True)
+class LocalHost:
+    """A host for which this machine stands, or what it has of one replica."""
 
-    Only hosts that the configuration asks for are replaced by those of spare replicas.
+    path: str
+    replica: int | None = None  # it is of this replica alone
+    home: tuple[int, int] | None = None  # as `HostAgent` takes it
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+
+def local_hosts(config: Config, environment: Mapping[str, str]) -> list[LocalHost]:
+    """Return the hosts for which this machine stands: those of replicas, then the spare ones.
+
+    Spare replicas have hosts, too, if the configuration says how many hosts a replica has: they come last.
+
+    Raises:
+        ConfigError: `hosts.labels` or the environment cannot be used.
     """
-    hosts, per_replica = config.hosts, hosts_of_a_replica(config, os.environ)
-    of_spares = config.spares // config.ranks_per_replica * (hosts.per_replica or 0)
-    level: Level = "zone" if config.memory.apart == "zone" else "rack"  # a spare host is apart in any case
-    return EmulatedHosts(per_replica, config.ranks_per_replica, hosts.spare, of_spares, hosts.labels, level)
+    hosts, per_replica = config.hosts, hosts_of_a_replica(config, environment)
+    if per_replica is None:
+        return [LocalHost(agent_path(config, environment, n), n) for n in range(config.slots)]
+
+    def path(name: str) -> str:
+        return agent_path(config, {**environment, HOST_VARIABLE: name})
+
+    homes = [(replica, place) for replica in range(config.slots) for place in range(per_replica)]
+    spare = hosts.spare + config.spares // config.ranks_per_replica * (hosts.per_replica or 0)
+    named = [LocalHost(path(f"r{replica}h{place}"), home=(replica, place)) for replica, place in homes]
+    return named + [LocalHost(path(f"s{n}")) for n in range(spare)]
+
+
+class _HostClient(LighthouseClient):
+    """A host's connection to the lighthouse: one that is down, by chaos, says nothing."""
+
+    def __init__(self, down: Callable[[], bool], *about: Any) -> None:
+        super().__init__(*about)
+        self._down = down
+
+    async def report(self, processes: ProcessReport) -> SupervisorReply:
+        if self._down():
+            await asyncio.Event().wait()  # until its agent is cancelled
+        return await super().report(processes)
+
+
+class LocalReplicas:
+    """Runs the replicas of a job on this machine: an agent for each host for which it stands."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        progress: Progress,
+        emit: Callable[[Row], None],
+        entry: str = ENTRY,
+        preload: tuple[str, ...] = PRELOAD,
+    ) -> None:
+        """Prepare; nothing is started before `open`.
+
+        Args:
+            config: The job's configuration.
+            run: The run's directory.
+            progress: Of the job; it takes the lighthouse's news.
+            emit: Takes each event.
+            entry: What runs in a rank, as in `ForkServer`.
+            preload: The modules that the fork server imports.
+        """
+        self._config = config
+        self._run = run
+        self._progress = progress
+        self._emit = emit
+        forks = ForkServer(
+            run.path,
+            entry=entry,
+            preload=preload,
+            boot_s=config.timeouts.boot_s,
+            spawn_s=config.timeouts.spawn_s,
+            lost=self._fork_server_lost,
+        )
+        self._ranks = LocalRanks(config, run, forks, gpus=gpus_here(config), emit=emit)
+        self._agents: dict[str, HostAgent] = {}  # by host
+        self._heard: set[str] = set()  # hosts that a lighthouse has answered
+        self._reply: SupervisorReply | None = None  # the newest one
+        self._stopping = False
+        self._live: set[str] = set()  # hosts whose agents run
+        self._ended = False  # an agent has no part in the job any more
+        self._away: dict[int, int] = {}  # replica -> step before which it does not start again
+        self._reporter: Reporter | None = None
+
+    @property
+    def end(self) -> JobEnd:
+        reply = self._reply
+        if reply is None:
+            return JobEnd()
+        well = reply.finished and not reply.lost
+        return JobEnd(well, reply.halted if reply.wrong else "", reply.lost)
+
+    async def open(self) -> None:
+        """Start the fork server, which loads what ranks need. Raises Retryable."""
+        await self._ranks.forks.start()
+
+    async def run(self, urls: tuple[str, ...]) -> None:
+        """Run the agents of all hosts until none has a part in the job any more."""
+        hosts, client = local_hosts(self._config, os.environ), LighthouseClient(*self._reach(urls))
+        self._reporter = reporter = Reporter("supervisor", client.tell)
+        reporter.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for host in hosts:
+                    spare = host.replica is None and host.home is None
+                    before = {each.name for each in hosts if each.home is not None} if spare else set[str]()
+                    group.create_task(self._host(host, urls, before))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        finally:
+            await reporter.close()
+            await client.close()
+
+    def running(self) -> list[int]:
+        """Return the replicas of which all ranks run."""
+        newest = {replica: self._newest(replica) for replica in range(self._config.slots)}
+        return [n for n, held in newest.items() if held and sum(len(e.living) for e in held) == held[0].spec.size]
+
+    def ranks(self, replica: int) -> tuple[str, dict[int, WorkerProcess]]:
+        """Return the newest incarnation of a replica, "" if it has none, and its processes by rank."""
+        held = self._newest(replica)
+        return held[0].name if held else "", {rank.rank: rank.process for each in held for rank in each.living}
+
+    def stay_away(self, replica: int, until_step: int) -> None:
+        """Do not start a replica again before so many steps are committed."""
+        self._away[replica] = max(until_step, self._away.get(replica, 0))
+
+    def note(self, event: Row) -> None:
+        """Send the lighthouse an event that no rank sends."""
+        if self._reporter is not None:
+            self._reporter.event(event)
+
+    def stop(self, number: int) -> None:
+        """Have all ranks leave the job because of a signal; kill them at SIGINT after that."""
+        self._stopping = True
+        for agent in self._agents.values():
+            agent.stop(number)
+        self._progress.wake()
+
+    async def close(self) -> None:
+        """End the fork server and all processes that it started."""
+        await self._ranks.close()
+
+    async def _host(self, host: LocalHost, urls: tuple[str, ...], before: Collection[str]) -> None:
+        """Run the agent of a host, as long as chaos leaves that there, until it ends."""
+        await self._progress.wait_for(lambda: self._heard >= {*before} or self._stopping)
+        while True:
+            await self._while(host, down=True)
+            if self._over:
+                return
+            client = _HostClient(partial(self._is_down, host), *self._reach(urls))
+            agent = self._agents[host.name] = HostAgent(
+                self._config,
+                self._run,
+                self._ranks,
+                client,
+                host.path,
+                replica=host.replica,
+                home=host.home,
+                emit=self._emit,
+                news=lambda reply: self._take(host, reply),
+                may_start=self._may_start,
+            )
+            self._live.add(host.name)
+            tasks = asyncio.create_task(agent.run()), asyncio.create_task(self._while(host, down=False))
+            try:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                ended = tasks[0].done()
+            finally:
+                for task in tasks:
+                    task.cancel()
+                found = await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(*(held.gone() for held in agent.held.values()))
+                await client.close()
+                self._live.discard(host.name)
+            if isinstance(found[0], Exception):
+                raise found[0]
+            if ended:
+                self._ended = True
+                self._progress.wake()
+                return
+
+    async def _while(self, host: LocalHost, *, down: bool) -> None:
+        """Wait while a host is down, by chaos, or while it is not."""
+        while self._is_down(host) is down:
+            if await self._progress.wait_for(lambda: self._over, fault_injection.LOOK_S):
+                break
+        if self._over and not down:
+            await asyncio.Event().wait()  # its agent ends by itself
+
+    @property
+    def _over(self) -> bool:
+        """Return whether no agent is started any more: one has ended by itself, and none runs."""
+        return self._stopping or (self._ended and not self._live)
+
+    def _is_down(self, host: LocalHost) -> bool:
+        """Return whether a host is down, by chaos; that of one replica is if any of the replica's is."""
+        down = fault_injection.hosts_down(self._run.path, host.replica)
+        return bool(down) if host.replica is not None else host.name in down
+
+    async def _may_start(self, replica: int) -> None:
+        """Wait for the steps of `stay_away`, while others commit any."""
+        progress = self._progress
+
+        def over(step: int) -> bool:
+            return progress.step > step or progress.finished or bool(progress.halted) or self._stopping
+
+        while progress.step < self._away.get(replica, 0):
+            if not await progress.wait_for(partial(over, progress.step), self._config.timeouts.stalled_s):
+                break
+            if progress.finished or progress.halted or self._stopping:
+                break
+
+    def _take(self, host: LocalHost, reply: SupervisorReply) -> None:
+        """Take an answer of the lighthouse."""
+        self._reply = reply
+        self._heard.add(host.name)
+        self._progress.saw(reply.step, reply.epoch, reply.finished, reply.halted, frozenset(reply.drained))
+        self._progress.wake()
+
+    def _newest(self, replica: int) -> list[HeldRanks]:
+        """Return what all hosts have of the newest incarnation of a replica."""
+        held = [each for agent in self._agents.values() for each in agent.held.values() if each.replica == replica]
+        newest = max((each.began, each.name) for each in held)[1] if held else ""
+        return [each for each in held if each.name == newest]
+
+    def _reach(self, urls: tuple[str, ...]) -> tuple[Any, ...]:
+        """Return how the lighthouse is reached, as `LighthouseClient` takes it."""
+        config, run = self._config, self._run
+        token, reply_s = secret.current(run.token), config.timeouts.evict_s / 3 + REPLY_S
+        return urls, token, tls.client(config.network), run.lighthouse, reply_s
+
+    def _fork_server_lost(self, pid: int, why: str) -> None:
+        reason = f"{why}: another one is started beside it, its ranks go on"
+        self._emit(supervised("ForkServerLost", reason, pid=pid))
 
 
 def hosts_of_a_replica(config: Config, environment: Mapping[str, str]) -> int | None:
@@ -129,23 +356,3 @@ def check_copies(config: Config) -> None:
     members = [MemberHosts(r, tuple(host(r, k) for k in range(ranks)), True) for r in range(config.replicas)]
     if allowed := unmet(members, memory.copies, memory.apart):
         raise ConfigError("memory.copies", memory.copies, allowed)
-
-
-def prepare_data(config: Config) -> None:
-    """Make the folder of runs, and in it the file of tokens for the built-in trainer, if they do not exist.
-
-    Raises:
-        ConfigError: data.path cannot be read, or job.runs_dir cannot be made.
-        Retryable: The file cannot be written.
-    """
-    runs_dir = Path(config.job.runs_dir).resolve()
-    try:
-        runs_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        if error.errno in DISK:
-            raise
-        raise ConfigError("job.runs_dir", str(runs_dir), f"a folder that can be made ({error.strerror})") from None
-    if config.entry is None:
-        from ft_hsdp.train import tokens  # numpy is not needed for --help
-
-        tokens.prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, runs_dir / ".cache")

@@ -36,7 +36,6 @@ from ft_hsdp.state.agent.starter import Starter
 HOST_VARIABLE = "FT_HSDP_HOST"  # the name of the rank's host, if its machine has several
 HOSTS_VARIABLE = "FT_HSDP_HOSTS"  # the names of the hosts of all ranks of the replica, with commas between
 FATAL_VARIABLE = "FT_HSDP_FATAL_UNITS"  # runs of units that have ended the processes which trained them, as JSON
-HOST_RANK_VARIABLE = "FT_HSDP_HOST_RANK"  # the rank's number on that host
 
 
 @dataclass(frozen=True, slots=True)

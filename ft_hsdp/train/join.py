@@ -34,7 +34,7 @@ from ft_hsdp.errors import ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.jsonl import read_object
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.train.device import backend, choose, prepare
-from ft_hsdp.train.identity import HOST_RANK_VARIABLE, FromEnvironment, IncarnationSource, RankPlace, begin
+from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, RankPlace, begin
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.replay.job import Recorded, ReplayJob
 
@@ -162,7 +162,7 @@ def join(
     device = choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
     torch.set_num_threads(config.train.threads)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    on_host = os.environ.get(HOST_RANK_VARIABLE) or os.environ.get("LOCAL_RANK", str(rank))
+    on_host = os.environ.get("LOCAL_RANK", str(rank))
     parent = os.getppid() if isinstance(source, FromEnvironment) else None  # ours are killed with their parent
     place = RankPlace(rank, ranks, run, urls, token, host, on_host == "0", None if lighthouse else file, parent)
     assigned = source.poll()

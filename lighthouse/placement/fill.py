@@ -148,6 +148,8 @@ def _start(s: LighthouseState, replica: int, me: PlacedReplica, hosts: tuple[Hos
         due=now,
         since=None,
         why="",
+        reason=me.why or "first start",
+        how="",
         buried=(),
         fed=None,
         usable=False,
@@ -156,8 +158,7 @@ def _start(s: LighthouseState, replica: int, me: PlacedReplica, hosts: tuple[Hos
     s = with_replica(s, replica, runs)
     s = with_placement(s, placement=replace(s.placement, starts=runs.start))
     s, told = tell(s, now, {replica: name})
-    facts = {"replica": replica, "incarnation": name, "restarts": number, "hosts": list(runs.used)}
-    return s, (*effects, Note("ReplicaStarted", me.why or "first start", facts), *told)
+    return s, (*effects, *told)
 
 
 def _without_old_shadows(s: LighthouseState, now: float) -> Step:

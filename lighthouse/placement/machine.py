@@ -177,10 +177,15 @@ def _bury(placement: Placement, name: str) -> Placement:
 
 def _advance(s: LighthouseState, replica: int, event: Event, now: float) -> Step:
     """Look after the newest incarnation of a replica."""
-    me, effects = s.placement.replicas[replica], list[Effect]()
-    if me.phase is ReplicaPhase.RESTS:
+    me, policy, effects = s.placement.replicas[replica], s.policy.placing, list[Effect]()
+    if me.phase is ReplicaPhase.RESTS or policy is None:
         return s, ()
     me = _with_ends(s, me, now)
+    if not me.how and (how := _how(s, me)):
+        facts = {"replica": replica, "incarnation": me.incarnation, "restarts": me.restart.restarts - me.first}
+        started = {**facts, "hosts": list(me.used), "how": how}
+        effects.append(Note("ReplicaStarted", me.reason, started))
+        me = replace(me, how=how)
     if s.grant is not None and not me.contributed:
         member = s.grant.member(replica, me.incarnation)
         committed = s.head is not None and s.head.commit_epoch == s.grant.epoch
@@ -196,7 +201,8 @@ def _advance(s: LighthouseState, replica: int, event: Event, now: float) -> Step
     s = with_replica(s, replica, me)
     if is_over(s, me, now):
         who = (replica, me.incarnation)
-        s, told = tell(s, now, {replica: None}, frozenset({who}), ended=frozenset({replica} if me.done else ()))
+        done = me.done and telling(me, len(me.used) * policy.each)[0] == "done"
+        s, told = tell(s, now, {replica: None}, frozenset({who}), ended=frozenset({replica} if done else ()))
         s, more = _judge(s, replica, me, now)
         return s, (*effects, *told, *more)
     places = range(len(me.used))
@@ -224,6 +230,16 @@ def _with_ends(s: LighthouseState, me: PlacedReplica, now: float) -> PlacedRepli
     since = me.since if me.since is not None or not ended else now
     after = replace(me, ended=ended, failed=failed, done=done, fed=fed, usable=usable, since=since)
     return me if after == me else after
+
+
+def _how(s: LighthouseState, me: PlacedReplica) -> str:
+    """Return how the ranks of an incarnation were started; "": not all of them are known to be."""
+    hows = set()
+    for name, (life, _) in zip(me.used, me.lives, strict=True):
+        present = s.presence.host(name)
+        said = present.ranks(me.incarnation) if present is not None and present.report.life == life else None
+        hows.add(said.how if said is not None else "")
+    return "" if "" in hows else max(hows)
 
 
 def _trouble(s: LighthouseState, replica: int, me: PlacedReplica, event: Event, now: float) -> str:
@@ -276,7 +292,7 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     again = replace(me.restart, restarts=me.restart.restarts + 1)
     if kind == "done":
         return with_replica(s, replica, replace(rests, places=())), tuple(effects)
-    if kind in ("left", "exit 0") and (leaves(s, replica, me) or s.finished or training_is_over(s)):
+    if kind in ("left", "exit 0", "SIGTERM") and (leaves(s, replica, me) or s.finished or training_is_over(s)):
         return with_replica(s, replica, replace(rests, restart=again, done=False)), tuple(effects)
     code, cause = rank.code if rank is not None else None, f"{kind}: {why}"
     narrow, too_few = me.narrow.after_run(
@@ -311,7 +327,9 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     own_fault = code is not None and restart.own_fault(code) and not (lost or bereft)
     counts = dict(me.failed_on) if committed < REFILL_STEPS else {}
     fatal = (
-        (step + 1, me.fatal[1] + 1 if me.fatal[0] == step + 1 else 1) if own_fault and me.contributed else me.fatal
+        (step + 1, me.fatal[1] + 1 if me.fatal[0] == step + 1 else 1)
+        if own_fault and _joined(s, replica, me)
+        else me.fatal
     )
     if own_fault:
         counts[host] = counts.get(host, 0) + 1
@@ -325,7 +343,12 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         effects.append(Note("JobGivenUp", found.reason, {**facts, "step": fatal[0]}))
         s, told = _halt(s, f"step {fatal[0]}: {found.reason}; the last time {why}")
         effects += told
-    replaceable = code == EXIT_HARDWARE or bool(free_hosts(s, replica, now))
+    free, there = free_hosts(s, replica, now), s.presence.host(host)
+    if code == EXIT_HARDWARE and not free and not any(beside) and there is not None and there.report.home:
+        return _give_up(
+            s, replica, rests, why, now, effects
+        )  # no other machine comes, and nobody trains meanwhile
+    replaceable = code == EXIT_HARDWARE or bool(free)
     if found.cordoned and replaceable and host not in dict(s.placement.cordoned):
         cordoned = tuple(sorted({**dict(s.placement.cordoned), host: found.reason}.items()))
         s = with_placement(s, placement=replace(s.placement, cordoned=cordoned))
@@ -386,8 +409,10 @@ def _give_up(
 ) -> Step:
     """Never start a replica again. The job is halted if no other one is left, or if what it runs is ``wrong``."""
     s = with_replica(s, replica, replace(rests, given_up=why, places=()))
-    s, told = tell(s, now, {replica: None}, lost=frozenset({replica}))
-    effects = [*effects, *told, Note("ReplicaLost", why, {"replica": replica})]
+    if not wrong:  # else the others wait for it until they leave
+        s, told = tell(s, now, {replica: None}, lost=frozenset({replica}))
+        effects = [*effects, *told]
+    effects = [*effects, Note("ReplicaLost", why, {"replica": replica})]
     if wrong:
         s = with_placement(s, placement=replace(s.placement, wrong=True))
     bound = any(each.report.replica is not None for each in s.presence.hosts.values())  # it may be started again

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import or_
 
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostReport
-from ft_hsdp.core.restart import LEAVING, Cause
+from ft_hsdp.core.restart import LEAVING, Cause, exit_in_words
 from ft_hsdp.core.state_id import digest
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
 from ft_hsdp.memory.hosts import Host
@@ -98,8 +98,7 @@ def is_gone(s: LighthouseState, me: PlacedReplica, position: int) -> bool:
 
 def says(rank: EndedRank) -> str:
     """Return in one line how a rank ended."""
-    how = f"signal {-rank.code}" if rank.code < 0 else f"exit {rank.code}"
-    return f"rank {rank.rank} ended with {how}" + (f": {rank.why}" if rank.why else "")
+    return f"rank {rank.rank} ended with {exit_in_words(rank.code)}" + (f": {rank.why}" if rank.why else "")
 
 
 def telling(me: PlacedReplica, ranks: int) -> tuple[str, EndedRank | None, str]:
@@ -124,7 +123,7 @@ def telling(me: PlacedReplica, ranks: int) -> tuple[str, EndedRank | None, str]:
             each[1].code != EXIT_OK,
         ),
     )
-    return ("exit" if rank.code >= 0 else "signal") + f" {abs(rank.code)}", rank, host
+    return exit_in_words(rank.code), rank, host
 
 
 def assigned(s: LighthouseState, name: str) -> tuple[AssignedRanks, ...]:
@@ -147,10 +146,24 @@ def assigned(s: LighthouseState, name: str) -> tuple[AssignedRanks, ...]:
 def fate(s: LighthouseState, report: HostReport) -> tuple[bool, str]:
     """Return whether the job has ended for a host, and why it cannot go on there; "": it can."""
     if report.replica is None or not s.placement.replicas:
-        return s.finished, s.halted
+        return s.finished or _all_done(s), s.halted
     me, cordoned = s.placement.replicas[report.replica], dict(s.placement.cordoned)
     halted = s.halted or me.given_up or cordoned.get(Host.parse(report.path).name, "")
     return s.finished or (me.done and me.phase is ReplicaPhase.RESTS), halted
+
+
+def _all_done(s: LighthouseState) -> bool:
+    """Return whether the scripts of all replicas have ended their part of the job, but for those that are lost."""
+    wants = [me for n, me in enumerate(s.placement.replicas) if wanted(s, n)]
+    over = all(me.given_up or (me.done and me.phase is ReplicaPhase.RESTS) for me in wants)
+    return over and any(me.done for me in wants)
+
+
+def lost_replicas(s: LighthouseState) -> tuple[int, ...]:
+    """Return the replicas that were given up, and all that are not done once the job is halted."""
+    halted = bool(s.halted)
+    placed = enumerate(s.placement.replicas)
+    return tuple(n for n, me in placed if me.given_up or (halted and wanted(s, n) and not me.done))
 
 
 def seen(s: LighthouseState, name: str) -> str:
@@ -205,7 +218,13 @@ def free_hosts(s: LighthouseState, replica: int, now: float) -> set[str]:
     """Return the usable hosts without ranks that a replica could have."""
     used = {n for each in s.placement.replicas if each.phase is not ReplicaPhase.RESTS for n in each.used}
     own = {n for n, each in s.presence.hosts.items() if each.report.replica in (None, replica)}
-    return (usable_hosts(s, now).keys() & own) - used
+    return (usable_hosts(s, now).keys() & own) - used - kept_hosts(s)
+
+
+def kept_hosts(s: LighthouseState) -> set[str]:
+    """Return the hosts that are kept for replicas which have them first and were never started."""
+    homes = {name: each.report.home for name, each in s.presence.hosts.items()}
+    return {name for name, home in homes.items() if home and not s.placement.replicas[home[0]].incarnation}
 
 
 def listed_hosts(s: LighthouseState, now: float) -> list[dict[str, object]]:
@@ -273,17 +292,20 @@ def assignments(s: LighthouseState, due: list[int], now: float) -> dict[int, Ass
     assert policy is not None
     usable, kept, places = usable_hosts(s, now), set[str](), dict[int, list[Host]]()
     bound = {name: each.report.replica for name, each in s.presence.hosts.items()}
+    at_home = {name: s.presence.hosts[name].report.home for name in usable}
+    homes = {home: usable[name] for name, home in at_home.items() if home is not None}
     for replica, me in enumerate(s.placement.replicas):
         if replica in due:
             own = [host for name, host in usable.items() if bound[name] == replica]
-            before = list(me.hosts) or [NO_HOST] * policy.hosts
+            before = list(me.hosts) or [homes.get((replica, n), NO_HOST) for n in range(policy.hosts)]
             places[replica] = own[:1] if own and before[0].name not in usable else before
         elif me.phase is not ReplicaPhase.RESTS or replica in active:
             mine = me.names if me.phase is ReplicaPhase.RESTS else me.used
             places[replica] = [host if host.name in mine else NO_HOST for host in me.hosts]
             kept |= set(mine)
     held = {host.name for hosts in places.values() for host in hosts}
-    spares = [host for name, host in usable.items() if name not in held and bound[name] is None]
+    kept_for = kept_hosts(s)
+    spares = [host for n, host in usable.items() if n not in held | kept_for and bound[n] is None]
     shrunk = {n: len(s.placement.replicas[n].used) for n in places if n not in due}
     shrunk = {n: count for n, count in shrunk.items() if count < policy.hosts}
     lenders = [n for n in due if s.views[n].lost]

@@ -80,6 +80,8 @@ class PlacedReplica:
     failed: str = ""  # why a rank could not be started
     prevented: str = ""  # what prevents a start: a `restart.Cause`
     why: str = ""  # it has to end, or is to start now
+    reason: str = ""  # it was started
+    how: str = ""  # its ranks were started; "": not all of them are
     restart: RestartState = NEW
     narrow: NarrowEnds = NEVER_NARROW
     failed_on: tuple[tuple[str, int], ...] = ()  # failures on each host since the replica was healthy

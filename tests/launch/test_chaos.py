@@ -339,7 +339,7 @@ def test_a_rank_that_a_narrow_replica_lacks_is_not_hit(run_dir: RunDir) -> None:
     (injection,) = planner({"at_step": 5, "replicas": (1,), "rank": 3}, ranks=4).due(5, 0.0, ALL)
     said: list[str] = []
     job = object.__new__(JobRun)
-    job._supervisors = {1: SimpleNamespace(current=SimpleNamespace(ranks={0: None, 1: None}))}  # type: ignore[dict-item]
+    job._replicas = SimpleNamespace(ranks=lambda _: ("1-a-0", {0: None, 1: None}))  # type: ignore[assignment]
     job._terminal = SimpleNamespace(say=lambda line, style: said.append(line))  # type: ignore[assignment]
     job._inject(injection)
     (line,) = said

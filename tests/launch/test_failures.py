@@ -14,16 +14,15 @@ import pytest
 from ft_hsdp import fault_injection
 from ft_hsdp.config import parse
 from ft_hsdp.launch.backend.base import EVICTED, LEFT, ReplicaProcess, ReplicaSpec, exit_in_words
-from ft_hsdp.launch.backend.hosts import EmulatedHosts
-from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.failures import IncarnationEnd, JobFailures, Outcome, ReplicaFailures, end_of
-from ft_hsdp.launch.job import given_up
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, write_json
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from ft_hsdp.memory.replacement import Action
+from tests.support.launch.emulated_hosts import EmulatedHosts
 from tests.support.launch.launch_helpers import Plan
+from tests.support.launch.local_backend import LocalBackend
 from tests.support.waiting import async_until
 
 
@@ -329,12 +328,6 @@ async def test_the_job_is_given_up_at_a_step_that_ends_it_three_times(run_dir: R
         (given_up,) = world.named("JobGivenUp")
         assert (outcome.kind, given_up["step"]) == ("lost", 5)
         assert world.job.halted.startswith("step 5: ")
-
-
-def test_a_job_that_is_halted_gives_all_its_replicas_up() -> None:
-    outcomes = {0: Outcome("stopped"), 1: Outcome("lost", "step 5"), 2: Outcome("drained"), 3: Outcome("done")}
-    assert given_up(outcomes, "step 5") == [0, 1]
-    assert given_up(outcomes, "") == [1]
 
 
 async def test_a_host_that_is_back_before_the_replica_is_has_lost_its_rank_all_the_same(run_dir, plan) -> None:

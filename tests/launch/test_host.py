@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import secrets
 import signal
 from collections.abc import AsyncIterator
@@ -16,7 +17,8 @@ from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.core.host_report import AssignedRanks, HostRanks, HostReport
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, Retryable
 from ft_hsdp.launch.backend.forkserver import ForkServer
-from ft_hsdp.launch.host import HostAgent
+from ft_hsdp.launch.backend.ranks import LocalRanks
+from ft_hsdp.launch.host import HostAgent, agent_path
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
 from ft_hsdp.secret import write_private
@@ -38,8 +40,18 @@ class Scene:
         forks = ForkServer(run.path, entry="tests.support.launch.standin:main", preload=())
         http = httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
         client = LighthouseClient(("http://127.0.0.1:1",), "s", http=http)
-        self.agent = HostAgent(config, run, forks, client, "AB", replica=replica, emit=self.events.append)
-        self.running = asyncio.create_task(self.agent.run())
+        path = agent_path(config, os.environ, replica)
+        spares = None if replica is None else run.replica(replica) / "spares"
+        self.ranks = LocalRanks(config, run, forks, gpus="AB", spares=spares, emit=self.events.append)
+        self.agent = HostAgent(config, run, self.ranks, client, path, replica=replica, emit=self.events.append)
+        self.running = asyncio.create_task(self._run())
+
+    async def _run(self) -> int:
+        self.ranks.file.write_text("{}")
+        try:
+            return await self.agent.run()
+        finally:
+            await self.ranks.close()
 
     async def _answer(self, request: httpx.Request) -> httpx.Response:
         if self.down:

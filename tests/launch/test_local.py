@@ -15,7 +15,7 @@ from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.job import JobRun, start_run
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, check_port
-from ft_hsdp.launch.local import emulated_hosts, local_resources, up
+from ft_hsdp.launch.local import local_hosts, local_resources, up
 from ft_hsdp.launch.run.directory import read_json, read_jsonl
 from ft_hsdp.launch.run.status import status
 from ft_hsdp.launch.run.summary import Summary
@@ -27,7 +27,9 @@ KILL = {"at_step": 8, "replicas": [1], "rank": 1}
 
 
 class Fake:
-    """A job of stand-ins in its run directory."""
+    """A job of stand-ins in its run directory, with a real lighthouse."""
+
+    lighthouse = "lighthouse"
 
     def __init__(self, tmp_path: Path, **document: Any) -> None:
         self.config: Config = parse(
@@ -43,7 +45,7 @@ class Fake:
                 self.run,
                 entry="tests.support.launch.standin_trainer:main",
                 preload=(),
-                lighthouse="tests.support.launch.standin_lighthouse",
+                lighthouse=self.lighthouse,
             )
             return await JobRun(self.config, self.run, terminal, resources).run()
 
@@ -92,23 +94,42 @@ async def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -
     text = job.out.getvalue()
     assert "step  3/40" in text
     assert max(len(line) for line in text.splitlines() if line.startswith("step")) <= 80
-    pictures = read_jsonl(job.run.path / "pictures.jsonl")
-    assert any(p["exited"] == [injected["incarnation"]] for p in pictures)
-    told = [e for t in read_jsonl(job.run.path / "telemetry.jsonl") for e in t["body"]["events"]]
-    own = [e for e in read_jsonl(job.run.events) if e["source"] in ("supervisor", "chaos")]
-    assert told == own
-    assert {"FailureInjected", "ReplicaStarted", "ProcessExited", "ReplicaExited"} <= {e["event"] for e in told}
+    sources = {e["event"]: e["source"] for e in read_jsonl(job.run.events)}
+    said = {"FailureInjected": "chaos", "ProcessExited": "supervisor", "ReplicaStarted": "lighthouse"}
+    assert {**sources, **said} == sources
 
 
 def test_without_per_replica_each_replica_is_a_host_unless_the_machine_is_known(monkeypatch) -> None:
     for name in ("FT_HSDP_HOST", "FT_HSDP_DOMAINS", "SLURM_TOPOLOGY_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    made = emulated_hosts(parse({"spares": 2}))
-    assert [made.of(replica) for replica in (0, 1)] == [("r0h0", "r0h0"), ("r1h0", "r1h0")]
-    assert made.place(0, ["r0h0"], ()) is None, "nobody asked for hosts that replace it"
-    assert emulated_hosts(parse({"hosts": {"per_replica": 2}})).of(0) == ("r0h0", "r0h1")
+
+    def named(**document: Any) -> dict[str, tuple[int, int] | None]:
+        return {host.name: host.home for host in local_hosts(parse({"replicas": 2, **document}), os.environ)}
+
+    assert named(spares=2) == {"r0h0": (0, 0), "r1h0": (1, 0)}, "nobody asked for hosts that replace them"
+    hosts = {"per_replica": 2, "spare": 1}
+    homes = {f"r{replica}h{place}": (replica, place) for replica in (0, 1) for place in (0, 1)}
+    assert named(hosts=hosts, spares=2) == {**homes, **dict.fromkeys(["s0", "s1", "s2"])}
     monkeypatch.setenv("FT_HSDP_DOMAINS", "rack=7")
-    assert emulated_hosts(parse({})).of(0) == ()
+    alone = local_hosts(parse({"replicas": 2}), os.environ)
+    assert [(host.path.rpartition("-")[2], host.replica) for host in alone] == [("r0", 0), ("r1", 1)]
+
+
+async def test_a_host_that_is_down_leaves_its_replica_to_a_spare_one(tmp_path: Path) -> None:
+    """It is away for good, and the job ends all the same. The spare host was there from the start."""
+    rule = {"kind": "host", "host": "r1h0", "at_step": 8}
+    job = Fake(tmp_path, chaos=[rule], hosts={"per_replica": 1, "spare": 1}, timeouts={"stop_s": 5})
+    (job.run.path / "hold").touch()
+    going = asyncio.create_task(job.go())
+
+    def hosts() -> set[str]:
+        return {rank["host"] for rank in (read_json(job.run.processes(1)) or {"ranks": []})["ranks"]}
+
+    await async_until(lambda: hosts() == {"s0"}, "replica 1 on the spare host")
+    (job.run.path / "hold").unlink()
+    assert (await going)[0] == 0
+    (swap,) = job.events("HostReplaced")
+    assert (swap["before"], swap["host"], swap["ranks"]) == ("r1h0", "s0", [0, 1])
 
 
 async def test_down_steps_keep_a_replica_away(tmp_path: Path) -> None:
@@ -129,7 +150,6 @@ async def test_a_replica_past_its_budget_is_lost_and_the_job_is_retryable(tmp_pa
     assert code == 75
     assert summary is not None
     assert summary["lost"] == [1]
-    assert read_jsonl(job.run.path / "pictures.jsonl")[-1]["lost"] == [1]
 
 
 @pytest.mark.parametrize(("error", "code"), [("raise", 64), ("unplugged", 75)])
@@ -197,8 +217,8 @@ async def test_a_lighthouse_that_dies_comes_back_at_its_address(tmp_path: Path) 
 
 async def test_a_lighthouse_that_does_not_start_is_one_line(tmp_path: Path) -> None:
     job = Fake(tmp_path)
-    (job.run.path / "no-lighthouse").touch()
-    with pytest.raises(LighthouseFailed, match="no lighthouse today"):
+    job.lighthouse = "no_lighthouse_today"
+    with pytest.raises(LighthouseFailed, match="no_lighthouse_today"):
         await job.go()
     assert job.nothing_runs()
 

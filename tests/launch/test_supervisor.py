@@ -13,12 +13,12 @@ import pytest
 
 from ft_hsdp.config import parse
 from ft_hsdp.core import restart
-from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from tests.support.launch.launch_helpers import Plan
 from tests.support.launch.launch_rows import fold
+from tests.support.launch.local_backend import LocalBackend
 from tests.support.waiting import async_until
 
 SHORT_START = {"start_s": 0.5, "ranks_s": 0.5, "connect_s": 0.5}

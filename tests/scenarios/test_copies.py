@@ -125,10 +125,6 @@ class Standing(Job):
         head = answer.json()["head"]
         return int(head["step"]) if head else 0
 
-    def stopped(self, replica: int, rank: int) -> bool:
-        pid = self.pid(replica, rank)
-        return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
-
     def lose(self, *hosts: str) -> None:
         """Kill the agents of some hosts of replica 0, and all its ranks."""
         self.lose_ranks({0: hosts})
@@ -199,8 +195,8 @@ def test_without_a_lighthouse_copies_go_on_and_a_recovery_finds_them(tmp_path: P
         everywhere = {(host, rank) for host in ("r0h0", "r0h1") for rank in (0, 1)}
         job.until(lambda: job.step() == HEAD and job.held(HEAD) == everywhere, "the copies of the head")
         job.lose("r0h1")
-        job.until(lambda: job.events("StateRestored"), "the state")
         os.kill(lighthouse, signal.SIGCONT)
+        job.until(lambda: job.events("StateRestored"), "the state")
         (row,) = recoveries(job, STEPS)
         assert (row["rung"], row["state"][1], row["lost_steps"]) == ("copy", HEAD, None), row
 

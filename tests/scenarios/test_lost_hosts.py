@@ -3,7 +3,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from ft_hsdp.fault_injection import hosts_down
@@ -69,9 +68,7 @@ def test_another_host_is_lost_during_the_swap(tmp_path: Path, second: str) -> No
         job.until(lambda: job.step() >= 6 and job.events("Protected"), "copies on all hosts")
         inflict(run, parse_options(kind="host", replica=0, host="r0h1"))
         job.until(lambda: len(job.events("ReplicaStarted")) == 2, "the second life")
-        pid = job.pid(0, 1)
-        assert pid is not None
-        job.until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the fetch on the spare host")
+        job.until(lambda: job.stopped(0, 1), "the fetch on the spare host")
         inflict(run, parse_options(kind="host", replica=0, host=second))
         summary = job.end()
         check(summary, 16)

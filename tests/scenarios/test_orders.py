@@ -39,7 +39,7 @@ def beside(job: Job) -> list[psutil.Process]:
 def undisturbed(job: Job) -> None:
     """No ring broke, no step was repeated, nobody was killed."""
     assert aborted(job.rows("events.jsonl")) == []
-    assert {e["kind"] for e in job.events("ReplicaExited")} <= {"stopped", "done", "left"}
+    assert {e["kind"] for e in job.events("ReplicaExited")} <= {"done", "left"}
 
 
 @pytest.mark.proof
@@ -174,7 +174,7 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
         assert "already" in order(job, "drain", 1)
         only_these_started_again(job, 0, 2)
         (left,) = job.events("ReplicaExited", replica=1)
-        assert left["kind"] == "stopped"
+        assert left["kind"] == "left"
         assert [(e["code"], e["final"]) for e in job.events("Ended", replica=1)] == [(0, False)]
         # The order outlives the lighthouse.
         for process, line in running(job.process.pid).items():

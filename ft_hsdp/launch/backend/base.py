@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
-from ft_hsdp.core.restart import LEAVING, Cause
+from ft_hsdp.core.restart import LEAVING, Cause, exit_in_words
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_RETRYABLE, EXIT_USAGE
 from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.processes import last_line
@@ -192,15 +192,17 @@ class WorkerGroup:
         self.warm_at: float | None = None
         self.taken = False  # it left its pool: changes concern the replica to which it is given
         self._changed = changed
-        self._watch: ProcessWatch | None = None
+        self._watches: dict[int, ProcessWatch] = {}  # by rank
 
-    def given(self, watch: ProcessWatch) -> None:
-        """Report to ``watch`` from now on, beginning with what has happened so far."""
-        self._watch = watch
+    def given(self, watch: ProcessWatch, ranks: Collection[int] | None = None) -> None:
+        """Report ranks to ``watch`` from now on, or all, beginning with what has happened so far."""
+        self._watches |= dict.fromkeys(range(self.size) if ranks is None else ranks, watch)
         for rank, process in sorted(self.processes.items()):
-            watch.started(rank, process)
+            if self._watches.get(rank) is watch:
+                watch.started(rank, process)
         for rank, code in self.gone.items():
-            watch.exited(rank, self.processes[rank], code)
+            if self._watches.get(rank) is watch:
+                watch.exited(rank, self.processes[rank], code)
 
     @property
     def complete(self) -> bool:
@@ -215,8 +217,8 @@ class WorkerGroup:
         if rank in self.processes:
             return
         self.processes[rank] = process
-        if self._watch is not None:
-            self._watch.started(rank, process)
+        if rank in self._watches:
+            self._watches[rank].started(rank, process)
         self._note_change()
 
     def warm(self, rank: int) -> None:
@@ -229,8 +231,8 @@ class WorkerGroup:
     def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
         self.started(rank, process)
         self.gone[rank] = code
-        if self._watch is not None:
-            self._watch.exited(rank, process, code)
+        if rank in self._watches:
+            self._watches[rank].exited(rank, process, code)
         self._note_change()
 
     def _note_change(self) -> None:
@@ -380,6 +382,11 @@ class ReplicaProcess(Changes):
         """Return one line on the exit of ``rank``."""
         return exit_line(rank.rank, rank.code or 0, self._run.rank_log(self.replica, rank.rank))
 
+    @property
+    def on_machine(self) -> list[RankProcess]:
+        """Return the ranks of the incarnation on this machine."""
+        return list(self.ranks.values())
+
     def write(self) -> None:
         """Write processes.json for `status`."""
         ranks = [
@@ -390,7 +397,7 @@ class ReplicaProcess(Changes):
                 "machine": rank.process.machine,
                 "state": rank.state,
             }
-            for rank in sorted(self.ranks.values(), key=lambda rank: rank.rank)
+            for rank in sorted(self.on_machine, key=lambda rank: rank.rank)
         ]
         document = {
             "replica": self.replica,
@@ -409,13 +416,3 @@ def exit_line(rank: int, code: int, log: Path) -> str:
     """Return one line on the exit of a rank, with the last line of its log unless a signal ended it."""
     why = last_line(log) if code > 0 else ""
     return f"rank {rank} ended with {exit_in_words(code)}" + (f": {why}" if why else "")
-
-
-def exit_in_words(code: int) -> str:
-    """Return an exit code in words: `SIGKILL`, `exit 75`."""
-    if code >= 0:
-        return f"exit {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"

@@ -8,6 +8,7 @@ Read the modules in this order:
 
     submit      the commands: from inside the cluster, or through its Jobs API
     backend     `RayBackend`: which slot a replica starts in, and with which environment
+    supervised  a supervisor for each replica
     slots       which replica or spare has which slot, and which are free
     slot        a slot: a placement group and its actors; it can be repaired in part
     placement   what a replica asks of a cluster, and what the cluster has; pure

@@ -28,9 +28,9 @@ from ft_hsdp.config import Config
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
-from ft_hsdp.launch.job import JobResources, MakeResources, run_job, start_run
+from ft_hsdp.launch.job import JobResources, MakeResources, prepare_data, run_job, start_run
 from ft_hsdp.launch.lighthouse_process import check_port
-from ft_hsdp.launch.local import prepare_data
+from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.ray.backend import RayBackend
 from ft_hsdp.launch.ray.cluster import (
     KEY,
@@ -44,6 +44,7 @@ from ft_hsdp.launch.ray.cluster import (
 )
 from ft_hsdp.launch.ray.lighthouse import RayLighthouse, actor_name
 from ft_hsdp.launch.ray.placement import has_room
+from ft_hsdp.launch.ray.supervised import SupervisedReplicas
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.status import Status
 from ft_hsdp.launch.run.summary import Summary
@@ -267,11 +268,11 @@ def cluster_resources(
         preload: As in `ForkServer`.
     """
 
-    def make(emit: Callable[[Row], None]) -> JobResources:
+    def make(progress: Progress, emit: Callable[[Row], None]) -> JobResources:
         lighthouse = RayLighthouse(run, cluster.node, emit)
         modules = (*preload, *config.preload)
         backend = RayBackend(config, run, lambda: lighthouse.urls, cluster.cwd, emit, entry=entry, preload=modules)
-        return JobResources(backend, lighthouse)
+        return JobResources(SupervisedReplicas(config, run, progress, emit, backend), lighthouse)
 
     return make
 

@@ -69,7 +69,6 @@ class RunDir:
         self.lighthouse_log = path / "lighthouse.log"  # stdout and stderr of the lighthouse
         self.lighthouse_events = path / "lighthouse" / "events.jsonl"  # events that the lighthouse logs
         self.supervisor = path / "supervisor.json"  # the `identity` of `up`
-        self.hosts = path / "hosts.json"  # the emulated hosts: who has them, which are spare, down or cordoned
         self.events = path / "events.jsonl"  # all events, merged by the supervisor
         self.metrics = path / "metrics.jsonl"  # a line for each step, and for logged values; merged
         self.summary = path / "summary.json"  # the job in figures, written at its end

@@ -30,7 +30,7 @@ def status(run: RunDir) -> Status:
     answer = next(filter(None, (_ask(run, f"{url}/v1/status", trusted) for url in urls)), None)
     reported: dict[int, Row] = {row["replica"]: row for row in (answer or {}).get("replicas", [])}
     placed = (answer or {}).get("hosts", [])
-    elsewhere = {row["replica"] for row in placed}
+    elsewhere = set[int]() if run.supervisor.exists() else {row["replica"] for row in placed}
     replicas = [_replica(run, n, reported.get(n), n in elsewhere) for n in range(config.slots)]
     for row in replicas:
         if 0 < len(row["ranks"]) < config.ranks_per_replica and config.memory.shrink_to is not None:
@@ -43,7 +43,6 @@ def status(run: RunDir) -> Status:
     target = (answer or {}).get("target", config.replicas)
     share: Row = {key: answer[key] for key in ("units", "units_wanted") if key in answer} if answer else {}
     scaled = {"target": target} if target != config.replicas else {}
-    hosts = placed or (read_json(run.hosts) or {}).get("hosts", [])
     return {
         "job": config.job.name,
         "step": answer["step"] if answer else newest,
@@ -53,7 +52,7 @@ def status(run: RunDir) -> Status:
         "lighthouse": {"pid": leader["pid"], "url": leader["url"]},
         **several,
         **scaled,
-        **({"hosts": hosts} if hosts else {}),
+        **({"hosts": placed} if placed else {}),
         "replicas": replicas,
     }
 
@@ -93,7 +92,7 @@ def lines(run: RunDir, document: Status) -> list[str]:
 def _replica(run: RunDir, replica: int, reported: Row | None, placed: bool) -> Row:
     """Return the part of the document on one replica, with the lighthouse's word on it if there is one.
 
-    Its processes are listed here only if one supervisor knows all of them: it is not ``placed`` on hosts.
+    Its processes are listed here only if this folder has all of them: it is not ``placed`` on other machines.
     """
     listed = ({} if placed else read_json(run.processes(replica))) or {"ranks": []}
     ranks = [

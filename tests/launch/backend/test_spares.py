@@ -3,24 +3,22 @@
 import asyncio
 import os
 import signal
-import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from socket import gethostname
 from typing import Self
 
 import pytest
 
-from ft_hsdp import fault_injection
 from ft_hsdp.config import parse
+from ft_hsdp.core.host_report import AssignedRanks
 from ft_hsdp.launch.backend import gpus, spares
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, WorkerProcess
+from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.backend.gpus import visible
-from ft_hsdp.launch.backend.hosts import EmulatedHosts
-from ft_hsdp.launch.backend.local import LocalBackend
-from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, write_json
-from ft_hsdp.launch.supervisor import ReplicaSupervisor
+from ft_hsdp.launch.backend.processes import free_port
+from ft_hsdp.launch.backend.ranks import HeldRanks, LocalRanks
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 from tests.support.launch.launch_helpers import Plan
 from tests.support.waiting import async_until
 
@@ -32,19 +30,18 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Watched:
-    """A spec that was started: who runs, who is gone."""
+    """An incarnation that was started: who runs, who is gone, on all of its hosts."""
 
-    def __init__(self) -> None:
-        self.running: dict[int, WorkerProcess] = {}
-        self.gone: dict[int, int] = {}
+    def __init__(self, held: list[HeldRanks]) -> None:
+        self.held = held
 
-    def started(self, rank: int, process: WorkerProcess) -> None:
-        assert rank not in self.running
-        self.running[rank] = process
+    @property
+    def running(self) -> dict[int, WorkerProcess]:
+        return {rank.rank: rank.process for each in self.held for rank in each.ranks.values()}
 
-    def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
-        assert rank not in self.gone
-        self.gone[rank] = code
+    @property
+    def gone(self) -> dict[int, int]:
+        return {rank.rank: rank.code for rank in self.held[0].on_machine if rank.code is not None}
 
     @property
     def pids(self) -> list[int]:
@@ -52,32 +49,40 @@ class Watched:
 
 
 class World:
-    """An backend with one or more spares of two ranks."""
+    """A machine with one or more spares of two ranks, which stands for one host of a replica, or for several."""
 
-    def __init__(self, run: RunDir, spares: int = 1, hosts: int | None = None, gpus: Sequence[str] = ()) -> None:
-        self.run = run
+    def __init__(self, run: RunDir, spares: int = 1, hosts: int = 1, gpus: Sequence[str] = ()) -> None:
+        self.run, self.hosts = run, hosts
         self.events: list[Row] = []
-        self.backend = LocalBackend(
-            run,
-            entry="tests.support.launch.standin:main",
-            preload=(),
-            spares=spares,
-            emit=self.events.append,
-            hosts=EmulatedHosts(hosts, ranks=2),
-            gpus=gpus,
-        )
+        forks = ForkServer(run.path, entry="tests.support.launch.standin:main", preload=(), lost=self._lost)
+        job = {"ranks_per_replica": 2, "spares": 2 * spares, "hosts": {"per_replica": hosts}}
+        config = parse({**job, "timeouts": {"stop_s": 0.1}})
+        self.ranks = LocalRanks(config, run, forks, gpus=gpus, emit=self.events.append)
 
-    def spec(self, replica: int, restarts: int = 0) -> ReplicaSpec:
-        return ReplicaSpec(replica, 2, "a", restarts, self.run.config)
+    def _lost(self, pid: int, why: str) -> None:
+        self.events.append({"event": "ForkServerLost", "pid": pid, "reason": why})
+
+    def held(self, replica: int, restarts: int = 0) -> Watched:
+        """What the hosts have of an incarnation, before it is started."""
+        names, each = [f"r{replica}h{n}" for n in range(self.hosts)], 2 // self.hosts
+        where = tuple(name for name in names for _ in range(each))
+        self.ranks.pool.began(ReplicaSpec(replica, 2, "a", restarts, self.run.config))
+        ranks = [tuple(range(n * each, (n + 1) * each)) for n in range(self.hosts)]
+        master = f"127.0.0.1:{free_port()}"
+        assigned = [AssignedRanks(f"{replica}-a-{restarts}", mine, where, master) for mine in ranks]
+        return Watched([HeldRanks(one, self.run.config, self.run) for one in assigned])
 
     async def start(self, replica: int, restarts: int = 0) -> tuple[str, Watched]:
-        """Start a spec, wait until its ranks run what is theirs, and let the backend know."""
-        watched, spec = Watched(), self.spec(replica, restarts)
-        how = await self.backend.start(spec, watched)
+        """Start an incarnation, wait until its ranks run what is theirs, and let the spares know."""
+        watched = self.held(replica, restarts)
+        for n, held in enumerate(watched.held):
+            await self.ranks.start(held, f"r{replica}h{n}", self.hosts > 1)
+            held.write()
         waiting = [self.run.path / f"waiting-{replica}-{restarts}-{rank}" for rank in (0, 1)]
-        await async_until(lambda: all(map(os.path.exists, waiting)), f"the ranks of {spec.name}")
-        self.backend.settled(spec)
-        return how, watched
+        await async_until(lambda: all(map(os.path.exists, waiting)), f"the ranks of {replica}")
+        self.ranks.pool.settled(watched.held[0].spec)
+        assert {held.how for held in watched.held} == {watched.held[0].how}
+        return watched.held[0].how, watched
 
     def named(self, name: str) -> list[Row]:
         return [e for e in self.events if e["event"] == name]
@@ -94,16 +99,16 @@ class World:
         return [int(word) for word in file.read_text().split()] if file.exists() else []
 
     async def ready(self) -> list[int]:
-        await async_until(lambda: self.backend.warm, "a spare")
+        await async_until(lambda: self.ranks.pool.ready, "a spare")
         return self.spares[0]
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """With the end of the block the backend is closed, and nothing is left running."""
+        """With the end of the block the machine's ranks are ended, and nothing is left running."""
         try:
             yield self
         finally:
-            await self.backend.close()
+            await self.ranks.close()
         await async_until(lambda: not any(alive({"pid": pid}) for pid in self.made), "the spares to be gone")
 
 
@@ -135,11 +140,11 @@ async def test_no_spare_is_called_twice(run_dir: RunDir) -> None:
 
 async def test_none_is_made_while_a_gang_does_not_train_yet(run_dir: RunDir) -> None:
     async with World(run_dir).running() as world:
-        await world.backend.start(world.spec(0), Watched())
+        first = world.held(0)
         assert (await world.start(1))[0] == (await world.start(2))[0] == COLD
         assert not world.spares
         assert not world.made
-        world.backend.settled(world.spec(0))
+        world.ranks.pool.settled(first.held[0].spec)
         await world.ready()
 
 
@@ -149,7 +154,7 @@ async def test_one_that_is_not_warm_yet_is_called_rather_than_a_cold_start(run_d
         await world.start(0)
         await async_until(lambda: len(world.made) == 2, "a spare that gets warm")
         await async_until(lambda: [len(pids) for pids in world.spares] == [2], "both of its ranks")
-        assert not world.backend.warm
+        assert not world.ranks.pool.ready
         (run_dir.path / "go").touch()
         how, promoted = await world.start(1)
         assert how in (WARMING, WARM)
@@ -164,7 +169,7 @@ async def test_a_spare_that_is_killed_is_replaced_as_a_whole(run_dir: RunDir, vi
         pids = await world.ready()
         os.kill(pids[victim], signal.SIGKILL)
         await async_until(lambda: world.named("SpareLost"), "its loss")
-        assert not world.backend.warm
+        assert not world.ranks.pool.ready
         assert await world.ready() != pids
         await async_until(lambda: not any(alive({"pid": pid}) for pid in pids), "the end of both ranks")
         assert "ended with SIGKILL" in world.named("SpareLost")[0]["reason"]
@@ -180,7 +185,7 @@ async def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pa
         pauses = [e["delay_s"] for e in world.named("SpareLost")[:4]]
         assert pauses == [0.02, 0.04, 0.08, 0.16]
         assert "exit 75" in world.named("SpareLost")[0]["reason"]
-        assert not world.backend.warm
+        assert not world.ranks.pool.ready
         assert (await world.start(1))[0] in (COLD, WARMING)
 
 
@@ -196,62 +201,22 @@ async def test_when_the_fork_server_dies_its_spares_stay_and_can_be_called(run_d
     async with World(run_dir).running() as world:
         await world.start(0)
         pids = await world.ready()
-        server = world.backend.server_pid
+        server = world.ranks.forks.pid
         assert server is not None
         os.kill(server, signal.SIGKILL)
         await async_until(lambda: world.named("ForkServerLost"), "the event")
-        await async_until(lambda: world.backend.server_pid not in (None, server), "another server")
+        await async_until(lambda: world.ranks.forks.pid not in (None, server), "another server")
         assert not world.named("SpareLost")
         assert await world.ready() == pids
         how, promoted = await world.start(1)
         assert (how, promoted.pids) == (WARM, pids)
 
 
-async def test_a_lost_replica_gets_the_spare_at_once_whatever_the_survivors_do(run_dir: RunDir) -> None:
-    world = World(run_dir)
-    config = parse({"timeouts": {"stop_s": 300}, "ranks_per_replica": 2, "spares": 2})
-
-    class Deaf:
-        owner = "aaaa"
-
-        def __getattr__(self, name: str) -> Callable[..., bool]:
-            return lambda *_: name == "holds"
-
-    supervisor = ReplicaSupervisor(
-        1,
-        config,
-        run_dir,
-        backend=world.backend,
-        link=Deaf(),  # type: ignore[arg-type]
-        progress=Progress(),
-        emit=world.events.append,
-        survivors=lambda: True,
-    )
-    async with world.running():
-        task = asyncio.create_task(supervisor.run())
-        await async_until((run_dir.path / "waiting-1-0-1").exists, "the first life")
-        assert supervisor.current is not None
-        first = supervisor.current
-        with run_dir.commits(1).open("a") as file:
-            file.write(f'{{"step": 1, "role": "contribute", "incarnation": "{first.name}"}}\n')
-        pids = await world.ready()
-        os.kill(next(iter(first.ranks.values())).pid, signal.SIGKILL)
-        await async_until((run_dir.path / "waiting-1-1-1").exists, "the second life")
-        await async_until(lambda: len(world.named("ReplicaStarted")) == 2, "its event")
-        started = world.named("ReplicaStarted")
-        assert [e["how"] for e in started] == [COLD, WARM]
-        assert started[1]["pids"] == pids
-        listed = read_json(run_dir.processes(1))
-        assert [rank["pid"] for rank in listed["ranks"]] == pids
-        await supervisor.stop(1.0)
-        assert (await task).kind == "stopped"
-
-
 # A machine that stands for several hosts.
 
 
 def said(run: RunDir, replica: int, rank: int) -> list[str]:
-    """What a rank knows of its host: its name, and its own number there."""
+    """What a rank knows of its host: its name."""
     return (run.path / f"host-{replica}-{rank}").read_text().split()
 
 
@@ -262,33 +227,19 @@ async def test_each_rank_learns_its_host_forked_for_a_replica_or_taken_from_a_sp
         how_again, second = await world.start(1)
         assert (how, how_again) == (COLD, WARM)
         assert [said(run_dir, replica, rank) for replica in (0, 1) for rank in (0, 1)] == [
-            *(["r0h0", "0"], ["r0h1", "0"]),
-            *(["r1h0", "0"], ["r1h1", "0"]),
+            *(["r0h0"], ["r0h1"]),
+            *(["r1h0"], ["r1h1"]),
         ]
         hosts = [[p.host for _, p in sorted(each.running.items())] for each in (first, second)]
-        assert hosts == [["r0h0", "r0h1"], ["r1h0", "r1h1"]]
-        assert {p.machine for each in (first, second) for p in each.running.values()} == {socket.gethostname()}
+        listed = [[rank["host"] for rank in read_json(run_dir.processes(n))["ranks"]] for n in (0, 1)]
+        assert hosts == listed == [["r0h0", "r0h1"], ["r1h0", "r1h1"]]
+        assert {p.machine for each in (first, second) for p in each.running.values()} == {gethostname()}
 
 
 async def test_a_machine_that_stands_for_itself_tells_its_ranks_nothing(run_dir: RunDir) -> None:
     async with World(run_dir, spares=0).running() as world:
-        _, watched = await world.start(0)
+        await world.start(0)
         assert said(run_dir, 0, 1) == []
-        assert {p.host for p in watched.running.values()} == {socket.gethostname()}
-
-
-async def test_a_replica_has_no_place_while_a_host_of_it_is_down(run_dir: RunDir) -> None:
-    world = World(run_dir, hosts=2)
-    order = run_dir.path / fault_injection.FOLDER / "order.json"
-    assert world.backend.vacancy(0) == ""
-    write_json(order, asdict(fault_injection.FaultOrder("host", 0, host="r0h1")))
-    assert "r0h1 is down" in world.backend.vacancy(0)
-    await asyncio.wait_for(world.backend.place(1), 30)
-    placing = asyncio.create_task(world.backend.place(0))
-    done, _ = await asyncio.wait([placing], timeout=4 * fault_injection.LOOK_S)
-    assert not done
-    order.unlink()
-    await asyncio.wait_for(placing, 30)
 
 
 def gpus_of(run: RunDir, replica: int) -> list[str]:

@@ -41,7 +41,7 @@ class World:
         self.number = 0
         self.lives, self.spaces = dict[str, str](), dict[str, str]()
         self.cut, self.leaving = set[str](), set[str]()
-        self.bound = dict[str, int]()
+        self.bound, self.homes = dict[str, int](), dict[str, tuple[int, int]]()
         for host in hosts:
             self.join(host)
         self.settle()
@@ -60,7 +60,7 @@ class World:
         self.number += 1
         who = (host, self.lives[host], self.spaces[host], self.number)
         report = HostReport(*who, f"127.0.0.1:{len(name)}", tuple(has.values()), host in self.leaving, known)
-        report = replace(report, replica=self.bound.get(host))
+        report = replace(report, replica=self.bound.get(host), home=self.homes.get(host))
         self.apply(ProcessesReported({}, frozenset(), frozenset(), self.now, host=report))
         if obeys:
             mine = {each.incarnation: each for each in assigned(self.s, name)}
@@ -339,6 +339,38 @@ def test_fewer_ranks_that_end_before_they_contribute_are_blamed_alone_and_not_tr
     w.ends("b", 2, 70)
     w.settle()
     assert (w.me().restart.used, w.me().failed_on) == (1, (("b", 1),))
+
+
+def test_hosts_have_the_ranks_first_whose_home_they_are_and_others_once_these_do_not_need_them() -> None:
+    """As under `up`, where no other host comes. That of a replica that was never started is kept for it."""
+    w = World(replicas=2, each=1)
+    w.s = replace(w.s, policy=replace(w.s.policy, slots=3), views=(*w.s.views, w.s.views[0]))
+    w.homes = {"r2": (2, 0), "r1": (1, 0), "r0": (0, 0)}
+    for host in ("r2", "r1", "r0", "s"):
+        w.join(host)
+    w.settle()
+    assert [me.used for me in w.s.placement.replicas] == [("r0",), ("r1",), ()]
+    w.cut = {"r0"}
+    w.settle(EVICT_S + 1)
+    assert w.me().used == ("s",)
+    w.ends("s", 0, EXIT_HARDWARE)
+    w.settle(PLACE_S + 1)
+    assert w.me().phase is not ReplicaPhase.RUNS, "the host of replica 2 is kept for it"
+
+
+@pytest.mark.parametrize(("alone", "spare"), [(True, False), (False, False), (True, True)])
+def test_a_broken_host_ends_a_lone_replica_if_no_other_one_can_come(alone: bool, spare: bool) -> None:
+    w = World(replicas=1 if alone else 2, each=1)
+    w.homes = {"a": (0, 0), **({} if alone else {"b": (1, 0)})}
+    for host in (*w.homes, *(["s"] if spare else [])):
+        w.join(host)
+    w.settle()
+    others = [replace(me, contributed=True) for me in w.s.placement.replicas[1:]]
+    w.s = replace(w.s, placement=replace(w.s.placement, replicas=(w.me(), *others)))
+    w.ends("a", 0, EXIT_HARDWARE)
+    w.settle()
+    assert bool(w.s.halted) == (alone and not spare)
+    assert len(w.told("HostCordoned")) == (not w.s.halted)
 
 
 def test_what_ends_a_replica_again_and_again_is_given_up_cordoned_or_halted() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir, write_json
-from ft_hsdp.train.identity import FATAL_VARIABLE, HOST_RANK_VARIABLE, HOST_VARIABLE, IncarnationSource
+from ft_hsdp.train.identity import FATAL_VARIABLE, HOST_VARIABLE, IncarnationSource
 
 
 def before_a_call(plan: dict[str, list[Any]], run: Path) -> None:
@@ -70,8 +70,7 @@ def main(config: Config, calling: IncarnationSource, run: Path) -> int:
             _leave_behind(run / f"family-{replica}-{restart}-{os.environ['RANK']}")
         case ["deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    host = (os.environ.get(HOST_VARIABLE, ""), os.environ.get(HOST_RANK_VARIABLE, ""))
-    (run / f"host-{replica}-{os.environ['RANK']}").write_text(" ".join(host))
+    (run / f"host-{replica}-{os.environ['RANK']}").write_text(os.environ.get(HOST_VARIABLE, ""))
     (run / f"waiting-{replica}-{restart}-{os.environ['RANK']}").touch()
     print("waiting", file=sys.stderr)
     time.sleep(60)

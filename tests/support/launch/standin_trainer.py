@@ -73,5 +73,6 @@ def main(config: Config, calling: IncarnationSource, path: Path) -> int:
         row["contributions"] = row["contributions"][:1]
         commits.write(row)
     final = {"step": step, "commit_epoch": 1, "lineage": f"L{step}", "digest": "d", "incarnation": str(call)}
+    final |= {"of_job": True}
     write_json(run.final(replica), final)
     return 0

@@ -1,5 +1,6 @@
 """A real job under test: `launcher.py up` in a process of its own, with real ranks, sockets and signals."""
 
+import contextlib
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from ft_hsdp.event_table import tell
 from ft_hsdp.launch.run.directory import RunDir
@@ -92,6 +94,13 @@ class Job(StartedJob):
         except OSError:
             return None
         return next((r["pid"] for r in processes["ranks"] if r["rank"] == rank and r["state"] == "running"), None)
+
+    def stopped(self, replica: int, rank: int) -> bool:
+        """Return whether a rank is stopped, also by a failpoint."""
+        pid = self.pid(replica, rank)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        return False
 
     def agent(self, replica: int) -> int:
         """The pid of the newest state agent of a replica."""

@@ -8,37 +8,20 @@ incarnation, and a state agent, which its first rank starts. Spare hosts have on
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ft_hsdp import fault_injection
-from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.backend import gpus as gpu_shares
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ProcessWatch, ReplicaSpec, WorkerGroup, assignment
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD, SPAWN_S, ForkServer
 from ft_hsdp.launch.backend.gpus import GpuShares
-from ft_hsdp.launch.backend.hosts import EmulatedHosts, HostSwap
 from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port
-from ft_hsdp.launch.backend.spare_agents import SpareAgents
+from ft_hsdp.launch.backend.ranks import Forked
 from ft_hsdp.launch.backend.spares import SparePool
-from ft_hsdp.launch.run.directory import Row, RunDir, supervised, write_json_later
-
-
-@dataclass(frozen=True, slots=True)
-class Forked:
-    """A rank that the fork server started; a `WorkerProcess`."""
-
-    pid: int
-    server: ForkServer
-    machine: str
-    host: str
-
-    def signal(self, number: int) -> None:
-        """Send a signal if it still runs."""
-        self.server.signal(self.pid, number)
+from ft_hsdp.launch.run.directory import Row, RunDir, supervised
+from tests.support.launch.emulated_hosts import EmulatedHosts, HostSwap
 
 
 class LocalBackend:
@@ -56,7 +39,6 @@ class LocalBackend:
         emit: Callable[[Row], None] = lambda _: None,
         quiet_s: float = 0.0,
         hosts: EmulatedHosts | None = None,
-        agents: SpareAgents | None = None,
         shrink_to: int | None = None,
         gpus: Sequence[str] = (),
     ) -> None:
@@ -72,7 +54,6 @@ class LocalBackend:
             emit: Takes each event.
             quiet_s: How long no replica may have started before a spare is made, in seconds.
             hosts: For which hosts this machine stands; None: for itself.
-            agents: The state agents of spare hosts; None: none is started before its host is needed.
             shrink_to: `memory.shrink_to`.
             gpus: What ranks compute on, by the names that CUDA_VISIBLE_DEVICES takes; (): on the CPU.
         """
@@ -83,12 +64,9 @@ class LocalBackend:
         )
         self._machine = socket.gethostname()
         self._hosts = hosts or EmulatedHosts()
-        self._agents = agents
         self._shrink_to = shrink_to
         self._wait_for_host: set[int] = set()  # replicas
         self._uncalled: dict[str, int] = {}  # spare hosts that a replica has got, and the replica
-        self._listed: list[dict[str, object]] = []  # the content of hosts.json
-        self._keeping: asyncio.Task[None] | None = None
         self._gpus = GpuShares(gpus)
         self._pool = SparePool(spares, run.spares, self._fork, emit, quiet_s)
 
@@ -166,12 +144,6 @@ class LocalBackend:
     async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
         """Assign a spare, or else fork all ranks. Raises Retryable; some may run then."""
         self._pool.began(spec)
-        if self._keeping is None and self._hosts.per_replica is not None:
-            self._keeping = asyncio.create_task(self._keep_hosts())
-        if self._agents is not None:
-            for name in [name for name, replica in self._uncalled.items() if replica == spec.replica]:
-                del self._uncalled[name]
-                await self._agents.call(name, spec.replica)
         group = self._pool.take(lambda c: c.complete and (c.size, c.config) == (spec.size, spec.config))
         if group is None:
             group = WorkerGroup(spec.size, spec.config, spec)
@@ -195,11 +167,6 @@ class LocalBackend:
 
     async def close(self) -> None:
         """End the fork server and all processes that it started, and the agents of spare hosts."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
-        if self._agents is not None:
-            await self._agents.close()
         await self._pool.close()
         await self._forks.close()
 
@@ -211,24 +178,6 @@ class LocalBackend:
         """Return what `EmulatedHosts.place` asks for besides the replica."""
         down = fault_injection.hosts_down(self._run.path, replica if self._hosts.per_replica is None else None)
         return down, self._wait_for_host - {replica}
-
-    async def _keep_hosts(self) -> None:
-        """Keep an agent ready on each spare host, and hosts.json true, until cancelled."""
-        while True:
-            down = fault_injection.hosts_down(self._run.path)
-            if self._agents is not None:
-                with contextlib.suppress(ConfigError, OSError):  # the ranks of a host start an agent too
-                    await self._agents.ensure(self._hosts.kept_ready(down))
-            self._list_hosts(down)
-            await asyncio.sleep(fault_injection.LOOK_S)
-
-    def _list_hosts(self, down: Sequence[str]) -> None:
-        """Write hosts.json, for `status` and `chaos`, if something has changed."""
-        pids = {} if self._agents is None else self._agents.pids
-        rows = [{**row, "agent": pids.get(str(row["host"]))} for row in self._hosts.listed(down)]
-        if rows != self._listed:
-            self._listed = rows
-            write_json_later(self._run.hosts, {"hosts": rows})
 
     def _tell_swap(self, replica: int, swap: HostSwap) -> None:
         ranks = ", ".join(map(str, swap.ranks))
@@ -267,15 +216,13 @@ class LocalBackend:
                 if group.gone:
                     break
 
-                hosted = self._hosts.environment(rank)
-
                 def gone(pid: int, code: int, rank: int = rank) -> None:
                     if chosen:
                         self._gpus.leave(chosen[rank])
                     group.exited(rank, self._forked(group, rank, pid), code)
 
                 pid = await self._forks.spawn(
-                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **hosted},
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     config=group.config,
                     log=self._pool.log(group, rank) if spec is None else self._run.rank_log(spec.replica, rank),
                     on_exit=gone,

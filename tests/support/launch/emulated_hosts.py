@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ft_hsdp.memory.hosts import Host, Level
 from ft_hsdp.memory.replacement import Assignment, assign
-from ft_hsdp.train.identity import HOST_RANK_VARIABLE, HOST_VARIABLE, host_path
+from ft_hsdp.train.identity import HOST_VARIABLE, host_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,6 @@ class EmulatedHosts:
     def of(self, replica: int) -> tuple[str, ...]:
         """Return the host of each rank of a replica; () without emulated hosts."""
         return tuple(name for name in self._used(replica) for _ in range(self._each))
-
-    def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables that a rank has because its machine stands for several hosts."""
-        return {} if self.per_replica is None else {HOST_RANK_VARIABLE: str(rank % self._each)}
 
     def lose(self, replica: int, down: Collection[str]) -> tuple[str, ...]:
         """Note which hosts are down now, and return those of a replica that are.
@@ -176,17 +172,6 @@ class EmulatedHosts:
         away += [f"host {name} is cordoned" for name in sorted(self.cordoned.keys() & {*self._of(replica)})]
         spare = f"spare hosts: {', '.join(self.free(down)) or 'none'}"
         return ", ".join([*away, *([spare] if away and (self._spare or self._vacated) else [])])
-
-    def listed(self, down: Collection[str]) -> list[dict[str, object]]:
-        """Return all hosts that were named so far, each with its replica and its state, for `status`."""
-        used = {name: replica for replica, names in self._hosts.items() for name in names}
-        rows: list[dict[str, object]] = []
-        vacated = [name for hosts in self._vacated.values() for name in hosts]
-        for name in [*used, *(name for name in (*self._spare, *vacated) if name not in used)]:
-            state = "used" if name in used else "spare"
-            state = "cordoned" if name in self.cordoned else "down" if name in down else state
-            rows.append({"host": name, "state": state, "replica": used.get(name)})
-        return rows
 
     def _used(self, replica: int) -> list[str]:
         """Return the hosts on which a replica runs, by position; without those that it goes on without."""

@@ -1,0 +1,314 @@
+"""The ranks of a machine: those of each incarnation that a host was assigned, and spares that are warm.
+
+`HeldRanks` is what one host has of an incarnation. `LocalRanks` starts ranks: it has the fork server, the GPUs
+and the spares of a machine, which the hosts share for which the machine stands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft_hsdp import address
+from ft_hsdp.config import Config
+from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks
+from ft_hsdp.core.incarnation import IncarnationId
+from ft_hsdp.core.ledger import Run
+from ft_hsdp.core.restart import LEAVING
+from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.launch.backend import gpus as gpu_shares
+from ft_hsdp.launch.backend.base import (
+    COLD,
+    WARM,
+    WARMING,
+    RankProcess,
+    ReplicaProcess,
+    ReplicaSpec,
+    WorkerGroup,
+    WorkerProcess,
+    assignment,
+    kind_of,
+)
+from ft_hsdp.launch.backend.forkserver import ForkServer
+from ft_hsdp.launch.backend.gpus import GpuShares
+from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port, stands_still
+from ft_hsdp.launch.backend.spares import SparePool
+from ft_hsdp.launch.incarnation_watch import last_fed
+from ft_hsdp.launch.run.directory import Row, RunDir, supervised
+
+WHY = 400  # characters of a reason in a report
+
+
+@dataclass(frozen=True, slots=True)
+class Forked:
+    """A rank that the fork server started; a `WorkerProcess`."""
+
+    pid: int
+    server: ForkServer
+    machine: str
+    host: str
+
+    def signal(self, number: int) -> None:
+        """Send a signal if it still runs."""
+        self.server.signal(self.pid, number)
+
+
+class HeldRanks(ReplicaProcess):
+    """The ranks of an incarnation that a host was assigned; it keeps them in mind after their end."""
+
+    def __init__(
+        self,
+        assigned: AssignedRanks,
+        config: Path,
+        run: RunDir,
+        changed: Callable[[], None] = lambda: None,
+        emit: Callable[[Row], None] = lambda _: None,
+    ) -> None:
+        """Begin without processes.
+
+        Args:
+            assigned: What was assigned.
+            config: The YAML file that the ranks load.
+            run: The run's directory.
+            changed: Called after each end.
+            emit: Takes the event of a rank that ended by itself.
+
+        Raises:
+            LighthouseUnreachable: It is no incarnation.
+        """
+        who = IncarnationId.parse(assigned.incarnation)
+        if who is None:
+            raise LighthouseUnreachable(f"the lighthouse assigns {assigned.incarnation!r}")
+        super().__init__(
+            ReplicaSpec(who.replica, len(assigned.hosts), who.run_id, who.restarts, config, assigned.fatal), run
+        )
+        self.assigned = assigned
+        self.began = time.monotonic()
+        self.wanted = True  # the newest assignment has it
+        self.reported = False  # the lighthouse knows how all its ranks have ended
+        self.starting = set(assigned.ranks)  # ranks without a process, until all are started
+        self.how = ""  # they were started; "": not all of them are
+        self.failed = ""
+        self.leaving = False  # its ranks were told to leave
+        self.dropped = False  # its ranks were killed
+        self.ends: list[EndedRank] = []
+        self.fed: tuple[Run | None, bool] = None, False  # as `last_fed` has it
+        self.beside: list[HeldRanks] = [self]  # of all hosts on this machine that have ranks of the incarnation
+        self._stopped: dict[int, float] = {}  # rank -> since when it is seen to be stopped
+        self._why: dict[int, str] = {}  # rank -> why it was killed
+        self._report_end = changed
+        self._emit = emit
+
+    @property
+    def over(self) -> bool:
+        """Return whether no rank runs, and none is started."""
+        return not self.starting and not self.living
+
+    @property
+    def on_machine(self) -> list[RankProcess]:
+        """Return the ranks of the incarnation on this machine, which may stand for several hosts."""
+        return [rank for held in self.beside for rank in held.ranks.values()]
+
+    def report(self) -> HostRanks:
+        living = {*self.starting, *(rank.rank for rank in self.living)}
+        final = self.final or {}  # of the job, or of this replica, which leaves before the job ends
+        done = self.over and bool(final) and (not self.leaving or bool(final.get("of_job")))
+        ends = tuple(self.ends)
+        return HostRanks(self.name, tuple(sorted(living)), ends, self.failed, done, *self.fed, self.how)
+
+    def started(self, rank: int, process: WorkerProcess) -> None:
+        super().started(rank, process)
+        self.starting.discard(rank)
+        if self.dropped:  # since the fork was ordered
+            self.kill()
+        elif self.leaving:
+            process.signal(signal.SIGTERM)
+
+    def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
+        super().exited(rank, process, code)
+        gone = self.ranks[rank]
+        said, line = self.told(gone), self.explain(gone)
+        why = said.error if said else self._why.get(rank) or line.partition(": ")[2]
+        first = not any(not each.killed for each in self.ends) and not gone.killed
+        self.ends.append(EndedRank(rank, code, gone.killed, said.cause if said else "", why[:WHY]))
+        if first:
+            facts = {"replica": self.replica, "incarnation": self.name, "rank": rank, "pid": gone.pid}
+            self._emit(supervised("ProcessExited", line, kind=kind_of(gone), **facts))
+        if code not in LEAVING and not self.leaving:
+            self.kill()  # a replica without one of its ranks commits nothing
+        if self.over and 0 in self.assigned.ranks:
+            self.fed = last_fed(self._run, self.replica, self.name)
+        self.write()
+        self._report_end()
+
+    def leave(self, within_s: float) -> None:
+        """Tell the ranks to leave the job, once; kill them if they have not within ``within_s`` seconds."""
+        if not self.leaving:
+            self.leaving = True
+            self.send(signal.SIGTERM)
+            self.send(signal.SIGCONT)  # a stopped process does not handle SIGTERM
+            asyncio.get_running_loop().call_later(within_s, self.kill)
+
+    def end_stopped(self, longest_s: float) -> None:
+        """Kill a rank that has been stopped (SIGSTOP) for ``longest_s`` seconds."""
+        now = time.monotonic()
+        for rank in self.living:
+            if not stands_still(rank.pid, rank.process.machine):
+                self._stopped.pop(rank.rank, None)
+            elif now - self._stopped.setdefault(rank.rank, now) >= longest_s:
+                why = f"rank {rank.rank} has been stopped for {now - self._stopped.pop(rank.rank):.1f} s"
+                self._why[rank.rank] = why
+                facts = {"replica": self.replica, "incarnation": self.name}
+                self._emit(supervised("EvictionOrdered", why, **facts))
+                rank.process.signal(signal.SIGKILL)
+
+    async def gone(self) -> None:
+        await self.wait_for(lambda: self.over)
+
+    def kill(self) -> None:
+        """Send SIGKILL to all ranks, and start no other one."""
+        self.dropped = True
+        super().kill()
+
+
+class LocalRanks:
+    """Starts ranks on this machine: from spares that are warm, or else from the fork server."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        forks: ForkServer,
+        *,
+        gpus: Sequence[str] = (),
+        file: Path | None = None,
+        spares: Path | None = None,
+        whole: bool = True,
+        emit: Callable[[Row], None] = lambda _: None,
+    ) -> None:
+        """Make it; nothing is started.
+
+        Args:
+            config: The job's configuration.
+            run: The run's directory.
+            forks: From which ranks are forked; `close` closes it.
+            gpus: On which ranks compute; (): on the CPU.
+            file: The YAML file that ranks load; None: that of the run.
+            spares: The folder of the spares' files; None: that of the run.
+            whole: All hosts of a replica may be on this machine: a spare may be any replica.
+            emit: Takes each event of a spare.
+        """
+        self.file = file or run.config
+        self.forks = forks
+        self._run = run
+        self._ranks = config.ranks_per_replica
+        self._each = config.ranks_per_replica // (config.hosts.per_replica or 1)  # on one host
+        self._gpus = GpuShares(gpus)
+        wanted = config.spares // config.ranks_per_replica if whole else 0
+        self.pool = SparePool(wanted, spares or run.spares, self._fork_spare, emit, config.timeouts.hold_s)
+        # By replica: the spare that its newest incarnation is, if it is one, and what the hosts have of it.
+        self._newest: dict[int, tuple[WorkerGroup | None, list[HeldRanks]]] = {}
+
+    def keep_spares(self) -> None:
+        """Make spares from now on, if there are to be some."""
+        self.pool.settled(ReplicaSpec(0, self._ranks, "", 0, self.file))
+
+    async def start(self, held: HeldRanks, host: str, named: bool) -> None:
+        """Assign the ranks of a spare, or else fork all of them.
+
+        Args:
+            held: What a host was assigned. It hears of each start and end, and says how that was done.
+            host: The name of the host.
+            named: The ranks are told the names of the replica's hosts.
+
+        Raises:
+            Retryable: A rank cannot be started; others may run then.
+            OSError: No port is free.
+        """
+        spec, assigned = held.spec, held.assigned
+        hosts = (assigned.hosts, host) if named else ()
+        group, beside = self._newest.get(held.replica, (None, []))
+        if not any(each.name == held.name for each in beside):
+            group, beside = self.pool.take(lambda group: group.complete and group.size == spec.size), []
+            self._newest[held.replica] = group, beside
+        beside.append(held)
+        held.beside = beside
+        if group is None:
+            group = WorkerGroup(spec.size, spec.config, spec)
+            group.given(held)
+            await self._fork(group, assigned.ranks, assigned.master, hosts, host, held)
+            held.how = COLD
+            return
+        held.how = WARM if group.ready else WARMING
+        group.spec = spec
+        for rank in assigned.ranks:
+            process = group.processes[rank]
+            self.forks.assign(process.pid, assignment(spec, rank, self._run, *hosts))
+            group.processes[rank] = self._forked(process.pid, host)
+        group.given(held, assigned.ranks)
+
+    async def close(self) -> None:
+        """End all ranks and spares."""
+        await self.pool.close()
+        await self.forks.close()
+
+    async def _fork_spare(self, group: WorkerGroup) -> None:
+        """Start the ranks of a spare, each as on a host of its own where a replica has several."""
+        master = f"127.0.0.1:{free_port()}"
+        for first in range(0, group.size, self._each):
+            await self._fork(group, range(first, first + self._each), master, (), socket.gethostname())
+
+    async def _fork(
+        self,
+        group: WorkerGroup,
+        ranks: Sequence[int],
+        master: str,
+        hosts: Sequence[Any],
+        name: str,
+        held: HeldRanks | None = None,
+    ) -> None:
+        """Start ranks of a group, of an incarnation or of a spare, until one ends or has to."""
+        chosen = self._gpus.take(len(ranks))
+        gpu_of, left = dict(enumerate(chosen)), dict(enumerate(chosen))  # left: of ranks that were not started
+        host, port = address.split(master)
+        shared = {
+            **ONE_THREAD,
+            "WORLD_SIZE": str(group.size),
+            "LOCAL_WORLD_SIZE": str(len(ranks)),
+            "MASTER_ADDR": host,
+            "MASTER_PORT": str(port),
+            **gpu_shares.environment(chosen),
+        }
+        spec = group.spec
+        try:
+            for local, rank in enumerate(ranks):
+                if group.gone or (held is not None and (held.dropped or held.leaving)):
+                    break
+
+                def exited(pid: int, code: int, local: int = local, rank: int = rank) -> None:
+                    if local in gpu_of:
+                        self._gpus.leave(gpu_of[local])
+                    group.exited(rank, self._forked(pid, name), code)
+
+                pid = await self.forks.spawn(
+                    env={**shared, "RANK": str(rank), "LOCAL_RANK": str(local)},
+                    config=group.config,
+                    log=self.pool.log(group, rank) if spec is None else self._run.rank_log(spec.replica, rank),
+                    on_exit=exited,
+                    assignment=None if spec is None else assignment(spec, rank, self._run, *hosts),
+                    on_warm=lambda _, rank=rank: group.warm(rank),  # type: ignore[misc]
+                )
+                left.pop(local, None)
+                group.started(rank, self._forked(pid, name))
+        finally:
+            for gpu in left.values():
+                self._gpus.leave(gpu)
+
+    def _forked(self, pid: int, host: str) -> Forked:
+        return Forked(pid, self.forks, socket.gethostname(), host)
