@@ -340,8 +340,9 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     trains = step > me.base and (committed == 0 or any(beside))
     found = judge(Evidence(code, bool(lost), counts.get(host, 0), trains, times if own_fault else 0))
     if found.action is Action.HALT:
-        effects.append(Note("JobGivenUp", found.reason, {**facts, "step": fatal[0]}))
-        s, told = _halt(s, f"step {fatal[0]}: {found.reason}; the last time {why}")
+        halted = f"step {fatal[0]}: {found.reason}; the last time {why}"
+        effects.append(Note("JobGivenUp", halted, {**facts, "step": fatal[0]}))
+        s, told = _halt(s, halted)
         effects += told
     free, there = free_hosts(s, replica, now), s.presence.host(host)
     if code == EXIT_HARDWARE and not free and not any(beside) and there is not None and there.report.home:

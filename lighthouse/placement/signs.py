@@ -112,7 +112,7 @@ def telling(me: PlacedReplica, ranks: int) -> tuple[str, EndedRank | None, str]:
         kind = "done" if me.done else "left" if any(r.code == EXIT_LEFT for _, r in own) else "exit 0"
         return kind, None, ""
     if not any(rank.code for _, rank in own):
-        return "not started" if me.failed else "ended", None, ""
+        return "not started" if me.failed else "evicted", None, ""
     host, rank = max(
         own,
         key=lambda each: (

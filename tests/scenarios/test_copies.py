@@ -198,7 +198,7 @@ def test_without_a_lighthouse_copies_go_on_and_a_recovery_finds_them(tmp_path: P
         os.kill(lighthouse, signal.SIGCONT)
         job.until(lambda: job.events("StateRestored"), "the state")
         (row,) = recoveries(job, STEPS)
-        assert (row["rung"], row["state"][1], row["lost_steps"]) == ("copy", HEAD, None), row
+        assert (row["rung"], row["state"][1], row["lost_steps"]) == ("copy", HEAD, 0), row
 
 
 @pytest.mark.parametrize("kept", [False, True])
