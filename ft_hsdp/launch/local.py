@@ -292,13 +292,15 @@ class LocalReplicas:
         """Wait for the steps of `stay_away`, while others commit any."""
         progress = self._progress
 
-        def over(step: int) -> bool:
-            return progress.step > step or progress.finished or bool(progress.halted) or self._stopping
+        def over() -> bool:
+            alone = not any(other != replica for other in self.running())
+            return alone or progress.finished or bool(progress.halted) or self._stopping
 
-        while progress.step < self._away.get(replica, 0):
-            if not await progress.wait_for(partial(over, progress.step), self._config.timeouts.stalled_s):
-                break
-            if progress.finished or progress.halted or self._stopping:
+        def advanced(step: int) -> bool:
+            return over() or progress.step > step
+
+        while not over() and progress.step < self._away.get(replica, 0):
+            if not await progress.wait_for(partial(advanced, progress.step), self._config.timeouts.stalled_s):
                 break
 
     def _take(self, host: LocalHost, reply: SupervisorReply) -> None:
