@@ -43,6 +43,7 @@ class Terminal:
         self._rows: deque[Row] = deque(maxlen=SHOWN_STEPS)
         self._failed_at: dict[int, float] = {}  # replica -> time of its last failure
         self._broken: set[object] = set()  # epochs whose broken ring was shown
+        self._gone: set[object] = set()  # incarnations of which it was shown that a rank is gone
         self._waiting: Row | None = None  # the lighthouse's newest Waiting, until it is over or was shown
         self._held: list[Row] = []  # events about a later step than the next one that is shown
         self._contributed: set[int] = set()  # replicas that have contributed
@@ -115,6 +116,10 @@ class Terminal:
             if event.get("epoch") in self._broken:
                 return  # every rank of every survivor reports it
             self._broken.add(event.get("epoch"))
+        if name == "ProcessExited" and (incarnation := event.get("incarnation")) is not None:
+            if incarnation in self._gone:
+                return  # each of its hosts reports it
+            self._gone.add(incarnation)
         if name in ("FailureInjected", "ProcessExited"):
             known = self._failed_at.get(replica, 0.0) if isinstance(replica, int) else 0.0
             if isinstance(replica, int) and event["t"] - known > 1.0:
