@@ -270,6 +270,8 @@ def check_host(s: LighthouseState, report: HostReport, peer: str | None, allow: 
         _within("replica", replica, s.policy.slots - 1)
         for rank in (*each.living, *(ended.rank for ended in each.ended)):
             _within("rank", rank, MAX_COUNT)
+        for pid in each.pids:
+            _within("pid", pid, MAX_COUNT)
         for number in each.fed or ():
             _within("fed", number, MAX_UNIT)
         lines = [each.failed, each.how, *(line for ended in each.ended for line in (ended.why, ended.cause))]

@@ -36,6 +36,7 @@ class HostRanks:
     fed: Run | None = None  # the units that were in flight
     usable: bool = False  # its gradients have changed the weights
     how: str = ""  # they were started: cold, or from a spare; "": not all of them are
+    pids: tuple[int, ...] = ()  # of its ranks on this host, then
 
 
 @dataclass(frozen=True, slots=True)

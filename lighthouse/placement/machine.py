@@ -181,9 +181,10 @@ def _advance(s: LighthouseState, replica: int, event: Event, now: float) -> Step
     if me.phase is ReplicaPhase.RESTS or policy is None:
         return s, ()
     me = _with_ends(s, me, now)
-    if not me.how and (how := _how(s, me)):
+    if not me.how and (found := _started(s, me)) is not None:
+        how, pids = found
         facts = {"replica": replica, "incarnation": me.incarnation, "restarts": me.restart.restarts - me.first}
-        started = {**facts, "hosts": list(me.used), "how": how}
+        started = {**facts, "hosts": list(me.used), "how": how, "pids": pids}
         effects.append(Note("ReplicaStarted", me.reason, started))
         me = replace(me, how=how)
     if s.grant is not None and not me.contributed:
@@ -232,14 +233,16 @@ def _with_ends(s: LighthouseState, me: PlacedReplica, now: float) -> PlacedRepli
     return me if after == me else after
 
 
-def _how(s: LighthouseState, me: PlacedReplica) -> str:
-    """Return how the ranks of an incarnation were started; "": not all of them are known to be."""
-    hows = set()
+def _started(s: LighthouseState, me: PlacedReplica) -> tuple[str, list[int]] | None:
+    """Return how the ranks of an incarnation were started, and their pids; None: not all are known to be."""
+    how, pids = "", list[int]()
     for name, (life, _) in zip(me.used, me.lives, strict=True):
         present = s.presence.host(name)
         said = present.ranks(me.incarnation) if present is not None and present.report.life == life else None
-        hows.add(said.how if said is not None else "")
-    return "" if "" in hows else max(hows)
+        if said is None or not said.how:
+            return None
+        how, pids = max(how, said.how), [*pids, *said.pids]
+    return how, pids
 
 
 def _trouble(s: LighthouseState, replica: int, me: PlacedReplica, event: Event, now: float) -> str:

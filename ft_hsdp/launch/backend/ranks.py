@@ -119,8 +119,8 @@ class HeldRanks(ReplicaProcess):
         living = {*self.starting, *(rank.rank for rank in self.living)}
         final = self.final or {}  # of the job, or of this replica, which leaves before the job ends
         done = self.over and bool(final) and (not self.leaving or bool(final.get("of_job")))
-        ends = tuple(self.ends)
-        return HostRanks(self.name, tuple(sorted(living)), ends, self.failed, done, *self.fed, self.how)
+        ends, pids = tuple(self.ends), tuple(rank.pid for _, rank in sorted(self.ranks.items()))
+        return HostRanks(self.name, tuple(sorted(living)), ends, self.failed, done, *self.fed, self.how, pids)
 
     def started(self, rank: int, process: WorkerProcess) -> None:
         super().started(rank, process)
