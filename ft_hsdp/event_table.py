@@ -144,8 +144,6 @@ EVENTS: dict[str, EventKind] = {
         grave=True,
         told=True,
     ),
-    "SupervisorStandsBy": EventKind("replica {replica} is not started here", told=True),
-    "SupervisorLeased": EventKind("another supervisor runs replica {replica} from now on", told=True),
     "LogCut": EventKind("{who} took its last lines along", told=True),
     "ReplicaLost": EventKind("replica {replica} is lost", grave=True, told=True),
     "ReplicaWarmed": EventKind("replica {replica} is warm", lane="warming"),

@@ -75,44 +75,25 @@ class MachineRanks:
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """What a supervisor, a rank or the agent of a host reports of processes. Wire tag "Processes"."""
+    """What a rank or the agent of a host reports of processes. Wire tag "Processes"."""
 
     running: dict[int, str | None]  # the incarnation that runs, by replica id; None: none
     exited: tuple[str, ...] = ()  # incarnations that have exited
-    lost: tuple[int, ...] = ()  # replicas that the supervisor has given up
+    lost: tuple[int, ...] = ()  # replicas that are given up
     ended: tuple[int, ...] = ()  # replicas that are done: their scripts have ended their part of the job
-    # Name of the supervisor; "": a rank that reports for itself.
-    owner: Annotated[str, Field(pattern=r"^[0-9A-Za-z-]{0,64}$")] = ""
-    # Replicas that `owner` wants to run alone, each with the number of its last lease (0: none).
-    leases: dict[int, int] = field(default_factory=dict)
     machines: tuple[MachineRanks, ...] = ()
     host: HostReport | None = None  # from the agent of a host; nothing else is in the report then
-
-
-@dataclass(frozen=True, slots=True)
-class Eviction:
-    """An order to send SIGKILL to one incarnation."""
-
-    replica: int
-    incarnation: str
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class SupervisorReply:
     """The lighthouse's answer to a `ProcessReport`. Wire tag "Overview"."""
 
-    evict: tuple[Eviction, ...]  # incarnations to kill
     epoch: int  # newest epoch
     step: int  # newest step that is known to be committed; 0: none
     finished: bool  # whether every replica has the final state
     halted: str = ""  # why the job cannot go on; "": it can
     drained: tuple[int, ...] = ()  # replicas that are to leave, and must not be started
-    # Replicas that the supervisor may start, each with the number of its lease.
-    leases: dict[int, int] = field(default_factory=dict)
-    # Replicas that it must not start, each with the supervisor that may.
-    rivals: dict[int, str] = field(default_factory=dict)
-    lease_s: float = 0.0  # how long the leases last from the report on, in seconds
     # Incarnations of the report's `machines` that have exited, or of which nobody waits to hear it.
     exited: tuple[str, ...] = ()
     assigned: tuple[AssignedRanks, ...] = ()  # all that a host is to run; what it has besides ends (SIGKILL)
@@ -120,6 +101,7 @@ class SupervisorReply:
     refused: str = ""  # why the agent of the host has to end; "": it goes on
     wrong: bool = False  # it is `halted` because of its configuration or its script
     lost: tuple[int, ...] = ()  # replicas that were given up, and at the end of a halted job all that are not done
+    cordoned: tuple[str, ...] = ()  # hosts that get no ranks any more
 
 
 @dataclass(frozen=True, slots=True)

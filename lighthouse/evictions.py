@@ -1,11 +1,7 @@
-"""The orders to kill silent members, kept beside the decisions' state.
-
-A supervisor gets the orders for its replicas with the answer to its next report.
-"""
+"""The orders to kill silent members, kept beside the decisions' state; `lighthouse.placement` carries them out."""
 
 from __future__ import annotations
 
-from ft_hsdp.protocol import Eviction
 from lighthouse.quorum.events import Asked, Event, ProcessesReported
 from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.state import LighthouseState, alive
@@ -18,7 +14,7 @@ class Evictions:
     """
 
     def __init__(self) -> None:
-        self.orders: dict[Incarnation, Eviction] = {}
+        self.orders: set[Incarnation] = set()
         self._suspects: dict[Incarnation, float] = {}  # when to evict them, if they stay silent
 
     @property
@@ -33,12 +29,12 @@ class Evictions:
             if member.replica == replica:
                 self._suspects[member.replica, member.incarnation] = since + before.policy.evict_s
 
-    def order(self, s: LighthouseState, who: Incarnation, reason: str) -> bool:
+    def order(self, s: LighthouseState, who: Incarnation) -> bool:
         """Order the eviction of ``who`` unless it has exited; return whether this is a new order."""
         self._suspects.pop(who, None)
         if who in self.orders or not alive(s, who):
             return False
-        self.orders[who] = Eviction(*who, reason)
+        self.orders.add(who)
         return True
 
     def settle(self, s: LighthouseState, event: Event, now: float) -> list[tuple[Incarnation, str]]:
@@ -53,7 +49,7 @@ class Evictions:
             case ProcessesReported():
                 for who in [*self.orders, *self._suspects]:
                     if s.views[who[0]].incarnation not in (None, who[1]) or not alive(s, who):
-                        self.orders.pop(who, None)
+                        self.orders.discard(who)
                         self._suspects.pop(who, None)
         late = [who for who, due in self._suspects.items() if now >= due]
         return [(who, f"silent for {s.policy.evict_s:g} s since its ring broke") for who in late]

@@ -115,7 +115,6 @@ def policy(config: Config) -> Policy:
         start_wait_s=timeouts.start_wait_s,
         final_wait_s=timeouts.final_wait_s,
         return_wait_s=timeouts.return_wait_s,
-        supervisor_lease_s=timeouts.supervisor_lease_s,
         on_lost_head=quorum.on_lost_head,
         edge_wait_s=timeouts.edge_wait_s,
         on_divergence=quorum.on_divergence,

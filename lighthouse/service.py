@@ -42,7 +42,7 @@ from lighthouse.quorum.events import (
     Withdrawn,
 )
 from lighthouse.quorum.rules import Incarnation, replace
-from lighthouse.quorum.state import Agreement, LighthouseState, StateAgents, holders, lease_of, wanted
+from lighthouse.quorum.state import Agreement, LighthouseState, StateAgents, holders, wanted
 from lighthouse.store import StateSaver, Store, StoreFailed
 
 LONG_POLL_S = 20.0  # a request that is open for this long is answered with Wait
@@ -234,8 +234,7 @@ class Service:
         name, refused = Host.parse(host.path).name, machine.refusal(self.state, host)
         mine = () if refused else signs.assigned(self.state, name)
         finished, halted = signs.fate(self.state, host)
-        lost = signs.lost_replicas(self.state)
-        reply = replace(reply, finished=finished, halted=halted, wrong=self.state.placement.wrong, lost=lost)
+        reply = replace(reply, finished=finished, halted=halted)
         return replace(reply, assigned=mine, seen=signs.seen(self.state, name), refused=refused)
 
     def processes(self, report: ProcessReport) -> SupervisorReply:
@@ -252,31 +251,26 @@ class Service:
         owned: dict[int, str | None] = dict.fromkeys(sorted({r for r, _ in exited} | set(report.lost)))
         owned |= report.running
         now = self._clock()
-        owner, claims = report.owner, tuple(sorted(report.leases.items()))
         ended = frozenset(report.ended)
         machines = tuple(
             MachineReported(validation.incarnation(each.incarnation), each.machine, each.machines, each.gone)
             for each in report.machines
         )
         lost = frozenset(report.lost)
-        self.apply(ProcessesReported(owned, exited, lost, now, owner, claims, ended, machines, report.host))
+        self.apply(ProcessesReported(owned, exited, lost, now, ended=ended, machines=machines, host=report.host))
         awaited = {(each.replica, each.incarnation) for each in self.state.spread}
-        found = {replica: lease_of(self.state, replica) for replica in report.leases}
-        held = {replica: lease.number for replica, lease in found.items() if lease and lease.owner == owner}
-        rivals = {replica: lease.owner for replica, lease in found.items() if lease and lease.owner != owner}
-        self._supervised |= dict.fromkeys((r for r in owned if r not in rivals), now)
+        self._supervised |= dict.fromkeys(owned, now)
         head = self.state.head
         reply = SupervisorReply(
-            evict=tuple(order for order in self._evictions.orders.values() if order.replica in owned),
             epoch=self.state.epoch,
             step=head.step if head else 0,
-            finished=self.state.finished,
+            finished=signs.is_finished(self.state),
             halted=self.state.halted,
             drained=tuple(r for r in range(self.state.policy.slots) if not wanted(self.state, r)),
-            leases=held,
-            rivals=rivals,
-            lease_s=self.state.policy.supervisor_lease_s,
             exited=tuple(each.who[1] for each in machines if each.gone and each.who not in awaited),
+            wrong=self.state.placement.wrong,
+            lost=signs.lost_replicas(self.state),
+            cordoned=tuple(name for name, _ in self.state.placement.cordoned),
         )
         return reply if report.host is None else self._assignment(report.host, reply)
 
@@ -394,7 +388,7 @@ class Service:
 
     def _evict(self, who: Incarnation, reason: str) -> None:
         """Order a SIGKILL, once; the order stands until the incarnation is known to have exited."""
-        if self._evictions.order(self.state, who, reason):
+        if self._evictions.order(self.state, who):
             self._note("ReplicaEvicted", reason, {"replica": who[0], "incarnation": who[1]})
             if self.state.placement.replicas:
                 self._try(Withdrawn(who, reason, self._clock()))

@@ -34,10 +34,10 @@ from ft_hsdp.jsonl import DiskThread, clear_way, set_aside
 from ft_hsdp.mounts import LOCKLESS, mount_of
 from lighthouse.placement.state import Placement
 from lighthouse.placement.state import remembered as placed
-from lighthouse.quorum.rules import AdmittedIncarnation, Edges, Epoch, Incarnation, Lease, remembered
+from lighthouse.quorum.rules import AdmittedIncarnation, Edges, Epoch, Incarnation, remembered
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 
-FORMAT = 8  # of the rows
+FORMAT = 9  # of the rows
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
 RESERVED = 256 << 10  # bytes that a file of SQLite keeps free for writes on a full disk
 LOG_PAGES = 48  # the write-ahead log begins anew after this many; `RESERVED` has room for more
@@ -70,7 +70,6 @@ _DURABLE: dict[str, TypeAdapter[Any]] = {
     "checkpoint": TypeAdapter(int),
     "target": TypeAdapter(int),
     "lives": TypeAdapter(tuple[AdmittedIncarnation, ...]),
-    "leases": TypeAdapter(tuple[Lease, ...]),
     "agreed": TypeAdapter(Agreement | None),
     "rewound": TypeAdapter(tuple[int, ...]),
     "rewinding": TypeAdapter(bool),

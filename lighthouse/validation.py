@@ -34,7 +34,7 @@ METADATA = ipaddress.ip_address("fd00:ec2::254")  # of a cloud's host; its link-
 # What is reported may be above all that is known by this much. So one wrong value stays far below what is refused.
 EPOCHS_AHEAD = 2**20
 TERMS_AHEAD = 2**32
-NUMBERS_AHEAD = 2**32  # of incarnations and leases
+NUMBERS_AHEAD = 2**32  # of incarnations
 # A lighthouse that has granted nothing yet may have lost its store: it believes larger ones.
 EPOCH_FRESH, TERM_FRESH, NUMBER_FRESH = 2**40, 2**52, 2**52
 STEPS_AHEAD = 2  # no step is further above the job's last one, or the head, than this
@@ -215,7 +215,7 @@ def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, a
 
 def _numbers(s: LighthouseState) -> int:
     """Return the largest number of an incarnation or a lease that a report may name."""
-    known = max(s.admissions, *(life.number for life in s.lives), *(lease.number for lease in s.leases), 0)
+    known = max(s.admissions, *(life.number for life in s.lives), 0)
     return max(known, NUMBER_FRESH * (s.grant is None)) + NUMBERS_AHEAD
 
 
@@ -225,13 +225,9 @@ def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[I
     Raises:
         ProtocolViolation: it cannot be true; one line names the field.
     """
-    if processes.leases and not processes.owner:
-        raise ProtocolViolation("leases are claimed, and owner names no supervisor")
-    for number in processes.leases.values():
-        _within("leases", number, _numbers(s))
     exited = frozenset(map(incarnation, processes.exited))
     spread = tuple(incarnation(each.incarnation) for each in processes.machines)
-    named = (*processes.running, *processes.lost, *processes.ended, *processes.leases)
+    named = (*processes.running, *processes.lost, *processes.ended)
     for replica in (*named, *(r for r, _ in exited), *(r for r, _ in spread)):
         _within("replica", replica, s.policy.slots - 1)
     for replica, running in processes.running.items():
@@ -264,6 +260,7 @@ def check_host(s: LighthouseState, report: HostReport, peer: str | None, allow: 
         _within("replica", report.replica, s.policy.slots - 1)
     for number, most in zip(report.home or (), (s.policy.slots - 1, MAX_COUNT), strict=False):
         _within("home", number, most)
+    _ids("only", report.only, s.policy.slots - 1)
     check((report.address,), (), peer, allow)
     for each in report.ranks:
         replica, _ = incarnation(each.incarnation)

@@ -87,7 +87,6 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ),
     protocol.SupervisorReply: st.builds(
         protocol.SupervisorReply,
-        st.lists(st.builds(protocol.Eviction, some, words, words), max_size=2).map(tuple),
         counts,
         counts,
         st.booleans(),

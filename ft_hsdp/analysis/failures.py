@@ -138,10 +138,6 @@ class Failures:
             for failure in self._replicas[replica].open:
                 failure.hopeless = True
             self._replicas[replica].open = []
-        elif name == "SupervisorLeased":  # the supervisor before is silent: that it reports an exit is not likely
-            for failure in self._replicas[replica].open:
-                failure.lost, failure.life.exited = True, failure.life.exited or t
-            self._follow(replica)
         elif name == "RestartScheduled" and row.get("prevented"):  # it had not begun: nothing was lost
             self._drop(replica, row.get("incarnation"), evident=True)
         elif name in _LIVED:

@@ -66,7 +66,7 @@ class TimeoutsConfig(Section):
         description="longest time to connect a new ring; a member that does not come is left out of the next one",
     )
     evict_s: PositiveSeconds = Field(
-        10.0, description="silence after which a suspect's supervisor is to kill it, so that it starts afresh"
+        10.0, description="silence after which a suspect is to be killed, so that it starts afresh"
     )
     reach_s: PositiveSeconds = Field(
         10.0,
@@ -129,8 +129,6 @@ class TimeoutsConfig(Section):
     )
     # For a grant before the last one is repeated; never longer than a step took.
     answer_wait_s: ClassVar[Derived] = Derived("connect_s", 0.2, "some round trips to the lighthouse")
-    # For the lighthouse to say whether a replica that ended early was told to end.
-    news_s: ClassVar[Derived] = Derived("connect_s", 0.2, "some round trips to the lighthouse")
     # For the others to form a ring without a replica that leaves.
     leave_s: ClassVar[Derived] = Derived("connect_s", 0.4, "the replica that leaves does not join that ring")
     # For a caller to prove the job's token, and again to send its first message.
@@ -139,8 +137,6 @@ class TimeoutsConfig(Section):
     edge_wait_s: ClassVar[Derived] = Derived(
         "connect_s", 6.0, "most of the time must go to training, not to rings that do not form"
     )
-    # Silence of a replica's supervisor after which another one may start it.
-    supervisor_lease_s: ClassVar[Derived] = Derived("evict_s", 0.5, "who is to kill a replica must be alive")
     # Until a lighthouse of `up` that answers nothing is replaced.
     lighthouse_s: ClassVar[Derived] = Derived("evict_s", 1.0, "it is silent, as a replica may be")
     # For which the lighthouse keeps a request that it cannot answer yet.
@@ -159,8 +155,6 @@ class TimeoutsConfig(Section):
     )
     # By which a state agent may hold up a vote, and one more for each GB of a shard.
     agent_answer_s: ClassVar[Derived] = Derived("ranks_s", 1 / 30, "other threads go on waiting for the agent")
-    # For spares, until a replica that was started contributes: they would take its CPUs.
-    settle_s: ClassVar[Derived] = Derived("start_s", 0.1, "most starts take a part of the time that they may take")
     # For the next one of the steps for which chaos keeps a replica away.
     stalled_s: ClassVar[Derived] = Derived("step_s", 1 / 30, "it is the time of some steps")
     # For a checkpoint that a rank that is done has begun.

@@ -34,6 +34,7 @@ PROBE_S = 1.0  # between two looks at a lighthouse that has not answered yet, an
 HOLDERS_S = 2.0  # for an answer that no decision waits for, and
 HOLDERS_AGAIN_S = 0.2  # between two attempts to get it
 ASK_S = 20.0  # for which a lighthouse keeps a request open, unless the configuration says otherwise
+REPLY_S = 2.0  # for the answer to a report, on top of the time for which the lighthouse keeps it open
 MARGIN_S = 10.0  # for the way of an answer, on top of the time for which the lighthouse keeps a request open
 TAKEN = 204  # status of telemetry that was taken
 REFUSED = (413, 422)  # statuses of a message that must not be sent again

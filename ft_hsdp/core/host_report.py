@@ -55,6 +55,13 @@ class HostReport:
     seen: str = ""
     replica: int | None = None  # it takes ranks of this replica alone; None: of each
     home: tuple[int, int] | None = None  # the replica, and the place in it, that has it first; None: it is spare
+    # Replicas whose ranks it may have; its launcher gives another host for one that is cordoned. (): each.
+    only: tuple[int, ...] = ()
+    warm: bool = False  # all ranks of a replica wait there, to be assigned
+
+    def serves(self, replica: int) -> bool:
+        """Return whether it takes ranks of a replica."""
+        return self.replica in (None, replica) and (not self.only or replica in self.only)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,14 +23,15 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
 
 from ft_hsdp import address, secret, tls
 from ft_hsdp.claim import Claim
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.exit_watch import process_space
-from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
+from ft_hsdp.control.lighthouse_client import REPLY_S, LighthouseClient, own_address
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.core.host_report import AssignedRanks, HostReport
 from ft_hsdp.errors import (
@@ -50,7 +51,6 @@ from ft_hsdp.launch.backend.gpus import check_device, gpus_here
 from ft_hsdp.launch.backend.processes import kept_port
 from ft_hsdp.launch.backend.ranks import WHY, HeldRanks, LocalRanks
 from ft_hsdp.launch.job import prepare_data, what_is_kept
-from ft_hsdp.launch.lighthouse_link import REPLY_S
 from ft_hsdp.launch.run.directory import JobFiles, Row, RunDir, Tailer, supervised, write_config
 from ft_hsdp.launch.standalone import alone, claimed, enter, note_end
 from ft_hsdp.lifetime import stop_signals
@@ -205,6 +205,7 @@ class HostAgent:
         *,
         replica: int | None = None,
         home: tuple[int, int] | None = None,
+        only: tuple[int, ...] = (),
         emit: Callable[[Row], None] = lambda _: None,
         say: Callable[[str], None] = lambda _: None,
         news: Callable[[SupervisorReply], None] = lambda _: None,
@@ -220,6 +221,7 @@ class HostAgent:
             path: Of the host, as `agent_path` has it.
             replica: Whose ranks alone it takes, and all of them; None: those of each.
             home: The replica, and the place in it, that the host has first; None: it is spare.
+            only: Replicas whose ranks it takes, and which know the host by another name; (): those of each.
             emit: Takes each event.
             say: Takes lines for people.
             news: Takes each answer of the lighthouse.
@@ -236,6 +238,7 @@ class HostAgent:
         self._path = path
         self._replica = replica
         self._home = home
+        self._only = only
         self._emit = emit
         self._say = say
         self._news = news
@@ -249,6 +252,7 @@ class HostAgent:
         self._leaving = False
         self._code: int | None = None  # with which this process ends once no rank is left
         self._changed = asyncio.Event()
+        self._warm = False  # all ranks of a replica wait here
         self._starts: set[asyncio.Task[None]] = set()
         self._open: set[asyncio.Task[SupervisorReply]] = set()  # older reports without an answer
 
@@ -266,6 +270,8 @@ class HostAgent:
         looking = asyncio.create_task(self._look())
         try:
             self._ranks.keep_spares()
+            if self._ranks.lone:
+                self._keep(self._tell_of_spares())
             while self._code is None or not all(held.over for held in self.held.values()):
                 await self._exchange()
             self._leaving, self._seen = True, ""
@@ -353,7 +359,17 @@ class HostAgent:
         return HostReport(
             *(self._path, self._life, self._space, self._number, self._address),
             *(ranks, self._leaving, self._seen, self._replica, self._home),
+            only=self._only,
+            warm=self._warm,
         )
+
+    async def _tell_of_spares(self) -> None:
+        """Report each time that the ranks of a replica wait here, or do not any more."""
+        pool = self._ranks.pool
+        while True:
+            await pool.wait_for(lambda: pool.ready != self._warm)
+            self._warm = pool.ready
+            self._changed.set()
 
     @property
     def _address(self) -> str:
@@ -383,10 +399,13 @@ class HostAgent:
                 self._ranks.pool.settled(held.spec)
         for each in reply.assigned:
             held = self.held.get(each.incarnation) or self._hold(each)
+            held.assigned = each
             if each.leaves:
                 held.leave(timeouts.stop_s)
             if each.trains:
                 self._ranks.pool.settled(held.spec)
+        if self._ranks.lone and reply.step and not reply.assigned and self._code is None:
+            self._ranks.pool.want(1)
         self._seen = reply.seen
 
     @property
@@ -411,10 +430,13 @@ class HostAgent:
         self._say(
             f"{'ranks' if len(assigned.ranks) > 1 else 'rank'} {str([*assigned.ranks])[1:-1]} of {held.name} start"
         )
-        start = asyncio.create_task(self._start(held))
-        self._starts.add(start)
-        start.add_done_callback(self._starts.discard)
+        self._keep(self._start(held))
         return held
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._starts.add(task)
+        task.add_done_callback(self._starts.discard)
 
     async def _start(self, held: HeldRanks) -> None:
         """Assign a spare, or else fork the ranks of an incarnation here; `HeldRanks.failed` says why it failed."""
@@ -431,7 +453,7 @@ class HostAgent:
             run.replica(held.replica).mkdir(parents=True, exist_ok=True)
             if port is not None:
                 port.close()
-            await self._ranks.start(held, self.name, self._replica is None)
+            await self._ranks.start(held, self.name, self._replica is None and not self._only)
             held.write()
         except (FtHsdpError, OSError, ValueError) as error:
             held.failed = one_line(str(error))[:WHY]

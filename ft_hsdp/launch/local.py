@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from ft_hsdp import fault_injection, secret, tls
 from ft_hsdp.config import Config
 from ft_hsdp.config.entry import stamped
-from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.control.lighthouse_client import REPLY_S, LighthouseClient
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.backend.base import WorkerProcess
@@ -22,7 +22,6 @@ from ft_hsdp.launch.backend.gpus import check_device, gpus_here
 from ft_hsdp.launch.backend.ranks import HeldRanks, LocalRanks
 from ft_hsdp.launch.host import HostAgent, agent_path
 from ft_hsdp.launch.job import JobEnd, JobResources, MakeResources, prepare_data, run_job, start_run
-from ft_hsdp.launch.lighthouse_link import REPLY_S
 from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, supervised
@@ -290,24 +289,18 @@ class LocalReplicas:
 
     async def _may_start(self, replica: int) -> None:
         """Wait for the steps of `stay_away`, while others commit any."""
-        progress = self._progress
+        until, stalled_s = self._away.get(replica, 0), self._config.timeouts.stalled_s
 
         def over() -> bool:
-            alone = not any(other != replica for other in self.running())
-            return alone or progress.finished or bool(progress.halted) or self._stopping
+            return self._stopping or not any(other != replica for other in self.running())
 
-        def advanced(step: int) -> bool:
-            return over() or progress.step > step
-
-        while not over() and progress.step < self._away.get(replica, 0):
-            if not await progress.wait_for(partial(advanced, progress.step), self._config.timeouts.stalled_s):
-                break
+        await self._progress.comes_to(until, stalled_s, over)
 
     def _take(self, host: LocalHost, reply: SupervisorReply) -> None:
         """Take an answer of the lighthouse."""
         self._reply = reply
         self._heard.add(host.name)
-        self._progress.saw(reply.step, reply.epoch, reply.finished, reply.halted, frozenset(reply.drained))
+        self._progress.saw(reply.step, reply.epoch, reply.finished, reply.halted)
         self._progress.wake()
 
     def _newest(self, replica: int) -> list[HeldRanks]:

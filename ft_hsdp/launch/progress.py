@@ -1,9 +1,10 @@
-"""The progress of a job, which its supervisors know from the lighthouse's answers and the replicas' logs."""
+"""The progress of a job, as it is known from the lighthouse's answers and the replicas' logs."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 
 class Changes:
@@ -34,7 +35,7 @@ class Changes:
 
 
 class Progress(Changes):
-    """How far the job is, and which replicas must stay away."""
+    """How far the job is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,18 +43,18 @@ class Progress(Changes):
         self.epoch = 0
         self.finished = False
         self.halted = ""  # the lighthouse's reason why the job cannot go on; "": it can
-        self.drained: frozenset[int] = frozenset()  # replicas that must stay away
-        self.heard = False  # the lighthouse has sent `drained` at least once
-        self.dismissed: set[int] = set()  # replicas that were drained since they were started last
 
-    def saw(
-        self,
-        step: int,
-        epoch: int = 0,
-        finished: bool = False,
-        halted: str = "",
-        drained: frozenset[int] | None = None,
-    ) -> None:
+    async def comes_to(self, step: int, stalled_s: float, stopped: Callable[[], bool]) -> None:
+        """Wait for a step, while the job commits one within ``stalled_s`` seconds each, and is not stopped."""
+
+        def over(before: int) -> bool:
+            return self.step > before or self.finished or bool(self.halted) or stopped()
+
+        while self.step < step and not (self.finished or self.halted or stopped()):
+            if not await self.wait_for(partial(over, self.step), stalled_s):
+                break
+
+    def saw(self, step: int, epoch: int = 0, finished: bool = False, halted: str = "") -> None:
         """Take news of the job, and wake waiting tasks if something changed. Older news changes nothing.
 
         Args:
@@ -61,15 +62,11 @@ class Progress(Changes):
             epoch: An epoch that was granted.
             finished: The job has its final state.
             halted: Why the job cannot go on; "" if it can.
-            drained: The replicas that must stay away; None if the news does not say.
         """
-        before = (self.step, self.epoch, self.finished, self.halted, self.drained)
+        before = (self.step, self.epoch, self.finished, self.halted)
         self.halted = self.halted or halted
         self.step = max(self.step, step)
         self.epoch = max(self.epoch, epoch)
         self.finished = self.finished or finished
-        self.drained = self.drained if drained is None else drained
-        self.dismissed |= self.drained
-        news, self.heard = drained is not None and not self.heard, self.heard or drained is not None
-        if news or (self.step, self.epoch, self.finished, self.halted, self.drained) != before:
+        if (self.step, self.epoch, self.finished, self.halted) != before:
             self.wake()

@@ -12,7 +12,7 @@ again.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -101,6 +101,7 @@ def assign(
     keepers: Mapping[tuple[int, int], Collection[str]] | None = None,
     shrunk: Mapping[int, int] | None = None,
     lenders: Collection[int] = (),
+    serves: Callable[[str, int], bool] = lambda host, replica: True,
 ) -> dict[int, Assignment]:
     """Give the places of lost hosts to spare hosts, and then to hosts of replicas that lend theirs.
 
@@ -123,6 +124,7 @@ def assign(
         keepers: names of the hosts that keep copies of the shards of a replica's host, by replica and position.
         shrunk: on how many hosts each replica runs that goes on with fewer ranks.
         lenders: replicas that do not run, and whose living hosts may be lent while others of theirs are lost.
+        serves: whether a host may have ranks of a replica.
 
     Returns:
         The hosts of each replica. No host is given twice.
@@ -161,8 +163,9 @@ def assign(
 
     order = sorted(replicas, key=lambda each: (shrunk.get(each, 0), len(result[each].missing), each))
     for replica in order:
-        if len(result[replica].missing) <= len(free):
-            chosen = fill(replica, free, {})
+        mine = [host for host in free if serves(host.name, replica)]
+        if len(result[replica].missing) <= len(mine):
+            chosen = fill(replica, mine, {})
             free = [host for host in free if host not in chosen.values()]
             result[replica] = result[replica].with_hosts(chosen)
     for replica in order:
@@ -173,12 +176,13 @@ def assign(
             for n in lenders
             if n != replica and result[n].missing
             for position, host in enumerate(result[n].hosts)
-            if position not in result[n].missing
+            if position not in result[n].missing and serves(host.name, replica)
         }
-        if len(result[replica].missing) > len(free) + len(whose):
+        mine = [host for host in free if serves(host.name, replica)]
+        if len(result[replica].missing) > len(mine) + len(whose):
             continue
         ranked = sorted({n for n, _ in whose.values()}, key=lambda n: (-len(result[n].missing), -n))
-        chosen = fill(replica, [*free, *whose], {host: 1 + ranked.index(n) for host, (n, _) in whose.items()})
+        chosen = fill(replica, [*mine, *whose], {host: 1 + ranked.index(n) for host, (n, _) in whose.items()})
         free = [host for host in free if host not in chosen.values()]
         for position, host in chosen.items():
             if host in whose:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Assignment
-from lighthouse.placement.signs import assignments, due_replicas, is_over, is_powerless
+from lighthouse.placement.signs import assignments, due_replicas, is_over, is_powerless, usable_hosts
 from lighthouse.placement.state import NO_HOST, PlacedReplica, Placement, Presence, ReplicaPhase
 from lighthouse.quorum.events import PLACEMENT, Effect, Note, ProcessesReported
 from lighthouse.quorum.rules import Incarnation
@@ -88,7 +88,7 @@ def fill(s: LighthouseState, now: float) -> Step:
             if not hosts:
                 continue
         else:
-            s, swaps = _take(s, replica, given)
+            s, swaps = _take(s, replica, given, now)
             effects += swaps
             me = s.placement.replicas[replica]
         s, more = _start(s, replica, me, hosts, now)
@@ -102,7 +102,7 @@ def _left(s: LighthouseState, given: Assignment) -> bool:
     return all(each is not None and each.report.leaving for each in lacked)
 
 
-def _take(s: LighthouseState, replica: int, given: Assignment) -> Step:
+def _take(s: LighthouseState, replica: int, given: Assignment, now: float) -> Step:
     """Give hosts to a replica. One that had a place in another replica leaves the lost one there instead."""
     policy, me, notes = s.policy.placing, s.placement.replicas[replica], list[Effect]()
     assert policy is not None
@@ -110,7 +110,10 @@ def _take(s: LighthouseState, replica: int, given: Assignment) -> Step:
         before = me.hosts[position] if me.places else NO_HOST
         if before.name == host.name:
             continue
-        why = dict(s.placement.cordoned).get(before.name) or f"host {before.name} is lost or leaves"
+        lost = f"host {before.name} is lost or leaves"
+        moves = f"all its ranks wait on host {host.name}"
+        lacks = before.name not in usable_hosts(s, now)
+        why = dict(s.placement.cordoned).get(before.name) or (lost if lacks else moves)
         facts = {"replica": replica, "host": host.name, "before": before.name, "ranks": policy.ranks_at(position)}
         notes += [Note("HostReplaced", why, facts)] if before.name else []
         for n, other in enumerate(s.placement.replicas):
@@ -134,7 +137,8 @@ def _start(s: LighthouseState, replica: int, me: PlacedReplica, hosts: tuple[Hos
     before, after = len(me.used) * policy.each, len(hosts) * policy.each
     if me.used and before != after:
         facts: dict[str, object] = {"replica": replica, "from": before, "to": after}
-        effects.append(Note("Shrunk" if after < before else "Grown", f"it has {len(hosts)} hosts", facts))
+        why = f"it has {len(hosts)} hosts"
+        effects.append(Note("Shrunk", why, facts) if after < before else Note("Grown", why, facts))
     runs = replace(
         me,
         phase=ReplicaPhase.RUNS,

@@ -348,11 +348,12 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         s, told = _halt(s, halted)
         effects += told
     free, there = free_hosts(s, replica, now), s.presence.host(host)
-    if code == EXIT_HARDWARE and not free and not any(beside) and there is not None and there.report.home:
-        return _give_up(
-            s, replica, rests, why, now, effects
-        )  # no other machine comes, and nobody trains meanwhile
-    replaceable = code == EXIT_HARDWARE or bool(free)
+    given = there is not None and bool(there.report.only)  # its launcher gives another one
+    alone = not free and not given and not any(beside)
+    if code == EXIT_HARDWARE and alone and there is not None and there.report.home:
+        # no other machine comes, and nobody trains meanwhile
+        return _give_up(s, replica, rests, why, now, effects)
+    replaceable = code == EXIT_HARDWARE or given or bool(free)
     if found.cordoned and replaceable and host not in dict(s.placement.cordoned):
         cordoned = tuple(sorted({**dict(s.placement.cordoned), host: found.reason}.items()))
         s = with_placement(s, placement=replace(s.placement, cordoned=cordoned))

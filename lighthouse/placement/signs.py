@@ -11,7 +11,7 @@ from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK, EXIT_
 from ft_hsdp.memory.hosts import Host
 from ft_hsdp.memory.replacement import Assignment, assign
 from lighthouse.placement.state import NO_HOST, PlacedReplica, ReplicaPhase
-from lighthouse.quorum.state import LighthouseState, leased_to, wanted
+from lighthouse.quorum.state import LighthouseState, wanted
 
 
 def is_lost(s: LighthouseState, name: str, now: float) -> bool:
@@ -146,17 +146,20 @@ def assigned(s: LighthouseState, name: str) -> tuple[AssignedRanks, ...]:
 def fate(s: LighthouseState, report: HostReport) -> tuple[bool, str]:
     """Return whether the job has ended for a host, and why it cannot go on there; "": it can."""
     if report.replica is None or not s.placement.replicas:
-        return s.finished or _all_done(s), s.halted
+        return is_finished(s), s.halted
     me, cordoned = s.placement.replicas[report.replica], dict(s.placement.cordoned)
     halted = s.halted or me.given_up or cordoned.get(Host.parse(report.path).name, "")
     return s.finished or (me.done and me.phase is ReplicaPhase.RESTS), halted
 
 
-def _all_done(s: LighthouseState) -> bool:
-    """Return whether the scripts of all replicas have ended their part of the job, but for those that are lost."""
+def is_finished(s: LighthouseState) -> bool:
+    """Return whether the job has ended, or the scripts of all replicas have ended their part of it.
+
+    Those that are lost do not count.
+    """
     wants = [me for n, me in enumerate(s.placement.replicas) if wanted(s, n)]
     over = all(me.given_up or (me.done and me.phase is ReplicaPhase.RESTS) for me in wants)
-    return over and any(me.done for me in wants)
+    return s.finished or (over and any(me.done for me in wants))
 
 
 def lost_replicas(s: LighthouseState) -> tuple[int, ...]:
@@ -217,7 +220,7 @@ def spare_hosts(s: LighthouseState, replica: int, now: float) -> int:
 def free_hosts(s: LighthouseState, replica: int, now: float) -> set[str]:
     """Return the usable hosts without ranks that a replica could have."""
     used = {n for each in s.placement.replicas if each.phase is not ReplicaPhase.RESTS for n in each.used}
-    own = {n for n, each in s.presence.hosts.items() if each.report.replica in (None, replica)}
+    own = {n for n, each in s.presence.hosts.items() if each.report.serves(replica)}
     return (usable_hosts(s, now).keys() & own) - used - kept_hosts(s)
 
 
@@ -267,7 +270,7 @@ def could_grow(s: LighthouseState, replica: int, me: PlacedReplica) -> bool:
 def has_host(s: LighthouseState, replica: int) -> bool:
     """Return whether a host is there that takes ranks of a replica."""
     here = [each.report for each in s.presence.hosts.values()]
-    return any(report.replica in (None, replica) and not report.leaving for report in here)
+    return any(report.serves(replica) and not report.leaving for report in here)
 
 
 def due_replicas(s: LighthouseState, now: float) -> list[int]:
@@ -278,7 +281,7 @@ def due_replicas(s: LighthouseState, now: float) -> list[int]:
     for n in active_replicas(s):
         me = s.placement.replicas[n]
         hosted = me.incarnation or has_host(s, n)
-        if me.phase is ReplicaPhase.RESTS and hosted and now >= me.due and not leased_to(s, n, now):
+        if me.phase is ReplicaPhase.RESTS and hosted and now >= me.due:
             found.append(n)
     return found
 
@@ -291,22 +294,39 @@ def assignments(s: LighthouseState, due: list[int], now: float) -> dict[int, Ass
     policy, active = s.policy.placing, active_replicas(s)
     assert policy is not None
     usable, kept, places = usable_hosts(s, now), set[str](), dict[int, list[Host]]()
-    bound = {name: each.report.replica for name, each in s.presence.hosts.items()}
-    at_home = {name: s.presence.hosts[name].report.home for name in usable}
-    homes = {home: usable[name] for name, home in at_home.items() if home is not None}
+    reports = {name: s.presence.hosts[name].report for name in usable}
+    homes = {report.home: usable[name] for name, report in reports.items() if report.home is not None}
     for replica, me in enumerate(s.placement.replicas):
         if replica in due:
-            own = [host for name, host in usable.items() if bound[name] == replica]
+            own = [host for name, host in usable.items() if reports[name].replica == replica]
             before = list(me.hosts) or [homes.get((replica, n), NO_HOST) for n in range(policy.hosts)]
             places[replica] = own[:1] if own and before[0].name not in usable else before
         elif me.phase is not ReplicaPhase.RESTS or replica in active:
             mine = me.names if me.phase is ReplicaPhase.RESTS else me.used
             places[replica] = [host if host.name in mine else NO_HOST for host in me.hosts]
             kept |= set(mine)
+    # Where the ranks of a replica wait, it starts at once, but only its own host may have the newest state.
     held = {host.name for hosts in places.values() for host in hosts}
-    kept_for = kept_hosts(s)
-    spares = [host for n, host in usable.items() if n not in held | kept_for and bound[n] is None]
+    for replica in due if policy.hosts == 1 else ():
+        at, free = places[replica][0].name, sorted(free_hosts(s, replica, now) - held)
+        warm = [usable[name] for name in free if reports[name].warm]
+        others = any(n != replica and me.contributed for n, me in enumerate(s.placement.replicas))
+        if warm and others and not (at in usable and reports[at].warm):
+            places[replica] = warm[:1]
+            held.add(warm[0].name)
+    held = {host.name for hosts in places.values() for host in hosts}
+    gone = held | kept_hosts(s)
+    spares = [host for n, host in usable.items() if n not in gone and reports[n].replica is None]
     shrunk = {n: len(s.placement.replicas[n].used) for n in places if n not in due}
     shrunk = {n: count for n, count in shrunk.items() if count < policy.hosts}
     lenders = [n for n in due if s.views[n].lost]
-    return assign(places, held - usable.keys() - kept, spares, policy.apart, shrunk=shrunk, lenders=lenders)
+    lost = held - usable.keys() - kept
+    return assign(
+        places,
+        lost,
+        spares,
+        policy.apart,
+        shrunk=shrunk,
+        lenders=lenders,
+        serves=lambda name, replica: name not in reports or reports[name].serves(replica),
+    )

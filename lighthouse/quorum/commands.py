@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 from ft_hsdp.memory.hosts import Host
 from lighthouse.placement.signs import listed_hosts, spare_hosts
+from lighthouse.placement.state import ReplicaPhase
 from lighthouse.quorum.events import Commanded, Effect, Evict, MachineReported
-from lighthouse.quorum.state import LighthouseState, Step, leased_to, wanted
+from lighthouse.quorum.state import LighthouseState, Step, wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def plan(
         case "scale":
             return _scale(s, command.target, supervised, force)
         case "host-lost":
-            return _host_lost(s, command.host, command.now)
+            return _host_lost(s, command.host)
         case "drain-host":
             return _drain_host(s, command.host, command.now, force)
         case "undrain-host":
@@ -208,15 +209,14 @@ def on_host(s: LighthouseState, host: str) -> tuple[MachineReported, ...]:
     )
 
 
-def _host_lost(s: LighthouseState, host: str, now: float) -> CommandPlan | Impossible:
-    found = on_host(s, host)
-    if not found:
+def _host_lost(s: LighthouseState, host: str) -> CommandPlan | Impossible:
+    found, replicas = on_host(s, host), s.placement.replicas
+    placed = {me.incarnation for me in replicas if host in me.used and me.phase is not ReplicaPhase.RESTS}
+    if not (found or placed) and s.presence.host(host) is not None:
+        return CommandPlan(f"host {host} has no ranks, and is forgotten")
+    if not found and not placed:
         return Impossible(404, f"no rank is known to run on host {host!r}; `status` lists the hosts")
-    for each in found:
-        if leased_to(s, each.who[0], now):
-            why = f"replica {each.who[0]} has a supervisor that reports, which says itself what has ended"
-            return Impossible(409, why)
-    names = ", ".join(each.who[1] for each in found)
+    names = ", ".join(sorted(placed | {each.who[1] for each in found}))
     also = "" if all(each.machines == 1 for each in found) else ", once their ranks on other hosts have ended, too"
     return CommandPlan(f"{names} count as exited{also}; a host that was only cut off must end its ranks")
 
@@ -232,7 +232,9 @@ def _drain_host(s: LighthouseState, host: str, now: float, force: bool) -> Comma
     if not isinstance(replica, int):
         return CommandPlan(f"host {host} {stays}")
     spare, whose = spare_hosts(s, replica, now), f"replica {replica}"
-    if spare < 1 and not force:
+    present = s.presence.host(host)
+    given = present is not None and bool(present.report.only)  # its launcher gives another one
+    if spare < 1 and not given and not force:
         why = f"no spare host can take the ranks of {whose} on host {host}: start an agent on another machine"
         return Impossible(409, f'{why}; {{"force": true}} drains it all the same, and {whose} waits')
     moves = "goes on with a spare host" if spare > 0 else "waits for a host"

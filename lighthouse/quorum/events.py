@@ -59,14 +59,13 @@ class MachineReported:
 
 @dataclass(frozen=True, slots=True)
 class ProcessesReported:
-    """All that a supervisor knows of its replicas."""
+    """What is known of the processes of replicas."""
 
     running: Mapping[int, str | None]  # the incarnation that runs, by replica; None: no process runs
     exited: frozenset[Incarnation]
-    lost: frozenset[int]  # the replicas that it has given up
+    lost: frozenset[int]  # the replicas that are given up
     now: float
-    owner: str = ""  # name of the supervisor; "": a rank reports of itself; `PLACEMENT`
-    claims: tuple[tuple[int, int], ...] = ()  # (replica that it alone wants to start, its lease's number or 0)
+    owner: str = ""  # `PLACEMENT`; "": a rank reports of itself
     ended: frozenset[int] = frozenset()  # the replicas whose scripts have ended their part of the job
     machines: tuple[MachineReported, ...] = ()
     host: HostReport | None = None  # from the agent of a host, about nothing else; for `placement`

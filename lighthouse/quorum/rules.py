@@ -104,15 +104,6 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
-    """The right of one supervisor to start a replica."""
-
-    replica: int
-    owner: str  # name of the supervisor
-    number: int  # of two leases of one replica, the one with the larger number was given later
-
-
-@dataclass(frozen=True, slots=True)
 class Base:
     """The state that a membership builds on."""
 

@@ -32,7 +32,6 @@ from lighthouse.quorum.rules import (
     Edges,
     Epoch,
     Incarnation,
-    Lease,
     Spread,
     replace,
 )
@@ -53,7 +52,6 @@ class Policy:
     start_wait_s: float | None = None  # longest wait for all replicas before the first epoch; None: for ever
     final_wait_s: float = 120.0  # longest wait for the others once one replica has the final state
     return_wait_s: float = 120.0  # after an exit its replica may come back with its state for this long
-    supervisor_lease_s: float = 5.0  # a lease is free when its supervisor has not reported for this long
     on_lost_head: Literal["wait", "halt", "rollback"] = "halt"  # if no copy of the newest committed state is left
     edge_wait_s: float = 30.0  # first pause of a replica that is left out for its failed connections
     on_divergence: Literal["halt", "checkpoint"] = "halt"  # if states differ and no majority tells which is right
@@ -82,7 +80,6 @@ class View:
     lost: bool = False  # its supervisor has given it up
     ended: bool = False  # its script has ended its part of the job
     ask: OpenRequest | None = None  # its open request
-    renewed: float | None = None  # last report of the lease's supervisor; None: none since this lighthouse started
     fetching: bool = False  # it was told to fetch a state without a ring, and has not asked since
     claim: StateId | None = None  # what it reported above the head
     doubted: StateId | None = None  # what it reported and was not believed (`witnesses`)
@@ -125,9 +122,8 @@ class LighthouseState:
     edges: Edges = NO_EDGES
     fruitless: int = 0  # epochs granted since the last committed step
 
-    # Incarnations and leases.
+    # Incarnations.
     lives: tuple[AdmittedIncarnation, ...] = ()  # the newest incarnations that were admitted
-    leases: tuple[Lease, ...] = ()  # which supervisor may start a replica; at most one for each
     agreed: Agreement | None = None  # what the members of the first grant had in common
     admissions: int = 0  # numbers of new incarnations are above this
     spread: tuple[Spread, ...] = ()  # living ones that no supervisor watches; not durable: machines repeat it
@@ -309,28 +305,12 @@ def total(s: LighthouseState, members: int) -> int:
 def away(s: LighthouseState, replica: int) -> bool:
     """Return whether ``replica`` is not wanted and has left.
 
-    Its supervisor does not start it again until it is wanted, so neither a round nor the end of training waits
+    It is not started again until it is wanted, so neither a round nor the end of training waits
     for it.
     """
     view = s.views[replica]
     left = s.grant is not None and s.grant.member(replica, view.incarnation or "") is None
     return not wanted(s, replica) and view.ask is None and (view.down is not False or left)
-
-
-def lease_of(s: LighthouseState, replica: int) -> Lease | None:
-    """Return the lease of a replica, even if its supervisor has not reported for long; None if there is none."""
-    return next((lease for lease in s.leases if lease.replica == replica), None)
-
-
-def leased_to(s: LighthouseState, replica: int, now: float) -> str:
-    """Return the supervisor that has the lease of a replica and reports ``now``; "" if there is none.
-
-    The incarnations that it starts have its name as their run's. An incarnation of another supervisor, of which
-    the lighthouse has never heard, was started under a lease that has ended.
-    """
-    known, renewed = lease_of(s, replica), s.views[replica].renewed
-    reports = renewed is not None and now < renewed + s.policy.supervisor_lease_s
-    return known.owner if known is not None and reports else ""
 
 
 def is_placed(s: LighthouseState, replica: int) -> bool:

@@ -47,7 +47,7 @@ from lighthouse.quorum.events import (
     Withdrawn,
 )
 from lighthouse.quorum.membership import hold_round, settle
-from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Lease, Spread, replace
+from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Spread, replace
 from lighthouse.quorum.state import (
     LighthouseState,
     Step,
@@ -56,8 +56,6 @@ from lighthouse.quorum.state import (
     begin_anew,
     continue_grant,
     is_placed,
-    lease_of,
-    leased_to,
     store_behind,
     wanted,
     with_view,
@@ -114,7 +112,7 @@ def _asked(s: LighthouseState, request: OpenRequest, now: float) -> Step:
         assert s.grant is not None
         return s, (Reply(me, request.id, continue_grant(s, report)),)
     if unknown or report.number > number_of(s, who):
-        admitted = admit(s, who, now, report)
+        admitted = admit(s, who, report)
         if isinstance(admitted, str):
             return s, (Reply(me, request.id, Refused(admitted, 75)),)
         s = admitted
@@ -249,14 +247,11 @@ def _diverged(s: LighthouseState, report: Report) -> Step:
 
 
 def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
-    """Take a supervisor's word on what runs: the only evidence that counts as death."""
-    s, leased = renew_leases(s, event)
+    """Take the word of who started processes on what runs: the only evidence that counts as death."""
     s, torn = _hear_machines(s, event)
     down: dict[int, str | None] = dict.fromkeys(replica for replica, _ in torn)
     event = replace(event, exited=event.exited | torn, running={**down, **event.running})
-    own = {who for who in event.exited if run_of(who[1])[0] == event.owner and not is_placed(s, who[0])}
-    seen = own | {who for who in event.exited if entitled(s, event.owner, who[0], event.now)}
-    event = replace(event, exited=frozenset(seen))
+    event = replace(event, exited=frozenset(who for who in event.exited if entitled(s, event.owner, who[0])))
     s, news = record_exits(s, event)
     notes: list[Effect] = [
         Note(
@@ -266,18 +261,17 @@ def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
         )
         for who in news
     ]
-    notes += leased
     if news:
         s = replace(s, last_exit=event.now)
     for replica, running in event.running.items():
         view = s.views[replica]
-        if not entitled(s, event.owner, replica, event.now):
+        if not entitled(s, event.owner, replica):
             continue
         if running is None:
             if _contradicts(s, event, replica):
                 continue
         elif running != view.incarnation:
-            admitted = admit(s, (replica, running), event.now)
+            admitted = admit(s, (replica, running))
             if isinstance(admitted, str):
                 continue
             s = admitted
@@ -317,7 +311,7 @@ def _nothing_runs(now: float, machines: tuple[MachineReported, ...] = ()) -> Pro
 
 def _hear_machines(s: LighthouseState, event: ProcessesReported) -> tuple[LighthouseState, frozenset[Incarnation]]:
     """Take note of machines of incarnations; return which of these have exited now (`rules.Spread`)."""
-    if event.owner:  # a supervisor knows nothing of them
+    if event.owner:  # placement knows nothing of them
         return s, frozenset()
     known = {(each.replica, each.incarnation): each for each in s.spread}
     for said in event.machines:
@@ -329,7 +323,7 @@ def _hear_machines(s: LighthouseState, event: ProcessesReported) -> tuple[Lighth
         known[said.who] = replace(known.get(said.who, new), machines=said.machines, heard=rows)
     silence_s, members = s.policy.evict_s, {member for epoch in s.epochs for member in epoch.members}
     over = (who for who, each in known.items() if each.exited(event.now, silence_s))
-    ended = frozenset(who for who in over if entitled(s, "", who[0], event.now))
+    ended = frozenset(who for who in over if entitled(s, "", who[0]))
     awaited = (who for who in sorted(known) if who not in ended | s.exited)
     kept = tuple(known[who] for who in awaited if who in members or number_of(s, who))
     return (s if kept == s.spread else replace(s, spread=kept)), ended
@@ -395,13 +389,12 @@ def newest(s: LighthouseState, replica: int) -> AdmittedIncarnation | None:
     )
 
 
-def admit(s: LighthouseState, who: Incarnation, now: float, report: Report | None = None) -> LighthouseState | str:
+def admit(s: LighthouseState, who: Incarnation, report: Report | None = None) -> LighthouseState | str:
     """Make ``who`` the newest incarnation of its replica, or say why it cannot be that.
 
     Args:
         s: What the lighthouse knows.
-        who: The incarnation that asks, or that a supervisor says is running.
-        now: Seconds on the lighthouse's clock.
+        who: The incarnation that asks, or that is said to run.
         report: Its own report, if it is the one that asks.
 
     Returns:
@@ -414,16 +407,13 @@ def admit(s: LighthouseState, who: Incarnation, now: float, report: Report | Non
     fenced = f"fenced: replica {replica} has a newer incarnation"
     if known is not None and known.incarnation != incarnation:
         if outlived(who, ((admitted.replica, admitted.incarnation) for admitted in s.lives)):
-            return f"{fenced}, of the same supervisor: {known.incarnation}"
+            return f"{fenced}, of the same run: {known.incarnation}"
         if number and number <= known.number:
             return (
                 f"{fenced}: {incarnation} was admitted as number {number}, {known.incarnation} as {known.number}"
             )
         if not number and report is not None and (report.epoch or report.max_term):
             return f"{fenced}: {incarnation} was granted before {known.incarnation} was admitted"
-    owner = leased_to(s, replica, now)
-    if not number and owner and run_of(incarnation)[0] != owner:
-        return f"supervisor {owner} has the lease of replica {replica}, and did not start {incarnation}"
     if not number and is_placed(s, replica) and s.placement.replicas[replica].incarnation != incarnation:
         return f"replica {replica} runs on hosts that have not started {incarnation}"
     if not number:
@@ -451,44 +441,9 @@ def _with(lives: tuple[AdmittedIncarnation, ...], new: AdmittedIncarnation) -> t
     return tuple(sorted([*others, *kept], key=lambda admitted: (admitted.replica, admitted.number)))
 
 
-def entitled(s: LighthouseState, owner: str, replica: int, now: float) -> bool:
-    """Return whether the word of the supervisor ``owner`` on what runs of a ``replica`` counts ``now``.
+def entitled(s: LighthouseState, owner: str, replica: int) -> bool:
+    """Return whether the word of ``owner`` on what runs of a ``replica`` counts.
 
-    A rank that reports of itself has the owner "": its word counts where no supervisor and no host reports.
+    A rank that reports of itself has the owner "": its word counts where no host reports.
     """
-    if is_placed(s, replica):
-        return owner == PLACEMENT
-    lease = lease_of(s, replica)
-    return not leased_to(s, replica, now) if not owner else lease is None or lease.owner == owner
-
-
-def renew_leases(s: LighthouseState, event: ProcessesReported) -> Step:
-    """Renew the leases that a supervisor has, give it those that are free, end those that it claims no more.
-
-    A lease is free when its supervisor has not reported for `Policy.supervisor_lease_s`. After a restart of the
-    lighthouse, the wait for a lease's supervisor begins with the first claim of another one. A supervisor that
-    claims a lease with a larger number than the known one has it: the store is an older copy. Returns, after its
-    report ``event``, an event for the journal for each replica that changed its supervisor.
-    """
-    if not event.owner:
-        return s, ()
-    claims, notes = dict(event.claims), list[Effect]()
-    kept = tuple(old for old in s.leases if old.owner != event.owner or old.replica in claims)
-    s = s if kept == s.leases else replace(s, leases=kept)
-    for replica, number in claims.items():
-        known, renewed = lease_of(s, replica), s.views[replica].renewed
-        if known is not None and known.owner != event.owner and number <= known.number:
-            if renewed is None:
-                s = with_view(s, replica, renewed=event.now)
-            if renewed is None or event.now < renewed + s.policy.supervisor_lease_s:
-                continue
-        if known is None or known.owner != event.owner:
-            later = max(s.admissions, known.number if known is not None else 0) + 1
-            new = Lease(replica, event.owner, max(number, later))
-            others = (old for old in s.leases if old.replica != replica)
-            s = replace(s, leases=tuple(sorted((*others, new), key=lambda one: one.replica)))
-            if known is not None:
-                why = f"supervisor {event.owner} has taken replica {replica} over from {known.owner}"
-                notes.append(Note("SupervisorLeased", why, {"replica": replica}))
-        s = with_view(s, replica, renewed=event.now)
-    return s, tuple(notes)
+    return owner == PLACEMENT or not is_placed(s, replica)

@@ -44,7 +44,7 @@ class Answer(BaseHTTPRequestHandler):
         told = protocol.decode(body, ProcessReport)
         self.server.told.put(told)
         known = tuple(each.incarnation for each in told.machines if each.gone)
-        answer = protocol.encode(SupervisorReply((), 0, 0, False, exited=known))
+        answer = protocol.encode(SupervisorReply(0, 0, False, exited=known))
         self._answer(200, answer)
 
     def _answer(self, status: int, body: bytes) -> None:

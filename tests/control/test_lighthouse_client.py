@@ -107,7 +107,7 @@ def _fails(error: Exception) -> Callable[[httpx.Request], httpx.Response]:
         (lambda _: httpx.Response(302, headers={"Location": "http://elsewhere"}), "302"),
         (lambda _: httpx.Response(200, text="<html>"), "not a valid message"),
         (lambda _: httpx.Response(200, content=b"x" * ((1 << 20) + 1)), "allowed"),
-        (answer(SupervisorReply((), 0, 0, False)), "not expected"),
+        (answer(SupervisorReply(0, 0, False)), "not expected"),
         (lambda _: httpx.Response(200, content=json.dumps({"type": "Grant", "body": {}})), "not a valid message"),
         (_fails(httpx.ConnectError("refused")), "ConnectError refused"),
         (_fails(httpx.ReadTimeout("slow")), "ReadTimeout slow"),

@@ -32,7 +32,7 @@ class Scene:
     def __init__(self, run: RunDir, replica: int | None = None, **settings: Any) -> None:
         self.run, self.reports, self.down, self.open = run, list[HostReport](), False, 0
         self.events = list[Row]()
-        self._reply = SupervisorReply((), 0, 0, False, seen="0")
+        self._reply = SupervisorReply(0, 0, False, seen="0")
         self._changed = asyncio.Event()
         job = {"name": "job", "runs_dir": str(run.path.parent)}
         config = parse({"job": job, "timeouts": {"stop_s": 1.0}, **settings})
@@ -69,7 +69,7 @@ class Scene:
 
     def answers(self, *assigned: AssignedRanks, **more: Any) -> None:
         seen = str(int(self._reply.seen) + 1)
-        self._reply = SupervisorReply((), 0, 0, **{"finished": False, **more}, assigned=assigned, seen=seen)
+        self._reply = SupervisorReply(0, 0, **{"finished": False, **more}, assigned=assigned, seen=seen)
         self._changed.set()
         self._changed = asyncio.Event()
 

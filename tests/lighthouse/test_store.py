@@ -27,7 +27,7 @@ from lighthouse.ha.election import Election, EtcdStore
 from lighthouse.ha.etcd import Etcd
 from lighthouse.placement.state import PlacedReplica, Placement, ReplicaPhase
 from lighthouse.quorum.events import Commanded
-from lighthouse.quorum.rules import Barred, Edges, Lease
+from lighthouse.quorum.rules import Barred, Edges
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 from lighthouse.store import FORMAT, SqliteStore, StoreFailed
 from tests.support.etcd_server import LossyEtcd
@@ -170,7 +170,6 @@ def busy():
     job.ask(1, at(1, 1), epoch=1, after=1)
     assert job.s.grant
     more = {"finished": True, "halted": "nobody can tell", "diverged": (0, 1)}
-    leases = (Lease(1, "aaaa", 3),)
     agreed = Agreement("hash", "layout", "numerics", (("train.steps", "10"),), "frozen", (("length", "160"),))
     more |= {"rewound": (1, 2, 3), "rewinding": True}
     more |= {"edges": Edges((((0, 1), 4),), (Barred(1, 0.0, 60.0),), 1)}
@@ -180,7 +179,7 @@ def busy():
     more |= {
         "placement": Placement((me,), 3, ((0, me),), (("b", "it is broken"),), (("a", ("ab",)),), fatal=fatal)
     }
-    return replace(job.s, **more, drained=frozenset({2}), checkpoint=7, target=2, agreed=agreed, leases=leases)
+    return replace(job.s, **more, drained=frozenset({2}), checkpoint=7, target=2, agreed=agreed)
 
 
 def reopened(kind, policy=POLICY):

@@ -214,11 +214,6 @@ def test_texts_and_facts_are_bounded_on_arrival(wrong):
         protocol.decode(body, QuorumRequest)
 
 
-def test_a_supervisor_has_a_name_of_few_letters():
-    with pytest.raises(ProtocolViolation, match="owner"):
-        protocol.decode(protocol.encode(ProcessReport({}, owner="no name")), ProcessReport)
-
-
 @pytest.mark.parametrize("field", ["rules", "data"])
 async def test_facts_are_printable(field):
     service, _ = make_service()

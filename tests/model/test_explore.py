@@ -225,12 +225,10 @@ def _in_no_epoch_is_newer(
 ) -> Callable[..., state.LighthouseState | str]:
     """Whoever asks is newer if no epoch that is remembered names it, and it is no earlier life of the same run."""
 
-    def mutant(
-        s: state.LighthouseState, who: tuple[int, str], now: float, report: Any = None
-    ) -> state.LighthouseState | str:
+    def mutant(s: state.LighthouseState, who: tuple[int, str], report: Any = None) -> state.LighthouseState | str:
         known = s.views[who[0]].incarnation
         if report is None or known is None:
-            return admit(s, who, now, report)
+            return admit(s, who, report)
         if all(who not in e.members for e in s.epochs) and not outlived(who, [(who[0], known)]):
             return s
         return "fenced: there is a newer incarnation"
@@ -243,15 +241,13 @@ def _whoever_runs_is_newest(
 ) -> Callable[..., state.LighthouseState | str]:
     """Of two supervisors the one that spoke last says which life counts."""
 
-    def mutant(
-        s: state.LighthouseState, who: tuple[int, str], now: float, report: Any = None
-    ) -> state.LighthouseState | str:
+    def mutant(s: state.LighthouseState, who: tuple[int, str], report: Any = None) -> state.LighthouseState | str:
         if report is None:
             others = tuple(n for n in s.lives if (n.replica, n.incarnation) != who)
             return replace(
                 s, lives=(*others, rules.AdmittedIncarnation(*who, 1 + max((n.number for n in others), default=0)))
             )
-        return admit(s, who, now, report)
+        return admit(s, who, report)
 
     return mutant
 

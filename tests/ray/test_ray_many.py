@@ -45,11 +45,10 @@ def test_places(tmp_path: Path) -> None:
             job.until(lambda: job.contribute(0, 1), "the first steps")
             assert (job.node_of(0), job.node_of(1)) == (a, b)
             groups = {g["name"]: g["nodes"] for g in cluster.ask()["groups"]}
-            assert groups == {"ft_hsdp-job-0": [a, a], "ft_hsdp-job-1": [b, b], "ft_hsdp-job-2": [None, None]}
+            assert groups == {"ft_hsdp-job-0": [a], "ft_hsdp-job-1": [b], "ft_hsdp-job-2": [None]}
             summary = job.end()
         assert summary["unplaced"] == [2]
-        (unplaced,) = job.events("ReplicaUnplaced")
-        assert "2 x (CPU 1)" in unplaced["reason"]
+        assert "1 x (CPU 2)" in job.events("StartPrevented", replica=2)[0]["reason"]
         done = {n: r for n, r in summary["replicas"].items() if r["digest"]}
         assert set(done) == {"0", "1"}
         assert len({r["digest"] for r in done.values()}) == 1
@@ -83,7 +82,7 @@ def test_a_replica_that_is_scaled_away_gives_its_place_to_another(tmp_path: Path
     """And takes another one when it is wanted again."""
     with Cluster() as cluster:
         cluster.add(1, 1, 1)
-        with Job(cluster, tmp_path, 300, program=SLOW, replicas=3) as job:
+        with Job(cluster, tmp_path, 300, program=SLOW, replicas=3, timeouts__place_s=60.0) as job:
             job.until(lambda: job.contribute(0, 1, 2), "the start")
             scaled = command(cluster, "scale", str(job.run), "2")
             assert scaled.returncode == 0, scaled.stderr

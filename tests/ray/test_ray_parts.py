@@ -4,6 +4,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ import pytest
 from ft_hsdp.config import Config, dump, load, parse
 from ft_hsdp.config.entry import stamped
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.ray import logs, placement
+from ft_hsdp.launch.ray import logs, placement, submit
 from ft_hsdp.launch.ray.actor import make_folder, place_script
 from ft_hsdp.launch.ray.cluster import RayOutput, destination
 from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
-from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, not_used, within_reach
+from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, not_used, with_hosts, within_reach
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from ft_hsdp.train.identity import host_path
 
@@ -26,8 +27,8 @@ def config(**document: object) -> Config:
     return parse({"job": {"name": "a"}, **document})
 
 
-def test_a_replica_asks_for_a_bundle_per_rank_in_its_zone() -> None:
-    ray = {"resources": {"CPU": 0.5, "GPU": 1, "nic": 2, "none": 0}, "labels": {"kind": "x"}}
+def test_a_replica_asks_for_a_bundle_per_host_in_its_zone() -> None:
+    ray = {"strategy": "PACK", "resources": {"CPU": 0.5, "GPU": 1, "nic": 2, "none": 0}, "labels": {"kind": "x"}}
     asked = [
         placement.request(config(ranks_per_replica=2, ray={**ray, "zones": ["p", "q"], "zone_label": "zone"}), n)
         for n in range(3)
@@ -38,41 +39,12 @@ def test_a_replica_asks_for_a_bundle_per_rank_in_its_zone() -> None:
     said = placement.vacancy(asked[1], {"CPU": 3.0, "GPU": 0.0}, 4)
     assert "2 x (CPU 0.5, GPU 1" in said
     assert "CPU 3, GPU 0" in said
-
-
-@pytest.mark.parametrize(
-    ("strategy", "free", "size", "fits"),
-    [
-        ("PACK", [1, 1, 0], 2, True),
-        ("PACK", [1, 0, 5], 2, False),  # the last node is avoided
-        ("SPREAD", [2, 0, 0], 2, True),
-        ("STRICT_PACK", [1, 1, 9], 2, False),
-        ("STRICT_PACK", [2, 0, 0], 2, True),
-        ("STRICT_SPREAD", [2, 0, 0], 2, False),
-        ("STRICT_SPREAD", [1, 1, 0], 2, True),
-        ("STRICT_SPREAD", [1, 0, 0, 5], 2, False),  # the last node has another rank of the replica
-        ("SPREAD", [1, 0, 0, 5], 2, True),
-    ],
-)
-def test_whether_there_is_room_beside_a_node(strategy: str, free: list[int], size: int, fits: bool) -> None:
-    asked = placement.PlacementRequest("a", size, {"CPU": 1.0}, strategy, {"kind": "x"}, ("n2",))
-    nodes = [placement.FreeNode(f"n{n}", {"kind": "x"}, {"CPU": cpus}) for n, cpus in enumerate(free)]
-    assert placement.fits(asked, nodes, {"n3"}) == fits
-    other = [placement.FreeNode(f"m{n}", {"kind": "y"}, {"CPU": 9.0}) for n in range(3)]
-    assert not placement.fits(asked, other)
-    assert asked.selector == {"kind": "x", "ray.io/node-id": "!in(n2)"}
-
-
-def test_a_spare_asks_for_what_replicas_ask_for_where_there_are_the_fewest() -> None:
-    (anywhere,) = placement.spare_requests(config(ranks_per_replica=2, ray={"labels": {"kind": "x"}}), [])
-    assert anywhere.name == "ft_hsdp-a-spare"
-    assert (anywhere.size, anywhere.bundle, anywhere.labels) == (2, {"CPU": 1}, {"kind": "x"})
-    zoned = config(ray={"labels": {"kind": "x"}, "zones": ["p", "q", "p"], "zone_label": "zone"})
-    of = {zone: placement.request(zoned, n).labels for n, zone in enumerate("pq")}
-    for others, best in (([], "p"), (["p"], "q"), (["q"], "p"), (["p", "q", "q"], "p")):
-        asked = placement.spare_requests(zoned, [of[zone] for zone in others])
-        assert [each.labels["zone"] for each in asked] == [best, *({"p", "q"} - {best})]
-        assert asked[0].labels == of[best]
+    packed = placement.request(config(ranks_per_replica=2, ray={"resources": {"GPU": 0.5}}), None)
+    assert (packed.name, packed.size, packed.bundle) == ("ft_hsdp-a-spare", 1, {"CPU": 2.0, "GPU": 1.0})
+    assert replace(packed, labels={"kind": "x"}, avoid=("n2",)).selector == {
+        "kind": "x",
+        "ray.io/node-id": "!in(n2)",
+    }
 
 
 @pytest.mark.parametrize(
@@ -92,11 +64,7 @@ def test_a_host_is_a_node_with_its_labels(labels: dict[str, str], given: dict[st
     strange = placement.host_environment("vm", "0123abcdef", {}, config().ray, {"FT_HSDP_HOST": "a,b c"})
     assert strange["FT_HSDP_HOST"] == "a-b-c", "the names of the hosts of a replica have commas between"
     longest = placement.host_environment("m" * 99, "0123456789", {"rack": "r" * 99}, config().ray, {})
-    assert host_path({}, longest) == f"{'r' * 63}/{'m' * 50}-01234567"
-
-
-def test_local_ranks_are_counted_on_each_node() -> None:
-    assert placement.local_ranks(["a", "b", "a", "a"]) == [(0, 3), (0, 1), (1, 3), (2, 3)]
+    assert host_path({}, longest) == f"{'r' * 63}/{'m' * 40}-01234567"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +89,8 @@ def test_what_submit_does_not_do_is_refused() -> None:
             r"memory\.copies: got 8; allowed: at most 6 here",
         ),
         ({"memory": {"copies": 4}, "ranks_per_replica": 4}, r"memory\.copies: got 4; allowed: at most 3 here"),
+        ({"memory": {"shrink_to": 1}, "ranks_per_replica": 2, "hosts": {"per_replica": 2}}, r"memory\.shrink_to"),
+        ({"ranks_per_replica": 3, "ray": {"resources": {"GPU": 0.5}}}, r"ray\.resources\.GPU"),
     ):
         with pytest.raises(ConfigError, match=key):
             check(config(**document))
@@ -128,12 +98,17 @@ def test_what_submit_does_not_do_is_refused() -> None:
     check(config(memory={"copies": 6}, ray={"strategy": "PACK"}))
 
 
-def test_hosts_that_a_cluster_does_not_emulate_are_named_in_a_line() -> None:
-    assert not_used(config()) == not_used(config(hosts={"labels": {"node7": "a/7"}})) == ""
-    said = not_used(config(hosts={"per_replica": 2, "spare": 1}))
-    assert len(said.splitlines()) == 1
-    assert "hosts.per_replica: 2" in said
+def test_a_replica_has_the_hosts_that_its_strategy_says_and_what_does_not_count_is_named() -> None:
+    assert not_used(config()) == not_used(config(hosts={"labels": {"node7": "a/7"}})) == []
+    (said,) = not_used(config(hosts={"per_replica": 1, "spare": 1}))
+    assert "hosts.per_replica: 1" in said
     assert "hosts.spare: 1" in said
+    spread = config(ranks_per_replica=2, spares=2, ray={"strategy": "SPREAD"}, memory={"copies": 2})
+    (said,) = not_used(spread)
+    assert said.startswith("spares: 2")
+    assert (with_hosts(spread).hosts.per_replica, with_hosts(spread).spares) == (2, 0)
+    packed = with_hosts(config(ranks_per_replica=2, spares=2, hosts={"per_replica": 2, "spare": 1}))
+    assert (packed.hosts.per_replica, packed.hosts.spare, packed.spares) == (None, 0, 2)
 
 
 @pytest.mark.parametrize(
@@ -376,3 +351,26 @@ def test_a_node_without_the_script_gets_it_and_another_one_keeps_its_own(tmp_pat
     run.config.write_text(dump(config()))
     place_script(run, b"")
     assert load(run.config).entry is None
+
+
+def test_a_job_whose_submission_is_interrupted_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C comes when the cluster has the job, and before its answer is here."""
+    running: set[str] = set()
+
+    class Client:
+        def __init__(self, url: str) -> None: ...
+
+        def submit_job(self, *, entrypoint: str, runtime_env: object, submission_id: str = "unknown") -> str:
+            running.add(submission_id)
+            raise KeyboardInterrupt
+
+        def stop_job(self, job: str) -> None:
+            running.discard(job)
+
+    monkeypatch.setattr(submit, "check_listening", lambda _: None)
+    monkeypatch.setattr(submit.ray.job_submission, "JobSubmissionClient", Client)
+    with pytest.raises(KeyboardInterrupt):
+        submit.submit_through_jobs_api(
+            parse({"job": {"name": "a"}}), tmp_path / "c.yaml", (), "http://h:8265", json=False
+        )
+    assert not running

@@ -26,18 +26,18 @@ MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
 # The size of the house: what is measured, its limit, and the goal. A limit only goes down: it lies at most `SLACK`
 # above the figure, so a change that makes the house smaller lowers the limit, too.
 SIZES: dict[str, tuple[int, int]] = {
-    "statements": (41_362, 39_000),
-    "lines with JavaScript": (77_497, 71_000),
+    "statements": (40_244, 39_000),
+    "lines with JavaScript": (75_490, 71_000),
     "benchmarks outside the package": (1_913, 4_000),  # statements
-    "test lines": (75_110, 66_000),  # the model checker among them
+    "test lines": (72_400, 66_000),  # the model checker among them
     "modules with code": (310, 310),
     "configuration keys": (120, 120),
     "timeouts among them": (15, 14),
-    "event names": (100, 100),
-    "private reads in tests": (109, 120),
-    "monkeypatch.setattr": (141, 150),
+    "event names": (98, 100),
+    "private reads in tests": (105, 120),
+    "monkeypatch.setattr": (123, 150),
     "asserts on prose": (35, 100),
-    "words of docs and ADRs": (59_771, 60_000),
+    "words of docs and ADRs": (59_500, 60_000),
 }
 SLACK = 0.1  # of the limit, or 2
 

@@ -38,7 +38,7 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "ft_hsdp.launch.backend.entry",
     "ft_hsdp.launch.run.replay",
-    "ft_hsdp.launch.supervisor",
+    "ft_hsdp.launch.local",
     "lighthouse.__main__",
     "tests.support.warm",
     "room_for_command_lines" * 400,  # there is no such module, which is no error

@@ -1,11 +1,10 @@
-"""How ranks become processes on a machine, and what is known of them.
+"""How the ranks of a host become processes, on the machine of its agent.
 
 Read the modules in this order:
 
-    base        what a process, and the ranks of an incarnation, are to whoever started them
-    ranks       `HeldRanks`: what a host has of an incarnation; `LocalRanks`: starts ranks on this machine
-    gpus        which of its GPUs the ranks use
-    spares      groups that are warm, and wait for a replica that needs them
+    ranks       `LocalRanks` starts ranks; `HeldRanks`: what a host has of an incarnation
+    base        the processes of one incarnation, or of a spare
+    spares      groups that are warm, and wait to be assigned; gpus: which GPUs ranks use
     forkserver  the agent's side of the fork server
     zygote      the fork server: the preloaded process from which ranks are forked
     entry       what runs in each rank: the trainer, or the user's script or function
@@ -16,8 +15,8 @@ The way of a start: `LocalRanks.start` -> `SparePool.take`, or `ForkServer.spawn
 the rank waits on its `AssignmentLine` -> it is assigned to a replica -> `entry.main`, which runs the
 trainer or the user's script.
 
-Only `entry` imports `train`, and the agent must not import it, or it would be as large as a rank. `zygote`,
-which runs in another process, loads it by its name, with torch, before it forks.
+Only `entry` imports `train`, and the agent's process must not import it, or it would be as large as a rank.
+`zygote`, which runs in another process, loads it by its name, with torch, before it forks.
 
 The bench has another fork server (`bench.workers.worker`). Its workers are plain children of their server, started
 by blocking code. Here a rank becomes a child of the agent's process, and gets its incarnation later, on a socket.

@@ -15,7 +15,6 @@ import re
 import secrets
 import socket
 import sys
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
@@ -120,16 +119,6 @@ def stands_still(pid: int, host: str) -> bool:
         return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
-
-
-def no_room(folder: Path) -> bool:
-    """Return whether ``folder`` takes no more data. If so, a line that is missing there proves nothing."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(bytes(4096))
-    except OSError:
-        return True
-    return False
 
 
 def _become(module: str, args: list[str]) -> None:

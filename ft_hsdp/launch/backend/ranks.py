@@ -23,26 +23,28 @@ from ft_hsdp.core.ledger import Run
 from ft_hsdp.core.restart import LEAVING
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.backend import gpus as gpu_shares
+from ft_hsdp.launch.backend import rank_end
 from ft_hsdp.launch.backend.base import (
     COLD,
     WARM,
     WARMING,
     RankProcess,
-    ReplicaProcess,
     ReplicaSpec,
     WorkerGroup,
     WorkerProcess,
     assignment,
+    exit_line,
     kind_of,
 )
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.backend.gpus import GpuShares
 from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port, stands_still
 from ft_hsdp.launch.backend.spares import SparePool
-from ft_hsdp.launch.incarnation_watch import last_fed
-from ft_hsdp.launch.run.directory import Row, RunDir, supervised
+from ft_hsdp.launch.progress import Changes
+from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json, supervised, write_json_later
 
 WHY = 400  # characters of a reason in a report
+FED_BYTES = 4096  # of the end of a log of what was fed
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +61,11 @@ class Forked:
         self.server.signal(self.pid, number)
 
 
-class HeldRanks(ReplicaProcess):
-    """The ranks of an incarnation that a host was assigned; it keeps them in mind after their end."""
+class HeldRanks(Changes):
+    """The ranks of an incarnation that a host was assigned; it keeps them in mind after their end.
+
+    Tasks wait for changes with `wait_for`.
+    """
 
     def __init__(
         self,
@@ -85,10 +90,11 @@ class HeldRanks(ReplicaProcess):
         who = IncarnationId.parse(assigned.incarnation)
         if who is None:
             raise LighthouseUnreachable(f"the lighthouse assigns {assigned.incarnation!r}")
-        super().__init__(
-            ReplicaSpec(who.replica, len(assigned.hosts), who.run_id, who.restarts, config, assigned.fatal), run
-        )
+        super().__init__()
+        spec = ReplicaSpec(who.replica, len(assigned.hosts), who.run_id, who.restarts, config, assigned.fatal)
+        self.spec = spec
         self.assigned = assigned
+        self.ranks: dict[int, RankProcess] = {}
         self.began = time.monotonic()
         self.wanted = True  # the newest assignment has it
         self.reported = False  # the lighthouse knows how all its ranks have ended
@@ -102,28 +108,40 @@ class HeldRanks(ReplicaProcess):
         self.beside: list[HeldRanks] = [self]  # of all hosts on this machine that have ranks of the incarnation
         self._stopped: dict[int, float] = {}  # rank -> since when it is seen to be stopped
         self._why: dict[int, str] = {}  # rank -> why it was killed
+        self._run = run
         self._report_end = changed
         self._emit = emit
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def replica(self) -> int:
+        return self.spec.replica
+
+    @property
+    def living(self) -> list[RankProcess]:
+        """Return the ranks that have not exited."""
+        return [rank for rank in self.ranks.values() if rank.state == "running"]
 
     @property
     def over(self) -> bool:
         """Return whether no rank runs, and none is started."""
         return not self.starting and not self.living
 
-    @property
-    def on_machine(self) -> list[RankProcess]:
-        """Return the ranks of the incarnation on this machine, which may stand for several hosts."""
-        return [rank for held in self.beside for rank in held.ranks.values()]
-
     def report(self) -> HostRanks:
         living = {*self.starting, *(rank.rank for rank in self.living)}
-        final = self.final or {}  # of the job, or of this replica, which leaves before the job ends
-        done = self.over and bool(final) and (not self.leaving or bool(final.get("of_job")))
+        # Of the job, or of this replica, which leaves before the job ends.
+        final = read_json(self._run.final(self.replica)) or {}
+        done = self.over and final.get("incarnation") == self.name
+        done = done and (not self.leaving or bool(final.get("of_job")))
         ends, pids = tuple(self.ends), tuple(rank.pid for _, rank in sorted(self.ranks.items()))
         return HostRanks(self.name, tuple(sorted(living)), ends, self.failed, done, *self.fed, self.how, pids)
 
     def started(self, rank: int, process: WorkerProcess) -> None:
-        super().started(rank, process)
+        self.ranks[rank] = RankProcess(rank, process)
+        self.wake()
         self.starting.discard(rank)
         if self.dropped:  # since the fork was ordered
             self.kill()
@@ -131,9 +149,14 @@ class HeldRanks(ReplicaProcess):
             process.signal(signal.SIGTERM)
 
     def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
-        super().exited(rank, process, code)
         gone = self.ranks[rank]
-        said, line = self.told(gone), self.explain(gone)
+        gone.state, gone.code = "exited", code
+        # With another code it had ended by itself, and is only heard of now.
+        gone.killed = gone.killed and code == -signal.SIGKILL
+        self.wake()
+        # One that a signal ended says nothing.
+        said = rank_end.told(self._run, self.replica, rank, self.name) if code > 0 else None
+        line = exit_line(rank, code, self._run.rank_log(self.replica, rank))
         why = said.error if said else self._why.get(rank) or line.partition(": ")[2]
         first = not any(not each.killed for each in self.ends) and not gone.killed
         self.ends.append(EndedRank(rank, code, gone.killed, said.cause if said else "", why[:WHY]))
@@ -174,7 +197,36 @@ class HeldRanks(ReplicaProcess):
     def kill(self) -> None:
         """Send SIGKILL to all ranks, and start no other one."""
         self.dropped = True
-        super().kill()
+        for rank in self.living:
+            rank.killed = True
+        self.send(signal.SIGKILL)  # it also ends stopped ones
+
+    def send(self, number: int) -> None:
+        """Send a signal to every rank that has not exited."""
+        for rank in self.living:
+            rank.process.signal(number)
+
+    def write(self) -> None:
+        """Write processes.json for `status`, with all ranks on this machine, which may stand for several hosts."""
+        ranks = [
+            {
+                "rank": rank.rank,
+                "pid": rank.pid,
+                "host": rank.process.host,
+                "machine": rank.process.machine,
+                "state": rank.state,
+            }
+            for rank in sorted(
+                (r for held in self.beside for r in held.ranks.values()), key=lambda rank: rank.rank
+            )
+        ]
+        document = {
+            "replica": self.replica,
+            "incarnation": self.name,
+            "restarts": self.spec.restarts,
+            "ranks": ranks,
+        }
+        write_json_later(self._run.processes(self.replica), document)
 
 
 class LocalRanks:
@@ -190,6 +242,7 @@ class LocalRanks:
         file: Path | None = None,
         spares: Path | None = None,
         whole: bool = True,
+        lone: int | None = None,
         emit: Callable[[Row], None] = lambda _: None,
     ) -> None:
         """Make it; nothing is started.
@@ -202,6 +255,8 @@ class LocalRanks:
             file: The YAML file that ranks load; None: that of the run.
             spares: The folder of the spares' files; None: that of the run.
             whole: All hosts of a replica may be on this machine: a spare may be any replica.
+            lone: It is one host for all ranks of a replica, which keeps a spare only while it has none of another
+                (`HostAgent`): the number before that of its first one.
             emit: Takes each event of a spare.
         """
         self.file = file or run.config
@@ -210,8 +265,11 @@ class LocalRanks:
         self._ranks = config.ranks_per_replica
         self._each = config.ranks_per_replica // (config.hosts.per_replica or 1)  # on one host
         self._gpus = GpuShares(gpus)
-        wanted = config.spares // config.ranks_per_replica if whole else 0
-        self.pool = SparePool(wanted, spares or run.spares, self._fork_spare, emit, config.timeouts.hold_s)
+        wanted = config.spares // config.ranks_per_replica if whole and lone is None else 0
+        self.lone = lone is not None and config.spares > 0
+        self.pool = SparePool(
+            *(wanted, spares or run.spares, self._fork_spare, emit, config.timeouts.hold_s), first=lone or 0
+        )
         # By replica: the spare that its newest incarnation is, if it is one, and what the hosts have of it.
         self._newest: dict[int, tuple[WorkerGroup | None, list[HeldRanks]]] = {}
 
@@ -237,6 +295,8 @@ class LocalRanks:
         if not any(each.name == held.name for each in beside):
             group, beside = self.pool.take(lambda group: group.complete and group.size == spec.size), []
             self._newest[held.replica] = group, beside
+            if self.lone:
+                self.pool.want(0)
         beside.append(held)
         held.beside = beside
         if group is None:
@@ -312,3 +372,19 @@ class LocalRanks:
 
     def _forked(self, pid: int, host: str) -> Forked:
         return Forked(pid, self.forks, socket.gethostname(), host)
+
+
+def in_flight(run: RunDir, replica: int, incarnation: str, committed: int) -> Run | None:
+    """Return the units that an incarnation has fed last, unless they are of a step that is ``committed``."""
+    fed = [row for row in Tailer(run.fed(replica)).newest(FED_BYTES) if row.get("incarnation") == incarnation]
+    if not fed or int(fed[-1].get("step", 0)) <= committed:
+        return None
+    return int(fed[-1]["shard"]), int(fed[-1]["index"]), int(fed[-1]["units"])
+
+
+def last_fed(run: RunDir, replica: int, incarnation: str) -> tuple[Run | None, bool]:
+    """Return the units that an incarnation had in flight, and whether its gradients have changed the weights."""
+    newest = Tailer(run.commits(replica)).newest(4 * FED_BYTES)
+    rows = [row for row in newest if row.get("incarnation") == incarnation]
+    usable = any(row.get("role") == "contribute" and replica not in row.get("poisoned", ()) for row in rows)
+    return in_flight(run, replica, incarnation, max((row.get("step", 0) for row in rows), default=0)), usable

@@ -7,9 +7,8 @@ time from them. A spare that ends is replaced, after a pause that grows while sp
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,7 @@ class SparePool(Changes):
         fork: Fork,
         emit: Callable[[Row], None],
         quiet_s: float = 0.0,
-        dropped: Callable[[WorkerGroup], None] = lambda _: None,
+        first: int = 0,
     ) -> None:
         """Make the pool; the first spare is made when a replica trains.
 
@@ -49,7 +48,7 @@ class SparePool(Changes):
             fork: Starts the ranks of one.
             emit: Takes each event.
             quiet_s: How long no replica may have started before a spare is made, in seconds.
-            dropped: Called with each spare that was lost.
+            first: The number before that of the first one.
         """
         super().__init__()
         self._wanted = wanted
@@ -57,11 +56,10 @@ class SparePool(Changes):
         self._fork = fork
         self._emit = emit
         self._quiet_s = quiet_s
-        self._dropped = dropped
-        self._busy: set[str] = set()  # incarnations that do not train yet, and other reasons to make no spare
+        self._busy: set[str] = set()  # incarnations that do not train yet
         self._like: ReplicaSpec | None = None  # the newest incarnation; spares get its size and configuration
         self._groups: list[WorkerGroup] = []
-        self._made = 0
+        self._made = first
         self._failed = 0  # spares that ended, in a row
         self._keeping: asyncio.Task[None] | None = None
 
@@ -71,19 +69,20 @@ class SparePool(Changes):
         return any(group.ready for group in self._groups)
 
     @property
+    def shown(self) -> list[Row]:
+        """Return the spares that there are, for `status`."""
+        return [
+            {
+                "spare": group.number,
+                "state": "ready" if group.ready else "warming",
+                "ranks": [{"rank": r, "pid": p.pid, "host": p.host} for r, p in sorted(group.processes.items())],
+            }
+            for group in self._groups
+        ]
+
+    @property
     def quiet(self) -> bool:
         return not self._busy
-
-    @contextlib.contextmanager
-    def held(self, by: str) -> Iterator[None]:
-        """Make no new spare within a ``with`` block."""
-        self._busy.add(by)
-        self.wake()
-        try:
-            yield
-        finally:
-            self._busy.discard(by)
-            self.wake()
 
     def began(self, spec: ReplicaSpec) -> None:
         """Make no new spare until this incarnation, which is about to be started, is `settled`."""
@@ -95,7 +94,15 @@ class SparePool(Changes):
         self._busy.discard(spec.name)
         if self._like is None or spec.size >= self._like.size:  # a replica may go on with fewer ranks for a while
             self._like = spec
-        if self._wanted and self._keeping is None:
+        self.want(self._wanted)
+
+    def want(self, wanted: int) -> None:
+        """Keep so many spares from now on, once there was an incarnation, and end the others."""
+        self._wanted = wanted
+        for group in self._groups[wanted:]:
+            self._groups.remove(group)
+            group.kill()
+        if wanted and self._like is not None and self._keeping is None:
             self._keeping = asyncio.create_task(self._keep())
         self.wake()
 
@@ -116,14 +123,13 @@ class SparePool(Changes):
         return spare_log(self._folder, group.number, rank)
 
     async def close(self) -> None:
-        """Make no more spares; the backend ends those that there are."""
+        """Make no more spares; the fork server ends those that there are."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
         self._wanted = 0
         self._groups.clear()
-        if self._made:
-            self._groups_changed()
+        self._groups_changed()
 
     async def _keep(self) -> None:
         """Make missing spares, one after another, until cancelled."""
@@ -175,22 +181,13 @@ class SparePool(Changes):
             return
         self._groups.remove(group)
         group.kill()
-        self._dropped(group)
         lasted = group.warm_at is not None and time.monotonic() - group.warm_at > HEALTHY_S
         self._failed = 1 if lasted else self._failed + 1
         self._event("SpareLost", group, why, delay_s=self._pause_s)
         self._groups_changed()
 
     def _groups_changed(self) -> None:
-        shown = [
-            {
-                "spare": group.number,
-                "state": "ready" if group.ready else "warming",
-                "ranks": [{"rank": r, "pid": p.pid, "host": p.host} for r, p in sorted(group.processes.items())],
-            }
-            for group in self._groups
-        ]
-        write_json_later(self._folder / "spares.json", {"spares": shown})
+        write_json_later(self._folder / "spares.json", {"spares": self.shown})
         self.wake()
 
     def _event(self, name: str, group: WorkerGroup, reason: str, **fields: Any) -> None:

@@ -1,9 +1,9 @@
-"""The actor of one rank: it runs one rank at a time, as a child process, on the node of its bundle.
+"""The actor of a host: it runs the host's agent on the node of its bundle.
 
-An actor belongs to the job, not to a replica. Each start order says which replica's rank it starts; the rank of a
-spare learns its replica later, when the spare is needed. The rank is forked from a preloaded process, so that a
-restart on the same node is as fast as on one machine. The rank and the preloaded process die with the actor. The
-rank writes to a private folder of the node, and the driver fetches its files (`logs`).
+The agent (`launch.host`) talks to the lighthouse itself, and starts ranks from a preloaded process, so that a
+restart on the same node is as fast as on one machine. All that it starts dies with the actor. Ranks write to a
+private folder of the node. The driver asks for the actor's news: what was added to those files (`logs`), events,
+and which ranks run. What the actor runs comes from the driver alone.
 """
 
 from __future__ import annotations
@@ -18,22 +18,26 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
+from urllib.parse import urlsplit
 
 import ray
 import ray.util
 
-from ft_hsdp import secret
-from ft_hsdp.config import RayConfig, dump, load
-from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.backend.base import ReplicaSpec, assignment, spare_log
+from ft_hsdp import secret, tls
+from ft_hsdp.address import loopback
+from ft_hsdp.config import Config, RayConfig, dump, load
+from ft_hsdp.control.lighthouse_client import REPLY_S, LighthouseClient
+from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
 from ft_hsdp.launch.backend.forkserver import SPAWN_S, ForkServer
-from ft_hsdp.launch.backend.processes import free_port
+from ft_hsdp.launch.backend.ranks import LocalRanks
+from ft_hsdp.launch.host import HostAgent, agent_path
+from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.ray.logs import NODES, LogPiece, LogSender
 from ft_hsdp.launch.ray.placement import host_environment
-from ft_hsdp.launch.run.directory import RunDir, alive, identity, read_json, write_json
-from ft_hsdp.train.identity import HOST_VARIABLE
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, identity, read_json, supervised, write_json
+from ft_hsdp.protocol import SupervisorReply
 
-POLL_S = 0.25  # between two looks at the files; an exit is reported at once
+POLL_S = 0.25  # between two looks at the files; events are reported at once
 IDLE_S = 2.0  # `news` answers after this time at the latest
 OWNER = "owner.json"
 CHECKPOINTS = "checkpoints"  # where they are without checkpoint.dir
@@ -52,31 +56,41 @@ class ActorSetup:
 
 
 @dataclass(frozen=True, slots=True)
-class ActorLocation:
-    """Where an actor runs, as it found out itself."""
+class HostOrder:
+    """What the agent of a host is started with. The actor writes the secrets to private files on its node."""
 
-    machine: str  # its name
-    host: str  # what is lost with the node; its name
-    address: str  # of the node, as Ray knows it
-    node: str  # Ray's id of the node
-    gpus: tuple[str, ...]  # ids of the GPUs that Ray gave to the actor
-
-
-@dataclass(frozen=True, slots=True)
-class StartOrder:
-    """What a rank is started with. The actor writes the secrets to private files on its node."""
-
-    rank: int
-    called: ReplicaSpec | None  # the incarnation; None: a spare
-    spare: int  # number of the spare
-    env: dict[str, str]
+    name: str  # of the host, after that of the node
+    home: tuple[int, int] | None  # as `HostAgent` takes it
+    only: tuple[int, ...]  # the same
+    spare: int | None  # as `LocalRanks` takes it: `lone`
     config: str  # YAML
     token: str
     checkpoint_key: str
     urls: tuple[str, ...]  # of the lighthouse
     run: str  # the run directory, on the driver's node
-    hosts: tuple[str, ...]  # on which the replica was placed, by rank
+    address: str  # of that node
     script: bytes = b""  # what `entry` names, if that is a script
+
+
+@dataclass(frozen=True, slots=True)
+class ActorLocation:
+    """Where an actor runs, as it found out itself."""
+
+    machine: str  # its name
+    host: str  # the name of the host, as its agent reports it
+    node: str  # Ray's id of the node
+
+
+@dataclass(frozen=True, slots=True)
+class HeldNews:
+    """What a host has of an incarnation that is assigned to it."""
+
+    incarnation: str
+    replica: int
+    restarts: int
+    size: int  # its ranks, on all hosts
+    trains: bool  # it has contributed to a step
+    ranks: tuple[tuple[int, int, bool], ...]  # on this host: rank, pid, and whether it runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,89 +99,105 @@ class News:
 
     number: int  # counts answers with news, so that the caller can say which has arrived
     pieces: list[LogPiece] = field(default_factory=list)
-    warm: list[int] = field(default_factory=list)  # pids of ranks that are ready and wait for their replica
-    exits: list[tuple[int, int]] = field(default_factory=list)  # (pid, code); all lines of these ranks were sent
+    events: list[Row] = field(default_factory=list)
+    held: tuple[HeldNews, ...] = ()
+    spares: list[Row] = field(default_factory=list)  # as `SparePool.shown`
+    over: bool = False  # the agent has ended, and all that its ranks wrote was sent
+    refused: str = ""  # why the lighthouse refuses the host
 
 
-class RankActor:
-    """Runs one rank on a node. An asyncio actor of Ray: its methods run concurrently on one event loop."""
+class HostActor:
+    """Runs the agent of a host. An asyncio actor of Ray: its methods run concurrently on one event loop."""
 
     def __init__(self, setup: ActorSetup) -> None:
         self._setup = setup
-        self._run: RunDir | None = None
-        self._host: dict[str, str] = {}  # variables that tell a rank its host
-        self._warm: list[int] = []
-        self._exits: list[tuple[int, int]] = []
+        self._progress = Progress()
+        self._away: dict[int, int] = {}  # replica -> step before which it does not start again
+        self._stopped = False
+        self._stalled_s = 0.0
+        self._open = contextlib.AsyncExitStack()  # what `close` ends
+        self._events: list[Row] = []
+        self._sent: tuple[tuple[HeldNews, ...], list[Row]] = (), []
         self._news: News | None = None  # the last answer, until the driver confirms that it arrived
         self._number = 0
         self._woken = asyncio.Event()
 
-    async def open(self) -> ActorLocation:
-        """Make the actor's folder and start the process from which ranks are forked.
+    async def open(self, order: HostOrder) -> ActorLocation:
+        """Make the actor's folder, start the process from which ranks are forked, and then the agent.
 
         Returns:
             Where the actor runs.
 
         Raises:
-            ConfigError: This node cannot use `ray.folder`.
-            Retryable: The preloaded process does not start.
+            ConfigError: This node cannot use `ray.folder`, or the configuration.
+            Retryable: The preloaded process does not start, or no lighthouse can be reached from here.
         """
-        setup = self._setup
+        setup, address = self._setup, ray.util.get_node_ip_address()
         change_folder(setup.cwd)
-        self._run = run = RunDir(make_folder(Path(setup.ray.folder), setup.job))
+        alone = loopback(urlsplit(order.urls[0]).hostname or "")
+        if alone and address != order.address:
+            why = f"{address} cannot reach {order.urls[0]}; give network.host an address that the cluster reaches"
+            raise Retryable(why)
+        run = RunDir(make_folder(Path(setup.ray.folder), setup.job))
+        self._open.push_async_callback(asyncio.to_thread, shutil.rmtree, run.path, ignore_errors=True)
+        config = write_files(run, order, "127.0.0.1" if alone else address, setup)
+        context = ray.get_runtime_context()
+        machine, node = socket.gethostname(), context.get_node_id()
+        labels = cast(dict[str, str], context.get_node_labels())  # not lists, as its type says
+        os.environ.update(host_environment(machine, node, labels, setup.ray, os.environ))  # for the ranks, too
+        path = f"{agent_path(config, os.environ)}-{order.name}"
         self._forks = ForkServer(
-            run.path, entry=setup.entry, preload=setup.preload, boot_s=setup.boot_s, spawn_s=setup.spawn_s
+            run.path,
+            entry=setup.entry,
+            preload=setup.preload,
+            boot_s=setup.boot_s,
+            spawn_s=setup.spawn_s,
+            lost=lambda pid, why: self._emit(
+                supervised("ForkServerLost", f"{why}: another one is started", pid=pid)
+            ),
         )
         log = f"{NODES}/{socket.gethostname()}-{os.getpid()}.log"
         self._sender = LogSender(run.path, {run.path / "forkserver.log": log})
         await self._forks.start()
-        context = ray.get_runtime_context()
-        gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-        machine, node = socket.gethostname(), context.get_node_id()
-        labels = cast(dict[str, str], context.get_node_labels())  # not lists, as its type says
-        self._host = host_environment(machine, node, labels, setup.ray, os.environ)
-        address = ray.util.get_node_ip_address()
-        return ActorLocation(machine, self._host[HOST_VARIABLE], address, node, gpus)
-
-    async def port(self, host: str) -> int:
-        return free_port(host)
-
-    async def start(self, start: StartOrder) -> int:
-        """Start the rank.
-
-        Returns:
-            Its pid.
-
-        Raises:
-            Retryable: The rank cannot be forked.
-        """
-        run, spec = self._run, start.called
-        assert run is not None, "open() comes first"
-        run.config.write_text(start.config)
-        place_script(run, start.script)
-        secret.write_private(run.token, start.token)
-        secret.write_private(run.checkpoint_key, start.checkpoint_key)
-        write_json(run.lighthouse, {"pid": 0, "url": start.urls[0], "urls": list(start.urls)})
-        link_checkpoints(run, Path(start.run))
-        spared = spare_log(run.spares, start.spare, start.rank)
-        log = spared if spec is None else run.rank_log(spec.replica, start.rank)
-        return await self._forks.spawn(
-            env={**start.env, **self._host},
-            config=run.config,
-            log=log,
-            on_exit=self._exited,
-            assignment=None if spec is None else assignment(spec, start.rank, run, start.hosts),
-            on_warm=self._rank_warm,
+        gpus = tuple(context.get_accelerator_ids().get("GPU", ())) if config.train.device != "cpu" else ()
+        self._ranks = LocalRanks(
+            config, run, self._forks, gpus=gpus, whole=False, lone=order.spare, emit=self._emit
         )
-
-    async def call(self, pid: int, spec: ReplicaSpec, rank: int, hosts: tuple[str, ...]) -> None:
-        """Tell a spare's rank which incarnation it belongs to, and the host of each rank."""
-        assert self._run is not None, "open() comes first"
-        self._forks.assign(pid, assignment(spec, rank, self._run, hosts))
+        self._open.push_async_callback(self._ranks.close)
+        reply_s, proof = config.timeouts.evict_s / 3 + REPLY_S, tls.client(config.network)
+        client = LighthouseClient(order.urls, order.token, proof, run.lighthouse, reply_s)
+        self._open.push_async_callback(client.close)
+        self._stalled_s = config.timeouts.stalled_s
+        self._agent = HostAgent(
+            config,
+            run,
+            self._ranks,
+            client,
+            path,
+            home=order.home,
+            only=order.only,
+            emit=self._emit,
+            news=self._take,
+            may_start=self._may_start,
+        )
+        self._running = asyncio.create_task(self._agent.run())
+        self._running.add_done_callback(lambda _: self._woken.set())
+        self._open.push_async_callback(self._end_agent)
+        return ActorLocation(machine, self._agent.name, node)
 
     async def signal(self, pid: int, number: int) -> None:
         """Send a signal to a rank if it still runs."""
         self._forks.signal(pid, number)
+
+    async def stay_away(self, replica: int, until_step: int) -> None:
+        """Do not start a replica again before so many steps are committed."""
+        self._away[replica] = max(until_step, self._away.get(replica, 0))
+
+    async def stop(self, number: int) -> None:
+        """Have all ranks leave the job because of a signal, as `HostAgent.stop`."""
+        self._stopped = True
+        self._progress.wake()
+        self._agent.stop(number)
 
     async def news(self, arrived: int) -> News:
         """Return what is new; wait up to `IDLE_S` for it.
@@ -184,14 +214,17 @@ class RankActor:
         until = loop.time() + IDLE_S
         while self._news is None and loop.time() < until:
             self._woken.clear()
-            ended = list(self._exits)
-            pieces, whole = self._sender.take(flush=bool(ended))
-            if pieces or self._warm or (ended and whole):
-                exits = ended if whole else []
-                del self._exits[: len(exits)]
+            ended = self._running.done()
+            pieces, whole = self._sender.take(flush=ended)
+            held, spares = tuple(self._held()), self._ranks.pool.shown
+            if pieces or self._events or ended or (held, spares) != self._sent:
                 self._number += 1
-                warm, self._warm = self._warm, []
-                self._news = News(self._number, pieces, warm, exits)
+                events, self._events, self._sent = self._events, [], (held, spares)
+                error = self._running.exception() if ended and not self._running.cancelled() else None
+                if error is not None and not isinstance(error, FtHsdpError):
+                    raise error
+                why = str(error or "")
+                self._news = News(self._number, pieces, events, held, spares, ended and whole, why)
                 break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(POLL_S):
@@ -199,18 +232,56 @@ class RankActor:
         return self._news or News(arrived)
 
     async def close(self) -> None:
-        """End the rank and remove the actor's folder."""
-        if self._run is not None:
-            await self._forks.close()
-            await asyncio.to_thread(shutil.rmtree, self._run.path, ignore_errors=True)
+        """End all ranks and remove the actor's folder."""
+        await self._open.aclose()
 
-    def _rank_warm(self, pid: int) -> None:
-        self._warm.append(pid)
+    async def _end_agent(self) -> None:
+        self._running.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+
+    def _held(self) -> list[HeldNews]:
+        return [
+            HeldNews(
+                held.name,
+                held.replica,
+                held.spec.restarts,
+                held.spec.size,
+                held.assigned.trains,
+                tuple((rank.rank, rank.pid, rank.state == "running") for rank in held.ranks.values()),
+            )
+            for held in self._agent.held.values()
+            if held.wanted or not held.over
+        ]
+
+    def _emit(self, event: Row) -> None:
+        self._events.append(event)
         self._woken.set()
 
-    def _exited(self, pid: int, code: int) -> None:
-        self._exits.append((pid, code))
-        self._woken.set()
+    def _take(self, reply: SupervisorReply) -> None:
+        self._progress.saw(reply.step, reply.epoch, reply.finished, reply.halted)
+
+    async def _may_start(self, replica: int) -> None:
+        await self._progress.comes_to(self._away.get(replica, 0), self._stalled_s, lambda: self._stopped)
+
+
+def write_files(run: RunDir, order: HostOrder, address: str, setup: ActorSetup) -> Config:
+    """Write what the ranks of a host need into the actor's folder; return their configuration.
+
+    It has the address of the node, and its folder for prepared data.
+    """
+    run.config.write_text(order.config)
+    config = load(run.config)
+    changes = {
+        "job": config.job.model_copy(update={"runs_dir": setup.ray.folder}),
+        "network": config.network.model_copy(update={"host": address}),
+    }
+    run.config.write_text(dump(config.model_copy(update=changes)))
+    place_script(run, order.script)
+    secret.write_private(run.token, order.token)
+    secret.write_private(run.checkpoint_key, order.checkpoint_key)
+    write_json(run.lighthouse, {"pid": 0, "url": order.urls[0], "urls": list(order.urls)})
+    link_checkpoints(run, Path(order.run))
+    return load(run.config)
 
 
 def change_folder(cwd: str) -> None:

@@ -18,12 +18,10 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a driver kee
 
 import ray
 import ray.util
-from ray._private.state import available_resources_per_node  # `ray.available_resources` does not say where
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
-from ft_hsdp.errors import EXIT_UNREACHABLE, ConfigError, FtHsdpError
+from ft_hsdp.errors import EXIT_UNREACHABLE, ConfigError, FtHsdpError, Retryable
 from ft_hsdp.jsonl import open_to_append
-from ft_hsdp.launch.ray.placement import FreeNode
 
 NAMESPACE = "ft_hsdp"
 CONNECT_S = 5.0  # longest wait for a TCP connection to the address
@@ -48,16 +46,14 @@ class Cluster:
         return {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 
     @property
+    def free(self) -> tuple[dict[str, float], int]:
+        """Return what nothing has set aside, by Ray's names, and the number of nodes. Blocks shortly."""
+        return dict(ray.available_resources()), sum(bool(node["Alive"]) for node in ray.nodes())
+
+    @property
     def resources(self) -> dict[str, float]:
         """Return the resources of all nodes together, in use or not, by Ray's names for them."""
         return dict(ray.cluster_resources())
-
-
-def free_nodes() -> list[FreeNode]:
-    """Return all nodes that are alive, with what was free on each about a second ago. Blocks shortly."""
-    free = available_resources_per_node()
-    living = (node for node in ray.nodes() if node["Alive"])
-    return [FreeNode(n["NodeID"], n.get("Labels", {}), free.get(n["NodeID"], {})) for n in living]
 
 
 class RayOutput(io.TextIOBase):
@@ -202,3 +198,12 @@ def _refused(address: str, error: Exception) -> str:
 def first_line(error: Exception) -> str:
     """Return the first line of an error of Ray, cut to 300 characters."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def cause(error: RayError) -> FtHsdpError:
+    """Return what an actor raised, or a Retryable that says in one line why there is no answer."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, FtHsdpError):
+        return error.cause
+    lines = [line.strip() for line in str(error).splitlines()]
+    telling = next((line for line in lines if line.startswith("The actor died because")), "")
+    return Retryable(telling[:300] or first_line(error))

@@ -21,8 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from ft_hsdp.config import load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet
+from ft_hsdp.launch.ray.cluster import cause
 from ft_hsdp.launch.ray.placement import prefix
-from ft_hsdp.launch.ray.slot import cause
 from ft_hsdp.launch.run import status
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json, supervised
 

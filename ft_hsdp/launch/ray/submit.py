@@ -1,7 +1,7 @@
 """The commands for a Ray cluster: `submit`, and `status --ray-address`.
 
-On a node of the cluster, `submit` runs the same job as `up`: this process is the job's supervisor and a driver of
-the cluster. From outside, `submit` uses the cluster's Jobs API, and the driver runs on a node of the cluster.
+On a node of the cluster, `submit` runs the same job as `up`: this process is a driver of the cluster, and provides
+the job's hosts. From outside, `submit` uses the cluster's Jobs API, and the driver runs on a node of the cluster.
 `status` asks the job's lighthouse, a named actor, from any node of the cluster.
 """
 
@@ -31,7 +31,6 @@ from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
 from ft_hsdp.launch.job import JobResources, MakeResources, prepare_data, run_job, start_run
 from ft_hsdp.launch.lighthouse_process import check_port
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.ray.backend import RayBackend
 from ft_hsdp.launch.ray.cluster import (
     KEY,
     NAMESPACE,
@@ -43,8 +42,8 @@ from ft_hsdp.launch.ray.cluster import (
     first_line,
 )
 from ft_hsdp.launch.ray.lighthouse import RayLighthouse, actor_name
-from ft_hsdp.launch.ray.placement import has_room
-from ft_hsdp.launch.ray.supervised import SupervisedReplicas
+from ft_hsdp.launch.ray.placement import has_room, hosts_of_a_replica
+from ft_hsdp.launch.ray.replicas import RayReplicas
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.status import Status
 from ft_hsdp.launch.run.summary import Summary
@@ -243,8 +242,9 @@ def submit(
     """
     config = stamped(config)
     check(config)
-    if note := not_used(config):
+    for note in not_used(config):
         print(note, file=sys.stderr)  # noqa: T201 - one line for the user
+    config = with_hosts(config)
     prepare_data(config)
     with connected(address, config.ray.runtime_env) as (cluster, output):
         alone = cluster.addresses <= {cluster.address} and has_room(config, cluster.resources)
@@ -258,7 +258,7 @@ def submit(
 def cluster_resources(
     config: Config, run: RunDir, cluster: Cluster, *, entry: str = ENTRY, preload: tuple[str, ...] = PRELOAD
 ) -> MakeResources:
-    """Return a function that makes a job's backend and lighthouse on a cluster.
+    """Return a function that makes what runs a job's replicas and its lighthouse on a cluster.
 
     Args:
         config: Of the job.
@@ -271,8 +271,7 @@ def cluster_resources(
     def make(progress: Progress, emit: Callable[[Row], None]) -> JobResources:
         lighthouse = RayLighthouse(run, cluster.node, emit)
         modules = (*preload, *config.preload)
-        backend = RayBackend(config, run, lambda: lighthouse.urls, cluster.cwd, emit, entry=entry, preload=modules)
-        return JobResources(SupervisedReplicas(config, run, progress, emit, backend), lighthouse)
+        return JobResources(RayReplicas(config, run, progress, emit, cluster, entry, modules), lighthouse)
 
     return make
 
@@ -289,10 +288,15 @@ def check(config: Config) -> None:
         )
     if config.lighthouse.count > 1:
         raise ConfigError("lighthouse.count", config.lighthouse.count, "1 with submit: Ray starts it again")
-    if config.memory.shrink_to is not None:
-        allowed = "null with submit: on a cluster a replica waits for nodes"
+    hosts = hosts_of_a_replica(config)
+    if config.memory.shrink_to is not None and hosts == 1:
+        allowed = "null with ray.strategy STRICT_PACK: a replica on one node loses all its ranks at once"
         raise ConfigError("memory.shrink_to", config.memory.shrink_to, allowed)
-    nodes = config.slots * (1 if config.ray.strategy == "STRICT_PACK" else config.ranks_per_replica)
+    gpus = config.ray.bundle.get("GPU", 0.0) * config.ranks_per_replica
+    if hosts == 1 and gpus > 1 and gpus % 1:
+        allowed = f"whole GPUs for all {config.ranks_per_replica} ranks of a replica on one node"
+        raise ConfigError("ray.resources.GPU", config.ray.bundle["GPU"], allowed)
+    nodes = config.slots * hosts
     if (config.memory.copies or 1) > nodes:  # what the nodes that there are allow, the ranks find out
         allowed = f"at most {nodes} here: the ranks are on {nodes} nodes at most; or null: as many as possible"
         raise ConfigError("memory.copies", config.memory.copies, allowed)
@@ -302,15 +306,27 @@ def check(config: Config) -> None:
             raise ConfigError(f"chaos.{i}.kind", rule.kind, allowed)
 
 
-def not_used(config: Config) -> str:
-    """Return a line about the keys of `hosts` that count for nothing on a cluster; "" if none is given."""
-    hosts = config.hosts
-    given = {"hosts.per_replica": hosts.per_replica, "hosts.spare": hosts.spare}
-    keys = " and ".join(f"{key}: {value}" for key, value in given.items() if value)
-    if not keys:
-        return ""
-    verb = "are" if hosts.spare else "is"  # hosts.spare needs hosts.per_replica
-    return f"{keys} {verb} not used here: on a cluster a host is a node, and any free node is a spare one"
+def not_used(config: Config) -> list[str]:
+    """Return a line about each key that counts for nothing on a cluster, if it is given."""
+    hosts, found = config.hosts, list[str]()
+    if hosts.per_replica:
+        spare = f" and hosts.spare: {hosts.spare} are" if hosts.spare else " is"  # that needs hosts.per_replica
+        where = "ray.strategy says how many nodes a replica has, and any free node is a spare one"
+        found.append(f"hosts.per_replica: {hosts.per_replica}{spare} not used here: {where}")
+    if config.spares and hosts_of_a_replica(config) > 1:
+        found.append(
+            f"spares: {config.spares} is not used here: a spare stands on one node (ray.strategy STRICT_PACK)"
+        )
+    return found
+
+
+def with_hosts(config: Config) -> Config:
+    """Return the configuration with the hosts that a replica has on a cluster."""
+    hosts = hosts_of_a_replica(config)
+    changes: dict[str, Any] = {
+        "hosts": config.hosts.model_copy(update={"per_replica": hosts if hosts > 1 else None, "spare": 0})
+    }
+    return config.model_copy(update=changes | ({"spares": 0} if hosts > 1 else {}))
 
 
 def within_reach(config: Config, own: str, alone: bool) -> Config:

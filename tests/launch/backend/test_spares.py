@@ -41,7 +41,8 @@ class Watched:
 
     @property
     def gone(self) -> dict[int, int]:
-        return {rank.rank: rank.code for rank in self.held[0].on_machine if rank.code is not None}
+        ranks = [rank for each in self.held for rank in each.ranks.values()]
+        return {rank.rank: rank.code for rank in ranks if rank.code is not None}
 
     @property
     def pids(self) -> list[int]:
@@ -123,7 +124,7 @@ async def test_a_spare_becomes_the_incarnation_it_is_called_and_another_takes_it
         assert await world.ready() != pids
         promoted.running[0].signal(signal.SIGKILL)
         await async_until(lambda: promoted.gone, "the exit")
-        assert promoted.gone == {0: -signal.SIGKILL}
+        assert promoted.gone[0] == -signal.SIGKILL
         assert [e["spare"] for e in world.named("SpareWarmed")] == [1, 2]
         assert not world.named("SpareLost")
 

@@ -18,7 +18,7 @@ from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import RunTally
 from ft_hsdp.launch.run.terminal import summary_lines
-from tests.support.launch.launch_rows import batches, commit, event, failures, fed, summarize
+from tests.support.launch.launch_rows import batches, commit, event, fed, summarize
 
 CONFIG = parse({"replicas": 3, "ranks_per_replica": 1})
 
@@ -48,15 +48,6 @@ def test_the_figures_of_a_quiet_run() -> None:
     assert summary["failures"] == []
     assert "lost" not in summary
     json.dumps(summary, allow_nan=False)
-
-
-def test_a_replica_whose_machine_is_gone_has_failed_although_nobody_reports_an_exit() -> None:
-    rows = [commit(1), commit(2, who=[0, 2], epoch=2), commit(3, epoch=3)]
-    first, second = (event("ReplicaStarted", t, replica=1, incarnation=f"1-{t}-0") for t in (999, 1002))
-    broken = event("RingBroken", 1001.5, replica=0, suspect=1, epoch=1)
-    late = event("ReplicaExited", 1004.5, replica=1, incarnation="1-999-0", kind="evicted")  # it was cut off alone
-    (failure,) = failures(rows, [first, broken, event("SupervisorLeased", 1001.75, replica=1), second, late], 1.0)
-    assert (failure["incarnation"], failure["detect_s"], failure["rejoin_s"]) == ("1-999-0", None, 1.5)
 
 
 def test_each_recovery_is_a_row() -> None:

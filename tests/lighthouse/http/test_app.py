@@ -60,7 +60,7 @@ async def test_quorum_says_wait_and_refused_as_answers():
 
 
 async def test_processes_answers_with_the_protocols_message():
-    expected = SupervisorReply((), 0, 0, False, lease_s=5.0)
+    expected = SupervisorReply(0, 0, False)
     report = protocol.ProcessReport({0: name(0, 1)}, (name(0),))
     response = await call("POST", "/v1/processes", content=protocol.encode(report))
     assert protocol.decode(response.content, SupervisorReply) == expected

@@ -42,6 +42,7 @@ class World:
         self.lives, self.spaces = dict[str, str](), dict[str, str]()
         self.cut, self.leaving = set[str](), set[str]()
         self.bound, self.homes = dict[str, int](), dict[str, tuple[int, int]]()
+        self.only, self.warm = dict[str, tuple[int, ...]](), set[str]()
         for host in hosts:
             self.join(host)
         self.settle()
@@ -61,6 +62,7 @@ class World:
         who = (host, self.lives[host], self.spaces[host], self.number)
         report = HostReport(*who, f"127.0.0.1:{len(name)}", tuple(has.values()), host in self.leaving, known)
         report = replace(report, replica=self.bound.get(host), home=self.homes.get(host))
+        report = replace(report, only=self.only.get(host, ()), warm=host in self.warm)
         self.apply(ProcessesReported({}, frozenset(), frozenset(), self.now, host=report))
         if obeys:
             mine = {each.incarnation: each for each in assigned(self.s, name)}
@@ -456,10 +458,9 @@ def test_only_its_hosts_are_believed_about_the_ranks_of_a_replica_that_is_placed
     w = World("a", replicas=1, each=1)
     name = w.me().incarnation
     gone = MachineReported((0, name), "a", 1, gone=True)
-    for owner in ("", w.me().run):
-        for running in (None, "0-other-0"):
-            report = {0: running}, frozenset({(0, name)}), frozenset({0}), w.now, owner
-            w.apply(ProcessesReported(*report, machines=(gone,)))
+    for running in (None, "0-other-0"):
+        report = {0: running}, frozenset({(0, name)}), frozenset({0}), w.now
+        w.apply(ProcessesReported(*report, machines=(gone,)))
     assert w.s.exited == frozenset()
     assert ((view := w.s.views[0]).incarnation, view.down, view.lost) == (name, False, False)
 
@@ -640,3 +641,51 @@ def test_a_host_is_drained_without_a_spare_one_only_by_force_and_one_without_ran
     w.leaving.add("d")
     w.report("d")
     assert (w.me().used, state_of(w, "d")) == (("c",), ("cordoned", None))
+
+
+def test_a_host_of_one_zone_has_ranks_of_its_replicas_alone() -> None:
+    w = World(each=1, replicas=3)
+    w.only = {"a": (0, 2), "b": (0, 2), "c": (1,), "d": (1,)}
+    for host in "abcd":
+        w.join(host)
+    w.settle()
+    assert [w.me(replica).used for replica in range(3)] == [("a",), ("c",), ("b",)]
+    w.cut |= {"a", "c"}
+    w.settle(EVICT_S + PLACE_S + 1)
+    assert (w.me(0).phase, w.me(1).used) == (ReplicaPhase.RESTS, ("d",))
+    w.only = dict.fromkeys("abcd", (0, 1, 2))
+    w.ends("d", 0, EXIT_HARDWARE)
+    w.settle()
+    assert [name for name, _ in w.s.placement.cordoned] == ["d"]
+    assert order(w, "drain-host", "b")  # its launcher gives another one
+
+
+def test_a_replica_moves_to_the_host_where_its_ranks_wait_only_if_another_one_trains() -> None:
+    for trains in (False, True):
+        w = World("a", "b", "c", each=1)
+        if trains:
+            w.s = replace(
+                w.s, placement=replace(w.s.placement, replicas=(w.me(), replace(w.me(1), contributed=True)))
+            )
+        w.warm = {"c"}
+        w.ends("a", 0, 1)
+        w.settle()
+        assert w.me().used == ("c" if trains else "a",)
+        assert [each.facts["host"] for each in w.told_as("HostReplaced")] == (["c"] if trains else [])
+        w.warm = {"a", "c"}
+        w.settle()
+        w.ends("b", 1, 1)
+        w.settle()
+        assert w.me(1).used == ("b",)  # nobody else trains
+
+
+def test_of_several_replicas_each_takes_another_host_where_ranks_wait() -> None:
+    w = World(*"abcde", each=1, replicas=3)
+    w.s = replace(
+        w.s, placement=replace(w.s.placement, replicas=(w.me(), w.me(1), replace(w.me(2), contributed=True)))
+    )
+    w.warm = {"e"}
+    w.report("e")
+    w.cut = {"a", "b"}
+    w.settle(EVICT_S + 1)
+    assert sorted([w.me().used, w.me(1).used]) == [("d",), ("e",)]

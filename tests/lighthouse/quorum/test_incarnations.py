@@ -8,12 +8,10 @@ import pytest
 
 from ft_hsdp.core.grant import CatchUp, Continue, Grant, Member, Refused, Report
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import ProcessReport
 from lighthouse.quorum import rules, transition
 from lighthouse.quorum.events import Asked, OpenRequest, ProcessesReported
 from lighthouse.quorum.rules import EPOCHS, AdmittedIncarnation, Base, Epoch, merged, uncovered
-from lighthouse.quorum.state import LighthouseState, Policy, lease_of
+from lighthouse.quorum.state import LighthouseState, Policy
 from lighthouse.quorum.transition import outlived, run_of
 from tests.support.lighthouse.lighthouse_helpers import (
     START,
@@ -366,10 +364,10 @@ def test_an_older_store_learns_the_order_from_what_the_lives_were_told(first: st
 def test_a_lighthouse_that_starts_again_gives_no_number_that_was_given() -> None:
     store = MemoryStore()
     s = store.load(Policy(2, 9))
-    admitted = transition.admit(s, (1, OLD), 0.0)
+    admitted = transition.admit(s, (1, OLD))
     assert isinstance(admitted, LighthouseState)
     lost = MemoryStore().load(Policy(2, 9))
-    later = transition.admit(LighthouseState.empty(Policy(2, 9), 1), (1, NEW), 0.0)
+    later = transition.admit(LighthouseState.empty(Policy(2, 9), 1), (1, NEW))
     assert isinstance(later, LighthouseState)
     assert lost.admissions >= s.admissions > 10**12
     assert transition.number_of(admitted, (1, OLD)) > s.admissions
@@ -380,11 +378,11 @@ def test_what_is_remembered_of_lives_is_bounded() -> None:
     for run in range(100):
         for restarts in range(3):
             assert isinstance(s, LighthouseState)
-            s = transition.admit(s, (1, f"1-run{run}-{restarts}"), 0.0)
+            s = transition.admit(s, (1, f"1-run{run}-{restarts}"))
     assert isinstance(s, LighthouseState)
     assert len(s.lives) == transition.REMEMBERED
     assert transition.newest(s, 1) == AdmittedIncarnation(1, "1-run99-2", 300)
-    assert "of the same supervisor" in str(transition.admit(s, (1, "1-run99-1"), 0.0))
+    assert "of the same run" in str(transition.admit(s, (1, "1-run99-1")))
 
 
 async def test_a_member_is_told_its_number_and_reports_it() -> None:
@@ -401,119 +399,6 @@ def test_a_grant_names_each_replica_once() -> None:
     twice = (Member(1, OLD, "contribute"), Member(1, NEW, "behind"))
     with pytest.raises(AssertionError, match=r"each replica once, not \[1, 1\]"):
         rules.grant(1, 1, Base(START, None, ()), twice, 2, "why")
-
-
-class TwoSupervisors(Script):
-    """Both report on replica 1; what one does not say is None."""
-
-    def tells(self, owner: str, running: str | None = None, number: int = 0, claims: bool = True) -> Any:
-        """A supervisor reports: what of its own runs, and the number of the lease that it had."""
-        processes = {1: running} if running else {}
-        claimed = ((1, number),) if claims else ()
-        return self.feed(ProcessesReported(processes, frozenset(), frozenset(), self.now, owner, claimed))
-
-    @property
-    def owner(self) -> str:
-        lease = lease_of(self.s, 1)
-        return lease.owner if lease is not None else ""
-
-
-def test_of_two_supervisors_the_first_one_keeps_the_lease_while_it_reports() -> None:
-    job = TwoSupervisors()
-    for _ in range(20):
-        assert not job.tells("aaaa", OLD).notes
-        assert not job.tells("bbbb", NEW).notes
-        assert (job.owner, job.s.views[1].incarnation) == ("aaaa", OLD)
-        job.now += 4.0
-
-
-def test_a_lease_that_ended_goes_to_the_other_supervisor_and_does_not_come_back() -> None:
-    job = TwoSupervisors()
-    job.tells("aaaa", OLD)
-    first = lease_of(job.s, 1)
-    job.now += 5.0
-    assert "SupervisorLeased" in job.tells("bbbb").notes
-    job.tells("bbbb", NEW)
-    assert first is not None
-    for _ in range(3):
-        job.tells("aaaa", OLD, number=first.number)  # it thaws, and says what it knows
-        assert (job.owner, job.s.views[1].incarnation) == ("bbbb", NEW)
-        job.tells("bbbb", NEW)
-
-
-def test_a_lease_is_released_or_outlives_the_lighthouse() -> None:
-    job = TwoSupervisors()
-    job.tells("aaaa", OLD)
-    job.tells("aaaa", claims=False)
-    job.tells("bbbb")
-    assert job.owner == "bbbb"
-    job.restart()
-    job.tells("aaaa")
-    assert job.owner == "bbbb", "it has as long as if it had just reported"
-    job.now += 4.0
-    job.tells("aaaa")
-    assert job.owner == "bbbb"
-    job.now += 1.0
-    job.tells("aaaa")
-    assert job.owner == "aaaa"
-
-
-def test_a_later_lease_counts_with_an_older_store() -> None:
-    job = TwoSupervisors()
-    job.tells("aaaa", OLD, number=3)
-    job.tells("bbbb", NEW, number=7)
-    assert (job.owner, job.s.views[1].incarnation) == ("bbbb", NEW)
-    job.now += 60.0
-    job.tells("aaaa", OLD, number=3)
-    assert job.s.views[1].incarnation == NEW, "its life is the older one, lease or not"
-
-
-def test_a_life_that_was_started_under_a_lease_that_ended_does_not_count() -> None:
-    """Its supervisor was cut off before the lighthouse heard of it, so it has no number."""
-    job = TwoSupervisors()
-    job.tells("aaaa", OLD)
-    job.now += 5.0
-    job.tells("bbbb")
-    job.tells("bbbb", NEW)
-    late = Report(1, "1-aaaa-1", START, 1)
-    before = job.s
-    refused = refusal(job.feed(Asked(OpenRequest(late, 7), job.now)).answers[1])
-    assert (refused.exit_code, "bbbb has the lease" in refused.reason) == (75, True)
-    job.feed(ProcessesReported({1: "1-aaaa-1"}, frozenset({(1, OLD)}), frozenset(), job.now))
-    assert (job.s.views, job.s.lives) == (before.views, before.lives)
-    job.now += 5.0  # the other supervisor is gone, and torchrun takes the replica over
-    assert job.feed(Asked(OpenRequest(Report(1, "1-torchrun-0", START, 1), 8), job.now)).answers == {}
-    assert job.s.views[1].incarnation == "1-torchrun-0"
-
-
-def test_only_the_supervisor_of_a_replica_is_believed_that_it_has_exited() -> None:
-    job = TwoSupervisors()
-    job.tells("aaaa", "1-aaaa-0")
-    gone = frozenset({(1, "1-aaaa-0")})
-    for stranger in ("bbbb", ""):  # the supervisor of another replica, and a rank
-        job.feed(ProcessesReported({1: None}, gone, frozenset(), job.now, stranger))
-        assert (job.s.exited, job.s.views[1].down) == (frozenset(), False)
-    job.now += 5.0  # it reports no more
-    job.tells("bbbb")
-    job.feed(ProcessesReported({}, gone, frozenset(), job.now, "aaaa"))
-    assert job.s.exited == gone, "it was started by that one"
-
-
-async def test_a_supervisor_is_told_whether_it_has_the_lease() -> None:
-    service, _ = make_service()
-    mine = service.processes(ProcessReport({}, owner="aaaa", leases={0: 0, 1: 0}))
-    assert (sorted(mine.leases), mine.rivals, mine.lease_s) == ([0, 1], {}, 5.0)
-    other = service.processes(ProcessReport({}, owner="bbbb", leases={1: 0}))
-    assert (other.leases, other.rivals) == ({}, {1: "aaaa"})
-    again = service.processes(ProcessReport({}, owner="aaaa", leases=mine.leases))
-    assert again.leases == mine.leases
-    for bad in (
-        {"leases": {1: 0}},
-        {"owner": "a", "leases": {9: 0}},
-        {"owner": "a", "leases": {1: -1}},
-    ):
-        with pytest.raises(ProtocolViolation):
-            service.processes(ProcessReport({}, **bad))
 
 
 # A lost head: one step is given up only in its own history.

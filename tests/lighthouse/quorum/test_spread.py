@@ -1,7 +1,5 @@
 """When an incarnation on several machines, which no supervisor watches, has exited (`rules.Spread`)."""
 
-from typing import Any
-
 from ft_hsdp.core.grant import Hosts, Refused
 from ft_hsdp.protocol import MachineRanks, ProcessReport
 from lighthouse.quorum.commands import Impossible, Supervised, plan
@@ -67,19 +65,6 @@ def test_a_lone_replica_that_lost_a_machine_goes_on() -> None:
     assert isinstance(job.ask(0, at(1, 1)).answers[0], Refused), "the lost machine was only cut off"
 
 
-def supervised(job: Script) -> None:
-    none = frozenset[Any]()
-    job.feed(ProcessesReported({0: name(0)}, none, none, job.now, owner="run", claims=((0, 0),)))
-
-
-def test_the_word_of_machines_counts_once_no_supervisor_reports() -> None:
-    job = alone()
-    supervised(job)
-    said(job, "a", "b", "c", gone=True)
-    assert not job.s.exited
-    assert "ExitReported" in job.wait(SILENCE_S).notes
-
-
 def lost(job: Script, host: str) -> Commanded:
     return Commanded("host-lost", 0, "it burns", job.now, host=host)
 
@@ -98,9 +83,6 @@ def test_an_operator_may_say_that_a_host_is_lost() -> None:
 def test_an_order_that_says_yes_is_carried_out_and_others_are_refused() -> None:
     job = alone()
     assert [refused(job, host) for host in ("d", "rack", "a")] == [404, 404, 0]
-    supervised(job)
-    assert refused(job, "a") == 409
-    job.now += SILENCE_S
     said(job, "b", "c", gone=True)
     assert refused(job, "a") == 0
     assert "ExitReported" in job.feed(lost(job, "a")).notes

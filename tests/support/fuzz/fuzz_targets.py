@@ -56,7 +56,7 @@ SAID: list[object] = [
         Report(0, "0-x-0", BASE, 3), ("10.0.0.1:80",), ("[::1]:81",), "c", "l", "n", hosts=(("a/7/n0", 1),)
     ),
     *(protocol.Wait("why"), protocol.ProcessReport({0: "0-x-0", 1: None}, ("1-x-0",), (2,)), GRANT),
-    protocol.SupervisorReply((protocol.Eviction(1, "1-x-0", "why"),), 3, 4, False, "", (1,)),
+    protocol.SupervisorReply(3, 4, False, "", (1,)),
     protocol.Telemetry("0-x-0", (ROW,), (ROW,), (protocol.RankBeat(0, 7, "here", 5),), 1),
     *(protocol.RankHello(1, "10.0.0.1:80", "10.0.0.1:81"), protocol.RankBroken(1, 2, "why", 0)),
     *(protocol.RankShown(1, GRANT), protocol.RankStopped(1, 2), protocol.RankLeaves(1)),

@@ -13,15 +13,11 @@ from ft_hsdp.core.grant import Continue, Finish, Refused
 
 REPLICAS = 3
 LIES = {
-    "evict": [{"replica": r, "incarnation": "any", "reason": "a lie"} for r in range(REPLICAS)],
     "epoch": 9,
     "step": 900,
     "finished": True,
     "halted": "a lie",
     "drained": list(range(REPLICAS)),
-    "leases": {},
-    "rivals": {str(r): "intruder" for r in range(REPLICAS)},
-    "lease_s": 60.0,
 }
 QUORUM = (Refused("a lie", 64), Finish(), Continue(10**6, 10**6))
 STATUSES = (200, 200, 401, 403, 410, 422, 503, 302)

@@ -30,9 +30,8 @@ class Handler(BaseHTTPRequestHandler):
         if telemetry:
             self._answer(None)
             return
-        leased = {"leases": said["body"]["leases"], "rivals": {}, "lease_s": 60.0}
         about = {"epoch": 1, "step": 0, "finished": False, "halted": ""}
-        self._answer({"type": "Overview", "body": {"evict": [], **about, "drained": [], **leased}})
+        self._answer({"type": "Overview", "body": {**about, "drained": []}})
 
     def _answer(self, value: Any) -> None:
         answer = httpx.Response(204) if value is None else httpx.Response(200, json=value)
