@@ -238,9 +238,9 @@ class Service:
         return replace(reply, assigned=mine, seen=signs.seen(self.state, name), refused=refused)
 
     def processes(self, report: ProcessReport) -> SupervisorReply:
-        """Take all that a supervisor knows of its replicas, and return its orders and how far the job is.
+        """Take what is known of the processes of replicas, and return how far the job is.
 
-        A supervisor that names an exited incarnation of a replica, or has given the replica up, speaks for it:
+        Who names an exited incarnation of a replica, or has given the replica up, speaks for it:
         if the replica is not in ``running``, no process of it runs.
 
         Raises:

@@ -1,8 +1,8 @@
 """The store: what must outlive the lighthouse, written before any answer that depends on it leaves.
 
 Durable are the term, the epochs and their members, the head, the current grant, the known exits, the numbers of
-incarnations, which supervisor may start a replica, what all replicas agreed on, which connections failed, what
-operators ordered, and why the job was halted (`_DURABLE`). Each field is one row of JSON under the field's name,
+incarnations, where replicas are placed, what all replicas agreed on, which connections failed, what operators
+ordered, and why the job was halted (`_DURABLE`). Each field is one row of JSON under the field's name,
 and is validated on the way back. `SqliteStore` is for a lighthouse that is alone;
 `lighthouse.ha.election.EtcdStore` for several.
 """

@@ -14,8 +14,7 @@ those that stay silent beyond a grace, and grants an epoch on the highest state 
 for death: no epoch is granted while an absent member that may live could hold a newer committed state.
 
 Fences stop old processes. A later incarnation of a replica fences every earlier one, and each grant lists the
-attempts that can never commit (`voids`), so that no replica applies their records. A lease names the one
-supervisor that may start a replica, so that two supervisors do not fence each other's incarnations for ever.
+attempts that can never commit (`voids`), so that no replica applies their records.
 
 Read in this order. No module does I/O, reads a clock, draws a random number or imports a library (import-linter
 checks that), so the model checker `tests.model` explores this very code.

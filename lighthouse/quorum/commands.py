@@ -1,6 +1,6 @@
 """What an operator can order: when an order is possible (`plan`), and what it changes (`execute`). Pure.
 
-- evict: the supervisor kills the incarnation, and starts the replica again unless it is drained.
+- evict: the incarnation is killed, and the replica starts again unless it is drained.
 - drain and undrain: the replica leaves at a step boundary, and stays away until it is undrained.
 - scale: the job goes on with the replicas of the lowest ids.
 - checkpoint: a replica writes the state of the next step, or of the one after it.
@@ -110,11 +110,11 @@ def _evict(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | 
     if not _runs(s, r) or incarnation is None:
         return Impossible(409, f"replica {r} does not run")
     if (r, incarnation) in supervised.condemned:
-        return CommandPlan(f"the supervisor of replica {r} has been told already to kill {incarnation}", due=False)
+        return CommandPlan(f"{incarnation} is to be killed already", due=False)
     if r not in supervised.replicas:
-        return Impossible(409, f"replica {r} has no supervisor that reports: an operator must end its processes")
+        return Impossible(409, f"no host agent reports of replica {r}: an operator must end its processes")
     after = "keeps it away: it is drained" if r in s.drained else f"starts replica {r} again"
-    return CommandPlan(f"its supervisor kills {incarnation}, and {after}")
+    return CommandPlan(f"its host agents kill {incarnation}; the lighthouse {after}")
 
 
 def _drain(s: LighthouseState, r: int, supervised: Supervised, force: bool) -> CommandPlan | Impossible:

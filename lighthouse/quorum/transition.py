@@ -12,14 +12,13 @@ The rules:
 4. An incarnation is called REPLICA-RUN-RESTARTS. A run starts the next one when all processes of the one before
    have ended, so the newest exit of a run stands for the exits before it.
 5. An exit is remembered as long as one of these holds, which bounds the table: its incarnation is a member of a
-   remembered epoch, or it is the newest exit of a run that the supervisor still names.
-6. A supervisor has a lease of each replica that it starts, and renews it with its reports. A second supervisor
-   of that replica starts nothing.
+   remembered epoch, or it is the newest exit of a run that is still named.
+6. What runs of a replica that is placed on hosts is said by `lighthouse.placement` alone.
 
 Example: replica 1 runs as 1-a-0, which is admitted as number 4. It exits twice: 1-a-1 gets number 5, 1-a-2
 number 6. The exit of 1-a-1 stands for that of 1-a-0 (rule 4). A frozen 1-a-0 wakes up and asks with number 4: it
-is refused, for 4 is below 6 (rule 3). Another supervisor starts 1-b-0, which gets number 7 once the lease of "a"
-has ended (rule 6); then the exits of run "a" are dropped (rule 5).
+is refused, for 4 is below 6 (rule 3). Another run starts 1-b-0, which gets number 7; then the exits of run "a" are
+dropped (rule 5).
 """
 
 from __future__ import annotations

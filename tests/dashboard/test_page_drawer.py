@@ -85,7 +85,7 @@ def test_an_order_is_confirmed_carried_out_and_seen(browser, own, seen):
         expect(dialog).to_contain_text("The processes of replica 3 are ended")
         assert not any("/v1/admin" in url for url in seen.asked)
         dialog.get_by_role("button", name="evict replica 3").click()
-        expect(drawer.locator(".notice")).to_contain_text("its supervisor kills 3-run-0")
+        expect(drawer.locator(".notice")).to_contain_text("its host agents kill 3-run-0")
         row = page.locator(".rows .row").filter(has_text="an operator evicts")
         expect(row).to_contain_text("a fan is broken")
         expect(drawer.locator(".recent")).to_contain_text("an operator evicts replica 3")

@@ -134,7 +134,7 @@ async def test_a_supervisor_that_is_away_cannot_be_ordered_to_kill(place: Place)
     place.now += SUPERVISED_S + 1
     response = await place.order("replicas/1/evict")
     assert response.status_code == 409
-    assert response.json()["detail"].startswith("replica 1 has no supervisor")
+    assert response.json()["detail"].startswith("no host agent reports")
     assert not place.audited()
 
 

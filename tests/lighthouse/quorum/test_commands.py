@@ -70,7 +70,7 @@ def test_an_eviction_is_an_order_to_the_supervisor_of_the_incarnation_that_runs(
         (3, ALL, 404, "there is no replica 3; possible: 0 to 2"),
         (-1, ALL, 404, "there is no replica -1"),
         (2, ALL, 409, "replica 2 does not run"),
-        (1, Supervised({0}), 409, "replica 1 has no supervisor that reports"),
+        (1, Supervised({0}), 409, "no host agent reports of replica 1"),
     ],
 )
 def test_what_cannot_be_evicted(job: Script, replica: int, known: Supervised, status: int, words: str) -> None:
