@@ -201,7 +201,7 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
         job.until(lambda: 1 in job.contributing(), "replica 1 contributes again")
         assert job.events("RestartScheduled") == []
         # Evict.
-        assert "kills 0-" in order(job, "evict", 0)
+        assert "kill 0-" in order(job, "evict", 0)
         job.until(lambda: job.events("ReplicaExited", replica=0, kind="evicted"), "the eviction")
         job.until(lambda: 0 in job.contributing() and len(job.contributing()) == 3, "all three contribute again")
         summary = job.end(deadline_s=300)
