@@ -66,7 +66,7 @@ def test_ctrl_c_once_writes_the_state_and_the_same_command_goes_on_from_it(tmp_p
 
 @pytest.mark.proof
 def test_ctrl_c_twice_leaves_nothing(tmp_path: Path) -> None:
-    with Job(tmp_path, ENDLESS, **SMALL, timeouts__stop_s=100, timeouts__return_wait_s=60) as job:
+    with Job(tmp_path, ENDLESS, **SMALL, timeouts__stop_s=60) as job:
         job.until(lambda: job.step() >= 3, "step 3")
         below = beside(job)
         pid = job.pid(1, 0)
