@@ -53,10 +53,11 @@ class StandIn(AllReduceRank):
 
     def _hop(self, tensor: Tensor) -> Tensor:
         """Give a tensor to the right, take one from the left, a piece at a time so that no buffer overflows."""
-        left, right = self._edges
-        arrived = torch.empty_like(tensor)
+        (left, right), arrived = self._edges, torch.empty_like(tensor)
         out, into = tensor.numpy().data.cast("B"), arrived.numpy().data.cast("B")
         for at in range(0, len(out), PIECE):
             right.sendall(out[at : at + PIECE])
-            left.recv_into(into[at : at + PIECE], 0, socket.MSG_WAITALL)
+            piece = into[at : at + PIECE]
+            while piece:  # a socket with a timeout may give less, whatever MSG_WAITALL says
+                piece = piece[left.recv_into(piece) :]
         return arrived
