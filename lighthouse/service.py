@@ -234,8 +234,14 @@ class Service:
         name, refused = Host.parse(host.path).name, machine.refusal(self.state, host)
         mine = () if refused else signs.assigned(self.state, name)
         finished, halted = signs.fate(self.state, host)
-        reply = replace(reply, finished=finished, halted=halted)
-        return replace(reply, assigned=mine, seen=signs.seen(self.state, name), refused=refused)
+        reply = replace(reply, finished=finished, halted=halted, wrong=self.state.placement.wrong)
+        return replace(
+            reply,
+            lost=signs.lost_replicas(self.state),
+            assigned=mine,
+            seen=signs.seen(self.state, name),
+            refused=refused,
+        )
 
     def processes(self, report: ProcessReport) -> SupervisorReply:
         """Take what is known of the processes of replicas, and return how far the job is.
