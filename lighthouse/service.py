@@ -232,16 +232,10 @@ class Service:
     def _assignment(self, host: HostReport, reply: SupervisorReply) -> SupervisorReply:
         """Return a reply with what a host is to run."""
         name, refused = Host.parse(host.path).name, machine.refusal(self.state, host)
-        mine = () if refused else signs.assigned(self.state, name)
+        mine, lost = () if refused else signs.assigned(self.state, name), signs.lost_replicas(self.state)
         finished, halted = signs.fate(self.state, host)
-        reply = replace(reply, finished=finished, halted=halted, wrong=self.state.placement.wrong)
-        return replace(
-            reply,
-            lost=signs.lost_replicas(self.state),
-            assigned=mine,
-            seen=signs.seen(self.state, name),
-            refused=refused,
-        )
+        reply = replace(reply, finished=finished, halted=halted, wrong=self.state.placement.wrong, refused=refused)
+        return replace(reply, lost=lost, assigned=mine, seen=signs.seen(self.state, name))
 
     def processes(self, report: ProcessReport) -> SupervisorReply:
         """Take what is known of the processes of replicas, and return how far the job is.
