@@ -331,7 +331,7 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
     counts = dict(me.failed_on) if committed < REFILL_STEPS else {}
     fatal = (
         (step + 1, me.fatal[1] + 1 if me.fatal[0] == step + 1 else 1)
-        if own_fault and _joined(s, replica, me)
+        if own_fault and (me.fed is not None or _joined(s, replica, me))
         else me.fatal
     )
     if own_fault:

@@ -121,11 +121,7 @@ async def test_a_host_that_is_down_leaves_its_replica_to_a_spare_one(tmp_path: P
     job = Fake(tmp_path, chaos=[rule], hosts={"per_replica": 1, "spare": 1}, timeouts={"stop_s": 5})
     (job.run.path / "hold").touch()
     going = asyncio.create_task(job.go())
-
-    def hosts() -> set[str]:
-        return {rank["host"] for rank in (read_json(job.run.processes(1)) or {"ranks": []})["ranks"]}
-
-    await async_until(lambda: hosts() == {"s0"}, "replica 1 on the spare host")
+    await async_until(lambda: "'s0'" in str(read_json(job.run.processes(1))), "replica 1 on the spare host")
     (job.run.path / "hold").unlink()
     assert (await going)[0] == 0
     assert [(e["before"], e["host"]) for e in job.events("HostReplaced")] == [("r1h0", "s0")]

@@ -415,6 +415,8 @@ def test_units_that_end_processes_twice_are_left_out_by_all_that_start_later() -
     def end(host: str, fed: tuple[int, int, int], usable: bool = False, code: int = -11, **said: Any) -> int:
         w.ends(host, 0, code, (fed, usable), **said)
         w.settle(5.0)
+        other = tuple(replace(me, fatal=(0, 0)) for me in w.s.placement.replicas)  # the others train on
+        w.s = replace(w.s, placement=replace(w.s.placement, replicas=other))
         return len(w.told("BatchBlamed"))
 
     assert end("a", units) == end("b", units, code=-9) == end("b", units, code=75, cause="temporary") == 0
@@ -426,14 +428,16 @@ def test_units_that_end_processes_twice_are_left_out_by_all_that_start_later() -
     assert assigned(w.s, "a")[0].fatal == (units, others)
 
 
-def test_units_are_not_blamed_for_a_step_that_has_ended_the_other_replicas() -> None:
+def test_units_are_not_blamed_for_a_step_that_has_ended_the_other_replicas_and_the_third_time_ends_the_job() -> (
+    None
+):
     w = World("a", "b", each=1, restart=RestartPolicy(9, 0.0))
-    for host in "ab" * 2:
-        replicas = tuple(replace(each, contributed=True) for each in w.s.placement.replicas)
-        w.s = replace(w.s, placement=replace(w.s.placement, replicas=replicas))
+    for number, host in enumerate("ab" * 3):
+        assert not w.s.halted, number
         w.ends(host, 0, -11, ((0, 5, 2), True))
         w.settle(5.0)
     assert not w.told("BatchBlamed")
+    assert w.s.halted.startswith("step 1: ")
 
 
 @pytest.mark.parametrize("said", ["shortage", "changed"])
