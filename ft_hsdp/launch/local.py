@@ -103,7 +103,7 @@ def local_hosts(config: Config, environment: Mapping[str, str]) -> list[LocalHos
     """
     hosts, per_replica = config.hosts, hosts_of_a_replica(config, environment)
     if per_replica is None:
-        return [LocalHost(agent_path(config, environment, n), n) for n in range(config.slots)]
+        return [LocalHost(agent_path(config, environment, n), n, (n, 0)) for n in range(config.slots)]
 
     def path(name: str) -> str:
         return agent_path(config, {**environment, HOST_VARIABLE: name})
@@ -191,8 +191,7 @@ class LocalReplicas:
         try:
             async with asyncio.TaskGroup() as group:
                 for host in hosts:
-                    spare = host.replica is None and host.home is None
-                    before = {each.name for each in hosts if each.home is not None} if spare else set[str]()
+                    before = {each.name for each in hosts if each.home} if host.home is None else set[str]()
                     group.create_task(self._host(host, urls, before))
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None

@@ -349,9 +349,9 @@ def _judge(s: LighthouseState, replica: int, me: PlacedReplica, now: float, *, e
         effects += told
     free, there = free_hosts(s, replica, now), s.presence.host(host)
     given = there is not None and bool(there.report.only)  # its launcher gives another one
-    alone = not free and not given and not any(beside)
-    if code == EXIT_HARDWARE and alone and there is not None and there.report.home:
-        # no other machine comes, and nobody trains meanwhile
+    vain = not free and not given and (policy.hosts == 1 or not any(beside))
+    if code == EXIT_HARDWARE and vain and any(each.report.home for each in s.presence.hosts.values()):
+        # No other machine comes (`up`), and none is lent to it, or nobody trains meanwhile.
         return _give_up(s, replica, rests, why, now, effects)
     replaceable = code == EXIT_HARDWARE or given or bool(free)
     if found.cordoned and replaceable and host not in dict(s.placement.cordoned):
