@@ -10,7 +10,8 @@ Read the modules in this order:
     cli, arguments      the command line: `launcher.py COMMAND ...`
     local               `up`: a job on this machine
     job                 one job from its first process to its last, on this machine or a cluster
-    host                the agent of a host, which runs what it is assigned; `host` and `replica`
+    agent               the agent of a host, which runs what it is assigned
+    host                `host` and `replica`: one machine of a job, with an agent
     backend             how ranks become processes: fork server, spares
     ray                 the same on a Ray cluster
     lighthouse_process  the lighthouses of a job, each started again on its port

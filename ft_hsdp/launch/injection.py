@@ -148,8 +148,7 @@ def _on_host(run: RunDir, injection: Injection) -> list[int]:
     if not ranks:
         raise ConfigError("--host", host, f"a host of replica {replica} on this machine with a rank that runs")
     emulated = None if host == rows[0].get("machine", host) else host
-    whose = replica if emulated is None else None  # the agent of a spare host was started for no replica
-    agents = [p.pid for p in psutil.process_iter() if _is_helper(p, run, MODULES["agent"], whose, emulated)]
+    agents = [p.pid for p in psutil.process_iter() if _is_helper(p, run, MODULES["agent"], replica, emulated)]
     return [*ranks, *agents]
 
 
@@ -205,18 +204,9 @@ def helper(run: RunDir, target: str, replica: int | None) -> int:
             return int(named["pid"])
     else:
         found = [p for p in psutil.process_iter() if _is_helper(p, run, MODULES[target], replica)]
-        for host in _spares_of(run, replica) if target == "agent" else ():  # their agents began for no replica
-            found += [p for p in psutil.process_iter() if _is_helper(p, run, MODULES[target], None, host)]
         if found:
             return max(found, key=lambda p: p.create_time()).pid
     raise ConfigError("--target", target, f"one that runs (there is none in {run.path} on this machine)")
-
-
-def _spares_of(run: RunDir, replica: int | None) -> list[str]:
-    """Return the spare hosts that a replica was given; [] for no replica."""
-    listed = (None if replica is None else read_json(run.processes(replica))) or {"ranks": []}
-    emulated = {str(rank["host"]) for rank in listed["ranks"] if rank["host"] != rank.get("machine", rank["host"])}
-    return sorted(name for name in emulated if not name.startswith(f"r{replica}h"))
 
 
 def _is_helper(

@@ -28,6 +28,7 @@ from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
 from ft_hsdp.lifetime import stop_signals
+from ft_hsdp.protocol import SupervisorReply
 from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, PUBLISHED
 from lighthouse.http.access import page_link
 
@@ -59,6 +60,13 @@ class JobEnd:
     well: bool = False  # the job has its final state, and each replica that it needed trained to it
     wrong: str = ""  # what is wrong with the configuration or the script, in one line; "": nothing
     lost: tuple[int, ...] = ()  # replicas that were given up
+
+    @classmethod
+    def of(cls, reply: SupervisorReply | None) -> JobEnd:
+        """Return how they have ended by the last answer of the lighthouse; None: there was none."""
+        if reply is None:
+            return cls()
+        return cls(reply.finished and not reply.lost, reply.halted if reply.wrong else "", reply.lost)
 
 
 class Replicas(Protocol):
@@ -284,7 +292,7 @@ class JobRun:
             self._terminal.tick(time.time())
             newest = self._recorder.newest
             if newest is not None:
-                self._progress.saw(newest["step"], newest["epoch"])
+                self._progress.saw(newest["step"])
             for injection in self._planner.due(self._progress.step, time.monotonic(), replicas.running()):
                 self._inject(injection)
             if self._claim.lost:

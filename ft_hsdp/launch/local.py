@@ -16,11 +16,11 @@ from ft_hsdp.config.entry import stamped
 from ft_hsdp.control.lighthouse_client import REPLY_S, LighthouseClient
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.agent import HostAgent, agent_path
 from ft_hsdp.launch.backend.base import WorkerProcess
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD, ForkServer
 from ft_hsdp.launch.backend.gpus import check_device, gpus_here
 from ft_hsdp.launch.backend.ranks import HeldRanks, LocalRanks
-from ft_hsdp.launch.host import HostAgent, agent_path
 from ft_hsdp.launch.job import JobEnd, JobResources, MakeResources, prepare_data, run_job, start_run
 from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port
 from ft_hsdp.launch.progress import Progress
@@ -173,11 +173,7 @@ class LocalReplicas:
 
     @property
     def end(self) -> JobEnd:
-        reply = self._reply
-        if reply is None:
-            return JobEnd()
-        well = reply.finished and not reply.lost
-        return JobEnd(well, reply.halted if reply.wrong else "", reply.lost)
+        return JobEnd.of(self._reply)
 
     async def open(self) -> None:
         """Start the fork server, which loads what ranks need. Raises Retryable."""
@@ -299,7 +295,7 @@ class LocalReplicas:
         """Take an answer of the lighthouse."""
         self._reply = reply
         self._heard.add(host.name)
-        self._progress.saw(reply.step, reply.epoch, reply.finished, reply.halted)
+        self._progress.saw(reply.step, reply.finished, reply.halted)
         self._progress.wake()
 
     def _newest(self, replica: int) -> list[HeldRanks]:

@@ -40,7 +40,6 @@ class Progress(Changes):
     def __init__(self) -> None:
         super().__init__()
         self.step = 0  # newest committed one
-        self.epoch = 0
         self.finished = False
         self.halted = ""  # the lighthouse's reason why the job cannot go on; "": it can
 
@@ -54,19 +53,17 @@ class Progress(Changes):
             if not await self.wait_for(partial(over, self.step), stalled_s):
                 break
 
-    def saw(self, step: int, epoch: int = 0, finished: bool = False, halted: str = "") -> None:
+    def saw(self, step: int, finished: bool = False, halted: str = "") -> None:
         """Take news of the job, and wake waiting tasks if something changed. Older news changes nothing.
 
         Args:
             step: A committed step.
-            epoch: An epoch that was granted.
             finished: The job has its final state.
             halted: Why the job cannot go on; "" if it can.
         """
-        before = (self.step, self.epoch, self.finished, self.halted)
+        before = (self.step, self.finished, self.halted)
         self.halted = self.halted or halted
         self.step = max(self.step, step)
-        self.epoch = max(self.epoch, epoch)
         self.finished = self.finished or finished
-        if (self.step, self.epoch, self.finished, self.halted) != before:
+        if (self.step, self.finished, self.halted) != before:
             self.wake()

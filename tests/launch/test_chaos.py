@@ -208,8 +208,7 @@ def pretenders(
     code = "import time; print(1, flush=True); time.sleep(60)"
     commands = {f"rank {rank}": [str(run.path)] for rank in hosts}
     for host in agents:
-        whose = [] if host.startswith("s") else ["--replica", "0"]  # that of a spare host began for no replica
-        commands[f"agent {host}"] = [AGENT, *whose, *(["--name", host] if host else [])]
+        commands[f"agent {host}"] = [AGENT, "--replica", "0", *(["--name", host] if host else [])]
     run.replica(0).mkdir(parents=True)
     with ExitStack() as stack:
         found = {}

@@ -16,9 +16,9 @@ from ft_hsdp.config import parse
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.core.host_report import AssignedRanks, HostRanks, HostReport
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, Retryable
+from ft_hsdp.launch.agent import HostAgent, agent_path
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.backend.ranks import LocalRanks
-from ft_hsdp.launch.host import HostAgent, agent_path
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
 from ft_hsdp.secret import write_private

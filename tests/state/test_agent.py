@@ -1,5 +1,4 @@
 import asyncio
-import json
 import os
 import secrets
 import signal
@@ -261,30 +260,6 @@ def test_it_ends_when_told(agent: Running):
         assert running.process.wait(DEADLINE_S) == 0
         with pytest.raises(AgentGone):
             rank.list()
-
-
-def test_the_agent_of_a_spare_host_listens_for_the_replica_that_calls_it():
-    """It runs before that, and needs no start then."""
-    line = [each for each in command(0) if each not in ("--replica", "0")]
-    with subprocess.Popen(
-        [*line, "--name", "s0"], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        process.stdin.write("2\n")
-        process.stdin.flush()
-        assert json.loads(process.stdout.readline())["pid"] == process.pid
-        rank = client.StateAgent.connect(agent_helpers.TOKEN, 2, 0, 1, 100, DEADLINE_S, "s0")
-        write(rank, 1)
-        rank.close()
-        process.terminate()
-
-
-@pytest.mark.parametrize(("said", "code", "told"), [("", 0, ""), ("two\n", 64, "stdin: got 'two'")])
-def test_an_agent_that_nobody_calls_ends_with_who_started_it(said: str, code: int, told: str):
-    ended, _, err = run(*command(0)[:3], "--host", "127.0.0.1", "--name", "s0", said=said)
-    assert ended == code
-    assert err.startswith(told)
 
 
 def test_it_ends_by_itself_once_no_rank_is_there():

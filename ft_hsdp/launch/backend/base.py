@@ -190,10 +190,6 @@ class RankProcess:
         return self.process.pid
 
 
-def kind_of(rank: RankProcess) -> str:
-    return exit_in_words(rank.code or 0)
-
-
 def exit_line(rank: int, code: int, log: Path) -> str:
     """Return one line on the exit of a rank, with the last line of its log unless a signal ended it."""
     why = last_line(log) if code > 0 else ""

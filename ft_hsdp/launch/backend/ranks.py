@@ -20,7 +20,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.core.host_report import AssignedRanks, EndedRank, HostRanks
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Run
-from ft_hsdp.core.restart import LEAVING
+from ft_hsdp.core.restart import LEAVING, exit_in_words
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.backend import gpus as gpu_shares
 from ft_hsdp.launch.backend import rank_end
@@ -34,7 +34,6 @@ from ft_hsdp.launch.backend.base import (
     WorkerProcess,
     assignment,
     exit_line,
-    kind_of,
 )
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.backend.gpus import GpuShares
@@ -162,7 +161,7 @@ class HeldRanks(Changes):
         self.ends.append(EndedRank(rank, code, gone.killed, said.cause if said else "", why[:WHY]))
         if first:
             facts = {"replica": self.replica, "incarnation": self.name, "rank": rank, "pid": gone.pid}
-            self._emit(supervised("ProcessExited", line, kind=kind_of(gone), **facts))
+            self._emit(supervised("ProcessExited", line, kind=exit_in_words(code), **facts))
         if code not in LEAVING and not self.leaving:
             self.kill()  # a replica without one of its ranks commits nothing
         if self.over and 0 in self.assigned.ranks:

@@ -1,7 +1,7 @@
 """Ray: a job on a Ray cluster, for `submit` and `status --ray-address`.
 
-The driver provides hosts, as many as the job wants: an actor on a node, which runs the agent of `launch.host`. The
-lighthouse says which ranks run where, as everywhere. The actor forks ranks from a preloaded process on its node,
+The driver provides hosts, as many as the job wants: an actor on a node, which runs the agent of `launch.agent`.
+The lighthouse says which ranks run where. The actor forks ranks from a preloaded process on its node,
 so a restart on the same node is as fast as on one machine.
 
 Read the modules in this order:
@@ -9,6 +9,7 @@ Read the modules in this order:
     submit      the commands: from inside the cluster, or through its Jobs API
     replicas    `RayReplicas`: what the lighthouse says of the job, and what the driver does about it
     hosts       `RayHosts`: which hosts there are, and what takes the place of a lost or a cordoned one
+    seats       the hosts that are wanted, and those that there are
     reservation  a placement group, and the actors in it
     placement   what a replica asks of a cluster; pure
     actor       `HostActor`: the agent of a host, on its node

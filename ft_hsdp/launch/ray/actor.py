@@ -1,6 +1,6 @@
 """The actor of a host: it runs the host's agent on the node of its bundle.
 
-The agent (`launch.host`) talks to the lighthouse itself, and starts ranks from a preloaded process, so that a
+The agent (`launch.agent`) talks to the lighthouse itself, and starts ranks from a preloaded process, so that a
 restart on the same node is as fast as on one machine. All that it starts dies with the actor. Ranks write to a
 private folder of the node. The driver asks for the actor's news: what was added to those files (`logs`), events,
 and which ranks run. What the actor runs comes from the driver alone.
@@ -28,9 +28,9 @@ from ft_hsdp.address import loopback
 from ft_hsdp.config import Config, RayConfig, dump, load
 from ft_hsdp.control.lighthouse_client import REPLY_S, LighthouseClient
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
+from ft_hsdp.launch.agent import HostAgent, agent_path
 from ft_hsdp.launch.backend.forkserver import SPAWN_S, ForkServer
 from ft_hsdp.launch.backend.ranks import LocalRanks
-from ft_hsdp.launch.host import HostAgent, agent_path
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.ray.logs import NODES, LogPiece, LogSender
 from ft_hsdp.launch.ray.placement import host_environment
@@ -258,7 +258,7 @@ class HostActor:
         self._woken.set()
 
     def _take(self, reply: SupervisorReply) -> None:
-        self._progress.saw(reply.step, reply.epoch, reply.finished, reply.halted)
+        self._progress.saw(reply.step, reply.finished, reply.halted)
 
     async def _may_start(self, replica: int) -> None:
         await self._progress.comes_to(self._away.get(replica, 0), self._stalled_s, lambda: self._stopped)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import Config
@@ -63,11 +64,8 @@ class RayReplicas:
 
     @property
     def end(self) -> JobEnd:
-        reply, wrong = self._reply, self._hosts.wrong
-        if reply is None:
-            return JobEnd(wrong=wrong)
-        well = reply.finished and not reply.lost
-        return JobEnd(well, wrong or (reply.halted if reply.wrong else ""), reply.lost)
+        end = JobEnd.of(self._reply)
+        return replace(end, wrong=self._hosts.wrong or end.wrong)
 
     async def open(self) -> None:
         """Do nothing: actors are made once the lighthouse says which replicas are wanted."""
@@ -130,7 +128,7 @@ class RayReplicas:
 
     def _take(self, reply: SupervisorReply) -> None:
         self._reply = reply
-        self._progress.saw(reply.step, reply.epoch, reply.finished, reply.halted)
+        self._progress.saw(reply.step, reply.finished, reply.halted)
         if not self._ending:
             self._hosts.provide(reply)
 

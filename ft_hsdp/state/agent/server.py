@@ -3,7 +3,7 @@
 The agent owns the memory that the replica's ranks write their snapshots into, so the death of the trainers does
 not touch it. It gives the snapshots to the ranks that come after them, and serves them to other replicas over HTTP
 (FT-HSDP §4.4). The job's token is read from FT_HSDP_TOKEN. Once it listens, it prints the JSON line {"pid",
-"address"}. The agent of a spare host is started without a replica, and listens when a line on stdin names one.
+"address"}.
 
 Ranks connect to a Unix socket and prove that they know the token; a caller that does not prove it in time is
 disconnected. A rank has one connection: a newer one supersedes the older. A complete snapshot outlives its
@@ -259,22 +259,8 @@ class _Arguments(argparse.ArgumentParser):
     """A parser that reports an error as one line, with exit code 64."""
 
     def error(self, message: str) -> NoReturn:
-        allowed = f"[--replica R] --host H [--name N] [--port P] [--linger SECONDS] [--guard PID] ({message})"
+        allowed = f"--replica R --host H [--name N] [--port P] [--linger SECONDS] [--guard PID] ({message})"
         raise ConfigError("arguments", " ".join(sys.argv[1:]), allowed)
-
-
-def _called() -> int | None:
-    """Return the replica that the host is called for, from stdin; None if who started this process has ended.
-
-    Blocks until one of them happens.
-
-    Raises:
-        ConfigError: The line is not the id of a replica.
-    """
-    line = sys.stdin.readline()
-    if line and not line.strip().isdecimal():
-        raise ConfigError("stdin", line.strip()[:60], "the id of a replica, 0 or more")
-    return int(line) if line else None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -283,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
     parser = _Arguments(prog="python -m ft_hsdp.state.agent.server", description=__doc__)
-    parser.add_argument("--replica", type=int, help="whose ranks' snapshots it keeps; else stdin says it")
+    parser.add_argument("--replica", type=int, required=True, help="whose ranks' snapshots it keeps")
     parser.add_argument("--host", required=True, help="address to serve snapshots at")
     parser.add_argument("--name", default="", help="the host's name, if this machine has several hosts")
     parser.add_argument("--port", type=int, default=0, help="port to serve snapshots at; 0: any")
@@ -298,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         token = os.environ.pop(TOKEN_VARIABLE, "").strip()
         if not token:
             raise ConfigError(TOKEN_VARIABLE, token, "the job's token")
-        if chosen.replica is not None and chosen.replica < 0:
+        if chosen.replica < 0:
             raise ConfigError("--replica", chosen.replica, "0 or more")
         if not 0 <= chosen.port <= 65535:
             raise ConfigError("--port", chosen.port, "0 to 65535")
@@ -308,12 +294,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("--hello", chosen.hello, "seconds, above 0")
         record_layer.use(chosen.tls)
         caller_gate.use(chosen.hello)
-        replica = _called() if chosen.replica is None else chosen.replica
-        if replica is None:
-            return EXIT_OK
         run(
             token,
-            replica,
+            chosen.replica,
             chosen.host,
             chosen.port,
             chosen.linger,
