@@ -248,14 +248,6 @@ def test_a_host_takes_its_ranks_and_its_agent_along_and_no_other(run_dir: RunDir
         dead(found, {"rank 2", "rank 3", "agent r0h1"})
 
 
-def test_the_agent_of_a_spare_host_is_found_once_a_replica_has_the_host(run_dir: RunDir) -> None:
-    with pretenders(run_dir, {0: "r0h0", 1: "s0"}, ["r0h0", "s0", "s1"]) as found:
-        inflict(run_dir, parse_options(replica=0, kind="helper", target="agent", signal="KILL"))
-        dead(found, {"agent s0"})  # the newest one of the replica
-        inflict(run_dir, parse_options(replica=0, kind="helper", target="agent", signal="KILL"))
-        dead(found, {"agent r0h0", "agent s0"})
-
-
 def test_a_machine_that_stands_for_itself_is_a_host(run_dir: RunDir) -> None:
     with pretenders(run_dir, {0: "vm", 1: "vm"}, ["r0h1", ""]) as found:
         made = inject_by_hand(run_dir, parse_options(kind="host", host="vm", for_s=0.01))
