@@ -1,12 +1,28 @@
-"""Measurements that stand beside the product: a checkout has them, a wheel does not.
+"""The benches: `launcher.py bench NAME` measures one part of the product beside others that do the same.
 
-In a checkout `launcher.py bench NAME` runs these, too (`ft_hsdp.bench.command` has the table). Each module has
-`options`, from the words of a command line, `goals` and `run`, as a bench of `ft_hsdp.bench`, of whose parts it is
-made. Nothing in the product imports this package. What a bench finds stands in docs/measurements.md.
+A checkout has them, a wheel does not: nothing in the product imports this package, and `ft_hsdp.launch.cli` finds
+`command` by its name. Every figure is taken beside its contenders in one run, in turns (ABAB), because a figure
+alone depends on the machine and on what else runs there. A bench prints its figures and goals, and returns a
+result that is ready for JSON. What the benches found stands in docs/measurements.md.
 
-- `returns` (bench return): a killed replica's way back;
-- `token_mean`: the gradient of a job that weighs tokens beside that of one big batch;
-- `memory`: copies of states in host memory;
-- `whole_job`: a job whose end is awaited;
-- `kernels`: the kernels and the GPU data plane; `python -m benchmarks.kernels`, or `make gpu`, runs them.
+Read in this order:
+
+- `command`: the benches by name, and what the user asks of each;
+- `results`: figures, how they stand to the goals, the machine, output;
+- `processes`: how a bench starts its processes, tells them what to do, and ends them;
+- `allreduce` (bench ftar) with its `allreduce_ranks`, `quorum`, `state_fetch` (bench fetch), `recovery` with its
+  `jobs`, `overhead`, `returns` (bench return: a killed replica's way back), `hosts`, and `memory` (copies of
+  states in host memory) with `whole_job`, a job whose end is awaited: each has `options`, from the words of a
+  command line, `goals` and `run`;
+- `training`: the models and the training loops of the ranks; `torchft`: everything that imports torchft.
+
+Two have no name there: `token_mean`, the gradient of a job that weighs tokens beside that of one big batch, and
+`kernels`, the kernels and the GPU data plane (`python -m benchmarks.kernels`, or `make gpu`).
+
+A bench's own process imports no torch: threads of one contender must not disturb another one.
+
+Example:
+    from benchmarks.recovery import RecoveryOptions, run
+    from benchmarks.results import show
+    show(run(RecoveryOptions(("kill",), kills=20), sys.stderr), sys.stdout)
 """

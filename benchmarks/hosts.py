@@ -11,15 +11,16 @@ import random
 import statistics
 import time
 from argparse import Namespace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TextIO
 
-from ft_hsdp.bench.command import kills_of
-from ft_hsdp.bench.recovery import span
-from ft_hsdp.bench.results import ProgressLog, ResultRow, Verdicts, begin_result, finish_result, milliseconds, most
-from tests.support.machines import Rig
+from benchmarks.command import kills_of
+from benchmarks.recovery import span
+from benchmarks.results import ProgressLog, ResultRow, Verdicts, begin_result, finish_result, milliseconds, most
+from tests.support.machines import Machine, Rig
 from tests.support.machines_job import JobOnHosts
 
 SEED, LOSSES, STEP_S = 1, 20, 0.07
@@ -54,6 +55,10 @@ def goals(result: dict[str, Any]) -> Verdicts:
         yield most(f"{how}: the others' wait beyond a step, p50 ms", row, wait_ms, row["wait"]["p50_ms"])
 
 
+def _is_spare(job: JobOnHosts, host: Machine) -> bool:
+    return job.states().get(host) == "spare"
+
+
 def losses(job: JobOnHosts, count: int, log: ProgressLog) -> list[ResultRow]:
     """Lose machines of replica 1, both ways in turns; return a row for each."""
     chance, found = random.Random(SEED), {how: list[tuple[float, float]]() for how in BACK_MS}
@@ -73,7 +78,7 @@ def losses(job: JobOnHosts, count: int, log: ProgressLog) -> list[ResultRow]:
             log.say(f"{number + 1}, {how}: back after {its[-1][0]:.2f} s, the others waited {wait_s:.2f} s")
             lost.boot()
             job.join(lost)
-            job.until(lambda lost=lost: job.states().get(lost) == "spare", "it is a spare machine")
+            job.until(partial(_is_spare, job, lost), "it is a spare machine")
     step_ms = milliseconds(statistics.median(steps))
     return [
         {"how": how, "step_ms": step_ms, "back": span([b for b, _ in its]), "wait": span([w for _, w in its])}

@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TextIO
 
-from benchmarks.whole_job import WholeJob
-from ft_hsdp.bench.command import kills_of, measures_of
-from ft_hsdp.bench.jobs import SEED, JobUnderTest, Setup
-from ft_hsdp.bench.results import (
+from benchmarks.command import kills_of, measures_of
+from benchmarks.jobs import SEED, JobUnderTest, Setup
+from benchmarks.results import (
     ProgressLog,
     ResultRow,
     Verdicts,
@@ -32,6 +31,7 @@ from ft_hsdp.bench.results import (
     ratio,
     spread,
 )
+from benchmarks.whole_job import WholeJob
 from ft_hsdp.launch.injection import inject_by_hand, parse_options
 from ft_hsdp.launch.run.directory import Row
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TextIO
 
-from ft_hsdp.analysis.incarnations import incarnations
-from ft_hsdp.bench.command import kills_of
-from ft_hsdp.bench.jobs import (
+from benchmarks.command import kills_of
+from benchmarks.jobs import (
     RECENT,
     SEED,
     TRAIN,
@@ -25,8 +24,8 @@ from ft_hsdp.bench.jobs import (
     UnderTest,
     hit_at_random,
 )
-from ft_hsdp.bench.recovery import SETTINGS, installed, span
-from ft_hsdp.bench.results import (
+from benchmarks.recovery import SETTINGS, installed, span
+from benchmarks.results import (
     ProgressLog,
     ResultRow,
     Verdicts,
@@ -36,6 +35,7 @@ from ft_hsdp.bench.results import (
     most,
     ratio_interval,
 )
+from ft_hsdp.analysis.incarnations import incarnations
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.run.directory import Row, read_json
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import ft_hsdp
-from ft_hsdp.bench.processes import scratch
+from benchmarks.processes import scratch
 from ft_hsdp.config import Config, parse
 from ft_hsdp.core.randomness import stream
 from ft_hsdp.errors import EXIT_OK, FtHsdpError, Retryable

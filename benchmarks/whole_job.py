@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from ft_hsdp.bench.jobs import PATIENCE_S, TICK_S, JobUnderTest
+from benchmarks.jobs import PATIENCE_S, TICK_S, JobUnderTest
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import last_line
 from ft_hsdp.launch.run.directory import Row, read_json

@@ -23,7 +23,7 @@ Read the packages in this order; each has an essay of its own:
     analysis  what a run's events say about failures and commits
     memory    copies of the state in host memory, as pure functions
     config    the configuration; errors: errors with their exit codes
-    compat    torchft's interfaces on top of ours; bench: measurements
+    compat    torchft's interfaces on top of ours
     integrations  the trainers of others
 
 The modules beside them serve several packages: `event_table` (what each event says and means) and `jsonl` (the

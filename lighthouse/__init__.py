@@ -30,8 +30,8 @@ Read in this order:
 - `__main__`: the process.
 
 `quorum`, `placement` and `overview` must not do I/O or import a library. Of `ft_hsdp`, nothing here may
-import what runs beside or above a lighthouse: `ftar`, `state`, `control`, `train`, `launch`, `bench` (import-
-linter checks both).
+import what runs beside or above a lighthouse: `ftar`, `state`, `control`, `train`, `launch` (import-linter checks
+both).
 
 Example: ``python -m lighthouse --run runs/job`` serves the job whose configuration is runs/job/config.yaml.
 """

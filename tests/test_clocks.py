@@ -32,4 +32,4 @@ def reads_the_wall_clock(file: Path) -> bool:
 def test_only_logs_know_the_time_of_day() -> None:
     files = [p for top in ("ft_hsdp", "lighthouse", "ftar_kernels") for p in (ROOT / top).rglob("*.py")]
     found = {str(p.relative_to(ROOT)) for p in files if reads_the_wall_clock(p)}
-    assert {f for f in found if not f.startswith("ft_hsdp/bench/")} == WALL
+    assert found == WALL

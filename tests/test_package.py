@@ -124,5 +124,8 @@ def test_the_wheel_installs_and_its_command_runs(tmp_path: Path) -> None:
     assert "ft-hsdp" in said(ft_hsdp_command, "--help", cwd=tmp_path)
     where = "import ft_hsdp, lighthouse, ftar_kernels; print(ft_hsdp.__file__)"
     assert said(python, "-c", where, cwd=tmp_path).startswith(str(home))
+    refused = subprocess.run([ft_hsdp_command, "bench", "ftar"], cwd=tmp_path, capture_output=True, text=True)
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (64, "", 1)
+    assert "python launcher.py bench ftar" in refused.stderr
     for command, file in ((["schema"], "schema.json"), (["example", "quickstart"], "quickstart.yaml")):
         assert said(ft_hsdp_command, *command, cwd=tmp_path) == (ROOT / "configs" / file).read_text()

@@ -122,7 +122,7 @@ def _read(found: set[str] = set()) -> set[str]:  # noqa: B006 - the tree is pars
     if not found:
         files = [*(ROOT / "ft_hsdp").rglob("*.py"), *(ROOT / "lighthouse").rglob("*.py")]
         for file in files:
-            if not {"config", "doctor", "bench"} & set(file.relative_to(ROOT).parts):
+            if not {"config", "doctor"} & set(file.relative_to(ROOT).parts):
                 nodes = ast.walk(ast.parse(file.read_text()))
                 found |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and _section(n.value)}
     return found

@@ -10,8 +10,8 @@ An adapter translates between the names, errors and conventions of the other sys
 and `ft_hsdp.state`, which do the work. It makes no decision of its own: the other system decides who is a
 member of a quorum.
 
-Importing an adapter imports its system. Apart from the benches that measure it, nothing else in this repository
-does, so the rest of `ft_hsdp` runs without it; `pyproject.toml` enforces that. An adapter does not use
+Importing an adapter imports its system. Nothing else in the product does, so the rest of `ft_hsdp` runs without
+it; `pyproject.toml` enforces that. An adapter does not use
 `ft_hsdp.train`, `ft_hsdp.control` or the lighthouse, which the other system replaces.
 
 Example:

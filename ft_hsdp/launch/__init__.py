@@ -26,5 +26,5 @@ The way of a restart: a rank exits -> `backend.children` -> `HeldRanks.exited` -
 `lighthouse.placement` -> the answer -> `HostAgent` -> `LocalRanks.start` with a new incarnation.
 
 This process of a job on CPUs loads no torch: it must start at once and stay small. The fork server, another
-process, imports `train` by its name. No package of the product imports this one, except `bench`.
+process, imports `train` by its name. No package of the product imports this one.
 """

@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -217,13 +218,14 @@ def _chaos(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from ft_hsdp.bench.command import run_bench
-    from ft_hsdp.bench.results import show
-
-    results = {}
-    for what in dict.fromkeys(args.what):
-        results[what] = run_bench(what, args, sys.stderr)
-        show(results[what], sys.stderr if args.json else sys.stdout)
+    try:
+        benches = import_module("benchmarks.command")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "benchmarks":
+            raise
+        allowed = f"none here; this one is in the repository: python launcher.py bench {args.what[0]}"
+        raise ConfigError("bench", args.what[0], allowed) from None
+    results = benches.run_benches(args)
     if args.json:
         _print_json(results if len(results) > 1 else next(iter(results.values())))
     return EXIT_OK

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.bench.allreduce import CONTENDERS, Contender
-from ft_hsdp.bench.command import KIB
+from benchmarks.allreduce import CONTENDERS, Contender
+from benchmarks.command import KIB
 from ft_hsdp.launch.cli import main
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("_nothing_left")]

@@ -3,8 +3,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from ft_hsdp.bench import allreduce as ftar
-from ft_hsdp.bench.results import KIB, MIB, WARM_UP, interleave
+from benchmarks import allreduce as ftar
+from benchmarks.results import KIB, MIB, WARM_UP, interleave
 from tests.support.bench.tables import shown
 
 

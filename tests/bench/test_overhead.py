@@ -4,9 +4,9 @@ import io
 
 import pytest
 
-from ft_hsdp.bench import overhead
-from ft_hsdp.bench.jobs import TRAIN, WAITING, Setup
-from ft_hsdp.bench.results import ProgressLog, ratio_interval
+from benchmarks import overhead
+from benchmarks.jobs import TRAIN, WAITING, Setup
+from benchmarks.results import ProgressLog, ratio_interval
 
 
 def test_a_ratio_has_an_interval_around_it() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.bench import recovery
-from ft_hsdp.bench.jobs import Kill, Setting, Setup
-from ft_hsdp.bench.recovery import RecoveryOptions, costs, kills, run, stall, stalls, torchft
-from ft_hsdp.bench.results import ProgressLog
+from benchmarks import recovery
+from benchmarks.jobs import Kill, Setting, Setup
+from benchmarks.recovery import RecoveryOptions, costs, kills, run, stall, stalls, torchft
+from benchmarks.results import ProgressLog
 from tests.support.bench.tables import shown
 
 SMALL = Setup(replicas=2, layers=1, elements=256, wait_s=0.02)

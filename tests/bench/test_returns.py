@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import jobs
+from benchmarks.jobs import Kill, Setting, Setup, TorchftUnderTest, job_config
+from benchmarks.results import ProgressLog
 from benchmarks.returns import (
     SETUPS,
     back,
@@ -15,10 +18,7 @@ from benchmarks.returns import (
     stages_in,
     wait_for_return,
 )
-from ft_hsdp.bench import jobs
-from ft_hsdp.bench.jobs import Kill, Setting, Setup, TorchftUnderTest, job_config
-from ft_hsdp.bench.results import ProgressLog
-from ft_hsdp.bench.training import RandomTokens, make_model
+from benchmarks.training import RandomTokens, make_model
 from ft_hsdp.config import load
 from ft_hsdp.errors import Retryable
 from ft_hsdp.train.model import ModelArgs

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.bench.state_fetch import CONTENDERS
+from benchmarks.state_fetch import CONTENDERS
 from ft_hsdp.launch.cli import main
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("_nothing_left")]

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from ft_hsdp.bench.processes import Scope
+from benchmarks.processes import Scope
 from ft_hsdp.errors import Retryable
 
 INTERFACE = "link0"  # of a replica

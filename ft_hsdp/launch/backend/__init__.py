@@ -17,8 +17,4 @@ trainer or the user's script.
 
 Only `entry` imports `train`, and the agent's process must not import it, or it would be as large as a rank.
 `zygote`, which runs in another process, loads it by its name, with torch, before it forks.
-
-The bench has another fork server (`bench.workers.worker`). Its workers are plain children of their server, started
-by blocking code. Here a rank becomes a child of the agent's process, and gets its incarnation later, on a socket.
-Only the import of the modules, a dozen lines, is the same.
 """

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ft_hsdp.bench.allreduce import WorkerSpec
-from ft_hsdp.bench.allreduce_ranks import AllReduceRank
+from benchmarks.allreduce import WorkerSpec
+from benchmarks.allreduce_ranks import AllReduceRank
 
 CONNECT_S = 10.0
 PIECE = 1 << 16

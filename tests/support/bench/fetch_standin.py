@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ft_hsdp.bench.state_fetch import FetchSpec, RawDonor
+from benchmarks.state_fetch import FetchSpec, RawDonor
 
 
 class WrongDonor(RawDonor):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ft_hsdp.bench.results import Verdicts, show
+from benchmarks.results import Verdicts, show
 
 HEAD: Mapping[str, Any] = {
     "date": "2026-11-21T10:00:00+00:00",

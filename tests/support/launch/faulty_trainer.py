@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ft_hsdp
-from ft_hsdp.bench.training import Waiting
+from benchmarks.training import Waiting
 from ft_hsdp.config import Config
 from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.train.identity import IncarnationSource

@@ -27,7 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import ft_hsdp
-from ft_hsdp.bench.command import GIB, KIB, MIB
+from benchmarks.command import GIB, KIB, MIB
 from ft_hsdp.errors import ConfigError
 
 ResultRow = dict[str, Any]

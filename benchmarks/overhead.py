@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from ft_hsdp.bench.command import measures_of, rounds_of
-from ft_hsdp.bench.jobs import (
+from benchmarks.command import measures_of, rounds_of
+from benchmarks.jobs import (
     PATIENCE_S,
     PRODUCT,
     TRAIN,
@@ -29,8 +29,8 @@ from ft_hsdp.bench.jobs import (
     Setup,
     job_config,
 )
-from ft_hsdp.bench.processes import LOOPBACK, WorkerLink, ask, greet, listening, scratch, spawn, spawn_worker
-from ft_hsdp.bench.results import (
+from benchmarks.processes import LOOPBACK, WorkerLink, ask, greet, listening, scratch, spawn, spawn_worker
+from benchmarks.results import (
     ProgressLog,
     ResultRow,
     Row,

@@ -7,23 +7,23 @@ raises ConfigError for what is not allowed.
 from __future__ import annotations
 
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from ft_hsdp.errors import ConfigError
 
 BENCHES: Mapping[str, str] = {
-    "ftar": "ft_hsdp.bench.allreduce",
-    "quorum": "ft_hsdp.bench.quorum",
-    "fetch": "ft_hsdp.bench.state_fetch",
-    "recovery": "ft_hsdp.bench.recovery",
-    "overhead": "ft_hsdp.bench.overhead",
-    # A checkout has these, beside the package.
-    "return": "benchmarks.returns",
-    "hosts": "benchmarks.hosts",
-    "memory": "benchmarks.memory",
+    "ftar": "allreduce",
+    "quorum": "quorum",
+    "fetch": "state_fetch",
+    "recovery": "recovery",
+    "overhead": "overhead",
+    "return": "returns",
+    "hosts": "hosts",
+    "memory": "memory",
 }
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -35,27 +35,24 @@ _UNITS = {"": 1, "k": KIB, "m": MIB, "g": GIB}
 _T = TypeVar("_T")
 
 
-def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
-    """Run one bench, as the words of the command line say; progress goes to ``stream``.
+def run_benches(args: Namespace) -> dict[str, dict[str, Any]]:
+    """Run the benches that the command line names, and show what each found; progress goes to stderr.
 
     Returns:
-        The result, ready for JSON.
+        The results by bench, ready for JSON.
 
     Raises:
-        ConfigError: The words, or this machine, do not allow it, or only a checkout has this bench.
+        ConfigError: The words, or this machine, do not allow it.
         Retryable: A process fails.
         DataCorruption: A sum or a state is wrong.
     """
-    try:
-        module = import_module(BENCHES[name])
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "benchmarks":
-            raise
-        here = ", ".join(each for each, path in BENCHES.items() if path.startswith("ft_hsdp."))
-        allowed = f"{here}; this one is in the repository: python launcher.py bench {name}"
-        raise ConfigError("bench", name, allowed) from None
-    result: dict[str, Any] = module.run(module.options(args), stream)
-    return result
+    show = import_module("benchmarks.results").show
+    results: dict[str, dict[str, Any]] = {}
+    for what in dict.fromkeys(args.what):
+        module = import_module(f"benchmarks.{BENCHES[what]}")
+        results[what] = module.run(module.options(args), sys.stderr)
+        show(results[what], sys.stderr if args.json else sys.stdout)
+    return results
 
 
 def measures_of(args: Namespace, known: tuple[str, ...]) -> tuple[str, ...]:

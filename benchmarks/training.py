@@ -1,13 +1,13 @@
 """What the ranks of a bench train: the models, and the training loops of ft_hsdp, PyTorch's own HSDP, and torchft.
 
-`main` is the entry of the jobs whose ranks are killed. `python -m ft_hsdp.bench.training FD SPEC` is one rank of
+`main` is the entry of the jobs whose ranks are killed. `python -m benchmarks.training FD SPEC` is one rank of
 `bench overhead`, and trains so many steps as it is told:
 
     -> {"steps": 2, "at": 12.5}  <- {"t": 13.6}, before the step that comes next
 
 Its loops are ordinary ones, but each is a generator that stops before each step.
 
-`python -m ft_hsdp.bench.training torchft SPEC` is one replica of a loop of torchft's Manager. It writes a line
+`python -m benchmarks.training torchft SPEC` is one replica of a loop of torchft's Manager. It writes a line
 once everything is imported: {"t": 1.5, "incarnation": "0"}, t in Unix seconds; and one for each committed step,
 with "step" and "participants".
 """
@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ft_hsdp
-from ft_hsdp.bench.jobs import PATIENCE_S, PRODUCT, RankSpec, Setup, job_config
-from ft_hsdp.bench.processes import LOOPBACK, Answer, Obey, run_worker
+from benchmarks.jobs import PATIENCE_S, PRODUCT, RankSpec, Setup, job_config
+from benchmarks.processes import LOOPBACK, Answer, Obey, run_worker
 from ft_hsdp.config import Config, load
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.lifetime import die_with

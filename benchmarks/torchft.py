@@ -1,6 +1,6 @@
 """torchft as the nearest peer: its process group, its checkpoint transport, and its lighthouse.
 
-`python -m ft_hsdp.bench.torchft FILE [HEARTBEAT_MS JOIN_MS [MEMBERS]]` serves its lighthouse, and writes the URL
+`python -m benchmarks.torchft FILE [HEARTBEAT_MS JOIN_MS [MEMBERS]]` serves its lighthouse, and writes the URL
 to FILE. Without times it has those of torchft's own command. MEMBERS is the fewest that make a quorum (1). Its
 training loop is in `training`.
 """
@@ -20,10 +20,10 @@ from torchft.checkpointing.http_transport import HTTPTransport
 from torchft.coordination import LighthouseServer
 from torchft.process_group import ProcessGroupGloo
 
-from ft_hsdp.bench.allreduce import WorkerSpec
-from ft_hsdp.bench.allreduce_ranks import TIMEOUT_S, StoreRank
-from ft_hsdp.bench.processes import LOOPBACK
-from ft_hsdp.bench.state_fetch import FETCH_S, FetchSpec, ReceiverContender, digest
+from benchmarks.allreduce import WorkerSpec
+from benchmarks.allreduce_ranks import TIMEOUT_S, StoreRank
+from benchmarks.processes import LOOPBACK
+from benchmarks.state_fetch import FETCH_S, FetchSpec, ReceiverContender, digest
 from ft_hsdp.launch.run.directory import write_json
 
 STEP = 1

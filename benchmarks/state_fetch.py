@@ -2,7 +2,7 @@
 
 Bare sockets and ft_hsdp's fetch receive into memory that is there already, as the state agent's is.
 
-`python -m ft_hsdp.bench.state_fetch FD MODULE:CLASS SPEC [WHERE]` is a donor, or a receiver that is told WHERE
+`python -m benchmarks.state_fetch FD MODULE:CLASS SPEC [WHERE]` is a donor, or a receiver that is told WHERE
 its donor is. To each command a receiver takes the state, and answers {"t": seconds}.
 """
 
@@ -28,9 +28,8 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from ft_hsdp import address
-from ft_hsdp.bench.command import GIB, measures_of, rounds_of, sizes_of
-from ft_hsdp.bench.processes import (
+from benchmarks.command import GIB, measures_of, rounds_of, sizes_of
+from benchmarks.processes import (
     LOOPBACK,
     Answer,
     Obey,
@@ -41,7 +40,7 @@ from ft_hsdp.bench.processes import (
     scratch,
     spawn_worker,
 )
-from ft_hsdp.bench.results import (
+from benchmarks.results import (
     ProgressLog,
     ResultRow,
     Row,
@@ -56,6 +55,7 @@ from ft_hsdp.bench.results import (
     times_as_fast,
     version,
 )
+from ft_hsdp import address
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
@@ -73,7 +73,7 @@ TOKEN = "bench"  # noqa: S105 - guards random numbers
 STATE = StateId(0, 1, "0" * 32)
 LARGE_TENSORS = 16
 CHUNKED = 4  # of torchft's transport, beside one piece
-WORKER = "ft_hsdp.bench.state_fetch"
+WORKER = "benchmarks.state_fetch"
 
 RAW_SHARE, TIMES = 0.8, 1.3  # the goals
 TORCHFT_FETCHES = ("torchft", "torchft-4")
@@ -156,7 +156,7 @@ class FetchContender:
 
 def contender(text: str, entry: str, needs: str = "ft_hsdp", **spec: Any) -> FetchContender:
     """Return a contender whose classes have a common name: "module:" and that."""
-    entry = f"ft_hsdp.bench.{entry}"
+    entry = f"benchmarks.{entry}"
     return FetchContender(text, f"{entry}Donor", f"{entry}Receiver", spec, needs)
 
 

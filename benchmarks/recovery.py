@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
-from ft_hsdp.bench.command import kills_of, measures_of
-from ft_hsdp.bench.jobs import (
+from benchmarks.command import kills_of, measures_of
+from benchmarks.jobs import (
     SEED,
     JobUnderTest,
     Kill,
@@ -29,7 +29,7 @@ from ft_hsdp.bench.jobs import (
     gone,
     hit_at_random,
 )
-from ft_hsdp.bench.results import (
+from benchmarks.results import (
     ProgressLog,
     ResultRow,
     Row,

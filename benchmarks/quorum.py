@@ -23,10 +23,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ft_hsdp import protocol
-from ft_hsdp.bench.command import listed, rounds_of
-from ft_hsdp.bench.processes import LOOPBACK, listening, scratch, spawn
-from ft_hsdp.bench.results import (
+from benchmarks.command import listed, rounds_of
+from benchmarks.processes import LOOPBACK, listening, scratch, spawn
+from benchmarks.results import (
     ProgressLog,
     ResultRow,
     Row,
@@ -39,6 +38,7 @@ from ft_hsdp.bench.results import (
     spread,
     version,
 )
+from ft_hsdp import protocol
 from ft_hsdp.config import config_hash, parse
 from ft_hsdp.config.running import MAX_REPLICAS
 from ft_hsdp.core import state_id
@@ -124,7 +124,7 @@ class Torchft(LighthouseContender):
         self._step = 0
         self._names = [f"replica_{member}:{member:032x}" for member in range(members)]
         file = folder / "torchft.json"
-        command = tied("ft_hsdp.bench.torchft", str(file), *map(str, (*TIMES_MS, members)))
+        command = tied("benchmarks.torchft", str(file), *map(str, (*TIMES_MS, members)))
         super().__init__(stack, command, file, folder / "torchft.log", members)
         method = "/torchft.LighthouseService/Quorum"
         self._clients = Clients(stack, self.address, [Grpc(self.host, method) for _ in self.members])

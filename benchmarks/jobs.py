@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.processes import Process, Scope, kill, listening, spawn
 from ft_hsdp.analysis.goodput import fault_free_step
-from ft_hsdp.bench.processes import Process, Scope, kill, listening, spawn
 from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import last_line, tied
@@ -26,7 +26,7 @@ from ft_hsdp.launch.injection import inject_by_hand, parse_options
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer
 from ft_hsdp.launch.run.recorder import events_of
 
-TRAINING = "ft_hsdp.bench.training"
+TRAINING = "benchmarks.training"
 WAITING, TRANSFORMER = f"{TRAINING}:waiting", f"{TRAINING}:transformer"
 ENDLESS = 10**6  # steps and restarts: the job is ended when the bench has enough
 TRAIN: Mapping[str, Any] = {"steps": ENDLESS, "threads": 1}
@@ -262,7 +262,7 @@ class TorchftUnderTest(UnderTest):
         self._folder = folder
         self._tailers = {n: Tailer(self._file(n)) for n in self.rows}
         file, log = folder / "lighthouse.json", folder / "lighthouse.log"
-        command = tied("ft_hsdp.bench.torchft", str(file), *map(str, self._setting.times_ms))
+        command = tied("benchmarks.torchft", str(file), *map(str, self._setting.times_ms))
         process = spawn(self.stack, command, log)
         self._running["torchft's lighthouse"] = process, log
         self._url = str(listening(process, file, log, "torchft's lighthouse")["url"])

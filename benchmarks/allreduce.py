@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from ft_hsdp.bench.command import KIB, MIB, listed, measures_of, rounds_of, sizes_of
-from ft_hsdp.bench.processes import Scope, WorkerLink, ask, greet, spawn_worker
-from ft_hsdp.bench.results import (
+from benchmarks.command import KIB, MIB, listed, measures_of, rounds_of, sizes_of
+from benchmarks.processes import Scope, WorkerLink, ask, greet, spawn_worker
+from benchmarks.results import (
     ProgressLog,
     ResultRow,
     Row,
@@ -41,7 +41,7 @@ MEMBERS = (2, 4)
 MOST_MEMBERS = 16
 LEAD_S = 0.005  # from the command to the common start: every worker has read it by then
 BATCHES = ((256 * KIB, 20), (4 * MIB, 5))  # up to this size, so many all-reduces in a row make a sample
-WORKER = "ft_hsdp.bench.allreduce_ranks"
+WORKER = "benchmarks.allreduce_ranks"
 
 LARGE = (64 * MIB, 256 * MIB)
 SMALL = 64 * KIB  # up to here latency counts
@@ -75,7 +75,7 @@ CONTENDERS: dict[str, Contender] = {
     "c10d": _ftar("c10d", "FTAR over torch.distributed's gloo (TCP), out of place"),
     "gloo": Contender(f"{WORKER}:Gloo", "torch.distributed.all_reduce over gloo, in place"),
     "torchft": Contender(
-        "ft_hsdp.bench.torchft:TorchFT",
+        "benchmarks.torchft:TorchFT",
         "torchft's ProcessGroupGloo, in place",
         needs="torchft",
     ),

@@ -1,6 +1,6 @@
 """A member of an all-reduce: FTAR with each of its transports, or gloo; torchft's is in `torchft`.
 
-`python -m ft_hsdp.bench.allreduce_ranks FD MODULE:CLASS SPEC` knows these commands:
+`python -m benchmarks.allreduce_ranks FD MODULE:CLASS SPEC` knows these commands:
 
     -> {"do": "join", "ring": [[0, ""]]}        <- {}
     -> {"do": "prepare", "bytes": 4096}         <- {}
@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ft_hsdp.bench.allreduce import WorkerSpec
-from ft_hsdp.bench.processes import LOOPBACK, Answer, Obey, run_worker
+from benchmarks.allreduce import WorkerSpec
+from benchmarks.processes import LOOPBACK, Answer, Obey, run_worker
 from ft_hsdp.ftar import Communicator, Settings
 
 TIMEOUT_S = 60.0  # longest time of one operation of any contender
