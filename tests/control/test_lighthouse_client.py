@@ -338,13 +338,6 @@ async def test_a_hint_at_a_leader_that_is_down_does_not_go_round_for_ever() -> N
         assert (await follow.post("/v1/x", b"")).text == "from c"
 
 
-async def test_all_down_is_unreachable_in_one_line() -> None:
-    async with following(Sea(a="down", b="down", c="down")) as follow:
-        with pytest.raises(LighthouseUnreachable, match="ConnectError refused") as caught:
-            await follow.post("/v1/x", b"")
-        assert len(str(caught.value).splitlines()) == 1
-
-
 async def test_nobody_leads_is_an_answer_of_503() -> None:
     async with following(Sea(a="stands by", b="stands by", c="stands by")) as follow:
         assert (await follow.post("/v1/x", b"")).status_code == 503

@@ -82,11 +82,6 @@ async def test_orders_and_reports() -> None:
             rank.line.close()
 
 
-async def test_a_leader_alone_waits_for_nobody() -> None:
-    async with Leader(1) as leader:
-        await leader.hub.all_here(1)
-
-
 async def test_all_here_has_a_deadline() -> None:
     async with Leader(3) as leader:
         rank = await Rank().connect(leader.port, hello(1))

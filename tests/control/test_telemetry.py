@@ -231,21 +231,6 @@ def test_a_row_is_what_it_was_when_it_was_told_and_never_too_large() -> None:
     assert rows.dropped == 1
 
 
-async def test_a_hundred_thousand_rows_into_the_void_stay_in_their_place_and_cost_little(fast, s: Scene) -> None:
-    await s.lighthouse.die()
-    row = {"event": "RingBroken", "reason": "y" * 300}
-    began = time.process_time()
-    for _ in range(100_000):
-        s.reporter.event(row)
-    each = (time.process_time() - began) / 100_000
-    kept = reporting.PLACE // len(json.dumps(row, separators=(",", ":")))
-    assert s.reporter.dropped == 100_000 - kept
-    assert each < 1e-3  # a thousandth of a step of a second
-    await s.lighthouse.start()
-    await s.until(lambda: len(s.lighthouse.events) == kept, "what is left arrives")
-    assert s.lighthouse.taken[-1].dropped == 100_000 - kept
-
-
 @mock.patch.multiple(reporting, BACKOFF_S=3600.0, CLOSE_S=30.0)
 async def test_the_end_sends_what_waits_even_in_the_midst_of_failures() -> None:
     async with Scene() as s:

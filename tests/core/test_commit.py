@@ -248,14 +248,6 @@ def test_more_units_than_wanted_do_not_raise_the_learning_rate() -> None:
     assert lr_scale("linear", 13, 12) == lr_scale("sqrt", 13, 12) == 1.0
 
 
-@given(st.integers(1, 512).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))))
-def test_linear_cuts_deeper_than_sqrt_and_neither_raises(pair: tuple[int, int]) -> None:
-    contributors, total = pair
-    linear, sqrt = (lr_scale(kind, contributors, total) for kind in ("linear", "sqrt"))
-    assert 0 < linear <= sqrt <= 1
-    assert (linear == 1) == (contributors == total)
-
-
 @pytest.mark.parametrize(
     ("rows", "why"),
     [

@@ -150,10 +150,7 @@ def test_there_is_a_most(seen: list[tuple[float, float]]) -> None:
 
 
 def test_a_neighbour_of_an_overloaded_host_has_more_time_and_is_found_in_the_end() -> None:
-    now, pulse = 1000.0, PhiAccrual(0.05, 0.5, 1000.0)
-    for _ in range(WINDOW):
-        now += 0.05
-        pulse.heard(now)
+    pulse, now = beating([BEAT_S] * WINDOW)
     assert pulse.lost(now + 0.8)
     assert not pulse.lost(now + 0.8, stall_s=0.5)
     assert pulse.lost(now + 1.3, stall_s=0.5)

@@ -38,12 +38,6 @@ def test_a_unit_that_was_trained_is_refused(bad: Run) -> None:
         Ledger((9, 4), ((1, 2, 1),)).advance([bad])
 
 
-def test_a_unit_counts_once_even_within_a_step() -> None:
-    for ledger in (Ledger((0, 0)), Ledger((3, 0), ((0, 0, 2),))):
-        with pytest.raises(ValueError, match="was trained before"):
-            ledger.advance([(0, 0, 2), (0, 1, 1)])
-
-
 @pytest.mark.parametrize("bad", [(0, 5, 0), (0, -1, 2), (0, 2**62, 1), (1, 0, 1), (-1, 0, 1)])
 def test_a_run_that_cannot_be_is_refused(bad: Run) -> None:
     with pytest.raises(ValueError, match="cannot be"):
@@ -124,12 +118,6 @@ def test_on_other_replicas_the_same_units_are_trained(shards, batch, taken, afte
     assert other.resharded(shards, batch) == ledger.resharded(shards, batch)
 
 
-def test_whole_batches_are_taken_over_by_ranks_of_another_number() -> None:
-    ledger = Ledger((12, 6), ((0, 6, 3),))
-    assert ledger.rescaled((3, 1), (3, 1)) == ledger
-    assert ledger.rescaled((3, 1), (1, 2)) == Ledger((8, 4), ((0, 4, 2),))
-
-
 @pytest.mark.parametrize("ledger", [Ledger((13, 6)), Ledger((12, 6), ((0, 6, 2),)), Ledger((12, 6), ((0, 5, 4),))])
 @pytest.mark.parametrize("other", [(1, 3), (2, 3)])
 def test_a_batch_that_is_trained_in_part_has_other_units_for_other_ranks(ledger, other) -> None:
@@ -137,14 +125,6 @@ def test_a_batch_that_is_trained_in_part_has_other_units_for_other_ranks(ledger,
     assert ledger.rescaled((3, 1), (3, 1)) == ledger
     with pytest.raises(ValueError, match="was trained in part"):
         ledger.rescaled((3, 1), other)
-
-
-def test_a_shard_that_is_far_behind_becomes_holes() -> None:
-    assert Ledger((3, 0, 3)).resharded(1, 1) == Ledger((9,), ((0, 1, 1), (0, 4, 1), (0, 7, 1)))
-    assert Ledger((9,), ((0, 1, 1), (0, 4, 1), (0, 7, 1))).resharded(3, 1) == Ledger((3, 0, 3))
-    assert Ledger((6, 0, 6)).resharded(1, 2) == Ledger((18,), ((0, 2, 2), (0, 8, 2), (0, 14, 2)))
-    assert Ledger((3, 0)).resharded(1, 2) == Ledger((5,), ((0, 2, 2),)), "half a batch stays half a batch"
-    assert Ledger.empty(4).resharded(2, 3) == Ledger.empty(2)
 
 
 def test_a_unit_that_is_left_out_often_enough_is_given_up() -> None:
@@ -158,11 +138,6 @@ def test_a_unit_that_is_left_out_often_enough_is_given_up() -> None:
     assert ledger.given_up([(1, 5, 4)], 3) == ((1, 5, 1),), "each unit is counted by itself"
     ledger = ledger.advance([(0, 6, 1)], [(1, 4, 2)], 3)
     assert ledger == Ledger((7, 6))
-
-
-def test_a_unit_that_becomes_finite_is_trained_and_forgotten() -> None:
-    ledger = Ledger((1, 0)).advance([(0, 1, 1)], [(1, 0, 2)], 3)
-    assert ledger.advance([(0, 2, 1), (1, 0, 1)]) == Ledger((3, 1), (), ((1, 1, 1, 1),))
 
 
 @pytest.mark.parametrize(

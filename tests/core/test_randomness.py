@@ -14,12 +14,6 @@ def test_every_place_is_taken_once(n: int, seed: int, turn: int) -> None:
     assert [permutation.index(permutation[i]) for i in range(n)] == list(range(n))
 
 
-@pytest.mark.parametrize("n", [4, 5, 16, 17, 64, 65, 256, 257, 1024, 1025])
-def test_sizes_beside_a_power_of_two(n: int) -> None:
-    permutation = Permutation(n, 0, 0)
-    assert {permutation[i] for i in range(n)} == set(range(n))
-
-
 def test_the_same_key_gives_the_same_order_and_another_does_not() -> None:
     def order(seed: int, turn: int) -> list[int]:
         permutation = Permutation(100, seed, turn)

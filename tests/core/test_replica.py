@@ -19,14 +19,6 @@ def test_transcript(path: Path) -> None:
     assert replay(expected).rstrip("\n") == expected.rstrip("\n")
 
 
-def test_there_are_transcripts_and_each_is_about_something() -> None:
-    assert len(TRANSCRIPTS) >= 15
-    for path in TRANSCRIPTS:
-        text = path.read_text()
-        assert text.startswith("# "), f"{path.name} has no title"
-        assert text.count("----") >= 3, f"{path.name} shows nothing"
-
-
 def test_a_transcript_that_is_not_true_is_noticed() -> None:
     text = "replica me=0 steps=2\n----\nask for step 9: holds zero\n= asking on zero, no ring\n"
     assert "ask for step 1: holds zero" in replay(text)

@@ -20,22 +20,6 @@ def test_the_initial_state_is_named_by_config_and_weights() -> None:
     assert zero.lineage != state_id.initial("other", "weights").lineage
 
 
-def test_a_lineage_covers_everything_that_was_applied() -> None:
-    base = state_id.advance("p", 1, 0, 5, BATCHES, "d")
-    others = {
-        state_id.advance("q", 1, 0, 5, BATCHES, "d"),
-        state_id.advance("p", 2, 0, 5, BATCHES, "d"),
-        state_id.advance("p", 1, 1, 5, BATCHES, "d"),
-        state_id.advance("p", 1, 0, 6, BATCHES, "d"),
-        state_id.advance("p", 1, 0, 5, BATCHES[:1], "d"),
-        state_id.advance("p", 1, 0, 5, [(0, 2, 0, 4), BATCHES[1]], "d"),
-        state_id.advance("p", 1, 0, 5, [(0, 1, 0, 5), BATCHES[1]], "d"),
-        state_id.advance("p", 1, 0, 5, BATCHES, "e"),
-    }
-    assert len(others) == 8
-    assert base not in others
-
-
 def test_the_order_in_which_contributors_are_named_does_not_matter() -> None:
     assert state_id.advance("p", 1, 0, 5, BATCHES, "d") == state_id.advance("p", 1, 0, 5, BATCHES[::-1], "d")
 
@@ -43,15 +27,6 @@ def test_the_order_in_which_contributors_are_named_does_not_matter() -> None:
 def test_a_later_epoch_beats_a_higher_step() -> None:
     assert state_id.newer(StateId(2, 1, "a"), StateId(1, 7, "b"))
     assert not state_id.newer(StateId(1, 7, "b"), StateId(2, 1, "a"))
-
-
-def test_one_step_by_two_ways_is_not_the_same_state() -> None:
-    assert not state_id.same(StateId(1, 1, "a"), StateId(1, 1, "b"))
-    assert not state_id.same(StateId(1, 1, "a"), StateId(2, 1, "a"))
-
-
-def test_a_state_is_shown_short() -> None:
-    assert str(StateId(3, 12, "0123456789abcdef" * 2)) == "(3, 12, 01234567)"
 
 
 @given(ids, ids, ids)

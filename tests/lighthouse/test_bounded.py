@@ -147,12 +147,10 @@ def flat(seen: list[dict[str, float]], rss_mib: float) -> None:
     assert max(s["rss"] for s in second) <= max(s["rss"] for s in first) + rss_mib
 
 
-def test_a_thousand_joins_leaves_and_beats_leave_nothing_behind(place: tuple[Path, int, int]) -> None:
-    run, port, pid = place
-    flat(storm(run, port, pid, rounds=340, looks=10), rss_mib=32.0)
+LONG = pytest.param(10_000, 20, 3.0, marks=pytest.mark.soak)
 
 
-@pytest.mark.soak
-def test_ten_thousand_joins_leave_nothing_behind(place: tuple[Path, int, int]) -> None:
+@pytest.mark.parametrize(("rounds", "looks", "rss_mib"), [(340, 10, 32.0), LONG])
+def test_many_joins_leaves_and_beats_leave_nothing_behind(place, rounds: int, looks: int, rss_mib: float) -> None:
     run, port, pid = place
-    flat(storm(run, port, pid, rounds=10_000, looks=20), rss_mib=3.0)
+    flat(storm(run, port, pid, rounds, looks), rss_mib)

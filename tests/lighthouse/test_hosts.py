@@ -13,8 +13,7 @@ from ft_hsdp.errors import EXIT_CONFIG
 from ft_hsdp.protocol import ProcessReport
 from lighthouse.overview.replicas import Lanes
 from lighthouse.placement.state import PlacementPolicy
-from lighthouse.quorum.state import Policy
-from tests.support.lighthouse.lighthouse_helpers import MemoryStore, Script, ask, at, events, make_service
+from tests.support.lighthouse.lighthouse_helpers import ask, at, events, make_service
 
 OWN = {0: (("a/1/n0", 1), ("a/1/n1", 2)), 1: (("n2", 3),)}
 
@@ -75,17 +74,3 @@ async def test_hosts_whose_ranks_alternate_are_named_once_all_the_way() -> None:
     shown = Lanes(1, 3, 1)
     shown.event("EpochGranted", {"hosts": told})
     assert shown.all[0].hosts == [{"host": "n0", "ranks": 2}, {"host": "n1", "ranks": 1}]
-
-
-def test_a_store_of_the_version_before_has_a_grant_without_hosts() -> None:
-    rows: dict[str, str] = {}
-    job = Script(total=1)
-    job.first(0)
-    store = MemoryStore(rows)
-    store.save(job.s)
-    text = json.loads(rows["grant"])
-    for member in text["members"]:
-        assert member.pop("hosts") == []
-    rows["grant"] = json.dumps(text)
-    again = MemoryStore(rows).load(Policy(slots=1, steps=10))
-    assert again.grant == job.s.grant

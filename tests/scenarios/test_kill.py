@@ -161,18 +161,6 @@ def test_those_that_come_back_with_nothing_fetch_the_state_before_the_next_step(
         never_alone(job)
 
 
-@pytest.mark.proof
-def test_the_only_holder_loses_its_agents_while_it_is_fetched_from(tmp_path: Path) -> None:
-    with Job(tmp_path, STEPS, replicas=2, **SETTINGS) as job:
-        job.until(lambda: job.step() >= 5, "some steps")
-        lose(job, 1)
-        job.until(lambda: job.events("FetchStarted", replica=1), "replica 1 begins to fetch")
-        os.kill(job.agent(0), signal.SIGKILL)
-        check(job.end(), STEPS)
-        assert len(job.events("ReplicaStarted", replica=0)) == 1, "the one that held the state did not survive"
-        never_alone(job)
-
-
 # One step number, two commits: the hole through which the paper's rule and torchft diverge silently.
 
 

@@ -1,15 +1,13 @@
+import re
 import shutil
 import signal
 from pathlib import Path
 
 import pytest
 
-from ft_hsdp.launch.injection import inflict, parse_options
-from ft_hsdp.launch.run.directory import RunDir
 from tests.scenarios.test_spares import starts
 from tests.support.aborted import aborted
 from tests.support.scenarios.scenario_job import ROOT, Job, check
-from tests.support.slow_script import write_slow_script
 
 EXAMPLE = ROOT / "docs" / "examples" / "own_loop.py"
 TWO = {"replicas": 2, "train__micro_batch": 16, "optim__lr": 3e-3}
@@ -23,36 +21,15 @@ def test_a_function_trains(tmp_path: Path) -> None:
         assert not (job.run.parent / ".cache").exists(), "the data of the built-in trainer were prepared"
 
 
-@pytest.mark.proof
-def test_a_users_own_model_is_trained_by_fewer_ranks_of_one_replica_for_a_while(tmp_path: Path) -> None:
-    """A replica of one rank and one of two sum the model's rows in lanes; both end with the same bits."""
-    write_slow_script(tmp_path / "mine.py", tmp_path / "hurry", 0.15)
-    shrinks = {
-        "hosts__per_replica": 2,
-        "memory__shrink_to": 1,
-        "timeouts__place_s": 0.3,
-        "quorum__min_replicas": 2,
-    }
-    with Job(tmp_path, 60, entry="mine.py", **shrinks, **TWO, quorum__on_lost_head="rollback") as job:
-        job.until(lambda: job.step() >= 5, "step 5")
-        lost = inflict(RunDir(job.run), parse_options(kind="host", replica=0, host="r0h1"))
-        job.until(lambda: len(narrow(job)) >= 3, "unequal replicas commit steps together")
-        lost.lifted("it is back")
-        job.until(lambda: job.events("Grown"), "it begins to grow")
-        job.until(lambda: job.step() > narrow(job)[-1], "all ranks train")
-        job.hurry()
-        check(job.end(), 60)
-        assert [(e["event"], e["from"], e["to"]) for e in job.events("Shrunk") + job.events("Grown")] == [
-            ("Shrunk", 2, 1),
-            ("Grown", 1, 2),
-        ]
-        assert job.rows("metrics.jsonl")[-1]["step"] not in narrow(job)
-
-
-def narrow(job: Job) -> list[int]:
-    """The steps that replica 1 has committed together with one of fewer ranks."""
-    rows = job.rows("replicas/1/commits.jsonl")
-    return [r["step"] for r in rows if r.get("ring_widths") == [1, 2] and r["contributors"] == [0, 1]]
+def test_a_replica_with_one_sample_less_does_not_train(tmp_path: Path) -> None:
+    script, rows = tmp_path / "mine.py", "torch.zeros(n := 160 - job.replica, 2), torch.zeros(n, dtype=torch.long)"
+    data = f"data = job.loader(torch.utils.data.TensorDataset({rows}), 2)"
+    script.write_text(EXAMPLE.read_text().replace("data = Spirals()", data))
+    with Job(tmp_path, 4, entry="mine.py", **{**TWO, "ranks_per_replica": 1}) as job:
+        job.end(64)
+        assert "data: length is" in job.tail()
+        assert {"159", "160"} <= set(re.findall(r"\d+", job.tail()))
+        assert job.rows("metrics.jsonl") == []
 
 
 @pytest.mark.proof

@@ -25,11 +25,6 @@ def job(folder: Path, kind: str, steps: int, **more: Any) -> Job:
     return Job(folder, steps, **{**settings, **KINDS[kind], **more})
 
 
-def digest(summary: dict[str, Any]) -> str:
-    (found,) = {r["digest"] for r in summary["replicas"].values()}
-    return str(found)
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize("kind", ["tensor_parallel", pytest.param("expert_parallel", marks=pytest.mark.soak)])
 def test_a_killed_replica_heals_while_the_other_goes_on(tmp_path: Path, kind: str) -> None:
@@ -51,23 +46,3 @@ def test_a_killed_replica_heals_while_the_other_goes_on(tmp_path: Path, kind: st
         assert summary["batches"]["trained"] == sum(row["units"] for row in rows)
         verdict = running.replayed()
         assert (verdict["equal"], verdict["steps"]) == (True, STEPS), verdict
-
-
-@pytest.mark.soak
-def test_a_checkpoint_goes_on_with_other_data_ranks(tmp_path: Path) -> None:
-    """The digest of a state does not depend on how it is sharded."""
-    kind, steps = "tensor_parallel", 6
-    saved = {"checkpoint__every": steps, "checkpoint__dir": str(tmp_path / "checkpoints")}
-    with job(tmp_path / "four", kind, steps, **saved) as running:
-        summary = running.end()
-        check(summary, steps)
-        wanted = digest(summary)
-    half = {"ranks_per_replica": 2, "train__accumulate": 2}
-    with job(tmp_path / "two", kind, steps, **saved, **half) as running:
-        assert digest(running.end()) == wanted
-        assert {e["step"] for e in running.events("StateRestored")} == {steps}
-    with job(tmp_path / "more", kind, 2 * steps, **saved, **half) as running:
-        check(running.end(), 2 * steps)
-        rows = running.rows("metrics.jsonl")
-        assert [row["step"] for row in rows] == list(range(steps + 1, 2 * steps + 1))
-        assert {row["units"] for row in rows} == {4}

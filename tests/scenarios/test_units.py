@@ -1,5 +1,3 @@
-import os
-import signal
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -9,7 +7,6 @@ import pytest
 
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import commits_of
-from tests.scenarios.test_lighthouse_faults import keep_away, leader
 from tests.support.scenarios.scenario_job import Job, check
 
 RANKS, AT = 2, 5  # AT: the step of the loss
@@ -112,35 +109,3 @@ def test_a_cap_makes_the_step_smaller_and_says_so(tmp_path: Path) -> None:
     assert told
     assert all((e["units"], e["units_wanted"]) == (4, 6) for e in told)
     assert "(quorum.max_accumulate)" in told[0]["reason"]
-
-
-@pytest.mark.proof
-@pytest.mark.soak
-def test_the_last_quotas_repeat_while_there_is_no_lighthouse(tmp_path: Path) -> None:
-    """It is killed in the middle of a step, and kept away. One replica is away, too."""
-    steps = 120
-    chaos = [{"at_step": 4, "replicas": [2], "rank": 0, "down_steps": 80}]
-    with Job(tmp_path, steps, **SAME_STEP, **GLOBAL, **THIN, train__accumulate=2, chaos=chaos) as job:
-        job.until(lambda: job.contributing() == {0, 1}, "replica 2 is away")
-        first = job.step()
-        os.kill(leader(job)["pid"], signal.SIGKILL)
-        keep_away(job, 1.0)
-        last = job.step()
-        rows = ended(job, steps)
-    assert last > first + 2, "no step was committed without a lighthouse"
-    assert {row["epoch"] for row in rows[first : last - 1]} == {rows[first]["epoch"]}
-
-
-@pytest.mark.soak
-def test_one_that_is_silent_for_a_while_leaves_its_units_and_takes_others(tmp_path: Path) -> None:
-    """What it had begun is trained by the others meanwhile, so it counts once."""
-    steps = 120
-    with Job(tmp_path, steps, **SAME_STEP, **GLOBAL, train__accumulate=2) as job:
-        job.until(lambda: job.step() >= 5, "step 5")
-        pid = job.signal(1, 1, signal.SIGSTOP)
-        job.until(lambda: job.contributing() == {0, 2}, "the others go on without it")
-        os.kill(pid, signal.SIGCONT)
-        job.until(lambda: job.contributing() == {0, 1, 2}, "it is back")
-        rows = ended(job, steps)
-        assert {e["kind"] for e in job.events("ReplicaExited", replica=0)} == {"done"}
-    assert [0, 2] in [row["contributors"] for row in rows]

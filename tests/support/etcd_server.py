@@ -80,12 +80,6 @@ class EtcdServer:
         assert self._process is not None
         self._process.send_signal(number)
 
-    def wipe(self) -> None:
-        """It comes back without its data."""
-        self.kill()
-        shutil.rmtree(self._folder / "data")
-        self.start()
-
 
 class LossyEtcd(Etcd):
     """A client that remembers its lease, and while ``loses`` loses the answers to what it writes."""

@@ -289,22 +289,6 @@ def test_an_etcd_that_is_away_costs_the_lead_and_gives_it_back(tmp_path, etcd):
         assert all(process.poll() is None for process in fleet.processes)
 
 
-@pytest.mark.proof
-def test_an_etcd_that_was_wiped_starts_a_term_and_an_epoch_never_used(tmp_path, etcd):
-    with Fleet(tmp_path / "job", etcd) as fleet:
-        grant = fleet.first_epoch(fleet.leader())
-        time.sleep(1.1)  # the term of an empty store is the Unix time
-        etcd.wipe()
-        fleet.until(lambda: len(events(fleet.run, "LighthouseElected")) == 2, "a new reign", 20.0)
-        seat = fleet.urls.index(events(fleet.run, "LighthouseElected")[-1]["url"])  # the old one may not know yet
-        fleet.leader(seat)
-        facts = {"epoch": 1, "max_term": grant.term}
-        with ThreadPoolExecutor(2) as pool:
-            one, other = pool.map(lambda r: fleet.answer(seat, r, at(1, 1), **facts), (0, 1))
-        assert one == other
-        assert (one.term > grant.term, one.epoch > grant.epoch, one.base) == (True, True, at(1, 1))
-
-
 def test_without_etcd_it_stands_by_and_says_so(tmp_path, etcd):
     with Fleet(tmp_path / "job", etcd, count=0) as fleet:
         (fleet.run / "config.yaml").write_text(

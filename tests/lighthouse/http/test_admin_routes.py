@@ -13,7 +13,7 @@ import pytest
 from ft_hsdp.control.lighthouse_client import TokenProof
 from ft_hsdp.core.grant import Continue
 from ft_hsdp.protocol import ProcessReport
-from lighthouse.http.access import Keys, view_key
+from lighthouse.http.access import Keys
 from lighthouse.http.app import MAX_REASON, create_app
 from lighthouse.quorum.state import Policy
 from lighthouse.service import SUPERVISED_S, Service
@@ -21,7 +21,6 @@ from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, Row,
 from tests.support.lighthouse.signed import gated
 
 ADMIN = "ad" * 32
-ORDERS = ["replicas/1/evict", "replicas/1/drain", "replicas/1/undrain", "checkpoint", "scale"]
 
 
 class Place:
@@ -76,16 +75,6 @@ async def within(**policy: Any) -> AsyncIterator[Place]:
 async def place() -> AsyncIterator[Place]:
     async with within() as started:
         yield started
-
-
-@pytest.mark.parametrize("path", ORDERS)
-async def test_only_an_admin_may(place: Place, path: str) -> None:
-    before = place.service.state
-    for token, status in (("", 401), ("x" * 64, 401), (TOKEN, 403), (view_key(TOKEN), 403)):
-        response = await place.order(path, token)
-        assert response.status_code == status, token
-    assert place.service.state == before
-    assert not place.audited()
 
 
 @pytest.mark.parametrize(
@@ -149,38 +138,19 @@ async def test_drain_and_undrain_are_told_to_supervisors_and_to_the_replica(plac
     assert [row["order"] for row in place.audited()] == ["drain", "undrain"]
 
 
-async def test_too_few_are_left_only_by_force() -> None:
-    async with within(min_replicas=2) as place:
-        assert (await place.order("replicas/0/drain")).status_code == 200
-        response = await place.order("replicas/1/drain")
-        assert response.status_code == 409
-        assert "quorum.min_replicas is 2" in response.json()["detail"]
-        assert (await place.order("replicas/1/drain", json={"force": True})).status_code == 200
-        response = await place.order("replicas/2/drain", json={"force": True})
-        assert "cannot be spared" in response.json()["detail"]
-
-
 @pytest.mark.parametrize(
     ("path", "arguments", "status"),
     [
         ("replicas/3/drain", {}, 404),
-        ("replicas/-1/drain", {}, 404),
-        (f"replicas/{10**40}/drain", {}, 404),
         ("replicas/one/drain", {}, 422),
         ("replicas/1/reboot", {}, 404),
         ("replicas/1/drain", {"json": {"reason": "x" * (MAX_REASON + 1)}}, 422),
-        ("replicas/1/drain", {"json": {"reason": 7}}, 422),
-        ("replicas/1/drain", {"json": {"force": "yes"}}, 422),
         ("replicas/1/drain", {"json": {"speed": "slow"}}, 422),
-        ("replicas/1/drain", {"json": []}, 422),
         ("replicas/1/drain", {"content": b"{"}, 422),
         ("replicas/1/drain", {"content": b'{"reason": "\\ud800"}'}, 422),
         ("scale", {"json": {"replicas": 4}}, 409),
         ("scale", {"json": {"replicas": 0}}, 422),
         ("scale", {"json": {"replicas": 10**30}}, 422),
-        ("scale", {"json": {"replicas": "2"}}, 422),
-        ("scale", {"json": {}}, 422),
-        ("scale", {"json": {"replicas": 2, "speed": "slow"}}, 422),
     ],
 )
 async def test_what_makes_no_sense_gets_one_line(place: Place, path: str, arguments: Any, status: int) -> None:

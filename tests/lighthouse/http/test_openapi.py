@@ -133,25 +133,10 @@ def holder(case):
     return of(named[0]) if named else {}
 
 
-def validate(examples, check):
-    """Check answers to random requests of each operation. The schema is read here: it takes 6 s."""
-    schema = schemathesis.openapi.from_asgi("/openapi.json", APP, **of("viewer")).exclude(path="/v1/stream")
-    operations = [found.ok() for found in schema.get_all_operations()]
-    assert len(operations) > 10
-    for operation in operations:
-        chosen = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
-        chosen(given(case=operation.as_strategy())(check))()
+@pytest.mark.parametrize("examples", [3, pytest.param(1000, marks=pytest.mark.soak)])
+def test_whatever_is_sent_the_answer_is_as_described(examples):
+    """The schema is read here: it takes 6 s."""
 
-
-def test_whatever_is_sent_the_answer_is_as_described():
-    def check(case):
-        case.call_and_validate(**holder(case), checks=CHECKED)
-
-    validate(3, check)
-
-
-@pytest.mark.soak
-def test_whatever_is_sent_for_long_the_answer_is_as_described():
     def check(case):
         case.call_and_validate(**holder(case), checks=CHECKED)
         for headers in ({}, {"Authorization": "Bearer wrong"}):
@@ -159,4 +144,9 @@ def test_whatever_is_sent_for_long_the_answer_is_as_described():
             assert answer.status_code in (200, 401, 404, 405)
             assert (answer.status_code == 200) == (case.path == "/healthz" and case.method == "GET")
 
-    validate(1000, check)
+    schema = schemathesis.openapi.from_asgi("/openapi.json", APP, **of("viewer")).exclude(path="/v1/stream")
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) > 10
+    for operation in operations:
+        chosen = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+        chosen(given(case=operation.as_strategy())(check))()

@@ -94,17 +94,6 @@ def test_http_and_noise_get_no_answer(job):
         assert b"HTTP" not in answer
 
 
-def test_old_versions_are_refused(job):
-    server, keys, *_ = job
-    made = context(keys)
-    made.minimum_version = ssl.TLSVersion.MINIMUM_SUPPORTED
-    with pytest.warns(DeprecationWarning, match="deprecated"):
-        made.maximum_version = ssl.TLSVersion.TLSv1_1
-    made.set_ciphers("ALL:@SECLEVEL=0")
-    with server.client(verify=made) as http, pytest.raises(httpx.TransportError):
-        http.get("/healthz")
-
-
 def test_handshakes_that_do_not_end_keep_nobody_out(job):
     server, keys, *_ = job
     process = psutil.Process(server.process.pid)

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.analysis.failures import MAX_EPOCHS, MAX_FAILURES, Failures
-from ft_hsdp.analysis.goodput import fault_free_step
+from ft_hsdp.analysis.failures import MAX_EPOCHS, MAX_FAILURES
 from lighthouse.overview.overview import SHOWN_EPOCHS, Timeline, states
 from lighthouse.overview.replicas import MAX_HOSTS, MAX_SEGMENTS, _joined
-from tests.support.lighthouse import day
 
 T = 1000.0
 
@@ -161,28 +159,6 @@ def test_a_failure_has_all_its_phases():
     assert failure["rejoin_s"] == pytest.approx(10.5)
     assert failure["stall_s"] == pytest.approx(0.5), "the commits around it are 1.5 s apart"
     assert (failure["kind"], failure["rank"], failure["cause"], failure["done"]) == ("SIGKILL", 1, "chaos", True)
-
-
-def test_it_means_what_summary_json_means():
-    rows = [e.row for e in day.day(replicas=4, hours=3, seed=3)]
-    commits = [r for r in rows if "step_s" in r]
-    typical = fault_free_step(commits)
-    found = Failures(4, most=None)
-    for seq, row in enumerate(rows):
-        if "event" in row:
-            found.event(seq, row["event"], row)
-        else:
-            found.commit(row["t"], row["epoch"], row["contributors"])
-    theirs = [found.account(failure, typical) for failure in found.losses()]
-    ours = fold(rows, total=4).told(0, 1e12, typical)
-    assert len(ours) == len(theirs) > 3
-    for mine, other in zip(ours, theirs, strict=True):
-        assert {k: mine[k] for k in ("replica", "rank", "kind", "t")} == {
-            k: other[k] for k in ("replica", "rank", "kind", "t")
-        }
-        assert mine["detect_s"] == other["detect_s"]
-        assert mine["stall_s"] == pytest.approx(other["stall_s"], abs=1e-6)
-        assert mine["rejoin_s"] == other["rejoin_s"]
 
 
 @given(st.randoms(use_true_random=False), st.sampled_from([0.3, 1.0]))
@@ -366,16 +342,3 @@ def test_a_lane_that_is_joined_covers_the_same_time(parts):
     joined = _joined(segments, 3.0)
     assert not segments or (joined[0][0], joined[-1][1]) == (0.0, t)
     assert all(a[1] == b[0] for a, b in pairwise(joined))
-
-
-def test_commits_of_replicas_that_just_go_on_cost_nothing_each():
-    timeline = fold(START)
-    visits = []
-    for one in timeline.lanes.all:
-        one.contributed = lambda *_, one=one: visits.append(one.replica)
-    members = START[-1]["contributors"]
-    for n in range(100):
-        timeline.commit({**commit(20 + n, 6 + n), "contributors": members if n % 2 else list(members)})
-    assert visits == []
-    timeline.lanes.settle()
-    assert sorted(visits) == [0, 1, 2]

@@ -79,10 +79,6 @@ def test_what_cannot_be_evicted(job: Script, replica: int, known: Supervised, st
     assert (found.status, found.detail[: len(words)]) == (status, words)
 
 
-def test_an_eviction_that_stands_is_not_ordered_again(job: Script) -> None:
-    assert not possible(job, "evict", 1, Supervised({1}, {(1, name(1))})).due
-
-
 def test_a_replica_that_its_supervisor_has_given_up_can_be_kept_away(job: Script) -> None:
     """Another supervisor, or the next start of that one, would start it again."""
     job.runs({1: None}, [(1, 0)], lost=[1])
@@ -212,16 +208,6 @@ def test_a_drained_replica_does_not_hold_up_the_end() -> None:
     job.runs({2: None}, [(2, 0)])
     job.ask(0, at(1, 3), epoch=1, leaving=(2,))
     assert job.ask(1, at(1, 3), epoch=1).answers == {0: Finish(), 1: Finish()}
-
-
-def test_nor_does_one_without_a_supervisor_that_left_before() -> None:
-    job = working(steps=4)
-    order(job, "drain", 2)
-    step(job, 2, 0, 1, 2)
-    job.ask(0, at(1, 3), epoch=1, leaving=(2,))
-    job.ask(1, at(1, 3), epoch=1)
-    job.ask(0, at(2, 4), epoch=2)
-    assert job.ask(1, at(2, 4), epoch=2).answers == {0: Finish(), 1: Finish()}
 
 
 def test_one_that_is_still_a_member_is_waited_for() -> None:

@@ -12,10 +12,9 @@ from lighthouse.quorum import rules, transition
 from lighthouse.quorum.events import Asked, OpenRequest, ProcessesReported
 from lighthouse.quorum.rules import EPOCHS, AdmittedIncarnation, Base, Epoch, merged, uncovered
 from lighthouse.quorum.state import LighthouseState, Policy
-from lighthouse.quorum.transition import outlived, run_of
+from lighthouse.quorum.transition import outlived
 from tests.support.lighthouse.lighthouse_helpers import (
     START,
-    TOKEN,
     MemoryStore,
     Script,
     ask,
@@ -122,12 +121,6 @@ def test_replicas_that_start_with_different_states_catch_up_before_the_first_epo
 
 
 # What is remembered of the dead: enough for every decision, and never more for a longer job.
-
-
-def test_an_incarnation_is_named_after_its_run_and_its_restarts() -> None:
-    assert run_of("0-ab-cd-12") == ("ab-cd", 12)
-    assert run_of("0-abc") == ("abc", 0)
-    assert run_of("0-run-²") == ("0-run-²", 0)
 
 
 def test_a_later_life_of_the_same_run_says_that_this_one_is_over() -> None:
@@ -392,7 +385,6 @@ async def test_a_member_is_told_its_number_and_reports_it() -> None:
     number = grant.members[0].number
     assert number > service.state.admissions
     assert transition.number_of(service.state, (0, name(0))) == number
-    assert TOKEN
 
 
 def test_a_grant_names_each_replica_once() -> None:
