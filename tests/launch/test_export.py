@@ -162,46 +162,6 @@ def test_what_another_key_signed_is_exported_to_whoever_trusts_it(checkpoints, t
     assert main(["export", folder, str(out), "--trust"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["CK"], "OUT"),
-        (["NONE", "OUT"], "CHECKPOINT_DIR: got '/"),
-        (["NONE", "OUT"], "a folder with a valid checkpoint (it has none)"),
-        (["FILE", "OUT"], "a folder that can be read (Not a directory)"),
-        (["CK", "OUT", "--step", "7"], "--step: got 7; allowed: 10, 20"),
-        (["CK", "OUT", "--step", "x"], "--step"),
-        (["CK", "FULL"], "a folder that does not exist yet, or is empty"),
-        (["CK", "FILE"], "a folder that does not exist yet, or is empty"),
-        (["CK", "FILE/in"], "a folder that can be written ([Errno 20]"),
-        (["TORN", "OUT"], "step-10-epoch-1-0-a-0: .metadata has 0 bytes instead of"),
-        (["OTHER", "OUT"], "checkpoints of ft_hsdp's own model"),
-    ],
-)
-def test_bad_input_gets_one_line(checkpoints, tmp_path, capsys, argv, said) -> None:
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "file").write_text("")
-    torn = shutil.copytree(checkpoints[0], tmp_path / "torn")
-    for path in torn.iterdir():
-        (path / ".metadata").write_bytes(b"")
-    places = {
-        "CK": checkpoints[0],
-        "OTHER": checkpoints[0].parent / "other",
-        "NONE": tmp_path / "none",
-        "FILE": tmp_path / "full" / "file",
-        "FULL": tmp_path / "full",
-        "OUT": tmp_path / "out",
-        "TORN": torn,
-    }
-    words = [str(places[w]) if w in places else w.replace("FILE", str(places["FILE"])) for w in argv]
-    assert main(["export", *words]) == 64
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert len(err.splitlines()) == 1
-    assert said in err
-    assert not (tmp_path / "out").exists()
-
-
 def base_of(model: nn.Module, file: Path) -> Path:
     """What a user began with: the whole model in a file, tied tensors once."""
     save_model(model, str(file))
@@ -258,9 +218,20 @@ def test_a_run_stands_for_its_checkpoints_and_its_key(checkpoints, tmp_path, mon
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["ONE", "OUT.safetensors", "--step", "1"], "--step: got 1; allowed: nothing beside one checkpoint"),
-        (["OTHER", "THERE"], "a file that does not exist yet"),
+        (["CK"], "OUT"),
+        (["NONE", "OUT"], "CHECKPOINT_DIR: got '/"),
+        (["NONE", "OUT"], "a folder with a valid checkpoint (it has none)"),
+        (["FILE", "OUT"], "a folder that can be read (Not a directory)"),
+        (["CK", "OUT", "--step", "7"], "--step: got 7; allowed: 10, 20"),
+        (["CK", "OUT", "--step", "x"], "--step"),
+        (["CK", "FULL"], "a folder that does not exist yet, or is empty"),
+        (["CK", "FILE"], "a folder that does not exist yet, or is empty"),
+        (["CK", "FILE/in"], "a folder that can be written ([Errno 20]"),
+        (["TORN", "OUT"], "step-10-epoch-1-0-a-0: .metadata has 0 bytes instead of"),
+        (["OTHER", "OUT"], "checkpoints of ft_hsdp's own model"),
         (["OTHER", "OUT"], "or OUT as FILE.safetensors"),
+        (["ONE", "OUT.safetensors", "--step", "1"], "--step: got 1; allowed: nothing beside one checkpoint"),
+        (["OTHER", "LACKS"], "a file that does not exist yet"),
         (["CK", "OUT", "--base", "BASE"], "OUT as FILE.safetensors: the built-in model has no frozen weights"),
         (["OTHER", "OUT.safetensors", "--base", "NONE"], "a safetensors file, or a folder of them"),
         (["OTHER", "OUT.safetensors", "--base", "JUNK"], "a safetensors file, or a folder of them"),
@@ -269,23 +240,28 @@ def test_a_run_stands_for_its_checkpoints_and_its_key(checkpoints, tmp_path, mon
         (["OTHER", "OUT.safetensors", "--base", "EMPTY"], "(body.bias and 2 more are not in it)"),
     ],
 )
-def test_bad_input_for_a_file_gets_one_line(checkpoints, tmp_path, capsys, argv, said) -> None:
+def test_bad_input_gets_one_line(checkpoints, tmp_path, capsys, argv, said) -> None:
     made = {n: t.clone() for n, t in other().state_dict().items()}
     save_file({n: t for n, t in made.items() if n != "scale"}, tmp_path / "lacks.safetensors")
     save_file({**made, "scale": torch.zeros(2)}, tmp_path / "strange.safetensors")
     (tmp_path / "junk.safetensors").write_bytes(b"x" * 99)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    torn = shutil.copytree(checkpoints[0], tmp_path / "torn")
+    for path in torn.iterdir():
+        (path / ".metadata").write_bytes(b"")
     (one,) = (checkpoints[0].parent / "other").iterdir()
     places = {
         "ONE": one,
         "CK": checkpoints[0],
         "OTHER": one.parent,
         "BASE": base_of(other(), tmp_path / "base.safetensors"),
-        "EMPTY": tmp_path / "empty",
-        **{n: tmp_path / f"{n.lower()}.safetensors" for n in ("JUNK", "LACKS", "STRANGE", "NONE")},
-        "THERE": tmp_path / "lacks.safetensors",
-        "OUT": tmp_path / "out",
+        "FILE": tmp_path / "full" / "file",
+        "FILE/in": tmp_path / "full" / "file" / "in",
         "OUT.safetensors": tmp_path / "out.safetensors",
+        **{n: tmp_path / f"{n.lower()}.safetensors" for n in ("JUNK", "LACKS", "STRANGE")},
+        **{n: tmp_path / n.lower() for n in ("NONE", "EMPTY", "FULL", "OUT", "TORN")},
     }
     assert main(["export", *(str(places.get(word, word)) for word in argv)]) == 64
     out, err = capsys.readouterr()

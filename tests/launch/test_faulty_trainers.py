@@ -38,26 +38,6 @@ def one_state(run: RunDir) -> bool:
     return len({s["digest"] for s in summary_of(run)["replicas"].values()}) == 1
 
 
-def test_a_trainer_that_hangs_is_replaced(tmp_path: Path) -> None:
-    """Its process lives: its rank ends itself, and a new one takes its place."""
-    run = train(
-        tmp_path,
-        "tests.support.launch.faulty_trainer:hanging",
-        replicas=3,
-        ranks_per_replica=1,
-        train={"steps": 25},
-        optim={"clip": None},
-        ftar={"timeout_s": 1.0},
-        timeouts={"connect_s": 1.0},
-    )
-    assert lives(run) == {0: 1, VICTIM: 2, 2: 1}, "only the one that hangs is started again"
-    events = [e for r in (0, VICTIM, 2) for e in read_jsonl(run.replica_events(r))]
-    (ended,) = [e for e in events if e["event"] == "RankEnded" and e["reason"].startswith("the trainer hangs")]
-    assert (ended["replica"], ended["code"]) == (VICTIM, 75)
-    broken = [e for e in events if e["event"] == "RingBroken" and e["replica"] != VICTIM]
-    assert {e["suspect"] for e in broken[:2]} == {VICTIM}
-
-
 def test_a_job_of_one_replica_survives_each_kind_of_hang(tmp_path: Path) -> None:
     """It hangs where nobody else sees it: before check-in, in a stopped rank, and altogether."""
     run = train(
@@ -125,28 +105,6 @@ def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
     for replica in (0, 1):
         (event,) = [e for e in read_jsonl(run.replica_events(replica)) if e["event"] == "BatchGivenUp"]
         assert (event["shard"], event["index"]) == POISON
-
-
-def test_units_that_are_never_finite_are_given_up_under_a_constant_batch(tmp_path: Path) -> None:
-    """They are left out of some steps first. Each of those has the units of the other replica alone."""
-    run = poisoned(
-        tmp_path,
-        train={"steps": 14, "accumulate": 2},
-        quorum={"batch": "constant", "refill": "same_step"},
-        lr={"intervention": "linear"},
-        chaos=[{"at_step": 8, "replicas": [0], "down_steps": 2}],
-    )
-    assert one_state(run)
-    assert lives(run) == {0: 2, 1: 1}
-    batches = summary_of(run)["batches"]
-    assert (batches["duplicated"], batches["skipped"], batches["given_up"]) == (0, 0, 2)
-    rows = commits_of(run)
-    fewer = [row for row in rows if row["contributors"] == [0]]
-    assert [(row["units"], row["units_wanted"], row["lr_scale"]) for row in fewer] == [(2, 4, 0.5)] * RETRIES
-    late = [row for row in rows if row["step"] > 10]
-    assert {row["units"] for row in late} == {4}
-    (event,) = [e for e in read_jsonl(run.replica_events(1)) if e["event"] == "BatchGivenUp"]
-    assert (event["shard"], event["index"], event["units"]) == (POISON[0], 2 * POISON[1], 2)
 
 
 # A whole job on the GPU data plane: a replica is killed and heals, and a replay on the CPU has the same bits.

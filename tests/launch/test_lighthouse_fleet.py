@@ -15,8 +15,6 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch import lighthouse_process
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet, LighthouseProcess, check_port
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json, write_job_files
-from ft_hsdp.launch.run.status import lines, status
-from tests.support.etcd_server import EtcdServer
 from tests.support.running import running
 from tests.support.waiting import async_until
 
@@ -33,33 +31,6 @@ def fleet(folder: Path, **lighthouse: Any) -> tuple[LighthouseFleet, RunDir, lis
 def processes(run: RunDir) -> set[int]:
     """The pids of all lighthouses of a run that live, the spare one included."""
     return {process.pid for process, line in running(os.getpid()).items() if str(run.path) in line}
-
-
-@pytest.mark.proof
-async def test_two_of_them_share_a_run_and_each_comes_back_at_its_address(tmp_path: Path) -> None:
-    with EtcdServer() as etcd:
-        both, run, events = fleet(tmp_path, etcd=[etcd.url], count=2)
-        await both.start()
-        keeping = asyncio.create_task(both.keep())
-        try:
-            assert len(set(both.urls)) == 2
-            said = read_json(run.lighthouse)
-            assert set(said["urls"]) == set(both.urls)
-            assert said["url"] == said["urls"][0]
-            picture = await asyncio.to_thread(status, run)
-            assert sorted(one["role"] for one in picture["lighthouses"]) == ["leader", "standby"]
-            assert picture["lighthouse"] == {"pid": said["pid"], "url": said["url"]}
-            assert picture["epoch"] == 0, "the leader was not asked"
-            assert any(line.endswith("standby") for line in lines(run, picture))
-            os.kill(said["pid"], signal.SIGKILL)
-            await async_until(lambda: read_json(run.lighthouse)["pid"] != said["pid"], "one of them leads")
-            await async_until(lambda: [e for e in events if e.get("over")], "it is started again")
-            assert said["url"] in both.urls
-            assert set(read_json(run.lighthouse)["urls"]) == set(both.urls)
-        finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
-            await both.stop()
 
 
 async def test_an_etcd_that_is_not_there_is_one_line_and_69(tmp_path, monkeypatch) -> None:

@@ -1,7 +1,6 @@
 """Real replicas are told to end: they leave in peace, keep what they know, and leave no process behind."""
 
 import json
-import os
 import shutil
 import signal
 from itertools import groupby
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 
 from ft_hsdp import secret
@@ -29,11 +27,6 @@ ENDLESS = 100_000
 def nothing_runs(job: Job) -> None:
     left = run_by(str(job.run))
     assert not left, left
-
-
-def beside(job: Job) -> list[psutil.Process]:
-    """All processes below the job's own."""
-    return psutil.Process(job.process.pid).children(recursive=True)
 
 
 def undisturbed(job: Job) -> None:
@@ -62,23 +55,6 @@ def test_ctrl_c_once_writes_the_state_and_the_same_command_goes_on_from_it(tmp_p
         check(job.end(), steps)
         assert [r["step"] for r in job.rows("metrics.jsonl")] == list(range(stopped["steps"] + 1, steps + 1))
         assert job.replayed()["equal"]
-
-
-@pytest.mark.proof
-def test_ctrl_c_twice_leaves_nothing(tmp_path: Path) -> None:
-    with Job(tmp_path, ENDLESS, **SMALL, timeouts__stop_s=60) as job:
-        job.until(lambda: job.step() >= 3, "step 3")
-        below = beside(job)
-        pid = job.pid(1, 0)
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)  # it cannot leave
-        job.process.send_signal(signal.SIGINT)
-        job.until(lambda: "stopping: " in job.log.read_text(), "the first word")
-        job.process.send_signal(signal.SIGINT)
-        job.end(130)
-        nothing_runs(job)
-        _, left = psutil.wait_procs(below, timeout=30.0)
-        assert not left
 
 
 # A real job is scaled up and down while it trains: no ring breaks, no batch is trained twice or left out.

@@ -75,27 +75,3 @@ def test_a_spare_that_dies_is_nobodys_failure_and_one_that_dies_while_it_is_prom
         assert summary["replicas"]["1"]["incarnations"] == 3
         assert [failure["replica"] for failure in summary["failures"]] == [1, 1], "not the spare that was killed"
         assert job.replayed()["equal"]
-
-
-@pytest.mark.proof
-def test_two_replicas_die_at_once_and_one_gets_the_spare(tmp_path: Path) -> None:
-    """The last replica goes on alone, both others heal."""
-    steps = 80  # they must last until both are back, on a fast machine, too
-    with Job(tmp_path, steps, spares=2) as job:
-        pids = ready(job)
-        for replica in (0, 2):
-            for rank in (0, 1):
-                job.signal(replica, rank, signal.SIGKILL)
-        summary = job.end()
-        settle(job, summary, steps)
-        hows = sorted(starts(job, replica)[1]["how"] for replica in (0, 2))
-        assert hows == ["cold", WARM]
-        (warm,) = [e for e in job.events("ReplicaStarted", how=WARM) if e["pids"] == pids]
-        assert warm["replica"] in (0, 2)
-        assert summary["replicas"]["1"]["incarnations"] == 1
-        fed = [row["step"] for row in job.rows("replicas/1/fed.jsonl")]
-        assert len(fed) == len(set(fed)), "the survivor repeated a forward"
-        rows = job.rows("metrics.jsonl")
-        assert [1] in [r["contributors"] for r in rows], "nobody trained alone"
-        assert rows[-1]["contributors"] == [0, 1, 2], "not everybody came back"
-        assert job.replayed()["equal"]

@@ -7,7 +7,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 
 import psutil
@@ -298,30 +297,6 @@ async def test_imports_that_start_a_thread_are_refused(run_dir, tmp_path, monkey
     with pytest.raises(Retryable, match="left 2 threads running"):
         await server.start()
     await server.close()
-
-
-def test_nothing_outlives_a_supervisor_that_is_killed(run_dir: RunDir) -> None:
-    script = f"""
-import asyncio, pathlib
-from ft_hsdp.launch.backend.forkserver import ForkServer
-async def main():
-    server = ForkServer(pathlib.Path({str(run_dir.path)!r}), entry={STANDIN!r}, preload=())
-    pid = await server.spawn(env={{"RANK": "0"}}, assignment={{"replica": 0, "run_id": "a", "restarts": 0,
-        "log": {str(run_dir.rank_log(0, 0))!r}}},
-        config=pathlib.Path({str(run_dir.config)!r}), log=pathlib.Path({str(run_dir.rank_log(0, 0))!r}),
-        on_exit=print)
-    print(server.pid, pid, flush=True)
-    await asyncio.sleep(60)
-asyncio.run(main())
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment()
-    ) as supervisor:
-        assert supervisor.stdout is not None
-        pids = [int(word) for word in supervisor.stdout.readline().split()]
-        assert len(pids) == 2
-        supervisor.kill()
-    asyncio.run(async_until(lambda: not any(alive({"pid": pid}) for pid in pids), "server and rank to die"))
 
 
 @pytest.mark.parametrize("told", [True, False])

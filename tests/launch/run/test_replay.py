@@ -1,5 +1,3 @@
-import json
-import random
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,12 +7,9 @@ from ft_hsdp.config import Config, dump
 from ft_hsdp.core.effects import RunBatch
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.backend.forkserver import ENTRY
 from ft_hsdp.launch.run.directory import RunDir, write_json
-from ft_hsdp.launch.run.recorder import commits_of
 from ft_hsdp.launch.run.replay import ReplaySegment, agreed, replay, segments
 from ft_hsdp.train.replay.job import ReplayOutcome, Script
-from tests.support.launch.launch_helpers import train
 from tests.support.launch.launch_rows import commit
 
 
@@ -73,29 +68,3 @@ def test_a_width_that_no_replica_can_have_is_refused() -> None:
 def test_replicas_of_all_widths_have_to_find_the_same(digests, differs_at, expected) -> None:
     found = [ReplayOutcome(digest, step) for digest, step in zip(digests, differs_at, strict=True)]
     assert agreed(found, ReplaySegment(6, 9, (4, 2))) == ReplayOutcome("a", expected)
-
-
-@pytest.mark.proof
-@pytest.mark.multiproc
-def test_a_run_with_unequal_numbers_of_tokens_is_replayed(tmp_path: Path) -> None:
-    """Documents are short, and the first token of each does not count; a replica is killed on the way."""
-    text, chance = tmp_path / "text.jsonl", random.Random(0)
-    lengths = (chance.choice((1, 2, 9)) if n % 500 else 9000 for n in range(2500))
-    text.write_text("".join(json.dumps({"text": "abcdefgh"[n % 8] * n}) + "\n" for n in lengths))
-    run = train(
-        tmp_path,
-        ENTRY,
-        replicas=2,
-        ranks_per_replica=2,
-        train={"steps": 25, "accumulate": 3, "micro_batch": 2, "seq_len": 64, "precision": "bfloat16"},
-        model={"dim": 16, "layers": 2, "heads": 2},
-        data={"path": str(text), "weight": "tokens"},
-        chaos=[{"at_step": 6, "replicas": [1]}],
-    )
-    rows = commits_of(run)
-    weights = {c["weight"] / c["units"] for row in rows for c in row["contributions"]}
-    assert len(weights) > 10  # fewer than two a step: the survivor takes some steps alone
-    assert max(weights) > 1.1 * min(weights)
-    assert all(row["tokens"] == sum(c["weight"] for c in row["contributions"]) for row in rows)
-    assert [0] in [row["contributors"] for row in rows]
-    assert replay(run).equal

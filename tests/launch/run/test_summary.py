@@ -123,13 +123,6 @@ def test_the_first_cursor_is_zero_unless_the_run_was_resumed() -> None:
     assert batches(resumed, fed(resumed)) == {"trained": 6, "duplicated": 0, "skipped": 1}
 
 
-def test_a_hole_is_not_skipped() -> None:
-    rows = [commit(1), commit(3, prev="L1")]
-    assert batches(rows, fed(rows))["skipped"] == 3
-    rows[-1]["holes"] = [[0, 1, 1], [1, 1, 1], [2, 1, 1]]
-    assert batches(rows, fed(rows))["skipped"] == 0
-
-
 def dealt(step: int, indices: dict[int, int], cursor: int, *holes: int) -> Row:
     """A row of a job whose replicas take from one sequence: replica -> index."""
     one = {"weight": 1, "shard": 0, "loss": 2.0, "units": 1, "part": 0}

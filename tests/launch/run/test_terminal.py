@@ -63,16 +63,6 @@ def test_a_replica_that_stood_by_until_now_does_not_contribute_again() -> None:
     assert [(line[:9], "again" in line) for line in lines] == [("replica 2", False), ("replica 0", True)]
 
 
-def test_a_table_holds_the_last_steps_and_goes_away() -> None:
-    terminal, out = shown(live=True)
-    with terminal:
-        for n in range(1, 15):
-            terminal.commit(commit(n))
-    text = out.getvalue()
-    assert "tokens/s" in text
-    assert "14/5" in text
-
-
 def test_a_failure_is_told_with_the_times_since_it_began() -> None:
     terminal, out = shown()
     one = {"replica": 1, "incarnation": "1-a-0"}
@@ -126,16 +116,6 @@ def test_a_wait_is_only_shown_when_it_is_long_and_still_goes_on() -> None:
     for now in (104.0, 105.0):
         terminal.tick(now)
     assert out.getvalue().count("waits") == 1
-
-
-def test_a_grant_is_one_line_of_80_columns() -> None:
-    terminal, out = shown()
-    granted = {"epoch": 2, "step": 21, "members": [0, 2]}
-    why = "the ring of epoch 1 broke; replicas 0,2 contribute on (1, 20, 8022d3dc); donors 0, 2"
-    terminal.event({**event("EpochGranted", 1.0, **granted), "reason": why})
-    (line,) = out.getvalue().splitlines()
-    assert "donors" not in line
-    assert len(line) <= 80
 
 
 @pytest.mark.parametrize("fields", [{}, {"replica": None}, {"replica": "[red]"}, {"seconds": "x", "replica": 1}])

@@ -136,20 +136,6 @@ def test_lives_fetches_marks_and_who_said_what() -> None:
     assert (started["pid"], started["tid"], started["args"]["incarnation"]) == (11, 11, "1-x-1")
 
 
-def test_names_are_for_people() -> None:
-    document = trace("myrun", [event("RingConnected", 1.0, 2, 0)], {2: [commit(1, 1.0)]}, [commit(1, 1.0)])
-    names = {
-        (e["pid"], e["tid"], e["name"]): e["args"]["name"] for e in document["traceEvents"] if "name" in e["args"]
-    }
-    assert names == {
-        (1, 0, "process_name"): "myrun",
-        (1, 1, "thread_name"): "job",
-        (12, 0, "process_name"): "replica 2",
-        (12, 1, "thread_name"): "steps",
-        (12, 10, "thread_name"): "rank 0",
-    }
-
-
 seconds = st.floats(0, 100, allow_nan=False)
 odd = st.floats(-5, 100) | st.just(math.nan) | st.just(math.inf)
 rows = st.builds(

@@ -37,16 +37,6 @@ class Data:
         return torch.full((1,), float("inf") if self._poisoned and (shard, index) == POISON else 1.0)
 
 
-def hanging(config: Config, replica: IncarnationSource, run: Path) -> int:
-    """Hangs once, in the first life of the victim."""
-
-    def hang(number: int, batch: int) -> None:
-        if number == VICTIM and batch == HANGS_AT and _first(run):
-            time.sleep(FOREVER_S)
-
-    return _train(config, replica, run, hang)
-
-
 def full(config: Config, replica: IncarnationSource, run: Path) -> int:
     """Has no descriptor left, in the first life of the victim."""
 
