@@ -31,9 +31,7 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({1: 2}, "1", "no such key"),
     ({"replicas": 0}, "replicas", "a whole number from 1 to 64"),
     ({"replicas": "3"}, "replicas", "a whole number from 1 to 64"),
-    ({"replicas": 3.0}, "replicas", "a whole number from 1 to 64"),
     ({"replicas": True}, "replicas", "a whole number from 1 to 64"),
-    ({"replicas": None}, "replicas", "a whole number from 1 to 64"),
     ({"ranks_per_replica": 4, "ranks_per_unit": 3}, "ranks_per_unit", "a divisor of ranks_per_replica (4)"),
     (
         {"ranks_per_replica": 4, "hosts": {"per_replica": 3}},
@@ -51,11 +49,6 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
         "null with tensor parallelism (ranks_per_unit is 2)",
     ),
     ({"memory": {"shrink_to": 1}}, "memory.shrink_to", "null, unless hosts.per_replica is 2 or more"),
-    (
-        {"replicas": 1, "hosts": {"per_replica": 1}, "memory": {"shrink_to": 1}},
-        "memory.shrink_to",
-        "null, unless hosts.per_replica is 2 or more",
-    ),
     ({"memory": {"wait_s": 60.0}}, "memory.wait_s", "less than ftar.timeout_s (60.0): the others would give up"),
     (
         {"memory": {"copies": 2}, "state": {"snapshot": "on_demand"}},
@@ -64,7 +57,6 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ),
     ({"hosts": {"labels": {"node*": "a/b/c"}}}, "hosts.labels.node*", "text that matches"),
     ({"hosts": {"labels": {7: "rack"}}}, "hosts.labels.7", "a key that is text: put it into quotes"),
-    ({"hosts": {"labels": {None: "rack"}}}, "hosts.labels.None", "a key that is text: put it into quotes"),
     ({"train": None}, "train", "a mapping with the keys steps"),
     ({"job": {"name": "a/b"}}, "job.name", "text that matches ^[A-Za-z0-9._-]{1,64}$"),
     ({"job": {"name": "ab\n"}}, "job.name", "text that matches"),
@@ -86,11 +78,6 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"timeouts": {"factor": 60}}, "timeouts.factor", "at most 48: no wait is longer than a day"),
     ({"quorum": {"min_replicas": 4}}, "quorum.min_replicas", "at most replicas (3)"),
     ({"quorum": {"allowed": [4, 8]}}, "quorum.allowed", "a value from quorum.min_replicas (1) to replicas (3)"),
-    (
-        {"quorum": {"allowed": [1], "min_replicas": 2}},
-        "quorum.allowed",
-        "from quorum.min_replicas (2) to replicas",
-    ),
     ({"quorum": {"refill": "same_step"}}, "quorum.refill", "null, unless quorum.batch is constant"),
     ({"quorum": {"max_accumulate": 4}}, "quorum.max_accumulate", "null, unless quorum.batch is constant"),
     (
@@ -99,7 +86,6 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
         "at least train.accumulate (3)",
     ),
     ({"entry": "train"}, "entry", "a script whose name ends in .py, module:function, or null"),
-    ({"entry": "a-b:main"}, "entry", "a script whose name ends in .py, module:function, or null"),
     ({"args": ["--lr"]}, "args", "nothing, unless entry names a script or a function"),
     ({"entry": "train.py", "args": [0.1]}, "args.0", "text"),
     ({"entry_digest": "ab" * 16}, "entry_digest", "nothing, unless entry names a script or a function"),
@@ -140,7 +126,6 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"chaos": [HIT | {"kind": "disk_full"}]}, "chaos.0.kind", "preload: [tests.support.os_faults]"),
     ({"chaos": [{"at_s": 1, "kind": "partition"}]}, "chaos.0.edge", "[a, b] or [a, lighthouse]"),
     ({"chaos": [CUT | {"edge": [0, "moon"]}]}, "chaos.0.edge", "[a, lighthouse]"),
-    ({"chaos": [CUT | {"edge": [0]}]}, "chaos.0.edge", "[a, b]"),
     ({"chaos": [CUT | {"edge": [2, 2]}]}, "chaos.0.edge", "two ends"),
     ({"chaos": [CUT | {"edge": [0, 3]}]}, "chaos.0.edge", "ids from 0 to 2"),
     ({"chaos": [CUT | {"replicas": [0]}]}, "chaos.0.replicas", "[] with an edge"),
@@ -153,7 +138,6 @@ BAD: list[tuple[dict[Any, Any], str, str]] = [
     ({"chaos": [HIT | {"host": "a", "rank": 1}]}, "chaos.0.host", "null with a target or a rank"),
     (TWO_HOSTS | {"chaos": [LOST | {"host": "nope"}]}, "chaos.0.host", "a host that there is: r<replica>h<index>"),
     (TWO_HOSTS | {"chaos": [LOST | {"host": "r0h7"}]}, "chaos.0.host", "r0h0 to r2h1, or s0 to s0"),
-    (TWO_HOSTS | {"chaos": [LOST | {"host": "r00h0"}]}, "chaos.0.host", "r0h0 to r2h1, or s0 to s0"),
     (TWO_HOSTS | {"chaos": [LOST, LOST | {"host": "s1"}]}, "chaos.1.host", "r0h0 to r2h1, or s0 to s0"),
     ({"chaos": [{"at_s": 1, "kind": "helper"}]}, "chaos.0.target", "fork_server, agent, supervisor"),
     ({"chaos": [AID | {"replicas": [0], "signal": "TERM"}]}, "chaos.0.signal", "KILL or STOP"),
@@ -267,11 +251,6 @@ def test_overrides_come_last_and_are_yaml() -> None:
     assert (point.replicas, point.rank, point.life, point.step, point.signal) == ((2,), 0, 0, 3, "KILL")
 
 
-def test_numbers_may_be_written_with_an_exponent_alone(tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("optim: {lr: 3e-4}\n")
-    assert load(tmp_path / "c.yaml").optim.lr == 3e-4
-
-
 @given(
     name=st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
     path=st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
@@ -313,12 +292,6 @@ def test_what_is_dumped_loads_back_equal(
     file.write_text(dump(config), encoding="utf-8")
     assert load(file) == config
     assert config_hash(load(file)) == config_hash(config)
-
-
-def test_a_dump_spells_out_defaults_in_plain_lines() -> None:
-    lines = dump(Config()).splitlines()
-    assert "replicas: 3" in lines
-    assert "  intervention: none" in lines
 
 
 @pytest.mark.parametrize(
@@ -392,12 +365,3 @@ def test_what_replicas_must_share_is_listed_by_key_and_bounded() -> None:
 def test_configs_that_we_ship_load(file: Path) -> None:
     config = load(file)
     assert parse(yaml.safe_load(dump(config))) == config
-
-
-def test_the_quickstart_kills_a_follower_on_the_way() -> None:
-    config = load(ROOT / "configs/quickstart.yaml")
-    assert (config.replicas, config.ranks_per_replica) == (3, 2)
-    (rule,) = config.chaos
-    assert rule.at_step is not None
-    assert 1 < rule.at_step < config.train.steps
-    assert rule.rank != 0

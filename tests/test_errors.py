@@ -1,26 +1,4 @@
-import pytest
-
 from ft_hsdp import errors
-
-
-@pytest.mark.parametrize(
-    ("kind", "code"),
-    [
-        (errors.FtHsdpError, 75),
-        (errors.LighthouseUnreachable, 69),
-        (errors.Retryable, 75),
-        (errors.LocalSystemError, 76),
-        (errors.FTARError, 75),
-        (errors.PeerDead, 75),
-        (errors.ProtocolViolation, 75),
-        (errors.DataCorruption, 75),
-        (errors.InvalidArgument, 64),
-    ],
-)
-def test_each_error_stands_for_an_exit_code(kind: type[errors.FtHsdpError], code: int) -> None:
-    assert kind("why").exit_code == code
-    assert issubclass(kind, errors.FtHsdpError)
-    assert str(kind("why")) == "why"
 
 
 def test_config_error_is_one_line_whatever_the_value() -> None:
@@ -39,10 +17,3 @@ def test_config_error_stays_one_line_when_the_key_or_the_repr_is_not() -> None:
             return "two\nlines"
 
     assert "\n" not in str(errors.ConfigError("a\nb", Odd(), "x"))
-
-
-def test_a_suspect_is_named() -> None:
-    assert str(errors.PeerDead("connection reset", suspect=2)) == "connection reset (suspect: replica 2)"
-    assert errors.PeerDead("connection reset", suspect=2).suspect == 2
-    assert str(errors.PeerTimeout(suspect=0)) == "PeerTimeout (suspect: replica 0)"
-    assert errors.RemoteAbort("x").suspect is None

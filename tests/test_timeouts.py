@@ -62,16 +62,6 @@ def test_nothing_else_is_said_to_be_enforced() -> None:
     assert said == len(BOUNDS) + 1  # backoff_s
 
 
-def test_a_wait_that_nobody_sets_is_as_long_as_it_has_always_been() -> None:
-    always = """beat_s 0.05  suspect_grace_s 0.2  silence_grace_s 1  answer_wait_s 1  agent_answer_s 2
-        hold_s 2  leave_s 2  hello_s 5  spawn_s 10  agent_s 10  lighthouse_s 10  ask_s 20
-        edge_wait_s 30  together_s 30  gone_s 30  listen_s 30  stalled_s 60  checkpoint_again_s 60
-        save_s 60  boot_s 120
-        linger_s 600""".split()  # noqa: SIM905 - a list of so many lines hides the figures
-    expected = dict(zip(always[::2], map(float, always[1::2]), strict=True))
-    assert {name: getattr(Config().timeouts, name) for name in DERIVED} == expected
-
-
 def test_a_wait_follows_its_key_and_the_page_says_how() -> None:
     told = [f"`timeouts.{rule.base}` {rule.times:.3g}" for rule in DERIVED.values()]
     assert sorted(told) == sorted(

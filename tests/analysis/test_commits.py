@@ -83,11 +83,6 @@ def test_a_row_that_nobody_wrote_does_not_stop_the_others(merger: CommitMerger) 
     assert steps(at_once.confirmed() + at_once.finish("L7")) == [1, 2, 4, 5, 7]
 
 
-def test_nothing_comes_of_nothing() -> None:
-    assert CommitMerger().confirmed() == []
-    assert CommitMerger().finish() == []
-
-
 @given(st.data())
 def test_any_order_of_logs_and_any_reading_gives_the_same_history(data: st.DataObject) -> None:
     """Three logs, each a part of the true history with rolled-back rows between, read in pieces."""

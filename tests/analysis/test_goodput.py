@@ -35,10 +35,6 @@ def adds_up(found):
     assert all(seconds >= 0 for seconds in found["lost_s"].values())
 
 
-def test_nothing_is_worth_nothing():
-    assert fold([]).effective()["wall_s"] == 0.0
-
-
 def wall_s(rows):
     """Seconds from the start of the first step to the last commit."""
     return rows[-1]["t"] - rows[0]["t"] + rows[0]["step_s"]

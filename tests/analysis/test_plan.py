@@ -156,13 +156,6 @@ def test_the_text_says_from_when_on_fewer_ranks_pay() -> None:
     assert [line for line in text if "more than 100 s" in line and "timeouts.place_s" in line]
 
 
-@pytest.mark.parametrize("config", [ONE_REPLICA, {"replicas": 3}, {"replicas": 64}, {"replicas": 1}])
-@pytest.mark.parametrize("options", [{}, {"hosts": 64, "size": 70e12}])
-def test_the_text_fits_100_columns(config: dict[str, Any], options: dict[str, Any]) -> None:
-    document = plan(parse({"job": {"name": "j" * 40}, **config}), Assumptions(), **options)
-    assert [line for line in lines(document) if len(line) > 100] == []
-
-
 @pytest.fixture(autouse=True)
 def _in_the_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PAGE.parents[1])

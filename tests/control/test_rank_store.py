@@ -347,17 +347,6 @@ def test_rank_0_that_does_not_come() -> None:
             connect(1, TOKEN, "127.0.0.1", port, 0.1)
 
 
-def test_rank_0_that_comes_late() -> None:
-    listener = address.bound("127.0.0.1")
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(connect, 1, TOKEN, "127.0.0.1", listener.getsockname()[1], 20.0)
-        with contextlib.suppress(TimeoutError):
-            other.result(0.1)
-        first = serve(2, TOKEN, listener, 20.0)
-        other.result(20).close()
-        first.close()
-
-
 def test_a_listener_of_somebody_else_is_not_asked_again() -> None:
     with address.bound("127.0.0.1") as listener, ThreadPoolExecutor(1) as pool:
         listener.listen()

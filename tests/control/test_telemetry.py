@@ -158,10 +158,13 @@ async def test_a_lighthouse_that_does_not_take_it_gets_it_later(fast, status: in
     s.lighthouse.answer = lambda _: status
     s.say("one", "two")
     s.reporter.commit({"step": 1})
+    s.reporter.log({"step": 1, "values": {"a": 1.0}})
     await s.until(lambda: len(s.lighthouse.seen) >= 4, "it is tried again")
     s.lighthouse.answer = lambda _: 204
     await s.until(lambda: s.lighthouse.steps == [1], "the rows arrive")
     assert s.lighthouse.events == ["one", "two"]
+    s.reporter.log({"step": 2, "values": {"a": 2.0}})
+    await s.until(lambda: [row["step"] for t in s.lighthouse.taken for row in t.logged] == [1, 2], "values, once")
 
 
 @mock.patch.object(reporting, "BACKOFF_S", 3600.0)
@@ -287,14 +290,3 @@ async def test_whatever_goes_wrong_the_rank_lives(fast, caplog) -> None:
     await reporter.close()
     assert said[2].events == ({"event": "one"},)
     assert "ZeroDivisionError" in caplog.text
-
-
-async def test_logged_values_wait_for_a_lighthouse_that_is_away_and_arrive_once(fast, s: Scene) -> None:
-    s.lighthouse.answer = lambda _: 503
-    s.reporter.log({"step": 1, "values": {"a": 1.0}})
-    await s.until(lambda: any(t.logged for _, t in s.lighthouse.seen), "it was told")
-    s.lighthouse.answer = lambda _: 204
-    await s.until(lambda: any(t.logged for t in s.lighthouse.taken), "it was taken")
-    s.reporter.log({"step": 2, "values": {"a": 2.0}})
-    await s.until(lambda: len([r for t in s.lighthouse.taken for r in t.logged]) > 1, "the next one")
-    assert [row["step"] for t in s.lighthouse.taken for row in t.logged] == [1, 2]

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from tests.support.aborted import aborted
-from tests.support.torchrun_job import ROOT, TorchrunJob, check
+from tests.support.torchrun_job import ROOT, TorchrunJob
 
 pytestmark = pytest.mark.multiproc
 
@@ -21,16 +21,6 @@ model: {{dim: 64, layers: 2, heads: 2}}
 data: {{path: stdlib, max_bytes: 1048576}}
 optim: {{clip: 1.0}}
 """
-
-
-@pytest.mark.proof
-def test_replicas_under_torchrun_survive_the_loss_of_a_leader(tmp_path: Path) -> None:
-    with TorchrunJob(tmp_path, SETTINGS) as job:
-        replicas = [job.torchrun(r, 2) for r in range(2)]
-        job.until(lambda: job.step(1) >= 5, "step 5")
-        job.kill(replicas[0], 0)
-        check(job.finals(replicas), STEPS, ["1", "0"])
-        assert [r["step"] for r in job.rows(1)] == list(range(1, STEPS + 1)), "the survivor missed a step"
 
 
 @pytest.mark.proof

@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from ft_hsdp.launch.run.directory import RunDir, read_json
-from tests.scenarios.test_ends import saved, settings
 from tests.support.launch.ray_cluster import SLOW, Cluster, Job, command, kill
 from tests.support.slow_script import write_slow_script
 
@@ -181,29 +180,6 @@ def test_a_lone_replica_survives_a_broken_node_and_a_lost_one(tmp_path: Path) ->
     restored = [r for r in summary["recoveries"] if r["number"]]
     assert [(r["rung"], r["lost_steps"] <= 1) for r in restored] == [("copy", True)] * 2
     assert node_of(broken["host"]) not in restored[1]["hosts"].values()
-
-
-@pytest.mark.proof
-def test_no_step_is_lost_however_a_job_is_told_to_end(tmp_path: Path) -> None:
-    """Its ranks have data workers. The second job goes on from the checkpoint of the first.
-
-    `test_ends.py` has SIGHUP: the driver of every kind of job takes it as it takes SIGTERM.
-    """
-    last = 0
-    with Cluster() as cluster:
-        cluster.add(1, 1)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            folder = tmp_path / number.name
-            folder.mkdir()
-            chosen = {**settings(folder, 1), "checkpoint__dir": str(tmp_path / "kept"), "train__steps": 100_000}
-            with Job(cluster, folder, 100_000, **chosen) as job:
-                job.until(lambda last=last: job.newest()["step"] >= last + 3, "steps")
-                job.process.send_signal(number)
-                summary = job.end(128 + number)
-                assert job.rows("metrics.jsonl")[0]["step"] == last + 1
-                last = summary["steps"]
-            assert (saved(tmp_path)[-1], summary["failures"]) == (last, [])
-        assert not cluster.ours()
 
 
 def node_of(host: str) -> str:

@@ -166,7 +166,6 @@ class Injured:
             "steps": self.watch.step,
             "wall_s": seen[-1].t - seen[0].t if seen else 0.0,
             "useful_s": self.watch.useful_s,
-            "grown": self.watch.grown(),
         }
 
 

@@ -102,31 +102,6 @@ def test_stopped_twice_for_four_seconds(tmp_path: Path, rank: int) -> None:
         assert job.replayed()["equal"]
 
 
-@pytest.mark.proof
-def test_stopped_for_good_is_evicted_and_replaced(tmp_path: Path) -> None:
-    """Silence is seen, then the supervisor kills what is stopped, and a new incarnation heals.
-
-    No step is committed without it, so the job lasts until it is back.
-    """
-    steps = 25
-    settings = {"replicas": 2, "quorum.min_replicas": 2, "timeouts.evict_s": 4.0}
-    with Job(tmp_path, steps, **settings) as job:
-        job.until(lambda: len(job.progress()) == 4 and job.step() >= 5, "all ranks are heard")
-        job.signal(1, 0, signal.SIGSTOP)
-
-        def silent() -> bool:
-            replicas = job.overview()["replicas"]
-            ages = {(r["replica"], rank["rank"]): rank["age_s"] for r in replicas for rank in r["ranks"]}
-            return (1, 0) not in ages or ages[1, 0] > 2.5
-
-        job.until(silent, "its beats are missed", 30)
-        summary = job.end()
-        check(summary, steps)
-        assert {r: s["incarnations"] for r, s in summary["replicas"].items()} == {"0": 1, "1": 2}
-        assert job.events("ReplicaEvicted", replica=1), "nobody was evicted"
-        assert job.rows("metrics.jsonl")[-1]["contributors"] == [0, 1], "replica 1 did not come back"
-
-
 # Fewer than `quorum.min_replicas` hold the newest state, and copies are made on demand: nobody trains alone.
 
 

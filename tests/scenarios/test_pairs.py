@@ -1,10 +1,8 @@
 """The plan and the report of the random pairs of faults."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -15,7 +13,6 @@ from ft_hsdp.launch.chaos import Injection
 from tests.scenarios.pairs import Injured
 from tests.support import os_faults
 from tests.support.scenarios.pairs_plan import KINDS, Fault, pair
-from tests.support.scenarios.pairs_watch import Seen
 from tests.support.scenarios.scenario_job import ROOT, Job, check
 
 
@@ -31,62 +28,6 @@ def test_every_kind_is_drawn_and_equal_seeds_draw_equal_pairs() -> None:
     assert {fault.injection.kind for fault in faults} == kinds
     assert faults == drawn(300)
     assert pair(4, 0) != pair(3, 0)
-
-
-class Ended:
-    """A job that has ended, as `Injured` sees it."""
-
-    def __init__(self, folder: Path, code: int, events: tuple[str, ...]) -> None:
-        self.run = folder
-        self.process = SimpleNamespace(poll=lambda: code, wait=lambda: code)
-        self._events = events
-
-    def events(self, name: str) -> list[str]:
-        return [event for event in self._events if event == name]
-
-
-GOOD = {
-    "steps": 9,
-    "replicas": {str(n): {"step": 9, "lineage": "aa", "digest": "dd"} for n in range(3)},
-    "batches": {"duplicated": 0, "skipped": 0},
-}
-OTHER = {**GOOD["replicas"], "1": {"step": 9, "lineage": "aa", "digest": "ee"}}  # type: ignore[dict-item]
-
-
-@pytest.mark.parametrize(
-    ("changed", "code", "events", "said"),
-    [
-        ({}, 0, (), []),
-        ({}, 75, (), ["exit 75; lost None"]),
-        ({"steps": 8}, 0, (), ["8 of 9 steps"]),
-        ({"replicas": OTHER}, 0, (), ["replicas ended with 2 different states"]),
-        ({"batches": {"duplicated": 1, "skipped": 2}}, 0, (), ["1 batches duplicated", "2 batches skipped"]),
-        ({}, 0, ("StateDiverged",), ["two live states differed (StateDiverged)"]),
-        ({}, 0, (), ["what the protocol does not allow"]),
-        (None, 1, (), ["exit 1, and no summary"]),
-    ],
-)
-def test_what_does_not_hold_at_the_end_is_a_breach(tmp_path, monkeypatch, changed, code, events, said) -> None:
-    logged = [each for each in said if "protocol" in each]
-    monkeypatch.setattr("tests.scenarios.pairs.verify", lambda run: SimpleNamespace(breaches=logged))
-    if changed is not None:
-        (tmp_path / "summary.json").write_text(json.dumps({**GOOD, **changed}))
-    injured = Injured(Ended(tmp_path, code, events), 9)  # type: ignore[arg-type]
-    injured.finish()
-    injured.watch.close()
-    assert len(injured.breaches) == len(said)
-    assert all(breach.startswith(part) for breach, part in zip(injured.breaches, said, strict=True))
-
-
-def test_a_standstill_is_counted_from_the_end_of_the_later_fault(tmp_path: Path) -> None:
-    injured = Injured(Ended(tmp_path, 0, ()), 9)  # type: ignore[arg-type]
-    watch = injured.watch
-    watch.close()
-    watch.seen = [Seen(t, n, frozenset(range(3))) for n, t in enumerate((0.0, 10.0, 50.0, 51.0, 53.0))]
-    assert watch.stalled_s(30.0, 52.0) == 20.0
-    assert watch.stalled_s(50.5, 53.0) == 2.0
-    assert watch.stalled_s(60.0, 99.0) == 39.0
-    assert watch.useful_s == 10.0 + 12.0 + 1.0 + 2.0, "twice the median step is 12 s"
 
 
 # A slice of every kind of failure on purpose, in one real job; and random pairs of them.

@@ -8,7 +8,6 @@ import pytest
 from ft_hsdp.launch.injection import Inflicted, inflict, parse_options
 from ft_hsdp.launch.run.directory import RunDir, read_jsonl
 from ft_hsdp.launch.run.recorder import commits_of
-from ft_hsdp.launch.run.status import lines, status
 from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.proof
@@ -21,34 +20,6 @@ def widths(job: Job) -> list[tuple[int, int]]:
     rows = read_jsonl(job.run / "metrics.jsonl")
     found = [(row.get("widths", {}).get("0", 0), row["units"]) for row in rows if "units" in row]
     return [pair for n, pair in enumerate(found) if n == 0 or pair != found[n - 1]]
-
-
-def test_the_only_replica_goes_on_with_half_its_ranks_and_grows(tmp_path: Path) -> None:
-    """With a constant batch two ranks train what four trained. No step is repeated to grow."""
-    shrinks = {"ranks_per_replica": 4, "hosts.per_replica": 2, "memory.shrink_to": 2}
-    shrinks["memory.copies"] = 2  # more than one host can hold: the narrow replica is unprotected, and goes on
-    with Job(tmp_path, 30, replicas=1, **shrinks, **SAFE, **{"quorum.batch": "constant"}) as job:
-        run = RunDir(job.run)
-        job.until(lambda: job.step() >= 5 and job.events("Protected"), "copies on both hosts")
-        lost = inflict(run, parse_options(kind="host", replica=0, host="r0h1"))
-        job.until(lambda: job.events("Shrunk"), "fewer ranks")
-        narrow = job.step()
-        job.until(lambda: job.step() >= narrow + 3, "it trains on")
-        shown = next(line for line in lines(run, status(run)) if line.startswith("  replica 0"))
-        assert "  2 of 4 ranks: rank 0 pid" in shown
-        lost.lifted("it is back")
-        summary = job.end()
-        check(summary, 30)
-        assert widths(job) == [(0, 4), (2, 4), (0, 4)]
-        assert [(e["event"], e["from"], e["to"]) for e in job.events("Shrunk") + job.events("Grown")] == [
-            ("Shrunk", 4, 2),
-            ("Grown", 2, 4),
-        ]
-        assert sum(summary["narrow_steps"].values()) >= 3
-        first, second = summary["recoveries"]
-        assert (first["ranks"], second["ranks"]) == (2, 4)
-        assert (first["lost_steps"] <= 1, second["lost_steps"]) == (True, 0)
-        assert job.replayed()["equal"]
 
 
 def test_another_host_is_lost_meanwhile_and_a_rank_is_killed_while_it_grows(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ import sqlite3
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -269,24 +268,6 @@ def test_a_leader_that_was_stopped_beyond_its_lease_grants_nothing_when_it_goes_
         terms = [row["term"] for row in events(fleet.run, "LighthouseElected")]
         assert terms == sorted(set(terms))
         assert len(events(fleet.run, "EpochGranted")) == 1
-
-
-@pytest.mark.proof
-def test_an_etcd_that_is_away_costs_the_lead_and_gives_it_back(tmp_path, etcd):
-    with Fleet(tmp_path / "job", etcd) as fleet:
-        first = fleet.leader()
-        grant = fleet.first_epoch(first)
-        etcd.kill()
-        down = time.monotonic()
-        fleet.until(
-            lambda: all(fleet.role(s) != "leader" for s in (0, 1)), "nobody leads without etcd", LEASE_S + 2
-        )
-        assert fleet.post(1 - first, 0, at(1, 1), epoch=1).status_code == 503
-        time.sleep(max(0.0, down + 3.0 - time.monotonic()))
-        etcd.start()
-        again = fleet.leader(within_s=15.0)
-        assert fleet.answer(again, 0, at(1, 1), epoch=1, max_term=grant.term) == Continue(1, 2)
-        assert all(process.poll() is None for process in fleet.processes)
 
 
 def test_without_etcd_it_stands_by_and_says_so(tmp_path, etcd):

@@ -10,8 +10,7 @@ import pytest
 
 from ft_hsdp import protocol
 from ft_hsdp.control.lighthouse_client import TokenProof
-from ft_hsdp.core.grant import Grant, Refused
-from ft_hsdp.protocol import SupervisorReply, Wait
+from ft_hsdp.protocol import SupervisorReply
 from lighthouse.http import quorum_route
 from lighthouse.http.access import Keys, view_key
 from lighthouse.http.app import create_app
@@ -35,28 +34,6 @@ async def call(method, path, service=None, auth=True, **arguments):
     """One request to a lighthouse of its own."""
     async with client(service or make(), auth) as http:
         return await http.request(method, path, **arguments)
-
-
-async def test_quorum_answers_with_the_protocols_messages():
-    response = await call("POST", "/v1/quorum", content=protocol.encode(ask(0)))
-    assert response.status_code == 200
-    assert response.headers["content-type"] == "application/json"
-    grant = protocol.decode(response.content, Grant)
-    assert grant.ring == (0,)
-    protocol.verify(TOKEN, grant)
-
-
-async def test_quorum_says_wait_and_refused_as_answers():
-    response = await call("POST", "/v1/quorum", make(2, long_poll_s=0.01), content=protocol.encode(ask(0)))
-    assert protocol.decode(response.content, Wait) == Wait("waiting for replica 1")
-
-    service = make()
-    async with client(service) as http:
-        await http.post("/v1/quorum", content=protocol.encode(ask(0)))
-        service.processes(protocol.ProcessReport({}, (name(0),)))
-        again = await http.post("/v1/quorum", content=protocol.encode(ask(0)))
-    answer = protocol.decode(again.content, Refused)
-    assert answer.exit_code == 75
 
 
 async def test_processes_answers_with_the_protocols_message():

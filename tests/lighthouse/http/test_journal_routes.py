@@ -99,22 +99,6 @@ async def test_what_is_told_is_shown(site):
     assert (event["seq"], event["event"], event["source"]) == (1, "E1", "replica")
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        protocol.encode(protocol.Wait("x")),
-        protocol.encode(Telemetry("nobody")),
-        b'{"type": "Telemetry", "body": {"source": "0-a-0", "events": [{"event": ["x"]}]}}',
-        b'{"type": "Telemetry", "body": {"source": "0-a-0", "events": [{"event": "E", "source": [{}]}, 3]}}',
-    ],
-)
-async def test_junk_is_answered_with_one_line(body):
-    answer = await call("POST", "/v1/telemetry", auth=WORKER, content=body)
-    assert answer.status_code == 422
-    assert "\n" not in answer.json()["detail"]
-
-
 OVERVIEWS = ["points=0", "points=5001", "at=nan", "at=inf", "start=-1", "end=1e300", "at=x", "points=1.5"]
 PAGES = ["limit=0", "limit=1001", "after=-1", f"before={2**60}", "replica=-1", f"text={'x' * 201}", "after=x"]
 

@@ -72,6 +72,10 @@ def event(name="RingBroken", **facts):
     return {"t": NOW, "event": name, "source": "replica", "reason": "why", **facts}
 
 
+def logged(step, **values):
+    return {"t": NOW, "step": step, "epoch": 1, "values": values, "incarnation": "0-a-0"}
+
+
 def tell(journal, source="0-a-0", **what):
     """Take a message as it comes off the wire."""
     journal.take(protocol.decode(protocol.encode(Telemetry(source, **what)), Telemetry))
@@ -171,13 +175,21 @@ def test_a_replica_speaks_for_itself_only(journal):
         ("0-a-0", {"commits": [commit_row(1, waits={"ftar": -1})]}, "waits.ftar"),
         ("0-a-0", {"commits": [commit_row(1, waits={f"w{n}": 1 for n in range(17)})]}, "waits"),
         ("0-a-0", {"commits": [commit_row(1, waits={"<script>": 1})]}, "waits"),
+        ("supervisor", {"logged": [logged(1, loss=1.0)]}, "come from replicas"),
+        ("0-a-0", {"logged": [logged(1)]}, "values"),
+        ("0-a-0", {"logged": [logged(1, loss=float("nan"))]}, "loss"),
+        ("0-a-0", {"logged": [logged(1, loss="low")]}, "loss"),
+        ("0-a-0", {"logged": [logged(1, **{"a b": 1.0})]}, "a b"),
+        ("0-a-0", {"logged": [logged(1, **{f"n{i}": 1.0 for i in range(65)})]}, "values"),
+        ("0-a-0", {"logged": [logged(-1, loss=1.0)]}, "step"),
+        ("0-a-0", {"logged": [{**logged(1, loss=1.0), "epoch": "one"}]}, "epoch"),
     ],
 )
 def test_what_cannot_be_true_is_refused_whole(journal, source, what, why):
     good = event("CheckedIn")
-    events = (good, *what.get("events", ()))
+    more = {kind: tuple(what.get(kind, ())) for kind in ("commits", "ranks", "logged")}
     with pytest.raises(ProtocolViolation, match=why) as caught:
-        journal.take(Telemetry(source, events, tuple(what.get("commits", ())), tuple(what.get("ranks", ()))))
+        journal.take(Telemetry(source, (good, *what.get("events", ())), **more))
     assert len(str(caught.value)) < 200
     journal.note([event("After")])
     assert [row["event"] for row in kept(journal)] == ["After"], "nothing of it waits"
@@ -543,10 +555,6 @@ def test_numbers_that_another_lighthouse_may_have_given_are_left_out():
     assert database.last == 1008
 
 
-def logged(step, **values):
-    return {"t": NOW, "step": step, "epoch": 1, "values": values, "incarnation": "0-a-0"}
-
-
 def test_logged_values_reach_sinks_and_the_overview_and_no_log_of_events():
     sink = Taken()
     journal = make(sinks=[sink])
@@ -555,23 +563,3 @@ def test_logged_values_reach_sinks_and_the_overview_and_no_log_of_events():
     shown = journal.overview()["logged"]
     assert {name: curve["value"] for name, curve in shown.items()} == {"eval/acc": [1.0], "loss": [0.5]}
     assert journal.events(after=0)["events"] == []
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        logged(1),
-        logged(1, loss=float("nan")),
-        logged(1, loss="low"),
-        logged(1, **{"a b": 1.0}),
-        logged(1, **{f"n{i}": 1.0 for i in range(65)}),
-        logged(-1, loss=1.0),
-        {**logged(1, loss=1.0), "epoch": "one"},
-        {"step": 1, "epoch": 1},
-    ],
-)
-def test_logged_values_that_are_none_are_refused(row):
-    with pytest.raises(ProtocolViolation):
-        make().take(Telemetry("0-a-0", logged=(row,)))
-    with pytest.raises(ProtocolViolation, match="come from replicas"):
-        make().take(Telemetry("supervisor", logged=(logged(1, loss=1.0),)))

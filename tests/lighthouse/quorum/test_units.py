@@ -97,20 +97,6 @@ def test_between_two_steps_the_batch_stays_whole() -> None:
     assert places(other) == {0: ((0, 8),), 2: ((8, 8),), 3: ((16, 8),)}, "on another state nothing was dealt"
 
 
-def test_a_second_loss_on_the_same_state_deals_no_place_twice() -> None:
-    whole = apportion(grant("0123"), None, SHARED, refill=False)
-    three = apportion(grant("013", epoch=3), whole, SHARED, refill=True)
-    two = apportion(grant("03", epoch=4), three, SHARED, refill=True)
-    assert units(two) == {0: 12, 3: 12}
-    assert places(two)[0][:2] == ((0, 6), (12, 2))
-    assert sum(map(size, places(two).values())) == 24
-    back = apportion(grant("013", epoch=5), two, SHARED, refill=True)
-    mine = {p for first, n in places(back)[1] for p in range(first, first + n)}
-    others = {p for r in (0, 3) for first, n in places(two)[r] for p in range(first, first + n)}
-    assert len(mine) == 8
-    assert not mine & others, "what 0 and 3 give up they may have trained"
-
-
 @pytest.mark.parametrize(
     ("batch", "now", "later"), [("adapt", {0: 12, 1: 12}, 9), ("constant", {0: 20, 1: 16}, 12)]
 )

@@ -1,5 +1,5 @@
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,19 +35,6 @@ def spread(values: Sequence[float]) -> str:
     return f"p50 {p50:.2f}, p99 {p99:.2f}, max {max(values, default=0.0):.2f} s"
 
 
-def slopes(jobs: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """By kind of process: growth per hour: the sum over all processes, divided by how long they lived."""
-    sums: dict[str, Counter[str]] = defaultdict(Counter)
-    for job in jobs:
-        for who, grown in job["grown"].items():
-            sums[who].update(grown)
-    return {
-        who: {what: total / (grown["lived_s"] / 3600) for what, total in grown.items() if what != "lived_s"}
-        for who, grown in sorted(sums.items())
-        if grown["lived_s"] > 0
-    }
-
-
 def lines(jobs: Sequence[Row]) -> list[str]:
     pairs = [pair for job in jobs for pair in job["pairs"]]
     kinds = Counter(fault["name"] for pair in pairs for fault in pair["faults"] if not fault["missed"])
@@ -63,9 +50,6 @@ def lines(jobs: Sequence[Row]) -> list[str]:
         f"goodput   {useful / wall:.3f} of the time trained" if wall else "goodput   -",
         f"steps     {sum(job['steps'] for job in jobs)}",
     ]
-    for who, grown in slopes(jobs).items():
-        an_hour = ", ".join(f"{what} {n:+.1f}" for what, n in grown.items())
-        told.append(f"slope     {who}: {an_hour} an hour")
     breaches = [(job, breach) for job in jobs for breach in job["breaches"]]
     told.append(f"breaches  {len(breaches)}")
     told += [f"  seed {job['seed']}, pairs {_numbers(job)}, commit {job['commit']}: {b}" for job, b in breaches]
