@@ -104,6 +104,15 @@ class TorchftMember:
             old.close()
 
 
+def _through_gloo(name: str) -> Any:
+    """Return the method that has the gloo group of the quorum run the collective ``name``."""
+
+    def run(group: ProcessGroupFTAR, *args: Any, **named: Any) -> Work:
+        return group._current().run_gloo(name, *args, **named)
+
+    return run
+
+
 class ProcessGroupFTAR(ProcessGroup):
     """A process group of torchft that sums with the fault-tolerant all-reduce (FT-HSDP §4.2).
 
@@ -342,56 +351,23 @@ class ProcessGroupFTAR(ProcessGroup):
         """Reduce each of ``tensors`` as `allreduce` does, which also lets small tensors share a ring operation."""
         return self.allreduce(tensors, opts)
 
-    # The rest.
+    # The rest, with the arguments of torch.distributed.
 
-    def allgather(self, output_tensors: list[list[Tensor]], input_tensor: list[Tensor], opts: Any) -> Work:
-        """Gather tensors of all ranks, as in torch.distributed. Through gloo, as all methods that follow."""
-        return self._current().run_gloo("allgather", output_tensors, input_tensor, opts)
-
-    def allgather_into_tensor_coalesced(
-        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any
-    ) -> Work:
-        """Gather tensors of all ranks into one tensor each, through gloo."""
-        return self._current().run_gloo("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts)
-
-    def alltoall_base(
-        self,
-        output_buffer: Tensor,
-        input_buffer: Tensor,
-        output_split_sizes: list[int],
-        input_split_sizes: list[int],
-        opts: Any,
-    ) -> Work:
-        """Exchange parts of a tensor between all ranks, through gloo."""
-        return self._current().run_gloo(
-            "alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts
-        )
-
-    def barrier(self, opts: BarrierOptions | None = None) -> Work:
-        """Wait for all ranks, through gloo."""
-        return self._current().run_gloo("barrier", opts or BarrierOptions())
-
-    def broadcast(self, tensor_list: list[Tensor], opts: Any) -> Work:
-        """Broadcast tensors from one rank, through gloo."""
-        return self._current().run_gloo("broadcast", tensor_list, opts)
+    allgather = _through_gloo("allgather")
+    allgather_into_tensor_coalesced = _through_gloo("allgather_into_tensor_coalesced")
+    alltoall_base = _through_gloo("alltoall_base")
+    broadcast = _through_gloo("broadcast")
+    reduce_scatter = _through_gloo("reduce_scatter")
+    reduce_scatter_tensor_coalesced = _through_gloo("reduce_scatter_tensor_coalesced")
 
     def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Work:
-        """Send tensors to a rank, through gloo."""
         return self._current().run_gloo("send", tensors, dst_rank, tag)
 
     def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Work:
-        """Receive tensors from a rank, through gloo."""
         return self._current().run_gloo("recv", tensors, src_rank, tag)
 
-    def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Work:
-        """Reduce lists of tensors and scatter the results, through gloo."""
-        return self._current().run_gloo("reduce_scatter", output_tensors, input_tensors, opts)
-
-    def reduce_scatter_tensor_coalesced(
-        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any
-    ) -> Work:
-        """Reduce tensors and scatter the results, through gloo."""
-        return self._current().run_gloo("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts)
+    def barrier(self, opts: BarrierOptions | None = None) -> Work:
+        return self._current().run_gloo("barrier", opts or BarrierOptions())
 
     # The group itself.
 

@@ -267,7 +267,7 @@ class Quorum:
         works = [self._communicator.all_reduce(b.flat, preserve_input=False) for b in parts]
         return SumWork(tensors, parts, works, divisor, self.fail)
 
-    def run_gloo(self, name: str, *args: Any) -> Work:
+    def run_gloo(self, name: str, *args: Any, **named: Any) -> Work:
         """Start the collective ``name`` of the gloo group, with these arguments.
 
         Raises:
@@ -276,7 +276,7 @@ class Quorum:
         gloo = self._gloo
         if gloo is None:
             raise RuntimeError("process group not initialized")
-        return GlooWork(getattr(gloo, name)(*args), self.fail)
+        return GlooWork(getattr(gloo, name)(*args, **named), self.fail)
 
     def fail(self, error: BaseException) -> RuntimeError:
         """Return ``error`` in torch's words. The first one ends the quorum, and all its ranks learn of it."""

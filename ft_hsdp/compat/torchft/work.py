@@ -61,7 +61,17 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 Failed = Callable[[BaseException], RuntimeError]  # takes an error of the group, returns the one to raise
 
 
-class SumWork(Work):
+class HostWork(Work):
+    """What is done on the host: a stream has to wait as long as its caller."""
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+
+class SumWork(HostWork):
     """The sums of ``bundles``, one ring operation each, in order.
 
     The division and the copy back run on the ring's thread. So does what a user chains to the future: it must not
@@ -126,16 +136,8 @@ class SumWork(Work):
     def get_future(self) -> Future[Any]:
         return self._future
 
-    def synchronize(self) -> None:
-        """Block as `wait` does."""
-        self.wait()
 
-    def block_current_stream(self) -> None:
-        """Block as `wait` does: the sum is made on the host."""
-        self.wait()
-
-
-class GlooWork(Work):
+class GlooWork(HostWork):
     """A collective of gloo. Its error ends the quorum, as one of a sum does."""
 
     def __init__(self, work: Work, failed: Failed) -> None:
@@ -176,16 +178,8 @@ class GlooWork(Work):
         except RuntimeError as error:
             self._failed(error)
 
-    def synchronize(self) -> None:
-        """Block as `wait` does."""
-        self.wait()
 
-    def block_current_stream(self) -> None:
-        """Block as `wait` does: gloo works on the host."""
-        self.wait()
-
-
-class DoneWork(Work):
+class DoneWork(HostWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True without blocking: there is nothing to wait for."""
         return True
@@ -198,9 +192,3 @@ class DoneWork(Work):
         future: Future[Any] = Future()
         future.set_result(None)
         return future
-
-    def synchronize(self) -> None:
-        """Return without blocking, as `wait` does."""
-
-    def block_current_stream(self) -> None:
-        """Return without blocking, as `wait` does."""
